@@ -1,0 +1,56 @@
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SORTED_UNIQUE: int
+SORTED_DUPLICATES: int
+UNSORTED: int
+
+_CSR = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]
+
+def max_threads() -> int: ...
+def row_order_status(
+    indptr: NDArray[np.int64], indices: NDArray[np.int32], num_threads: int | None = ...
+) -> tuple[int, int]: ...
+def transpose(
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    data: NDArray[Any],
+    n_cols: int,
+    num_threads: int | None = ...,
+) -> _CSR: ...
+def degree_order(indptr: NDArray[np.int64]) -> NDArray[np.int64]: ...
+def take_rows(
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    data: NDArray[Any],
+    order: NDArray[np.int64],
+    num_threads: int | None = ...,
+) -> _CSR: ...
+def build_bals(
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    data: NDArray[Any],
+    n_cols: int,
+    tile_rows: int,
+    tile_cols: int,
+    seg_ptr: NDArray[Any],
+    tile_ptr: NDArray[Any],
+    num_threads: int | None = ...,
+) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[np.int32]]: ...
+def bals_to_csr(
+    values: NDArray[Any],
+    seg_colidx: NDArray[np.int32],
+    tile_colidx: NDArray[np.int32],
+    seg_ptr: NDArray[Any],
+    tile_ptr: NDArray[Any],
+    n_rows: int,
+    n_cols: int,
+    tile_rows: int,
+    tile_cols: int,
+    num_threads: int | None = ...,
+) -> _CSR: ...
+def bals_vacancies(
+    seg_ptr: NDArray[Any], tile_ptr: NDArray[Any], n_rows: int, tile_rows: int
+) -> tuple[int, int]: ...

@@ -1,0 +1,471 @@
+"""Sparse layouts: parallel transposition, degree order, row permutation, and the BALS tiles.
+
+The BALS format (Chen et al., "BALS", IEEE TPDS 2021, section 4.1, Alg. 1, Fig. 6) cuts a matrix into tiles of
+``tile_rows`` x ``tile_cols`` and stores, tile after tile along each row block, what a kernel needs to load every
+factor row of a tile once and to reuse it for all rows of the tile. The paper's example with ``tile_rows=2``,
+``tile_cols=3`` (first row block only)::
+
+              c0 c1 c2 | c3 c4 c5
+        r0     3  .  1 |  .  2  .        tile 0 (r0-r1, c0-c2)      tile 1 (r0-r1, c3-c5)
+        r1     2  4  . |  5  .  .
+
+        values       3 1 | 2 4      | 2 | 5          nonzeros: tile by tile, row by row
+        tile_colidx  0 2 1          | 4 3            columns to load for a tile, each once, by first appearance
+        tile_ptr     0                3      5       where a tile's columns start; equal neighbours: vacant tile
+        seg_colidx   0 1 | 0 2      | 0 | 1          for each nonzero: which of its tile's loaded columns it uses
+        seg_ptr      0     2          4   5      6   where a segment (one row of one tile) starts in seg_colidx
+
+Segments are numbered row block by row block, in it tile by tile, in it row by row; ``seg_ptr`` has
+``n_rows * n_tile_columns + 1`` elements (section 4.1.2), so the last row block has only the rows that exist. Since a
+row block owns one contiguous range of CSR entries, row blocks are built independently, in parallel and in O(nnz +
+segments); only the offsets of ``tile_colidx`` need a prefix sum over tiles afterwards.
+"""
+
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy, memset
+
+from hybridmf._openmp cimport hmf_max_threads, hmf_thread_id
+
+SORTED_UNIQUE = 0       # columns strictly ascending within every row
+SORTED_DUPLICATES = 1   # ascending, with repeats
+UNSORTED = 2
+
+ctypedef fused value_t:
+    float
+    double
+
+ctypedef fused offset_t:   # positions within nnz: int32 halves the index traffic where it suffices
+    int32_t
+    int64_t
+
+# Below this many entries a second thread costs more than it brings.
+cdef Py_ssize_t PARALLEL_ENTRIES = 1 << 15
+
+cdef int64_t LOCAL_INDEX = 0xFFFFFFFF   # low half of a slot: the local index; the high half stamps its row block
+
+
+cdef int _threads(object num_threads, Py_ssize_t work) except -1:
+    cdef int n = hmf_max_threads() if num_threads is None else int(num_threads)
+    if n < 1:
+        raise ValueError(f"num_threads must be >= 1, got {n}")
+    return 1 if work < PARALLEL_ENTRIES else n
+
+
+def max_threads():
+    """Threads an OpenMP region of this process gets by default (1 in a build without OpenMP)."""
+    return hmf_max_threads()
+
+
+# ------------------------------------------------------------------------------------------------ structure checks
+
+
+def row_order_status(const int64_t[::1] indptr, const int32_t[::1] indices, num_threads=None):
+    """Whether every row's columns ascend strictly.
+
+    Parameters
+    ----------
+    indptr : int64 array, shape (n_rows + 1,)
+    indices : int32 array, shape (nnz,)
+
+    Returns
+    -------
+    code : int
+        SORTED_UNIQUE, SORTED_DUPLICATES or UNSORTED.
+    position : int
+        Entry whose column repeats its predecessor's (SORTED_DUPLICATES; the first such), else -1.
+    """
+    cdef Py_ssize_t n_rows = indptr.shape[0] - 1, row, k
+    cdef Py_ssize_t repeats = 0, falls = 0
+    cdef int n = _threads(num_threads, indices.shape[0])
+    for row in prange(n_rows, nogil=True, schedule="static", num_threads=n):
+        for k in range(indptr[row] + 1, indptr[row + 1]):
+            repeats += indices[k] == indices[k - 1]
+            falls += indices[k] < indices[k - 1]
+    if falls:
+        return UNSORTED, -1
+    if not repeats:
+        return SORTED_UNIQUE, -1
+    for row in range(n_rows):
+        for k in range(indptr[row] + 1, indptr[row + 1]):
+            if indices[k] == indices[k - 1]:
+                return SORTED_DUPLICATES, k
+
+
+# --------------------------------------------------------------------------------------------------- transposition
+
+
+cdef void _count_columns(
+        const int64_t[::1] indptr,      # IN   (n_rows + 1,)
+        const int32_t[::1] indices,     # IN   (nnz,)
+        const int64_t[::1] first_row,   # IN   (n_parts + 1,) row range of each part
+        offset_t[:, ::1] cursor,        # OUT  (n_parts, n_cols) entries of each column in each part
+        int n_threads) noexcept nogil:
+    cdef Py_ssize_t k
+    cdef int part
+    cdef offset_t* count
+    for part in prange(first_row.shape[0] - 1, schedule="static", chunksize=1, num_threads=n_threads):
+        count = &cursor[part, 0]
+        for k in range(indptr[first_row[part]], indptr[first_row[part + 1]]):
+            count[indices[k]] += 1
+
+
+cdef void _column_offsets(
+        offset_t[:, ::1] cursor,        # IN OUT counts -> where each part writes its first entry of each column
+        int64_t[::1] out_indptr) noexcept nogil:   # OUT (n_cols + 1,)
+    cdef Py_ssize_t column, part
+    cdef offset_t start = 0, count
+    for column in range(cursor.shape[1]):
+        out_indptr[column] = start
+        for part in range(cursor.shape[0]):
+            count = cursor[part, column]
+            cursor[part, column] = start
+            start += count
+    out_indptr[cursor.shape[1]] = start
+
+
+cdef void _scatter_columns(
+        const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data,   # IN
+        const int64_t[::1] first_row,   # IN   (n_parts + 1,)
+        offset_t[:, ::1] cursor,        # IN OUT (n_parts, n_cols) next free slot
+        int32_t[::1] out_indices, value_t[::1] out_data,   # OUT (nnz,)
+        int n_threads) noexcept nogil:
+    """Parts are row ranges in order, so within a column rows stay sorted whatever the thread count."""
+    cdef Py_ssize_t row, k
+    cdef int part
+    cdef offset_t slot
+    cdef offset_t* free
+    for part in prange(first_row.shape[0] - 1, schedule="static", chunksize=1, num_threads=n_threads):
+        free = &cursor[part, 0]
+        for row in range(first_row[part], first_row[part + 1]):
+            for k in range(indptr[row], indptr[row + 1]):
+                slot = free[indices[k]]
+                free[indices[k]] = slot + 1
+                out_indices[slot] = <int32_t> row
+                out_data[slot] = data[k]
+
+
+def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data, Py_ssize_t n_cols,
+              num_threads=None):
+    """CSR of the transpose; stable, so its rows are sorted by column and equal pairs keep their order.
+
+    Parameters
+    ----------
+    indptr : int64 array, shape (n_rows + 1,)
+    indices : int32 array, shape (nnz,), every 0 <= index < n_cols
+    data : float32 or float64 array, shape (nnz,)
+    n_cols : int
+    num_threads : int, optional
+
+    Returns
+    -------
+    indptr : int64 array, shape (n_cols + 1,)
+    indices : int32 array, shape (nnz,)
+    data : array, shape (nnz,), dtype of `data`
+    """
+    cdef Py_ssize_t nnz = indices.shape[0]
+    cdef int n = _threads(num_threads, nnz)
+    # A part keeps a cursor per column; more parts than this would cost more memory than the entries themselves.
+    cdef int n_parts = <int> max(1, min(n, 4 * nnz // max(n_cols, 1)))
+    bounds = np.searchsorted(indptr, np.linspace(0, nnz, n_parts + 1)[1:-1].astype(np.int64))
+    first_row = np.concatenate(([0], bounds, [indptr.shape[0] - 1])).astype(np.int64)
+    out_indptr = np.empty(n_cols + 1, dtype=np.int64)
+    out_indices = np.empty(nnz, dtype=np.int32)
+    out_data = np.empty(nnz, dtype=np.asarray(data).dtype)
+    cdef const int64_t[::1] first_row_view = first_row
+    cdef int64_t[::1] out_indptr_view = out_indptr
+    cdef int32_t[::1] out_indices_view = out_indices
+    cdef value_t[::1] out_data_view = out_data
+    cdef int32_t[:, ::1] cursor32
+    cdef int64_t[:, ::1] cursor64
+    if nnz <= 0x7FFFFFFF:
+        cursor32 = np.zeros((n_parts, max(n_cols, 1)), dtype=np.int32)[:, :n_cols].reshape(n_parts, n_cols)
+        with nogil:
+            if n_cols:
+                _count_columns(indptr, indices, first_row_view, cursor32, n)
+                _column_offsets(cursor32, out_indptr_view)
+                _scatter_columns(indptr, indices, data, first_row_view, cursor32, out_indices_view, out_data_view, n)
+    else:
+        cursor64 = np.zeros((n_parts, n_cols), dtype=np.int64)
+        with nogil:
+            _count_columns(indptr, indices, first_row_view, cursor64, n)
+            _column_offsets(cursor64, out_indptr_view)
+            _scatter_columns(indptr, indices, data, first_row_view, cursor64, out_indices_view, out_data_view, n)
+    if n_cols == 0:
+        out_indptr[0] = 0
+    return out_indptr, out_indices, out_data
+
+
+# ------------------------------------------------------------------------------------- degree order and permutation
+
+
+def degree_order(const int64_t[::1] indptr):
+    """Rows by descending degree, ties in row order: BALS Alg. 3's result by counting sort, O(n_rows + longest row).
+
+    Returns
+    -------
+    int64 array, shape (n_rows,)
+        ``order[k]`` is the row that comes k-th.
+    """
+    cdef Py_ssize_t n_rows = indptr.shape[0] - 1, row
+    cdef int64_t longest = 0, degree, start = 0, count
+    order = np.empty(n_rows, dtype=np.int64)
+    cdef int64_t[::1] order_view = order
+    for row in range(n_rows):
+        longest = max(longest, indptr[row + 1] - indptr[row])
+    cdef int64_t[::1] cursor = np.zeros(longest + 1, dtype=np.int64)
+    with nogil:
+        for row in range(n_rows):
+            cursor[indptr[row + 1] - indptr[row]] += 1
+        for degree in range(longest, -1, -1):
+            count = cursor[degree]
+            cursor[degree] = start
+            start += count
+        for row in range(n_rows):
+            degree = indptr[row + 1] - indptr[row]
+            order_view[cursor[degree]] = row
+            cursor[degree] += 1
+    return order
+
+
+def take_rows(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data,
+              const int64_t[::1] order, num_threads=None):
+    """CSR whose k-th row is row ``order[k]`` of the input; `order` may repeat or leave out rows.
+
+    Returns
+    -------
+    indptr, indices, data : as in `transpose`, with ``len(order)`` rows
+    """
+    cdef Py_ssize_t n_out = order.shape[0], k, length
+    counts = np.diff(indptr)[order]
+    out_indptr = np.zeros(n_out + 1, dtype=np.int64)
+    np.cumsum(counts, out=out_indptr[1:])
+    cdef const int64_t[::1] start = out_indptr
+    out_indices = np.empty(out_indptr[-1], dtype=np.int32)
+    out_data = np.empty(out_indptr[-1], dtype=np.asarray(data).dtype)
+    cdef int32_t[::1] out_indices_view = out_indices
+    cdef value_t[::1] out_data_view = out_data
+    cdef int n = _threads(num_threads, out_indices.shape[0])
+    for k in prange(n_out, nogil=True, schedule="dynamic", chunksize=64, num_threads=n):
+        length = start[k + 1] - start[k]
+        if length > 0:
+            memcpy(&out_indices_view[start[k]], &indices[indptr[order[k]]], length * sizeof(int32_t))
+            memcpy(&out_data_view[start[k]], &data[indptr[order[k]]], length * sizeof(value_t))
+    return out_indptr, out_indices, out_data
+
+
+# ------------------------------------------------------------------------------------------------------- BALS tiles
+
+
+cdef inline Py_ssize_t _min(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
+    return a if a < b else b
+
+
+cdef void _segment_lengths(
+        const int64_t* indptr, const int32_t* indices,   # IN   CSR
+        Py_ssize_t row_start, Py_ssize_t n_rows,         # row block
+        Py_ssize_t n_tile_cols, int32_t tile_cols,
+        offset_t* seg_end) noexcept nogil:               # OUT  (n_tile_cols * n_rows,) end of each segment
+    """Alg. 1, step 1 for one row block: count, then turn the counts into ends by a running sum."""
+    cdef Py_ssize_t local, k, s
+    cdef int64_t bound
+    cdef int32_t tile_col
+    cdef offset_t end
+    cdef offset_t* count
+    memset(seg_end, 0, n_tile_cols * n_rows * sizeof(offset_t))
+    for local in range(n_rows):
+        bound = 0
+        count = seg_end
+        for k in range(indptr[row_start + local], indptr[row_start + local + 1]):
+            if indices[k] >= bound:
+                tile_col = indices[k] // tile_cols
+                bound = (<int64_t> tile_col + 1) * tile_cols
+                count = seg_end + tile_col * n_rows + local
+            count[0] += 1
+    end = <offset_t> indptr[row_start]
+    for s in range(n_tile_cols * n_rows):
+        end += seg_end[s]
+        seg_end[s] = end
+
+
+cdef void _fill_row_block(
+        const int64_t* indptr, const int32_t* indices, const value_t* data,   # IN   CSR
+        Py_ssize_t row_start, Py_ssize_t n_rows,
+        Py_ssize_t n_tile_cols, int32_t tile_cols,
+        const offset_t* seg_ptr,      # IN     (n_tile_cols * n_rows + 1,) of this row block
+        int64_t stamp,                # IN     marks `slot` entries of this row block; differs between row blocks
+        int64_t* slot,                # IN OUT (n_cols,) stamp << 32 | local index of a column loaded in this row block
+        value_t* values, int32_t* seg_colidx,         # OUT (nnz,)
+        int32_t* first_seen,          # OUT    (nnz,) distinct columns of each tile, from where its entries start
+        offset_t* n_distinct) noexcept nogil:         # OUT (n_tile_cols,)
+    """Alg. 1, steps 2 and 3 for one row block: a column's first appearance in its tile gives it its local index."""
+    cdef Py_ssize_t local, k
+    cdef int64_t bound, seen
+    cdef int32_t column, tile_col = 0
+    cdef offset_t out = 0
+    cdef int32_t* loaded = first_seen
+    memset(n_distinct, 0, n_tile_cols * sizeof(offset_t))
+    for local in range(n_rows):
+        bound = 0
+        for k in range(indptr[row_start + local], indptr[row_start + local + 1]):
+            column = indices[k]
+            if column >= bound:
+                tile_col = column // tile_cols
+                bound = (<int64_t> tile_col + 1) * tile_cols
+                out = seg_ptr[tile_col * n_rows + local]
+                loaded = first_seen + seg_ptr[tile_col * n_rows]
+            seen = slot[column]
+            if (seen >> 32) != stamp:
+                seen = (stamp << 32) | <int64_t> n_distinct[tile_col]
+                slot[column] = seen
+                loaded[n_distinct[tile_col]] = column
+                n_distinct[tile_col] += 1
+            seg_colidx[out] = <int32_t> (seen & LOCAL_INDEX)
+            values[out] = data[k]
+            out += 1
+
+
+cdef void _build_row_blocks(
+        const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data,   # IN   CSR, sorted
+        Py_ssize_t tile_rows, int32_t tile_cols, Py_ssize_t n_tile_cols,
+        value_t[::1] values,          # OUT (nnz,)
+        int32_t[::1] seg_colidx,      # OUT (nnz,)
+        int32_t[::1] first_seen,      # OUT (nnz,) scratch: tile_colidx with gaps
+        offset_t[::1] tile_ptr,       # OUT (n_tiles + 1,) distinct columns of tile t at t + 1
+        offset_t[::1] seg_ptr,        # OUT (n_rows * n_tile_cols + 1,)
+        int64_t[:, ::1] slot,         # scratch (n_threads, n_cols), zeroed
+        int n_threads) noexcept nogil:
+    cdef Py_ssize_t n_rows = indptr.shape[0] - 1
+    cdef Py_ssize_t n_blocks = (n_rows + tile_rows - 1) // tile_rows
+    cdef Py_ssize_t block, row_start, rows_here
+    seg_ptr[0] = 0
+    tile_ptr[0] = 0
+    # dynamic: after reordering the first row blocks hold most of the entries
+    for block in prange(n_blocks, schedule="dynamic", num_threads=n_threads):
+        row_start = block * tile_rows
+        rows_here = _min(tile_rows, n_rows - row_start)
+        _segment_lengths(&indptr[0], &indices[0], row_start, rows_here, n_tile_cols, tile_cols,
+                         &seg_ptr[row_start * n_tile_cols + 1])
+    for block in prange(n_blocks, schedule="dynamic", num_threads=n_threads):
+        row_start = block * tile_rows
+        rows_here = _min(tile_rows, n_rows - row_start)
+        _fill_row_block(&indptr[0], &indices[0], &data[0], row_start, rows_here, n_tile_cols, tile_cols,
+                        &seg_ptr[row_start * n_tile_cols], block + 1, &slot[hmf_thread_id(), 0],
+                        &values[0], &seg_colidx[0], &first_seen[0], &tile_ptr[block * n_tile_cols + 1])
+
+
+cdef void _running_sum(offset_t[::1] counts) noexcept nogil:
+    cdef Py_ssize_t t
+    for t in range(1, counts.shape[0]):
+        counts[t] += counts[t - 1]
+
+
+cdef void _compact_columns(
+        const int32_t[::1] first_seen, const offset_t[::1] seg_ptr, const offset_t[::1] tile_ptr,   # IN
+        Py_ssize_t n_rows, Py_ssize_t tile_rows, Py_ssize_t n_tile_cols,
+        int32_t[::1] tile_colidx,     # OUT (tile_ptr[-1],)
+        int n_threads) noexcept nogil:
+    cdef Py_ssize_t n_blocks = (n_rows + tile_rows - 1) // tile_rows
+    cdef Py_ssize_t block, t, rows_here, start
+    for block in prange(n_blocks, schedule="dynamic", num_threads=n_threads):
+        rows_here = _min(tile_rows, n_rows - block * tile_rows)
+        for t in range(n_tile_cols):
+            start = tile_ptr[block * n_tile_cols + t]
+            if tile_ptr[block * n_tile_cols + t + 1] > start:
+                memcpy(&tile_colidx[start],
+                       &first_seen[seg_ptr[block * tile_rows * n_tile_cols + t * rows_here]],
+                       (tile_ptr[block * n_tile_cols + t + 1] - start) * sizeof(int32_t))
+
+
+def build_bals(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data, Py_ssize_t n_cols,
+               Py_ssize_t tile_rows, Py_ssize_t tile_cols, offset_t[::1] seg_ptr, offset_t[::1] tile_ptr,
+               num_threads=None):
+    """BALS arrays of a CSR matrix whose rows are sorted and without duplicates (BALS Alg. 1), in O(nnz + segments).
+
+    Parameters
+    ----------
+    indptr, indices, data : CSR arrays
+    n_cols, tile_rows, tile_cols : int
+    seg_ptr : int32 or int64 array, shape (n_rows * n_tile_cols + 1,), written
+    tile_ptr : the same dtype, shape (n_row_blocks * n_tile_cols + 1,), written
+    num_threads : int, optional
+
+    Returns
+    -------
+    values : array, shape (nnz,)
+    seg_colidx : int32 array, shape (nnz,)
+    tile_colidx : int32 array, shape (tile_ptr[-1],)
+    """
+    cdef Py_ssize_t nnz = indices.shape[0], n_rows = indptr.shape[0] - 1
+    cdef Py_ssize_t n_tile_cols = (n_cols + tile_cols - 1) // tile_cols
+    cdef int n = _threads(num_threads, nnz)
+    values = np.empty(nnz, dtype=np.asarray(data).dtype)
+    seg_colidx = np.empty(nnz, dtype=np.int32)
+    if nnz == 0:
+        np.asarray(seg_ptr)[:] = 0
+        np.asarray(tile_ptr)[:] = 0
+        return values, seg_colidx, np.empty(0, dtype=np.int32)
+    first_seen = np.empty(nnz, dtype=np.int32)
+    cdef value_t[::1] values_view = values
+    cdef int32_t[::1] seg_colidx_view = seg_colidx
+    cdef int32_t[::1] first_seen_view = first_seen
+    cdef int64_t[:, ::1] slot = np.zeros((n, n_cols), dtype=np.int64)
+    with nogil:
+        _build_row_blocks(indptr, indices, data, tile_rows, <int32_t> tile_cols, n_tile_cols, values_view,
+                          seg_colidx_view, first_seen_view, tile_ptr, seg_ptr, slot, n)
+        _running_sum(tile_ptr)
+    tile_colidx = np.empty(tile_ptr[tile_ptr.shape[0] - 1], dtype=np.int32)
+    cdef int32_t[::1] tile_colidx_view = tile_colidx
+    with nogil:
+        _compact_columns(first_seen_view, seg_ptr, tile_ptr, n_rows, tile_rows, n_tile_cols, tile_colidx_view, n)
+    return values, seg_colidx, tile_colidx
+
+
+def bals_to_csr(const value_t[::1] values, const int32_t[::1] seg_colidx, const int32_t[::1] tile_colidx,
+                const offset_t[::1] seg_ptr, const offset_t[::1] tile_ptr, Py_ssize_t n_rows, Py_ssize_t n_cols,
+                Py_ssize_t tile_rows, Py_ssize_t tile_cols, num_threads=None):
+    """CSR arrays (indptr int64, indices int32, data) of BALS arrays; the inverse of `build_bals`."""
+    cdef Py_ssize_t n_tile_cols = (n_cols + tile_cols - 1) // tile_cols
+    cdef Py_ssize_t n_blocks = (n_rows + tile_rows - 1) // tile_rows
+    cdef Py_ssize_t block, local, t, k, row_start, rows_here, s, out
+    cdef int n = _threads(num_threads, values.shape[0])
+    indptr = np.zeros(n_rows + 1, dtype=np.int64)
+    indices = np.empty(values.shape[0], dtype=np.int32)
+    data = np.empty(values.shape[0], dtype=np.asarray(values).dtype)
+    cdef int64_t[::1] indptr_view = indptr
+    cdef int32_t[::1] indices_view = indices
+    cdef value_t[::1] data_view = data
+    for block in prange(n_blocks, nogil=True, schedule="dynamic", num_threads=n):
+        row_start = block * tile_rows
+        rows_here = _min(tile_rows, n_rows - row_start)
+        out = seg_ptr[row_start * n_tile_cols]   # a row block owns one contiguous range of entries in both layouts
+        for local in range(rows_here):
+            for t in range(n_tile_cols):
+                s = row_start * n_tile_cols + t * rows_here + local
+                for k in range(seg_ptr[s], seg_ptr[s + 1]):
+                    indices_view[out] = tile_colidx[tile_ptr[block * n_tile_cols + t] + seg_colidx[k]]
+                    data_view[out] = values[k]
+                    out = out + 1
+            indptr_view[row_start + local + 1] = out
+    return indptr, indices, data
+
+
+def bals_vacancies(const offset_t[::1] seg_ptr, const offset_t[::1] tile_ptr, Py_ssize_t n_rows, Py_ssize_t tile_rows):
+    """(vacant tiles, vacant segments that lie outside vacant tiles): the counts behind BALS table 3."""
+    cdef Py_ssize_t n_tiles = tile_ptr.shape[0] - 1
+    cdef Py_ssize_t n_blocks = (n_rows + tile_rows - 1) // tile_rows
+    cdef Py_ssize_t n_tile_cols = n_tiles // n_blocks if n_blocks else 0
+    cdef Py_ssize_t block, t, s, start, rows_here, vacant_tiles = 0, vacant_segments = 0
+    with nogil:
+        for block in range(n_blocks):
+            rows_here = _min(tile_rows, n_rows - block * tile_rows)
+            for t in range(n_tile_cols):
+                if tile_ptr[block * n_tile_cols + t] == tile_ptr[block * n_tile_cols + t + 1]:
+                    vacant_tiles += 1
+                    continue
+                start = block * tile_rows * n_tile_cols + t * rows_here
+                for s in range(start, start + rows_here):
+                    vacant_segments += seg_ptr[s] == seg_ptr[s + 1]
+    return vacant_tiles, vacant_segments

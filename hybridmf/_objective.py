@@ -1,0 +1,176 @@
+"""What a model minimizes, and the factors it minimizes over; shared by every backend, so each weight is decided once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from ._validate import check_bool, check_choice, check_real
+
+Side = Literal["user", "item"]
+SIDES: tuple[Side, Side] = ("user", "item")
+
+
+def other_side(side: Side) -> Side:
+    """The side that is fixed while `side` is solved."""
+    return "item" if side == "user" else "user"
+
+
+def check_scaling(value: object) -> float:
+    """Exponent nu of ``s = n_u ** nu``: 0 for "none", 1 for "count" (ALS-WR, cuMF eq. 1), or the number given."""
+    if isinstance(value, str):
+        return {"none": 0.0, "count": 1.0}[check_choice("regularization_scaling", value, ("none", "count"))]
+    return check_real("regularization_scaling", value, 0.0)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Squared-error objective with a ridge penalty (no factor 1/2).
+
+    Explicit: ``sum_observed (r - mu - b_u - b_i - x.y)^2 + lambda (sum_u s_u |x_u|^2 + sum_i s_i |y_i|^2)``.
+    Implicit: ``sum_all c (p - x.y)^2`` + the same penalty, with ``c = 1 + alpha |r|``, ``p = [r > 0]`` where observed
+    and ``c = unobserved_weight``, ``p = 0`` elsewhere.
+
+    Attributes
+    ----------
+    feedback : {"explicit", "implicit"}
+    regularization : float
+        lambda.
+    scaling : float
+        nu; ``s = n ** nu`` for a row with n entries.
+    alpha, unobserved_weight : float
+        Implicit feedback only.
+    biases : bool
+        Explicit feedback only; biases carry no penalty.
+    """
+
+    feedback: Literal["explicit", "implicit"]
+    regularization: float
+    scaling: float = 0.0
+    alpha: float = 1.0
+    unobserved_weight: float = 1.0
+    biases: bool = False
+
+    @classmethod
+    def explicit(cls, regularization: object, scaling: object, biases: object) -> Objective:
+        """Checked objective of explicit feedback."""
+        return cls(
+            "explicit",
+            check_real("regularization", regularization, 0.0),
+            check_scaling(scaling),
+            biases=check_bool("biases", biases),
+        )
+
+    @classmethod
+    def implicit(cls, regularization: object, scaling: object, alpha: object, unobserved_weight: object) -> Objective:
+        """Checked objective of implicit feedback (Hu, Koren and Volinsky 2008; Gates et al. eq. 1)."""
+        return cls(
+            "implicit",
+            check_real("regularization", regularization, 0.0),
+            check_scaling(scaling),
+            alpha=check_real("alpha", alpha, 0.0),
+            unobserved_weight=check_real("unobserved_weight", unobserved_weight, 0.0),
+        )
+
+    @property
+    def is_implicit(self) -> bool:
+        """Whether feedback is implicit."""
+        return self.feedback == "implicit"
+
+    def row_scale(self, degrees: np.ndarray) -> np.ndarray:
+        """s of each row from its number of entries; float64, shape of `degrees`. Empty rows get 1 (unused)."""
+        return np.maximum(degrees, 1).astype(np.float64) ** self.scaling
+
+    def penalty(self, factors: np.ndarray, degrees: np.ndarray) -> float:
+        """lambda sum_u s_u |x_u|^2 of one side, in float64."""
+        squares = np.einsum("ij,ij->i", factors, factors, dtype=np.float64)
+        return self.regularization * float(squares @ self.row_scale(degrees))
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors of one side.
+
+    Attributes
+    ----------
+    matrix : float array, shape (n, rank), C order
+    bias : float array, shape (n,), or None
+    """
+
+    matrix: np.ndarray
+    bias: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    def take(self, rows: np.ndarray) -> Factors:
+        """Factors of the given rows, in that order."""
+        return Factors(
+            np.ascontiguousarray(self.matrix[rows]), None if self.bias is None else np.ascontiguousarray(self.bias[rows])
+        )
+
+    def put(self, rows: np.ndarray, new: Factors, size: int) -> Factors:
+        """A copy of `size` rows in which `rows` are replaced by `new`; added rows are zero."""
+        matrix = np.zeros((size, self.matrix.shape[1]), dtype=self.matrix.dtype)
+        matrix[: len(self)] = self.matrix
+        matrix[rows] = new.matrix
+        if self.bias is None or new.bias is None:
+            return Factors(matrix)
+        bias = np.zeros(size, dtype=self.bias.dtype)
+        bias[: len(self)] = self.bias
+        bias[rows] = new.bias
+        return Factors(matrix, bias)
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a fit has learned: both sides and the mean rating (0 without biases)."""
+
+    user: Factors
+    item: Factors
+    mean: float = 0.0
+
+    def side(self, side: Side) -> Factors:
+        """Factors of `side`."""
+        return self.user if side == "user" else self.item
+
+    def with_side(self, side: Side, factors: Factors) -> State:
+        """A copy in which `side` has new factors."""
+        return replace(self, user=factors) if side == "user" else replace(self, item=factors)
+
+
+def initial_state(
+    user_degrees: np.ndarray,
+    item_degrees: np.ndarray,
+    rank: int,
+    dtype: type,
+    objective: Objective,
+    mean: float,
+    rng: np.random.Generator,
+) -> State:
+    """Random factors every backend starts from, drawn in float32 whatever `dtype` is; rows without entries are zero.
+
+    Parameters
+    ----------
+    user_degrees, item_degrees : int array, shape (n_users,) and (n_items,)
+        Entries of each row of either side.
+    rank : int
+    dtype : float32 or float64
+    objective : Objective
+    mean : float
+        Mean rating; kept only where the objective has biases.
+    rng : numpy Generator
+    """
+
+    def draw(degrees: np.ndarray) -> Factors:
+        matrix = rng.standard_normal((len(degrees), rank), dtype=np.float32)
+        # non-negative and of length about 1: a first product near the mean rating, not near zero
+        np.abs(matrix, out=matrix)
+        matrix *= np.float32(1.0 / np.sqrt(rank))
+        matrix[np.asarray(degrees) == 0] = 0
+        bias = np.zeros(len(degrees), dtype=dtype) if objective.biases else None
+        return Factors(matrix.astype(dtype, copy=False), bias)
+
+    return State(draw(user_degrees), draw(item_degrees), mean if objective.biases else 0.0)

@@ -1,0 +1,329 @@
+"""Plan: every size and choice of one run, decided before any work, by pure functions; printable."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import dispatch
+from ._validate import MAX_FACTORS, check_choice, check_int, check_nonempty, check_threads, index_pointer_dtype
+from .cpu import _als
+from .errors import MemoryBudgetError
+
+if TYPE_CHECKING:
+    from ._objective import Objective
+
+logger = logging.getLogger("hybridmf")
+
+CPU_ASSEMBLIES = ("auto", "rank1", "blas3", "bals")
+SOLVERS = ("cholesky", "cg")
+PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
+DTYPES = ("float32", "float64")
+REORDERINGS = ("auto", "none", "rows", "columns", "both")
+
+L2_ACCUMULATORS = 512 * 1024
+"""Bytes of a thread's BALS accumulators: half of a 1 MB L2, so that the tile and the gathered rows fit beside them."""
+
+L2_TILE = 128 * 1024
+"""Bytes of factor rows one BALS tile stages."""
+
+BATCH_FLOPS = 1e10
+"""Work of one kernel call per thread, a few tenths of a second: how long Ctrl-C may have to wait."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked hyperparameters of how to compute (what to compute is the Objective)."""
+
+    factors: int
+    solver: str
+    cg_steps: int
+    assembly: str
+    reorder: str
+    precision: str
+    dtype: str
+    num_threads: int
+    device: str
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        factors: Any,
+        solver: Any,
+        cg_steps: Any,
+        assembly: Any,
+        reorder: Any,
+        precision: Any,
+        dtype: Any,
+        num_threads: Any,
+        device: Any,
+    ) -> Settings:
+        """Judge each hyperparameter by itself; the plan judges combinations."""
+        if isinstance(reorder, bool):
+            reorder = "both" if reorder else "none"
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        return cls(
+            factors=check_int("factors", factors, 1, MAX_FACTORS),
+            solver=check_choice("solver", solver, SOLVERS),
+            cg_steps=check_int("cg_steps", cg_steps, 1),
+            assembly=check_choice(
+                "assembly", assembly, CPU_ASSEMBLIES, "GPU assemblies are not in this version" * (assembly in _GPU_ONLY)
+            ),
+            reorder=check_choice("reorder", reorder, REORDERINGS),
+            precision=check_choice("precision", precision, PRECISIONS),
+            dtype=check_choice("dtype", name, DTYPES),
+            num_threads=check_threads(num_threads),
+            device=check_choice("device", device, dispatch.DEVICES),
+        )
+
+
+_GPU_ONLY = ("sparse_syrk", "mo_als")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every size and choice of one run; ``print(plan)`` shows it.
+
+    Attributes
+    ----------
+    device, reason : str
+        Where it runs and why.
+    n_users, n_items, nnz, factors : int
+        Sizes of the problem.
+    rank : int
+        Columns of the systems that are solved: `factors`, plus one for a bias.
+    solver, assembly, reorder, precision, dtype : str
+        What was decided; never "auto", except ``assembly="auto"``, which chooses row by row.
+    cg_steps, num_threads : int
+    instruction_set : str
+        Vector kernels in use.
+    tile_rows, tile_cols : int
+        BALS tile (0 for other assemblies).
+    batch_flops : float
+        Work of one kernel call; Ctrl-C is answered between calls.
+    bytes : dict of str to int
+        Memory by purpose, at the peak.
+    notes : tuple of str
+        What a reader should know about the choices.
+    """
+
+    device: str
+    reason: str
+    n_users: int
+    n_items: int
+    nnz: int
+    factors: int
+    rank: int
+    feedback: str
+    solver: str
+    cg_steps: int
+    assembly: str
+    reorder: str
+    precision: str
+    dtype: str
+    num_threads: int
+    instruction_set: str
+    tile_rows: int = 0
+    tile_cols: int = 0
+    batch_flops: float = BATCH_FLOPS
+    bytes: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak memory, the sum of `bytes`."""
+        return sum(self.bytes.values())
+
+    def for_fold_in(self, assembly: str) -> Plan:
+        """The plan of an exact solve of new rows in the order they come."""
+        return replace(self, solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0)
+
+    @property
+    def flops_per_iteration(self) -> float:
+        """Useful work of one exact iteration: nnz f (f + 1) a half sweep and f^3/3 + 2 f^2 a solve (CG: 4 nnz f a step)."""
+        f, rows = self.rank, self.n_users + self.n_items
+        if self.solver == "cg":
+            gram = 2.0 * rows * f * f if self.feedback == "implicit" else 0.0
+            return (self.cg_steps + 1) * (8.0 * self.nnz * f + gram)
+        return 2.0 * self.nnz * f * (f + 1) + rows * (f**3 / 3 + 2.0 * f * f)
+
+    def __str__(self) -> str:
+        solver = f"cg, {self.cg_steps} steps" if self.solver == "cg" else f"{self.solver}, assembly {self.assembly}"
+        if self.tile_rows:
+            solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
+        lines = [
+            f"device    {self.device}: {self.reason}",
+            f"problem   {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, {self.feedback} feedback",
+            f"factors   {self.factors} in {self.dtype}",
+            f"solver    {solver}; reorder {self.reorder}",
+            f"threads   {self.num_threads}, {self.instruction_set} kernels",
+            f"work      {self.flops_per_iteration / 1e9:,.1f} GFLOP per iteration",
+            f"memory    {_mib(self.total_bytes)}: "
+            + ", ".join(f"{name} {_mib(size)}" for name, size in self.bytes.items()),
+        ]
+        return "\n".join(lines + [f"note      {note}" for note in self.notes])
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
+    """Decide everything about a fit from its sizes alone.
+
+    Raises
+    ------
+    DeviceError
+        The device cannot be served.
+    ValueError
+        A combination that makes no sense on this device.
+    """
+    device, reason = dispatch.resolve_device(settings.device)
+    notes = []
+    if settings.precision != "float32":
+        if settings.device == "cpu":
+            raise ValueError(
+                f'precision={settings.precision!r} needs a GPU; on device="cpu" use precision="float32" '
+                '(dtype="float64" for more)'
+            )
+        notes.append(f"precision {settings.precision!r} is the GPU's; the CPU computes in {settings.dtype}")
+    rank = settings.factors + (1 if objective.biases else 0)
+    itemsize = np.dtype(settings.dtype).itemsize
+    assembly = settings.assembly
+    if settings.solver == "cg" and assembly == "bals":
+        raise ValueError('assembly="bals" builds normal equations, solver="cg" does without; choose one of them')
+    tile_rows = tile_cols = 0
+    if assembly == "bals":
+        tile_rows = int(np.clip(L2_ACCUMULATORS // ((rank * rank + rank) * itemsize), 4, 256))
+        tile_cols = int(np.clip(L2_TILE // (rank * itemsize), 32, 4096))
+    # Degree order lets a row block share its popular columns; the other assemblies read rows one by one anyway.
+    reorder = ("both" if assembly == "bals" else "none") if settings.reorder == "auto" else settings.reorder
+    return Plan(
+        device=device,
+        reason=reason,
+        n_users=shape[0],
+        n_items=shape[1],
+        nnz=nnz,
+        factors=settings.factors,
+        rank=rank,
+        feedback=objective.feedback,
+        solver=settings.solver,
+        cg_steps=settings.cg_steps,
+        assembly=assembly,
+        reorder=reorder,
+        precision="float32" if device == "cpu" else settings.precision,
+        dtype=settings.dtype,
+        num_threads=settings.num_threads,
+        instruction_set=_als.instruction_set(),
+        tile_rows=tile_rows,
+        tile_cols=tile_cols,
+        batch_flops=BATCH_FLOPS * settings.num_threads,
+        bytes=_cpu_bytes(shape, nnz, rank, itemsize, settings.num_threads, tile_rows, tile_cols, reorder),
+        notes=tuple(notes),
+    )
+
+
+def _cpu_bytes(
+    shape: tuple[int, int],
+    nnz: int,
+    rank: int,
+    itemsize: int,
+    threads: int,
+    tile_rows: int,
+    tile_cols: int,
+    reorder: str,
+) -> dict[str, int]:
+    m, n = shape
+    pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
+    layouts = 2 if reorder == "none" else 4  # the caller's orientation and its transpose; permuted copies of both
+    ratings = layouts * nnz * (itemsize + 4) + (m + n) * (pointer + 8)
+    workspace = _als.workspace_size(rank)
+    tiles = 0
+    if tile_rows:
+        workspace = _als.bals_workspace_size(rank, tile_rows, tile_cols)
+        segments = m * -(-n // tile_cols) + n * -(-m // tile_cols)
+        tiles = 2 * nnz * (itemsize + 8) + 8 * segments
+    sizes = {
+        "ratings": ratings,
+        # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
+        "factors": (m + n + max(m, n)) * rank * itemsize,
+        "workspace": threads * workspace * itemsize + min(256, -(-max(m, n) // 2048)) * rank * rank * 8,
+    }
+    return sizes | ({"tiles": tiles} if tiles else {})
+
+
+def available_memory() -> int | None:
+    """Bytes this machine can still hand out, or None where the system does not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def check_memory(plan: Plan) -> None:
+    """Refuse a plan that cannot fit before it allocates anything."""
+    free = available_memory()
+    if free is not None and plan.total_bytes > free:
+        raise MemoryBudgetError(
+            f"the fit needs about {_mib(plan.total_bytes)} and {_mib(free)} are free "
+            f"({', '.join(f'{name} {_mib(size)}' for name, size in plan.bytes.items())}); "
+            "use fewer factors, dtype='float32', fewer threads, or a larger machine"
+        )
+
+
+def plan(
+    user_items: Any = None,
+    model: Any = None,
+    *,
+    shape: tuple[int, int] | None = None,
+    nnz: int | None = None,
+) -> Plan:
+    """What fitting `model` would do: device, kernel, threads, memory, and why, without doing it.
+
+    Parameters
+    ----------
+    user_items : Ratings or sparse matrix, shape (n_users, n_items), optional
+        The data; or give `shape` and `nnz` for data you do not have.
+    model : estimator
+        Default: ``ExplicitALS()``.
+    shape : (n_users, n_items), optional
+    nnz : int, optional
+        Number of entries.
+
+    Returns
+    -------
+    Plan
+
+    Examples
+    --------
+    >>> import hybridmf as hmf
+    >>> plan = hmf.plan(shape=(480_189, 17_770), nnz=99_072_112, model=hmf.ExplicitALS(factors=100, device="cpu"))
+    >>> plan.n_users
+    480189
+    """
+    if model is None:
+        from .als import ExplicitALS
+
+        model = ExplicitALS()
+    if user_items is not None:
+        if shape is not None or nnz is not None:
+            raise ValueError("give either user_items or shape and nnz, not both")
+        matrix = model._check_matrix(user_items)
+        check_nonempty(matrix, "user_items")
+        shape, nnz = matrix.shape, matrix.nnz
+    if shape is None or nnz is None:
+        raise ValueError("plan needs user_items, or shape and nnz")
+    rows, columns = (check_int(f"shape[{axis}]", size, 1) for axis, size in enumerate(shape))
+    return make_plan(model._objective(), model._settings(), (rows, columns), check_int("nnz", nnz, 0))

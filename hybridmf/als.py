@@ -1,0 +1,214 @@
+"""Alternating least squares estimators for implicit and explicit feedback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import scipy.sparse as sp
+
+from ._base import FactorModel, Solver
+from ._objective import Objective, State
+from ._plan import Plan, Settings
+from .cpu.als import CpuALS
+
+
+class _ALS(FactorModel):
+    """What both estimators share: settings and solver."""
+
+    def _settings(self) -> Settings:
+        return Settings.check(
+            factors=self.factors,
+            solver=self.solver,
+            cg_steps=self.cg_steps,
+            assembly=self.assembly,
+            reorder=self.reorder,
+            precision=self.precision,
+            dtype=self.dtype,
+            num_threads=self.num_threads,
+            device=self.device,
+        )
+
+    def _solver(self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State) -> Solver:
+        return CpuALS(user_items, item_users, self._objective(), plan, state)
+
+
+class ImplicitALS(_ALS):
+    """Matrix factorization of implicit feedback by alternating least squares, exact by default.
+
+    Minimizes ``sum_(all u,i) c_ui (p_ui - x_u.y_i)^2 + lambda (sum_u s_u |x_u|^2 + sum_i s_i |y_i|^2)`` with
+    ``c = 1 + alpha |r|``, ``p = 1`` if ``r > 0`` else 0 for the entries, and ``c = unobserved_weight``, ``p = 0``
+    elsewhere (Hu, Koren and Volinsky 2008; Gates et al. 2015, eq. 1). A negative entry is a confident dislike.
+
+    Parameters
+    ----------
+    factors : int
+        Rank, 1 to 2048.
+    regularization : float
+        lambda >= 0.
+    alpha : float
+        Confidence per unit of feedback, >= 0. The library `implicit` uses ``c = alpha r``: pass it ``1 + alpha r``
+        with its ``alpha=1`` for the same model.
+    iterations : int
+        Full sweeps; each solves the items, then the users.
+    solver : {"cholesky", "cg"}
+        Exact, or `cg_steps` conjugate gradient steps from the previous factors.
+    device : {"auto", "cpu", "cuda"}
+        "auto" takes the best there is and logs why; "cuda" raises where it cannot be served.
+    regularization_scaling : {"none", "count"} or float
+        ``s = 1``, the number of entries of the row (ALS-WR), or that number to the given power.
+    unobserved_weight : float
+        Confidence of pairs without an entry, >= 0.
+    cg_steps : int
+        Steps of ``solver="cg"``.
+    assembly : {"auto", "rank1", "blas3", "bals"}
+        How normal equations are built: Gates fig. 5, Gates fig. 6, or BALS tiles. "auto": fig. 6, with fig. 5 for rows
+        too short for it.
+    reorder : {"auto", "none", "rows", "columns", "both"} or bool
+        Sort rows and columns by degree inside (BALS Alg. 3); factors come back in the order of the input.
+    precision : {"float32", "bf16x3", "tf32", "bf16", "float16"}
+        Tensor-core arithmetic on the GPU; the CPU knows "float32".
+    dtype : {"float32", "float64"}
+        Type of factors and arithmetic.
+    num_threads : int, optional
+        Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
+    random_state : int, Generator or None
+        Seed of the initial factors.
+
+    Attributes
+    ----------
+    user_factors, item_factors : float32 array, shape (n_users, factors) and (n_items, factors)
+    user_factors_, item_factors_ : the same in `dtype`
+    n_iter_ : int
+        Completed sweeps.
+    history_ : list of dict
+        See `fit`.
+    plan_ : Plan
+        Every size and choice of the fit.
+    device_ : str
+    user_ids_, item_ids_ : array or None
+        Labels, if it was fitted on labelled Ratings.
+
+    Examples
+    --------
+    >>> import hybridmf as hmf
+    >>> import scipy.sparse as sp
+    >>> plays = sp.csr_array([[3, 0, 1, 0], [2, 4, 0, 0], [0, 1, 0, 5]])
+    >>> model = hmf.ImplicitALS(factors=2, alpha=10, device="cpu", random_state=0).fit(plays)
+    >>> ids, scores = model.recommend(0, N=2)
+    >>> ids.shape
+    (2,)
+    """
+
+    def __init__(
+        self,
+        factors: int = 64,
+        *,
+        regularization: float = 0.01,
+        alpha: float = 1.0,
+        iterations: int = 15,
+        solver: str = "cholesky",
+        device: str = "auto",
+        regularization_scaling: str | float = "none",
+        unobserved_weight: float = 1.0,
+        cg_steps: int = 3,
+        assembly: str = "auto",
+        reorder: str | bool = "auto",
+        precision: str = "float32",
+        dtype: Any = "float32",
+        num_threads: int | None = None,
+        random_state: Any = None,
+    ) -> None:
+        self.factors = factors
+        self.regularization = regularization
+        self.alpha = alpha
+        self.iterations = iterations
+        self.solver = solver
+        self.device = device
+        self.regularization_scaling = regularization_scaling
+        self.unobserved_weight = unobserved_weight
+        self.cg_steps = cg_steps
+        self.assembly = assembly
+        self.reorder = reorder
+        self.precision = precision
+        self.dtype = dtype
+        self.num_threads = num_threads
+        self.random_state = random_state
+
+    def _objective(self) -> Objective:
+        return Objective.implicit(
+            self.regularization, self.regularization_scaling, self.alpha, self.unobserved_weight
+        )
+
+
+class ExplicitALS(_ALS):
+    """Matrix factorization of explicit ratings by alternating least squares, exact by default.
+
+    Minimizes ``sum_(u,i observed) (r_ui - mu - b_u - b_i - x_u.y_i)^2 + lambda (sum_u s_u |x_u|^2 + sum_i s_i
+    |y_i|^2)``, no factor 1/2. The default ``regularization_scaling="count"`` is ALS-WR (Zhou et al. 2008; cuMF eq. 1).
+
+    Parameters
+    ----------
+    factors : int
+        Rank, 1 to 2048.
+    regularization : float
+        lambda >= 0.
+    regularization_scaling : {"none", "count"} or float
+        ``s = 1``, the number of entries of the row (ALS-WR), or that number to the given power.
+    biases : bool
+        Fit the mean mu (kept at the training mean) and user and item biases, solved together with the factors and
+        not penalized.
+    iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state
+        As for `ImplicitALS`.
+
+    Attributes
+    ----------
+    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, plan_, device_, user_ids_, item_ids_
+        As for `ImplicitALS`.
+    user_bias_, item_bias_ : array or None
+    mean_ : float
+
+    Examples
+    --------
+    >>> import hybridmf as hmf
+    >>> import scipy.sparse as sp
+    >>> stars = sp.csr_array([[5, 0, 1, 0], [4, 4, 0, 0], [0, 1, 0, 5]])
+    >>> model = hmf.ExplicitALS(factors=2, device="cpu", random_state=0).fit(stars)
+    >>> model.predict(0, 0).round()
+    np.float64(5.0)
+    """
+
+    def __init__(
+        self,
+        factors: int = 64,
+        *,
+        regularization: float = 0.05,
+        regularization_scaling: str | float = "count",
+        biases: bool = False,
+        iterations: int = 15,
+        solver: str = "cholesky",
+        device: str = "auto",
+        cg_steps: int = 3,
+        assembly: str = "auto",
+        reorder: str | bool = "auto",
+        precision: str = "float32",
+        dtype: Any = "float32",
+        num_threads: int | None = None,
+        random_state: Any = None,
+    ) -> None:
+        self.factors = factors
+        self.regularization = regularization
+        self.regularization_scaling = regularization_scaling
+        self.biases = biases
+        self.iterations = iterations
+        self.solver = solver
+        self.device = device
+        self.cg_steps = cg_steps
+        self.assembly = assembly
+        self.reorder = reorder
+        self.precision = precision
+        self.dtype = dtype
+        self.num_threads = num_threads
+        self.random_state = random_state
+
+    def _objective(self) -> Objective:
+        return Objective.explicit(self.regularization, self.regularization_scaling, self.biases)

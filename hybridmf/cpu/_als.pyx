@@ -1,0 +1,550 @@
+"""Half sweeps of alternating least squares on multicore CPUs (Gates et al., IEEE Big Data 2015, figs. 4-6).
+
+For each row u of the target side, with entries k = (row u, fixed row i_k, rating r_k)
+
+    A = G + lambda s_u I + sum_k w_k y_k y_k^T        b = sum_k t_k y_k        solve A x = b
+
+    explicit   w = 1                     t = r - offset_i               G = 0
+    implicit   w = 1 + alpha |r| - w0    t = 1 + alpha |r|  if r > 0    G = w0 F^T F   (w0: unobserved weight)
+                                         t = 0              otherwise
+
+rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
+blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per workspace filled
+bals    the same over BALS tiles: a tile's distinct rows are copied once and serve all segments of the tile
+
+Parallel over rows (bals: row blocks) with dynamic scheduling, because rows differ in degree; longest first, so that
+no thread is left with a long row at the end. One thread owns a row from assembly to solution and calls BLAS and
+LAPACK with one thread, so results are the same bits for any number of threads. A and the workspace of a thread stay
+in its cache. A is column-major and only its lower triangle is filled.
+"""
+
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.math cimport fabs, isfinite, sqrt
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy, memset
+from scipy.linalg.cython_blas cimport dsyrk, ssyrk
+from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
+
+from hybridmf._openmp cimport hmf_thread_id
+from hybridmf.cpu.kernels cimport axpy, dot, dot_exact, hmf_kernel_table, hmf_kernels, hmf_kernels_named, real, syr
+
+# Assemblies, as the plan names them.
+RANK1 = 0
+BLAS3 = 1
+AUTO = 2    # row by row: rank-1 updates where a row is too short for a syrk call to pay
+cdef int _RANK1 = 0, _AUTO = 2
+
+# Rows (and BALS segments) of fewer entries are cheaper as rank-1 updates than as one syrk call.
+cdef Py_ssize_t SHORT_ROW = 4
+
+# A row whose status is none of these holds the order of the leading minor that is not positive.
+OK = 0
+NON_FINITE = -1
+NEGATIVE_CURVATURE = -2
+cdef int32_t _NON_FINITE = -1, _NEGATIVE_CURVATURE = -2
+
+# Rows gathered before a syrk: at f = 64 in float32 they take 64 KB, which leaves room for A in a 256 KB L2.
+GATHER_ROWS = 256
+cdef Py_ssize_t _GATHER_ROWS = 256
+
+# Rows of the Gram matrix summed in one syrk. Fixed, so that the sum does not depend on the thread count.
+cdef Py_ssize_t GRAM_ROWS = 2048
+
+# Rows a thread takes at a time. Longest first and one at a time would balance best; 8 keeps the counter quiet.
+cdef enum:
+    ROW_CHUNK = 8
+
+
+cdef struct Weights:
+    # what turns a rating into a weight and a target; see the module docstring
+    bint implicit
+    double alpha
+    double unobserved
+
+
+cdef inline double _weight(Weights how, double rating) noexcept nogil:
+    return 1.0 + how.alpha * fabs(rating) - how.unobserved if how.implicit else 1.0
+
+
+cdef inline double _target(Weights how, double rating, double offset) noexcept nogil:
+    if how.implicit:
+        return 1.0 + how.alpha * fabs(rating) if rating > 0 else 0.0
+    return rating - offset
+
+
+def instruction_set():
+    """Name of the kernel table in use: "avx512", "avx2" or "portable" (HYBRIDMF_ISA chooses a lower one)."""
+    return hmf_kernels().name.decode()
+
+
+def can_run(str name):
+    """Whether this processor can run the kernels called `name`."""
+    return hmf_kernels_named(name.encode()) != NULL
+
+
+# ---------------------------------------------------------------------------------------------------- BLAS, LAPACK
+
+
+cdef inline void _syrk(int n, int k, real alpha, real* rows, real beta, real* a) noexcept nogil:
+    """Lower triangle of a (n x n) = beta a + alpha sum of rows^T rows; rows (k, n) row-major."""
+    if real is float:
+        ssyrk(b"L", b"N", &n, &k, &alpha, rows, &n, &beta, a, &n)
+    else:
+        dsyrk(b"L", b"N", &n, &k, &alpha, rows, &n, &beta, a, &n)
+
+
+cdef inline int32_t _cholesky_solve(int n, real* a, real* b, const real* diagonal, real epsilon) noexcept nogil:
+    """b = a^-1 b by Cholesky, in place. Returns 0, the order of the failing leading minor, or NON_FINITE."""
+    cdef int info = 0, one = 1, j
+    cdef real pivot
+    if real is float:
+        spotrf(b"L", &n, a, &n, &info)
+    else:
+        dpotrf(b"L", &n, a, &n, &info)
+    if info != 0:
+        return info
+    for j in range(n):
+        pivot = a[j * n + j] * a[j * n + j]
+        if not isfinite(pivot):
+            return _NON_FINITE
+        # A pivot that is all cancellation means the matrix is singular to working precision, though potrf got by.
+        if pivot <= epsilon * diagonal[j]:
+            return j + 1
+    if real is float:
+        spotrs(b"L", &n, &one, a, &n, b, &n, &info)
+    else:
+        dpotrs(b"L", &n, &one, a, &n, b, &n, &info)
+    for j in range(n):
+        if not isfinite(b[j]):
+            return _NON_FINITE
+    return 0
+
+
+def gram(const real[:, ::1] factors, int n_threads):
+    """F^T F in float64, by blocks of fixed size whose sums are added in order: the same bits for any thread count.
+
+    Parameters
+    ----------
+    factors : float32 or float64 array, shape (n_rows, rank)
+    n_threads : int
+
+    Returns
+    -------
+    float64 array, shape (rank, rank)
+    """
+    cdef Py_ssize_t n_rows = factors.shape[0], rank = factors.shape[1]
+    # at most 256 partial sums, or blocks of GRAM_ROWS while there are fewer
+    cdef Py_ssize_t rows_per_part = max(GRAM_ROWS, (n_rows + 255) // 256)
+    cdef Py_ssize_t n_parts = (n_rows + rows_per_part - 1) // rows_per_part
+    parts = np.zeros((max(n_parts, 1), rank, rank))
+    cdef double[:, :, ::1] part_view = parts
+    cdef double[:, ::1] scratch = np.empty((n_threads, GRAM_ROWS * rank))
+    cdef Py_ssize_t part
+    for part in prange(n_parts, nogil=True, schedule="dynamic", num_threads=n_threads):
+        _gram_part(factors, part * rows_per_part, min(n_rows, (part + 1) * rows_per_part),
+                   &scratch[hmf_thread_id(), 0], &part_view[part, 0, 0])
+    total = parts.sum(axis=0)
+    # column-major lower is row-major upper
+    return np.triu(total) + np.triu(total, 1).T
+
+
+cdef void _gram_part(const real[:, ::1] factors, Py_ssize_t start, Py_ssize_t stop,
+                     double* scratch, double* out) noexcept nogil:
+    cdef Py_ssize_t row, end, j, rank = factors.shape[1]
+    row = start
+    while row < stop:
+        end = min(row + GRAM_ROWS, stop)
+        for j in range((end - row) * rank):
+            scratch[j] = (&factors[row, 0])[j]
+        _syrk[double](<int> rank, <int> (end - row), 1.0, scratch, 1.0, out)
+        row = end
+
+
+# -------------------------------------------------------------------------------------------------- one row's system
+
+
+cdef void _start_system(
+        Py_ssize_t rank,
+        const real* gram_matrix,   # IN   (rank, rank) symmetric, or NULL
+        const real* ridge,         # IN   (rank,) lambda, 0 for a bias
+        double scale,              # IN   s_u
+        real* a, real* b) noexcept nogil:   # OUT (rank, rank), (rank,)
+    cdef Py_ssize_t j
+    if gram_matrix != NULL:
+        memcpy(a, gram_matrix, rank * rank * sizeof(real))
+    else:
+        memset(a, 0, rank * rank * sizeof(real))
+    for j in range(rank):
+        a[j * rank + j] += <real> (scale * ridge[j])
+    memset(b, 0, rank * sizeof(real))
+
+
+cdef void _add_rank1(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        real* a, real* b) noexcept nogil:   # IN OUT
+    """ALS_CORE of fig. 5: A += w y y^T, b += t y, entry by entry."""
+    cdef Py_ssize_t k
+    cdef const real* y
+    for k in range(n_entries):
+        y = fixed + columns[k] * rank
+        syr(table, rank, <real> _weight(how, ratings[k]), y, a)
+        axpy(table, rank, <real> _target(how, ratings[k], offsets[columns[k]] if offsets != NULL else 0.0), y, b)
+
+
+cdef void _add_blas3(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        real* gathered,                     # scratch (GATHER_ROWS, rank)
+        real* a, real* b) noexcept nogil:   # IN OUT
+    """ALS_CORE of fig. 6: gather sqrt|w| y, then syrk. Negative weights (w0 > 1) take a second pass that subtracts."""
+    cdef Py_ssize_t k, j, n_negative = 0
+    cdef int filled = 0, sign
+    cdef double weight
+    cdef real root
+    cdef const real* y
+    cdef real* row
+    for sign in range(1, -2, -2):
+        if sign < 0 and n_negative == 0:
+            break
+        for k in range(n_entries):
+            weight = sign * _weight(how, ratings[k])
+            y = fixed + columns[k] * rank
+            if sign > 0:
+                axpy(table, rank,
+                     <real> _target(how, ratings[k], offsets[columns[k]] if offsets != NULL else 0.0), y, b)
+                n_negative += weight < 0
+            if weight <= 0:
+                continue
+            root = <real> sqrt(weight)
+            row = gathered + filled * rank
+            for j in range(rank):
+                row[j] = root * y[j]
+            filled += 1
+            if filled == _GATHER_ROWS:
+                _syrk(<int> rank, filled, <real> sign, gathered, <real> 1.0, a)
+                filled = 0
+        if filled:
+            _syrk(<int> rank, filled, <real> sign, gathered, <real> 1.0, a)
+            filled = 0
+
+
+cdef int32_t _finish_system(Py_ssize_t rank, real* a, real* b, real* diagonal, real epsilon,
+                            real* out) noexcept nogil:
+    """Solve and store; `out` is only written on success."""
+    cdef Py_ssize_t j
+    cdef int32_t status
+    for j in range(rank):
+        diagonal[j] = a[j * rank + j]
+    status = _cholesky_solve(<int> rank, a, b, diagonal, epsilon)
+    if status == 0:
+        memcpy(out, b, rank * sizeof(real))
+    return status
+
+
+cdef int32_t _conjugate_gradient(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix, const real* ridge, double scale, int n_steps,
+        real* work,                         # scratch (3 * rank,)
+        real* x) noexcept nogil:            # IN OUT (rank,) warm start -> solution
+    """`n_steps` of conjugate gradients on A x = b from the x given; A is never formed.
+
+    Stops early only where the residual has fallen by 1e-10 (squared 1e-20), where further steps divide zero by zero.
+    """
+    cdef real* r = work
+    cdef real* p = work + rank
+    cdef real* ap = work + 2 * rank
+    cdef Py_ssize_t j, k
+    cdef int step
+    cdef double rr, rr_first, rr_next, curvature, length
+    cdef const real* y
+    # r = b - A x
+    for j in range(rank):
+        r[j] = <real> (-scale * ridge[j] * x[j])
+    if gram_matrix != NULL:
+        for j in range(rank):
+            axpy(table, rank, -x[j], gram_matrix + j * rank, r)
+    for k in range(n_entries):
+        y = fixed + columns[k] * rank
+        axpy(table, rank,
+             <real> (_target(how, ratings[k], offsets[columns[k]] if offsets != NULL else 0.0)
+                     - _weight(how, ratings[k]) * dot(table, rank, y, <const real*> x)), y, r)
+    memcpy(p, r, rank * sizeof(real))
+    rr = dot(table, rank, <const real*> r, <const real*> r)
+    rr_first = rr
+    if not isfinite(rr):
+        return _NON_FINITE
+    for step in range(n_steps):
+        if rr <= 1e-20 * rr_first or rr == 0:
+            break
+        for j in range(rank):
+            ap[j] = <real> (scale * ridge[j] * p[j])
+        if gram_matrix != NULL:
+            for j in range(rank):
+                axpy(table, rank, p[j], gram_matrix + j * rank, ap)
+        for k in range(n_entries):
+            y = fixed + columns[k] * rank
+            axpy(table, rank, <real> (_weight(how, ratings[k]) * dot(table, rank, y, <const real*> p)), y, ap)
+        curvature = dot(table, rank, <const real*> p, <const real*> ap)
+        if curvature <= 0:
+            return _NEGATIVE_CURVATURE
+        length = rr / curvature
+        axpy(table, rank, <real> length, <const real*> p, x)
+        axpy(table, rank, <real> -length, <const real*> ap, r)
+        rr_next = dot(table, rank, <const real*> r, <const real*> r)
+        if not isfinite(rr_next):
+            return _NON_FINITE
+        for j in range(rank):
+            p[j] = r[j] + <real> (rr_next / rr) * p[j]
+        rr = rr_next
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------- half sweeps
+
+
+def workspace_size(Py_ssize_t rank):
+    """Elements of scratch one thread needs in `cholesky_rows` and `cg_rows`: A, b, diagonal, gathered rows."""
+    return rank * rank + 2 * rank + _GATHER_ROWS * rank
+
+
+cdef inline Py_ssize_t _row_workspace(Py_ssize_t rank) noexcept nogil:
+    return rank * rank + 2 * rank
+
+
+def cholesky_rows(
+        real[:, ::1] out,                 # OUT  (n_rows, rank) solved rows; others untouched
+        const real[:, ::1] fixed,         # IN   (n_fixed, rank)
+        const int64_t[::1] indptr,        # IN   (n_rows + 1,)
+        const int32_t[::1] indices,       # IN   (nnz,)
+        const real[::1] ratings,          # IN   (nnz,)
+        const real[::1] offsets,          # IN   (n_fixed,) subtracted from the ratings, or empty
+        const real[:, ::1] gram_matrix,   # IN   (rank, rank) times the unobserved weight, or (0, 0)
+        const real[::1] ridge,            # IN   (rank,)
+        const double[::1] scale,          # IN   (n_rows,)
+        const int64_t[::1] order,         # IN   rows to solve, in this order
+        int32_t[::1] status,              # OUT  (n_rows,)
+        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank))
+        bint implicit, double alpha, double unobserved, int assembly, double epsilon, int n_threads):
+    """Exact solution of each row in `order` that has entries; rows without entries are set to zero."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Py_ssize_t rank = fixed.shape[1], position, row
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
+                           num_threads=n_threads):
+        row = order[position]
+        status[row] = _cholesky_row(
+            table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
+            indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], assembly, <real> epsilon,
+            &workspace[hmf_thread_id(), 0], &out[row, 0])
+
+
+cdef int32_t _cholesky_row(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix, const real* ridge, double scale, int assembly, real epsilon,
+        real* work, real* out) noexcept nogil:
+    cdef real* a = work
+    cdef real* b = work + rank * rank
+    if n_entries == 0:
+        memset(out, 0, rank * sizeof(real))
+        return 0
+    _start_system(rank, gram_matrix, ridge, scale, a, b)
+    if assembly == _RANK1 or (assembly == _AUTO and n_entries < SHORT_ROW):
+        _add_rank1(table, how, rank, fixed, columns, ratings, offsets, n_entries, a, b)
+    else:
+        _add_blas3(table, how, rank, fixed, columns, ratings, offsets, n_entries, work + _row_workspace(rank), a, b)
+    return _finish_system(rank, a, b, b + rank, epsilon, out)
+
+
+def cg_rows(
+        real[:, ::1] out,                 # IN OUT (n_rows, rank) warm start -> solution
+        const real[:, ::1] fixed, const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,
+        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
+        const int64_t[::1] order, int32_t[::1] status,
+        real[:, ::1] workspace,           # as in cholesky_rows
+        bint implicit, double alpha, double unobserved, int n_steps, int n_threads):
+    """`n_steps` conjugate gradient steps from `out` for each row in `order`; rows without entries are set to zero."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Py_ssize_t rank = fixed.shape[1], position, row
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
+                           num_threads=n_threads):
+        row = order[position]
+        if indptr[row + 1] == indptr[row]:
+            memset(&out[row, 0], 0, rank * sizeof(real))
+            status[row] = 0
+        else:
+            status[row] = _conjugate_gradient(
+                table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
+                indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], n_steps,
+                &workspace[hmf_thread_id(), 0], &out[row, 0])
+
+
+# ---------------------------------------------------------------------------------------------------------- BALS
+
+
+def bals_workspace_size(Py_ssize_t rank, Py_ssize_t tile_rows, Py_ssize_t tile_cols):
+    """Elements of scratch one thread needs in `cholesky_bals`: systems of a row block, a tile's rows, gathered rows."""
+    return tile_rows * (rank * rank + rank) + rank + (tile_cols + _GATHER_ROWS) * rank + tile_cols
+
+
+def cholesky_bals(
+        real[:, ::1] out,                 # OUT  (n_rows, rank)
+        const real[:, ::1] fixed,         # IN   (n_fixed, rank)
+        const real[::1] values, const int32_t[::1] tile_colidx, const int64_t[::1] tile_ptr,   # IN   BALS arrays
+        const int32_t[::1] seg_colidx, const int64_t[::1] seg_ptr,
+        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
+        const int64_t[::1] blocks,        # IN   row blocks to solve, in this order
+        Py_ssize_t tile_rows, Py_ssize_t tile_cols,
+        int32_t[::1] status,              # OUT  (n_rows,)
+        real[:, ::1] workspace,           # scratch (n_threads, bals_workspace_size(rank, tile_rows, tile_cols))
+        bint implicit, double alpha, double unobserved, double epsilon, int n_threads):
+    """`cholesky_rows` over BALS tiles: accumulators of a row block and one tile's rows stay in cache (BALS Alg. 2)."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Py_ssize_t rank = fixed.shape[1], n_rows = out.shape[0], position, row_start
+    cdef Py_ssize_t n_tile_cols = (fixed.shape[0] + tile_cols - 1) // tile_cols
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    for position in prange(blocks.shape[0], nogil=True, schedule="dynamic", num_threads=n_threads):
+        row_start = blocks[position] * tile_rows
+        _bals_row_block(
+            table, how, rank, &fixed[0, 0], &values[0], &tile_colidx[0], &tile_ptr[blocks[position] * n_tile_cols],
+            &seg_colidx[0], &seg_ptr[row_start * n_tile_cols], offset_pointer, gram_pointer, &ridge[0],
+            &scale[row_start], min(tile_rows, n_rows - row_start), n_tile_cols, tile_cols, <real> epsilon,
+            &workspace[hmf_thread_id(), 0], &status[row_start], &out[row_start, 0])
+
+
+cdef void _bals_row_block(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const real* values, const int32_t* tile_colidx, const int64_t* tile_ptr,
+        const int32_t* seg_colidx, const int64_t* seg_ptr, const real* offsets, const real* gram_matrix,
+        const real* ridge, const double* scale, Py_ssize_t n_rows, Py_ssize_t n_tile_cols, Py_ssize_t tile_cols,
+        real epsilon, real* work, int32_t* status, real* out) noexcept nogil:
+    cdef Py_ssize_t system = rank * rank + rank, t, row, k, n_columns
+    cdef real* diagonal = work + n_rows * system
+    cdef real* tile = diagonal + rank                        # the tile's distinct rows, contiguous
+    cdef real* tile_offsets = tile + tile_cols * rank
+    cdef real* gathered = tile_offsets + tile_cols
+    cdef const int64_t* segment
+    for row in range(n_rows):
+        status[row] = 0
+        _start_system(rank, gram_matrix, ridge, scale[row], work + row * system, work + row * system + rank * rank)
+    for t in range(n_tile_cols):
+        n_columns = tile_ptr[t + 1] - tile_ptr[t]
+        if n_columns == 0:      # vacant tile: one test skips all its segments
+            continue
+        for k in range(n_columns):
+            memcpy(tile + k * rank, fixed + tile_colidx[tile_ptr[t] + k] * rank, rank * sizeof(real))
+            if offsets != NULL:
+                tile_offsets[k] = offsets[tile_colidx[tile_ptr[t] + k]]
+        for row in range(n_rows):
+            segment = seg_ptr + t * n_rows + row
+            if segment[1] == segment[0]:
+                continue
+            _add_segment(table, how, rank, tile, seg_colidx + segment[0], values + segment[0],
+                         tile_offsets if offsets != NULL else NULL, segment[1] - segment[0], gathered,
+                         work + row * system, work + row * system + rank * rank)
+    for row in range(n_rows):
+        if _is_vacant_row(seg_ptr, row, n_rows, n_tile_cols):
+            memset(out + row * rank, 0, rank * sizeof(real))
+        else:
+            status[row] = _finish_system(rank, work + row * system, work + row * system + rank * rank, diagonal,
+                                         epsilon, out + row * rank)
+
+
+cdef inline void _add_segment(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank, const real* tile, const int32_t* columns,
+        const real* ratings, const real* offsets, Py_ssize_t n_entries, real* gathered, real* a, real* b) noexcept nogil:
+    if n_entries < SHORT_ROW:
+        _add_rank1(table, how, rank, tile, columns, ratings, offsets, n_entries, a, b)
+    else:
+        _add_blas3(table, how, rank, tile, columns, ratings, offsets, n_entries, gathered, a, b)
+
+
+cdef inline bint _is_vacant_row(const int64_t* seg_ptr, Py_ssize_t row, Py_ssize_t n_rows,
+                                Py_ssize_t n_tile_cols) noexcept nogil:
+    cdef Py_ssize_t t
+    for t in range(n_tile_cols):
+        if seg_ptr[t * n_rows + row + 1] > seg_ptr[t * n_rows + row]:
+            return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------- predictions and the loss
+
+
+def predict_pairs(const real[:, ::1] user_factors, const real[:, ::1] item_factors, const int64_t[::1] users,
+                  const int64_t[::1] items, int n_threads):
+    """x_u . y_i of each pair, summed in float64.
+
+    Returns
+    -------
+    float64 array, shape (n_pairs,)
+    """
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Py_ssize_t k, rank = user_factors.shape[1]
+    out = np.empty(users.shape[0])
+    cdef double[::1] out_view = out
+    for k in prange(users.shape[0], nogil=True, schedule="static", num_threads=n_threads):
+        out_view[k] = dot_exact(table, rank, &user_factors[users[k], 0], &item_factors[items[k], 0])
+    return out
+
+
+def row_losses(
+        const real[:, ::1] row_factors,      # IN   (n_rows, rank)
+        const real[:, ::1] column_factors,   # IN   (n_columns, rank)
+        const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,   # IN   CSR
+        const double[::1] row_offsets,       # IN   (n_rows,), or empty
+        const double[::1] column_offsets,    # IN   (n_columns,), or empty
+        bint implicit, double alpha, double unobserved, int n_threads):
+    """Loss of the observed entries, row by row, in float64.
+
+    Explicit: sum of (r - offsets - x.y)^2. Implicit: sum of c (p - x.y)^2 - unobserved (x.y)^2, what observed entries
+    add to unobserved * |X Y^T|^2. One sum a row: the total does not depend on the thread count.
+
+    Returns
+    -------
+    float64 array, shape (n_rows,)
+    """
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef Py_ssize_t row, rank = row_factors.shape[1]
+    out = np.zeros(indptr.shape[0] - 1)
+    cdef double[::1] out_view = out
+    cdef const double* row_offset = &row_offsets[0] if row_offsets.shape[0] else NULL
+    cdef const double* column_offset = &column_offsets[0] if column_offsets.shape[0] else NULL
+    if ratings.shape[0] == 0:
+        return out
+    for row in prange(indptr.shape[0] - 1, nogil=True, schedule="dynamic", chunksize=64, num_threads=n_threads):
+        out_view[row] = _row_loss(table, how, rank, &row_factors[row, 0], &column_factors[0, 0],
+                                  &indices[0] + indptr[row], &ratings[0] + indptr[row],
+                                  indptr[row + 1] - indptr[row],
+                                  row_offset[row] if row_offset != NULL else 0.0, column_offset)
+    return out
+
+
+cdef double _row_loss(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank, const real* x, const real* column_factors,
+        const int32_t* columns, const real* ratings, Py_ssize_t n_entries, double row_offset,
+        const double* column_offset) noexcept nogil:
+    cdef double total = 0, score, error, confidence
+    cdef Py_ssize_t k
+    for k in range(n_entries):
+        score = dot_exact(table, rank, x, column_factors + columns[k] * rank)
+        if how.implicit:
+            confidence = 1.0 + how.alpha * fabs(ratings[k])
+            error = (1.0 if ratings[k] > 0 else 0.0) - score
+            total += confidence * error * error - how.unobserved * score * score
+        else:
+            error = ratings[k] - row_offset - (column_offset[columns[k]] if column_offset != NULL else 0.0) - score
+            total += error * error
+    return total

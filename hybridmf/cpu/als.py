@@ -1,0 +1,309 @@
+"""The CPU's ALS: what a half sweep needs, and the solver that alternates two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import scipy.sparse as sp
+from threadpoolctl import threadpool_limits
+
+from .. import _formats
+from .._objective import SIDES, Factors, Objective, Side, State, other_side
+from .._plan import Plan
+from .._validate import csr_arrays
+from ..errors import NonFiniteError, NotPositiveDefiniteError
+from ..formats import BalsMatrix, Reordered, reorder, transpose
+from . import _als
+
+ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "auto": _als.AUTO}
+
+SINGULAR_PIVOT = 4.0
+"""Pivots at or below this many units in the last place of their diagonal element are all rounding."""
+
+
+def _empty(dtype: np.dtype, ndim: int = 1) -> np.ndarray:
+    return np.empty((0,) * ndim, dtype=dtype)
+
+
+def _design(fixed: Factors, objective: Objective) -> np.ndarray:
+    """Rows the systems are built from: factors, and a constant 1 that multiplies the solved side's bias."""
+    if not objective.biases:
+        return np.ascontiguousarray(fixed.matrix)
+    return np.concatenate([fixed.matrix, np.ones((len(fixed), 1), dtype=fixed.matrix.dtype)], axis=1)
+
+
+def _offsets(fixed: Factors, mean: float, objective: Objective) -> np.ndarray:
+    """What a rating owes to the mean and the fixed side's biases."""
+    if not objective.biases or fixed.bias is None:
+        return _empty(fixed.matrix.dtype)
+    return np.ascontiguousarray(fixed.bias + fixed.matrix.dtype.type(mean))
+
+
+def weighted_gram(factors: np.ndarray, objective: Objective, num_threads: int) -> np.ndarray:
+    """``unobserved_weight F^T F`` in the dtype of the factors, shape (rank, rank); (0, 0) for explicit feedback."""
+    if not objective.is_implicit:
+        return _empty(factors.dtype, 2)
+    with threadpool_limits(1, user_api="blas"):
+        gram = _als.gram(factors, num_threads)
+    return np.ascontiguousarray(objective.unobserved_weight * gram, dtype=factors.dtype)
+
+
+class HalfSweep:
+    """One half of a sweep: solves every row of `side` for the fixed factors of the other side.
+
+    Parameters
+    ----------
+    side : {"user", "item"}
+        The side that is solved; for messages.
+    matrix : csr_array, shape (n_rows, n_fixed)
+        One row for each row of the side.
+    objective : Objective
+    plan : Plan
+    """
+
+    def __init__(self, side: Side, matrix: sp.csr_array, objective: Objective, plan: Plan) -> None:
+        self.side, self.objective, self.plan = side, objective, plan
+        self.indptr, self.indices, self.ratings = csr_arrays(matrix)
+        self.degrees = np.diff(self.indptr)
+        self.scale = objective.row_scale(self.degrees)
+        self.ridge = np.full(plan.rank, objective.regularization, dtype=matrix.dtype)
+        self.ridge[plan.factors :] = 0  # biases carry no penalty
+        self.order = _formats.degree_order(self.indptr)
+        self.bals: BalsMatrix | None = None
+        if plan.assembly == "bals":
+            self.bals = BalsMatrix.from_csr(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads)
+            self.tile_ptr = self.bals.tile_ptr.astype(np.int64, copy=False)
+            self.seg_ptr = self.bals.seg_ptr.astype(np.int64, copy=False)
+
+    def __len__(self) -> int:
+        return len(self.degrees)
+
+    def solve(
+        self, fixed: Factors, mean: float, start: Factors | None = None, gram: np.ndarray | None = None
+    ) -> Factors:
+        """New factors of the side; nothing that came in is written to.
+
+        Parameters
+        ----------
+        fixed : Factors
+            The other side.
+        mean : float
+            Mean rating (0 without biases).
+        start : Factors, optional
+            Where conjugate gradients start; zero if not given.
+        gram : array, shape (rank, rank), optional
+            `weighted_gram` of the fixed factors, if it is known already.
+
+        Raises
+        ------
+        NotPositiveDefiniteError, NonFiniteError
+        """
+        plan, objective = self.plan, self.objective
+        design = _design(fixed, objective)
+        if gram is None:
+            gram = weighted_gram(design, objective, plan.num_threads)
+        out = np.zeros((len(self), plan.rank), dtype=design.dtype)
+        if plan.solver == "cg" and start is not None:
+            out[:, : plan.factors] = start.matrix
+            if start.bias is not None:
+                out[:, plan.factors] = start.bias
+        status = np.zeros(len(self), dtype=np.int32)
+        if len(self.indices):
+            arguments = (_offsets(fixed, mean, objective), gram, self.ridge, self.scale)
+            # OpenBLAS starts threads of its own unless told not to; rows are already spread over ours.
+            with threadpool_limits(1, user_api="blas"):
+                if self.bals is not None:
+                    self._solve_bals(out, design, arguments, status)
+                else:
+                    self._solve_rows(out, design, arguments, status)
+            self._check(status)
+        if not objective.biases:
+            return Factors(out)
+        return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
+
+    def _solve_rows(self, out: np.ndarray, design: np.ndarray, arguments: tuple, status: np.ndarray) -> None:
+        plan, objective = self.plan, self.objective
+        csr = (self.indptr, self.indices, self.ratings)
+        weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
+        workspace = np.empty((plan.num_threads, _als.workspace_size(plan.rank)), dtype=out.dtype)
+        for rows in self._batches(self.order, self.degrees):
+            if plan.solver == "cg":
+                _als.cg_rows(
+                    out, design, *csr, *arguments, rows, status, workspace, *weights, plan.cg_steps, plan.num_threads
+                )
+            else:
+                _als.cholesky_rows(
+                    out,
+                    design,
+                    *csr,
+                    *arguments,
+                    rows,
+                    status,
+                    workspace,
+                    *weights,
+                    ASSEMBLY_CODES[plan.assembly],
+                    self._epsilon(out.dtype),
+                    plan.num_threads,
+                )
+
+    def _solve_bals(self, out: np.ndarray, design: np.ndarray, arguments: tuple, status: np.ndarray) -> None:
+        plan, objective, bals = self.plan, self.objective, self.bals
+        assert bals is not None
+        starts = np.arange(0, len(self), plan.tile_rows)
+        entries = np.add.reduceat(self.degrees, starts)
+        blocks = np.argsort(-entries, kind="stable")
+        size = _als.bals_workspace_size(plan.rank, plan.tile_rows, plan.tile_cols)
+        workspace = np.empty((plan.num_threads, size), dtype=out.dtype)
+        for batch in self._batches(blocks, entries):
+            _als.cholesky_bals(
+                out,
+                design,
+                bals.values,
+                bals.tile_colidx,
+                self.tile_ptr,
+                bals.seg_colidx,
+                self.seg_ptr,
+                *arguments,
+                batch,
+                plan.tile_rows,
+                plan.tile_cols,
+                status,
+                workspace,
+                objective.is_implicit,
+                objective.alpha,
+                objective.unobserved_weight,
+                self._epsilon(out.dtype),
+                plan.num_threads,
+            )
+
+    def _batches(self, order: np.ndarray, entries: np.ndarray) -> Iterator[np.ndarray]:
+        """Pieces of `order` of about ``plan.batch_flops`` each: between two pieces Python answers Ctrl-C."""
+        rank = float(self.plan.rank)
+        work = entries[order] * rank * (rank + 1) + rank**3 / 3
+        pieces = max(1, int(np.ceil(work.sum() / self.plan.batch_flops)))
+        cuts = np.searchsorted(np.cumsum(work), work.sum() * np.arange(1, pieces) / pieces)
+        yield from (piece for piece in np.split(order, cuts) if len(piece))
+
+    def _epsilon(self, dtype: np.dtype) -> float:
+        return SINGULAR_PIVOT * float(np.finfo(dtype).eps)
+
+    def _check(self, status: np.ndarray) -> None:
+        bad = np.flatnonzero(status)
+        if not bad.size:
+            return
+        row, code = int(bad[0]), int(status[bad[0]])
+        more = f" ({bad.size - 1} more such rows)" if bad.size > 1 else ""
+        if code == _als.NON_FINITE:
+            raise NonFiniteError(
+                f"factors of {self.side} {row} became infinite or NaN{more}; "
+                "scale the ratings down, lower alpha, or use dtype='float64'"
+            )
+        lam = self.objective.regularization
+        minor = code if code > 0 else 0
+        what = f"leading minor {minor}" if code > 0 else "negative curvature in a conjugate gradient step"
+        raise NotPositiveDefiniteError(
+            f"normal equations of {self.side} {row} are not positive definite ({what}){more}; "
+            f"increase regularization (now {lam:g})",
+            side=self.side,
+            row=row,
+            minor=minor,
+        )
+
+
+class CpuALS:
+    """Alternating least squares on the CPU (Gates et al. fig. 4): owns the layouts and the current factors.
+
+    Parameters
+    ----------
+    user_items, item_users : csr_array
+        The ratings in both orientations.
+    objective : Objective
+    plan : Plan
+    state : State
+        Where to start.
+    """
+
+    def __init__(
+        self, user_items: sp.csr_array, item_users: sp.csr_array, objective: Objective, plan: Plan, state: State
+    ) -> None:
+        self.objective, self.plan = objective, plan
+        self._reordered: Reordered | None = None
+        self.state = state
+        if plan.reorder != "none":
+            axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
+            self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
+            user_items = self._reordered.matrix
+            item_users = transpose(user_items, num_threads=plan.num_threads)
+        matrices = {"user": user_items, "item": item_users}
+        self.halves = {side: HalfSweep(side, matrices[side], objective, plan) for side in SIDES}
+
+    def _order(self, side: Side) -> np.ndarray | None:
+        if self._reordered is None:
+            return None
+        return self._reordered.row_order if side == "user" else self._reordered.col_order
+
+    def _inward(self, side: Side) -> Factors:
+        """Current factors of a side in the order the layouts use."""
+        order, factors = self._order(side), self.state.side(side)
+        return factors if order is None else factors.take(order)
+
+    def update(self, side: Side) -> None:
+        """One half sweep: solve `side` for the factors of the other side. The state changes only once it is complete."""
+        half, order = self.halves[side], self._order(side)
+        try:
+            solved = half.solve(self._inward(other_side(side)), self.state.mean, self._inward(side))
+        except NotPositiveDefiniteError as error:
+            if order is None:
+                raise
+            row = int(order[error.row])
+            message = str(error).replace(f"of {side} {error.row} ", f"of {side} {row} ", 1)
+            raise NotPositiveDefiniteError(message, side=side, row=row, minor=error.minor) from None
+        if order is not None:
+            inverse = np.empty_like(order)
+            inverse[order] = np.arange(len(order))
+            solved = solved.take(inverse)
+        self.state = self.state.with_side(side, solved)
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, in float64."""
+        half = self.halves["user"]
+        return objective_value(
+            self.objective,
+            (half.indptr, half.indices, half.ratings),
+            State(self._inward("user"), self._inward("item"), self.state.mean),
+            half.degrees,
+            self.halves["item"].degrees,
+            self.plan.num_threads,
+        )
+
+
+def objective_value(
+    objective: Objective,
+    csr: tuple[np.ndarray, np.ndarray, np.ndarray],
+    state: State,
+    user_degrees: np.ndarray,
+    item_degrees: np.ndarray,
+    num_threads: int,
+) -> float:
+    """The objective in float64 at O(nnz f + (m + n) f^2): unobserved entries enter through the two Gram matrices."""
+    users, items = state.user.matrix, state.item.matrix
+    offsets = (np.empty(0), np.empty(0))
+    if state.user.bias is not None and state.item.bias is not None:
+        offsets = (state.user.bias.astype(np.float64) + state.mean, state.item.bias.astype(np.float64))
+    losses = _als.row_losses(
+        users,
+        items,
+        *csr,
+        *offsets,
+        objective.is_implicit,
+        objective.alpha,
+        objective.unobserved_weight,
+        num_threads,
+    )
+    total = float(losses.sum())
+    if objective.is_implicit:
+        with threadpool_limits(1, user_api="blas"):
+            grams = [_als.gram(factors, num_threads) for factors in (users, items)]
+        total += objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
+    return total + objective.penalty(users, user_degrees) + objective.penalty(items, item_degrees)

@@ -1,0 +1,29 @@
+/* kernels_avx512.c - the kernels of kernels_impl.h for processors with AVX-512 (F, DQ, VL, BW); chosen at run time. */
+#include "kernels.h"
+
+#if defined(__GNUC__) && (defined(__x86_64__) || defined(__i386__))
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,avx2,fma,prefer-vector-width=512")
+#endif
+#define HMF_TARGETED 1
+#endif
+#define HMF_BYTES 64   /* of a vector register */
+#define HMF_USERS 12    /* users x columns vectors of scores stay in the 32 registers */
+#define HMF_COLUMNS 2
+
+#define REAL float
+#define TYPE f
+#include "kernels_impl.h"
+#define REAL double
+#define TYPE d
+#include "kernels_impl.h"
+
+const hmf_kernel_table hmf_table_avx512 = {
+    "avx512", dot_f, dot_d, dot_fd, axpy_f, axpy_d, syr_f, syr_d, score_f, score_d,
+};
+
+#if defined(HMF_TARGETED) && defined(__clang__)
+#pragma clang attribute pop
+#endif

@@ -1,0 +1,49 @@
+"""Exceptions of the library. Each is also the built-in type a caller would expect, so ``except ValueError`` works."""
+
+from __future__ import annotations
+
+
+class HybridMFError(Exception):
+    """Base of every exception that is particular to this library."""
+
+
+class RatingsError(HybridMFError, ValueError):
+    """Ratings cannot be used as they are: a bad file, line, index, value or shape."""
+
+
+class DuplicateEntriesError(RatingsError):
+    """A (user, item) pair occurs more than once and no rule to merge the entries was given."""
+
+
+class NotPositiveDefiniteError(HybridMFError, ValueError):
+    """The normal equations of one row have no unique solution.
+
+    Attributes
+    ----------
+    side : {"user", "item"}
+        Side whose system failed.
+    row : int
+        Position of the row on that side.
+    minor : int
+        Order of the leading minor that is not positive.
+    """
+
+    def __init__(self, message: str, *, side: str, row: int, minor: int) -> None:
+        super().__init__(message)
+        self.side, self.row, self.minor = side, row, minor
+
+
+class NonFiniteError(HybridMFError, ArithmeticError):
+    """Factors became infinite or NaN: the values overflow the precision in use."""
+
+
+class DeviceError(HybridMFError, RuntimeError):
+    """A device was asked for that cannot serve the request."""
+
+
+class MemoryBudgetError(HybridMFError, MemoryError):
+    """The work does not fit in the memory at hand; raised before it starts."""
+
+
+class ModelFileError(HybridMFError, ValueError):
+    """A model or checkpoint file is truncated, altered, or not one of ours."""

@@ -1,0 +1,803 @@
+"""Textbook metrics of predictions and rankings, `evaluate` for any model, and a popularity baseline to compare with.
+
+Every ranking metric is a vector with one value a user, NaN where the user has no relevant item; `mean_over_users`
+averages the others. docs/evaluation.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from sklearn.exceptions import NotFittedError
+
+from ._validate import (
+    as_csr,
+    check_bool,
+    check_choice,
+    check_ids,
+    check_int,
+    check_nonempty,
+    check_real,
+    check_shape,
+    make_csr,
+)
+from .errors import NonFiniteError
+
+BLOCK_USERS = 16_384
+"""Users `evaluate` asks a model for at a time: enough to fill a GPU, while ids and training rows stay a few MB."""
+
+AUC_BLOCK_BYTES = 64 << 20
+"""Bytes of float32 scores, shape (block, n_items), that `auc` holds at a time."""
+
+_AXES = ("n_users", "n_items")
+
+
+# ------------------------------------------------------------------------------------------------ predicted values
+
+
+def rmse(truth: Any, predicted: Any) -> float:
+    """Root of the mean squared error, accumulated in float64.
+
+    Parameters
+    ----------
+    truth, predicted : real array, shape (n,), n >= 1
+
+    Returns
+    -------
+    float
+        NaN if a value is NaN.
+
+    Raises
+    ------
+    ValueError
+        No values, different lengths, or arrays that are not vectors.
+    """
+    error = _differences(truth, predicted)
+    return float(np.sqrt(np.mean(np.square(error))))
+
+
+def mae(truth: Any, predicted: Any) -> float:
+    """Mean absolute error, accumulated in float64; arguments, result and errors as for `rmse`."""
+    return float(np.mean(np.abs(_differences(truth, predicted))))
+
+
+def _differences(truth: Any, predicted: Any) -> np.ndarray:
+    truth, predicted = np.asarray(truth, dtype=np.float64), np.asarray(predicted, dtype=np.float64)
+    for name, values in (("truth", truth), ("predicted", predicted)):
+        if values.ndim != 1:
+            raise ValueError(f"{name} must be a vector, got an array of shape {values.shape}; pass {name}.ravel()")
+    if len(truth) != len(predicted):
+        raise ValueError(
+            f"truth has {len(truth)} values and predicted has {len(predicted)}; each prediction needs its true value"
+        )
+    if len(truth) == 0:
+        raise ValueError("truth and predicted are empty; an error can be averaged over at least one value only")
+    return predicted - truth
+
+
+# -------------------------------------------------------------------------------------------------------- rankings
+
+
+def precision_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
+    """Relevant items among the first k, divided by k (also where fewer than k items are recommended or exist).
+
+    Equals ``ir_measures.P@k``.
+
+    Parameters
+    ----------
+    recommended : integer array, shape (n_users, n_columns)
+        Item positions, best first; -1 means no recommendation and is never a hit. Only the first k columns are read;
+        columns missing up to k count as -1.
+    relevant : CSR matrix, shape (n_users, n_items)
+        Entries > 0 are the relevant items; all others are not. A Ratings or any other matrix is converted.
+    k : int
+        At least 1.
+
+    Returns
+    -------
+    float64 array, shape (n_users,)
+        In [0, 1]; NaN for users without a relevant item.
+
+    Raises
+    ------
+    TypeError
+        `recommended` or `k` is not of integers.
+    ValueError
+        Shapes disagree, an item position is out of range, a user is recommended an item twice, or k < 1.
+    """
+    return _precision(_judge(recommended, relevant, k), k)
+
+
+def recall_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
+    """Relevant items among the first k, divided by the number of the user's relevant items (not by at most k).
+
+    Equals ``ir_measures.R@k``. Parameters, result and errors as for `precision_at_k`.
+    """
+    return _recall(_judge(recommended, relevant, k), k)
+
+
+def map_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
+    """Average precision: the sum of precision@r over the ranks r <= k of hits, divided by the number of relevant items.
+
+    Equals ``ir_measures.AP@k`` (trec_eval's ``map_cut_k``), which divides by *all* relevant items of the user: with
+    more than k of them the best possible value is k / n_relevant. Some libraries divide by min(k, n_relevant) instead.
+    Parameters, result and errors as for `precision_at_k`.
+    """
+    return _average_precision(_judge(recommended, relevant, k), k)
+
+
+def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") -> np.ndarray:
+    """Discounted gain, sum over ranks r <= k of gain / log2(r + 1), divided by that of the best possible ranking.
+
+    ``gains="binary"`` equals ``ir_measures.nDCG@k`` with relevance 1 for each relevant item. ``gains="value"`` takes
+    the positive values of `relevant` as gains as they are (linear, no 2**value - 1) and equals ``ir_measures.nDCG@k``
+    (``dcg="log2"``, the default) with the values as relevance labels, which there have to be integers.
+
+    Parameters
+    ----------
+    recommended, relevant, k
+        As for `precision_at_k`.
+    gains : {"binary", "value"}
+
+    Returns
+    -------
+    float64 array, shape (n_users,)
+        In [0, 1]; 1 for a best possible ranking; NaN for users without a relevant item.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `precision_at_k`; also for an unknown `gains`.
+    """
+    check_choice("gains", gains, ("binary", "value"))
+    return _ndcg(_judge(recommended, relevant, k, gains), k)
+
+
+def mean_over_users(values: Any) -> float:
+    """Mean of a per-user metric over the users that have one, that is, those that are not NaN.
+
+    Parameters
+    ----------
+    values : float array, shape (n_users,)
+
+    Returns
+    -------
+    float
+
+    Raises
+    ------
+    ValueError
+        Every value is NaN, or there is none.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    values = values[~np.isnan(values)]
+    if values.size == 0:
+        raise ValueError("values has no user with a relevant item (all NaN, or empty); there is nothing to average")
+    return float(values.mean())
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Recommendations with what each was worth.
+
+    Attributes
+    ----------
+    gains : float64 array, shape (n_users, n_columns)
+        Gain of the item at each rank, 0 where it is not relevant.
+    counts : float64 array, shape (n_users,)
+        Number of relevant items; NaN for none, so that whatever is divided by it becomes NaN.
+    relevant : csr_array, shape (n_users, n_items)
+        The relevant items only, with their gains.
+    """
+
+    gains: np.ndarray
+    counts: np.ndarray
+    relevant: sp.csr_array
+
+
+def _judge(recommended: Any, relevant: Any, k: int, gains: str = "binary") -> _Judged:
+    k = check_int("k", k, 1)
+    relevant = as_csr(relevant, name="relevant")
+    relevant = _keep(relevant, relevant.data > 0)
+    if gains == "binary":
+        relevant = make_csr(relevant.indptr, relevant.indices, np.ones_like(relevant.data), relevant.shape)
+    return _judge_checked(_checked_recommendations(recommended, relevant.shape, k), relevant)
+
+
+def _judge_checked(recommended: np.ndarray, relevant: sp.csr_array) -> _Judged:
+    counts = np.diff(relevant.indptr).astype(np.float64)
+    counts[counts == 0] = np.nan
+    return _Judged(_look_up(relevant, recommended), counts, relevant)
+
+
+def _checked_recommendations(recommended: Any, shape: tuple[int, int], k: int) -> np.ndarray:
+    """Return the first k columns as int64, each -1 or an item position and no item twice in a row."""
+    recommended = np.asarray(recommended)
+    if recommended.ndim != 2 or recommended.shape[0] != shape[0]:
+        raise ValueError(
+            f"recommended has shape {recommended.shape}; expected (n_users={shape[0]}, k), "
+            "a row of item positions for each row of relevant"
+        )
+    if not np.issubdtype(recommended.dtype, np.integer):
+        raise TypeError(f"recommended must be integers (item positions, -1 for none), got dtype {recommended.dtype}")
+    recommended = recommended[:, :k].astype(np.int64, copy=False)
+    if np.any((recommended < -1) | (recommended >= shape[1])):
+        row, column = np.argwhere((recommended < -1) | (recommended >= shape[1]))[0]
+        raise ValueError(
+            f"recommended has {recommended[row, column]} for user {row} at rank {column + 1}; "
+            f"expected 0 <= item < n_items={shape[1]}, or -1 for no recommendation"
+        )
+    in_order = np.sort(recommended, axis=1)
+    twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
+    if np.any(twice):
+        row, column = np.argwhere(twice)[0]
+        raise ValueError(
+            f"recommended has item {in_order[row, column]} twice for user {row}; a ranking holds each item once at most"
+        )
+    return recommended
+
+
+def _look_up(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
+    """matrix[i, columns[i, j]] as float64, 0 where absent or where the column is -1."""
+    values = np.zeros(columns.shape)
+    if matrix.nnz == 0:
+        return values
+    n_rows, n_columns = matrix.shape
+    # One ascending key for each entry (the matrix is canonical), so that one binary search serves all users.
+    entry_keys = _entry_rows(matrix) * n_columns + matrix.indices
+    keys = np.arange(n_rows, dtype=np.int64)[:, None] * n_columns + columns
+    at = np.minimum(np.searchsorted(entry_keys, keys), matrix.nnz - 1)
+    found = (entry_keys[at] == keys) & (columns >= 0)
+    values[found] = matrix.data[at[found]]
+    return values
+
+
+def _precision(judged: _Judged, k: int) -> np.ndarray:
+    hits = np.count_nonzero(judged.gains[:, :k], axis=1)
+    return np.where(np.isnan(judged.counts), np.nan, hits / k)
+
+
+def _recall(judged: _Judged, k: int) -> np.ndarray:
+    return np.count_nonzero(judged.gains[:, :k], axis=1) / judged.counts
+
+
+def _average_precision(judged: _Judged, k: int) -> np.ndarray:
+    hit = judged.gains[:, :k] > 0
+    precision = np.cumsum(hit, axis=1) / np.arange(1, hit.shape[1] + 1)
+    return np.sum(precision * hit, axis=1) / judged.counts
+
+
+def _ndcg(judged: _Judged, k: int) -> np.ndarray:
+    gains = judged.gains[:, :k]
+    ideal = np.where(np.isnan(judged.counts), np.nan, _ideal_dcg(judged.relevant, k))
+    # Not a matrix product: BLAS rounds a row differently depending on where in the batch it stands.
+    dcg = np.sum(gains * _discounts(np.arange(gains.shape[1])), axis=1)
+    # The two sums run in different orders, so a perfect ranking may end an ulp above 1.
+    return np.minimum(dcg / ideal, 1.0)
+
+
+def _discounts(rank: np.ndarray) -> np.ndarray:
+    """Weight of each rank, counted from 0."""
+    return 1.0 / np.log2(rank + 2.0)
+
+
+def _ideal_dcg(relevant: sp.csr_array, k: int) -> np.ndarray:
+    """DCG@k of each user's items by falling gain, shape (n_users,)."""
+    rows = _entry_rows(relevant)
+    gains = relevant.data[np.lexsort((-relevant.data, rows))].astype(np.float64)
+    rank = np.arange(relevant.nnz) - relevant.indptr[rows]
+    top = rank < k
+    return np.bincount(rows[top], weights=gains[top] * _discounts(rank[top]), minlength=relevant.shape[0])
+
+
+# ------------------------------------------------------------------------------------------------------------- AUC
+
+
+def auc(
+    user_factors: Any,
+    item_factors: Any,
+    relevant: Any,
+    seen: Any = None,
+    *,
+    item_bias: Any = None,
+    block_bytes: int = AUC_BLOCK_BYTES,
+) -> np.ndarray:
+    """Probability that a relevant item scores above an irrelevant one, both unseen by the user; ties count half.
+
+    The score is ``user_factors[u] @ item_factors[i] + item_bias[i]`` in float32 (what depends on the user alone does
+    not change the order). Per user this is scikit-learn's ``roc_auc_score``; ir-measures has no counterpart. Users are
+    taken in blocks, so no (n_users, n_items) array is made.
+
+    Parameters
+    ----------
+    user_factors : float array, shape (n_users, factors)
+    item_factors : float array, shape (n_items, factors)
+    relevant : CSR matrix, shape (n_users, n_items)
+        Entries > 0 are the relevant items.
+    seen : CSR matrix, shape (n_users, n_items), optional
+        Every entry is an item left out for that user, relevant or not. None leaves nothing out.
+    item_bias : float array, shape (n_items,), optional
+    block_bytes : int
+        Memory for one block of scores; at least one user is taken whatever it says.
+
+    Returns
+    -------
+    float64 array, shape (n_users,)
+        In [0, 1]; NaN for users without a relevant or without an irrelevant unseen item.
+
+    Raises
+    ------
+    ValueError
+        Shapes disagree.
+    NonFiniteError
+        A score is NaN or infinite.
+    """
+    relevant = as_csr(relevant, name="relevant")
+    relevant = _keep(relevant, relevant.data > 0)
+    if seen is not None:
+        seen = as_csr(seen, name="seen")
+        check_shape("seen", seen, relevant.shape, _AXES)
+    users, items, bias = _checked_factors(user_factors, item_factors, item_bias, relevant.shape)
+    block = max(1, check_int("block_bytes", block_bytes, 1) // max(1, 4 * len(items)))
+    values = np.full(relevant.shape[0], np.nan)
+    for rows in _blocks(np.flatnonzero(np.diff(relevant.indptr)), block):
+        scores = _scores(users[rows], items, bias, rows)
+        values[rows] = _auc_of_scores(scores, _take(relevant, rows), None if seen is None else _take(seen, rows))
+    return values
+
+
+def _checked_factors(
+    user_factors: Any, item_factors: Any, item_bias: Any, shape: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    users, items = np.asarray(user_factors, dtype=np.float32), np.asarray(item_factors, dtype=np.float32)
+    for name, factors in (("user_factors", users), ("item_factors", items)):
+        if factors.ndim != 2:
+            raise ValueError(f"{name} must have shape (n, factors), got {factors.shape}")
+    check_shape("user_factors", users, (shape[0], None), ("n_users", "factors"))
+    check_shape("item_factors", items, (shape[1], users.shape[1]), ("n_items", "factors"))
+    if item_bias is None:
+        return users, items, None
+    bias = np.asarray(item_bias, dtype=np.float32)
+    if bias.shape != (shape[1],):
+        raise ValueError(f"item_bias has shape {bias.shape}; expected (n_items={shape[1]},)")
+    return users, items, bias
+
+
+def _scores(users: np.ndarray, items: np.ndarray, bias: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):  # judged just below, with a message that names the user
+        scores = users @ items.T
+        if bias is not None:
+            scores += bias
+    # The sum of a row is not finite if one of its scores is not; only then it is worth looking at each.
+    with np.errstate(over="ignore", invalid="ignore"):
+        suspects = np.flatnonzero(~np.isfinite(scores.sum(axis=1)))
+    for k in suspects:
+        if not np.all(np.isfinite(scores[k])):
+            raise NonFiniteError(
+                f"scores of user {rows[k]} are not finite; the factors hold NaN, infinite or too large values: "
+                "fit again with more regularization"
+            )
+    return scores
+
+
+def _auc_of_scores(scores: np.ndarray, relevant: sp.csr_array, seen: sp.csr_array | None) -> np.ndarray:
+    """AUC of each row; overwrites `scores`, float32 of shape (block, n_items)."""
+    n_rows, n_items = scores.shape
+    n_unseen = np.full(n_rows, n_items, dtype=np.int64)
+    if seen is not None:
+        scores[_entry_rows(seen), seen.indices] = np.inf  # sorts behind every score; no score is infinite
+        n_unseen -= np.diff(seen.indptr)
+    rows = _entry_rows(relevant)
+    values = scores[rows, relevant.indices]
+    unseen = values < np.inf
+    rows, values = rows[unseen], values[unseen]
+    scores.sort(axis=1)
+    # Items below plus half of those equal, the item itself among them.
+    below = 0.5 * (_count_below(scores, rows, values, False) + _count_below(scores, rows, values, True))
+    n_relevant = np.bincount(rows, minlength=n_rows).astype(np.float64)
+    # Relevant items among themselves: each pair adds 1 in total and each item with itself a half, n**2 / 2 in all.
+    wins = np.bincount(rows, weights=below, minlength=n_rows) - 0.5 * n_relevant**2
+    pairs = n_relevant * (n_unseen - n_relevant)
+    pairs[pairs == 0] = np.nan
+    return wins / pairs
+
+
+def _count_below(table: np.ndarray, rows: np.ndarray, values: np.ndarray, or_equal: bool) -> np.ndarray:
+    """How many elements of the sorted row table[rows[j]] are < values[j] (or <=): one bisection for all j at once."""
+    low = np.zeros(len(rows), dtype=np.int64)
+    high = np.full(len(rows), table.shape[1], dtype=np.int64)
+    for _ in range(table.shape[1].bit_length()):
+        middle = (low + high) // 2
+        # Searches that are done have low == high, which may lie one past the end; neither bound moves for them.
+        element = table[rows, np.minimum(middle, table.shape[1] - 1)]
+        right = ((element <= values) if or_equal else (element < values)) & (low < high)
+        low, high = np.where(right, middle + 1, low), np.where(right, high, middle)
+    return low
+
+
+# -------------------------------------------------------------------------------------------------------- evaluate
+
+_RANKING: Mapping[str, Callable[[_Judged, int], np.ndarray]] = {
+    "ndcg": _ndcg,
+    "precision": _precision,
+    "recall": _recall,
+    "map": _average_precision,
+}
+_RANKING_NAME = re.compile(rf"({'|'.join(_RANKING)})@([1-9][0-9]*)")
+_ERRORS: Mapping[str, Callable[[Any, Any], float]] = {"rmse": rmse, "mae": mae}
+
+
+def evaluate(
+    model: Any,
+    test: Any,
+    *,
+    train: Any = None,
+    metrics: Sequence[str] = ("ndcg@10", "precision@10", "recall@10", "map@10"),
+    users: Any = None,
+    relevance_threshold: float | None = None,
+    block_users: int = BLOCK_USERS,
+) -> dict[str, float]:
+    """Metrics of a fitted model on held-out entries.
+
+    Ranking metrics average over the users with a relevant test item; ``ndcg@k`` takes binary gains. ``rmse`` and
+    ``mae`` compare ``model.predict`` with every test entry, zeros included.
+
+    Parameters
+    ----------
+    model : fitted estimator or PopularityRecommender
+        Needs `n_users`, `n_items` and, as the metrics ask: `recommend`; `predict`; `user_factors`, `item_factors` and
+        perhaps `item_bias_` (for ``auc``).
+    test : Ratings or sparse matrix, shape (n_users, n_items)
+        Held-out entries.
+    train : Ratings or sparse matrix, shape (n_users, n_items), optional
+        What the users have seen: such items are not recommended, and ``auc`` leaves them out. None: `recommend`
+        filters by what the model was fitted on; ``auc`` needs it. A test item that is in `train` too stays a relevant
+        item which cannot be recommended, so keep the two apart, as `split` does.
+    metrics : sequence of str, or one str
+        ``"ndcg@k"``, ``"precision@k"``, ``"recall@k"``, ``"map@k"`` for any k >= 1, ``"auc"``, ``"rmse"``, ``"mae"``.
+    users : integer array, optional
+        Positions of the users to evaluate, each counted once; None means all.
+    relevance_threshold : float, optional
+        Test entries >= this value (as float32, like the values) are relevant; None means entries > 0.
+    block_users : int
+        Users passed to the model at a time.
+
+    Returns
+    -------
+    dict of str to float
+        One value for each name in `metrics`, in that order.
+
+    Raises
+    ------
+    TypeError
+        The model lacks the factors that ``auc`` needs, or an argument has the wrong type.
+    ValueError
+        Unknown metric, shapes that do not fit the model, no relevant test item or no test entry for these users, or
+        ``auc`` without `train`.
+    """
+    names = _checked_names(metrics)
+    block_users = check_int("block_users", block_users, 1)
+    test = _checked_like(model, test, "test")
+    if train is not None:
+        train = _checked_like(model, train, "train")
+    elif "auc" in names:
+        raise ValueError('metric "auc" needs train=, the matrix the model was fitted on: its items are left out')
+    users = np.arange(model.n_users) if users is None else check_ids("users", users, model.n_users, "n_users")
+    users = np.unique(users)
+    values: dict[str, float] = {}
+    if any(name in _ERRORS for name in names):
+        values |= _evaluate_errors(model, test, users, block_users)
+    if any(name not in _ERRORS for name in names):
+        relevant = _relevant_entries(test, relevance_threshold)
+        judged_users = users[np.diff(relevant.indptr)[users] > 0]
+        _check_some_relevant(judged_users, users, relevance_threshold)
+        cuts = {name: match for name in names if (match := _RANKING_NAME.fullmatch(name))}
+        values |= _evaluate_rankings(model, relevant, train, judged_users, cuts, block_users)
+        if "auc" in names:
+            values["auc"] = _evaluate_auc(model, relevant, train, judged_users)
+    return {name: values[name] for name in names}
+
+
+def _checked_names(metrics: Sequence[str]) -> tuple[str, ...]:
+    names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+    for name in names:
+        if not isinstance(name, str) or not (name == "auc" or name in _ERRORS or _RANKING_NAME.fullmatch(name)):
+            known = ", ".join(["rmse", "mae", "auc", *(f"{kind}@k" for kind in _RANKING)])
+            raise ValueError(f'metrics has {name!r}; known are {known} (k a positive integer, as in "ndcg@10")')
+    return names
+
+
+def _checked_like(model: Any, matrix: Any, name: str) -> sp.csr_array:
+    matrix = as_csr(matrix, name=name)
+    check_shape(name, matrix, (model.n_users, model.n_items), _AXES)
+    return matrix
+
+
+def _relevant_entries(test: sp.csr_array, threshold: float | None) -> sp.csr_array:
+    """Pick the relevant test entries and give each the value 1."""
+    if threshold is None:
+        relevant = _keep(test, test.data > 0)
+    else:
+        # Values are float32: 0.7 read from a file is a little below the double 0.7 and has to count as 0.7.
+        relevant = _keep(test, test.data >= np.float32(check_real("relevance_threshold", threshold)))
+    return make_csr(relevant.indptr, relevant.indices, np.ones_like(relevant.data), relevant.shape)
+
+
+def _check_some_relevant(judged_users: np.ndarray, users: np.ndarray, threshold: float | None) -> None:
+    if len(judged_users) == 0:
+        wanted = "> 0" if threshold is None else f">= relevance_threshold={threshold:g}"
+        raise ValueError(
+            f"test has no relevant entry (value {wanted}) for any of the {len(users)} users; "
+            "pass other test entries, other users or another relevance_threshold"
+        )
+
+
+def _evaluate_errors(model: Any, test: sp.csr_array, users: np.ndarray, block_users: int) -> dict[str, float]:
+    truth, predicted = [], []
+    for block in _blocks(users[np.diff(test.indptr)[users] > 0], block_users):
+        entries = _take(test, block)
+        truth.append(entries.data)
+        predicted.append(np.asarray(model.predict(block[_entry_rows(entries)], entries.indices)))
+    if not truth:
+        raise ValueError(f"test has no entry for any of the {len(users)} users; rmse and mae need at least one")
+    return {name: error(np.concatenate(truth), np.concatenate(predicted)) for name, error in _ERRORS.items()}
+
+
+def _evaluate_rankings(
+    model: Any,
+    relevant: sp.csr_array,
+    train: sp.csr_array | None,
+    users: np.ndarray,
+    cuts: Mapping[str, re.Match[str]],
+    block_users: int,
+) -> dict[str, float]:
+    if not cuts:
+        return {}
+    # Longer lists than there are items could only be padded.
+    longest = min(max(int(match[2]) for match in cuts.values()), model.n_items)
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in cuts}
+    for block in _blocks(users, block_users):
+        rows = None if train is None else _take(train, block)
+        ids, _ = model.recommend(block, user_items=rows, N=longest, filter_already_liked_items=True)
+        wanted = _take(relevant, block)
+        judged = _judge_checked(_checked_recommendations(ids, wanted.shape, longest), wanted)
+        for name, match in cuts.items():
+            parts[name].append(_RANKING[match[1]](judged, int(match[2])))
+    return {name: mean_over_users(np.concatenate(values)) for name, values in parts.items()}
+
+
+def _evaluate_auc(model: Any, relevant: sp.csr_array, train: sp.csr_array, users: np.ndarray) -> float:
+    if getattr(model, "user_factors", None) is None or getattr(model, "item_factors", None) is None:
+        raise TypeError(
+            f'metric "auc" needs a model with user_factors and item_factors; {type(model).__name__} has none: '
+            "leave auc out, or call hybridmf.metrics.auc with factors"
+        )
+    chosen = np.zeros(relevant.shape[0], dtype=bool)
+    chosen[users] = True
+    relevant = _keep(relevant, chosen[_entry_rows(relevant)])
+    bias = getattr(model, "item_bias_", None)
+    values = auc(model.user_factors, model.item_factors, relevant, train, item_bias=bias)
+    if np.all(np.isnan(values)):
+        raise ValueError(
+            "test has no user with both a relevant and an irrelevant item outside train, so auc is not defined; "
+            "check that train does not contain test"
+        )
+    return mean_over_users(values)
+
+
+# ---------------------------------------------------------------------------------------------- popularity baseline
+
+
+class PopularityRecommender:
+    """Baseline without personal taste: recommends the items most users have, predicts each item's damped mean.
+
+    Whatever a factor model is worth, it has to beat this one under the same `evaluate`.
+
+    Parameters
+    ----------
+    damping : float
+        Number of imaginary ratings of each item at the global mean; at least 0.
+
+    Attributes
+    ----------
+    n_users, n_items : int
+    item_counts_ : int64 array, shape (n_items,)
+        Entries (users) of each item.
+    item_means_ : float64 array, shape (n_items,)
+        ``(sum + damping * global_mean) / (count + damping)``; the global mean for an item with neither.
+    global_mean_ : float
+    user_factors, item_factors : float32 array, shape (n, 1)
+        1 and the count: their product is the score, which is what ``auc`` asks for.
+    """
+
+    def __init__(self, *, damping: float = 5.0) -> None:
+        self.damping = damping
+
+    def fit(self, user_items: Any) -> PopularityRecommender:
+        """Count the entries of each item and average their values.
+
+        Parameters
+        ----------
+        user_items : Ratings or sparse matrix, shape (n_users, n_items)
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        RatingsError
+            No user, no item or no entry; or what `as_csr` refuses.
+        TypeError, ValueError
+            `damping` is no real number >= 0.
+        """
+        damping = check_real("damping", self.damping, 0.0)
+        matrix = as_csr(user_items)
+        check_nonempty(matrix, "user_items")
+        self.n_users, self.n_items = matrix.shape
+        self._user_items = matrix
+        self.item_counts_ = np.bincount(matrix.indices, minlength=self.n_items).astype(np.int64)
+        sums = np.bincount(matrix.indices, weights=matrix.data, minlength=self.n_items)
+        self.global_mean_ = float(matrix.data.mean(dtype=np.float64))
+        weight = self.item_counts_ + damping
+        self.item_means_ = np.full(self.n_items, self.global_mean_)
+        np.divide(sums + damping * self.global_mean_, weight, out=self.item_means_, where=weight > 0)
+        self.user_factors = np.ones((self.n_users, 1), dtype=np.float32)
+        self.item_factors = self.item_counts_.astype(np.float32)[:, None]
+        return self
+
+    def recommend(
+        self,
+        userid: Any,
+        user_items: Any = None,
+        N: int = 10,
+        filter_already_liked_items: bool = True,
+        filter_items: Any = None,
+        items: Any = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rank the items a user may be shown by their number of entries; the lower position first in ties.
+
+        Parameters
+        ----------
+        userid : int or integer array, shape (n,)
+            Positions of users.
+        user_items : CSR matrix, shape (n, n_items), optional
+            Row j holds what ``userid[j]`` has seen; None takes the rows of the fitted matrix.
+        N : int
+            At least 1.
+        filter_already_liked_items : bool
+            Leave out the entries of `user_items`.
+        filter_items : integer array, optional
+            Items nobody is shown.
+        items : integer array, optional
+            Only these may be shown.
+
+        Returns
+        -------
+        ids : int32 array, shape (n, N), or (N,) for a single user
+            -1 where fewer than N items are left.
+        scores : float32 array of the same shape
+            Entry counts; -inf where the id is -1.
+
+        Raises
+        ------
+        NotFittedError
+            `fit` was not called.
+        TypeError, ValueError
+            A position is out of range, N < 1, or `user_items` does not have a row for each user.
+        """
+        self._check_fitted()
+        users = check_ids("userid", userid, self.n_users, "n_users")
+        N = check_int("N", N, 1)
+        order = self._candidates(filter_items, items)
+        seen = None
+        if check_bool("filter_already_liked_items", filter_already_liked_items):
+            seen = self._rows_seen(user_items, users)
+        ids = _first_unseen(order, seen, len(users), N, self.n_items)
+        scores = np.where(ids >= 0, self.item_counts_.astype(np.float32)[ids], np.float32(-np.inf))
+        return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
+
+    def predict(self, users: Any, items: Any) -> np.ndarray:
+        """Damped item mean for each pair, float32 of shape (n,).
+
+        Parameters
+        ----------
+        users, items : integer array, shape (n,)
+            Positions; the users only have to exist.
+
+        Raises
+        ------
+        NotFittedError
+            `fit` was not called.
+        TypeError, ValueError
+            A position is out of range, or the lengths differ.
+        """
+        self._check_fitted()
+        users = check_ids("users", users, self.n_users, "n_users")
+        items = check_ids("items", items, self.n_items, "n_items")
+        if len(users) != len(items):
+            raise ValueError(f"users has {len(users)} positions and items has {len(items)}; expected pairs")
+        return self.item_means_[items].astype(np.float32)
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "item_counts_"):
+            raise NotFittedError("this PopularityRecommender is not fitted; call fit(user_items) first")
+
+    def _candidates(self, filter_items: Any, items: Any) -> np.ndarray:
+        """Items that may be shown, by falling count; the stable sort leaves ties in order of position."""
+        allowed = np.full(self.n_items, items is None)
+        if items is not None:
+            allowed[check_ids("items", items, self.n_items, "n_items")] = True
+        if filter_items is not None:
+            allowed[check_ids("filter_items", filter_items, self.n_items, "n_items")] = False
+        order = np.argsort(-self.item_counts_, kind="stable")
+        return order[allowed[order]]
+
+    def _rows_seen(self, user_items: Any, users: np.ndarray) -> sp.csr_array:
+        if user_items is None:
+            return _take(self._user_items, users)
+        rows = as_csr(user_items)
+        check_shape("user_items", rows, (len(users), self.n_items), ("number of users asked for", "n_items"))
+        return rows
+
+
+def _first_unseen(order: np.ndarray, seen: sp.csr_array | None, n_users: int, N: int, n_items: int) -> np.ndarray:
+    """Take the first N elements of `order` outside each row of `seen`: int32, shape (n_users, N), padded with -1.
+
+    Let s_0 < s_1 < ... be the places of a user's seen items in `order`. Before the j-th unseen place lie those seen
+    items with s_i - i <= j, and these differences never fall with i: so a binary search finds the place, for all users
+    at once and without a row of n_items each.
+    """
+    place = np.tile(np.arange(N, dtype=np.int64), (n_users, 1))
+    if seen is not None:
+        place += _count_seen_before(order, seen, N, n_items)
+    ids = np.full((n_users, N), -1, dtype=np.int32)
+    left = place < len(order)
+    ids[left] = order[place[left]]
+    return ids
+
+
+def _count_seen_before(order: np.ndarray, seen: sp.csr_array, N: int, n_items: int) -> np.ndarray:
+    place_of = np.full(n_items, -1, dtype=np.int64)
+    place_of[order] = np.arange(len(order))
+    rows, places = _entry_rows(seen), place_of[seen.indices]
+    rows, places = rows[places >= 0], places[places >= 0]  # seen items that are no candidates stand in nobody's way
+    start = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=seen.shape[0]))))
+    stride = n_items + N
+    keys = np.sort(rows * stride + places)
+    keys -= np.arange(len(keys)) - start[rows]  # the rows stay where they were: only places within a row were sorted
+    wanted = np.arange(seen.shape[0], dtype=np.int64)[:, None] * stride + np.arange(N)
+    return np.searchsorted(keys, wanted, side="right") - start[:-1, None]
+
+
+# ----------------------------------------------------------------------------------------------------- sparse rows
+
+
+def _entry_rows(matrix: sp.csr_array) -> np.ndarray:
+    """Row of each entry, int64 of shape (nnz,)."""
+    return np.repeat(np.arange(matrix.shape[0], dtype=np.int64), np.diff(matrix.indptr))
+
+
+def _keep(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:
+    """Keep the entries where `mask`, shape (nnz,), is true; the shape stays."""
+    if np.all(mask):
+        return matrix
+    pointer = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))[matrix.indptr]
+    return make_csr(pointer, matrix.indices[mask], matrix.data[mask], matrix.shape)
+
+
+def _take(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
+    """matrix[rows]; SciPy's own first widens all indices of the matrix where indptr is int64 and they are int32."""
+    starts = matrix.indptr[rows].astype(np.int64)
+    pointer = np.concatenate(([0], np.cumsum(matrix.indptr[rows + 1] - starts)))
+    entries = np.arange(pointer[-1]) + np.repeat(starts - pointer[:-1], np.diff(pointer))
+    return make_csr(pointer, matrix.indices[entries], matrix.data[entries], (len(rows), matrix.shape[1]))
+
+
+def _blocks(rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    return (rows[start : start + size] for start in range(0, len(rows), size))

@@ -1,0 +1,158 @@
+"""The plain float64 twins of every kernel, as short as the formulas: what the tests compare with.
+
+Nothing here is fast, and nothing here imports a compiled module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ._objective import Factors, Objective, State
+
+
+def _weights(objective: Objective, ratings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(confidence, preference) of observed entries."""
+    if objective.is_implicit:
+        return 1 + objective.alpha * np.abs(ratings), (ratings > 0).astype(np.float64)
+    return np.ones_like(ratings), ratings
+
+
+def solve_row(
+    columns: np.ndarray, ratings: np.ndarray, fixed: Factors, mean: float, objective: Objective
+) -> tuple[np.ndarray, float]:
+    """Minimizer (x, b) of the objective over one row's factors and bias.
+
+    Parameters
+    ----------
+    columns : int array, shape (n_entries,)
+    ratings : float array, shape (n_entries,)
+    fixed : Factors
+        The other side.
+    """
+    Y = fixed.matrix.astype(np.float64)
+    rank = Y.shape[1]
+    if len(columns) == 0:
+        return np.zeros(rank), 0.0
+    confidence, preference = _weights(objective, np.asarray(ratings, dtype=np.float64))
+    ridge = np.full(rank, objective.regularization * len(columns) ** objective.scaling)
+    if objective.biases:
+        assert fixed.bias is not None
+        preference = preference - mean - fixed.bias[columns].astype(np.float64)
+        Y = np.column_stack([Y, np.ones(len(Y))])
+        ridge = np.append(ridge, 0.0)
+    observed = Y[columns]
+    if objective.is_implicit:  # unobserved pairs: c = w0, p = 0
+        weight = np.full(len(Y), objective.unobserved_weight)
+        weight[columns] = confidence
+        A = Y.T @ (weight[:, None] * Y)
+    else:
+        A = observed.T @ (confidence[:, None] * observed)
+    solution = np.linalg.solve(A + np.diag(ridge), observed.T @ (confidence * preference))
+    return (solution[:-1], float(solution[-1])) if objective.biases else (solution, 0.0)
+
+
+def half_sweep(matrix: Any, fixed: Factors, mean: float, objective: Objective) -> Factors:
+    """New factors of all rows of `matrix` (n_rows, n_fixed), row by row."""
+    matrix = sp.csr_array(matrix)
+    bounds = zip(matrix.indptr[:-1], matrix.indptr[1:], strict=True)
+    rows = [solve_row(matrix.indices[a:b], matrix.data[a:b], fixed, mean, objective) for a, b in bounds]
+    return Factors(np.array([x for x, _ in rows]), np.array([b for _, b in rows]) if objective.biases else None)
+
+
+def fit(matrix: Any, state: State, objective: Objective, iterations: int) -> State:
+    """Full sweeps, items first, from a given state."""
+    matrix = sp.csr_array(matrix)
+    for _ in range(iterations):
+        state = state.with_side("item", half_sweep(matrix.T.tocsr(), state.user, state.mean, objective))
+        state = state.with_side("user", half_sweep(matrix, state.item, state.mean, objective))
+    return state
+
+
+def objective_value(matrix: Any, state: State, objective: Objective) -> float:
+    """The objective summed over every cell of the dense matrix."""
+    coo = sp.coo_array(matrix)
+    X, Y = state.user.matrix.astype(np.float64), state.item.matrix.astype(np.float64)
+    predicted = X @ Y.T
+    if state.user.bias is not None and state.item.bias is not None:
+        predicted = predicted + state.mean + state.user.bias[:, None] + state.item.bias[None, :]
+    confidence, preference = _weights(objective, coo.data.astype(np.float64))
+    outside = objective.unobserved_weight if objective.is_implicit else 0.0
+    C, P = np.full(predicted.shape, outside), np.zeros(predicted.shape)
+    C[coo.row, coo.col], P[coo.row, coo.col] = confidence, preference
+    degrees = [np.bincount(index, minlength=size) for index, size in zip((coo.row, coo.col), predicted.shape, strict=True)]
+    ridge = sum(
+        (np.maximum(degree, 1.0) ** objective.scaling * (factors**2).sum(axis=1)).sum()
+        for degree, factors in zip(degrees, (X, Y), strict=True)
+    )
+    return float((C * (P - predicted) ** 2).sum() + objective.regularization * ridge)
+
+
+def conjugate_gradient(A: np.ndarray, b: np.ndarray, x: np.ndarray, steps: int) -> np.ndarray:
+    """`steps` textbook conjugate gradient steps on A x = b from `x`."""
+    r = b - A @ x
+    p = r.copy()
+    for _ in range(steps):
+        if r @ r == 0:
+            break
+        Ap = A @ p
+        length = (r @ r) / (p @ Ap)
+        x, new = x + length * p, r - length * Ap
+        p, r = new + (new @ new) / (r @ r) * p, new
+    return x
+
+
+def top_k(scores: np.ndarray, n: int, left_out: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """Best `n` columns of each row of a dense score matrix, ties to the lower column; entries of `left_out` not."""
+    scores = np.array(scores, dtype=np.float64)
+    if left_out is not None:
+        coo = sp.coo_array(left_out)
+        scores[coo.row, coo.col] = -np.inf
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :n]
+    best = np.take_along_axis(scores, order, axis=1)
+    pad = n - order.shape[1]
+    if pad > 0:
+        order = np.pad(order, ((0, 0), (0, pad)), constant_values=-1)
+        best = np.pad(best, ((0, 0), (0, pad)), constant_values=-np.inf)
+    return np.where(np.isneginf(best), -1, order), best
+
+
+def bals(matrix: Any, tile_rows: int, tile_cols: int) -> dict[str, np.ndarray]:
+    """The five BALS arrays by the words of section 4.1, entry by entry."""
+    csr = sp.csr_array(matrix)
+    n_rows, n_cols = csr.shape
+    values, tile_colidx, tile_ptr, seg_colidx, seg_ptr = [], [], [0], [], [0]
+    for top in range(0, n_rows, tile_rows):
+        for left in range(0, n_cols, tile_cols):
+            loaded: list[int] = []
+            for row in range(top, min(top + tile_rows, n_rows)):
+                for k in range(csr.indptr[row], csr.indptr[row + 1]):
+                    column = int(csr.indices[k])
+                    if left <= column < left + tile_cols:
+                        if column not in loaded:
+                            loaded.append(column)
+                        values.append(csr.data[k])
+                        seg_colidx.append(loaded.index(column))
+                seg_ptr.append(len(values))
+            tile_colidx.extend(loaded)
+            tile_ptr.append(len(tile_colidx))
+    return {
+        "values": np.array(values, dtype=csr.dtype),
+        "tile_colidx": np.array(tile_colidx, dtype=np.int64),
+        "tile_ptr": np.array(tile_ptr),
+        "seg_colidx": np.array(seg_colidx, dtype=np.int64),
+        "seg_ptr": np.array(seg_ptr),
+    }
+
+
+def degree_order(lengths: np.ndarray) -> np.ndarray:
+    """BALS Alg. 3 as printed: find the longest row, take it, mark it taken, repeat; O(n^2)."""
+    lengths = np.array(lengths, dtype=np.int64)
+    order = []
+    for _ in range(len(lengths)):
+        longest = int(np.argmax(lengths))
+        order.append(longest)
+        lengths[longest] = -1
+    return np.array(order, dtype=np.int64)

@@ -1,0 +1,1 @@
+"""Beyond one run on one machine: checkpoints."""

@@ -1,0 +1,99 @@
+"""Checkpoints: one model file per completed iteration, the newest two kept; a fit resumes from one (cuMF 4.4)."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._io import ModelFile, encode_model, jsonable, write_atomically
+from ..errors import ModelFileError
+
+KEEP = 2
+"""Checkpoints kept: the newest, and the one before it in case the newest cannot be read."""
+
+FREE_PARAMS = frozenset(
+    {"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state"}
+)
+"""Parameters that may differ between the run that stopped and the one that resumes: they do not change the objective."""
+
+_NAME = re.compile(r"checkpoint-(\d{6})\.safetensors")
+
+
+def fingerprint(matrix: sp.csr_array) -> str:
+    """Short identity of the training data: shape, number of entries and a CRC-32 of the arrays."""
+    crc = 0
+    for array in (matrix.indptr.astype(np.int64, copy=False), matrix.indices, matrix.data):
+        crc = zlib.crc32(memoryview(np.ascontiguousarray(array)).cast("B"), crc) if array.size else crc
+    return f"{matrix.shape[0]}x{matrix.shape[1]}-{matrix.nnz}-{crc:08x}"
+
+
+def prepare(directory: str | os.PathLike[str]) -> Path:
+    """The checkpoint folder, made if it does not exist; fails before training rather than after."""
+    path = Path(directory)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"checkpoint {str(path)!r} is a file; give a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"checkpoint folder {str(path)!r} cannot be written to")
+    return path
+
+
+def write(directory: Path, model: Any, data: str) -> None:
+    """Write the model's current state as the newest checkpoint and remove those before the last `KEEP`."""
+    write_atomically(
+        directory / f"checkpoint-{model.n_iter_:06d}.safetensors", encode_model(model, {"data": data})
+    )
+    for old in _listed(directory)[:-KEEP]:
+        old.unlink(missing_ok=True)
+
+
+def _listed(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+
+
+def read(path: str | os.PathLike[str], model: Any, data: str) -> ModelFile:
+    """The checkpoint to resume from: a file, or the newest readable one of a folder.
+
+    Raises
+    ------
+    FileNotFoundError
+        The folder holds no checkpoint.
+    ModelFileError
+        It belongs to other data or other parameters, which are named, or cannot be read.
+    """
+    content = _newest(Path(path)) if Path(path).is_dir() else ModelFile(path)
+    name = str(content.path)
+    if "data" not in content.summary:
+        raise ModelFileError(f"{name!r} is a saved model, not a checkpoint; pass what checkpoint= wrote")
+    if content.model != type(model).__name__:
+        raise ModelFileError(f"{name!r} is a checkpoint of {content.model}, not of {type(model).__name__}")
+    if content.summary["data"] != data:
+        raise ModelFileError(
+            f"{name!r} was written for other data ({content.summary['data']}, this is {data}: "
+            "users x items - entries - checksum); resume with the same ratings"
+        )
+    ours = jsonable(model.get_params(deep=False))
+    for key, value in content.params.items():
+        if key not in FREE_PARAMS and ours.get(key) != value:
+            raise ModelFileError(f"{name!r} was written with {key}={value!r}, this model has {key}={ours.get(key)!r}")
+    return content
+
+
+def _newest(directory: Path) -> ModelFile:
+    paths = _listed(directory)
+    if not paths:
+        raise FileNotFoundError(f"resume_from folder {str(directory)!r} holds no checkpoint")
+    problem: ModelFileError | None = None
+    for path in reversed(paths):
+        try:
+            return ModelFile(path)
+        except ModelFileError as error:
+            problem = error
+    assert problem is not None
+    raise problem

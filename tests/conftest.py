@@ -1,0 +1,37 @@
+"""Shared fixtures: the folder of real ratings, a small planted problem."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Folder with the real rating files; the test is skipped where there is none."""
+    folder = Path(os.environ.get("HYBRIDMF_TEST_DATA") or Path(__file__).parents[1].parent / "shared" / "data")
+    if not (folder / "ml-1m").is_dir():
+        pytest.skip(f"no real rating data in {folder} (set HYBRIDMF_TEST_DATA)")
+    return folder
+
+
+def planted(m: int = 60, n: int = 40, density: float = 0.2, rank: int = 3, seed: int = 0) -> sp.csr_array:
+    """Positive ratings of about 1..5 from planted low rank plus noise, with an empty row and an empty column."""
+    rng = np.random.default_rng(seed)
+    mask = rng.random((m, n)) < density
+    mask[m // 2] = False
+    mask[:, n // 3] = False
+    scores = 3 + rng.normal(size=(m, rank)) @ rng.normal(size=(n, rank)).T + rng.normal(scale=0.2, size=(m, n))
+    rows, columns = np.nonzero(mask)
+    values = np.clip(scores, 0.5, None)[rows, columns].astype(np.float32)
+    return sp.csr_array((values, (rows, columns)), shape=(m, n))
+
+
+@pytest.fixture
+def ratings_matrix() -> sp.csr_array:
+    """60 x 40 ratings, a fifth observed."""
+    return planted()
