@@ -19,6 +19,7 @@ def transpose(
     data: NDArray[Any],
     n_cols: int,
     num_threads: int | None = ...,
+    wide: bool = ...,
 ) -> _CSR: ...
 def degree_order(indptr: NDArray[np.int64]) -> NDArray[np.int64]: ...
 def take_rows(

@@ -148,7 +148,7 @@ cdef void _scatter_columns(
 
 
 def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data, Py_ssize_t n_cols,
-              num_threads=None):
+              num_threads=None, bint wide=False):
     """CSR of the transpose; stable, so its rows are sorted by column and equal pairs keep their order.
 
     Parameters
@@ -158,6 +158,8 @@ def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     data : float32 or float64 array, shape (nnz,)
     n_cols : int
     num_threads : int, optional
+    wide : bool
+        Use the 64-bit cursors that more than 2^31 - 1 entries need, whatever nnz is.
 
     Returns
     -------
@@ -180,21 +182,20 @@ def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     cdef value_t[::1] out_data_view = out_data
     cdef int32_t[:, ::1] cursor32
     cdef int64_t[:, ::1] cursor64
-    if nnz <= 0x7FFFFFFF:
-        cursor32 = np.zeros((n_parts, max(n_cols, 1)), dtype=np.int32)[:, :n_cols].reshape(n_parts, n_cols)
+    if n_cols == 0 or nnz == 0:
+        out_indptr[:] = 0
+    elif nnz <= 0x7FFFFFFF and not wide:
+        cursor32 = np.zeros((n_parts, n_cols), dtype=np.int32)
         with nogil:
-            if n_cols:
-                _count_columns(indptr, indices, first_row_view, cursor32, n)
-                _column_offsets(cursor32, out_indptr_view)
-                _scatter_columns(indptr, indices, data, first_row_view, cursor32, out_indices_view, out_data_view, n)
+            _count_columns(indptr, indices, first_row_view, cursor32, n)
+            _column_offsets(cursor32, out_indptr_view)
+            _scatter_columns(indptr, indices, data, first_row_view, cursor32, out_indices_view, out_data_view, n)
     else:
         cursor64 = np.zeros((n_parts, n_cols), dtype=np.int64)
         with nogil:
             _count_columns(indptr, indices, first_row_view, cursor64, n)
             _column_offsets(cursor64, out_indptr_view)
             _scatter_columns(indptr, indices, data, first_row_view, cursor64, out_indices_view, out_data_view, n)
-    if n_cols == 0:
-        out_indptr[0] = 0
     return out_indptr, out_indices, out_data
 
 

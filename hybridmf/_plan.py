@@ -184,7 +184,7 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         A combination that makes no sense on this device.
     """
     device, reason = dispatch.resolve_device(settings.device)
-    notes = []
+    notes = _instruction_set_notes()
     if settings.precision != "float32":
         if settings.device == "cpu":
             raise ValueError(
@@ -226,6 +226,16 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         bytes=_cpu_bytes(shape, nnz, rank, itemsize, settings.num_threads, tile_rows, tile_cols, reorder),
         notes=tuple(notes),
     )
+
+
+def _instruction_set_notes() -> list[str]:
+    """A note if HYBRIDMF_ISA asks for kernels that do not exist or cannot run here."""
+    wanted, used = os.environ.get("HYBRIDMF_ISA", ""), _als.instruction_set()
+    if wanted in ("", used):
+        return []
+    note = f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: avx512, avx2, portable); using {used}"
+    logger.warning(note)
+    return [note]
 
 
 def _cpu_bytes(

@@ -26,6 +26,9 @@ MAX_FACTORS = 2048
 INT32_LIMIT = 2**31 - 1
 """Entries (nnz) from which index pointers become int64; the one place that says so. Tests lower it."""
 
+MAX_AXIS = 2**31 - 1
+"""Most rows and most columns: indices are int32 whatever nnz is."""
+
 MERGE_RULES = ("error", "sum", "mean", "last", "max")
 """What ``duplicates=`` may say."""
 
@@ -179,8 +182,8 @@ def as_csr(
     if matrix.ndim != 2:
         raise RatingsError(f"{name} must have 2 dimensions (n_users, n_items), got shape {matrix.shape}")
     _check_value_dtype(name, matrix.dtype)
-    if matrix.shape[1] > INT32_LIMIT or matrix.shape[0] > INT32_LIMIT:
-        raise RatingsError(f"{name} has shape {matrix.shape}; at most {INT32_LIMIT} rows and columns are supported")
+    if max(matrix.shape) > MAX_AXIS:
+        raise RatingsError(f"{name} has shape {matrix.shape}; at most {MAX_AXIS} rows and columns are supported")
     if matrix.format not in ("csr", "csc", "coo"):
         matrix = matrix.tocoo()
     if matrix.format == "csr":

@@ -13,7 +13,7 @@ import scipy.sparse as sp
 
 from . import _formats
 from ._validate import (
-    INT32_LIMIT,
+    MAX_AXIS,
     as_csr,
     check_bool,
     check_int,
@@ -234,7 +234,7 @@ class BalsMatrix:
         csr = _sorted_csr(csr)
         n_rows, n_cols = csr.shape
         tile_rows = check_int("tile_rows", tile_rows, 1)
-        tile_cols = check_int("tile_cols", tile_cols, 1, INT32_LIMIT)
+        tile_cols = check_int("tile_cols", tile_cols, 1, MAX_AXIS)
         n_tile_cols, n_blocks = -(-n_cols // tile_cols), -(-n_rows // tile_rows)
         if n_rows * n_tile_cols > 2**40:
             raise ValueError(

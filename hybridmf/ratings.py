@@ -413,8 +413,7 @@ class Ratings:
         if self.nnz:
             low, high = self.user_items.data.min(), self.user_items.data.max()
             text += f" ({100 * self.nnz / self.n_users / self.n_items:.3g} %), values {low:g} to {high:g}"
-        kinds = ["positions" if ids is None else ids.dtype.name for ids in (self.user_ids, self.item_ids)]
-        return f"{text}; user ids: {kinds[0]}, item ids: {kinds[1]})"
+        return f"{text}; user ids: {_kind(self.user_ids)}, item ids: {_kind(self.item_ids)})"
 
 
 # ----------------------------------------------------------------------------------------------------------- the split
@@ -521,6 +520,10 @@ class _Entries:
         )
 
 
+def _kind(ids: np.ndarray | None) -> str:
+    return "positions" if ids is None else "str" if ids.dtype.kind == "U" else ids.dtype.name
+
+
 def _label_of(ids: np.ndarray | None, position: int) -> str:
     return f"at position {position}" if ids is None else repr(ids[position : position + 1].tolist()[0])
 
@@ -535,12 +538,10 @@ def _vector(name: str, values: Any) -> np.ndarray:
             raise RatingsError(f"{name} must be one-dimensional, got shape {result.shape}")
         return result
     members = list(values)
-    plain = not members or all(isinstance(member, type(members[0])) for member in members)
-    if plain and not isinstance(next(iter(members), None), (tuple, list)):
+    numbers = all(isinstance(member, (int, float, np.number)) for member in members)
+    if numbers or all(isinstance(member, str) and len(member) <= MAX_PADDED for member in members):
         return np.asarray(members)
-    mixed = np.fromiter(members, dtype=object, count=len(members))
-    numeric = all(isinstance(member, (int, float, np.number)) for member in members)
-    return np.asarray(members) if numeric else mixed
+    return np.fromiter(members, dtype=object, count=len(members))
 
 
 def _labels(name: str, labels: Iterable[Any] | None, count: int) -> np.ndarray | None:
@@ -680,7 +681,9 @@ def _find(table: dict[Any, int], labels: np.ndarray) -> np.ndarray:
 
 
 def _lookup(side: str, labels: Any, ids: np.ndarray | None, table: dict[Any, int], count: int) -> Any:
-    scalar = isinstance(labels, (str, bytes)) or not isinstance(labels, Iterable) or getattr(labels, "ndim", 1) == 0
+    if getattr(labels, "ndim", 1) == 0:  # NumPy scalars and 0-d arrays
+        labels = labels.item()
+    scalar = isinstance(labels, (str, bytes)) or not isinstance(labels, Iterable)
     scalar = scalar or (isinstance(labels, tuple) and labels in table)
     if ids is None:
         positions = check_ids("labels", labels, count, f"n_{side}s")
@@ -691,8 +694,8 @@ def _lookup(side: str, labels: Any, ids: np.ndarray | None, table: dict[Any, int
     if unknown.size:
         more = f" (and {unknown.size - 1} more)" if unknown.size > 1 else ""
         raise UnknownLabelError(
-            f"unknown {side} label {_label_of(wanted, unknown[0])}{more}; there are {count} {side} labels of dtype "
-            f"{ids.dtype}, such as {', '.join(map(repr, ids[:3].tolist()))}"
+            f"unknown {side} label {_label_of(wanted, unknown[0])}{more}; there are {count} {side} labels of type "
+            f"{_kind(ids)}, such as {', '.join(map(repr, ids[:3].tolist()))}"
         )
     return int(positions[0]) if scalar else positions
 
@@ -788,12 +791,14 @@ def _reading(path: str, encoding: str = "utf-8") -> Iterator[None]:
 
 
 def _undecodable_line(path: str, encoding: str) -> str:
+    if encoding.startswith(("utf-16", "utf-32")):  # a line end is more than one byte there
+        return ""
     with _open_bytes(path) as stream:
         for number, line in enumerate(stream, 1):
             try:
                 line.decode(encoding)
             except UnicodeError:
-                return "" if encoding.startswith(("utf-16", "utf-32")) else f", line {number}"
+                return f", line {number}"
     return ""
 
 
@@ -973,7 +978,7 @@ def _find_layout(
         raise RatingsError(f"{path} holds no ratings, only blank lines or comments")
     if separator is None:
         separator = _sniff_separator(path, lines, selectors[2])
-    rows = [_fields(line, separator) for line in lines]
+    rows = _sample(lines, separator)
     n_fields = _usual_width(rows)[0]
     first = [field.strip() for field in rows[0]]
     has_header = _has_header(rows, n_fields, header, selectors)
@@ -991,9 +996,10 @@ def _find_layout(
 def _text_encoding(path: str, head: bytes, encoding: str | None) -> str:
     if encoding is not None:
         try:
+            io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # unlike lookup, refuses base64 and its like
             name = codecs.lookup(encoding).name
         except LookupError as error:
-            raise ValueError(f"encoding={encoding!r} is not known to Python; try 'utf-8' or 'latin-1'") from error
+            raise ValueError(f"encoding={encoding!r} is no text encoding; try 'utf-8' or 'latin-1'") from error
         return "utf-8-sig" if name == "utf-8" else name
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
@@ -1012,15 +1018,21 @@ def _check_separator(separator: Any) -> None:
         raise ValueError(f"separator must be a string without quotes and line ends, got {separator!r}")
 
 
-def _fields(line: str, separator: str) -> list[str]:
+def _split_lines(lines: Iterable[str], separator: str) -> Iterator[list[str]]:
+    """Fields of each record; only with a separator of one character can fields be quoted, and span lines."""
     if separator == " ":
-        return line.split()
+        return (line.split() for line in lines)
     if len(separator) > 1:
-        return line.rstrip("\n").split(separator)
-    try:
-        return next(csv.reader([line], delimiter=separator), [])
-    except csv.Error:
-        return [line]
+        return (line.rstrip("\n").split(separator) for line in lines)
+    return csv.reader(lines, delimiter=separator)
+
+
+def _sample(lines: list[str], separator: str) -> list[list[str]]:
+    """Return the records of the first lines, up to one that the csv module refuses."""
+    rows: list[list[str]] = []
+    with contextlib.suppress(csv.Error):
+        rows.extend(_split_lines(lines, separator))
+    return rows or [lines[:1]]
 
 
 def _usual_width(rows: list[list[str]]) -> tuple[int, float]:
@@ -1034,7 +1046,7 @@ def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> st
     """Return the separator under which the lines look most like ratings, the first of equals."""
 
     def score(separator: str) -> tuple[bool, bool, float]:
-        rows = [_fields(line, separator) for line in lines]
+        rows = _sample(lines, separator)
         width, share = _usual_width(rows)
         if width < 2 or share < 0.5:
             return False, False, 0.0
@@ -1050,9 +1062,7 @@ def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> st
         if score(best)[2]:
             return best
     tried = ", ".join(map(repr, SEPARATORS))
-    raise RatingsError(
-        f"{path}: no separator found in {_cut(lines[0])}, tried {tried}; pass the right one as separator="
-    )
+    raise RatingsError(f"{path}: no separator in {_cut(lines[0])}; tried {tried}. Pass the right one as separator=")
 
 
 def _is_number(text: str) -> bool:
@@ -1189,9 +1199,7 @@ def _records(layout: _Layout) -> Iterator[tuple[_Lines, list[str]]]:
     """Fields of each record below the header; the `_Lines` beside them says where the record starts."""
     with _reading(layout.path, layout.encoding), layout.open() as stream:
         lines = _Lines(stream, layout.comment)
-        quoted = len(layout.separator) == 1 and layout.separator != " "
-        plain = (_fields(line, layout.separator) for line in lines)
-        rows = csv.reader(lines, delimiter=layout.separator) if quoted else plain
+        rows = _split_lines(lines, layout.separator)
         if layout.header:
             next(rows)
         while True:
@@ -1231,7 +1239,7 @@ def _read_records(
 def _value(layout: _Layout, lines: _Lines, text: str) -> float:
     value = _number(text)
     if value is None:
-        raise _bad_line(layout, lines, f"has the value {_cut(text)}, which is not a number")
+        raise _bad_line(layout, lines, f"has the value {_cut(text)}, which is not a number (value=None ignores values)")
     if not -MAX_VALUE <= value <= MAX_VALUE:
         raise _bad_line(layout, lines, f"has the value {_cut(text)}; values must be finite float32 numbers")
     return value
