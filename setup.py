@@ -71,7 +71,7 @@ class BuildExt(build_ext):
 
 
 def extensions() -> list[Extension]:
-    """The extension modules. They reach arrays through typed memoryviews, so no NumPy headers are needed."""
+    """Describe the extension modules. They use typed memoryviews, so no NumPy headers are needed."""
     with_kernels = {"include_dirs": ["hybridmf/cpu"], "depends": KERNEL_HEADERS}
     return cythonize(
         [
@@ -89,6 +89,7 @@ def extensions() -> list[Extension]:
             "nonecheck": DEBUG,
             "cdivision": True,
             "embedsignature": True,
+            "autotestdict": False,  # no doctests in .pyx files, so no __test__ that the stubs would have to declare
         },
     )
 

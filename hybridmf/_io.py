@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,12 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from ._files import write_atomically as write_atomically
 from ._objective import Factors, State
 from ._validate import make_csr
 from .errors import ModelFileError
 
 FORMAT, VERSION = "hybridmf", 1
-
-
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write `content` to `path` so that a reader, or a crash, sees the old file or the new one, never a part."""
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"path {str(path)!r} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} does not exist")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp's 0600 would keep others from reading a model
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
@@ -53,7 +31,9 @@ def _encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
     kinds = {type(label) for label in plain}
     if not kinds <= {str, int, float, bool}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise TypeError(f"{name} holds labels of type {names}; only strings and numbers can be saved: relabel them first")
+        raise TypeError(
+            f"{name} holds labels of type {names}; only strings and numbers can be saved: relabel them first"
+        )
     return np.frombuffer(json.dumps(plain).encode(), dtype=np.uint8)
 
 
@@ -81,7 +61,7 @@ def jsonable(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode_model(model: Any, extra: dict[str, Any] | None = None, *, include_seen: bool = True) -> bytes:
-    """A fitted model as the bytes of a model file; `extra` goes into its state."""
+    """Return a fitted model as the bytes of a model file; `extra` goes into its state."""
     state: State = model._state
     tensors = {"user_factors": state.user.matrix, "item_factors": state.item.matrix}
     if state.user.bias is not None and state.item.bias is not None:
@@ -165,7 +145,9 @@ class ModelFile:
     def _state(self, tensors: dict[str, np.ndarray], mean: float) -> State:
         users, items = tensors["user_factors"], tensors["item_factors"]
         if users.ndim != 2 or items.ndim != 2 or users.shape[1] != items.shape[1]:
-            raise self._error(f"is corrupt: user_factors {users.shape} and item_factors {items.shape} do not fit together")
+            raise self._error(
+                f"is corrupt: user_factors {users.shape} and item_factors {items.shape} do not fit together"
+            )
         if users.dtype not in (np.float32, np.float64) or users.dtype != items.dtype:
             raise self._error(f"is corrupt: factors have dtypes {users.dtype} and {items.dtype}")
         user_bias, item_bias = tensors.get("user_bias"), tensors.get("item_bias")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hybridmf")
 
-CPU_ASSEMBLIES = ("auto", "rank1", "blas3", "bals")
+CPU_ASSEMBLIES = ("auto", "simd", "rank1", "blas3", "bals")
 SOLVERS = ("cholesky", "cg")
 PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
 DTYPES = ("float32", "float64")
@@ -98,7 +98,7 @@ class Plan:
     rank : int
         Columns of the systems that are solved: `factors`, plus one for a bias.
     solver, assembly, reorder, precision, dtype : str
-        What was decided; never "auto", except ``assembly="auto"``, which chooses row by row.
+        What was decided; never "auto".
     cg_steps, num_threads : int
     instruction_set : str
         Vector kernels in use.
@@ -194,7 +194,7 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         notes.append(f"precision {settings.precision!r} is the GPU's; the CPU computes in {settings.dtype}")
     rank = settings.factors + (1 if objective.biases else 0)
     itemsize = np.dtype(settings.dtype).itemsize
-    assembly = settings.assembly
+    assembly = "simd" if settings.assembly == "auto" else settings.assembly
     if settings.solver == "cg" and assembly == "bals":
         raise ValueError('assembly="bals" builds normal equations, solver="cg" does without; choose one of them')
     tile_rows = tile_cols = 0
@@ -252,7 +252,7 @@ def _cpu_bytes(
     pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
     layouts = 2 if reorder == "none" else 4  # the caller's orientation and its transpose; permuted copies of both
     ratings = layouts * nnz * (itemsize + 4) + (m + n) * (pointer + 8)
-    workspace = _als.workspace_size(rank)
+    workspace = _als.workspace_size(rank, itemsize)
     tiles = 0
     if tile_rows:
         workspace = _als.bals_workspace_size(rank, tile_rows, tile_cols)

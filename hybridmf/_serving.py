@@ -13,7 +13,8 @@ from sklearn.utils.validation import check_is_fitted
 
 from ._objective import Factors, Objective, Side, State
 from ._plan import Plan
-from ._validate import as_csr, check_bool, check_choice, check_ids, check_int, check_shape, csr_arrays, make_csr
+from ._sparse import as_ones, keep_entries, take_rows
+from ._validate import as_csr, check_bool, check_choice, check_ids, check_int, check_shape, csr_arrays
 from .cpu import _als
 from .cpu.als import HalfSweep, objective_value, weighted_gram
 from .cpu.topk import top_k
@@ -28,9 +29,8 @@ def _normalized(factors: np.ndarray) -> np.ndarray:
 
 
 def _pattern(matrix: sp.csr_array) -> sp.csr_array:
-    """The entries of a matrix as a matrix of ones of one byte each; shares the index arrays."""
-    indptr, indices, _ = csr_arrays(matrix)
-    return make_csr(indptr, indices, np.ones(len(indices), dtype=np.int8), matrix.shape)
+    """Return the entries of a matrix as ones of one byte each; shares the index arrays."""
+    return as_ones(matrix, np.int8)
 
 
 class ServingMixin:
@@ -186,7 +186,7 @@ class ServingMixin:
                     "this model was saved without what its users have seen: pass user_items, "
                     "or filter_already_liked_items=False"
                 )
-            return self._seen[users]
+            return take_rows(self._seen, users)
         matrix = as_csr(user_items, dtype=np.float32)
         if matrix.shape[0] == self.n_users != len(users):
             matrix = matrix[users]
@@ -294,7 +294,7 @@ class ServingMixin:
         """Exact factors of new rows of `side` for the factors of the other one."""
         fixed = self._state.side("item" if side == "user" else "user")
         objective = self._objective()
-        assembly = "auto" if self.plan_.assembly == "bals" else self.plan_.assembly
+        assembly = "simd" if self.plan_.assembly == "bals" else self.plan_.assembly
         plan = self.plan_.for_fold_in(assembly)
         gram = None
         if objective.is_implicit:  # the same for every row, and most of the work for a few rows
@@ -504,7 +504,7 @@ def _replace_rows(seen: sp.csr_array, positions: np.ndarray, rows: sp.csr_array,
 
 def _hide_every_fifth(matrix: sp.csr_array) -> tuple[sp.csr_array, sp.csr_array]:
     """Split each row's entries into shown and hidden ones: the last of every five, at least one of two or more."""
-    indptr, indices, data = csr_arrays(matrix)
+    indptr, indices, _ = csr_arrays(matrix)
     degrees = np.diff(indptr)
     rank_in_row = np.arange(len(indices)) - np.repeat(indptr[:-1], degrees)
     short = np.repeat((degrees >= 2) & (degrees < 5), degrees)
@@ -512,8 +512,4 @@ def _hide_every_fifth(matrix: sp.csr_array) -> tuple[sp.csr_array, sp.csr_array]
     hidden = (rank_in_row % 5 == 4) | (short & last)
     if not hidden.any():
         raise RatingsError("user_items has no row with two or more entries; nothing can be hidden and predicted")
-
-    def part(keep: np.ndarray) -> sp.csr_array:
-        return make_csr(np.concatenate(([0], np.cumsum(keep)))[indptr], indices[keep], data[keep], matrix.shape)
-
-    return part(~hidden), part(hidden)
+    return keep_entries(matrix, ~hidden), keep_entries(matrix, hidden)

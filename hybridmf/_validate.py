@@ -9,7 +9,7 @@ import logging
 import math
 import numbers
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -450,18 +450,3 @@ def make_csr(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, shape: t
 def csr_arrays(matrix: sp.csr_array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(indptr int64, indices int32, data) of a validated matrix, as the kernels take them."""
     return matrix.indptr.astype(np.int64, copy=False), matrix.indices, matrix.data
-
-
-def label_array(name: str, labels: Iterable[Any] | None, count: int) -> np.ndarray | None:
-    """Labels as a vector of length `count` without repeats, or None."""
-    if labels is None:
-        return None
-    array = np.asarray(labels)
-    if array.ndim != 1:
-        array = np.empty(len(list(labels)), dtype=object)
-        array[:] = list(labels)
-    if len(array) != count:
-        raise ValueError(f"{name} has {len(array)} labels; expected one for each of {count} positions")
-    if len(set(array.tolist())) != count:
-        raise ValueError(f"{name} has repeated labels; each position needs a label of its own")
-    return array

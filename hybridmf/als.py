@@ -60,9 +60,9 @@ class ImplicitALS(_ALS):
         Confidence of pairs without an entry, >= 0.
     cg_steps : int
         Steps of ``solver="cg"``.
-    assembly : {"auto", "rank1", "blas3", "bals"}
-        How normal equations are built: Gates fig. 5, Gates fig. 6, or BALS tiles. "auto": fig. 6, with fig. 5 for rows
-        too short for it.
+    assembly : {"auto", "simd", "rank1", "blas3", "bals"}
+        How normal equations are built: our vector kernels ("auto" takes them), Gates fig. 5, Gates fig. 6 through BLAS,
+        or BALS tiles.
     reorder : {"auto", "none", "rows", "columns", "both"} or bool
         Sort rows and columns by degree inside (BALS Alg. 3); factors come back in the order of the input.
     precision : {"float32", "bf16x3", "tf32", "bf16", "float16"}

@@ -24,6 +24,7 @@ import scipy.sparse as sp
 
 from . import _validate, dispatch, formats
 from ._config import config
+from ._files import open_bytes, reading, write_atomically
 from ._io import load
 from ._plan import CPU_ASSEMBLIES, DTYPES, SOLVERS, plan
 from ._version import __version__
@@ -31,7 +32,7 @@ from .als import ExplicitALS, ImplicitALS
 from .demo import format_table, run_demo
 from .errors import HybridMFError
 from .metrics import PopularityRecommender, evaluate
-from .ratings import Ratings, _open_bytes, _reading, _write_atomically, split
+from .ratings import Ratings, split
 
 USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
 """What the library raises for input it cannot use; anything else is a bug and keeps its traceback."""
@@ -502,8 +503,8 @@ def _split_lines(lines: list[str], separator: str, path: str) -> Iterator[list[s
 
 
 def _decode(path: str, encoding: str | None) -> str:
-    with _reading(path, encoding or "latin-1"):
-        with _open_bytes(path) as stream:
+    with reading(path, encoding or "latin-1"):
+        with open_bytes(path) as stream:
             content = stream.read()
         if encoding is not None:
             try:
@@ -578,7 +579,7 @@ def with_output(path: str | None, write: Callable[[TextIO], Any]) -> None:
         text.flush()
         text.detach()  # `stream` is the caller's to close
 
-    _write_atomically(path, write_text)
+    write_atomically(path, write_text)
 
 
 # ---------------------------------------------------------------------------------------------------------------- info
@@ -772,7 +773,7 @@ def _write_ratings(ratings: Ratings, out: str, target: str, statistics: dict[str
         with_output(out, lambda stream: stream.write(json.dumps(statistics, indent=2) + "\n"))
     else:
         write = _write_csv_ratings if target == "csv" else _write_matrix_market
-        _write_atomically(out, lambda stream: _maybe_gzipped(stream, out, lambda target: write(target, ratings)))
+        write_atomically(out, lambda stream: _maybe_gzipped(stream, out, lambda target: write(target, ratings)))
 
 
 def _maybe_gzipped(stream: BinaryIO, name: str, write: Callable[[BinaryIO], Any]) -> None:

@@ -183,7 +183,7 @@ def generate(n_users: int = 4000, n_items: int = 1500, seed: int = 0) -> Films:
     titles, item_genres = _draw_films(n_items, rng)
     group = rng.integers(len(TASTE_GROUPS), size=n_users)
     taste = _group_taste()[group] + rng.normal(0.0, 0.2, (n_users, len(GENRE_NAMES)))
-    affinity = (taste @ (item_genres / item_genres.sum(axis=1, keepdims=True)).T).astype(np.float32)
+    affinity = taste @ (item_genres / item_genres.sum(axis=1, keepdims=True)).T
     quality = rng.normal(0.0, 0.35, n_items)
     popularity = 1.0 / (1.0 + rng.permutation(n_items)) ** 0.7
     users, items = _draw_pairs(affinity, np.log(popularity) + 0.5 * quality, rng)
@@ -228,8 +228,8 @@ def _draw_pairs(
     n_users, n_items = affinity.shape
     # Few users rate much, most rate little: log-normal counts.
     counts = np.clip(rng.lognormal(np.log(45.0), 0.6, n_users), 12, max(1, n_items // 3)).astype(np.int64)
-    appeal = 2.2 * affinity + item_appeal.astype(np.float32)
-    appeal += rng.gumbel(size=appeal.shape).astype(np.float32)  # the largest sums are a draw without replacement
+    appeal = 2.2 * affinity + item_appeal
+    appeal += rng.gumbel(size=appeal.shape)  # the largest sums are a draw without replacement
     order = np.argsort(-appeal, axis=1)
     taken = np.arange(n_items)[None, :] < counts[:, None]
     users = np.repeat(np.arange(n_users), counts)
@@ -319,11 +319,11 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], align: st
 
 
 def _heading(write: Callable[[str], Any], text: str) -> None:
-    write(f"\n{text}\n{'=' * len(text)}\n")
+    write(f"\n{text}\n{'=' * len(text)}")
 
 
 def _paragraph(write: Callable[[str], Any], text: str) -> None:
-    write(textwrap.fill(text, WIDTH, break_long_words=False) + "\n")
+    write("\n" + textwrap.fill(text, WIDTH, break_long_words=False))
 
 
 def _report_data(write: Callable[[str], Any], films: Films, seed: int) -> None:
@@ -339,7 +339,7 @@ def _report_data(write: Callable[[str], Any], films: Films, seed: int) -> None:
         "genre: finding the taste is their job.",
     )
     shares = np.bincount(films.values.astype(np.int64), minlength=6)[1:] / count
-    write(format_table(["stars", *"12345"], [["share", *(f"{share:.1%}" for share in shares)]], "<>>>>>"))
+    write("\n" + format_table(["stars", *"12345"], [["share", *(f"{share:.1%}" for share in shares)]], "<>>>>>"))
 
 
 def _report_explicit(
@@ -359,7 +359,7 @@ def _report_explicit(
         ["each film's mean rating", f"{baseline:.3f}", "baseline"],
         ["ExplicitALS, 12 factors", f"{rmse:.3f}", f"{1 - rmse / baseline:.0%} lower"],
     ]
-    write(format_table(["prediction", "RMSE", "against the mean"], rows, "<><"))
+    write("\n" + format_table(["prediction", "RMSE", "against the mean"], rows, "<><"))
     return rmse, baseline
 
 
@@ -383,7 +383,7 @@ def _report_implicit(
         [name, f"{quality['ndcg@10']:.3f}", f"{quality['precision@10']:.3f}", f"{quality['genre_share']:.0%}"]
         for name, quality in (("most popular films", baseline), ("ImplicitALS, 12 factors", ours))
     ]
-    write(format_table(["recommendation", "NDCG@10", "precision@10", "own genres"], rows, "<>>>"))
+    write("\n" + format_table(["recommendation", "NDCG@10", "precision@10", "own genres"], rows, "<>>>"))
     return model, ours, baseline
 
 
@@ -479,9 +479,8 @@ def _report_seconds(
             if device == "cpu":
                 seconds[assembly, solver] = (pair[0], pair[1])
         rows.append(cells)
-    write(format_table(header, rows, "<<" + ">>" * len(devices)))
+    write("\n" + format_table(header, rows, "<<" + ">>" * len(devices)))
     if reason:
-        write("")
         _paragraph(write, f"There is no GPU column. {reason}")
     return seconds
 
@@ -506,6 +505,6 @@ def _seconds_per_iteration(model: Any, train: Ratings) -> float:
 def _report_next(write: Callable[[str], Any]) -> None:
     _heading(write, "Next: your own ratings")
     write(
-        "  hybridmf fit ratings.csv --model implicit -o model.safetensors\n"
+        "\n  hybridmf fit ratings.csv --model implicit -o model.safetensors\n"
         "  hybridmf recommend model.safetensors --user 42 --titles titles.csv"
     )

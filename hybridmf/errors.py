@@ -15,6 +15,12 @@ class DuplicateEntriesError(RatingsError):
     """A (user, item) pair occurs more than once and no rule to merge the entries was given."""
 
 
+class UnknownLabelError(HybridMFError, KeyError):
+    """A user or item label that the ratings do not have."""
+
+    __str__ = Exception.__str__  # KeyError would show the message's repr
+
+
 class NotPositiveDefiniteError(HybridMFError, ValueError):
     """The normal equations of one row have no unique solution.
 

@@ -1,4 +1,4 @@
-"""Textbook metrics of predictions and rankings, `evaluate` for any model, and a popularity baseline to compare with.
+"""Textbook metrics of predictions and rankings, and `evaluate` for any model.
 
 Every ranking metric is a vector with one value a user, NaN where the user has no relevant item; `mean_over_users`
 averages the others. docs/evaluation.md has the formulas.
@@ -13,20 +13,11 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.exceptions import NotFittedError
 
-from ._validate import (
-    as_csr,
-    check_bool,
-    check_choice,
-    check_ids,
-    check_int,
-    check_nonempty,
-    check_real,
-    check_shape,
-    make_csr,
-)
+from ._sparse import as_ones, entry_rows, keep_entries, take_rows
+from ._validate import as_csr, check_choice, check_ids, check_int, check_real, check_shape
 from .errors import NonFiniteError
+from .popularity import PopularityRecommender as PopularityRecommender
 
 BLOCK_USERS = 16_384
 """Users `evaluate` asks a model for at a time: enough to fill a GPU, while ids and training rows stay a few MB."""
@@ -203,9 +194,9 @@ class _Judged:
 def _judge(recommended: Any, relevant: Any, k: int, gains: str = "binary") -> _Judged:
     k = check_int("k", k, 1)
     relevant = as_csr(relevant, name="relevant")
-    relevant = _keep(relevant, relevant.data > 0)
+    relevant = keep_entries(relevant, relevant.data > 0)
     if gains == "binary":
-        relevant = make_csr(relevant.indptr, relevant.indices, np.ones_like(relevant.data), relevant.shape)
+        relevant = as_ones(relevant, np.float32)
     return _judge_checked(_checked_recommendations(recommended, relevant.shape, k), relevant)
 
 
@@ -249,7 +240,7 @@ def _look_up(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
         return values
     n_rows, n_columns = matrix.shape
     # One ascending key for each entry (the matrix is canonical), so that one binary search serves all users.
-    entry_keys = _entry_rows(matrix) * n_columns + matrix.indices
+    entry_keys = entry_rows(matrix) * n_columns + matrix.indices
     keys = np.arange(n_rows, dtype=np.int64)[:, None] * n_columns + columns
     at = np.minimum(np.searchsorted(entry_keys, keys), matrix.nnz - 1)
     found = (entry_keys[at] == keys) & (columns >= 0)
@@ -288,7 +279,7 @@ def _discounts(rank: np.ndarray) -> np.ndarray:
 
 def _ideal_dcg(relevant: sp.csr_array, k: int) -> np.ndarray:
     """DCG@k of each user's items by falling gain, shape (n_users,)."""
-    rows = _entry_rows(relevant)
+    rows = entry_rows(relevant)
     gains = relevant.data[np.lexsort((-relevant.data, rows))].astype(np.float64)
     rank = np.arange(relevant.nnz) - relevant.indptr[rows]
     top = rank < k
@@ -338,7 +329,7 @@ def auc(
         A score is NaN or infinite.
     """
     relevant = as_csr(relevant, name="relevant")
-    relevant = _keep(relevant, relevant.data > 0)
+    relevant = keep_entries(relevant, relevant.data > 0)
     if seen is not None:
         seen = as_csr(seen, name="seen")
         check_shape("seen", seen, relevant.shape, _AXES)
@@ -347,7 +338,9 @@ def auc(
     values = np.full(relevant.shape[0], np.nan)
     for rows in _blocks(np.flatnonzero(np.diff(relevant.indptr)), block):
         scores = _scores(users[rows], items, bias, rows)
-        values[rows] = _auc_of_scores(scores, _take(relevant, rows), None if seen is None else _take(seen, rows))
+        values[rows] = _auc_of_scores(
+            scores, take_rows(relevant, rows), None if seen is None else take_rows(seen, rows)
+        )
     return values
 
 
@@ -390,9 +383,9 @@ def _auc_of_scores(scores: np.ndarray, relevant: sp.csr_array, seen: sp.csr_arra
     n_rows, n_items = scores.shape
     n_unseen = np.full(n_rows, n_items, dtype=np.int64)
     if seen is not None:
-        scores[_entry_rows(seen), seen.indices] = np.inf  # sorts behind every score; no score is infinite
+        scores[entry_rows(seen), seen.indices] = np.inf  # sorts behind every score; no score is infinite
         n_unseen -= np.diff(seen.indptr)
-    rows = _entry_rows(relevant)
+    rows = entry_rows(relevant)
     values = scores[rows, relevant.indices]
     unseen = values < np.inf
     rows, values = rows[unseen], values[unseen]
@@ -521,11 +514,11 @@ def _checked_like(model: Any, matrix: Any, name: str) -> sp.csr_array:
 def _relevant_entries(test: sp.csr_array, threshold: float | None) -> sp.csr_array:
     """Pick the relevant test entries and give each the value 1."""
     if threshold is None:
-        relevant = _keep(test, test.data > 0)
+        relevant = keep_entries(test, test.data > 0)
     else:
         # Values are float32: 0.7 read from a file is a little below the double 0.7 and has to count as 0.7.
-        relevant = _keep(test, test.data >= np.float32(check_real("relevance_threshold", threshold)))
-    return make_csr(relevant.indptr, relevant.indices, np.ones_like(relevant.data), relevant.shape)
+        relevant = keep_entries(test, test.data >= np.float32(check_real("relevance_threshold", threshold)))
+    return as_ones(relevant, np.float32)
 
 
 def _check_some_relevant(judged_users: np.ndarray, users: np.ndarray, threshold: float | None) -> None:
@@ -540,9 +533,9 @@ def _check_some_relevant(judged_users: np.ndarray, users: np.ndarray, threshold:
 def _evaluate_errors(model: Any, test: sp.csr_array, users: np.ndarray, block_users: int) -> dict[str, float]:
     truth, predicted = [], []
     for block in _blocks(users[np.diff(test.indptr)[users] > 0], block_users):
-        entries = _take(test, block)
+        entries = take_rows(test, block)
         truth.append(entries.data)
-        predicted.append(np.asarray(model.predict(block[_entry_rows(entries)], entries.indices)))
+        predicted.append(np.asarray(model.predict(block[entry_rows(entries)], entries.indices)))
     if not truth:
         raise ValueError(f"test has no entry for any of the {len(users)} users; rmse and mae need at least one")
     return {name: error(np.concatenate(truth), np.concatenate(predicted)) for name, error in _ERRORS.items()}
@@ -562,9 +555,9 @@ def _evaluate_rankings(
     longest = min(max(int(match[2]) for match in cuts.values()), model.n_items)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in cuts}
     for block in _blocks(users, block_users):
-        rows = None if train is None else _take(train, block)
+        rows = None if train is None else take_rows(train, block)
         ids, _ = model.recommend(block, user_items=rows, N=longest, filter_already_liked_items=True)
-        wanted = _take(relevant, block)
+        wanted = take_rows(relevant, block)
         judged = _judge_checked(_checked_recommendations(ids, wanted.shape, longest), wanted)
         for name, match in cuts.items():
             parts[name].append(_RANKING[match[1]](judged, int(match[2])))
@@ -579,7 +572,7 @@ def _evaluate_auc(model: Any, relevant: sp.csr_array, train: sp.csr_array, users
         )
     chosen = np.zeros(relevant.shape[0], dtype=bool)
     chosen[users] = True
-    relevant = _keep(relevant, chosen[_entry_rows(relevant)])
+    relevant = keep_entries(relevant, chosen[entry_rows(relevant)])
     bias = getattr(model, "item_bias_", None)
     values = auc(model.user_factors, model.item_factors, relevant, train, item_bias=bias)
     if np.all(np.isnan(values)):
@@ -588,215 +581,6 @@ def _evaluate_auc(model: Any, relevant: sp.csr_array, train: sp.csr_array, users
             "check that train does not contain test"
         )
     return mean_over_users(values)
-
-
-# ---------------------------------------------------------------------------------------------- popularity baseline
-
-
-class PopularityRecommender:
-    """Baseline without personal taste: recommends the items most users have, predicts each item's damped mean.
-
-    Whatever a factor model is worth, it has to beat this one under the same `evaluate`.
-
-    Parameters
-    ----------
-    damping : float
-        Number of imaginary ratings of each item at the global mean; at least 0.
-
-    Attributes
-    ----------
-    n_users, n_items : int
-    item_counts_ : int64 array, shape (n_items,)
-        Entries (users) of each item.
-    item_means_ : float64 array, shape (n_items,)
-        ``(sum + damping * global_mean) / (count + damping)``; the global mean for an item with neither.
-    global_mean_ : float
-    user_factors, item_factors : float32 array, shape (n, 1)
-        1 and the count: their product is the score, which is what ``auc`` asks for.
-    """
-
-    def __init__(self, *, damping: float = 5.0) -> None:
-        self.damping = damping
-
-    def fit(self, user_items: Any) -> PopularityRecommender:
-        """Count the entries of each item and average their values.
-
-        Parameters
-        ----------
-        user_items : Ratings or sparse matrix, shape (n_users, n_items)
-
-        Returns
-        -------
-        self
-
-        Raises
-        ------
-        RatingsError
-            No user, no item or no entry; or what `as_csr` refuses.
-        TypeError, ValueError
-            `damping` is no real number >= 0.
-        """
-        damping = check_real("damping", self.damping, 0.0)
-        matrix = as_csr(user_items)
-        check_nonempty(matrix, "user_items")
-        self.n_users, self.n_items = matrix.shape
-        self._user_items = matrix
-        self.item_counts_ = np.bincount(matrix.indices, minlength=self.n_items).astype(np.int64)
-        sums = np.bincount(matrix.indices, weights=matrix.data, minlength=self.n_items)
-        self.global_mean_ = float(matrix.data.mean(dtype=np.float64))
-        weight = self.item_counts_ + damping
-        self.item_means_ = np.full(self.n_items, self.global_mean_)
-        np.divide(sums + damping * self.global_mean_, weight, out=self.item_means_, where=weight > 0)
-        self.user_factors = np.ones((self.n_users, 1), dtype=np.float32)
-        self.item_factors = self.item_counts_.astype(np.float32)[:, None]
-        return self
-
-    def recommend(
-        self,
-        userid: Any,
-        user_items: Any = None,
-        N: int = 10,
-        filter_already_liked_items: bool = True,
-        filter_items: Any = None,
-        items: Any = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rank the items a user may be shown by their number of entries; the lower position first in ties.
-
-        Parameters
-        ----------
-        userid : int or integer array, shape (n,)
-            Positions of users.
-        user_items : CSR matrix, shape (n, n_items), optional
-            Row j holds what ``userid[j]`` has seen; None takes the rows of the fitted matrix.
-        N : int
-            At least 1.
-        filter_already_liked_items : bool
-            Leave out the entries of `user_items`.
-        filter_items : integer array, optional
-            Items nobody is shown.
-        items : integer array, optional
-            Only these may be shown.
-
-        Returns
-        -------
-        ids : int32 array, shape (n, N), or (N,) for a single user
-            -1 where fewer than N items are left.
-        scores : float32 array of the same shape
-            Entry counts; -inf where the id is -1.
-
-        Raises
-        ------
-        NotFittedError
-            `fit` was not called.
-        TypeError, ValueError
-            A position is out of range, N < 1, or `user_items` does not have a row for each user.
-        """
-        self._check_fitted()
-        users = check_ids("userid", userid, self.n_users, "n_users")
-        N = check_int("N", N, 1)
-        order = self._candidates(filter_items, items)
-        seen = None
-        if check_bool("filter_already_liked_items", filter_already_liked_items):
-            seen = self._rows_seen(user_items, users)
-        ids = _first_unseen(order, seen, len(users), N, self.n_items)
-        scores = np.where(ids >= 0, self.item_counts_.astype(np.float32)[ids], np.float32(-np.inf))
-        return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
-
-    def predict(self, users: Any, items: Any) -> np.ndarray:
-        """Damped item mean for each pair, float32 of shape (n,).
-
-        Parameters
-        ----------
-        users, items : integer array, shape (n,)
-            Positions; the users only have to exist.
-
-        Raises
-        ------
-        NotFittedError
-            `fit` was not called.
-        TypeError, ValueError
-            A position is out of range, or the lengths differ.
-        """
-        self._check_fitted()
-        users = check_ids("users", users, self.n_users, "n_users")
-        items = check_ids("items", items, self.n_items, "n_items")
-        if len(users) != len(items):
-            raise ValueError(f"users has {len(users)} positions and items has {len(items)}; expected pairs")
-        return self.item_means_[items].astype(np.float32)
-
-    def _check_fitted(self) -> None:
-        if not hasattr(self, "item_counts_"):
-            raise NotFittedError("this PopularityRecommender is not fitted; call fit(user_items) first")
-
-    def _candidates(self, filter_items: Any, items: Any) -> np.ndarray:
-        """Items that may be shown, by falling count; the stable sort leaves ties in order of position."""
-        allowed = np.full(self.n_items, items is None)
-        if items is not None:
-            allowed[check_ids("items", items, self.n_items, "n_items")] = True
-        if filter_items is not None:
-            allowed[check_ids("filter_items", filter_items, self.n_items, "n_items")] = False
-        order = np.argsort(-self.item_counts_, kind="stable")
-        return order[allowed[order]]
-
-    def _rows_seen(self, user_items: Any, users: np.ndarray) -> sp.csr_array:
-        if user_items is None:
-            return _take(self._user_items, users)
-        rows = as_csr(user_items)
-        check_shape("user_items", rows, (len(users), self.n_items), ("number of users asked for", "n_items"))
-        return rows
-
-
-def _first_unseen(order: np.ndarray, seen: sp.csr_array | None, n_users: int, N: int, n_items: int) -> np.ndarray:
-    """Take the first N elements of `order` outside each row of `seen`: int32, shape (n_users, N), padded with -1.
-
-    Let s_0 < s_1 < ... be the places of a user's seen items in `order`. Before the j-th unseen place lie those seen
-    items with s_i - i <= j, and these differences never fall with i: so a binary search finds the place, for all users
-    at once and without a row of n_items each.
-    """
-    place = np.tile(np.arange(N, dtype=np.int64), (n_users, 1))
-    if seen is not None:
-        place += _count_seen_before(order, seen, N, n_items)
-    ids = np.full((n_users, N), -1, dtype=np.int32)
-    left = place < len(order)
-    ids[left] = order[place[left]]
-    return ids
-
-
-def _count_seen_before(order: np.ndarray, seen: sp.csr_array, N: int, n_items: int) -> np.ndarray:
-    place_of = np.full(n_items, -1, dtype=np.int64)
-    place_of[order] = np.arange(len(order))
-    rows, places = _entry_rows(seen), place_of[seen.indices]
-    rows, places = rows[places >= 0], places[places >= 0]  # seen items that are no candidates stand in nobody's way
-    start = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=seen.shape[0]))))
-    stride = n_items + N
-    keys = np.sort(rows * stride + places)
-    keys -= np.arange(len(keys)) - start[rows]  # the rows stay where they were: only places within a row were sorted
-    wanted = np.arange(seen.shape[0], dtype=np.int64)[:, None] * stride + np.arange(N)
-    return np.searchsorted(keys, wanted, side="right") - start[:-1, None]
-
-
-# ----------------------------------------------------------------------------------------------------- sparse rows
-
-
-def _entry_rows(matrix: sp.csr_array) -> np.ndarray:
-    """Row of each entry, int64 of shape (nnz,)."""
-    return np.repeat(np.arange(matrix.shape[0], dtype=np.int64), np.diff(matrix.indptr))
-
-
-def _keep(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:
-    """Keep the entries where `mask`, shape (nnz,), is true; the shape stays."""
-    if np.all(mask):
-        return matrix
-    pointer = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))[matrix.indptr]
-    return make_csr(pointer, matrix.indices[mask], matrix.data[mask], matrix.shape)
-
-
-def _take(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
-    """matrix[rows]; SciPy's own first widens all indices of the matrix where indptr is int64 and they are int32."""
-    starts = matrix.indptr[rows].astype(np.int64)
-    pointer = np.concatenate(([0], np.cumsum(matrix.indptr[rows + 1] - starts)))
-    entries = np.arange(pointer[-1]) + np.repeat(starts - pointer[:-1], np.diff(pointer))
-    return make_csr(pointer, matrix.indices[entries], matrix.data[entries], (len(rows), matrix.shape[1]))
 
 
 def _blocks(rows: np.ndarray, size: int) -> Iterator[np.ndarray]:

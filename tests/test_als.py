@@ -20,7 +20,7 @@ from hybridmf.cpu import _als
 from hybridmf.cpu.als import HalfSweep, objective_value, weighted_gram
 from hybridmf.errors import NonFiniteError, NotPositiveDefiniteError
 
-EXACT = ("rank1", "blas3", "bals", "auto")
+EXACT = ("simd", "rank1", "blas3", "bals")
 OBJECTIVES = {
     "explicit": Objective("explicit", 0.05, 1.0),
     "explicit-ridge": Objective("explicit", 0.3, 0.0),
@@ -81,7 +81,7 @@ def test_half_sweep_is_the_references(name, assembly, dtype):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128])
-@pytest.mark.parametrize("assembly", ["rank1", "blas3", "bals"])
+@pytest.mark.parametrize("assembly", EXACT)
 @pytest.mark.parametrize("name", ["explicit", "implicit"])
 def test_ranks(rank, assembly, name):
     solved, expected = solve(planted(30, 50), OBJECTIVES[name], rank, "float64", assembly=assembly)
@@ -89,7 +89,7 @@ def test_ranks(rank, assembly, name):
 
 
 @pytest.mark.parametrize("entries", [1, 3, 4, 5, 255, 256, 257, 511, 512, 513])
-@pytest.mark.parametrize("assembly", ["rank1", "blas3", "auto", "bals"])
+@pytest.mark.parametrize("assembly", EXACT)
 def test_row_lengths_around_the_gather_buffer(entries, assembly):
     """One row of each length beside short ones: GATHER_ROWS minus one, exact, plus one."""
     assert _als.GATHER_ROWS == 256
@@ -312,7 +312,7 @@ def test_normal_equations_hold_to_rounding(cls, assembly):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from(["rank1", "blas3", "bals"]), st.booleans())
+@given(st.integers(0, 2**31), st.sampled_from(EXACT), st.booleans())
 def test_renaming_users_and_items_renames_the_factors(seed, assembly, implicit):
     rng = np.random.default_rng(seed)
     matrix = planted(20, 15, 0.3, seed=seed % 1000)

@@ -15,9 +15,10 @@ from sklearn.exceptions import NotFittedError
 from sklearn.metrics import roc_auc_score
 
 from hybridmf import metrics
+from hybridmf._sparse import as_ones, entry_rows, keep_entries, take_rows
+from hybridmf._validate import as_csr
 from hybridmf.errors import NonFiniteError, RatingsError
 from hybridmf.metrics import (
-    PopularityRecommender,
     auc,
     evaluate,
     mae,
@@ -28,6 +29,7 @@ from hybridmf.metrics import (
     recall_at_k,
     rmse,
 )
+from hybridmf.popularity import PopularityRecommender
 
 RANKINGS = {"precision": precision_at_k, "recall": recall_at_k, "map": map_at_k, "ndcg": ndcg_at_k}
 
@@ -637,6 +639,35 @@ def test_popularity_refuses_bad_input():
         model.predict([0], [0, 1])
     with pytest.raises(ValueError, match="items has 3"):
         model.predict([0], [3])
+
+
+# ------------------------------------------------------------------------------------------------------ sparse rows
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_parts_of_a_matrix_equal_numpy_and_keep_narrow_indices(monkeypatch, wide):
+    dense = np.random.default_rng(0).random((6, 5), dtype=np.float32)
+    dense[dense < 0.5] = 0
+    if wide:
+        monkeypatch.setattr("hybridmf._validate.INT32_LIMIT", 0)
+    matrix = as_csr(dense)
+    rows, mask = np.array([4, 0, 4, 5]), matrix.data > 0.75
+    assert mask.any() and not mask.all()
+    np.testing.assert_array_equal(entry_rows(matrix), np.nonzero(dense)[0])
+    ones = as_ones(matrix, np.int8)
+    parts = [
+        (take_rows(matrix, rows), dense[rows]),
+        (keep_entries(matrix, mask), np.where(dense > 0.75, dense, 0)),
+        (ones, dense > 0),
+    ]
+    for part, expected in parts:
+        assert part.indices.dtype == np.int32 and part.indptr.dtype == (np.int64 if wide else np.int32)
+        fresh = sp.csr_array((part.data, part.indices, part.indptr), shape=part.shape)  # forgets cached flags
+        assert fresh.has_canonical_format and part.has_canonical_format
+        np.testing.assert_array_equal(fresh.toarray(), expected)
+    assert ones.dtype == np.int8 and np.shares_memory(ones.indices, matrix.indices)
+    assert take_rows(matrix, rows[:0]).shape == (0, 5)
+    assert keep_entries(matrix, np.ones(matrix.nnz, dtype=bool)) is matrix
 
 
 # ---------------------------------------------------------------------------------------------------- documentation

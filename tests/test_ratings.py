@@ -16,9 +16,9 @@ import scipy.sparse as sp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridmf import ratings as module
-from hybridmf.errors import DuplicateEntriesError, HybridMFError, RatingsError
-from hybridmf.ratings import Ratings, UnknownLabelError, split
+from hybridmf import _text
+from hybridmf.errors import DuplicateEntriesError, HybridMFError, RatingsError, UnknownLabelError
+from hybridmf.ratings import Ratings, split
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -203,6 +203,19 @@ def test_explicit_zeros_are_entries(tmp_path):
 def test_label_count_must_match():
     with pytest.raises(ValueError, match="item_ids has 3 labels; expected one for each of 2"):
         Ratings.from_matrix(np.eye(2), item_ids=["a", "b", "c"])
+
+
+@pytest.mark.parametrize("kind", [list, iter, lambda labels: (label for label in labels)])
+def test_labels_may_be_tuples_and_come_from_a_generator(kind):
+    pairs = [("a", 1), ("b", 2)]
+    ratings = Ratings(np.eye(2), kind(pairs), kind(["x", "y"]))
+    assert ratings.user_ids.dtype == object and ratings.user_ids.tolist() == pairs
+    assert ratings.item_ids.tolist() == ["x", "y"] and ratings.user_index(("b", 2)) == 1
+    assert Ratings.from_coo([0, 1], [0, 1], user_ids=kind(pairs)).user_ids.tolist() == pairs
+    with pytest.raises(ValueError, match="user_ids has repeated labels"):
+        Ratings(np.eye(2), kind([("a", 1), ("a", 1)]))
+    with pytest.raises(ValueError, match="user_ids has 2 labels; expected one for each of 3"):
+        Ratings(np.eye(3), kind(pairs))
 
 
 def test_from_matrix_names_its_argument():
@@ -400,14 +413,14 @@ def test_text_in_its_many_forms(tmp_path, name, text):
 
 @pytest.mark.parametrize("block", [1, 7, 16])
 def test_blocks_of_any_size_read_the_same(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(module, "BLOCK_CHARS", block)
-    monkeypatch.setattr(module, "_read_records", None)  # the fast path alone
+    monkeypatch.setattr(_text, "BLOCK_CHARS", block)
+    monkeypatch.setattr(_text, "_read_records", None)  # the fast path alone
     text = "  \n# c\n  \n\nuser::item::rating\n\n3::4::1\n\n\n\n#\n1::20::5\n3::20::3.5\n\n"
     assert triplets(read(tmp_path, text)) == EXPECTED
 
 
 def test_regular_integer_files_take_the_fast_path(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_read_records", None)
+    monkeypatch.setattr(_text, "_read_records", None)
     for name, text in [
         ("a.dat", "3::4::1::88\n1::20::5::99\n3::20::3.5::88\n"),
         ("b.csv", "userId,movieId,rating,title\n3,4,1,Heat\n1,20,5,Żółw # 1\n3,20,3.5,\n"),
@@ -429,9 +442,9 @@ def test_regular_integer_files_take_the_fast_path(tmp_path, monkeypatch):
 def test_both_paths_agree(tmp_path, separator, pairs):
     text = "".join(separator.join([str(u), str(i), repr(v)]) + "\n" for (u, i), v in pairs.items())
     path = write(tmp_path, text, "pairs.txt")
-    layout = module._find_layout(str(path), text.encode(), separator, False, (0, 1, 2), None, "#")
-    fast = module._read_integers(layout)
-    (users, user_ids), (items, item_ids), values = module._read_records(layout)
+    layout = _text.find_layout(str(path), text.encode(), separator, False, (0, 1, 2), None, "#")
+    fast = _text._read_integers(layout)
+    (users, user_ids), (items, item_ids), values = _text._read_records(layout)
     if "+" not in text and not re.search(r"(^|\W)-?0\d", text):
         assert fast is not None
         assert fast[0].tolist() == user_ids[users].tolist() and fast[1].tolist() == item_ids[items].tolist()
@@ -711,10 +724,24 @@ def test_save_is_atomic(tmp_path, monkeypatch):
     path = tmp_path / "r.npz"
     Ratings(np.eye(2)).save(path)
     before = path.read_bytes()
-    monkeypatch.setattr(module.os, "fsync", lambda number: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         Ratings(np.eye(3)).save(path)
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["r.npz"]
+
+
+def test_save_to_a_place_that_is_none(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder; give the name of a file"):
+        Ratings(np.eye(2)).save(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"the folder '.*nowhere' of path '.*r.npz' does not exist"):
+        Ratings(np.eye(2)).save(tmp_path / "nowhere" / "r.npz")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saved_files_have_the_permissions_of_any_new_file(tmp_path):
+    (tmp_path / "plain").write_bytes(b"")
+    Ratings(np.eye(2)).save(tmp_path / "r.npz")
+    assert (tmp_path / "r.npz").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_labels_that_cannot_be_saved(tmp_path):

@@ -11,11 +11,13 @@ For each row u of the target side, with entries k = (row u, fixed row i_k, ratin
 rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
 blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per workspace filled
 bals    the same over BALS tiles: a tile's distinct rows are copied once and serve all segments of the tile
+simd    ours: rows gathered with prefetching into an L1-sized workspace, b in the same pass; register-blocked symmetric
+        update of the needed triangle; our own Cholesky, while A is still in cache (kernels_impl.h)
 
 Parallel over rows (bals: row blocks) with dynamic scheduling, because rows differ in degree; longest first, so that
 no thread is left with a long row at the end. One thread owns a row from assembly to solution and calls BLAS and
 LAPACK with one thread, so results are the same bits for any number of threads. A and the workspace of a thread stay
-in its cache. A is column-major and only its lower triangle is filled.
+in its cache. Only one triangle of A is filled: the lower one, column-major, which is the upper one, row-major.
 """
 
 import numpy as np
@@ -28,15 +30,30 @@ from scipy.linalg.cython_blas cimport dsyrk, ssyrk
 from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
 
 from hybridmf._openmp cimport hmf_thread_id
-from hybridmf.cpu.kernels cimport axpy, dot, dot_exact, hmf_kernel_table, hmf_kernels, hmf_kernels_named, real, syr
+from hybridmf.cpu.kernels cimport (
+    HMF_PAD,
+    apply_rows,
+    axpy,
+    cholesky,
+    dot,
+    dot_exact,
+    gather,
+    hmf_kernel_table,
+    hmf_kernels,
+    hmf_kernels_named,
+    real,
+    syr,
+    syrk_upper,
+    weigh,
+)
 
 # Assemblies, as the plan names them.
 RANK1 = 0
 BLAS3 = 1
-AUTO = 2    # row by row: rank-1 updates where a row is too short for a syrk call to pay
-cdef int _RANK1 = 0, _AUTO = 2
+SIMD = 2
+cdef int _RANK1 = 0, _SIMD = 2
 
-# Rows (and BALS segments) of fewer entries are cheaper as rank-1 updates than as one syrk call.
+# BALS segments of fewer entries are cheaper as rank-1 updates than as one syrk call.
 cdef Py_ssize_t SHORT_ROW = 4
 
 # A row whose status is none of these holds the order of the leading minor that is not positive.
@@ -48,6 +65,12 @@ cdef int32_t _NON_FINITE = -1, _NEGATIVE_CURVATURE = -2
 # Rows gathered before a syrk: at f = 64 in float32 they take 64 KB, which leaves room for A in a 256 KB L2.
 GATHER_ROWS = 256
 cdef Py_ssize_t _GATHER_ROWS = 256
+
+# Bytes of the rows gathered for one symmetric update: two thirds of a 48 KB L1, the rest is for tiles of A.
+cdef Py_ssize_t SIMD_GATHER_BYTES = 32 * 1024
+
+# Largest rank our Cholesky solves; beyond it A leaves L2 and LAPACK's larger blocks win.
+cdef Py_ssize_t OWN_CHOLESKY_RANK = 512
 
 # Rows of the Gram matrix summed in one syrk. Fixed, so that the sum does not depend on the thread count.
 cdef Py_ssize_t GRAM_ROWS = 2048
@@ -95,27 +118,28 @@ cdef inline void _syrk(int n, int k, real alpha, real* rows, real beta, real* a)
         dsyrk(b"L", b"N", &n, &k, &alpha, rows, &n, &beta, a, &n)
 
 
-cdef inline int32_t _cholesky_solve(int n, real* a, real* b, const real* diagonal, real epsilon) noexcept nogil:
+cdef inline int32_t _cholesky_solve(int n, int ld, real* a, real* b, const real* diagonal,
+                                    real epsilon) noexcept nogil:
     """b = a^-1 b by Cholesky, in place. Returns 0, the order of the failing leading minor, or NON_FINITE."""
     cdef int info = 0, one = 1, j
     cdef real pivot
     if real is float:
-        spotrf(b"L", &n, a, &n, &info)
+        spotrf(b"L", &n, a, &ld, &info)
     else:
-        dpotrf(b"L", &n, a, &n, &info)
+        dpotrf(b"L", &n, a, &ld, &info)
     if info != 0:
         return info
     for j in range(n):
-        pivot = a[j * n + j] * a[j * n + j]
+        pivot = a[j * ld + j] * a[j * ld + j]
         if not isfinite(pivot):
             return _NON_FINITE
         # A pivot that is all cancellation means the matrix is singular to working precision, though potrf got by.
         if pivot <= epsilon * diagonal[j]:
             return j + 1
     if real is float:
-        spotrs(b"L", &n, &one, a, &n, b, &n, &info)
+        spotrs(b"L", &n, &one, a, &ld, b, &n, &info)
     else:
-        dpotrs(b"L", &n, &one, a, &n, b, &n, &info)
+        dpotrs(b"L", &n, &one, a, &ld, b, &n, &info)
     for j in range(n):
         if not isfinite(b[j]):
             return _NON_FINITE
@@ -238,7 +262,7 @@ cdef int32_t _finish_system(Py_ssize_t rank, real* a, real* b, real* diagonal, r
     cdef int32_t status
     for j in range(rank):
         diagonal[j] = a[j * rank + j]
-    status = _cholesky_solve(<int> rank, a, b, diagonal, epsilon)
+    status = _cholesky_solve(<int> rank, <int> rank, a, b, diagonal, epsilon)
     if status == 0:
         memcpy(out, b, rank * sizeof(real))
     return status
@@ -303,12 +327,94 @@ cdef int32_t _conjugate_gradient(
     return 0
 
 
+def padded_rank(Py_ssize_t rank):
+    """Leading dimension of a system in ``assembly="simd"``."""
+    return _padded(rank)
+
+
+cdef inline Py_ssize_t _padded(Py_ssize_t rank) noexcept nogil:
+    return (rank + HMF_PAD - 1) // HMF_PAD * HMF_PAD
+
+
+cdef inline Py_ssize_t _simd_rows(Py_ssize_t ld, Py_ssize_t itemsize) noexcept nogil:
+    """Rows gathered for one symmetric update."""
+    return max(32, min(512, SIMD_GATHER_BYTES // (ld * itemsize)))
+
+
+cdef Py_ssize_t _simd_add(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        real sign,                          # 1: rows of positive weight; -1: subtract those of negative weight
+        real* v,                            # scratch: gathered rows, then their roots and targets
+        real* a, real* b) noexcept nogil:   # IN OUT
+    """A += w y y^T and b += t y for the entries whose weight has the given sign; returns how many have the other."""
+    cdef Py_ssize_t ld = _padded(rank), chunk = _simd_rows(ld, sizeof(real)), start = 0, n, k, n_opposite = 0
+    cdef real* root = v + chunk * ld
+    cdef real* target = root + chunk
+    while start < n_entries:
+        n = min(chunk, n_entries - start)
+        if how.implicit:
+            n_opposite += weigh(table, n, ratings + start, <real> how.alpha, <real> how.unobserved, sign, root, target)
+        else:
+            for k in range(n):
+                target[k] = ratings[start + k] - (offsets[columns[start + k]] if offsets != NULL else <real> 0.0)
+        gather(table, n, rank, ld, fixed, columns + start, n_entries - start,
+               <const real*> root if how.implicit else NULL, <const real*> target, v, b)
+        syrk_upper(table, n, ld, <const real*> v, sign, 0, a)
+        start += n
+    return n_opposite
+
+
+cdef int32_t _simd_row(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix,   # IN   (ld, ld) zero-padded, or NULL
+        const real* ridge, double scale, real epsilon,
+        real* work,                # scratch (simd_workspace_size(rank),)
+        real* out) noexcept nogil:
+    """ALS_CORE of fig. 6 with our own kernels from gathering to solution; `out` is only written on success."""
+    cdef Py_ssize_t ld = _padded(rank), j
+    cdef real* a = work
+    cdef real* b = a + ld * ld
+    cdef real* x = b + ld
+    cdef real* v = x + 4 * ld          # x is followed by 3 ld of scratch for the solver
+    cdef int32_t status
+    if n_entries == 0:
+        memset(out, 0, rank * sizeof(real))
+        return 0
+    if gram_matrix != NULL:
+        memcpy(a, gram_matrix, ld * ld * sizeof(real))
+    else:
+        memset(a, 0, ld * ld * sizeof(real))
+    for j in range(rank):
+        a[j * ld + j] += <real> (scale * ridge[j])
+    memset(b, 0, ld * sizeof(real))
+    if _simd_add(table, how, rank, fixed, columns, ratings, offsets, n_entries, <real> 1.0, v, a, b):
+        # some confidence is below the unobserved weight: those rows are subtracted
+        _simd_add(table, how, rank, fixed, columns, ratings, offsets, n_entries, <real> -1.0, v, a, b)
+    if rank > OWN_CHOLESKY_RANK:
+        for j in range(rank):
+            x[j] = a[j * ld + j]
+        status = _cholesky_solve(<int> rank, <int> ld, a, b, <const real*> x, epsilon)
+        x = b
+    else:
+        status = <int32_t> cholesky(table, rank, ld, a, b, epsilon, x + ld, x)
+        if status == 0:
+            for j in range(rank):
+                if not isfinite(x[j]):
+                    status = _NON_FINITE
+    if status == 0:
+        memcpy(out, x, rank * sizeof(real))
+    return status
+
+
 # ---------------------------------------------------------------------------------------------------- half sweeps
 
 
-def workspace_size(Py_ssize_t rank):
-    """Elements of scratch one thread needs in `cholesky_rows` and `cg_rows`: A, b, diagonal, gathered rows."""
-    return rank * rank + 2 * rank + _GATHER_ROWS * rank
+def workspace_size(Py_ssize_t rank, Py_ssize_t itemsize):
+    """Elements of scratch one thread needs in `cholesky_rows` and `cg_rows`: A, b, gathered rows and their weights."""
+    cdef Py_ssize_t ld = _padded(rank)
+    return ld * ld + 6 * ld + max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2))
 
 
 cdef inline Py_ssize_t _row_workspace(Py_ssize_t rank) noexcept nogil:
@@ -322,12 +428,12 @@ def cholesky_rows(
         const int32_t[::1] indices,       # IN   (nnz,)
         const real[::1] ratings,          # IN   (nnz,)
         const real[::1] offsets,          # IN   (n_fixed,) subtracted from the ratings, or empty
-        const real[:, ::1] gram_matrix,   # IN   (rank, rank) times the unobserved weight, or (0, 0)
+        const real[:, ::1] gram_matrix,   # IN   (rank, rank) times the unobserved weight, or (0, 0); simd: zero-padded
         const real[::1] ridge,            # IN   (rank,)
         const double[::1] scale,          # IN   (n_rows,)
         const int64_t[::1] order,         # IN   rows to solve, in this order
         int32_t[::1] status,              # OUT  (n_rows,)
-        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank))
+        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize))
         bint implicit, double alpha, double unobserved, int assembly, double epsilon, int n_threads):
     """Exact solution of each row in `order` that has entries; rows without entries are set to zero."""
     cdef Weights how = Weights(implicit, alpha, unobserved)
@@ -338,10 +444,16 @@ def cholesky_rows(
     for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
                            num_threads=n_threads):
         row = order[position]
-        status[row] = _cholesky_row(
-            table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
-            indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], assembly, <real> epsilon,
-            &workspace[hmf_thread_id(), 0], &out[row, 0])
+        if assembly == _SIMD:
+            status[row] = _simd_row(
+                table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
+                indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], <real> epsilon,
+                &workspace[hmf_thread_id(), 0], &out[row, 0])
+        else:
+            status[row] = _cholesky_row(
+                table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
+                indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], assembly, <real> epsilon,
+                &workspace[hmf_thread_id(), 0], &out[row, 0])
 
 
 cdef int32_t _cholesky_row(
@@ -355,7 +467,7 @@ cdef int32_t _cholesky_row(
         memset(out, 0, rank * sizeof(real))
         return 0
     _start_system(rank, gram_matrix, ridge, scale, a, b)
-    if assembly == _RANK1 or (assembly == _AUTO and n_entries < SHORT_ROW):
+    if assembly == _RANK1:
         _add_rank1(table, how, rank, fixed, columns, ratings, offsets, n_entries, a, b)
     else:
         _add_blas3(table, how, rank, fixed, columns, ratings, offsets, n_entries, work + _row_workspace(rank), a, b)

@@ -16,7 +16,7 @@ from ..errors import NonFiniteError, NotPositiveDefiniteError
 from ..formats import BalsMatrix, Reordered, reorder, transpose
 from . import _als
 
-ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "auto": _als.AUTO}
+ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
 
 SINGULAR_PIVOT = 4.0
 """Pivots at or below this many units in the last place of their diagonal element are all rounding."""
@@ -103,6 +103,9 @@ class HalfSweep:
         design = _design(fixed, objective)
         if gram is None:
             gram = weighted_gram(design, objective, plan.num_threads)
+        if plan.assembly == "simd" and plan.solver == "cholesky" and gram.size:
+            margin = _als.padded_rank(plan.rank) - plan.rank
+            gram = np.pad(gram, (0, margin))
         out = np.zeros((len(self), plan.rank), dtype=design.dtype)
         if plan.solver == "cg" and start is not None:
             out[:, : plan.factors] = start.matrix
@@ -126,7 +129,7 @@ class HalfSweep:
         plan, objective = self.plan, self.objective
         csr = (self.indptr, self.indices, self.ratings)
         weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
-        workspace = np.empty((plan.num_threads, _als.workspace_size(plan.rank)), dtype=out.dtype)
+        workspace = np.empty((plan.num_threads, _als.workspace_size(plan.rank, out.itemsize)), dtype=out.dtype)
         for rows in self._batches(self.order, self.degrees):
             if plan.solver == "cg":
                 _als.cg_rows(

@@ -10,7 +10,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { HMF_PANEL = 32 }; /* items scored side by side; a packed panel is f x HMF_PANEL */
+enum {
+    HMF_PANEL = 32, /* items scored side by side; a packed panel is f x HMF_PANEL */
+    HMF_PAD = 16    /* leading dimensions of systems are multiples of this: whole vectors in every table */
+};
 
 typedef struct {
     const char *name;
@@ -30,6 +33,31 @@ typedef struct {
                     ptrdiff_t stride);
     void (*score_d)(ptrdiff_t n_users, ptrdiff_t f, const double *users, const double *panel, double *out,
                     ptrdiff_t stride);
+    /* upper part of a row-major ld x ld matrix, from row first_row on, += sign * v^T v; v (n, ld) */
+    void (*syrk_upper_f)(ptrdiff_t n, ptrdiff_t ld, const float *v, float sign, ptrdiff_t first_row, float *a);
+    void (*syrk_upper_d)(ptrdiff_t n, ptrdiff_t ld, const double *v, double sign, ptrdiff_t first_row, double *a);
+    /* weights and targets of implicit feedback: c = 1 + alpha |r|, root = sqrt(max(0, sign (c - unobserved))),
+     * target = c where r > 0 and sign > 0, else 0; returns the number of weights of the other sign */
+    ptrdiff_t (*weigh_f)(ptrdiff_t n, const float *ratings, float alpha, float unobserved, float sign, float *root,
+                         float *target);
+    ptrdiff_t (*weigh_d)(ptrdiff_t n, const double *ratings, double alpha, double unobserved, double sign,
+                         double *root, double *target);
+    /* v[k] = root[k] * fixed[columns[k]], zero-padded to ld; b += target[k] * fixed[columns[k]]; columns is readable
+     * up to n_ahead for prefetching */
+    void (*gather_f)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const float *fixed, const int32_t *columns,
+                     ptrdiff_t n_ahead, const float *root, const float *target, float *v, float *b);
+    void (*gather_d)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const double *fixed, const int32_t *columns,
+                     ptrdiff_t n_ahead, const double *root, const double *target, double *v, double *b);
+    /* solve the system whose upper part is in a (destroyed, as is b); 0, the order of the failing leading minor,
+     * or -1 for a pivot that is not finite; work (3 * ld) */
+    ptrdiff_t (*cholesky_f)(ptrdiff_t rank, ptrdiff_t ld, float *a, float *b, float epsilon, float *work, float *x);
+    ptrdiff_t (*cholesky_d)(ptrdiff_t rank, ptrdiff_t ld, double *a, double *b, double epsilon, double *work,
+                            double *x);
+    /* out += sum_k (target[k] + sign weight[k] (y_k . p)) y_k over rows columns[k] of fixed; target NULL: 0 */
+    void (*apply_f)(ptrdiff_t n, ptrdiff_t rank, const float *fixed, const int32_t *columns, const float *weight,
+                    const float *target, float sign, const float *p, float *out);
+    void (*apply_d)(ptrdiff_t n, ptrdiff_t rank, const double *fixed, const int32_t *columns, const double *weight,
+                    const double *target, double sign, const double *p, double *out);
 } hmf_kernel_table;
 
 /* Best table of this processor, or the one HYBRIDMF_ISA names ("avx512", "avx2", "portable") if it can run here. */

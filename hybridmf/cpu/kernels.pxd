@@ -5,9 +5,13 @@ ctypedef fused real:
     double
 
 
+from libc.stdint cimport int32_t
+
+
 cdef extern from "kernels.h" nogil:
     enum:
         HMF_PANEL
+        HMF_PAD
 
     ctypedef struct hmf_kernel_table:
         const char* name
@@ -22,6 +26,29 @@ cdef extern from "kernels.h" nogil:
                         Py_ssize_t stride) noexcept nogil
         void (*score_d)(Py_ssize_t n_users, Py_ssize_t f, const double* users, const double* panel, double* out,
                         Py_ssize_t stride) noexcept nogil
+        void (*syrk_upper_f)(Py_ssize_t n, Py_ssize_t ld, const float* v, float sign, Py_ssize_t first_row,
+                             float* a) noexcept nogil
+        void (*syrk_upper_d)(Py_ssize_t n, Py_ssize_t ld, const double* v, double sign, Py_ssize_t first_row,
+                             double* a) noexcept nogil
+        Py_ssize_t (*weigh_f)(Py_ssize_t n, const float* ratings, float alpha, float unobserved, float sign,
+                              float* root, float* target) noexcept nogil
+        Py_ssize_t (*weigh_d)(Py_ssize_t n, const double* ratings, double alpha, double unobserved, double sign,
+                              double* root, double* target) noexcept nogil
+        void (*gather_f)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const float* fixed, const int32_t* columns,
+                         Py_ssize_t n_ahead, const float* root, const float* target, float* v, float* b) noexcept nogil
+        void (*gather_d)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const double* fixed, const int32_t* columns,
+                         Py_ssize_t n_ahead, const double* root, const double* target, double* v,
+                         double* b) noexcept nogil
+        Py_ssize_t (*cholesky_f)(Py_ssize_t rank, Py_ssize_t ld, float* a, float* b, float epsilon, float* work,
+                                 float* x) noexcept nogil
+        Py_ssize_t (*cholesky_d)(Py_ssize_t rank, Py_ssize_t ld, double* a, double* b, double epsilon, double* work,
+                                 double* x) noexcept nogil
+        void (*apply_f)(Py_ssize_t n, Py_ssize_t rank, const float* fixed, const int32_t* columns,
+                        const float* weight, const float* target, float sign, const float* p,
+                        float* out) noexcept nogil
+        void (*apply_d)(Py_ssize_t n, Py_ssize_t rank, const double* fixed, const int32_t* columns,
+                        const double* weight, const double* target, double sign, const double* p,
+                        double* out) noexcept nogil
 
     const hmf_kernel_table* hmf_kernels() noexcept
     const hmf_kernel_table* hmf_kernels_named(const char* name) noexcept
@@ -62,3 +89,45 @@ cdef inline void score(const hmf_kernel_table* table, Py_ssize_t n_users, Py_ssi
         table.score_f(n_users, f, users, panel, out, stride)
     else:
         table.score_d(n_users, f, users, panel, out, stride)
+
+
+cdef inline void syrk_upper(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t ld, const real* v, real sign,
+                            Py_ssize_t first_row, real* a) noexcept nogil:
+    if real is float:
+        table.syrk_upper_f(n, ld, v, sign, first_row, a)
+    else:
+        table.syrk_upper_d(n, ld, v, sign, first_row, a)
+
+
+cdef inline Py_ssize_t weigh(const hmf_kernel_table* table, Py_ssize_t n, const real* ratings, real alpha,
+                             real unobserved, real sign, real* root, real* target) noexcept nogil:
+    if real is float:
+        return table.weigh_f(n, ratings, alpha, unobserved, sign, root, target)
+    else:
+        return table.weigh_d(n, ratings, alpha, unobserved, sign, root, target)
+
+
+cdef inline void gather(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld,
+                        const real* fixed, const int32_t* columns, Py_ssize_t n_ahead, const real* root,
+                        const real* target, real* v, real* b) noexcept nogil:
+    if real is float:
+        table.gather_f(n, rank, ld, fixed, columns, n_ahead, root, target, v, b)
+    else:
+        table.gather_d(n, rank, ld, fixed, columns, n_ahead, root, target, v, b)
+
+
+cdef inline Py_ssize_t cholesky(const hmf_kernel_table* table, Py_ssize_t rank, Py_ssize_t ld, real* a, real* b,
+                                real epsilon, real* work, real* x) noexcept nogil:
+    if real is float:
+        return table.cholesky_f(rank, ld, a, b, epsilon, work, x)
+    else:
+        return table.cholesky_d(rank, ld, a, b, epsilon, work, x)
+
+
+cdef inline void apply_rows(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t rank, const real* fixed,
+                            const int32_t* columns, const real* weight, const real* target, real sign,
+                            const real* p, real* out) noexcept nogil:
+    if real is float:
+        table.apply_f(n, rank, fixed, columns, weight, target, sign, p, out)
+    else:
+        table.apply_d(n, rank, fixed, columns, weight, target, sign, p, out)

@@ -1,6 +1,9 @@
 /* kernels_avx2.c - the kernels of kernels_impl.h for processors with AVX2 and FMA; chosen at run time. */
 #include "kernels.h"
 
+#include <float.h>
+#include <math.h>
+
 #if defined(__GNUC__) && (defined(__x86_64__) || defined(__i386__))
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
@@ -12,16 +15,24 @@
 #define HMF_BYTES 32   /* of a vector register */
 #define HMF_USERS 3    /* users x columns vectors of scores stay in the 16 registers */
 #define HMF_COLUMNS 4
+#define HMF_SYRK_ROWS 4     /* the same for tiles of a symmetric update */
+#define HMF_SYRK_COLUMNS 3
 
 #define REAL float
 #define TYPE f
+#define HMF_SQRT sqrtf
+#define HMF_HUGE FLT_MAX
 #include "kernels_impl.h"
 #define REAL double
 #define TYPE d
+#define HMF_SQRT sqrt
+#define HMF_HUGE DBL_MAX
 #include "kernels_impl.h"
 
 const hmf_kernel_table hmf_table_avx2 = {
     "avx2", dot_f, dot_d, dot_fd, axpy_f, axpy_d, syr_f, syr_d, score_f, score_d,
+    syrk_upper_f, syrk_upper_d, weigh_f, weigh_d, gather_f, gather_d, cholesky_f, cholesky_d,
+    apply_f, apply_d,
 };
 
 #if defined(HMF_TARGETED) && defined(__clang__)

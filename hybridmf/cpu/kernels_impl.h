@@ -9,10 +9,14 @@
 #define HMF_CAT2(a, b) a##b
 #define HMF_CAT(a, b) HMF_CAT2(a, b)
 #define HMF_INLINE static inline __attribute__((always_inline))
+#define HMF_PREFETCH(address) __builtin_prefetch(address)
 #if !defined(__GNUC__)
 #undef HMF_INLINE
 #define HMF_INLINE static inline
+#undef HMF_PREFETCH
+#define HMF_PREFETCH(address) ((void)(address))
 #endif
+enum { HMF_AHEAD = 8 }; /* entries between a prefetch and its use: about the latency of L3 at rank 64 */
 
 /* products of floats are exact in double; eight chains, which the compiler puts into vectors */
 static double dot_fd(ptrdiff_t n, const float *a, const float *b) {
@@ -93,6 +97,154 @@ static void FN(score)(ptrdiff_t n_users, ptrdiff_t f, const REAL *users, const R
     for (; u < n_users; u++) FN(score_rows)(1, f, users + u * f, panel, out + u * stride, stride);
 }
 
+/* ---- symmetric rank-k update and Cholesky of one small system -------------------------------------------------
+ *
+ * A is row-major, ld x ld with ld a multiple of HMF_PAD, and only A[i][j] with j >= i counts. Rows and columns from
+ * rank on are padding: zero in `v`, so they stay what they were. Tiles that cross the diagonal also compute a few
+ * elements below it, which nobody reads.
+ */
+
+/* A[i0 .. i0 + rows)[j0 .. j0 + columns * LANES) += sign * sum_k v[k][i] v[k][j]: rows x columns accumulators stay in
+ * registers, each v[k][i] is broadcast once for all columns. */
+HMF_INLINE void FN(syrk_tile)(const int rows, const int columns, ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign,
+                              ptrdiff_t i0, ptrdiff_t j0, REAL *a) {
+    VEC sum[HMF_SYRK_ROWS][HMF_SYRK_COLUMNS];
+    for (int i = 0; i < rows; i++)
+        for (int c = 0; c < columns; c++) sum[i][c] = SPLAT(0);
+    for (ptrdiff_t k = 0; k < n; k++) {
+        VEC right[HMF_SYRK_COLUMNS];
+        for (int c = 0; c < columns; c++) right[c] = *(const VEC *)(v + k * ld + j0 + c * LANES);
+        for (int i = 0; i < rows; i++) {
+            const VEC left = SPLAT(v[k * ld + i0 + i]);
+            for (int c = 0; c < columns; c++) sum[i][c] += left * right[c];
+        }
+    }
+    const VEC signs = SPLAT(sign);
+    for (int i = 0; i < rows; i++)
+        for (int c = 0; c < columns; c++) *(VEC *)(a + (i0 + i) * ld + j0 + c * LANES) += signs * sum[i][c];
+}
+
+/* Upper part of A, rows first_row (a multiple of HMF_SYRK_ROWS) to ld, += sign * v^T v; v (n, ld) row-major. */
+static void FN(syrk_upper)(ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, ptrdiff_t first_row, REAL *a) {
+    for (ptrdiff_t i0 = first_row; i0 < ld; i0 += HMF_SYRK_ROWS) {
+        ptrdiff_t j0 = i0 / LANES * LANES;
+        /* as many full tiles as fit, but never a last one of a single column where two can share the rest */
+        for (ptrdiff_t left = (ld - j0) / LANES; left > 0;) {
+            const ptrdiff_t take = left > HMF_SYRK_COLUMNS && left < 2 * HMF_SYRK_COLUMNS ? (left + 1) / 2
+                                   : left < HMF_SYRK_COLUMNS                               ? left
+                                                                                           : HMF_SYRK_COLUMNS;
+            if (take == 1)
+                FN(syrk_tile)(HMF_SYRK_ROWS, 1, n, ld, v, sign, i0, j0, a);
+            else if (take == 2)
+                FN(syrk_tile)(HMF_SYRK_ROWS, 2, n, ld, v, sign, i0, j0, a);
+            else
+                FN(syrk_tile)(HMF_SYRK_ROWS, HMF_SYRK_COLUMNS, n, ld, v, sign, i0, j0, a);
+            j0 += take * LANES;
+            left -= take;
+        }
+    }
+}
+
+/* Implicit feedback: c = 1 + alpha |r|, root = sqrt(sign (c - unobserved)) where that is positive, else 0, and
+ * target = c where r > 0, else 0 (sign < 0: always 0). Returns how many weights have the other sign. */
+static ptrdiff_t FN(weigh)(ptrdiff_t n, const REAL *ratings, REAL alpha, REAL unobserved, REAL sign, REAL *root,
+                           REAL *target) {
+    ptrdiff_t opposite = 0;
+    for (ptrdiff_t k = 0; k < n; k++) {
+        const REAL confidence = 1 + alpha * (ratings[k] < 0 ? -ratings[k] : ratings[k]);
+        const REAL weight = sign * (confidence - unobserved);
+        root[k] = HMF_SQRT(weight > 0 ? weight : 0);
+        target[k] = ratings[k] > 0 && sign > 0 ? confidence : 0;
+        opposite += weight < 0;
+    }
+    return opposite;
+}
+
+/* out += sum_k (target[k] + sign * weight[k] * (y_k . p)) y_k over the given rows y_k of `fixed`; target NULL: 0. */
+static void FN(apply)(ptrdiff_t n, ptrdiff_t rank, const REAL *fixed, const int32_t *columns, const REAL *weight,
+                      const REAL *target, REAL sign, const REAL *p, REAL *out) {
+    for (ptrdiff_t k = 0; k < n; k++) {
+        const REAL *y = fixed + columns[k] * rank;
+        if (k + HMF_AHEAD < n) {
+            const char *next = (const char *)(fixed + columns[k + HMF_AHEAD] * rank);
+            for (ptrdiff_t byte = 0; byte < rank * (ptrdiff_t)sizeof(REAL); byte += 64) HMF_PREFETCH(next + byte);
+        }
+        FN(axpy)(rank, (target ? target[k] : 0) + sign * weight[k] * FN(dot)(rank, y, p), y, out);
+    }
+}
+
+/* v[k] = root[k] * row columns[k] of `fixed` (root NULL: 1), padded with zeros to ld; b += target[k] * that row. */
+static void FN(gather)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const REAL *fixed, const int32_t *columns,
+                       ptrdiff_t n_ahead, const REAL *root, const REAL *target, REAL *v, REAL *b) {
+    const ptrdiff_t whole = rank / LANES * LANES;
+    for (ptrdiff_t k = 0; k < n; k++) {
+        const REAL *y = fixed + columns[k] * rank;
+        REAL *out = v + k * ld;
+        if (k + HMF_AHEAD < n_ahead) {
+            const char *next = (const char *)(fixed + columns[k + HMF_AHEAD] * rank);
+            for (ptrdiff_t byte = 0; byte < rank * (ptrdiff_t)sizeof(REAL); byte += 64) HMF_PREFETCH(next + byte);
+        }
+        const VEC scale = SPLAT(root ? root[k] : (REAL)1), weight = SPLAT(target[k]);
+        for (ptrdiff_t j = 0; j < whole; j += LANES) {
+            const VEC part = *(const VEC *)(y + j);
+            *(VEC *)(out + j) = scale * part;
+            *(VEC *)(b + j) += weight * part;
+        }
+        for (ptrdiff_t j = whole; j < rank; j++) {
+            out[j] = LANE(scale, 0) * y[j];
+            b[j] += LANE(weight, 0) * y[j];
+        }
+        for (ptrdiff_t j = rank; j < ld; j++) out[j] = 0;
+    }
+}
+
+/* Rows k0 .. k1 of A = U^T U, given that earlier panels were subtracted already; also carries the right-hand side:
+ * z = U^-T b. Returns 0, or the order of the leading minor whose pivot is not above epsilon * its diagonal element,
+ * or -1 for a pivot that is not finite. */
+static ptrdiff_t FN(factor_panel)(ptrdiff_t k0, ptrdiff_t k1, ptrdiff_t ld, REAL *a, REAL *b, REAL *z,
+                                  REAL *inverse, const REAL *diagonal, REAL epsilon) {
+    for (ptrdiff_t k = k0; k < k1; k++) {
+        REAL *row = a + k * ld;
+        const ptrdiff_t start = k / LANES * LANES;
+        for (ptrdiff_t j = start; j < ld; j += LANES) {
+            VEC x = *(const VEC *)(row + j);
+            for (ptrdiff_t p = k0; p < k; p++) x -= SPLAT(a[p * ld + k]) * *(const VEC *)(a + p * ld + j);
+            /* element k itself is among the multipliers of no later p, so the row can be stored as it is made */
+            *(VEC *)(row + j) = x;
+        }
+        const REAL pivot = row[k];
+        if (!(pivot <= (REAL)HMF_HUGE)) return -1; /* infinite or NaN */
+        if (!(pivot > epsilon * diagonal[k])) return k + 1;
+        inverse[k] = 1 / HMF_SQRT(pivot);
+        z[k] = b[k] * inverse[k];
+        const VEC scale = SPLAT(inverse[k]), carried = SPLAT(z[k]);
+        for (ptrdiff_t j = start; j < ld; j += LANES) {
+            const VEC x = scale * *(const VEC *)(row + j);
+            *(VEC *)(row + j) = x;
+            *(VEC *)(b + j) -= carried * x; /* elements up to k become garbage: they are in z by now */
+        }
+    }
+    return 0;
+}
+
+/* Solve A x = b for the upper part of A, in place; b, x (ld,), work (3 * ld,). Status as in factor_panel. */
+static ptrdiff_t FN(cholesky)(ptrdiff_t rank, ptrdiff_t ld, REAL *a, REAL *b, REAL epsilon, REAL *work, REAL *x) {
+    REAL *z = work, *inverse = work + ld, *diagonal = work + 2 * ld;
+    for (ptrdiff_t k = 0; k < rank; k++) diagonal[k] = a[k * ld + k];
+    for (ptrdiff_t k0 = 0; k0 < rank; k0 += HMF_SYRK_ROWS) {
+        const ptrdiff_t k1 = k0 + HMF_SYRK_ROWS < rank ? k0 + HMF_SYRK_ROWS : rank;
+        const ptrdiff_t status = FN(factor_panel)(k0, k1, ld, a, b, z, inverse, diagonal, epsilon);
+        if (status) return status;
+        if (k1 < rank) FN(syrk_upper)(k1 - k0, ld, a + k0 * ld, -1, k1, a);
+    }
+    for (ptrdiff_t j = 0; j < ld; j++) x[j] = 0;
+    for (ptrdiff_t k = rank - 1; k >= 0; k--) {
+        const ptrdiff_t start = k / LANES * LANES; /* x is still zero up to k */
+        x[k] = (z[k] - FN(dot)(ld - start, a + k * ld + start, x + start)) * inverse[k];
+    }
+    return 0;
+}
+
 #undef FN
 #undef VEC
 #undef LANES
@@ -100,3 +252,5 @@ static void FN(score)(ptrdiff_t n_users, ptrdiff_t f, const REAL *users, const R
 #undef LANE
 #undef REAL
 #undef TYPE
+#undef HMF_SQRT
+#undef HMF_HUGE

@@ -1,17 +1,28 @@
 /* kernels_portable.c - the kernels of kernels_impl.h for any processor: 16-byte vectors (SSE2, NEON) or scalars. */
 #include "kernels.h"
 
+#include <float.h>
+#include <math.h>
+
 #define HMF_BYTES 16   /* of a vector register */
 #define HMF_USERS 2    /* users x columns vectors of scores stay in the 16 registers */
 #define HMF_COLUMNS 4
+#define HMF_SYRK_ROWS 4     /* the same for tiles of a symmetric update */
+#define HMF_SYRK_COLUMNS 2
 
 #define REAL float
 #define TYPE f
+#define HMF_SQRT sqrtf
+#define HMF_HUGE FLT_MAX
 #include "kernels_impl.h"
 #define REAL double
 #define TYPE d
+#define HMF_SQRT sqrt
+#define HMF_HUGE DBL_MAX
 #include "kernels_impl.h"
 
 const hmf_kernel_table hmf_table_portable = {
     "portable", dot_f, dot_d, dot_fd, axpy_f, axpy_d, syr_f, syr_d, score_f, score_d,
+    syrk_upper_f, syrk_upper_d, weigh_f, weigh_d, gather_f, gather_d, cholesky_f, cholesky_d,
+    apply_f, apply_d,
 };

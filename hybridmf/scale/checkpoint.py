@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._io import ModelFile, encode_model, jsonable, write_atomically
+from .._files import write_atomically
+from .._io import ModelFile, encode_model, jsonable
 from ..errors import ModelFileError
 
 KEEP = 2
 """Checkpoints kept: the newest, and the one before it in case the newest cannot be read."""
 
-FREE_PARAMS = frozenset(
-    {"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state"}
-)
-"""Parameters that may differ between the run that stopped and the one that resumes: they do not change the objective."""
+FREE_PARAMS = frozenset({"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state"})
+"""Parameters that may differ between the run that stopped and the one that resumes: the objective is the same."""
 
 _NAME = re.compile(r"checkpoint-(\d{6})\.safetensors")
 
@@ -29,12 +28,12 @@ def fingerprint(matrix: sp.csr_array) -> str:
     """Short identity of the training data: shape, number of entries and a CRC-32 of the arrays."""
     crc = 0
     for array in (matrix.indptr.astype(np.int64, copy=False), matrix.indices, matrix.data):
-        crc = zlib.crc32(memoryview(np.ascontiguousarray(array)).cast("B"), crc) if array.size else crc
+        crc = zlib.crc32(np.ascontiguousarray(array).data.cast("B"), crc) if array.size else crc
     return f"{matrix.shape[0]}x{matrix.shape[1]}-{matrix.nnz}-{crc:08x}"
 
 
 def prepare(directory: str | os.PathLike[str]) -> Path:
-    """The checkpoint folder, made if it does not exist; fails before training rather than after."""
+    """Return the checkpoint folder, made if it does not exist; fails before training rather than after."""
     path = Path(directory)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"checkpoint {str(path)!r} is a file; give a folder")
@@ -46,9 +45,7 @@ def prepare(directory: str | os.PathLike[str]) -> Path:
 
 def write(directory: Path, model: Any, data: str) -> None:
     """Write the model's current state as the newest checkpoint and remove those before the last `KEEP`."""
-    write_atomically(
-        directory / f"checkpoint-{model.n_iter_:06d}.safetensors", encode_model(model, {"data": data})
-    )
+    write_atomically(directory / f"checkpoint-{model.n_iter_:06d}.safetensors", encode_model(model, {"data": data}))
     for old in _listed(directory)[:-KEEP]:
         old.unlink(missing_ok=True)
 
@@ -58,7 +55,7 @@ def _listed(directory: Path) -> list[Path]:
 
 
 def read(path: str | os.PathLike[str], model: Any, data: str) -> ModelFile:
-    """The checkpoint to resume from: a file, or the newest readable one of a folder.
+    """Find the checkpoint to resume from: a file, or the newest readable one of a folder.
 
     Raises
     ------

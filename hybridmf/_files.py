@@ -1,0 +1,117 @@
+"""Files as bytes: told apart, opened through gzip, what is wrong with them put into words; and replaced atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from .errors import RatingsError
+
+FORMATS = ("auto", "text", "csv", "tsv", "mtx", "npz", "parquet")
+"""What ``Ratings.from_file(format=)`` may say."""
+
+HEAD_BYTES = 4096
+"""Start of a file that its format and encoding are told by."""
+
+
+@contextlib.contextmanager
+def reading(path: str, encoding: str = "utf-8") -> Iterator[None]:
+    """Errors of gzip and of the decoder in words that say what to do."""
+    try:
+        yield
+    except EOFError as error:
+        raise RatingsError(f"{path} is truncated: its gzip stream ends early; copy or download it again") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise RatingsError(f"{path} is a corrupt gzip file ({error}); copy or download it again") from error
+    except UnicodeError as error:
+        raise RatingsError(
+            f"{path}{_undecodable_line(path, encoding)} is not valid {encoding} ({error}); "
+            'pass the right one, such as encoding="latin-1"'
+        ) from error
+
+
+def _undecodable_line(path: str, encoding: str) -> str:
+    if encoding.startswith(("utf-16", "utf-32")):  # a line end is more than one byte there
+        return ""
+    with open_bytes(path) as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                line.decode(encoding)
+            except UnicodeError:
+                return f", line {number}"
+    return ""
+
+
+def open_bytes(path: str) -> BinaryIO:
+    """Open for reading; gzip is told by its first two bytes, whatever the name says."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, "expected a file of ratings, got a directory", path)
+    stream = open(path, "rb")  # noqa: SIM115
+    if stream.peek(2)[:2] == b"\x1f\x8b":
+        stream.close()
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return stream
+
+
+def read_head(path: str) -> bytes:
+    """First bytes of the unpacked content, at least one."""
+    with reading(path), open_bytes(path) as stream:
+        head = stream.read(HEAD_BYTES)
+    if not head:
+        raise RatingsError(f"{path} is empty; expected ratings in one of the formats {', '.join(FORMATS[1:])}")
+    return head
+
+
+def sniff_format(path: str, head: bytes) -> str:
+    """One of `FORMATS`, by the first bytes, then by the ending of the name."""
+    for magic, format in ((b"PK\x03\x04", "npz"), (b"PAR1", "parquet"), (b"%%MatrixMarket", "mtx")):
+        if head.startswith(magic):
+            return format
+    ending = os.path.splitext(path.lower().removesuffix(".gz"))[1]
+    return {".npz": "npz", ".parquet": "parquet", ".pq": "parquet", ".mtx": "mtx"}.get(ending, "text")
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], Any]) -> None:
+    """Write `path` so that a reader, or a crash, sees the old file or the new one, never a part.
+
+    Parameters
+    ----------
+    path : path-like
+        The file gets the permissions that the umask gives to new files.
+    content : bytes or callable
+        A callable writes to the binary file it is called with, and leaves it open.
+
+    Raises
+    ------
+    IsADirectoryError, FileNotFoundError
+        `path` is a folder; its folder does not exist.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"path {str(path)!r} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} does not exist")
+    # In the same folder: a rename must not cross file systems.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)  # mkstemp's 0600 would keep others from reading the file
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,150 @@
+"""Data frames, Parquet, .npz and MatrixMarket: triplets with labels from tables, matrices from the others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import scipy.io
+import scipy.sparse as sp
+
+from ._files import open_bytes, reading
+from ._labels import MAX_VALUE, Entries, factorize
+from ._text import select_columns
+from .errors import DuplicateEntriesError, RatingsError
+
+Labels = dict[str, np.ndarray]
+"""``user_ids`` and ``item_ids``, as far as a file has them."""
+
+
+def frame_entries(frame: Any, source: str, user: Any, item: Any, value: Any) -> Entries:
+    """Entries of any frame narwhals knows; `source` is what messages call it. See `Ratings.from_frame`."""
+    import narwhals as nw
+
+    try:
+        table = nw.from_native(frame)
+    except TypeError as error:
+        raise TypeError(
+            f"frame must be a pandas, polars or pyarrow table, got {type(frame).__name__}; "
+            "matrices go through Ratings.from_matrix, arrays through Ratings.from_coo"
+        ) from error
+    names = table.collect_schema().names()
+    if value == "rating" and value not in names and len(names) == 2:
+        value = None
+    wanted = {"user": user, "item": item} | ({} if value is None else {"value": value})
+    _check_columns(source, wanted, names)
+    table = table.select(*wanted.values())
+    eager = table.collect() if isinstance(table, nw.LazyFrame) else table
+    users, user_ids = factorize(f"column {user!r} of {source}", _frame_ids(source, eager, user), "row")
+    items, item_ids = factorize(f"column {item!r} of {source}", _frame_ids(source, eager, item), "row")
+    values = np.ones(len(users), np.float32) if value is None else _frame_values(source, eager, value)
+    shape = (len(user_ids), len(item_ids))
+    return Entries(users, items, values, user_ids, item_ids, shape, source, lambda a, b: f"rows {a} and {b}")
+
+
+def _check_columns(source: str, wanted: dict[str, Any], names: list[Any]) -> None:
+    for argument, column in wanted.items():
+        if column not in names:
+            hint = "; value=None makes every entry 1" if argument == "value" else ""
+            raise RatingsError(
+                f"{source} has no column {column!r} ({argument}={column!r}); its columns are "
+                f"{', '.join(map(repr, names))}{hint}"
+            )
+    if len(set(wanted.values())) < len(wanted):
+        named = ", ".join(f"{argument}={column!r}" for argument, column in wanted.items())
+        raise ValueError(f"user, item and value must be different columns, got {named}")
+
+
+def _frame_column(source: str, table: Any, column: Any) -> Any:
+    series = table.get_column(column)
+    if series.null_count():
+        row = int(np.flatnonzero(series.is_null().to_numpy())[0])
+        raise RatingsError(f"column {column!r} of {source} is null at row {row}; remove or fill such rows")
+    return series
+
+
+def _frame_ids(source: str, table: Any, column: Any) -> np.ndarray | list[Any]:
+    series = _frame_column(source, table, column)
+    # As a list, strings cost what they are long; a NumPy array pads each one to the longest.
+    return series.to_numpy() if series.dtype.is_integer() else series.to_list()
+
+
+def _frame_values(source: str, table: Any, column: Any) -> np.ndarray:
+    given = _frame_column(source, table, column).to_numpy()
+    try:
+        if given.dtype.kind not in "fiubO":
+            raise TypeError(f"its dtype is {given.dtype}")
+        values = given.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"column {column!r} of {source} holds no real numbers ({error})") from error
+    bad = np.flatnonzero(~(np.abs(values) <= MAX_VALUE))
+    if bad.size:
+        raise RatingsError(
+            f"column {column!r} of {source} has the value {values[bad[0]]} at row {bad[0]}; values must be finite "
+            "float32 numbers: remove or replace such rows"
+        )
+    return values
+
+
+def read_parquet(path: str, user: int | str, item: int | str, value: int | str | None) -> Entries:
+    """Entries of a Parquet file, of which only the named columns are read."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ImportError(f"reading {path} needs pyarrow, which reads Parquet: pip install pyarrow") from error
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            columns = select_columns(path, tuple(names), len(names), (user, item, value))
+            selected = [None if column is None else names[column] for column in columns]
+            table = file.read(columns=[name for name in selected if name is not None])
+    except (pa.ArrowException, OSError) as error:
+        raise RatingsError(f"{path} cannot be read as Parquet ({error}); it is damaged or another format") from error
+    return frame_entries(table, path, *selected)
+
+
+def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
+    """Matrix and labels of a file of `Ratings.save` or ``scipy.sparse.save_npz``; pickles are never loaded."""
+    if not head.startswith(b"PK\x03\x04"):
+        raise RatingsError(f"{path} is no .npz file (it starts with {head[:8]!r}); write one with Ratings.save")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            names = archive.files
+            ids = {name: archive[name] for name in ("user_ids", "item_ids") if name in names}
+        matrix = sp.load_npz(path) if "format" in names else None
+    except Exception as error:  # a damaged archive fails in zipfile, zlib, NumPy or SciPy, each in several ways
+        raise RatingsError(f"{path} cannot be read as .npz ({error}); it is damaged or not one of ours") from error
+    if matrix is None:
+        raise RatingsError(
+            f"{path} holds no sparse matrix but {', '.join(names[:5]) or 'nothing'}; expected a file of Ratings.save "
+            "or scipy.sparse.save_npz (unpack other archives first)"
+        )
+    return matrix, ids
+
+
+def read_matrix_market(path: str, head: bytes) -> tuple[Any, Labels]:
+    """Matrix of a MatrixMarket file, which has no labels."""
+    if not head.startswith(b"%%MatrixMarket"):
+        raise RatingsError(f"{path} is no MatrixMarket file: line 1 must start with %%MatrixMarket, got {head[:40]!r}")
+    if b"complex" in head.split(b"\n", 1)[0].lower():
+        raise RatingsError(f"{path} holds complex values; ratings must be real (real, integer or pattern)")
+    try:
+        with reading(path), open_bytes(path) as stream:
+            return scipy.io.mmread(stream), {}
+    except RatingsError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RatingsError(f"{path} cannot be read as MatrixMarket: {error}") from error
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Put the path in front of what the block has to say of a matrix that was read from it."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        kind = DuplicateEntriesError if isinstance(error, DuplicateEntriesError) else RatingsError
+        raise kind(f"{path}: {error}") from error

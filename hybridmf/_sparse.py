@@ -1,0 +1,37 @@
+"""Parts of canonical CSR matrices, canonical again. Unlike SciPy's own, none of them widens int32 indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ._validate import make_csr
+
+
+def entry_rows(matrix: sp.csr_array) -> np.ndarray:
+    """Row of each entry, int64 of shape (nnz,)."""
+    return np.repeat(np.arange(matrix.shape[0], dtype=np.int64), np.diff(matrix.indptr))
+
+
+def keep_entries(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:
+    """Keep the entries where `mask`, shape (nnz,), is true; the shape stays. `matrix` itself where all are kept."""
+    if np.all(mask):
+        return matrix
+    before = np.zeros(len(mask) + 1, dtype=np.int64)
+    np.cumsum(mask, out=before[1:])
+    return make_csr(before[matrix.indptr], matrix.indices[mask], matrix.data[mask], matrix.shape)
+
+
+def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
+    """matrix[rows] for integer positions >= 0, repeats included; SciPy widens all indices where indptr is int64."""
+    starts = matrix.indptr[rows].astype(np.int64)
+    pointer = np.concatenate(([0], np.cumsum(matrix.indptr[rows + 1] - starts)))
+    entries = np.arange(pointer[-1]) + np.repeat(starts - pointer[:-1], np.diff(pointer))
+    return make_csr(pointer, matrix.indices[entries], matrix.data[entries], (len(rows), matrix.shape[1]))
+
+
+def as_ones(matrix: sp.csr_array, dtype: Any) -> sp.csr_array:
+    """Copy `matrix` with every value 1; the index arrays are shared."""
+    return make_csr(matrix.indptr, matrix.indices, np.ones(len(matrix.indices), dtype=dtype), matrix.shape)

@@ -1,0 +1,104 @@
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Real = TypeVar("_Real", np.float32, np.float64)  # one type for all arrays of a call
+
+RANK1: int
+BLAS3: int
+AUTO: int
+
+OK: int
+NON_FINITE: int
+NEGATIVE_CURVATURE: int
+
+GATHER_ROWS: int
+
+def instruction_set() -> str: ...
+def can_run(name: str) -> bool: ...
+def gram(factors: NDArray[_Real], n_threads: int) -> NDArray[np.float64]: ...
+def workspace_size(rank: int) -> int: ...
+def bals_workspace_size(rank: int, tile_rows: int, tile_cols: int) -> int: ...
+def cholesky_rows(
+    out: NDArray[_Real],
+    fixed: NDArray[_Real],
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    ratings: NDArray[_Real],
+    offsets: NDArray[_Real],
+    gram_matrix: NDArray[_Real],
+    ridge: NDArray[_Real],
+    scale: NDArray[np.float64],
+    order: NDArray[np.int64],
+    status: NDArray[np.int32],
+    workspace: NDArray[_Real],
+    implicit: bool,
+    alpha: float,
+    unobserved: float,
+    assembly: int,
+    epsilon: float,
+    n_threads: int,
+) -> None: ...
+def cg_rows(
+    out: NDArray[_Real],
+    fixed: NDArray[_Real],
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    ratings: NDArray[_Real],
+    offsets: NDArray[_Real],
+    gram_matrix: NDArray[_Real],
+    ridge: NDArray[_Real],
+    scale: NDArray[np.float64],
+    order: NDArray[np.int64],
+    status: NDArray[np.int32],
+    workspace: NDArray[_Real],
+    implicit: bool,
+    alpha: float,
+    unobserved: float,
+    n_steps: int,
+    n_threads: int,
+) -> None: ...
+def cholesky_bals(
+    out: NDArray[_Real],
+    fixed: NDArray[_Real],
+    values: NDArray[_Real],
+    tile_colidx: NDArray[np.int32],
+    tile_ptr: NDArray[np.int64],
+    seg_colidx: NDArray[np.int32],
+    seg_ptr: NDArray[np.int64],
+    offsets: NDArray[_Real],
+    gram_matrix: NDArray[_Real],
+    ridge: NDArray[_Real],
+    scale: NDArray[np.float64],
+    blocks: NDArray[np.int64],
+    tile_rows: int,
+    tile_cols: int,
+    status: NDArray[np.int32],
+    workspace: NDArray[_Real],
+    implicit: bool,
+    alpha: float,
+    unobserved: float,
+    epsilon: float,
+    n_threads: int,
+) -> None: ...
+def predict_pairs(
+    user_factors: NDArray[_Real],
+    item_factors: NDArray[_Real],
+    users: NDArray[np.int64],
+    items: NDArray[np.int64],
+    n_threads: int,
+) -> NDArray[np.float64]: ...
+def row_losses(
+    row_factors: NDArray[_Real],
+    column_factors: NDArray[_Real],
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    ratings: NDArray[_Real],
+    row_offsets: NDArray[np.float64],
+    column_offsets: NDArray[np.float64],
+    implicit: bool,
+    alpha: float,
+    unobserved: float,
+    n_threads: int,
+) -> NDArray[np.float64]: ...

@@ -1,0 +1,70 @@
+"""What an installation holds, and what importing it does. Runs on a checkout, an editable install and a wheel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+import hybridmf
+
+PACKAGE = Path(hybridmf.__file__).parent
+GPU_LIBRARIES = ("cuda", "cupy", "cupyx", "jax", "numba", "pycuda", "torch")
+
+
+def compiled_modules() -> list[Path]:
+    return [path for path in PACKAGE.rglob("*") if path.name.endswith(tuple(EXTENSION_SUFFIXES))]
+
+
+def run_python(*arguments: str, path: Path | None = None, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A new interpreter that finds what is in `path` first, then this hybridmf."""
+    folders = [str(folder) for folder in (path, PACKAGE.parent) if folder is not None]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    environment.pop("PYTHONWARNINGS", None)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_version_is_the_one_installed():
+    try:
+        installed = metadata.version("hybridmf")
+    except metadata.PackageNotFoundError:
+        pytest.skip("hybridmf is not installed, only built in place")
+    assert hybridmf.__version__ == installed
+
+
+def test_types_are_installed():
+    assert (PACKAGE / "py.typed").is_file()
+    modules = compiled_modules()
+    assert {path.name.split(".")[0] for path in modules} >= {"_formats", "_als", "_topk"}
+    for path in modules:
+        assert path.with_name(path.name.split(".")[0] + ".pyi").is_file(), f"{path.name} has no stub beside it"
+
+
+def test_cuda_sources_are_found_and_are_no_package():
+    folder = PACKAGE / "cuda"  # in a wheel
+    if not folder.is_dir():
+        folder = PACKAGE.parent / "cuda"  # in a checkout, which an editable install reads in place
+    assert (folder / "README.md").is_file()
+    # with one, Python started in the checkout would import it in place of NVIDIA's cuda
+    assert not list(folder.rglob("__init__.py*"))
+
+
+def test_import_is_silent_and_takes_no_gpu_library(tmp_path):
+    for name in GPU_LIBRARIES:  # stand-ins, because what is not installed cannot be caught; no except clause stops them
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')")
+    result = run_python("-W", "error", "-c", "import hybridmf", path=tmp_path, cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_gpu_stand_ins_are_seen(tmp_path):
+    (tmp_path / "cupy.py").write_text("raise SystemExit('cupy was imported')")
+    code = "try:\n    import cupy\nexcept Exception:\n    pass\nimport hybridmf"
+    result = run_python("-c", code, path=tmp_path, cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.strip() == "cupy was imported"
