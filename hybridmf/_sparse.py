@@ -1,4 +1,4 @@
-"""Parts of canonical CSR matrices, canonical again. Unlike SciPy's own, none of them widens int32 indices."""
+"""Parts of canonical CSR matrices, canonical again, with int32 indices whatever the dtype of indptr."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ def keep_entries(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:
 
 
 def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
-    """matrix[rows] for integer positions >= 0, repeats included; SciPy widens all indices where indptr is int64."""
-    starts = matrix.indptr[rows].astype(np.int64)
+    """matrix[rows] for integer positions >= 0, repeats included."""
+    if matrix.indptr.dtype == matrix.indices.dtype:
+        return matrix[rows]
+    # SciPy would first widen all indices of the matrix to the int64 of its indptr.
+    starts = matrix.indptr[rows]
     pointer = np.concatenate(([0], np.cumsum(matrix.indptr[rows + 1] - starts)))
     entries = np.arange(pointer[-1]) + np.repeat(starts - pointer[:-1], np.diff(pointer))
     return make_csr(pointer, matrix.indices[entries], matrix.data[entries], (len(rows), matrix.shape[1]))

@@ -69,6 +69,10 @@ cdef Py_ssize_t _GATHER_ROWS = 256
 # Bytes of the rows gathered for one symmetric update: two thirds of a 48 KB L1, the rest is for tiles of A.
 cdef Py_ssize_t SIMD_GATHER_BYTES = 32 * 1024
 
+# Entries whose weights are computed at a time in conjugate gradients.
+cdef enum:
+    CG_CHUNK = 256
+
 # Largest rank our Cholesky solves; beyond it A leaves L2 and LAPACK's larger blocks win.
 cdef Py_ssize_t OWN_CHOLESKY_RANK = 512
 
@@ -268,11 +272,41 @@ cdef int32_t _finish_system(Py_ssize_t rank, real* a, real* b, real* diagonal, r
     return status
 
 
+cdef void _apply_system(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix, const real* ridge, double scale,
+        bint residual,                      # out = b - A p instead of A p
+        const real* p,
+        real* weight,                       # scratch (2 * CG_CHUNK,)
+        real* out) noexcept nogil:          # OUT (rank,)
+    """out = A p, or b - A p, without forming A: one pass over the row's entries and one over the Gram matrix."""
+    cdef real sign = <real> (-1.0 if residual else 1.0)
+    cdef real* target = weight + CG_CHUNK
+    cdef Py_ssize_t j, k, n, start = 0
+    for j in range(rank):
+        out[j] = <real> (sign * scale * ridge[j] * p[j])
+    if gram_matrix != NULL:
+        for j in range(rank):
+            axpy(table, rank, sign * p[j], gram_matrix + j * rank, out)
+    while start < n_entries:
+        n = min(CG_CHUNK, n_entries - start)
+        for k in range(n):
+            weight[k] = <real> _weight(how, ratings[start + k])
+        if residual:
+            for k in range(n):
+                target[k] = <real> _target(how, ratings[start + k],
+                                           offsets[columns[start + k]] if offsets != NULL else 0.0)
+        apply_rows(table, n, rank, fixed, columns + start, <const real*> weight,
+                   <const real*> target if residual else NULL, sign, p, out)
+        start += n
+
+
 cdef int32_t _conjugate_gradient(
         const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
         const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
         const real* gram_matrix, const real* ridge, double scale, int n_steps,
-        real* work,                         # scratch (3 * rank,)
+        real* work,                         # scratch (3 * rank + 2 * CG_CHUNK,)
         real* x) noexcept nogil:            # IN OUT (rank,) warm start -> solution
     """`n_steps` of conjugate gradients on A x = b from the x given; A is never formed.
 
@@ -281,21 +315,12 @@ cdef int32_t _conjugate_gradient(
     cdef real* r = work
     cdef real* p = work + rank
     cdef real* ap = work + 2 * rank
-    cdef Py_ssize_t j, k
+    cdef real* weight = work + 3 * rank
+    cdef Py_ssize_t j
     cdef int step
     cdef double rr, rr_first, rr_next, curvature, length
-    cdef const real* y
-    # r = b - A x
-    for j in range(rank):
-        r[j] = <real> (-scale * ridge[j] * x[j])
-    if gram_matrix != NULL:
-        for j in range(rank):
-            axpy(table, rank, -x[j], gram_matrix + j * rank, r)
-    for k in range(n_entries):
-        y = fixed + columns[k] * rank
-        axpy(table, rank,
-             <real> (_target(how, ratings[k], offsets[columns[k]] if offsets != NULL else 0.0)
-                     - _weight(how, ratings[k]) * dot(table, rank, y, <const real*> x)), y, r)
+    _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, True,
+                  <const real*> x, weight, r)
     memcpy(p, r, rank * sizeof(real))
     rr = dot(table, rank, <const real*> r, <const real*> r)
     rr_first = rr
@@ -304,14 +329,8 @@ cdef int32_t _conjugate_gradient(
     for step in range(n_steps):
         if rr <= 1e-20 * rr_first or rr == 0:
             break
-        for j in range(rank):
-            ap[j] = <real> (scale * ridge[j] * p[j])
-        if gram_matrix != NULL:
-            for j in range(rank):
-                axpy(table, rank, p[j], gram_matrix + j * rank, ap)
-        for k in range(n_entries):
-            y = fixed + columns[k] * rank
-            axpy(table, rank, <real> (_weight(how, ratings[k]) * dot(table, rank, y, <const real*> p)), y, ap)
+        _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, False,
+                      <const real*> p, weight, ap)
         curvature = dot(table, rank, <const real*> p, <const real*> ap)
         if curvature <= 0:
             return _NEGATIVE_CURVATURE
@@ -358,7 +377,7 @@ cdef Py_ssize_t _simd_add(
         else:
             for k in range(n):
                 target[k] = ratings[start + k] - (offsets[columns[start + k]] if offsets != NULL else <real> 0.0)
-        gather(table, n, rank, ld, fixed, columns + start, n_entries - start,
+        gather(table, n, rank, ld, fixed, rank, columns + start, n_entries - start,
                <const real*> root if how.implicit else NULL, <const real*> target, v, b)
         syrk_upper(table, n, ld, <const real*> v, sign, 0, a)
         start += n
@@ -414,7 +433,7 @@ cdef int32_t _simd_row(
 def workspace_size(Py_ssize_t rank, Py_ssize_t itemsize):
     """Elements of scratch one thread needs in `cholesky_rows` and `cg_rows`: A, b, gathered rows and their weights."""
     cdef Py_ssize_t ld = _padded(rank)
-    return ld * ld + 6 * ld + max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2))
+    return ld * ld + 6 * ld + max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2), 2 * CG_CHUNK)
 
 
 cdef inline Py_ssize_t _row_workspace(Py_ssize_t rank) noexcept nogil:

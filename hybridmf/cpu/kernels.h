@@ -42,18 +42,21 @@ typedef struct {
                          float *target);
     ptrdiff_t (*weigh_d)(ptrdiff_t n, const double *ratings, double alpha, double unobserved, double sign,
                          double *root, double *target);
-    /* v[k] = root[k] * fixed[columns[k]], zero-padded to ld; b += target[k] * fixed[columns[k]]; columns is readable
-     * up to n_ahead for prefetching */
-    void (*gather_f)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const float *fixed, const int32_t *columns,
-                     ptrdiff_t n_ahead, const float *root, const float *target, float *v, float *b);
-    void (*gather_d)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const double *fixed, const int32_t *columns,
-                     ptrdiff_t n_ahead, const double *root, const double *target, double *v, double *b);
+    /* v[k] = root[k] * y_k, zero-padded to ld; b += target[k] * y_k; y_k: rank elements at fixed + columns[k] stride;
+     * columns is readable up to n_ahead for prefetching */
+    void (*gather_f)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const float *fixed, ptrdiff_t stride,
+                     const int32_t *columns, ptrdiff_t n_ahead, const float *root, const float *target, float *v,
+                     float *b);
+    void (*gather_d)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const double *fixed, ptrdiff_t stride,
+                     const int32_t *columns, ptrdiff_t n_ahead, const double *root, const double *target, double *v,
+                     double *b);
     /* solve the system whose upper part is in a (destroyed, as is b); 0, the order of the failing leading minor,
      * or -1 for a pivot that is not finite; work (3 * ld) */
     ptrdiff_t (*cholesky_f)(ptrdiff_t rank, ptrdiff_t ld, float *a, float *b, float epsilon, float *work, float *x);
     ptrdiff_t (*cholesky_d)(ptrdiff_t rank, ptrdiff_t ld, double *a, double *b, double epsilon, double *work,
                             double *x);
-    /* out += sum_k (target[k] + sign weight[k] (y_k . p)) y_k over rows columns[k] of fixed; target NULL: 0 */
+    /* out += sum_k (target[k] + sign weight[k] (y_k . p)) y_k over rows columns[k] of fixed; weight NULL: 1,
+     * target NULL: 0 */
     void (*apply_f)(ptrdiff_t n, ptrdiff_t rank, const float *fixed, const int32_t *columns, const float *weight,
                     const float *target, float sign, const float *p, float *out);
     void (*apply_d)(ptrdiff_t n, ptrdiff_t rank, const double *fixed, const int32_t *columns, const double *weight,

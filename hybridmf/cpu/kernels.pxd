@@ -34,10 +34,10 @@ cdef extern from "kernels.h" nogil:
                               float* root, float* target) noexcept nogil
         Py_ssize_t (*weigh_d)(Py_ssize_t n, const double* ratings, double alpha, double unobserved, double sign,
                               double* root, double* target) noexcept nogil
-        void (*gather_f)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const float* fixed, const int32_t* columns,
-                         Py_ssize_t n_ahead, const float* root, const float* target, float* v, float* b) noexcept nogil
-        void (*gather_d)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const double* fixed, const int32_t* columns,
-                         Py_ssize_t n_ahead, const double* root, const double* target, double* v,
+        void (*gather_f)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const float* fixed, Py_ssize_t stride,
+                         const int32_t* columns, Py_ssize_t n_ahead, const float* root, const float* target, float* v, float* b) noexcept nogil
+        void (*gather_d)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const double* fixed, Py_ssize_t stride,
+                         const int32_t* columns, Py_ssize_t n_ahead, const double* root, const double* target, double* v,
                          double* b) noexcept nogil
         Py_ssize_t (*cholesky_f)(Py_ssize_t rank, Py_ssize_t ld, float* a, float* b, float epsilon, float* work,
                                  float* x) noexcept nogil
@@ -108,12 +108,12 @@ cdef inline Py_ssize_t weigh(const hmf_kernel_table* table, Py_ssize_t n, const 
 
 
 cdef inline void gather(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld,
-                        const real* fixed, const int32_t* columns, Py_ssize_t n_ahead, const real* root,
+                        const real* fixed, Py_ssize_t stride, const int32_t* columns, Py_ssize_t n_ahead, const real* root,
                         const real* target, real* v, real* b) noexcept nogil:
     if real is float:
-        table.gather_f(n, rank, ld, fixed, columns, n_ahead, root, target, v, b)
+        table.gather_f(n, rank, ld, fixed, stride, columns, n_ahead, root, target, v, b)
     else:
-        table.gather_d(n, rank, ld, fixed, columns, n_ahead, root, target, v, b)
+        table.gather_d(n, rank, ld, fixed, stride, columns, n_ahead, root, target, v, b)
 
 
 cdef inline Py_ssize_t cholesky(const hmf_kernel_table* table, Py_ssize_t rank, Py_ssize_t ld, real* a, real* b,

@@ -16,7 +16,10 @@
 #undef HMF_PREFETCH
 #define HMF_PREFETCH(address) ((void)(address))
 #endif
-enum { HMF_AHEAD = 8 }; /* entries between a prefetch and its use: about the latency of L3 at rank 64 */
+enum {
+    HMF_AHEAD = 8,   /* entries between a prefetch and its use: about the latency of L3 at rank 64 */
+    HMF_TOGETHER = 4 /* rows of one step of apply */
+};
 
 /* products of floats are exact in double; eight chains, which the compiler puts into vectors */
 static double dot_fd(ptrdiff_t n, const float *a, const float *b) {
@@ -45,6 +48,19 @@ typedef REAL VEC;
 #define LANE(v, l) (v)
 #endif
 
+HMF_INLINE void FN(prefetch_row)(const REAL *row, ptrdiff_t n) {
+    for (ptrdiff_t byte = 0; byte < n * (ptrdiff_t)sizeof(REAL); byte += 64) HMF_PREFETCH((const char *)row + byte);
+}
+
+/* sum of the lanes, as a tree */
+HMF_INLINE REAL FN(total)(VEC v) {
+    REAL part[HMF_BYTES / sizeof(REAL)];
+    for (int l = 0; l < LANES; l++) part[l] = LANE(v, l);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int l = 0; l < width; l++) part[l] += part[l + width];
+    return part[0];
+}
+
 static REAL FN(dot)(ptrdiff_t n, const REAL *a, const REAL *b) {
     VEC even = SPLAT(0), odd = SPLAT(0); /* two chains hide part of the multiply-add latency */
     ptrdiff_t k = 0;
@@ -52,9 +68,11 @@ static REAL FN(dot)(ptrdiff_t n, const REAL *a, const REAL *b) {
         even += *(const VEC *)(a + k) * *(const VEC *)(b + k);
         odd += *(const VEC *)(a + k + LANES) * *(const VEC *)(b + k + LANES);
     }
-    even += odd;
-    REAL sum = 0;
-    for (ptrdiff_t l = 0; l < LANES; l++) sum += LANE(even, l);
+    if (k + LANES <= n) {
+        even += *(const VEC *)(a + k) * *(const VEC *)(b + k);
+        k += LANES;
+    }
+    REAL sum = FN(total)(even + odd);
     for (; k < n; k++) sum += a[k] * b[k];
     return sum;
 }
@@ -160,30 +178,60 @@ static ptrdiff_t FN(weigh)(ptrdiff_t n, const REAL *ratings, REAL alpha, REAL un
     return opposite;
 }
 
-/* out += sum_k (target[k] + sign * weight[k] * (y_k . p)) y_k over the given rows y_k of `fixed`; target NULL: 0. */
+/* out += sum_k (target[k] + sign * weight[k] * (y_k . p)) y_k over rows columns[k] of `fixed`; weight NULL: 1,
+ * target NULL: 0. HMF_TOGETHER rows share each pass over p and out. */
+HMF_INLINE void FN(apply_few)(const int rows, ptrdiff_t rank, const REAL *const *y, const REAL *weight,
+                              const REAL *target, REAL sign, const REAL *p, REAL *out) {
+    const ptrdiff_t whole = rank / LANES * LANES;
+    REAL factor[HMF_TOGETHER];
+    VEC sum[HMF_TOGETHER];
+    for (int r = 0; r < rows; r++) sum[r] = SPLAT(0);
+    for (ptrdiff_t j = 0; j < whole; j += LANES) {
+        const VEC part = *(const VEC *)(p + j);
+        for (int r = 0; r < rows; r++) sum[r] += part * *(const VEC *)(y[r] + j);
+    }
+    for (int r = 0; r < rows; r++) {
+        factor[r] = FN(total)(sum[r]);
+        for (ptrdiff_t j = whole; j < rank; j++) factor[r] += p[j] * y[r][j];
+        factor[r] = (target ? target[r] : 0) + sign * (weight ? weight[r] : 1) * factor[r];
+    }
+    for (ptrdiff_t j = 0; j < whole; j += LANES) {
+        VEC total = *(const VEC *)(out + j);
+        for (int r = 0; r < rows; r++) total += SPLAT(factor[r]) * *(const VEC *)(y[r] + j);
+        *(VEC *)(out + j) = total;
+    }
+    for (ptrdiff_t j = whole; j < rank; j++)
+        for (int r = 0; r < rows; r++) out[j] += factor[r] * y[r][j];
+}
+
 static void FN(apply)(ptrdiff_t n, ptrdiff_t rank, const REAL *fixed, const int32_t *columns, const REAL *weight,
                       const REAL *target, REAL sign, const REAL *p, REAL *out) {
-    for (ptrdiff_t k = 0; k < n; k++) {
-        const REAL *y = fixed + columns[k] * rank;
-        if (k + HMF_AHEAD < n) {
-            const char *next = (const char *)(fixed + columns[k + HMF_AHEAD] * rank);
-            for (ptrdiff_t byte = 0; byte < rank * (ptrdiff_t)sizeof(REAL); byte += 64) HMF_PREFETCH(next + byte);
+    const REAL *y[HMF_TOGETHER];
+    ptrdiff_t k = 0;
+    for (; k + HMF_TOGETHER <= n; k += HMF_TOGETHER) {
+        for (int r = 0; r < HMF_TOGETHER; r++) {
+            y[r] = fixed + columns[k + r] * rank;
+            if (k + r + HMF_AHEAD < n)
+                FN(prefetch_row)(fixed + columns[k + r + HMF_AHEAD] * rank, rank);
         }
-        FN(axpy)(rank, (target ? target[k] : 0) + sign * weight[k] * FN(dot)(rank, y, p), y, out);
+        FN(apply_few)(HMF_TOGETHER, rank, y, weight ? weight + k : NULL, target ? target + k : NULL, sign, p, out);
+    }
+    for (; k < n; k++) {
+        y[0] = fixed + columns[k] * rank;
+        FN(apply_few)(1, rank, y, weight ? weight + k : NULL, target ? target + k : NULL, sign, p, out);
     }
 }
 
-/* v[k] = root[k] * row columns[k] of `fixed` (root NULL: 1), padded with zeros to ld; b += target[k] * that row. */
-static void FN(gather)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const REAL *fixed, const int32_t *columns,
-                       ptrdiff_t n_ahead, const REAL *root, const REAL *target, REAL *v, REAL *b) {
+/* v[k] = root[k] * (rank elements at fixed + columns[k] * stride; root NULL: 1), padded with zeros to ld;
+ * b += target[k] * those elements. */
+static void FN(gather)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const REAL *fixed, ptrdiff_t stride,
+                       const int32_t *columns, ptrdiff_t n_ahead, const REAL *root, const REAL *target, REAL *v,
+                       REAL *b) {
     const ptrdiff_t whole = rank / LANES * LANES;
     for (ptrdiff_t k = 0; k < n; k++) {
-        const REAL *y = fixed + columns[k] * rank;
+        const REAL *y = fixed + columns[k] * stride;
         REAL *out = v + k * ld;
-        if (k + HMF_AHEAD < n_ahead) {
-            const char *next = (const char *)(fixed + columns[k + HMF_AHEAD] * rank);
-            for (ptrdiff_t byte = 0; byte < rank * (ptrdiff_t)sizeof(REAL); byte += 64) HMF_PREFETCH(next + byte);
-        }
+        if (k + HMF_AHEAD < n_ahead) FN(prefetch_row)(fixed + columns[k + HMF_AHEAD] * stride, rank);
         const VEC scale = SPLAT(root ? root[k] : (REAL)1), weight = SPLAT(target[k]);
         for (ptrdiff_t j = 0; j < whole; j += LANES) {
             const VEC part = *(const VEC *)(y + j);
