@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hybridmf")
 
 CPU_ASSEMBLIES = ("auto", "simd", "rank1", "blas3", "bals")
-SOLVERS = ("cholesky", "cg")
+SOLVERS = ("cholesky", "cg", "subspace")
 PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
 DTYPES = ("float32", "float64")
 REORDERINGS = ("auto", "none", "rows", "columns", "both")
@@ -48,6 +48,7 @@ class Settings:
     dtype: str
     num_threads: int
     device: str
+    block_size: int
 
     @classmethod
     def check(
@@ -62,6 +63,7 @@ class Settings:
         dtype: Any,
         num_threads: Any,
         device: Any,
+        block_size: Any,
     ) -> Settings:
         """Judge each hyperparameter by itself; the plan judges combinations."""
         if isinstance(reorder, bool):
@@ -79,6 +81,7 @@ class Settings:
             dtype=check_choice("dtype", name, DTYPES),
             num_threads=check_threads(num_threads),
             device=check_choice("device", device, dispatch.DEVICES),
+            block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
         )
 
 
@@ -99,7 +102,7 @@ class Plan:
         Columns of the systems that are solved: `factors`, plus one for a bias.
     solver, assembly, reorder, precision, dtype : str
         What was decided; never "auto".
-    cg_steps, num_threads : int
+    cg_steps, block_size, num_threads : int
     instruction_set : str
         Vector kernels in use.
     tile_rows, tile_cols : int
@@ -122,6 +125,7 @@ class Plan:
     feedback: str
     solver: str
     cg_steps: int
+    block_size: int
     assembly: str
     reorder: str
     precision: str
@@ -145,15 +149,24 @@ class Plan:
 
     @property
     def flops_per_iteration(self) -> float:
-        """Useful work of one exact iteration: nnz f (f + 1) a half sweep and f^3/3 + 2 f^2 a solve (CG: 4 nnz f a step)."""
+        """Useful work of one iteration: nnz f (f + 1) a half sweep and f^3/3 + 2 f^2 a solve.
+
+        CG takes 4 nnz f a step, subspaces a block where the exact solver takes f.
+        """
         f, rows = self.rank, self.n_users + self.n_items
         if self.solver == "cg":
             gram = 2.0 * rows * f * f if self.feedback == "implicit" else 0.0
             return (self.cg_steps + 1) * (8.0 * self.nnz * f + gram)
+        if self.solver == "subspace":
+            block = self.block_size
+            return 2.0 * self.nnz * f * (block + 7) + rows * f * (block**2 / 3 + 4.0 * f)
         return 2.0 * self.nnz * f * (f + 1) + rows * (f**3 / 3 + 2.0 * f * f)
 
     def __str__(self) -> str:
-        solver = f"cg, {self.cg_steps} steps" if self.solver == "cg" else f"{self.solver}, assembly {self.assembly}"
+        solver = {
+            "cg": f"cg, {self.cg_steps} steps",
+            "subspace": f"subspace, {self.block_size} coordinates at a time",
+        }.get(self.solver, f"{self.solver}, assembly {self.assembly}")
         if self.tile_rows:
             solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
         lines = [
@@ -195,8 +208,11 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
     rank = settings.factors + (1 if objective.biases else 0)
     itemsize = np.dtype(settings.dtype).itemsize
     assembly = "simd" if settings.assembly == "auto" else settings.assembly
-    if settings.solver == "cg" and assembly == "bals":
-        raise ValueError('assembly="bals" builds normal equations, solver="cg" does without; choose one of them')
+    if settings.solver != "cholesky" and settings.assembly not in ("auto", "simd"):
+        raise ValueError(
+            f"assembly={settings.assembly!r} is for solver='cholesky'; solver={settings.solver!r} has its own kernels: "
+            'use assembly="auto"'
+        )
     tile_rows = tile_cols = 0
     if assembly == "bals":
         tile_rows = int(np.clip(L2_ACCUMULATORS // ((rank * rank + rank) * itemsize), 4, 256))
@@ -214,6 +230,7 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         feedback=objective.feedback,
         solver=settings.solver,
         cg_steps=settings.cg_steps,
+        block_size=min(settings.block_size, rank),
         assembly=assembly,
         reorder=reorder,
         precision="float32" if device == "cpu" else settings.precision,

@@ -26,6 +26,7 @@ class _ALS(FactorModel):
             dtype=self.dtype,
             num_threads=self.num_threads,
             device=self.device,
+            block_size=self.block_size,
         )
 
     def _solver(self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State) -> Solver:
@@ -50,8 +51,9 @@ class ImplicitALS(_ALS):
         with its ``alpha=1`` for the same model.
     iterations : int
         Full sweeps; each solves the items, then the users.
-    solver : {"cholesky", "cg"}
-        Exact, or `cg_steps` conjugate gradient steps from the previous factors.
+    solver : {"cholesky", "cg", "subspace"}
+        Exact; or `cg_steps` conjugate gradient steps from the previous factors; or exact over `block_size` coordinates
+        after another (iALS++: Rendle, Krichene, Zhang and Koren 2021), both warm-started.
     device : {"auto", "cpu", "cuda"}
         "auto" takes the best there is and logs why; "cuda" raises where it cannot be served.
     regularization_scaling : {"none", "count"} or float
@@ -73,6 +75,8 @@ class ImplicitALS(_ALS):
         Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
     random_state : int, Generator or None
         Seed of the initial factors.
+    block_size : int
+        Coordinates of one step of ``solver="subspace"``; from `factors` on it is the exact solver.
 
     Attributes
     ----------
@@ -117,6 +121,7 @@ class ImplicitALS(_ALS):
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        block_size: int = 32,
     ) -> None:
         self.factors = factors
         self.regularization = regularization
@@ -133,6 +138,7 @@ class ImplicitALS(_ALS):
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.block_size = block_size
 
     def _objective(self) -> Objective:
         return Objective.implicit(
@@ -157,7 +163,7 @@ class ExplicitALS(_ALS):
     biases : bool
         Fit the mean mu (kept at the training mean) and user and item biases, solved together with the factors and
         not penalized.
-    iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state
+    iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, block_size
         As for `ImplicitALS`.
 
     Attributes
@@ -194,6 +200,7 @@ class ExplicitALS(_ALS):
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        block_size: int = 32,
     ) -> None:
         self.factors = factors
         self.regularization = regularization
@@ -209,6 +216,7 @@ class ExplicitALS(_ALS):
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.block_size = block_size
 
     def _objective(self) -> Objective:
         return Objective.explicit(self.regularization, self.regularization_scaling, self.biases)

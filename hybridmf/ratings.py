@@ -20,7 +20,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from . import _formats
-from ._files import FORMATS, open_bytes, read_head, reading, sniff_format, write_atomically
+from ._files import FORMATS, read_head, sniff_format, write_atomically
 from ._labels import (
     Entries,
     as_vector,
@@ -47,9 +47,6 @@ from ._validate import (
     make_csr,
 )
 from .errors import DuplicateEntriesError, RatingsError
-
-# cli.py still takes these from here.
-_open_bytes, _reading, _write_atomically = open_bytes, reading, write_atomically
 
 
 class Ratings:

@@ -38,7 +38,7 @@ OBJECTIVES = {
 def plan_for(objective: Objective, shape, nnz: int, *, rank: int, tiles: tuple[int, int] | None = None, **given):
     options = dict(
         factors=rank, solver="cholesky", cg_steps=3, assembly="auto", reorder="none", precision="float32",
-        dtype="float32", num_threads=2, device="cpu",
+        dtype="float32", num_threads=2, device="cpu", block_size=32,
     )  # fmt: skip
     plan = make_plan(objective, Settings.check(**(options | given)), shape, nnz)
     return plan if tiles is None else replace(plan, tile_rows=tiles[0], tile_cols=tiles[1])
@@ -62,6 +62,23 @@ def solve(matrix, objective, rank, dtype="float32", start=None, **given):
     solved = HalfSweep("user", matrix, objective, plan).solve(fixed, mean, start)
     expected = reference.half_sweep(matrix.astype(np.float64), fixed, mean, objective)
     return solved, expected
+
+
+def dense_system(matrix, row: int, fixed: Factors, mean: float, objective: Objective):
+    """(A, b) of one row in float64, the bias last."""
+    columns = matrix.indices[slice(*matrix.indptr[row : row + 2])]
+    values = matrix.data[slice(*matrix.indptr[row : row + 2])].astype(float)
+    rank = fixed.matrix.shape[1]
+    design = fixed.matrix.astype(float)
+    confidence, target = reference._weights(objective, values)
+    if objective.biases:
+        design = np.column_stack([design, np.ones(len(design))])
+        target = target - mean - fixed.bias[columns]
+    weight = np.full(len(design), objective.unobserved_weight if objective.is_implicit else 0.0)
+    weight[columns] = confidence
+    ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling)
+    ridge[rank:] = 0
+    return design.T @ (weight[:, None] * design) + np.diag(ridge), design[columns].T @ (confidence * target)
 
 
 # --------------------------------------------------------------------------------------------------- half sweeps
@@ -188,21 +205,11 @@ def test_cg_is_textbook_conjugate_gradients(name, steps, warm):
     fixed = random_factors(40, rank, np.float64, objective.biases)
     mean = float(as_csr(matrix, dtype=np.float64).data.mean()) if objective.biases else 0.0
     for row in (0, 7, 59):
-        columns = matrix.indices[slice(*matrix.indptr[row : row + 2])]
-        values = matrix.data[slice(*matrix.indptr[row : row + 2])].astype(float)
-        design = np.column_stack([fixed.matrix, np.ones((40, width - rank))])
-        confidence, target = reference._weights(objective, values)
-        if objective.biases:
-            target = target - mean - fixed.bias[columns]
-        weight = np.full(40, objective.unobserved_weight if objective.is_implicit else 0.0)
-        weight[columns] = confidence
-        ridge = np.full(width, objective.regularization * len(columns) ** objective.scaling)
-        ridge[rank:] = 0
-        A = design.T @ (weight[:, None] * design) + np.diag(ridge)
+        A, b = dense_system(matrix, row, fixed, mean, objective)
         first = np.zeros(width)
         if start is not None:
             first = np.append(start.matrix[row], start.bias[row : row + 1] if objective.biases else [])
-        expected = reference.conjugate_gradient(A, design[columns].T @ (confidence * target), first, steps)
+        expected = reference.conjugate_gradient(A, b, first, steps)
         np.testing.assert_allclose(solved.matrix[row], expected[:rank], rtol=1e-6, atol=1e-8)
 
 
@@ -215,11 +222,49 @@ def test_cg_steps_matter_and_converge_to_the_exact_solution():
     assert errors[3] < 1e-8
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("block", [1, 3, 8, 9, 20])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_subspaces_are_minimized_one_after_another(name, block, dtype):
+    """Each block of coordinates is set to its exact minimizer given the others (iALS++), in float64 NumPy."""
+    objective, rank = OBJECTIVES[name], 9
+    width = rank + objective.biases
+    matrix = as_csr(planted(), dtype=dtype)
+    start = random_factors(60, rank, dtype, objective.biases, seed=5)
+    solved, exact = solve(matrix, objective, rank, dtype, solver="subspace", block_size=block, start=start)
+    fixed = random_factors(40, rank, dtype, objective.biases)
+    mean = float(matrix.data.mean()) if objective.biases else 0.0
+    for row in (0, 7, 59):
+        A, b = dense_system(matrix, row, fixed, mean, objective)
+        x = np.append(start.matrix[row], start.bias[row : row + 1] if objective.biases else []).astype(float)
+        for first in range(0, width, block):
+            part = slice(first, first + block)
+            x[part] += np.linalg.solve(A[part, part], (b - A @ x)[part])
+        tolerance = 1e-3 if dtype == "float32" else 1e-8
+        np.testing.assert_allclose(solved.matrix[row], x[:rank], rtol=tolerance, atol=tolerance)
+    if block >= width:
+        np.testing.assert_allclose(solved.matrix, exact.matrix, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("cls", [hmf.ImplicitALS, hmf.ExplicitALS])
+def test_subspace_fit_lowers_the_loss_every_iteration_towards_the_exact_ones(cls):
+    fits = {}
+    for solver in ("subspace", "cholesky"):
+        model = cls(factors=8, solver=solver, block_size=3, iterations=40, random_state=0, dtype="float64")
+        model.fit(planted(), callback=lambda model, record: None)
+        fits[solver] = [record["objective"] for record in model.history_]
+        assert all(b <= a * (1 + 1e-12) for a, b in zip(fits[solver], fits[solver][1:], strict=False))
+    assert fits["subspace"][-1] == pytest.approx(fits["cholesky"][-1], rel=0.05)
+
+
 # ------------------------------------------------------------------------------------------------------- laws
 
 
 @pytest.mark.parametrize("cls", [hmf.ImplicitALS, hmf.ExplicitALS])
-@pytest.mark.parametrize("options", [{}, {"assembly": "rank1"}, {"assembly": "bals"}, {"solver": "cg"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"assembly": "rank1"}, {"assembly": "bals"}, {"solver": "cg"}, {"solver": "subspace", "block_size": 4}],
+)
 def test_thread_count_changes_no_bit(cls, options):
     matrix = planted(300, 200, 0.1)
     fits = [
@@ -297,16 +342,9 @@ def test_normal_equations_hold_to_rounding(cls, assembly):
     """The gradient of the objective with respect to every user is zero, relative to its terms."""
     matrix = as_csr(planted(), dtype=np.float64)
     model = cls(factors=6, iterations=2, assembly=assembly, dtype="float64", random_state=0, device="cpu").fit(matrix)
-    X, Y = model.user_factors_, model.item_factors_
-    objective = model._objective()
+    X = model.user_factors_
     for row in (0, 11, 59):
-        columns = matrix.indices[slice(*matrix.indptr[row : row + 2])]
-        confidence, target = reference._weights(objective, matrix.data[slice(*matrix.indptr[row : row + 2])])
-        weight = np.full(40, objective.unobserved_weight if objective.is_implicit else 0.0)
-        weight[columns] = confidence
-        A = Y.T @ (weight[:, None] * Y)
-        A += objective.regularization * len(columns) ** objective.scaling * np.eye(6)
-        b = Y[columns].T @ (confidence * target)
+        A, b = dense_system(matrix, row, Factors(model.item_factors_), 0.0, model._objective())
         residual = np.linalg.norm(A @ X[row] - b)
         assert residual <= 6 * 10 * np.finfo(float).eps * np.linalg.norm(A) * np.linalg.norm(X[row])
 

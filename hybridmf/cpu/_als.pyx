@@ -360,14 +360,26 @@ cdef inline Py_ssize_t _simd_rows(Py_ssize_t ld, Py_ssize_t itemsize) noexcept n
     return max(32, min(512, SIMD_GATHER_BYTES // (ld * itemsize)))
 
 
-cdef Py_ssize_t _simd_add(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+cdef void _simd_add(
+        const hmf_kernel_table* table, Weights how,
+        Py_ssize_t width, Py_ssize_t stride,   # elements of a row that take part, and from row to row
         const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
-        real sign,                          # 1: rows of positive weight; -1: subtract those of negative weight
+        const real* predicted,              # IN   (n_entries,) what the model predicts already, or NULL
         real* v,                            # scratch: gathered rows, then their roots and targets
         real* a, real* b) noexcept nogil:   # IN OUT
-    """A += w y y^T and b += t y for the entries whose weight has the given sign; returns how many have the other."""
-    cdef Py_ssize_t ld = _padded(rank), chunk = _simd_rows(ld, sizeof(real)), start = 0, n, k, n_opposite = 0
+    """A += w y y^T, b += (t - w predicted) y."""
+    # Confidences below the unobserved weight make negative weights: those rows take a second pass that subtracts.
+    if _simd_pass(table, how, width, stride, fixed, columns, ratings, offsets, n_entries, predicted, <real> 1.0, v, a, b):
+        _simd_pass(table, how, width, stride, fixed, columns, ratings, offsets, n_entries, predicted, <real> -1.0, v, a,
+                   b)
+
+
+cdef Py_ssize_t _simd_pass(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t width, Py_ssize_t stride,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* predicted, real sign, real* v, real* a, real* b) noexcept nogil:
+    """`_simd_add` for the entries whose weight has the given sign; returns how many have the other."""
+    cdef Py_ssize_t ld = _padded(width), chunk = _simd_rows(ld, sizeof(real)), start = 0, n, k, n_opposite = 0
     cdef real* root = v + chunk * ld
     cdef real* target = root + chunk
     while start < n_entries:
@@ -377,7 +389,10 @@ cdef Py_ssize_t _simd_add(
         else:
             for k in range(n):
                 target[k] = ratings[start + k] - (offsets[columns[start + k]] if offsets != NULL else <real> 0.0)
-        gather(table, n, rank, ld, fixed, rank, columns + start, n_entries - start,
+        if predicted != NULL:
+            for k in range(n):
+                target[k] -= (sign * root[k] * root[k] if how.implicit else <real> 1.0) * predicted[start + k]
+        gather(table, n, width, ld, fixed, stride, columns + start, n_entries - start,
                <const real*> root if how.implicit else NULL, <const real*> target, v, b)
         syrk_upper(table, n, ld, <const real*> v, sign, 0, a)
         start += n
@@ -408,9 +423,7 @@ cdef int32_t _simd_row(
     for j in range(rank):
         a[j * ld + j] += <real> (scale * ridge[j])
     memset(b, 0, ld * sizeof(real))
-    if _simd_add(table, how, rank, fixed, columns, ratings, offsets, n_entries, <real> 1.0, v, a, b):
-        # some confidence is below the unobserved weight: those rows are subtracted
-        _simd_add(table, how, rank, fixed, columns, ratings, offsets, n_entries, <real> -1.0, v, a, b)
+    _simd_add(table, how, rank, rank, fixed, columns, ratings, offsets, n_entries, NULL, v, a, b)
     if rank > OWN_CHOLESKY_RANK:
         for j in range(rank):
             x[j] = a[j * ld + j]
@@ -425,6 +438,49 @@ cdef int32_t _simd_row(
     if status == 0:
         memcpy(out, x, rank * sizeof(real))
     return status
+
+
+cdef int32_t _subspace_row(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank, Py_ssize_t block,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix, const real* ridge, double scale, real epsilon,
+        real* work,                # scratch (subspace_workspace_size(rank, block, n_entries),)
+        real* x) noexcept nogil:   # IN OUT (rank,)
+    """iALS++: exact minimization over `block` coordinates of x after another (Rendle et al. 2021, Alg. 2)."""
+    cdef Py_ssize_t first = 0, width, ld, j, k
+    cdef real* predicted = work
+    cdef real* a = work + n_entries
+    cdef real* b
+    cdef real* step
+    cdef int32_t status
+    for k in range(n_entries):
+        predicted[k] = dot(table, rank, fixed + columns[k] * rank, <const real*> x)
+    while first < rank:
+        width = min(block, rank - first)
+        ld = _padded(width)
+        b = a + ld * ld
+        step = b + ld
+        memset(a, 0, (ld * ld + ld) * sizeof(real))
+        for j in range(width):
+            if gram_matrix != NULL:
+                memcpy(a + j * ld, gram_matrix + (first + j) * rank + first, width * sizeof(real))
+                b[j] = -dot(table, rank, gram_matrix + (first + j) * rank, <const real*> x)
+            a[j * ld + j] += <real> (scale * ridge[first + j])
+            b[j] -= <real> (scale * ridge[first + j] * x[first + j])
+        _simd_add(table, how, width, rank, fixed + first, columns, ratings, offsets, n_entries, <const real*> predicted,
+                  step + 4 * ld, a, b)
+        status = <int32_t> cholesky(table, width, ld, a, b, epsilon, step + ld, step)
+        if status != 0:
+            return <int32_t> (status + first) if status > 0 else status
+        for j in range(width):
+            x[first + j] += step[j]
+            if not isfinite(x[first + j]):
+                return _NON_FINITE
+        if first + width < rank:
+            for k in range(n_entries):
+                predicted[k] += dot(table, width, fixed + columns[k] * rank + first, <const real*> step)
+        first += width
+    return 0
 
 
 # ---------------------------------------------------------------------------------------------------- half sweeps
@@ -516,6 +572,37 @@ def cg_rows(
             status[row] = _conjugate_gradient(
                 table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
                 indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], n_steps,
+                &workspace[hmf_thread_id(), 0], &out[row, 0])
+
+
+def subspace_workspace_size(Py_ssize_t rank, Py_ssize_t block, Py_ssize_t itemsize, Py_ssize_t longest):
+    """Elements of scratch one thread needs in `subspace_rows`; `longest` entries in the longest row."""
+    return longest + workspace_size(min(rank, block), itemsize)
+
+
+def subspace_rows(
+        real[:, ::1] out,                 # IN OUT (n_rows, rank) start -> solution
+        const real[:, ::1] fixed, const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,
+        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
+        const int64_t[::1] order, int32_t[::1] status,
+        real[:, ::1] workspace,           # scratch (n_threads, subspace_workspace_size(...))
+        bint implicit, double alpha, double unobserved, Py_ssize_t block, double epsilon, int n_threads):
+    """One pass over the coordinate blocks of each row in `order`, from `out`; rows without entries are set to zero."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Py_ssize_t rank = fixed.shape[1], position, row
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
+                           num_threads=n_threads):
+        row = order[position]
+        if indptr[row + 1] == indptr[row]:
+            memset(&out[row, 0], 0, rank * sizeof(real))
+            status[row] = 0
+        else:
+            status[row] = _subspace_row(
+                table, how, rank, block, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row],
+                offset_pointer, indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], <real> epsilon,
                 &workspace[hmf_thread_id(), 0], &out[row, 0])
 
 

@@ -91,7 +91,7 @@ class HalfSweep:
         mean : float
             Mean rating (0 without biases).
         start : Factors, optional
-            Where conjugate gradients start; zero if not given.
+            Where solvers that are not exact start; zero if not given.
         gram : array, shape (rank, rank), optional
             `weighted_gram` of the fixed factors, if it is known already.
 
@@ -107,7 +107,7 @@ class HalfSweep:
             margin = _als.padded_rank(plan.rank) - plan.rank
             gram = np.pad(gram, (0, margin))
         out = np.zeros((len(self), plan.rank), dtype=design.dtype)
-        if plan.solver == "cg" and start is not None:
+        if plan.solver != "cholesky" and start is not None:
             out[:, : plan.factors] = start.matrix
             if start.bias is not None:
                 out[:, plan.factors] = start.bias
@@ -126,29 +126,23 @@ class HalfSweep:
         return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
 
     def _solve_rows(self, out: np.ndarray, design: np.ndarray, arguments: tuple, status: np.ndarray) -> None:
-        plan, objective = self.plan, self.objective
+        plan, objective, threads = self.plan, self.objective, self.plan.num_threads
         csr = (self.indptr, self.indices, self.ratings)
         weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
-        workspace = np.empty((plan.num_threads, _als.workspace_size(plan.rank, out.itemsize)), dtype=out.dtype)
+        size = _als.workspace_size(plan.rank, out.itemsize)
+        if plan.solver == "subspace":
+            longest = int(self.degrees.max(initial=0))
+            size = _als.subspace_workspace_size(plan.rank, plan.block_size, out.itemsize, longest)
+        workspace = np.empty((threads, size), dtype=out.dtype)
+        epsilon = self._epsilon(out.dtype)
         for rows in self._batches(self.order, self.degrees):
+            common = (out, design, *csr, *arguments, rows, status, workspace, *weights)
             if plan.solver == "cg":
-                _als.cg_rows(
-                    out, design, *csr, *arguments, rows, status, workspace, *weights, plan.cg_steps, plan.num_threads
-                )
+                _als.cg_rows(*common, plan.cg_steps, threads)
+            elif plan.solver == "subspace":
+                _als.subspace_rows(*common, plan.block_size, epsilon, threads)
             else:
-                _als.cholesky_rows(
-                    out,
-                    design,
-                    *csr,
-                    *arguments,
-                    rows,
-                    status,
-                    workspace,
-                    *weights,
-                    ASSEMBLY_CODES[plan.assembly],
-                    self._epsilon(out.dtype),
-                    plan.num_threads,
-                )
+                _als.cholesky_rows(*common, ASSEMBLY_CODES[plan.assembly], epsilon, threads)
 
     def _solve_bals(self, out: np.ndarray, design: np.ndarray, arguments: tuple, status: np.ndarray) -> None:
         plan, objective, bals = self.plan, self.objective, self.bals
