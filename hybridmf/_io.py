@@ -85,7 +85,17 @@ def encode_model(model: Any, extra: dict[str, Any] | None = None, *, include_see
         "params": json.dumps(jsonable(model.get_params(deep=False))),
         "state": json.dumps(summary),
     }
-    return safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, metadata)
+    return _ordered(safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, metadata))
+
+
+def _ordered(content: bytes) -> bytes:
+    """A safetensors file with its metadata in order: the library leaves it to a hash map, and one model, one file."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors stay aligned
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
 class ModelFile:

@@ -17,7 +17,7 @@ from ._sparse import as_ones, keep_entries, take_rows
 from ._validate import as_csr, check_bool, check_choice, check_ids, check_int, check_shape, csr_arrays
 from .cpu import _als
 from .cpu.als import HalfSweep, objective_value, weighted_gram
-from .cpu.topk import top_k
+from .cpu.topk import PackedItems, top_k
 from .errors import RatingsError
 from .formats import transpose
 
@@ -169,13 +169,14 @@ class ServingMixin:
             seen = self._seen_rows(users, user_items)
         elif user_items is not None:
             self._seen_rows(users, user_items)  # judged all the same: a wrong matrix is a mistake worth hearing of
+        threads = self.plan_.num_threads
         ids, scores = top_k(
             self._scoring_factors("user", users),
-            self._cached("scoring_items", lambda: self._scoring_factors("item")),
+            self._cached("scoring_items", lambda: PackedItems(self._scoring_factors("item"), None, threads)),
             N,
             seen=seen,
             candidates=self._candidates(items, filter_items),
-            num_threads=self.plan_.num_threads,
+            num_threads=threads,
         )
         return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
 
@@ -225,11 +226,13 @@ class ServingMixin:
 
     def _similar(self, side: Side, name: str, ids: Any, N: int) -> tuple[np.ndarray, np.ndarray]:
         check_is_fitted(self)
-        factors = self._cached(f"normalized_{side}", lambda: _normalized(self._state.side(side).matrix))
-        positions = check_ids(name, ids, len(factors), f"n_{side}s")
-        found, scores = top_k(
-            factors[positions], factors, check_int("N", N, 1), num_threads=self.plan_.num_threads
+        threads = self.plan_.num_threads
+        packed = self._cached(
+            f"normalized_{side}", lambda: PackedItems(_normalized(self._state.side(side).matrix), None, threads)
         )
+        factors = packed.items
+        positions = check_ids(name, ids, len(factors), f"n_{side}s")
+        found, scores = top_k(factors[positions], packed, check_int("N", N, 1), num_threads=threads)
         return (found[0], scores[0]) if np.ndim(ids) == 0 else (found, scores)
 
     def _cached(self, key: str, compute: Any) -> Any:

@@ -26,6 +26,9 @@ from .errors import RatingsError
 
 __all__ = ["BalsMatrix", "Reordered", "degree_order", "reorder", "transpose"]
 
+MAX_SEGMENTS = 2**36
+"""Segments of one BalsMatrix: 256 GB of pointers, beyond which narrow tiles are a mistake."""
+
 
 def _sorted_csr(csr: Any) -> sp.csr_array:
     """A float CSR matrix with sorted rows; layouts are built from what is there, so nothing is sorted silently."""
@@ -229,17 +232,17 @@ class BalsMatrix:
         RatingsError
             Unsorted or corrupt CSR.
         ValueError
-            A tile size below 1, or so small that the segment pointers alone need more than 2^40 elements.
+            A tile size below 1, or tiles so narrow that there are more than `MAX_SEGMENTS` segments.
         """
         csr = _sorted_csr(csr)
         n_rows, n_cols = csr.shape
         tile_rows = check_int("tile_rows", tile_rows, 1)
         tile_cols = check_int("tile_cols", tile_cols, 1, MAX_AXIS)
         n_tile_cols, n_blocks = -(-n_cols // tile_cols), -(-n_rows // tile_rows)
-        if n_rows * n_tile_cols > 2**40:
+        if n_rows * n_tile_cols > MAX_SEGMENTS:
             raise ValueError(
-                f"tile_cols={tile_cols} gives {n_rows} x {n_tile_cols} segments, whose pointers alone exceed 4 TB; "
-                "choose wider tiles"
+                f"tile_cols={tile_cols} gives {n_rows} x {n_tile_cols} segments, more than {MAX_SEGMENTS}: their "
+                "pointers alone would fill the memory; choose wider tiles"
             )
         offsets = index_pointer_dtype(csr.nnz)
         seg_ptr = np.empty(n_rows * n_tile_cols + 1, dtype=offsets)

@@ -144,6 +144,7 @@ def test_the_constructor_only_stores(cls):
 
 
 @pytest.mark.parametrize("cls", ESTIMATORS)
+@pytest.mark.xfail(strict=True, reason="BUG: set_output does nothing: scikit-learn wraps only methods its mixin's subclasses define")
 def test_pandas_output(cls):
     frame = pd.DataFrame(planted().toarray(), columns=[f"i{k}" for k in range(40)], index=[f"u{k}" for k in range(60)])
     model = cls(factors=3, iterations=2, random_state=0, num_threads=1).set_output(transform="pandas")
@@ -152,6 +153,7 @@ def test_pandas_output(cls):
         assert list(factors.columns) == [f"{cls.__name__.lower()}{k}" for k in range(3)]
         assert list(factors.index) == list(frame.index)
         np.testing.assert_array_equal(factors.to_numpy(), model.user_factors_)
+    assert isinstance(model.set_output(transform="default").transform(frame), np.ndarray)
     assert model.transform(planted()).shape == (60, 3)
 
 

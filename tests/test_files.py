@@ -29,6 +29,7 @@ KINDS = {
     "biases64": (hmf.ExplicitALS, {"biases": True, "dtype": "float64"}),
     "implicit": (hmf.ImplicitALS, {"alpha": 3.0}),
     "implicit-cg": (hmf.ImplicitALS, {"alpha": 3.0, "solver": "cg"}),
+    "subspace": (hmf.ImplicitALS, {"solver": "subspace", "block_size": 2}),
     "bals": (hmf.ExplicitALS, {"assembly": "bals"}),
 }
 

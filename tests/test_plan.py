@@ -200,7 +200,7 @@ def test_bals_tiles_stay_within_their_bounds(factors, dtype):
 def test_combinations_that_make_no_sense():
     with pytest.raises(ValueError, match=says("precision='tf32' needs a GPU", 'on device="cpu" use precision="float32"')):
         plan_of(precision="tf32")
-    with pytest.raises(ValueError, match=says('assembly="bals" builds normal equations, solver="cg" does without')):
+    with pytest.raises(ValueError, match=says("assembly='bals'", "solver='cg'")):
         plan_of(assembly="bals", solver="cg")
     for options in ({"precision": "tf32"}, {"assembly": "bals", "solver": "cg"}):
         with pytest.raises(ValueError, match=next(iter(options))):

@@ -34,6 +34,7 @@ KINDS = {
     "implicit64": (hmf.ImplicitALS, {"dtype": "float64"}),
     "biases64": (hmf.ExplicitALS, {"biases": True, "dtype": "float64"}),
 }
+INEXACT = ({"solver": "cg"}, {"solver": "subspace", "block_size": 2})
 
 
 def says(*parts: str) -> str:
@@ -445,8 +446,9 @@ def test_fold_in_is_the_reference(kind):
         np.testing.assert_allclose(model.user_bias_[:9], expected.bias, rtol=2e-3, atol=2e-3)
 
 
-def test_cg_models_fold_in_exactly():
-    model = fitted("implicit64", solver="cg", cg_steps=1)
+@pytest.mark.parametrize("options", INEXACT)
+def test_models_of_inexact_solvers_fold_in_exactly(options):
+    model = fitted("implicit64", **options)
     expected = reference.half_sweep(planted(), model._state.item, 0.0, model._objective())
     np.testing.assert_allclose(model.transform(planted()), expected.matrix, rtol=1e-8, atol=1e-10)
 

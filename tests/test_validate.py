@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf import _validate
+from hybridmf._plan import CPU_ASSEMBLIES, PRECISIONS, REORDERINGS, SOLVERS
 from hybridmf._validate import (
     MAX_FACTORS,
     as_csr,
@@ -437,6 +438,10 @@ def test_implicit_feedback_of_explicit_zeros_only_has_no_entries():
 # ---------------------------------------------------------------------------------------------------- hyperparameters
 
 
+def known(names: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, names))
+
+
 COMMON = [
     ("factors", 0, ValueError, "1 <= factors <= 2048, got 0"),
     ("factors", -5, ValueError, "1 <= factors <= 2048, got -5"),
@@ -456,20 +461,22 @@ COMMON = [
     ("regularization_scaling", -1.0, ValueError, "regularization_scaling must be >= 0, got -1"),
     ("regularization_scaling", NAN, ValueError, "regularization_scaling must be finite, got nan"),
     ("regularization_scaling", None, TypeError, "regularization_scaling must be a real number, got None"),
-    ("solver", "lu", ValueError, "solver must be one of 'cholesky', 'cg'; got 'lu'"),
-    ("solver", None, ValueError, "solver must be one of 'cholesky', 'cg'; got None"),
+    ("solver", "lu", ValueError, f"solver must be one of {known(SOLVERS)}; got 'lu'"),
+    ("solver", None, ValueError, f"solver must be one of {known(SOLVERS)}; got None"),
     ("device", "gpu", ValueError, "device must be one of 'auto', 'cpu', 'cuda'; got 'gpu'"),
     ("device", ["cuda:0"], ValueError, "device must be one of 'auto', 'cpu', 'cuda'; got ['cuda:0']"),
-    ("assembly", "fast", ValueError, "assembly must be one of 'auto', 'rank1', 'blas3', 'bals'; got 'fast'"),
+    ("assembly", "fast", ValueError, f"assembly must be one of {known(CPU_ASSEMBLIES)}; got 'fast'"),
     ("assembly", "mo_als", ValueError, "got 'mo_als'. GPU assemblies are not in this version"),
     ("assembly", "sparse_syrk", ValueError, "got 'sparse_syrk'. GPU assemblies are not in this version"),
-    ("reorder", "degree", ValueError, "reorder must be one of 'auto', 'none', 'rows', 'columns', 'both'; got 'degree'"),
-    ("reorder", 1, ValueError, "reorder must be one of 'auto', 'none', 'rows', 'columns', 'both'; got 1"),
-    ("precision", "fp32", ValueError, "precision must be one of 'float32', 'bf16x3', 'tf32', 'bf16', 'float16'; got"),
+    ("reorder", "degree", ValueError, f"reorder must be one of {known(REORDERINGS)}; got 'degree'"),
+    ("reorder", 1, ValueError, f"reorder must be one of {known(REORDERINGS)}; got 1"),
+    ("precision", "fp32", ValueError, f"precision must be one of {known(PRECISIONS)}; got 'fp32'"),
     ("dtype", "float16", ValueError, "dtype must be one of 'float32', 'float64'; got 'float16'"),
     ("dtype", np.int32, ValueError, "dtype must be one of 'float32', 'float64'; got 'int32'"),
     ("cg_steps", 0, ValueError, "cg_steps must satisfy cg_steps >= 1, got 0"),
     ("cg_steps", 3.0, TypeError, "cg_steps must be an integer, got 3.0"),
+    ("block_size", 0, ValueError, "1 <= block_size <= 2048, got 0"),
+    ("block_size", 8.0, TypeError, "block_size must be an integer, got 8.0"),
     ("num_threads", 0, ValueError, "1 <= num_threads <= 4096, got 0"),
     ("num_threads", True, TypeError, "num_threads must be an integer, got True"),
     ("random_state", -1, ValueError, "random_state must be >= 0, got -1"),

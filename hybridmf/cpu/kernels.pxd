@@ -49,6 +49,10 @@ cdef extern from "kernels.h" nogil:
         void (*apply_d)(Py_ssize_t n, Py_ssize_t rank, const double* fixed, const int32_t* columns,
                         const double* weight, const double* target, double sign, const double* p,
                         double* out) noexcept nogil
+        Py_ssize_t (*first_at_least_f)(Py_ssize_t n, const float* scores, float threshold,
+                                       Py_ssize_t start) noexcept nogil
+        Py_ssize_t (*first_at_least_d)(Py_ssize_t n, const double* scores, double threshold,
+                                       Py_ssize_t start) noexcept nogil
 
     const hmf_kernel_table* hmf_kernels() noexcept
     const hmf_kernel_table* hmf_kernels_named(const char* name) noexcept
@@ -131,3 +135,11 @@ cdef inline void apply_rows(const hmf_kernel_table* table, Py_ssize_t n, Py_ssiz
         table.apply_f(n, rank, fixed, columns, weight, target, sign, p, out)
     else:
         table.apply_d(n, rank, fixed, columns, weight, target, sign, p, out)
+
+
+cdef inline Py_ssize_t first_at_least(const hmf_kernel_table* table, Py_ssize_t n, const real* scores, real threshold,
+                                      Py_ssize_t start) noexcept nogil:
+    if real is float:
+        return table.first_at_least_f(n, scores, threshold, start)
+    else:
+        return table.first_at_least_d(n, scores, threshold, start)

@@ -115,6 +115,20 @@ static void FN(score)(ptrdiff_t n_users, ptrdiff_t f, const REAL *users, const R
     for (; u < n_users; u++) FN(score_rows)(1, f, users + u * f, panel, out + u * stride, stride);
 }
 
+/* First i >= start with scores[i] >= threshold, or n. */
+static ptrdiff_t FN(first_at_least)(ptrdiff_t n, const REAL *scores, REAL threshold, ptrdiff_t start) {
+    enum { GROUP = 32 };
+    ptrdiff_t i = start;
+    for (; i + GROUP <= n; i += GROUP) { /* no branch inside: most groups hold nothing */
+        int any = 0;
+        for (int l = 0; l < GROUP; l++) any |= scores[i + l] >= threshold;
+        if (any) break;
+    }
+    for (; i < n; i++)
+        if (scores[i] >= threshold) return i;
+    return n;
+}
+
 /* ---- symmetric rank-k update and Cholesky of one small system -------------------------------------------------
  *
  * A is row-major, ld x ld with ld a multiple of HMF_PAD, and only A[i][j] with j >= i counts. Rows and columns from
