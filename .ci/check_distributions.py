@@ -48,4 +48,4 @@ def check_wheel(source: Path, wheel: str) -> list[str]:
 
 if __name__ == "__main__":
     problems = check_sdist(Path(sys.argv[1]), sys.argv[2]) + check_wheel(Path(sys.argv[1]), sys.argv[3])
-    sys.exit("\n".join(problems))
+    sys.exit("\n".join(problems) or 0)

@@ -85,7 +85,7 @@ def code_of(text: str) -> str:
     return "\n".join([*inline, *(block.text for block in blocks_of(text))])
 
 
-def test_blocks_are_found_with_what_stands_above_them():
+def test_blocks_are_found_with_what_stands_above_them() -> None:
     page = "a\n<!-- not run: slow -->\n```python\nx = 1\n```\n\nprints\n\n```text\n1\n2\n```\n```python\n```\n"
     code, output, empty = blocks_of(page)
     assert (code.language, code.text, code.line, code.left_out, code.is_output) == ("python", "x = 1\n", 3, True, False)
@@ -136,7 +136,7 @@ def _close(printed: str, shown: str) -> bool:
         ("[0 2 1]", "[0 2 1]"),
     ],
 )
-def test_same_output_accepts(printed, shown):
+def test_same_output_accepts(printed: str, shown: str) -> None:
     assert same_output(printed, shown)
 
 
@@ -152,7 +152,7 @@ def test_same_output_accepts(printed, shown):
         ("1.05 x", "1.05 y"),
     ],
 )
-def test_same_output_refuses(printed, shown):
+def test_same_output_refuses(printed: str, shown: str) -> None:
     assert not same_output(printed, shown)
 
 
@@ -181,8 +181,11 @@ def write_rating_files() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in RUN_ELSEWHERE], ids=by_name)
-def test_examples_run_and_print_what_the_page_shows(page, tmp_path, monkeypatch):
+def test_examples_run_and_print_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny fits: a second thread only waits; no bit depends on it
     write_rating_files()
     languages = ("python", "bash") if page.name in COMMAND_PAGES else ("python",)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -196,7 +199,7 @@ def test_examples_run_and_print_what_the_page_shows(page, tmp_path, monkeypatch)
             printed = None if block.left_out else run(block, page.name, namespace)
 
 
-def test_every_page_is_covered():
+def test_every_page_is_covered() -> None:
     """What the tests above rest on: pages are found, and those that teach by example have examples."""
     names = {page.name for page in PAGES}
     assert {"index.md", "quickstart.md", "methods.md", "bals-format.md", "systems.md", *RUN_ELSEWHERE} <= names
@@ -215,7 +218,7 @@ def anchors_of(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_anchors():
+def test_anchors() -> None:
     assert anchors_of("# The BALS format\n\n## Saving, and `load`\n```\n# no\n```\n") == {
         "the-bals-format",
         "saving-and-load",
@@ -223,7 +226,7 @@ def test_anchors():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_relative_links_resolve(page):
+def test_relative_links_resolve(page: Path) -> None:
     for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose_of(page.read_text(encoding="utf-8"))):
         if link.startswith(("http://", "https://", "mailto:")):
             continue
@@ -239,11 +242,11 @@ def all_code() -> str:
 
 
 @pytest.mark.parametrize("name", hmf.__all__)
-def test_public_names_are_documented(name):
+def test_public_names_are_documented(name: str) -> None:
     assert re.search(rf"\b(?:hmf|hybridmf)\.{name}\b|^{name}\b", all_code(), flags=re.MULTILINE)
 
 
-def test_errors_and_formats_are_documented():
+def test_errors_and_formats_are_documented() -> None:
     classes = [name for name, value in vars(hmf.errors).items() if inspect.isclass(value)]
     code = all_code()
     missing = [name for name in [*classes, *hmf.formats.__all__] if not re.search(rf"\b{name}\b", code)]
@@ -251,12 +254,12 @@ def test_errors_and_formats_are_documented():
 
 
 @pytest.mark.parametrize("cls", [hmf.ImplicitALS, hmf.ExplicitALS])
-def test_every_parameter_is_in_methods(cls):
+def test_every_parameter_is_in_methods(cls: type) -> None:
     code = code_of((ROOT / "docs" / "methods.md").read_text(encoding="utf-8"))
     assert not [name for name in cls().get_params() if not re.search(rf"\b{name}\b", code)]
 
 
-def test_every_method_of_a_model_is_documented():
+def test_every_method_of_a_model_is_documented() -> None:
     code = all_code()
     names = [name for name, value in inspect.getmembers(hmf.ImplicitALS, inspect.isfunction) if value.__doc__]
     ours = [name for name in names if getattr(hmf.ImplicitALS, name).__module__.startswith("hybridmf")]
@@ -266,12 +269,12 @@ def test_every_method_of_a_model_is_documented():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_cited_tests_exist(page):
+def test_cited_tests_exist(page: Path) -> None:
     for file, name in re.findall(r"\b(test_\w+\.py)::(\w+)", page.read_text(encoding="utf-8")):
         tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"no {file}::{name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_no_page_names_a_place_on_somebodys_machine(page):
+def test_no_page_names_a_place_on_somebodys_machine(page: Path) -> None:
     assert not re.search(r"(?<![\w.])/(?:work|tmp|root|home|mnt)/", page.read_text(encoding="utf-8"))

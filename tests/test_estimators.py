@@ -15,7 +15,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import hybridmf as hmf
 
-SMALL = {"factors": 2, "iterations": 2, "num_threads": 1}
+SMALL = {"factors": 2, "iterations": 1, "num_threads": 1}
 ESTIMATORS = (hmf.ExplicitALS, hmf.ImplicitALS)
 
 
@@ -25,7 +25,7 @@ ESTIMATORS = (hmf.ExplicitALS, hmf.ImplicitALS)
         hmf.ExplicitALS(**SMALL, biases=True, solver="cg"),
         hmf.ExplicitALS(**SMALL, biases=True, assembly="bals", dtype="float64"),
         hmf.ImplicitALS(**SMALL),
-        hmf.ImplicitALS(**SMALL, solver="cg", regularization_scaling="count", reorder="both"),
+        hmf.ImplicitALS(**SMALL, solver="subspace", regularization_scaling="count", reorder="both"),
     ]
 )
 def test_scikit_learn_checks(estimator, check):
@@ -33,8 +33,8 @@ def test_scikit_learn_checks(estimator, check):
 
 
 def search(cls, matrix, cv, **grid):
-    grid = grid or {"regularization": [0.01, 0.3, 30.0], "factors": [2, 4]}
-    model = cls(iterations=3, random_state=0, device="cpu", num_threads=1)
+    grid = grid or {"regularization": [0.01, 30.0], "factors": [2, 4]}
+    model = cls(iterations=2, random_state=0, device="cpu", num_threads=1)
     return GridSearchCV(model, grid, cv=cv, error_score="raise").fit(matrix)
 
 
@@ -47,7 +47,7 @@ def test_grid_search(cls, cv):
     assert np.isfinite(scores).all()
     np.testing.assert_array_equal(scores[0], scores[1])
     np.testing.assert_array_equal(scores[0], scores[2])
-    assert len(np.unique(scores[0])) >= 4
+    assert len(np.unique(scores[0])) >= 3
     for one in found.values():
         assert one.best_score_ == scores[0].max()
         assert one.best_estimator_.n_users == matrix.shape[0]
@@ -66,7 +66,9 @@ def test_search_scores_are_those_of_new_users():
             assert score == model.score(matrix[test], users="new")
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: cv=2 on ratings without gaps scores the training users on other users' ratings")
+@pytest.mark.xfail(
+    strict=True, reason="BUG: cv=2 on ratings without gaps scores the training users on other users' ratings"
+)
 def test_search_scores_of_dense_ratings_are_those_of_new_users():
     matrix = np.random.default_rng(0).integers(1, 6, (40, 12)).astype(float)
     score = cross_val_score(hmf.ExplicitALS(**SMALL, random_state=0), matrix, cv=2)[0]
@@ -74,7 +76,9 @@ def test_search_scores_of_dense_ratings_are_those_of_new_users():
     assert score == model.score(matrix[:20], users="new")
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: implicit models score 0 on their own training data, so train scores say nothing")
+@pytest.mark.xfail(
+    strict=True, reason="BUG: implicit models score 0 on their own training data, so train scores say nothing"
+)
 def test_train_scores_of_implicit_feedback():
     model = hmf.ImplicitALS(**SMALL, random_state=0)
     found = GridSearchCV(model, {"alpha": [1.0, 9.0]}, cv=2, return_train_score=True).fit(planted(density=0.4))
@@ -89,11 +93,11 @@ def test_train_scores_of_implicit_feedback():
         ("biases", np.array([True, False])),
         pytest.param(
             "solver", np.array(["cholesky", "cg"]),
-            marks=pytest.mark.xfail(strict=True, reason="BUG: check_choice refuses np.str_, which grids of NumPy arrays hold"),
+            marks=pytest.mark.xfail(strict=True, reason="BUG: check_choice refuses np.str_, as grids of arrays hold"),
         ),
         pytest.param(
             "reorder", np.array([True, False]),
-            marks=pytest.mark.xfail(strict=True, reason="BUG: Settings.check turns bool but not np.bool_ into both / none"),
+            marks=pytest.mark.xfail(strict=True, reason="BUG: Settings.check takes bool but not np.bool_"),
         ),
     ],
 )  # fmt: skip
@@ -144,7 +148,9 @@ def test_the_constructor_only_stores(cls):
 
 
 @pytest.mark.parametrize("cls", ESTIMATORS)
-@pytest.mark.xfail(strict=True, reason="BUG: set_output does nothing: scikit-learn wraps only methods its mixin's subclasses define")
+@pytest.mark.xfail(
+    strict=True, reason="BUG: set_output does nothing: only methods of the mixin's subclasses are wrapped"
+)
 def test_pandas_output(cls):
     frame = pd.DataFrame(planted().toarray(), columns=[f"i{k}" for k in range(40)], index=[f"u{k}" for k in range(60)])
     model = cls(factors=3, iterations=2, random_state=0, num_threads=1).set_output(transform="pandas")

@@ -76,7 +76,9 @@ def test_with_gpus(machine):
     assert dispatch.gpu_status() == (True, "GPU number 0, GPU number 1")
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: gpu_status 'never raises', but find_spec does for a module without __spec__")
+@pytest.mark.xfail(
+    strict=True, reason="BUG: gpu_status 'never raises', but find_spec does for a module without __spec__"
+)
 def test_a_cupy_without_a_spec(machine):
     machine(types.ModuleType("cupy"))
     usable, _ = dispatch.gpu_status()
@@ -107,7 +109,9 @@ def test_cuda_that_cannot_be_served_is_refused_with_the_cause(machine, cupy, cau
     assert not hasattr(model, "plan_")
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: the DeviceError has CuPy's error in words only; STYLE wants the cause chained")
+@pytest.mark.xfail(
+    strict=True, reason="BUG: the DeviceError has CuPy's error in words only; STYLE wants the cause chained"
+)
 def test_the_original_cause_is_chained(machine):
     error = RuntimeError("no driver")
     machine(fake_cupy(error=error))
@@ -198,7 +202,9 @@ def test_bals_tiles_stay_within_their_bounds(factors, dtype):
 
 
 def test_combinations_that_make_no_sense():
-    with pytest.raises(ValueError, match=says("precision='tf32' needs a GPU", 'on device="cpu" use precision="float32"')):
+    with pytest.raises(
+        ValueError, match=says("precision='tf32' needs a GPU", 'on device="cpu" use precision="float32"')
+    ):
         plan_of(precision="tf32")
     with pytest.raises(ValueError, match=says("assembly='bals'", "solver='cg'")):
         plan_of(assembly="bals", solver="cg")
@@ -228,7 +234,11 @@ def test_gpu_precision_on_auto_is_a_note(machine):
         ({"shape": (3, 2.5), "nnz": 1}, TypeError, ("shape[1] must be an integer, got 2.5",)),
         ({"shape": (3, 3), "nnz": -1}, ValueError, ("nnz must satisfy nnz >= 0, got -1",)),
         ({"shape": (3, 3), "nnz": "1"}, TypeError, ("nnz must be an integer, got '1'",)),
-        ({"shape": (3, 3), "nnz": 1, "model": hmf.ExplicitALS(factors=0)}, ValueError, ("1 <= factors <= 2048, got 0",)),
+        (
+            {"shape": (3, 3), "nnz": 1, "model": hmf.ExplicitALS(factors=0)},
+            ValueError,
+            ("1 <= factors <= 2048, got 0",),
+        ),
     ],
 )
 def test_plan_refuses(arguments, kind, parts):
@@ -249,7 +259,7 @@ def test_plan_refuses(arguments, kind, parts):
 )
 @pytest.mark.xfail(strict=True, reason="BUG: hmf.plan takes it, or Python's own error names no argument")
 def test_plan_refuses_by_name(arguments):
-    with pytest.raises((TypeError, ValueError), match="shape|nnz|model must"):
+    with pytest.raises((TypeError, ValueError), match=r"shape|nnz|model must"):
         hmf.plan(**arguments)
 
 
@@ -272,6 +282,8 @@ def test_flops():
     assert plan_of(factors=10, biases=True).flops_per_iteration > plan.flops_per_iteration
     steps = [plan_of(factors=10, solver="cg", cg_steps=k).flops_per_iteration for k in (1, 3)]
     assert steps[1] == 2 * steps[0]
+    blocks = [plan_of(factors=10, solver="subspace", block_size=k).flops_per_iteration for k in (2, 5)]
+    assert 0 < blocks[0] < blocks[1]
     implicit = plan_of(hmf.ImplicitALS(factors=10, solver="cg", cg_steps=3, device="cpu"))
     assert implicit.flops_per_iteration == pytest.approx(4 * (8 * 20_000 * 10 + 2 * 1500 * 100))
 
@@ -315,7 +327,7 @@ CASES = [
     (hmf.ImplicitALS, {"factors": 16}),
     pytest.param(
         hmf.ImplicitALS, {"factors": 256},
-        marks=pytest.mark.xfail(strict=True, reason="BUG: the scratch of _als.gram, threads x 2048 x rank x 8 B, is left out"),
+        marks=pytest.mark.xfail(strict=True, reason="BUG: the scratch of _als.gram (threads x 2048 rows) is left out"),
     ),
 ]  # fmt: skip
 
@@ -341,7 +353,7 @@ def test_check_memory(monkeypatch):
     monkeypatch.setattr(_plan, "available_memory", lambda: None)
     check_memory(plan)
     monkeypatch.setattr(_plan, "available_memory", lambda: plan.total_bytes - 1)
-    parts = ("the fit needs about", "MiB are free", "ratings", "factors", "workspace", "use fewer factors, dtype='float32'")
+    parts = ("the fit needs about", "MiB are free", "ratings", "factors", "workspace", "use fewer factors, dtype=")
     with pytest.raises(MemoryBudgetError, match=says(*parts)):
         check_memory(plan)
 
@@ -390,7 +402,7 @@ def test_config(machine):
     }  # fmt: skip
     assert config["hybridmf"] == hmf.__version__
     assert config["numpy"] == np.__version__
-    assert 1 <= config["threads"]
+    assert config["threads"] >= 1
     assert config["instruction_set"] == _als.instruction_set()
     assert config["gpu"] is None
     assert config["gpu_reason"].startswith("CuPy is not installed")

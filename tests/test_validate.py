@@ -122,7 +122,9 @@ def test_check_bool_returns_python_bools():
 
 @pytest.mark.parametrize("value", ["lu", "Cholesky", None, 1, True, ["cg"], b"cg"])
 def test_check_choice_lists_what_is_known(value):
-    with pytest.raises(ValueError, match=says("solver must be one of 'cholesky', 'cg'; got", repr(value), ". Try both")):
+    with pytest.raises(
+        ValueError, match=says("solver must be one of 'cholesky', 'cg'; got", repr(value), ". Try both")
+    ):
         check_choice("solver", value, ("cholesky", "cg"), "Try both")
 
 
@@ -283,7 +285,10 @@ def test_object_values_that_are_no_numbers_are_refused(value):
         ({"indices": np.array([0, 1, 2])}, ("indptr ends at 5, but there are 3 indices and 5 values",)),
         ({"data": np.ones(2)}, ("indptr ends at 5, but there are 5 indices and 2 values",)),
         ({"indices": np.array([0.0, 1, 2, 0, 3])}, ("indices have dtype float64, expected integers",)),
-        ({"indices": np.array([0, 1, -3, 0, 3])}, ("a negative column index (-3 at entry 2)", "0 <= index < n_items=4")),
+        (
+            {"indices": np.array([0, 1, -3, 0, 3])},
+            ("a negative column index (-3 at entry 2)", "0 <= index < n_items=4"),
+        ),
         ({"indices": np.array([0, 1, 2, 0, 4])}, ("the column index 4 (out of range at entry 4)", "< n_items=4")),
         ({"indices": np.array([0, 2**40, 2, 0, 3])}, ("the column index 1099511627776 (out of range at entry 1)",)),
         ({"indices": np.array([0, 2**63 + 1, 2, 0, 3], dtype=np.uint64)}, ("(out of range at entry 1)",)),
@@ -518,7 +523,7 @@ def test_dtype_none_is_refused():
 
 @pytest.mark.xfail(strict=True, reason="BUG: NumPy's 'Cannot interpret ... as a data type' does not name the argument")
 def test_dtype_that_is_no_type_is_refused_by_name():
-    with pytest.raises((TypeError, ValueError), match="^dtype must be"):
+    with pytest.raises((TypeError, ValueError), match=r"^dtype must be"):
         hmf.ExplicitALS(factors=2, iterations=1, dtype=3.5, device="cpu").fit(planted())
 
 
@@ -754,11 +759,14 @@ def test_check_shape_names_axes_and_offers_the_transpose():
     with pytest.raises(
         RatingsError,
         match=says(
-            "plays has shape (4, 6); expected (n_users=6, n_items=4): rows are users and columns are items, pass plays.T"
+            "plays has shape (4, 6); expected (n_users=6, n_items=4): ",
+            "rows are users and columns are items, pass plays.T",
         ),
     ):
         check_shape("plays", matrix, (6, 4), ("n_users", "n_items"))
-    with pytest.raises(RatingsError, match=says("plays has shape (4, 6); expected (n_users, n_items=4)", "pass plays.T")):
+    with pytest.raises(
+        RatingsError, match=says("plays has shape (4, 6); expected (n_users, n_items=4)", "pass plays.T")
+    ):
         check_shape("plays", matrix, (None, 4), ("n_users", "n_items"))
     with pytest.raises(RatingsError, match=r"plays has shape \(4, 6\); expected \(n_users=5, n_items=5\)$"):
         check_shape("plays", matrix, (5, 5), ("n_users", "n_items"))

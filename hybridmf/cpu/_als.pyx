@@ -32,6 +32,7 @@ from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
 from hybridmf._openmp cimport hmf_thread_id
 from hybridmf.cpu.kernels cimport (
     HMF_PAD,
+    HMF_SYSTEMS,
     apply_rows,
     axpy,
     cholesky,
@@ -394,48 +395,68 @@ cdef Py_ssize_t _simd_pass(
                 target[k] -= (sign * root[k] * root[k] if how.implicit else <real> 1.0) * predicted[start + k]
         gather(table, n, width, ld, fixed, stride, columns + start, n_entries - start,
                <const real*> root if how.implicit else NULL, <const real*> target, v, b)
-        syrk_upper(table, n, ld, <const real*> v, sign, 0, a)
+        syrk_upper(table, n, ld, <const real*> v, sign, a)
         start += n
     return n_opposite
 
 
-cdef int32_t _simd_row(
+cdef void _simd_group(
         const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
-        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* fixed, const int64_t* indptr, const int32_t* indices, const real* ratings, const real* offsets,
         const real* gram_matrix,   # IN   (ld, ld) zero-padded, or NULL
-        const real* ridge, double scale, real epsilon,
-        real* work,                # scratch (simd_workspace_size(rank),)
-        real* out) noexcept nogil:
-    """ALS_CORE of fig. 6 with our own kernels from gathering to solution; `out` is only written on success."""
-    cdef Py_ssize_t ld = _padded(rank), j
-    cdef real* a = work
-    cdef real* b = a + ld * ld
-    cdef real* x = b + ld
-    cdef real* v = x + 4 * ld          # x is followed by 3 ld of scratch for the solver
-    cdef int32_t status
-    if n_entries == 0:
-        memset(out, 0, rank * sizeof(real))
-        return 0
-    if gram_matrix != NULL:
-        memcpy(a, gram_matrix, ld * ld * sizeof(real))
-    else:
-        memset(a, 0, ld * ld * sizeof(real))
-    for j in range(rank):
-        a[j * ld + j] += <real> (scale * ridge[j])
-    memset(b, 0, ld * sizeof(real))
-    _simd_add(table, how, rank, rank, fixed, columns, ratings, offsets, n_entries, NULL, v, a, b)
-    if rank > OWN_CHOLESKY_RANK:
+        const real* ridge, const double* scale, real epsilon,
+        const int64_t* rows, int n_rows,     # IN   at most HMF_SYSTEMS rows
+        real* work,                # scratch (workspace_size(rank),)
+        int32_t* status, real* out) noexcept nogil:
+    """ALS_CORE of fig. 6 with our own kernels from gathering to solution, for rows that are solved side by side."""
+    cdef Py_ssize_t ld = _padded(rank), j, row
+    cdef Py_ssize_t system = ld * ld + 2 * ld
+    cdef real* v = work + HMF_SYSTEMS * (system + 3 * ld)    # 3 ld: scratch of the solver
+    cdef real* a[HMF_SYSTEMS]
+    cdef real* b[HMF_SYSTEMS]
+    cdef real* x[HMF_SYSTEMS]
+    cdef int64_t used[HMF_SYSTEMS]
+    cdef Py_ssize_t codes[HMF_SYSTEMS]
+    cdef int k, count = 0
+    for k in range(n_rows):
+        row = rows[k]
+        if indptr[row + 1] == indptr[row]:
+            memset(out + row * rank, 0, rank * sizeof(real))
+            status[row] = 0
+            continue
+        a[count] = work + count * system
+        b[count] = a[count] + ld * ld
+        x[count] = b[count] + ld
+        used[count] = row
+        if gram_matrix != NULL:
+            memcpy(a[count], gram_matrix, ld * ld * sizeof(real))
+        else:
+            memset(a[count], 0, ld * ld * sizeof(real))
         for j in range(rank):
-            x[j] = a[j * ld + j]
-        status = _cholesky_solve(<int> rank, <int> ld, a, b, <const real*> x, epsilon)
-        x = b
-    else:
-        status = <int32_t> cholesky(table, rank, ld, a, b, epsilon, x + ld, x)
-        if status == 0:
+            a[count][j * ld + j] += <real> (scale[row] * ridge[j])
+        memset(b[count], 0, ld * sizeof(real))
+        _simd_add(table, how, rank, rank, fixed, indices + indptr[row], ratings + indptr[row], offsets,
+                  indptr[row + 1] - indptr[row], NULL, v, a[count], b[count])
+        count += 1
+    if rank > OWN_CHOLESKY_RANK:
+        for k in range(count):
             for j in range(rank):
-                if not isfinite(x[j]):
-                    status = _NON_FINITE
+                x[k][j] = a[k][j * ld + j]
+            codes[k] = _cholesky_solve(<int> rank, <int> ld, a[k], b[k], <const real*> x[k], epsilon)
+            x[k] = b[k]
+    elif count:
+        cholesky(table, count, rank, ld, a, b, epsilon, work + HMF_SYSTEMS * system, x, codes)
+    for k in range(count):
+        status[used[k]] = _store(<int32_t> codes[k], rank, <const real*> x[k], out + used[k] * rank)
+
+
+cdef inline int32_t _store(int32_t status, Py_ssize_t rank, const real* x, real* out) noexcept nogil:
+    """Copy a solution if it is one; returns its status."""
+    cdef Py_ssize_t j
     if status == 0:
+        for j in range(rank):
+            if not isfinite(x[j]):
+                return _NON_FINITE
         memcpy(out, x, rank * sizeof(real))
     return status
 
@@ -452,7 +473,7 @@ cdef int32_t _subspace_row(
     cdef real* a = work + n_entries
     cdef real* b
     cdef real* step
-    cdef int32_t status
+    cdef Py_ssize_t status
     for k in range(n_entries):
         predicted[k] = dot(table, rank, fixed + columns[k] * rank, <const real*> x)
     while first < rank:
@@ -469,7 +490,7 @@ cdef int32_t _subspace_row(
             b[j] -= <real> (scale * ridge[first + j] * x[first + j])
         _simd_add(table, how, width, rank, fixed + first, columns, ratings, offsets, n_entries, <const real*> predicted,
                   step + 4 * ld, a, b)
-        status = <int32_t> cholesky(table, width, ld, a, b, epsilon, step + ld, step)
+        cholesky(table, 1, width, ld, &a, &b, epsilon, step + ld, &step, &status)
         if status != 0:
             return <int32_t> (status + first) if status > 0 else status
         for j in range(width):
@@ -489,7 +510,8 @@ cdef int32_t _subspace_row(
 def workspace_size(Py_ssize_t rank, Py_ssize_t itemsize):
     """Elements of scratch one thread needs in `cholesky_rows` and `cg_rows`: A, b, gathered rows and their weights."""
     cdef Py_ssize_t ld = _padded(rank)
-    return ld * ld + 6 * ld + max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2), 2 * CG_CHUNK)
+    return HMF_SYSTEMS * (ld * ld + 5 * ld) + max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2),
+                                                  2 * CG_CHUNK)
 
 
 cdef inline Py_ssize_t _row_workspace(Py_ssize_t rank) noexcept nogil:
@@ -513,22 +535,24 @@ def cholesky_rows(
     """Exact solution of each row in `order` that has entries; rows without entries are set to zero."""
     cdef Weights how = Weights(implicit, alpha, unobserved)
     cdef const hmf_kernel_table* table = hmf_kernels()
-    cdef Py_ssize_t rank = fixed.shape[1], position, row
+    cdef Py_ssize_t rank = fixed.shape[1], n_rows = order.shape[0], position, row
     cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
     cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
-    for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
-                           num_threads=n_threads):
+    if assembly == _SIMD:
+        for position in prange((n_rows + HMF_SYSTEMS - 1) // HMF_SYSTEMS, nogil=True, schedule="dynamic",
+                               chunksize=ROW_CHUNK // HMF_SYSTEMS, num_threads=n_threads):
+            _simd_group(
+                table, how, rank, &fixed[0, 0], &indptr[0], &indices[0], &ratings[0], offset_pointer, gram_pointer,
+                &ridge[0], &scale[0], <real> epsilon, &order[position * HMF_SYSTEMS],
+                <int> min(HMF_SYSTEMS, n_rows - position * HMF_SYSTEMS), &workspace[hmf_thread_id(), 0], &status[0],
+                &out[0, 0])
+        return
+    for position in prange(n_rows, nogil=True, schedule="dynamic", chunksize=ROW_CHUNK, num_threads=n_threads):
         row = order[position]
-        if assembly == _SIMD:
-            status[row] = _simd_row(
-                table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
-                indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], <real> epsilon,
-                &workspace[hmf_thread_id(), 0], &out[row, 0])
-        else:
-            status[row] = _cholesky_row(
-                table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
-                indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], assembly, <real> epsilon,
-                &workspace[hmf_thread_id(), 0], &out[row, 0])
+        status[row] = _cholesky_row(
+            table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
+            indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], assembly, <real> epsilon,
+            &workspace[hmf_thread_id(), 0], &out[row, 0])
 
 
 cdef int32_t _cholesky_row(

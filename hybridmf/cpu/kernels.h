@@ -12,7 +12,8 @@
 
 enum {
     HMF_PANEL = 32, /* items scored side by side; a packed panel is f x HMF_PANEL */
-    HMF_PAD = 16    /* leading dimensions of systems are multiples of this: whole vectors in every table */
+    HMF_PAD = 16,   /* leading dimensions of systems are multiples of this: whole vectors in every table */
+    HMF_SYSTEMS = 2 /* systems factored side by side; four bring no more than two */
 };
 
 typedef struct {
@@ -33,9 +34,9 @@ typedef struct {
                     ptrdiff_t stride);
     void (*score_d)(ptrdiff_t n_users, ptrdiff_t f, const double *users, const double *panel, double *out,
                     ptrdiff_t stride);
-    /* upper part of a row-major ld x ld matrix, from row first_row on, += sign * v^T v; v (n, ld) */
-    void (*syrk_upper_f)(ptrdiff_t n, ptrdiff_t ld, const float *v, float sign, ptrdiff_t first_row, float *a);
-    void (*syrk_upper_d)(ptrdiff_t n, ptrdiff_t ld, const double *v, double sign, ptrdiff_t first_row, double *a);
+    /* upper part of a row-major ld x ld matrix += sign * v^T v; v (n, ld) */
+    void (*syrk_upper_f)(ptrdiff_t n, ptrdiff_t ld, const float *v, float sign, float *a);
+    void (*syrk_upper_d)(ptrdiff_t n, ptrdiff_t ld, const double *v, double sign, double *a);
     /* weights and targets of implicit feedback: c = 1 + alpha |r|, root = sqrt(max(0, sign (c - unobserved))),
      * target = c where r > 0 and sign > 0, else 0; returns the number of weights of the other sign */
     ptrdiff_t (*weigh_f)(ptrdiff_t n, const float *ratings, float alpha, float unobserved, float sign, float *root,
@@ -50,11 +51,12 @@ typedef struct {
     void (*gather_d)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const double *fixed, ptrdiff_t stride,
                      const int32_t *columns, ptrdiff_t n_ahead, const double *root, const double *target, double *v,
                      double *b);
-    /* solve the system whose upper part is in a (destroyed, as is b); 0, the order of the failing leading minor,
-     * or -1 for a pivot that is not finite; work (3 * ld) */
-    ptrdiff_t (*cholesky_f)(ptrdiff_t rank, ptrdiff_t ld, float *a, float *b, float epsilon, float *work, float *x);
-    ptrdiff_t (*cholesky_d)(ptrdiff_t rank, ptrdiff_t ld, double *a, double *b, double epsilon, double *work,
-                            double *x);
+    /* solve count <= HMF_SYSTEMS systems whose upper parts are in a[s] (destroyed, as are b[s]); status[s] is 0, the
+     * order of the failing leading minor, or -1 for a pivot that is not finite; work (count * 3 * ld) */
+    void (*cholesky_f)(int count, ptrdiff_t rank, ptrdiff_t ld, float *const *a, float *const *b, float epsilon,
+                       float *work, float *const *x, ptrdiff_t *status);
+    void (*cholesky_d)(int count, ptrdiff_t rank, ptrdiff_t ld, double *const *a, double *const *b, double epsilon,
+                       double *work, double *const *x, ptrdiff_t *status);
     /* out += sum_k (target[k] + sign weight[k] (y_k . p)) y_k over rows columns[k] of fixed; weight NULL: 1,
      * target NULL: 0 */
     void (*apply_f)(ptrdiff_t n, ptrdiff_t rank, const float *fixed, const int32_t *columns, const float *weight,

@@ -12,6 +12,7 @@ cdef extern from "kernels.h" nogil:
     enum:
         HMF_PANEL
         HMF_PAD
+        HMF_SYSTEMS
 
     ctypedef struct hmf_kernel_table:
         const char* name
@@ -26,10 +27,8 @@ cdef extern from "kernels.h" nogil:
                         Py_ssize_t stride) noexcept nogil
         void (*score_d)(Py_ssize_t n_users, Py_ssize_t f, const double* users, const double* panel, double* out,
                         Py_ssize_t stride) noexcept nogil
-        void (*syrk_upper_f)(Py_ssize_t n, Py_ssize_t ld, const float* v, float sign, Py_ssize_t first_row,
-                             float* a) noexcept nogil
-        void (*syrk_upper_d)(Py_ssize_t n, Py_ssize_t ld, const double* v, double sign, Py_ssize_t first_row,
-                             double* a) noexcept nogil
+        void (*syrk_upper_f)(Py_ssize_t n, Py_ssize_t ld, const float* v, float sign, float* a) noexcept nogil
+        void (*syrk_upper_d)(Py_ssize_t n, Py_ssize_t ld, const double* v, double sign, double* a) noexcept nogil
         Py_ssize_t (*weigh_f)(Py_ssize_t n, const float* ratings, float alpha, float unobserved, float sign,
                               float* root, float* target) noexcept nogil
         Py_ssize_t (*weigh_d)(Py_ssize_t n, const double* ratings, double alpha, double unobserved, double sign,
@@ -39,10 +38,10 @@ cdef extern from "kernels.h" nogil:
         void (*gather_d)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const double* fixed, Py_ssize_t stride,
                          const int32_t* columns, Py_ssize_t n_ahead, const double* root, const double* target, double* v,
                          double* b) noexcept nogil
-        Py_ssize_t (*cholesky_f)(Py_ssize_t rank, Py_ssize_t ld, float* a, float* b, float epsilon, float* work,
-                                 float* x) noexcept nogil
-        Py_ssize_t (*cholesky_d)(Py_ssize_t rank, Py_ssize_t ld, double* a, double* b, double epsilon, double* work,
-                                 double* x) noexcept nogil
+        void (*cholesky_f)(int count, Py_ssize_t rank, Py_ssize_t ld, float** a, float** b, float epsilon,
+                           float* work, float** x, Py_ssize_t* status) noexcept nogil
+        void (*cholesky_d)(int count, Py_ssize_t rank, Py_ssize_t ld, double** a, double** b, double epsilon,
+                           double* work, double** x, Py_ssize_t* status) noexcept nogil
         void (*apply_f)(Py_ssize_t n, Py_ssize_t rank, const float* fixed, const int32_t* columns,
                         const float* weight, const float* target, float sign, const float* p,
                         float* out) noexcept nogil
@@ -96,11 +95,11 @@ cdef inline void score(const hmf_kernel_table* table, Py_ssize_t n_users, Py_ssi
 
 
 cdef inline void syrk_upper(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t ld, const real* v, real sign,
-                            Py_ssize_t first_row, real* a) noexcept nogil:
+                            real* a) noexcept nogil:
     if real is float:
-        table.syrk_upper_f(n, ld, v, sign, first_row, a)
+        table.syrk_upper_f(n, ld, v, sign, a)
     else:
-        table.syrk_upper_d(n, ld, v, sign, first_row, a)
+        table.syrk_upper_d(n, ld, v, sign, a)
 
 
 cdef inline Py_ssize_t weigh(const hmf_kernel_table* table, Py_ssize_t n, const real* ratings, real alpha,
@@ -120,12 +119,12 @@ cdef inline void gather(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t 
         table.gather_d(n, rank, ld, fixed, stride, columns, n_ahead, root, target, v, b)
 
 
-cdef inline Py_ssize_t cholesky(const hmf_kernel_table* table, Py_ssize_t rank, Py_ssize_t ld, real* a, real* b,
-                                real epsilon, real* work, real* x) noexcept nogil:
+cdef inline void cholesky(const hmf_kernel_table* table, int count, Py_ssize_t rank, Py_ssize_t ld, real** a, real** b,
+                          real epsilon, real* work, real** x, Py_ssize_t* status) noexcept nogil:
     if real is float:
-        return table.cholesky_f(rank, ld, a, b, epsilon, work, x)
+        table.cholesky_f(count, rank, ld, a, b, epsilon, work, x, status)
     else:
-        return table.cholesky_d(rank, ld, a, b, epsilon, work, x)
+        table.cholesky_d(count, rank, ld, a, b, epsilon, work, x, status)
 
 
 cdef inline void apply_rows(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t rank, const real* fixed,

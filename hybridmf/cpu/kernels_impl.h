@@ -1,8 +1,7 @@
 /* kernels_impl.h - the one text of the vector kernels, included twice (float, double) per instruction set.
  *
  * The including file defines REAL, TYPE (the suffix of the names), HMF_BYTES (vector width) and HMF_USERS x
- * HMF_COLUMNS (score tile held in registers). GCC and clang vector extensions carry the width; other compilers get
- * scalars from the same text.
+ * HMF_COLUMNS, HMF_SYRK_ROWS x HMF_SYRK_COLUMNS (register tiles). GCC's and clang's vector extensions carry the width.
  */
 #ifndef HMF_IMPL_COMMON
 #define HMF_IMPL_COMMON
@@ -10,15 +9,16 @@
 #define HMF_CAT(a, b) HMF_CAT2(a, b)
 #define HMF_INLINE static inline __attribute__((always_inline))
 #define HMF_PREFETCH(address) __builtin_prefetch(address)
-#if !defined(__GNUC__)
-#undef HMF_INLINE
-#define HMF_INLINE static inline
-#undef HMF_PREFETCH
-#define HMF_PREFETCH(address) ((void)(address))
+#define HMF_ALIGNED __attribute__((aligned(64)))
+#if defined(__clang__)
+#define HMF_UNROLL _Pragma("unroll")
+#else
+#define HMF_UNROLL _Pragma("GCC unroll 8")
 #endif
 enum {
-    HMF_AHEAD = 8,   /* entries between a prefetch and its use: about the latency of L3 at rank 64 */
-    HMF_TOGETHER = 4 /* rows of one step of apply */
+    HMF_AHEAD = 8,    /* entries between a prefetch and its use: about the latency of L3 at rank 64 */
+    HMF_TOGETHER = 4, /* rows of one step of apply */
+    HMF_BLOCK = 8     /* rows of a Cholesky panel; every table's syrk tiles divide it */
 };
 
 /* products of floats are exact in double; eight chains, which the compiler puts into vectors */
@@ -41,23 +41,31 @@ typedef REAL VEC __attribute__((vector_size(HMF_BYTES), aligned(sizeof(REAL)), m
 #define LANES ((ptrdiff_t)(HMF_BYTES / sizeof(REAL)))
 #define SPLAT(s) ((s) - (VEC){0})
 #define LANE(v, l) ((v)[l])
+/* a row of a diagonal block; narrower tables keep it in several registers */
+#define ROW FN(row)
+typedef REAL ROW __attribute__((vector_size(8 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
+#define ROW_SPLAT(s) ((s) - (ROW){0})
 #else
-typedef REAL VEC;
-#define LANES ((ptrdiff_t)1)
-#define SPLAT(s) (s)
-#define LANE(v, l) (v)
+#error "the kernels need GCC's or clang's vector extensions (on Windows: clang-cl)"
 #endif
+#define ROW_LANE(v, l) ((v)[l])
 
 HMF_INLINE void FN(prefetch_row)(const REAL *row, ptrdiff_t n) {
     for (ptrdiff_t byte = 0; byte < n * (ptrdiff_t)sizeof(REAL); byte += 64) HMF_PREFETCH((const char *)row + byte);
 }
 
-/* sum of the lanes, as a tree */
+/* sum of the lanes, as a tree; constant widths, so that each step is one vector addition */
 HMF_INLINE REAL FN(total)(VEC v) {
     REAL part[HMF_BYTES / sizeof(REAL)];
     for (int l = 0; l < LANES; l++) part[l] = LANE(v, l);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int l = 0; l < width; l++) part[l] += part[l + width];
+#define HMF_FOLD(width) \
+    if (LANES >= 2 * (width)) \
+        for (int l = 0; l < (width); l++) part[l] += part[l + (LANES >= 2 * (width) ? (width) : 0)];
+    HMF_FOLD(8)
+    HMF_FOLD(4)
+    HMF_FOLD(2)
+    HMF_FOLD(1)
+#undef HMF_FOLD
     return part[0];
 }
 
@@ -156,25 +164,28 @@ HMF_INLINE void FN(syrk_tile)(const int rows, const int columns, ptrdiff_t n, pt
         for (int c = 0; c < columns; c++) *(VEC *)(a + (i0 + i) * ld + j0 + c * LANES) += signs * sum[i][c];
 }
 
-/* Upper part of A, rows first_row (a multiple of HMF_SYRK_ROWS) to ld, += sign * v^T v; v (n, ld) row-major. */
-static void FN(syrk_upper)(ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, ptrdiff_t first_row, REAL *a) {
-    for (ptrdiff_t i0 = first_row; i0 < ld; i0 += HMF_SYRK_ROWS) {
-        ptrdiff_t j0 = i0 / LANES * LANES;
-        /* as many full tiles as fit, but never a last one of a single column where two can share the rest */
-        for (ptrdiff_t left = (ld - j0) / LANES; left > 0;) {
-            const ptrdiff_t take = left > HMF_SYRK_COLUMNS && left < 2 * HMF_SYRK_COLUMNS ? (left + 1) / 2
-                                   : left < HMF_SYRK_COLUMNS                               ? left
-                                                                                           : HMF_SYRK_COLUMNS;
-            if (take == 1)
-                FN(syrk_tile)(HMF_SYRK_ROWS, 1, n, ld, v, sign, i0, j0, a);
-            else if (take == 2)
-                FN(syrk_tile)(HMF_SYRK_ROWS, 2, n, ld, v, sign, i0, j0, a);
-            else
-                FN(syrk_tile)(HMF_SYRK_ROWS, HMF_SYRK_COLUMNS, n, ld, v, sign, i0, j0, a);
-            j0 += take * LANES;
-            left -= take;
-        }
+/* One block of HMF_SYRK_ROWS rows of the upper part of A, from i0, += sign * v^T v; v (n, ld) row-major. */
+static void FN(syrk_rows)(ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, ptrdiff_t i0, REAL *a) {
+    ptrdiff_t j0 = i0 / LANES * LANES;
+    /* as many full tiles as fit, but never a last one of a single column where two can share the rest */
+    for (ptrdiff_t left = (ld - j0) / LANES; left > 0;) {
+        const ptrdiff_t take = left > HMF_SYRK_COLUMNS && left < 2 * HMF_SYRK_COLUMNS ? (left + 1) / 2
+                               : left < HMF_SYRK_COLUMNS                               ? left
+                                                                                       : HMF_SYRK_COLUMNS;
+        if (take == 1)
+            FN(syrk_tile)(HMF_SYRK_ROWS, 1, n, ld, v, sign, i0, j0, a);
+        else if (take == 2)
+            FN(syrk_tile)(HMF_SYRK_ROWS, 2, n, ld, v, sign, i0, j0, a);
+        else
+            FN(syrk_tile)(HMF_SYRK_ROWS, HMF_SYRK_COLUMNS, n, ld, v, sign, i0, j0, a);
+        j0 += take * LANES;
+        left -= take;
     }
+}
+
+/* Upper part of A += v^T v; v (n, ld) row-major. */
+static void FN(syrk_upper)(ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, REAL *a) {
+    for (ptrdiff_t i0 = 0; i0 < ld; i0 += HMF_SYRK_ROWS) FN(syrk_rows)(n, ld, v, sign, i0, a);
 }
 
 /* Implicit feedback: c = 1 + alpha |r|, root = sqrt(sign (c - unobserved)) where that is positive, else 0, and
@@ -260,51 +271,113 @@ static void FN(gather)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const REAL *fi
     }
 }
 
-/* Rows k0 .. k1 of A = U^T U, given that earlier panels were subtracted already; also carries the right-hand side:
- * z = U^-T b. Returns 0, or the order of the leading minor whose pivot is not above epsilon * its diagonal element,
- * or -1 for a pivot that is not finite. */
-static ptrdiff_t FN(factor_panel)(ptrdiff_t k0, ptrdiff_t k1, ptrdiff_t ld, REAL *a, REAL *b, REAL *z,
-                                  REAL *inverse, const REAL *diagonal, REAL epsilon) {
-    for (ptrdiff_t k = k0; k < k1; k++) {
-        REAL *row = a + k * ld;
-        const ptrdiff_t start = k / LANES * LANES;
-        for (ptrdiff_t j = start; j < ld; j += LANES) {
-            VEC x = *(const VEC *)(row + j);
-            for (ptrdiff_t p = k0; p < k; p++) x -= SPLAT(a[p * ld + k]) * *(const VEC *)(a + p * ld + j);
-            /* element k itself is among the multipliers of no later p, so the row can be stored as it is made */
-            *(VEC *)(row + j) = x;
+/* A = U^T U for up to HMF_SYSTEMS systems side by side. One system alone is a chain of square roots and divisions that
+ * leaves the processor idle; several chains fill it. U overwrites the upper part of A, HMF_BLOCK rows at a time: what
+ * earlier rows contribute (one long symmetric update, so A is read and written once), the diagonal block, then the
+ * rest of the rows, with z = U^-T b carried along.
+ */
+
+/* Diagonal blocks of `count` systems, in registers: u (row-major, j >= p) and inverse[p] = 1 / u[p][p]. A pivot that is
+ * not above epsilon times its diagonal element sets status (-1 if it is not finite) and is replaced by 1. */
+HMF_INLINE void FN(factor_blocks)(const int count, ptrdiff_t k0, ptrdiff_t ld, REAL *const *a,
+                                  REAL (*u)[HMF_BLOCK][HMF_BLOCK], REAL (*inverse)[HMF_BLOCK],
+                                  REAL *const *diagonal, REAL epsilon, ptrdiff_t *status) {
+    ROW row[HMF_SYSTEMS][HMF_BLOCK];
+    for (int s = 0; s < count; s++)
+        HMF_UNROLL for (int p = 0; p < HMF_BLOCK; p++) row[s][p] = *(const ROW *)(a[s] + (k0 + p) * ld + k0);
+    HMF_UNROLL for (int k = 0; k < HMF_BLOCK; k++) {
+        for (int s = 0; s < count; s++) {
+            REAL pivot = ROW_LANE(row[s][k], k);
+            if (!(pivot > epsilon * diagonal[s][k0 + k] && pivot <= (REAL)HMF_HUGE)) {
+                if (!status[s]) status[s] = pivot <= (REAL)HMF_HUGE ? k0 + k + 1 : -1;
+                pivot = 1;
+            }
+            inverse[s][k] = 1 / HMF_SQRT(pivot);
+            row[s][k] *= ROW_SPLAT(inverse[s][k]);
         }
-        const REAL pivot = row[k];
-        if (!(pivot <= (REAL)HMF_HUGE)) return -1; /* infinite or NaN */
-        if (!(pivot > epsilon * diagonal[k])) return k + 1;
-        inverse[k] = 1 / HMF_SQRT(pivot);
-        z[k] = b[k] * inverse[k];
-        const VEC scale = SPLAT(inverse[k]), carried = SPLAT(z[k]);
-        for (ptrdiff_t j = start; j < ld; j += LANES) {
-            const VEC x = scale * *(const VEC *)(row + j);
-            *(VEC *)(row + j) = x;
-            *(VEC *)(b + j) -= carried * x; /* elements up to k become garbage: they are in z by now */
-        }
+        for (int s = 0; s < count; s++)
+            HMF_UNROLL for (int i = k + 1; i < HMF_BLOCK; i++)
+                row[s][i] -= ROW_SPLAT(ROW_LANE(row[s][k], i)) * row[s][k];
     }
-    return 0;
+    for (int s = 0; s < count; s++)
+        HMF_UNROLL for (int p = 0; p < HMF_BLOCK; p++) *(ROW *)u[s][p] = row[s][p];
 }
 
-/* Solve A x = b for the upper part of A, in place; b, x (ld,), work (3 * ld,). Status as in factor_panel. */
-static ptrdiff_t FN(cholesky)(ptrdiff_t rank, ptrdiff_t ld, REAL *a, REAL *b, REAL epsilon, REAL *work, REAL *x) {
-    REAL *z = work, *inverse = work + ld, *diagonal = work + 2 * ld;
-    for (ptrdiff_t k = 0; k < rank; k++) diagonal[k] = a[k * ld + k];
-    for (ptrdiff_t k0 = 0; k0 < rank; k0 += HMF_SYRK_ROWS) {
-        const ptrdiff_t k1 = k0 + HMF_SYRK_ROWS < rank ? k0 + HMF_SYRK_ROWS : rank;
-        const ptrdiff_t status = FN(factor_panel)(k0, k1, ld, a, b, z, inverse, diagonal, epsilon);
-        if (status) return status;
-        if (k1 < rank) FN(syrk_upper)(k1 - k0, ld, a + k0 * ld, -1, k1, a);
+/* z of a panel: z = U_block^-T b. */
+HMF_INLINE void FN(forward_block)(REAL (*d)[HMF_BLOCK], const REAL *inverse, const REAL *b, REAL *z) {
+    for (int p = 0; p < HMF_BLOCK; p++) {
+        REAL sum = b[p];
+        for (int q = 0; q < p; q++) sum -= d[q][p] * z[q];
+        z[p] = sum * inverse[p];
     }
-    for (ptrdiff_t j = 0; j < ld; j++) x[j] = 0;
-    for (ptrdiff_t k = rank - 1; k >= 0; k--) {
-        const ptrdiff_t start = k / LANES * LANES; /* x is still zero up to k */
-        x[k] = (z[k] - FN(dot)(ld - start, a + k * ld + start, x + start)) * inverse[k];
+}
+
+/* Columns from `start` (a multiple of LANES) of a panel's rows: U_panel = U_block^-T A_panel, and b -= z U_panel. */
+static void FN(solve_panel)(ptrdiff_t start, ptrdiff_t ld, REAL (*d)[HMF_BLOCK], const REAL *inverse, const REAL *z,
+                            REAL *panel, REAL *b) {
+    REAL scaled[HMF_BLOCK][HMF_BLOCK]; /* keeps the multiplication by the inverse out of the chain */
+    for (int p = 0; p < HMF_BLOCK; p++)
+        for (int q = 0; q < HMF_BLOCK; q++) scaled[p][q] = d[p][q] * inverse[p];
+    for (ptrdiff_t j = start; j < ld; j += LANES) {
+        VEC x[HMF_BLOCK], carried = *(const VEC *)(b + j);
+        HMF_UNROLL for (int p = 0; p < HMF_BLOCK; p++) x[p] = *(const VEC *)(panel + p * ld + j);
+        HMF_UNROLL for (int p = 0; p < HMF_BLOCK; p++)
+            HMF_UNROLL for (int q = p + 1; q < HMF_BLOCK; q++) x[q] -= SPLAT(scaled[p][q]) * x[p];
+        HMF_UNROLL for (int p = 0; p < HMF_BLOCK; p++) {
+            x[p] *= SPLAT(inverse[p]);
+            carried -= SPLAT(z[p]) * x[p];
+            *(VEC *)(panel + p * ld + j) = x[p];
+        }
+        *(VEC *)(b + j) = carried;
     }
-    return 0;
+}
+
+/* Panel k0 of x = U^-1 z, given x from k0 + HMF_BLOCK on: independent dot products, then a small triangle. */
+static void FN(backward_block)(ptrdiff_t k0, ptrdiff_t ld, const REAL *a, const REAL *z, const REAL *inverse,
+                               REAL *x) {
+    REAL sum[HMF_BLOCK];
+    const ptrdiff_t start = (k0 + HMF_BLOCK) / LANES * LANES; /* x is still zero up to k0 + HMF_BLOCK */
+    for (int p = 0; p < HMF_BLOCK; p++) sum[p] = z[k0 + p] - FN(dot)(ld - start, a + (k0 + p) * ld + start, x + start);
+    for (int p = HMF_BLOCK - 1; p >= 0; p--) {
+        for (int q = p + 1; q < HMF_BLOCK; q++) sum[p] -= a[(k0 + p) * ld + k0 + q] * x[k0 + q];
+        x[k0 + p] = sum[p] * inverse[k0 + p];
+    }
+}
+
+/* Solve A x = b for each of `count` systems, in place; b, x (ld,), work (count * 3 * ld,). status[s]: 0, the order of
+ * the first leading minor that is not positive to working precision, or -1 for a pivot that is not finite. */
+static void FN(cholesky)(int count, ptrdiff_t rank, ptrdiff_t ld, REAL *const *a, REAL *const *b, REAL epsilon,
+                         REAL *work, REAL *const *x, ptrdiff_t *status) {
+    REAL u[HMF_SYSTEMS][HMF_BLOCK][HMF_BLOCK] HMF_ALIGNED, inverse[HMF_SYSTEMS][HMF_BLOCK];
+    REAL *z[HMF_SYSTEMS], *inverses[HMF_SYSTEMS], *diagonal[HMF_SYSTEMS];
+    const ptrdiff_t whole = (rank + HMF_BLOCK - 1) / HMF_BLOCK * HMF_BLOCK;
+    for (int s = 0; s < count; s++) {
+        z[s] = work + s * 3 * ld;
+        inverses[s] = z[s] + ld;
+        diagonal[s] = z[s] + 2 * ld;
+        status[s] = 0;
+        for (ptrdiff_t k = rank; k < whole; k++) a[s][k * ld + k] = 1; /* padding: x = 0 there */
+        for (ptrdiff_t k = 0; k < whole; k++) diagonal[s][k] = a[s][k * ld + k];
+    }
+    for (ptrdiff_t k0 = 0; k0 < whole; k0 += HMF_BLOCK) {
+        for (int s = 0; s < count && k0; s++)
+            for (ptrdiff_t i0 = k0; i0 < k0 + HMF_BLOCK; i0 += HMF_SYRK_ROWS)
+                FN(syrk_rows)(k0, ld, a[s], -1, i0, a[s]);
+        if (count == HMF_SYSTEMS)
+            FN(factor_blocks)(HMF_SYSTEMS, k0, ld, a, u, inverse, diagonal, epsilon, status);
+        else
+            FN(factor_blocks)(1, k0, ld, a, u, inverse, diagonal, epsilon, status);
+        for (int s = 0; s < count; s++) {
+            FN(forward_block)(u[s], inverse[s], b[s] + k0, z[s] + k0);
+            memcpy(inverses[s] + k0, inverse[s], sizeof inverse[s]);
+        }
+        for (int s = 0; s < count; s++)
+            FN(solve_panel)(k0 / LANES * LANES, ld, u[s], inverse[s], z[s] + k0, a[s] + k0 * ld, b[s]);
+    }
+    for (int s = 0; s < count; s++)
+        for (ptrdiff_t j = 0; j < ld; j++) x[s][j] = 0;
+    for (ptrdiff_t k0 = whole - HMF_BLOCK; k0 >= 0; k0 -= HMF_BLOCK)
+        for (int s = 0; s < count; s++) FN(backward_block)(k0, ld, a[s], z[s], inverses[s], x[s]);
 }
 
 #undef FN
@@ -312,6 +385,9 @@ static ptrdiff_t FN(cholesky)(ptrdiff_t rank, ptrdiff_t ld, REAL *a, REAL *b, RE
 #undef LANES
 #undef SPLAT
 #undef LANE
+#undef ROW
+#undef ROW_SPLAT
+#undef ROW_LANE
 #undef REAL
 #undef TYPE
 #undef HMF_SQRT

@@ -3,6 +3,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <string.h>
 
 #define HMF_BYTES 16   /* of a vector register */
 #define HMF_USERS 2    /* users x columns vectors of scores stay in the 16 registers */
