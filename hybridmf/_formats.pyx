@@ -27,7 +27,9 @@ from cython.parallel cimport prange
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from hybridmf._openmp cimport hmf_max_threads, hmf_thread_id
+from hybridmf._openmp cimport hmf_max_threads, hmf_thread_id, hmf_usable_threads, hmf_watch_forks
+
+hmf_watch_forks()
 
 SORTED_UNIQUE = 0       # columns strictly ascending within every row
 SORTED_DUPLICATES = 1   # ascending, with repeats
@@ -51,7 +53,7 @@ cdef int _threads(object num_threads, Py_ssize_t work) except -1:
     cdef int n = hmf_max_threads() if num_threads is None else int(num_threads)
     if n < 1:
         raise ValueError(f"num_threads must be >= 1, got {n}")
-    return 1 if work < PARALLEL_ENTRIES else n
+    return 1 if work < PARALLEL_ENTRIES else hmf_usable_threads(n)
 
 
 def max_threads():

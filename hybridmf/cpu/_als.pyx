@@ -29,7 +29,7 @@ from libc.string cimport memcpy, memset
 from scipy.linalg.cython_blas cimport dsyrk, ssyrk
 from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
 
-from hybridmf._openmp cimport hmf_thread_id
+from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads, hmf_watch_forks
 from hybridmf.cpu.kernels cimport (
     HMF_PAD,
     HMF_SYSTEMS,
@@ -47,6 +47,8 @@ from hybridmf.cpu.kernels cimport (
     syrk_upper,
     weigh,
 )
+
+hmf_watch_forks()
 
 # Assemblies, as the plan names them.
 RANK1 = 0
@@ -75,10 +77,11 @@ cdef enum:
     CG_CHUNK = 256
 
 # Largest rank our Cholesky solves; beyond it A leaves L2 and LAPACK's larger blocks win.
-cdef Py_ssize_t OWN_CHOLESKY_RANK = 512
+OWN_CHOLESKY_RANK = 512
+cdef Py_ssize_t _OWN_CHOLESKY_RANK = 512
 
 # Rows of the Gram matrix summed in one syrk. Fixed, so that the sum does not depend on the thread count.
-cdef Py_ssize_t GRAM_ROWS = 2048
+cdef Py_ssize_t GRAM_ROWS = 512
 
 # Rows a thread takes at a time. Longest first and one at a time would balance best; 8 keeps the counter quiet.
 cdef enum:
@@ -151,43 +154,50 @@ cdef inline int32_t _cholesky_solve(int n, int ld, real* a, real* b, const real*
     return 0
 
 
-def gram(const real[:, ::1] factors, int n_threads):
+def gram(const real[:, ::1] factors, int n_threads, bint blas=False):
     """F^T F in float64, by blocks of fixed size whose sums are added in order: the same bits for any thread count.
 
     Parameters
     ----------
     factors : float32 or float64 array, shape (n_rows, rank)
     n_threads : int
+    blas : bool
+        Sum blocks by BLAS (Gates fig. 4), which the caller holds to one thread; else by our own kernel.
 
     Returns
     -------
     float64 array, shape (rank, rank)
     """
-    cdef Py_ssize_t n_rows = factors.shape[0], rank = factors.shape[1]
+    cdef Py_ssize_t n_rows = factors.shape[0], rank = factors.shape[1], ld = _padded(rank)
     # at most 256 partial sums, or blocks of GRAM_ROWS while there are fewer
     cdef Py_ssize_t rows_per_part = max(GRAM_ROWS, (n_rows + 255) // 256)
     cdef Py_ssize_t n_parts = (n_rows + rows_per_part - 1) // rows_per_part
-    parts = np.zeros((max(n_parts, 1), rank, rank))
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    parts = np.zeros((max(n_parts, 1), ld, ld))
     cdef double[:, :, ::1] part_view = parts
-    cdef double[:, ::1] scratch = np.empty((n_threads, GRAM_ROWS * rank))
+    cdef double[:, ::1] scratch = np.zeros((n_threads, GRAM_ROWS * ld))
     cdef Py_ssize_t part
     for part in prange(n_parts, nogil=True, schedule="dynamic", num_threads=n_threads):
-        _gram_part(factors, part * rows_per_part, min(n_rows, (part + 1) * rows_per_part),
+        _gram_part(table, factors, part * rows_per_part, min(n_rows, (part + 1) * rows_per_part), blas,
                    &scratch[hmf_thread_id(), 0], &part_view[part, 0, 0])
-    total = parts.sum(axis=0)
-    # column-major lower is row-major upper
-    return np.triu(total) + np.triu(total, 1).T
+    total = np.triu(parts.sum(axis=0)[:rank, :rank])
+    return total + np.triu(total, 1).T
 
 
-cdef void _gram_part(const real[:, ::1] factors, Py_ssize_t start, Py_ssize_t stop,
-                     double* scratch, double* out) noexcept nogil:
-    cdef Py_ssize_t row, end, j, rank = factors.shape[1]
+cdef void _gram_part(const hmf_kernel_table* table, const real[:, ::1] factors, Py_ssize_t start, Py_ssize_t stop,
+                     bint blas, double* scratch, double* out) noexcept nogil:
+    cdef Py_ssize_t row, end, k, j, rank = factors.shape[1], ld = _padded(rank)
     row = start
     while row < stop:
         end = min(row + GRAM_ROWS, stop)
-        for j in range((end - row) * rank):
-            scratch[j] = (&factors[row, 0])[j]
-        _syrk[double](<int> rank, <int> (end - row), 1.0, scratch, 1.0, out)
+        for k in range(end - row):
+            for j in range(rank):
+                scratch[k * ld + j] = factors[row + k, j]
+        if blas:    # its lower triangle, column-major, is the upper one, row-major
+            _syrk[double](<int> ld, <int> (end - row), 1.0, scratch, 1.0, out)
+        else:
+            syrk_upper[double](table, end - row, ld, <const double*> scratch, 1.0, out)
         row = end
 
 
@@ -438,7 +448,7 @@ cdef void _simd_group(
         _simd_add(table, how, rank, rank, fixed, indices + indptr[row], ratings + indptr[row], offsets,
                   indptr[row + 1] - indptr[row], NULL, v, a[count], b[count])
         count += 1
-    if rank > OWN_CHOLESKY_RANK:
+    if rank > _OWN_CHOLESKY_RANK:
         for k in range(count):
             for j in range(rank):
                 x[k][j] = a[k][j * ld + j]
@@ -535,6 +545,7 @@ def cholesky_rows(
     """Exact solution of each row in `order` that has entries; rows without entries are set to zero."""
     cdef Weights how = Weights(implicit, alpha, unobserved)
     cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
     cdef Py_ssize_t rank = fixed.shape[1], n_rows = order.shape[0], position, row
     cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
     cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
@@ -583,6 +594,7 @@ def cg_rows(
     """`n_steps` conjugate gradient steps from `out` for each row in `order`; rows without entries are set to zero."""
     cdef Weights how = Weights(implicit, alpha, unobserved)
     cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
     cdef Py_ssize_t rank = fixed.shape[1], position, row
     cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
     cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
@@ -614,6 +626,7 @@ def subspace_rows(
     """One pass over the coordinate blocks of each row in `order`, from `out`; rows without entries are set to zero."""
     cdef Weights how = Weights(implicit, alpha, unobserved)
     cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
     cdef Py_ssize_t rank = fixed.shape[1], position, row
     cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
     cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
@@ -652,6 +665,7 @@ def cholesky_bals(
     """`cholesky_rows` over BALS tiles: accumulators of a row block and one tile's rows stay in cache (BALS Alg. 2)."""
     cdef Weights how = Weights(implicit, alpha, unobserved)
     cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
     cdef Py_ssize_t rank = fixed.shape[1], n_rows = out.shape[0], position, row_start
     cdef Py_ssize_t n_tile_cols = (fixed.shape[0] + tile_cols - 1) // tile_cols
     cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
@@ -733,6 +747,7 @@ def predict_pairs(const real[:, ::1] user_factors, const real[:, ::1] item_facto
     float64 array, shape (n_pairs,)
     """
     cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
     cdef Py_ssize_t k, rank = user_factors.shape[1]
     out = np.empty(users.shape[0])
     cdef double[::1] out_view = out
@@ -758,6 +773,7 @@ def row_losses(
     float64 array, shape (n_rows,)
     """
     cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
     cdef Weights how = Weights(implicit, alpha, unobserved)
     cdef Py_ssize_t row, rank = row_factors.shape[1]
     out = np.zeros(indptr.shape[0] - 1)

@@ -16,8 +16,10 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
-from hybridmf._openmp cimport hmf_thread_id
+from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads, hmf_watch_forks
 from hybridmf.cpu.kernels cimport HMF_PANEL, first_at_least, hmf_kernel_table, hmf_kernels, real, score
+
+hmf_watch_forks()
 
 cdef Py_ssize_t BATCH_USERS = 48     # a multiple of every table's score tile; 48 users share each block
 cdef enum:
@@ -149,6 +151,7 @@ def pack(const real[:, ::1] items, const int64_t[::1] order, int n_threads):
     cdef Py_ssize_t n_panels = (n + HMF_PANEL - 1) // HMF_PANEL
     out = np.zeros(n_panels * HMF_PANEL * rank, dtype=np.asarray(items).dtype)
     cdef real[::1] out_view = out
+    n_threads = hmf_usable_threads(n_threads)
     for panel in prange(n_panels, nogil=True, schedule="static", num_threads=n_threads):
         for lane in range(min(HMF_PANEL, n - panel * HMF_PANEL)):
             for k in range(rank):
@@ -181,6 +184,7 @@ def top_k(
     """
     cdef Py_ssize_t n_users = users.shape[0], rank = users.shape[1], batch, start, here
     cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
     # fewer users than threads x BATCH_USERS: smaller batches, so that every thread has one
     cdef Py_ssize_t per_batch = max(1, min(BATCH_USERS, (n_users + n_threads - 1) // n_threads))
     dtype = np.asarray(users).dtype

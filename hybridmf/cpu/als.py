@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from .. import _formats
 from .._objective import SIDES, Factors, Objective, Side, State, other_side
@@ -40,13 +43,35 @@ def _offsets(fixed: Factors, mean: float, objective: Objective) -> np.ndarray:
     return np.ascontiguousarray(fixed.bias + fixed.matrix.dtype.type(mean))
 
 
-def weighted_gram(factors: np.ndarray, objective: Objective, num_threads: int) -> np.ndarray:
+_blas_lock = threading.RLock()
+_blas_users = 0
+_blas_limit: Any = None
+
+
+@contextmanager
+def single_threaded_blas() -> Iterator[None]:
+    """Hold BLAS to one thread: rows are already spread over ours. Nested and concurrent uses share one limit."""
+    global _blas_users, _blas_limit
+    with _blas_lock:
+        if _blas_users == 0:
+            _blas_limit = ThreadpoolController().limit(limits=1, user_api="blas")
+        _blas_users += 1
+    try:
+        yield
+    finally:
+        with _blas_lock:
+            _blas_users -= 1
+            if _blas_users == 0:
+                _blas_limit.restore_original_limits()
+
+
+def weighted_gram(factors: np.ndarray, objective: Objective, num_threads: int, *, blas: bool = False) -> np.ndarray:
     """``unobserved_weight F^T F`` in the dtype of the factors, shape (rank, rank); (0, 0) for explicit feedback."""
     if not objective.is_implicit:
         return _empty(factors.dtype, 2)
-    with threadpool_limits(1, user_api="blas"):
-        gram = _als.gram(factors, num_threads)
-    return np.ascontiguousarray(objective.unobserved_weight * gram, dtype=factors.dtype)
+    return np.ascontiguousarray(
+        objective.unobserved_weight * _als.gram(factors, num_threads, blas), dtype=factors.dtype
+    )
 
 
 class HalfSweep:
@@ -99,10 +124,20 @@ class HalfSweep:
         ------
         NotPositiveDefiniteError, NonFiniteError
         """
+        plan = self.plan
+        # The published assemblies and systems beyond our Cholesky's rank go through BLAS and LAPACK; the others do not
+        # touch them, and finding the loaded BLAS libraries takes milliseconds.
+        blas = plan.solver == "cholesky" and (plan.assembly != "simd" or plan.rank > _als.OWN_CHOLESKY_RANK)
+        with single_threaded_blas() if blas else nullcontext():
+            return self._solve(fixed, mean, start, gram, blas)
+
+    def _solve(
+        self, fixed: Factors, mean: float, start: Factors | None, gram: np.ndarray | None, blas: bool
+    ) -> Factors:
         plan, objective = self.plan, self.objective
         design = _design(fixed, objective)
         if gram is None:
-            gram = weighted_gram(design, objective, plan.num_threads)
+            gram = weighted_gram(design, objective, plan.num_threads, blas=blas)
         if plan.assembly == "simd" and plan.solver == "cholesky" and gram.size:
             margin = _als.padded_rank(plan.rank) - plan.rank
             gram = np.pad(gram, (0, margin))
@@ -114,12 +149,10 @@ class HalfSweep:
         status = np.zeros(len(self), dtype=np.int32)
         if len(self.indices):
             arguments = (_offsets(fixed, mean, objective), gram, self.ridge, self.scale)
-            # OpenBLAS starts threads of its own unless told not to; rows are already spread over ours.
-            with threadpool_limits(1, user_api="blas"):
-                if self.bals is not None:
-                    self._solve_bals(out, design, arguments, status)
-                else:
-                    self._solve_rows(out, design, arguments, status)
+            if self.bals is not None:
+                self._solve_bals(out, design, arguments, status)
+            else:
+                self._solve_rows(out, design, arguments, status)
             self._check(status)
         if not objective.biases:
             return Factors(out)
@@ -300,7 +333,6 @@ def objective_value(
     )
     total = float(losses.sum())
     if objective.is_implicit:
-        with threadpool_limits(1, user_api="blas"):
-            grams = [_als.gram(factors, num_threads) for factors in (users, items)]
+        grams = [_als.gram(factors, num_threads) for factors in (users, items)]
         total += objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
     return total + objective.penalty(users, user_degrees) + objective.penalty(items, item_degrees)
