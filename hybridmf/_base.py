@@ -6,22 +6,26 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.base import BaseEstimator
 from sklearn.utils import Tags, check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 from tqdm.auto import tqdm
 
 from . import _io
+from ._learned import Learned, align, pattern
 from ._objective import Objective, Side, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan
-from ._serving import ServingMixin, _pattern
+from ._serving import ServingMixin
 from ._validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape
+from .errors import DeviceError, RatingsError
 from .formats import transpose
+from .ratings import Ratings
 from .scale import checkpoint as checkpoints
 
 logger = logging.getLogger("hybridmf")
@@ -45,7 +49,7 @@ class Solver(Protocol):
         """The objective at the current state."""
 
 
-class FactorModel(ServingMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+class FactorModel(ServingMixin, BaseEstimator):
     """Base of the estimators. Subclasses name the objective, the settings and the solver."""
 
     iterations: int
@@ -53,16 +57,16 @@ class FactorModel(ServingMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     n_iter_: int
     history_: list[Record]
-    device_: str
+
+    def _objective(self) -> Objective:
+        """What the current parameters say to minimize (a fitted model goes by what it has learned)."""
+        raise NotImplementedError
 
     def _settings(self) -> Settings:
         raise NotImplementedError
 
     def _solver(self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State) -> Solver:
         raise NotImplementedError
-
-    def _validation_metric(self) -> str:
-        return "ndcg@10" if self._objective().is_implicit else "rmse"
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -73,9 +77,8 @@ class FactorModel(ServingMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
     # ------------------------------------------------------------------------------------------------ input
 
     def _check_matrix(self, matrix: Any, name: str = "user_items") -> sp.csr_array:
-        """Canonical CSR of the model's dtype; explicit zeros are dropped for implicit feedback."""
-        matrix = getattr(matrix, "user_items", matrix)
-        if not sp.issparse(matrix):
+        """Training data as canonical CSR; explicit zeros are dropped for implicit feedback."""
+        if not sp.issparse(matrix) and not isinstance(matrix, Ratings):
             matrix = check_array(matrix, dtype="numeric", input_name=name, estimator=self)
         return as_csr(matrix, name=name, dtype=self._settings().dtype, drop_zeros=self._objective().is_implicit)
 
@@ -136,10 +139,7 @@ class FactorModel(ServingMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         check_nonempty(matrix, "user_items")
         plan = make_plan(objective, settings, matrix.shape, matrix.nnz)
         check_memory(plan)
-        if validation is not None:
-            validation = as_csr(validation, name="validation")
-            check_shape("validation", validation, matrix.shape, ("n_users", "n_items"))
-            check_nonempty(validation, "validation")
+        validation = _check_validation(validation, user_items, matrix.shape, objective)
         folder = None if checkpoint is None else checkpoints.prepare(checkpoint)
         data = checkpoints.fingerprint(matrix) if folder or resume_from is not None else ""
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data)
@@ -148,13 +148,22 @@ class FactorModel(ServingMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         item_users = transpose(matrix, num_threads=plan.num_threads)
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
         solver = self._solver(plan, matrix, item_users, state)
-        self._register(user_items, matrix, plan)
-        done = int(resumed.summary["n_iter"]) if resumed else 0
-        run = _Run(self, solver, validation, callback, folder, data)
-        run.history = list(resumed.summary["history"]) if resumed else []
+        labels = {side: getattr(user_items, f"{side}_ids", None) for side in SWEEP_ORDER}
+        if not isinstance(user_items, Ratings):
+            labels = dict.fromkeys(SWEEP_ORDER)
+        learned = Learned(
+            objective,
+            plan,
+            state,
+            pattern(matrix),
+            float(matrix.data.sum(dtype=np.float64)),
+            labels["user"],
+            labels["item"],
+        )
+        run = _Run(self, solver, learned, user_items, validation, callback, folder, data)
         if resumed:
-            self._adopt(state, done, run.history)
-        run.sweep(done, iterations, show_progress)
+            run.resume(int(resumed.summary["n_iter"]), list(resumed.summary["history"]))
+        run.sweep(iterations, show_progress)
         return self
 
     def _initial_state(
@@ -169,19 +178,6 @@ class FactorModel(ServingMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
             float(matrix.data.mean(dtype=np.float64)),
             check_rng(self.random_state),
         )
-
-    def _register(self, given: Any, matrix: sp.csr_array, plan: Plan) -> None:
-        """What the model keeps of its input besides factors."""
-        named = not (sp.issparse(given) or hasattr(given, "user_items"))
-        validate_data(self, given if named else matrix, skip_check_array=True, reset=True)
-        self.user_ids_ = getattr(given, "user_ids", None)
-        self.item_ids_ = getattr(given, "item_ids", None)
-        self.plan_, self.device_ = plan, plan.device
-        self._seen = _pattern(matrix)
-
-    def _adopt(self, state: State, n_iter: int, history: list[Record]) -> None:
-        self._state, self.n_iter_, self.history_ = state, n_iter, history
-        self._cache = {}
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -201,13 +197,35 @@ class FactorModel(ServingMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """Take over what a model file holds."""
         objective, settings = self._objective(), self._settings()
         shape = (len(content.state.user), len(content.state.item))
-        self.plan_ = make_plan(objective, settings, shape, int(content.summary.get("nnz", 0)))
-        self.device_ = self.plan_.device
-        self.user_ids_, self.item_ids_ = content.user_ids, content.item_ids
-        self._seen = content.seen
+        nnz = int(content.summary.get("nnz", 0))
+        try:
+            plan = make_plan(objective, settings, shape, nnz)
+        except DeviceError as error:  # serving needs no device: a model fitted on a GPU is of use without one
+            logger.warning("%s; the loaded model is served by the CPU", error)
+            plan = make_plan(objective, replace(settings, device="auto"), shape, nnz)
+        self._learn(
+            Learned(objective, plan, content.state, content.seen, None, content.user_ids, content.item_ids)
+        )
+        self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])
         self.n_features_in_ = shape[1]
-        self._adopt(content.state, int(content.summary["n_iter"]), list(content.summary["history"]))
         return self
+
+
+def _check_validation(
+    validation: Any, user_items: Any, shape: tuple[int, int], objective: Objective
+) -> sp.csr_array | None:
+    """Held-out entries over the training rows and columns, by label where both have labels."""
+    if validation is None:
+        return None
+    matrix = as_csr(validation, name="validation")
+    if isinstance(validation, Ratings) and isinstance(user_items, Ratings):
+        matrix = align(matrix, 0, validation.user_ids, user_items.user_ids, "user")
+        matrix = align(matrix, 1, validation.item_ids, user_items.item_ids, "item")
+    check_shape("validation", matrix, shape, ("n_users", "n_items"))
+    check_nonempty(matrix, "validation")
+    if objective.is_implicit and not np.any(matrix.data > 0):
+        raise RatingsError("validation has no positive entry, so no ranking can be measured; leave it out")
+    return matrix
 
 
 class _Run:
@@ -217,49 +235,76 @@ class _Run:
         self,
         model: FactorModel,
         solver: Solver,
+        learned: Learned,
+        given: Any,
         validation: sp.csr_array | None,
         callback: Callable[[Any, Record], Any] | None,
         folder: Path | None,
         data: str,
     ) -> None:
-        self.model, self.solver = model, solver
+        self.model, self.solver, self.learned, self.given = model, solver, learned, given
         self.validation, self.callback = validation, callback
         self.folder, self.data = folder, data
+        self.completed = 0
         self.history: list[Record] = []
 
-    def sweep(self, done: int, iterations: int, show_progress: bool) -> None:
-        """Iterations ``done + 1 .. iterations``; whatever ends them, the model has the last completed half sweep."""
+    def resume(self, completed: int, history: list[Record]) -> None:
+        """Count the iterations of a checkpoint as done."""
+        self.completed, self.history = completed, history
+        self._adopt()
+
+    def sweep(self, iterations: int, show_progress: bool) -> None:
+        """Sweep up to `iterations`; whatever ends it, the model has the last completed half sweep."""
         observed = show_progress or self.validation is not None or self.callback is not None
         bar = tqdm(
-            total=iterations, initial=done, disable=not show_progress, desc=type(self.model).__name__, unit="iteration"
+            total=iterations,
+            initial=self.completed,
+            disable=not show_progress,
+            desc=type(self.model).__name__,
+            unit="iteration",
         )
-        completed = done
         try:
-            for iteration in range(done + 1, iterations + 1):
-                seconds = self._one_sweep(completed)
-                completed = iteration
+            for iteration in range(self.completed + 1, iterations + 1):
+                seconds = self._one_sweep()
+                self.completed = iteration
                 record: Record = {"iteration": iteration, "seconds": seconds}
                 self.history.append(record)
-                self.model._adopt(self.solver.state, completed, self.history)
+                self._adopt()
                 if observed:
                     self._observe(record)
                     bar.set_postfix({k: f"{v:.5g}" for k, v in record.items() if k not in ("iteration", "seconds")})
                 bar.update()
                 if self.folder is not None:
                     checkpoints.write(self.folder, self.model, self.data)
-                if self.callback is not None and self.callback(self.model, record) is True:
+                if self._asked_to_stop(record):
                     logger.info("callback stopped the fit after iteration %d", iteration)
                     break
         finally:
             bar.close()
 
-    def _one_sweep(self, completed: int) -> float:
+    def _one_sweep(self) -> float:
         started = time.perf_counter()
         for side in SWEEP_ORDER:
             self.solver.update(side)
             # after every half sweep, so that an interruption or a failure in the next one finds the model usable
-            self.model._adopt(self.solver.state, completed, self.history)
+            self._adopt()
         return time.perf_counter() - started
+
+    def _adopt(self) -> None:
+        """Make the solver's state the model's; the first time, with all that goes with it."""
+        model = self.model
+        named = not sp.issparse(self.given) and not isinstance(self.given, Ratings)
+        if not hasattr(model, "_learned") or model._learned.plan is not self.learned.plan:
+            shaped = self.given if named else np.broadcast_to(np.float32(0), self.learned.shape)
+            validate_data(model, shaped, skip_check_array=True, reset=True)
+        model._learn(replace(self.learned, state=self.solver.state))
+        model.n_iter_, model.history_ = self.completed, self.history
+
+    def _asked_to_stop(self, record: Record) -> bool:
+        if self.callback is None:
+            return False
+        answer = self.callback(self.model, record)
+        return isinstance(answer, (bool, np.bool_)) and bool(answer)
 
     def _observe(self, record: Record) -> None:
         record["objective"] = self.solver.objective_value()

@@ -1,72 +1,76 @@
 """What a fitted model does: recommend, find neighbours, predict, fold in new rows, take updates.
 
-Works on positions and on the learned State only, so every estimator and every backend shares it.
+Works on positions and on what was `Learned` only, so every estimator and every backend shares it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.utils.validation import check_is_fitted
+from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils import check_array
+from sklearn.utils.validation import check_is_fitted, validate_data
 
-from ._objective import Factors, Objective, Side, State
+from . import _plan
+from ._learned import Learned, align, pattern
+from ._objective import Factors, Side, State
 from ._plan import Plan
-from ._sparse import as_ones, keep_entries, take_rows
-from ._validate import as_csr, check_bool, check_choice, check_ids, check_int, check_shape, csr_arrays
+from ._sparse import keep_entries, take_rows
+from ._validate import (
+    as_csr,
+    check_bool,
+    check_choice,
+    check_ids,
+    check_int,
+    check_shape,
+    csr_arrays,
+    make_csr,
+)
 from .cpu import _als
 from .cpu.als import HalfSweep, objective_value, weighted_gram
 from .cpu.topk import PackedItems, top_k
-from .errors import RatingsError
+from .errors import MemoryBudgetError, RatingsError
 from .formats import transpose
+from .ratings import Ratings
+
+MAX_N = 2**31 - 1
+"""Largest N: positions are int32."""
 
 
 def _normalized(factors: np.ndarray) -> np.ndarray:
-    """Rows of length 1; zero rows stay zero."""
-    lengths = np.linalg.norm(factors, axis=1, keepdims=True)
-    return factors / np.where(lengths == 0, 1, lengths)
+    """Rows of length 1; zero rows stay zero. In float64: squares of small float32 factors underflow."""
+    wide = factors.astype(np.float64)
+    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
+    return np.ascontiguousarray(wide / np.where(lengths == 0, 1, lengths), dtype=factors.dtype)
 
 
-def _pattern(matrix: sp.csr_array) -> sp.csr_array:
-    """Return the entries of a matrix as ones of one byte each; shares the index arrays."""
-    return as_ones(matrix, np.int8)
-
-
-class ServingMixin:
+class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     """Recommendations, similarities, predictions, fold-in and updates of a fitted factor model."""
 
-    # set by fit
-    _state: State
-    _seen: sp.csr_array | None
-    _cache: dict[str, Any]
-    plan_: Plan
-    user_ids_: np.ndarray | None
-    item_ids_: np.ndarray | None
+    _learned: Learned  # set by fit and load
+    _cache: dict[str, Any]  # what was derived from it
     n_features_in_: int
-
-    def _objective(self) -> Objective:
-        raise NotImplementedError
-
-    def _check_matrix(self, matrix: Any, name: str = "user_items") -> sp.csr_array:
-        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------- what was learned
 
     def __sklearn_is_fitted__(self) -> bool:
-        return hasattr(self, "_state")
+        return hasattr(self, "_learned")
 
     @property
     def user_factors_(self) -> np.ndarray:
         """User factors, shape (n_users, factors), in the dtype of the computation."""
         check_is_fitted(self)
-        return self._state.user.matrix
+        return self._learned.state.user.matrix
 
     @property
     def item_factors_(self) -> np.ndarray:
         """Item factors, shape (n_items, factors), in the dtype of the computation."""
         check_is_fitted(self)
-        return self._state.item.matrix
+        return self._learned.state.item.matrix
 
     @property
     def user_factors(self) -> np.ndarray:
@@ -82,19 +86,42 @@ class ServingMixin:
     def user_bias_(self) -> np.ndarray | None:
         """User biases, shape (n_users,), or None for a model without biases."""
         check_is_fitted(self)
-        return self._state.user.bias
+        return self._learned.state.user.bias
 
     @property
     def item_bias_(self) -> np.ndarray | None:
         """Item biases, shape (n_items,), or None for a model without biases."""
         check_is_fitted(self)
-        return self._state.item.bias
+        return self._learned.state.item.bias
 
     @property
     def mean_(self) -> float:
         """Mean training rating (mu); 0 for a model without biases."""
         check_is_fitted(self)
-        return self._state.mean
+        return self._learned.state.mean
+
+    @property
+    def plan_(self) -> Plan:
+        """Every size and choice of the fit."""
+        check_is_fitted(self)
+        return self._learned.plan
+
+    @property
+    def device_(self) -> str:
+        """Device the fit ran on."""
+        return self.plan_.device
+
+    @property
+    def user_ids_(self) -> np.ndarray | None:
+        """Label of each user, or None for a model fitted on positions."""
+        check_is_fitted(self)
+        return self._learned.user_ids
+
+    @property
+    def item_ids_(self) -> np.ndarray | None:
+        """Label of each item, or None for a model fitted on positions."""
+        check_is_fitted(self)
+        return self._learned.item_ids
 
     @property
     def n_users(self) -> int:
@@ -110,17 +137,33 @@ class ServingMixin:
     def _n_features_out(self) -> int:
         return self.item_factors_.shape[1]
 
+    @property
+    def _state(self) -> State:
+        return self._learned.state
+
+    @property
+    def _seen(self) -> sp.csr_array | None:
+        return self._learned.seen
+
+    def _learn(self, learned: Learned) -> None:
+        """Take over a new state; everything derived from the old one goes."""
+        self._learned, self._cache = learned, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__())
+        return state | {"_cache": {}} if "_cache" in state else state
+
     # ------------------------------------------------------------------------------------------------ top N
 
     def _scoring_factors(self, side: Side, rows: np.ndarray | None = None) -> np.ndarray:
         """Rows whose inner products are the scores: factors, with mean and biases as two more columns if there are any."""
-        factors = self._state.side(side)
+        factors = self._learned.state.side(side)
         matrix = factors.matrix if rows is None else factors.matrix[rows]
         if factors.bias is None:
             return matrix
         bias = factors.bias if rows is None else factors.bias[rows]
         ones = np.ones(len(matrix), dtype=matrix.dtype)
-        pair = (bias + matrix.dtype.type(self._state.mean), ones) if side == "user" else (ones, bias)
+        pair = (bias + matrix.dtype.type(self._learned.state.mean), ones) if side == "user" else (ones, bias)
         return np.column_stack((matrix, *pair))
 
     def recommend(
@@ -163,7 +206,7 @@ class ServingMixin:
         """
         check_is_fitted(self)
         users = check_ids("userid", userid, self.n_users, "n_users")
-        N = check_int("N", N, 1)
+        N = check_int("N", N, 1, MAX_N)
         seen = None
         if check_bool("filter_already_liked_items", filter_already_liked_items):
             seen = self._seen_rows(users, user_items)
@@ -182,15 +225,17 @@ class ServingMixin:
 
     def _seen_rows(self, users: np.ndarray, user_items: Any) -> sp.csr_array:
         if user_items is None:
-            if self._seen is None:
+            if self._learned.seen is None:
                 raise ValueError(
                     "this model was saved without what its users have seen: pass user_items, "
                     "or filter_already_liked_items=False"
                 )
-            return take_rows(self._seen, users)
+            return take_rows(self._learned.seen, users)
         matrix = as_csr(user_items, dtype=np.float32)
+        if isinstance(user_items, Ratings):
+            matrix = align(matrix, 1, user_items.item_ids, self.item_ids_, "item")
         if matrix.shape[0] == self.n_users != len(users):
-            matrix = matrix[users]
+            matrix = take_rows(matrix, users)
         check_shape("user_items", matrix, (len(users), self.n_items), ("n_userids", "n_items"))
         return matrix
 
@@ -228,18 +273,21 @@ class ServingMixin:
         check_is_fitted(self)
         threads = self.plan_.num_threads
         packed = self._cached(
-            f"normalized_{side}", lambda: PackedItems(_normalized(self._state.side(side).matrix), None, threads)
+            f"normalized_{side}", lambda: PackedItems(_normalized(self._learned.state.side(side).matrix), None, threads)
         )
-        factors = packed.items
-        positions = check_ids(name, ids, len(factors), f"n_{side}s")
-        found, scores = top_k(factors[positions], packed, check_int("N", N, 1), num_threads=threads)
+        positions = check_ids(name, ids, len(packed.items), f"n_{side}s")
+        found, scores = top_k(
+            packed.items[positions], packed, check_int("N", N, 1, MAX_N), num_threads=threads
+        )
+        _itself_first(found, scores, positions)
         return (found[0], scores[0]) if np.ndim(ids) == 0 else (found, scores)
 
-    def _cached(self, key: str, compute: Any) -> Any:
-        """A derived array, computed at first need; a new State empties the cache."""
-        if key not in self._cache:
-            self._cache[key] = compute()
-        return self._cache[key]
+    def _cached(self, key: str, compute: Callable[[], Any]) -> Any:
+        """A derived array, computed at first need."""
+        cache = self._cache
+        if key not in cache:
+            cache[key] = compute()
+        return cache[key]
 
     # ------------------------------------------------------------------------------------------------ predictions
 
@@ -262,13 +310,18 @@ class ServingMixin:
         """
         check_is_fitted(self)
         if items is None:
+            if not sp.issparse(users) and not isinstance(users, Ratings) and np.ndim(users) < 2:
+                raise ValueError(
+                    f"Expected 2D array, got {np.ndim(users)}D array instead: predict(users, items) takes ids of both, "
+                    "predict(matrix) rows of ratings. Reshape your data (array.reshape(1, -1) for one row) or pass items"
+                )
             return self._best_unseen(users)
         user_ids = check_ids("users", users, self.n_users, "n_users")
         item_ids = check_ids("items", items, self.n_items, "n_items")
         if len(user_ids) != len(item_ids) and 1 not in (len(user_ids), len(item_ids)):
             raise ValueError(f"users has {len(user_ids)} ids and items has {len(item_ids)}; expected as many of each")
         user_ids, item_ids = (np.ascontiguousarray(ids) for ids in np.broadcast_arrays(user_ids, item_ids))
-        state = self._state
+        state = self._learned.state
         values = _als.predict_pairs(state.user.matrix, state.item.matrix, user_ids, item_ids, self.plan_.num_threads)
         if state.user.bias is not None and state.item.bias is not None:
             values += state.mean + state.user.bias[user_ids] + state.item.bias[item_ids]
@@ -281,30 +334,54 @@ class ServingMixin:
 
     # ------------------------------------------------------------------------------------------------ fold-in
 
+    def _rows(self, rows: Any, name: str = "user_items") -> sp.csr_array:
+        """A matrix as the fitted model's kernels take it: its dtype, its items; labelled ratings by label."""
+        learned = self._learned
+        matrix = rows
+        if not sp.issparse(rows) and not isinstance(rows, Ratings):
+            matrix = check_array(rows, dtype="numeric", input_name=name, estimator=self)
+        matrix = as_csr(
+            matrix, name=name, dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
+        )
+        if isinstance(rows, Ratings):
+            matrix = align(matrix, 1, rows.item_ids, learned.item_ids, "item")
+        return matrix
+
     def _new_rows(self, rows: Any, name: str = "user_items") -> sp.csr_array:
         """Rows over the model's items, validated; messages name both axes."""
-        matrix = self._check_matrix(rows, name)
-        if matrix.shape[1] != self.n_features_in_:
-            n, shape = self.n_features_in_, matrix.shape
+        matrix = self._rows(rows, name)
+        if matrix.shape[1] != self.n_items:
+            n, shape = self.n_items, matrix.shape
             hint = f"; rows are users and columns are items: pass {name}.T" if shape[0] == n else ""
             raise RatingsError(
                 f"X has {shape[1]} features, but {type(self).__name__} is expecting {n} features as input: "
                 f"{name} has shape {shape}, expected (n_rows, n_items={n}){hint}"
             )
+        if not sp.issparse(rows) and not isinstance(rows, Ratings):
+            validate_data(self, rows, skip_check_array=True, reset=False)  # names of a frame's columns
+        return matrix
+
+    def _training_rows(self, rows: Any) -> sp.csr_array:
+        """A matrix whose rows are the training users, labelled ratings brought into their order."""
+        matrix = self._rows(rows)
+        if isinstance(rows, Ratings):
+            matrix = align(matrix, 0, rows.user_ids, self.user_ids_, "user")
+        check_shape("user_items", matrix, (self.n_users, self.n_items), ("n_users", "n_items"))
         return matrix
 
     def _fold_in(self, side: Side, matrix: sp.csr_array) -> Factors:
         """Exact factors of new rows of `side` for the factors of the other one."""
-        fixed = self._state.side("item" if side == "user" else "user")
-        objective = self._objective()
-        assembly = "simd" if self.plan_.assembly == "bals" else self.plan_.assembly
-        plan = self.plan_.for_fold_in(assembly)
+        learned = self._learned
+        fixed = learned.state.side("item" if side == "user" else "user")
+        plan = learned.plan.for_fold_in("simd" if learned.plan.assembly == "bals" else learned.plan.assembly)
         gram = None
-        if objective.is_implicit:  # the same for every row, and most of the work for a few rows
+        if learned.objective.is_implicit:  # the same for every row, and most of the work for a few rows
+            blas = plan.assembly != "simd"  # as in the fit, so that training rows get their training factors
             gram = self._cached(
-                f"gram_for_{side}", lambda: weighted_gram(fixed.matrix, objective, self.plan_.num_threads)
+                f"gram_for_{side}",
+                lambda: weighted_gram(fixed.matrix, learned.objective, plan.num_threads, blas=blas),
             )
-        return HalfSweep(side, matrix, objective, plan).solve(fixed, self._state.mean, gram=gram)
+        return HalfSweep(side, matrix, learned.objective, plan).solve(fixed, learned.state.mean, gram=gram)
 
     def transform(self, user_items: Any) -> np.ndarray:
         """Factors of new rows by the exact solver (fold-in); a training row gets its training factors.
@@ -333,12 +410,10 @@ class ServingMixin:
         float
         """
         check_is_fitted(self)
-        matrix = self._check_matrix(user_items)
-        check_shape("user_items", matrix, (self.n_users, self.n_items), ("n_users", "n_items"))
-        csr = csr_arrays(matrix)
+        csr = csr_arrays(self._training_rows(user_items))
         item_degrees = np.bincount(csr[1], minlength=self.n_items)
         return objective_value(
-            self._objective(), csr, self._state, np.diff(csr[0]), item_degrees, self.plan_.num_threads
+            self._learned.objective, csr, self._learned.state, np.diff(csr[0]), item_degrees, self.plan_.num_threads
         )
 
     # ------------------------------------------------------------------------------------------------ updates
@@ -363,14 +438,7 @@ class ServingMixin:
         positions = _update_positions("ids", ids)
         matrix = self._new_rows(rows, "rows")
         check_shape("rows", matrix, (len(positions), self.n_items), ("n_ids", "n_items"))
-        size = max(self.n_users, int(positions.max()) + 1)
-        names = _extended_labels("user", self.user_ids_, positions, size, labels)
-        solved = self._fold_in("user", matrix)
-        self._state = self._state.with_side("user", self._state.user.put(positions, solved, size))
-        if self._seen is not None:
-            self._seen = _replace_rows(self._seen, positions, matrix, size)
-        self.user_ids_ = names
-        self._cache = {}
+        self._update("user", positions, matrix, labels)
         return self
 
     def partial_fit_items(self, ids: Any, cols: Any, *, labels: Any = None) -> Any:
@@ -391,20 +459,36 @@ class ServingMixin:
         """
         check_is_fitted(self)
         positions = _update_positions("ids", ids)
-        matrix = self._check_matrix(cols, "cols")
+        learned = self._learned
+        matrix = as_csr(cols, name="cols", dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit)
         check_shape("cols", matrix, (self.n_users, len(positions)), ("n_users", "n_ids"))
-        rows = transpose(matrix, num_threads=self.plan_.num_threads)
-        size = max(self.n_items, int(positions.max()) + 1)
-        names = _extended_labels("item", self.item_ids_, positions, size, labels)
-        solved = self._fold_in("item", rows)
-        self._state = self._state.with_side("item", self._state.item.put(positions, solved, size))
-        if self._seen is not None:
-            by_item = _replace_rows(_pattern(transpose(self._seen)), positions, rows, size)
-            self._seen = _pattern(transpose(by_item))
-        self.item_ids_ = names
-        self.n_features_in_ = size
-        self._cache = {}
+        grown = positions.max() >= self.n_items
+        self._update("item", positions, transpose(matrix, num_threads=self.plan_.num_threads), labels)
+        self.n_features_in_ = self.n_items
+        if grown and hasattr(self, "feature_names_in_"):
+            del self.feature_names_in_  # the new columns have no names
         return self
+
+    def _update(self, side: Side, positions: np.ndarray, rows: sp.csr_array, labels: Any) -> None:
+        """Fold rows in and put them at their positions; everything is computed before anything is replaced."""
+        learned = self._learned
+        known = learned.state.side(side)
+        size = max(len(known), int(positions.max()) + 1)
+        free, needed = _plan.available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
+        if free is not None and needed > free:
+            raise MemoryBudgetError(
+                f"ids has {positions.max()}, so the model would need {size} {side}s and {needed / 2**20:,.0f} MiB; "
+                f"{free / 2**20:,.0f} MiB are free. Positions are counted from 0: is the id a label?"
+            )
+        old_labels = learned.user_ids if side == "user" else learned.item_ids
+        names = _extended_labels(side, old_labels, positions, size, labels)
+        factors = known.put(positions, self._fold_in(side, rows), size)
+        seen = learned.seen
+        if seen is not None:
+            by_row = seen if side == "user" else pattern(transpose(seen))
+            by_row = _replace_rows(by_row, positions, rows, size)
+            seen = by_row if side == "user" else pattern(transpose(by_row))
+        self._learn(learned.with_side(side, factors, seen, names))
 
     # ------------------------------------------------------------------------------------------------ score
 
@@ -430,35 +514,50 @@ class ServingMixin:
         check_is_fitted(self)
         check_choice("users", users, ("auto", "training", "new"))
         matrix = self._new_rows(user_items)
-        if users == "training" or (users == "auto" and self._are_training_users(matrix)):
-            check_shape("user_items", matrix, (self.n_users, self.n_items), ("n_users", "n_items"))
-            return self._held_out_score(self, matrix)
+        if users == "training" or (users == "auto" and self._are_training_users(user_items, matrix)):
+            matrix = self._training_rows(user_items)
+            # entries the model was fitted on are looked for among all items, held-out ones among those not seen
+            fitted_on = self._learned.is_training_data(matrix)
+            return self._held_out_score(self, matrix, sp.csr_array(matrix.shape, dtype=np.int8) if fitted_on else None)
         shown, hidden = _hide_every_fifth(matrix)
         return self._held_out_score(self._serving_for(shown), hidden)
 
-    def _are_training_users(self, matrix: sp.csr_array) -> bool:
-        if matrix.shape[0] != self.n_users:
+    def _are_training_users(self, given: Any, matrix: sp.csr_array) -> bool:
+        learned = self._learned
+        if isinstance(given, Ratings) and given.user_ids is not None and learned.user_ids is not None:
+            return set(given.user_ids.tolist()) <= set(learned.user_ids.tolist())
+        if matrix.shape != learned.shape:
             return False
-        if self._seen is None:
-            return True
-        known = _pattern(matrix).multiply(self._seen).nnz
-        return known in (0, matrix.nnz)
+        return learned.is_training_data(matrix) or not learned.overlaps(matrix)
 
     def _serving_for(self, rows: sp.csr_array) -> Any:
         """A model like this one whose users are the given new rows."""
         model = object.__new__(type(self))
         model.__dict__.update(self.__dict__)
-        model._state = self._state.with_side("user", self._fold_in("user", rows))
-        model._seen = _pattern(rows)
-        model._cache = {}
+        state = self._learned.state.with_side("user", self._fold_in("user", rows))
+        model._learn(replace(self._learned, state=state, seen=pattern(rows), total=None, user_ids=None))
         return model
 
-    def _held_out_score(self, model: Any, held_out: sp.csr_array) -> float:
+    def _held_out_score(self, model: Any, held_out: sp.csr_array, seen: sp.csr_array | None = None) -> float:
         from .metrics import evaluate
 
-        metric = "ndcg@10" if self._objective().is_implicit else "rmse"
-        value = evaluate(model, held_out, metrics=(metric,))[metric]
+        metric = self._validation_metric()
+        value = evaluate(model, held_out, train=seen, metrics=(metric,))[metric]
         return value if metric != "rmse" else -value
+
+    def _validation_metric(self) -> str:
+        return "ndcg@10" if self._learned.objective.is_implicit else "rmse"
+
+
+def _itself_first(found: np.ndarray, scores: np.ndarray, positions: np.ndarray) -> None:
+    """Put each query first among its neighbours, in place, where ties or zero factors ranked others before it."""
+    for row in np.flatnonzero(found[:, 0] != positions):
+        place = np.flatnonzero(found[row] == positions[row])
+        last = int(place[0]) if place.size else found.shape[1] - 1
+        own = scores[row, last] if place.size else 0
+        found[row, 1 : last + 1] = found[row, :last].copy()
+        scores[row, 1 : last + 1] = scores[row, :last].copy()
+        found[row, 0], scores[row, 0] = positions[row], own
 
 
 def _update_positions(name: str, ids: Any) -> np.ndarray:
@@ -472,47 +571,82 @@ def _update_positions(name: str, ids: Any) -> np.ndarray:
 
 
 def _extended_labels(side: str, known: Any, positions: np.ndarray, size: int, labels: Any) -> np.ndarray | None:
-    """Labels after positions up to `size` were added."""
-    if known is None or size == len(known):
-        if labels is not None and known is None:
+    """Labels after positions up to `size` were added; each keeps its type."""
+    if known is None:
+        if labels is not None:
             raise ValueError(f"labels were given, but this model's {side}s have none (it was fitted on positions)")
-        return known
+        return None
+    plain = known.tolist()
     if labels is None:
+        if size == len(plain):
+            return known
         raise ValueError(
             f"ids adds {side}s up to position {size - 1} and this model's {side}s have labels; pass labels= for them"
         )
-    labels = list(np.atleast_1d(labels))
-    if len(labels) != len(positions):
-        raise ValueError(f"labels has {len(labels)} elements; expected one for each of {len(positions)} ids")
-    missing = sorted(set(range(len(known), size)) - set(positions.tolist()))
+    given = _plain_list(labels)
+    if len(given) != len(positions):
+        raise ValueError(f"labels has {len(given)} elements; expected one for each of {len(positions)} ids")
+    missing = sorted(set(range(len(plain), size)) - set(positions.tolist()))
     if missing:
         raise ValueError(f"ids skips position {missing[0]}, which would have no label; add positions without gaps")
-    extended = list(known) + [None] * (size - len(known))
-    for position, label in zip(positions.tolist(), labels, strict=True):
+    extended = plain + [None] * (size - len(plain))
+    for position, label in zip(positions.tolist(), given, strict=True):
+        if position < len(plain) and label != plain[position]:
+            raise ValueError(
+                f"labels says {label!r} for position {position}, whose label is {plain[position]!r}; "
+                "labels of known positions cannot change"
+            )
         extended[position] = label
     if len(set(extended)) != size:
         raise ValueError("labels repeats a label; each position needs a label of its own")
-    return np.array(extended, dtype=known.dtype if known.dtype.kind != "U" else None)
+    return _as_labels(extended, known)
+
+
+def _plain_list(labels: Any) -> list[Any]:
+    """Labels as Python objects; a single one, a tuple included, is one label."""
+    if isinstance(labels, np.ndarray):
+        return np.atleast_1d(labels).tolist()
+    items = list(labels) if isinstance(labels, (list, range)) else [labels]
+    return [item.item() if isinstance(item, np.generic) else item for item in items]
+
+
+def _as_labels(labels: list[Any], like: np.ndarray) -> np.ndarray:
+    """An array of the kind of `like` if that changes no label, else of objects."""
+    kinds = {type(label) for label in labels}
+    if like.dtype.kind != "O" and len(kinds) == 1:
+        array = np.array(labels)
+        if array.ndim == 1 and array.tolist() == labels:
+            return array
+    array = np.empty(len(labels), dtype=object)
+    array[:] = labels
+    return array
 
 
 def _replace_rows(seen: sp.csr_array, positions: np.ndarray, rows: sp.csr_array, size: int) -> sp.csr_array:
-    """`seen` with `size` rows, those at `positions` replaced by the pattern of `rows`."""
-    source = np.arange(size)
-    source[seen.shape[0] :] = -1
+    """`seen` with `size` rows, those at `positions` replaced by the entries of `rows`; gaps are empty."""
+    old_ptr, old_ids, _ = csr_arrays(seen)
+    new_ptr, new_ids, _ = csr_arrays(rows)
+    indices = np.concatenate((old_ids, new_ids))
+    pointer = np.concatenate((old_ptr, new_ptr[1:] + old_ptr[-1], [len(indices)]))  # the last row is empty
+    stacked = make_csr(pointer, indices, np.ones(len(indices), dtype=np.int8), (len(pointer) - 1, seen.shape[1]))
+    source = np.full(size, len(pointer) - 2, dtype=np.int64)
+    source[: seen.shape[0]] = np.arange(seen.shape[0])
     source[positions] = seen.shape[0] + np.arange(len(positions))
-    stacked = sp.vstack([seen, _pattern(rows), sp.csr_array((1, seen.shape[1]), dtype=np.int8)], format="csr")
-    source[source < 0] = stacked.shape[0] - 1  # a gap: a row without entries
-    return _pattern(sp.csr_array(stacked[source]))
+    return pattern(take_rows(stacked, source))
 
 
 def _hide_every_fifth(matrix: sp.csr_array) -> tuple[sp.csr_array, sp.csr_array]:
     """Split each row's entries into shown and hidden ones: the last of every five, at least one of two or more."""
     indptr, indices, _ = csr_arrays(matrix)
     degrees = np.diff(indptr)
-    rank_in_row = np.arange(len(indices)) - np.repeat(indptr[:-1], degrees)
-    short = np.repeat((degrees >= 2) & (degrees < 5), degrees)
-    last = rank_in_row == np.repeat(degrees - 1, degrees)
-    hidden = (rank_in_row % 5 == 4) | (short & last)
+    # by a fixed shuffle of the columns, not by their order, in which popular items may come first
+    shuffled = np.random.default_rng(0).permutation(matrix.shape[1])[indices]
+    rows = np.repeat(np.arange(matrix.shape[0]), degrees)
+    order = np.lexsort((shuffled, rows))
+    rank_in_row = np.empty(len(indices), dtype=np.int64)
+    rank_in_row[order] = np.arange(len(indices)) - np.repeat(indptr[:-1], degrees)
+    length = np.repeat(degrees, degrees)
+    hidden = (rank_in_row % 5 == 4) | ((length >= 2) & (length < 5) & (rank_in_row == length - 1))
     if not hidden.any():
         raise RatingsError("user_items has no row with two or more entries; nothing can be hidden and predicted")
     return keep_entries(matrix, ~hidden), keep_entries(matrix, hidden)

@@ -51,7 +51,7 @@ def test_grid_search(cls, cv):
     for one in found.values():
         assert one.best_score_ == scores[0].max()
         assert one.best_estimator_.n_users == matrix.shape[0]
-        assert one.predict(one.best_estimator_._seen.astype(np.float32)).shape == (matrix.shape[0],)
+        assert one.predict(one.best_estimator_._learned.seen.astype(np.float32)).shape == (matrix.shape[0],)
     if cls is hmf.ExplicitALS:
         assert found[sp.csr_array].best_params_["regularization"] < 30
 
@@ -66,9 +66,6 @@ def test_search_scores_are_those_of_new_users():
             assert score == model.score(matrix[test], users="new")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BUG: cv=2 on ratings without gaps scores the training users on other users' ratings"
-)
 def test_search_scores_of_dense_ratings_are_those_of_new_users():
     matrix = np.random.default_rng(0).integers(1, 6, (40, 12)).astype(float)
     score = cross_val_score(hmf.ExplicitALS(**SMALL, random_state=0), matrix, cv=2)[0]
@@ -76,9 +73,6 @@ def test_search_scores_of_dense_ratings_are_those_of_new_users():
     assert score == model.score(matrix[:20], users="new")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BUG: implicit models score 0 on their own training data, so train scores say nothing"
-)
 def test_train_scores_of_implicit_feedback():
     model = hmf.ImplicitALS(**SMALL, random_state=0)
     found = GridSearchCV(model, {"alpha": [1.0, 9.0]}, cv=2, return_train_score=True).fit(planted(density=0.4))
@@ -148,9 +142,6 @@ def test_the_constructor_only_stores(cls):
 
 
 @pytest.mark.parametrize("cls", ESTIMATORS)
-@pytest.mark.xfail(
-    strict=True, reason="BUG: set_output does nothing: only methods of the mixin's subclasses are wrapped"
-)
 def test_pandas_output(cls):
     frame = pd.DataFrame(planted().toarray(), columns=[f"i{k}" for k in range(40)], index=[f"u{k}" for k in range(60)])
     model = cls(factors=3, iterations=2, random_state=0, num_threads=1).set_output(transform="pandas")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,6 @@ def _ndcg_with_factors(model: hmf.ImplicitALS, peer, train: sp.csr_array, test: 
 
     other = hmf.ImplicitALS(factors=64)
     other.__dict__.update(model.__dict__)
-    other._state = State(Factors(np.ascontiguousarray(peer.user_factors)), Factors(np.ascontiguousarray(peer.item_factors)))
-    other._cache = {}
+    factors = (Factors(np.ascontiguousarray(side)) for side in (peer.user_factors, peer.item_factors))
+    other._learn(replace(model._learned, state=State(*factors)))
     return hmf.evaluate(other, test, train=train, metrics=("ndcg@10",))["ndcg@10"]

@@ -7,18 +7,21 @@ _Real = TypeVar("_Real", np.float32, np.float64)  # one type for all arrays of a
 
 RANK1: int
 BLAS3: int
-AUTO: int
+SIMD: int
 
 OK: int
 NON_FINITE: int
 NEGATIVE_CURVATURE: int
 
 GATHER_ROWS: int
+OWN_CHOLESKY_RANK: int
 
 def instruction_set() -> str: ...
 def can_run(name: str) -> bool: ...
-def gram(factors: NDArray[_Real], n_threads: int) -> NDArray[np.float64]: ...
-def workspace_size(rank: int) -> int: ...
+def gram(factors: NDArray[_Real], n_threads: int, blas: bool = ...) -> NDArray[np.float64]: ...
+def padded_rank(rank: int) -> int: ...
+def workspace_size(rank: int, itemsize: int) -> int: ...
+def subspace_workspace_size(rank: int, block: int, itemsize: int, longest: int) -> int: ...
 def bals_workspace_size(rank: int, tile_rows: int, tile_cols: int) -> int: ...
 def cholesky_rows(
     out: NDArray[_Real],
@@ -57,6 +60,26 @@ def cg_rows(
     alpha: float,
     unobserved: float,
     n_steps: int,
+    n_threads: int,
+) -> None: ...
+def subspace_rows(
+    out: NDArray[_Real],
+    fixed: NDArray[_Real],
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    ratings: NDArray[_Real],
+    offsets: NDArray[_Real],
+    gram_matrix: NDArray[_Real],
+    ridge: NDArray[_Real],
+    scale: NDArray[np.float64],
+    order: NDArray[np.int64],
+    status: NDArray[np.int32],
+    workspace: NDArray[_Real],
+    implicit: bool,
+    alpha: float,
+    unobserved: float,
+    block: int,
+    epsilon: float,
     n_threads: int,
 ) -> None: ...
 def cholesky_bals(

@@ -1,0 +1,104 @@
+"""What a fit has learned, as one value: models replace it as a whole, so a failure half way leaves the old one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ._objective import Factors, Objective, Side, State
+from ._plan import Plan
+from ._sparse import entry_rows
+from ._validate import csr_arrays, from_triplets, make_csr
+from .errors import RatingsError
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Everything a fitted model knows, hyperparameters as they were at the fit included.
+
+    Attributes
+    ----------
+    objective : Objective
+    plan : Plan
+    state : State
+    seen : csr_array, shape (n_users, n_items), or None
+        int8 ones where a user has an entry; None in a model saved without them.
+    total : float or None
+        Sum of the training values: with `seen`, enough to tell the training data from other data.
+    user_ids, item_ids : array or None
+        Labels.
+    """
+
+    objective: Objective
+    plan: Plan
+    state: State
+    seen: sp.csr_array | None
+    total: float | None = None
+    user_ids: np.ndarray | None = None
+    item_ids: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_users, n_items)."""
+        return len(self.state.user), len(self.state.item)
+
+    def with_side(self, side: Side, factors: Factors, seen: sp.csr_array | None, labels: np.ndarray | None) -> Learned:
+        """A copy in which one side has other rows."""
+        state = self.state.with_side(side, factors)
+        if side == "user":
+            return replace(self, state=state, seen=seen, total=None, user_ids=labels)
+        return replace(self, state=state, seen=seen, total=None, item_ids=labels)
+
+    def is_training_data(self, matrix: sp.csr_array) -> bool:
+        """Whether `matrix` is what the model was fitted on."""
+        return (
+            self.seen is not None
+            and self.total is not None
+            and matrix.shape == self.seen.shape
+            and bool(np.array_equal(matrix.indptr, self.seen.indptr))
+            and bool(np.array_equal(matrix.indices, self.seen.indices))
+            and float(matrix.data.sum(dtype=np.float64)) == self.total
+        )
+
+    def overlaps(self, matrix: sp.csr_array) -> bool:
+        """Whether `matrix`, of the training shape, has an entry that the training data have."""
+        if self.seen is None:
+            return False
+        # keys ascend in canonical CSR, so a merge finds common ones
+        mine, theirs = (entry_rows(part) * matrix.shape[1] + part.indices for part in (matrix, self.seen))
+        place = np.minimum(np.searchsorted(theirs, mine), max(len(theirs) - 1, 0))
+        return bool(len(theirs)) and bool(np.any(theirs[place] == mine))
+
+
+def pattern(matrix: sp.csr_array) -> sp.csr_array:
+    """A copy of the entries of a matrix as int8 ones."""
+    indptr, indices, _ = csr_arrays(matrix)
+    return make_csr(indptr.copy(), indices.copy(), np.ones(len(indices), dtype=np.int8), matrix.shape)
+
+
+def align(matrix: sp.csr_array, axis: int, have: Any, want: Any, what: str) -> sp.csr_array:
+    """Rows (axis 0) or columns (axis 1) of labelled ratings, brought to the model's positions by label.
+
+    Raises
+    ------
+    RatingsError
+        A label with entries that the model does not know.
+    """
+    if have is None or want is None or (len(have) == len(want) and bool(np.all(have == want))):
+        return matrix
+    table = {label: position for position, label in enumerate(want.tolist())}
+    positions = np.array([table.get(label, -1) for label in have.tolist()], dtype=np.int64)
+    used = np.diff(matrix.indptr) > 0 if axis == 0 else np.bincount(matrix.indices, minlength=len(have)) > 0
+    unknown = np.flatnonzero((positions < 0) & used)
+    if unknown.size:
+        raise RatingsError(
+            f"the ratings have {what} {have.tolist()[unknown[0]]!r}, which the model was not fitted on "
+            f"({unknown.size} such {what}s); leave them out, or add them by partial_fit_{what}s"
+        )
+    shape = (len(want), matrix.shape[1]) if axis == 0 else (matrix.shape[0], len(want))
+    index = [entry_rows(matrix), matrix.indices]
+    index[axis] = positions[index[axis]]
+    return from_triplets(index[0], index[1], matrix.data, shape, dtype=matrix.dtype)
