@@ -34,7 +34,7 @@ def config() -> dict[str, Any]:
     dict
         Keys ``hybridmf``, ``python``, ``platform``, ``numpy``, ``scipy``, ``scikit-learn``, ``cores``, ``threads``,
         ``instruction_set``, ``memory_available`` (bytes or None), ``blas`` (list of str), ``cupy`` (version or None),
-        ``gpu`` (names or None), ``gpu_reason`` (why a GPU is or is not used).
+        ``gpu`` (names or None), ``gpu_reason`` (why no GPU is used).
     """
     usable, reason = dispatch.gpu_status()
     blas = [
@@ -56,12 +56,12 @@ def config() -> dict[str, Any]:
         "blas": blas,
         "cupy": _version("cupy-cuda13x") or _version("cupy-cuda12x") or _version("cupy"),
         "gpu": reason if usable else None,
-        "gpu_reason": f"{reason}; {dispatch.NO_GPU_SOLVER}" if usable else reason,
+        "gpu_reason": dispatch.why_no_gpu(usable, reason),
     }
 
 
 def show_config(file: Any = None) -> None:
-    """Print `config`: versions, threads, and why a GPU is or is not used.
+    """Print `config`: versions, threads, and why no GPU is used.
 
     Parameters
     ----------

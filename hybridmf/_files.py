@@ -98,8 +98,8 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Bi
         raise IsADirectoryError(f"path {str(path)!r} is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} does not exist")
-    # In the same folder: a rename must not cross file systems.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    # In the same folder: a rename must not cross file systems. Not named after `path`: the longest names have no room.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".hybridmf-", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             if callable(content):

@@ -1,8 +1,9 @@
 """Model files: safetensors with a JSON header, written atomically, judged when read.
 
 Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biased models); ``seen_indptr``,
-``seen_indices`` (what users have seen); ``user_ids``, ``item_ids`` (labels: integers as int64, others as the UTF-8
-bytes of a JSON list). Metadata: ``format``, ``version``, ``model`` (class name), ``params``, ``state``, each JSON.
+``seen_indices`` (what users have seen); ``user_ids``, ``item_ids`` (labels: integers as int64 or uint64, others as the
+UTF-8 bytes of a JSON list). Metadata: ``format``, ``version``, ``model`` (class name), ``params``, ``state``, the last
+two JSON objects. Kernels trust a loaded model, so a file that contradicts itself anywhere is refused.
 """
 
 from __future__ import annotations
@@ -16,36 +17,63 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from . import _formats
 from ._files import write_atomically as write_atomically
+from ._labels import plain_array
 from ._objective import Factors, State
-from ._validate import make_csr
+from ._validate import check_int, check_real, make_csr
 from .errors import ModelFileError
 
 FORMAT, VERSION = "hybridmf", 1
 
+TENSORS = frozenset(
+    ["user_factors", "item_factors", "user_bias", "item_bias", "seen_indptr", "seen_indices", "user_ids", "item_ids"]
+)
+LABEL_DTYPES = (np.int64, np.uint64, np.uint8)
+MAX_COUNT = int(np.iinfo(np.int64).max)
 
-def _encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
-    if labels.dtype.kind in "iu":
-        return labels.astype(np.int64)
-    plain = labels.tolist()
-    kinds = {type(label) for label in plain}
+
+def check_storable_labels(name: str, labels: Any) -> list[Any]:
+    """Labels as plain Python values.
+
+    Parameters
+    ----------
+    name : str
+        Argument name for messages.
+    labels : array, list or None
+        None, for rows that have no labels, gives an empty list.
+
+    Raises
+    ------
+    TypeError
+        A label that is neither a string nor a number.
+    """
+    plain = [
+        label.item() if isinstance(label, np.generic) and label.dtype.kind in "biufU" else label
+        for label in (() if labels is None else labels)
+    ]
+    kinds = set(map(type, plain))
     if not kinds <= {str, int, float, bool}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise TypeError(
             f"{name} holds labels of type {names}; only strings and numbers can be saved: relabel them first"
         )
-    return np.frombuffer(json.dumps(plain).encode(), dtype=np.uint8)
+    return plain
 
 
-def _decode_labels(tensor: np.ndarray | None) -> np.ndarray | None:
-    if tensor is None or tensor.dtype == np.int64:
+def _encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
+    if labels.dtype.kind in "iu":
+        return labels.astype(np.uint64 if labels.dtype == np.uint64 else np.int64)
+    return np.frombuffer(json.dumps(check_storable_labels(name, labels)).encode(), dtype=np.uint8)
+
+
+def _decode_labels(name: str, tensor: np.ndarray) -> np.ndarray:
+    if tensor.dtype != np.uint8:
         return tensor
     plain = json.loads(tensor.tobytes().decode())
-    labels = np.array(plain)
-    if labels.ndim != 1 or [type(a) for a in labels.tolist()] != [type(a) for a in plain]:
-        labels = np.empty(len(plain), dtype=object)  # mixed types: NumPy would turn numbers into strings
-        labels[:] = plain
-    return labels
+    if not isinstance(plain, list):
+        raise TypeError(f"{name} is a JSON {type(plain).__name__}, expected a list")
+    return plain_array(check_storable_labels(name, plain))
 
 
 def jsonable(params: dict[str, Any]) -> dict[str, Any]:
@@ -54,10 +82,28 @@ def jsonable(params: dict[str, Any]) -> dict[str, Any]:
     for key, value in params.items():
         if isinstance(value, np.generic):
             value = value.item()
-        if isinstance(value, type):
+        if isinstance(value, (type, np.dtype)):
             value = np.dtype(value).name
-        plain[key] = value if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else None
+        if isinstance(value, tuple):
+            value = list(value)
+        plain[key] = value if isinstance(value, (str, int, float, bool, list, type(None))) else None
     return plain
+
+
+def _json_default(value: Any) -> Any:
+    """NumPy scalars and arrays, such as callbacks put into records, as Python has them."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise TypeError(
+        f"history_ holds a value of type {type(value).__name__}; only numbers, strings, lists and dicts can be saved: "
+        "let the callback put nothing else into its record"
+    )
+
+
+def _tensor_params(state: State) -> dict[str, Any]:
+    """Parameters that the tensors themselves tell."""
+    matrix = state.user.matrix
+    return {"factors": matrix.shape[1], "dtype": matrix.dtype.name, "biases": state.user.bias is not None}
 
 
 def encode_model(model: Any, extra: dict[str, Any] | None = None, *, include_seen: bool = True) -> bytes:
@@ -77,13 +123,17 @@ def encode_model(model: Any, extra: dict[str, Any] | None = None, *, include_see
         "n_iter": model.n_iter_,
         "history": model.history_,
         "nnz": model.plan_.nnz,
+        "total": model._learned.total,
     } | (extra or {})
+    params = jsonable(model.get_params(deep=False))
+    # these may have been set since the fit, for the next one
+    params |= {name: value for name, value in _tensor_params(state).items() if name in params}
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
         "model": type(model).__name__,
-        "params": json.dumps(jsonable(model.get_params(deep=False))),
-        "state": json.dumps(summary),
+        "params": json.dumps(params),
+        "state": json.dumps(summary, default=_json_default),
     }
     return _ordered(safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, metadata))
 
@@ -106,7 +156,7 @@ class ModelFile:
     model : str
         Class name.
     params, summary : dict
-        Constructor parameters; mean, iterations, history and what else was stored.
+        Constructor parameters; ``mean``, ``n_iter``, ``nnz``, ``total``, ``history`` and what else was stored.
     state : State
     seen : csr_array or None
     user_ids, item_ids : array or None
@@ -128,70 +178,115 @@ class ModelFile:
             )
         try:
             self.model = metadata["model"]
-            self.params: dict[str, Any] = json.loads(metadata["params"])
-            self.summary: dict[str, Any] = json.loads(metadata["state"])
-            self.user_ids = _decode_labels(tensors.get("user_ids"))
-            self.item_ids = _decode_labels(tensors.get("item_ids"))
-            self.state = self._state(tensors, float(self.summary["mean"]))
+            self.params = self._object("params", metadata["params"])
+            self.summary = self._object("state", metadata["state"])
+            self._check_summary()
+            self._require(tensors.keys() <= TENSORS, f"unknown tensors {sorted(tensors.keys() - TENSORS)}")
+            self.state = self._state(tensors)
             self.seen = self._seen(tensors)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, ModelFileError):
-                raise
+            self.user_ids = self._labels("user_ids", tensors, len(self.state.user))
+            self.item_ids = self._labels("item_ids", tensors, len(self.state.item))
+        except ModelFileError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise self._error(f"is corrupt: {type(error).__name__}: {error}") from error
-        self._check_labels()
 
     def _error(self, problem: str) -> ModelFileError:
         return ModelFileError(f"{str(self.path)!r} {problem}")
+
+    def _require(self, sound: bool, problem: str) -> None:
+        if not sound:
+            raise self._error(f"is corrupt: {problem}")
 
     def _read(self) -> tuple[dict[str, str], dict[str, np.ndarray]]:
         try:
             with safetensors.safe_open(self.path, framework="numpy") as file:
                 return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, ValueError, TypeError) as error:
+        except (safetensors.SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise self._error(
                 f"is not a complete model file ({error}); it is truncated, altered, or of another format"
             ) from error
 
-    def _state(self, tensors: dict[str, np.ndarray], mean: float) -> State:
+    def _object(self, name: str, text: str) -> dict[str, Any]:
+        found = json.loads(text)
+        self._require(isinstance(found, dict), f"{name} is a JSON {type(found).__name__}, expected an object")
+        return found
+
+    def _check_summary(self) -> None:
+        summary = self.summary
+        check_real("mean", summary["mean"])
+        check_int("n_iter", summary["n_iter"], 0, MAX_COUNT)
+        check_int("nnz", summary["nnz"], 0, MAX_COUNT)
+        if summary.setdefault("total", None) is not None:
+            check_real("total", summary["total"])
+        history = summary["history"]
+        records = isinstance(history, list) and all(isinstance(record, dict) for record in history)
+        self._require(records, "history is not a list of records")
+
+    def _state(self, tensors: dict[str, np.ndarray]) -> State:
         users, items = tensors["user_factors"], tensors["item_factors"]
-        if users.ndim != 2 or items.ndim != 2 or users.shape[1] != items.shape[1]:
-            raise self._error(
-                f"is corrupt: user_factors {users.shape} and item_factors {items.shape} do not fit together"
-            )
-        if users.dtype not in (np.float32, np.float64) or users.dtype != items.dtype:
-            raise self._error(f"is corrupt: factors have dtypes {users.dtype} and {items.dtype}")
+        self._require(
+            users.ndim == items.ndim == 2 and users.shape[1] == items.shape[1] and 0 not in users.shape + items.shape,
+            f"user_factors {users.shape} and item_factors {items.shape} do not fit together",
+        )
+        self._require(
+            users.dtype in (np.float32, np.float64) and users.dtype == items.dtype,
+            f"factors have dtypes {users.dtype} and {items.dtype}",
+        )
         user_bias, item_bias = tensors.get("user_bias"), tensors.get("item_bias")
+        self._require((user_bias is None) == (item_bias is None), "one side has biases and the other has none")
         for name, bias, factors in (("user_bias", user_bias, users), ("item_bias", item_bias, items)):
-            if bias is not None and bias.shape != (len(factors),):
-                raise self._error(f"is corrupt: {name} has shape {bias.shape}, expected ({len(factors)},)")
+            if bias is not None:
+                self._require(
+                    bias.shape == (len(factors),) and bias.dtype == factors.dtype,
+                    f"{name} has shape {bias.shape} and dtype {bias.dtype}, "
+                    f"expected ({len(factors)},) and {factors.dtype}",
+                )
         for name, array in tensors.items():
-            if array.dtype.kind == "f" and not np.all(np.isfinite(array)):
-                raise self._error(f"is corrupt: {name} has values that are not finite")
-        return State(Factors(users, user_bias), Factors(items, item_bias), mean)
+            finite = array.dtype.kind != "f" or bool(np.all(np.isfinite(array)))
+            self._require(finite, f"{name} has values that are not finite")
+        return State(Factors(users, user_bias), Factors(items, item_bias), float(self.summary["mean"]))
 
     def _seen(self, tensors: dict[str, np.ndarray]) -> Any:
-        if "seen_indptr" not in tensors:
+        if not tensors.keys() & {"seen_indptr", "seen_indices"}:
             return None
         indptr, indices = tensors["seen_indptr"], tensors["seen_indices"]
         shape = (len(self.state.user), len(self.state.item))
-        sound = (
-            indptr.shape == (shape[0] + 1,)
-            and indptr[0] == 0
-            and indptr[-1] == len(indices)
-            and bool(np.all(np.diff(indptr) >= 0))
-            and bool(np.all((indices >= 0) & (indices < shape[1])))
-        )
-        if not sound:
-            raise self._error("is corrupt: the record of what users have seen is inconsistent")
+        self._require(_is_canonical(indptr, indices, shape), "the record of what users have seen is inconsistent")
         return make_csr(indptr.astype(np.int64), indices.astype(np.int32), np.ones(len(indices), np.int8), shape)
 
-    def _check_labels(self) -> None:
-        for name, labels, factors in (
-            ("user_ids", self.user_ids, self.state.user),
-            ("item_ids", self.item_ids, self.state.item),
-        ):
-            if labels is not None and len(labels) != len(factors):
-                raise self._error(f"is corrupt: {len(labels)} {name} for {len(factors)} rows of factors")
+    def _labels(self, name: str, tensors: dict[str, np.ndarray], count: int) -> np.ndarray | None:
+        tensor = tensors.get(name)
+        if tensor is None:
+            return None
+        vector = tensor.ndim == 1 and tensor.dtype in LABEL_DTYPES
+        self._require(vector, f"{name} is a tensor of shape {tensor.shape} and dtype {tensor.dtype}")
+        labels = _decode_labels(name, tensor)
+        self._require(len(labels) == count, f"{len(labels)} {name} for {count} rows of factors")
+        self._require(len(set(labels.tolist())) == count, f"{name} has a label more than once")
+        return labels
+
+    def check_model(self, model: Any) -> None:
+        """Raise unless the parameters of `model` describe the tensors: kernels get both and compare nothing."""
+        params = {"biases": False} | jsonable(model.get_params(deep=False))
+        for name, found in _tensor_params(self.state).items():
+            problem = f"its tensors are those of a model with {name}={found!r}, not {name}={params[name]!r}"
+            self._require(params[name] == found, problem)
+
+
+def _is_canonical(indptr: np.ndarray, indices: np.ndarray, shape: tuple[int, int]) -> bool:
+    """Whether these are the arrays of a CSR matrix whose columns ascend strictly within each row."""
+    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (indptr, indices)):
+        return False
+    indptr = indptr.astype(np.int64)  # unsigned differences would wrap around
+    return (
+        indptr.shape == (shape[0] + 1,)
+        and indptr[0] == 0
+        and indptr[-1] == len(indices)
+        and bool(np.all(indptr[:-1] <= indptr[1:]))
+        and (not len(indices) or 0 <= int(indices.min()) <= int(indices.max()) < shape[1])
+        and _formats.row_order_status(indptr, indices.astype(np.int32))[0] == _formats.SORTED_UNIQUE
+    )
 
 
 def load(path: str | os.PathLike[str]) -> Any:
@@ -221,7 +316,8 @@ def load(path: str | os.PathLike[str]) -> Any:
             f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf knows {', '.join(sorted(known))}"
         )
     try:
-        model = known[content.model](**content.params)
-        return model._restore(content)
-    except (TypeError, ValueError) as error:
+        model = known[content.model](**content.params)._restore(content)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ModelFileError(f"{str(path)!r} holds parameters this hybridmf cannot use: {error}") from error
+    content.check_model(model)
+    return model

@@ -77,9 +77,13 @@ def as_vector(name: str, values: Any) -> np.ndarray:
         return result
     members = list(values)
     numbers = all(isinstance(member, (int, float, np.number)) for member in members)
-    if numbers or all(isinstance(member, str) and len(member) <= MAX_PADDED for member in members):
+    if numbers or all(isinstance(member, str) and _fits_array(member) for member in members):
         return np.asarray(members)
     return np.fromiter(members, dtype=object, count=len(members))
+
+
+def _fits_array(label: str) -> bool:
+    return len(label) <= MAX_PADDED and not label.endswith("\0")  # NumPy drops NULs at the end
 
 
 def label_array(name: str, labels: Iterable[Any] | None, count: int) -> np.ndarray | None:
@@ -206,7 +210,7 @@ def factorize_objects(name: str, ids: list[Any], unit: str) -> tuple[np.ndarray,
         kinds = ", ".join(sorted({type(label).__name__ for label in unique}))
         raise TypeError(f"{name} mixes labels that have no order ({kinds}); make them all strings") from error
     table = {label: position for position, label in enumerate(labels)}
-    return np.fromiter(map(table.__getitem__, ids), np.int32, len(ids)), _plain_labels(labels)
+    return np.fromiter(map(table.__getitem__, ids), np.int32, len(ids)), plain_array(labels)
 
 
 def _is_missing(label: Any) -> bool:
@@ -216,11 +220,13 @@ def _is_missing(label: Any) -> bool:
         return True
 
 
-def _plain_labels(labels: list[Any]) -> np.ndarray:
+def plain_array(labels: list[Any]) -> np.ndarray:
     """Array of numbers, or of strings where that does not pad much; object for all else."""
     kinds = set(map(type, labels))
-    if kinds == {int} or kinds == {float} or (kinds == {str} and max(map(len, labels)) <= MAX_PADDED):
-        return np.asarray(labels)
+    if kinds == {int} or kinds == {float} or (kinds == {str} and all(map(_fits_array, labels))):
+        array = np.asarray(labels)
+        if kinds != {int} or array.dtype.kind != "f":  # NumPy makes floats of [-1, 2**63]
+            return array
     return np.fromiter(labels, dtype=object, count=len(labels))
 
 
@@ -263,6 +269,9 @@ def storable(name: str, labels: np.ndarray) -> np.ndarray:
     if labels.dtype.kind != "O":
         return labels
     if all(isinstance(label, str) for label in labels):
-        return labels.astype(np.str_)
+        text = labels.astype(np.str_)
+        if text.tolist() != labels.tolist():
+            raise ValueError(f"{name} has labels that end in NUL, which a .npz file cannot hold: strip them first")
+        return text
     kind = next(type(label).__name__ for label in labels if not isinstance(label, str))
     raise TypeError(f"{name} has labels of type {kind}; only numbers and strings can be saved")

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import dispatch
-from ._validate import MAX_FACTORS, check_choice, check_int, check_nonempty, check_threads, index_pointer_dtype
+from ._validate import (
+    MAX_AXIS,
+    MAX_FACTORS,
+    cgroup_folders,
+    check_choice,
+    check_int,
+    check_nonempty,
+    check_threads,
+    index_pointer_dtype,
+    system_words,
+)
 from .cpu import _als
 from .errors import MemoryBudgetError
 
@@ -30,6 +41,12 @@ L2_ACCUMULATORS = 512 * 1024
 
 L2_TILE = 128 * 1024
 """Bytes of factor rows one BALS tile stages."""
+
+GRAM_ROWS = 512
+"""Rows a thread of `_als.gram` widens to float64 at a time (GRAM_ROWS of cpu/_als.pyx)."""
+
+MAX_CG_STEPS = 10_000
+"""Exact arithmetic would need `factors` steps, 2048 at most."""
 
 BATCH_FLOPS = 1e10
 """Work of one kernel call per thread, a few tenths of a second: how long Ctrl-C may have to wait."""
@@ -66,19 +83,18 @@ class Settings:
         block_size: Any,
     ) -> Settings:
         """Judge each hyperparameter by itself; the plan judges combinations."""
-        if isinstance(reorder, bool):
+        if isinstance(reorder, (bool, np.bool_)):
             reorder = "both" if reorder else "none"
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         return cls(
             factors=check_int("factors", factors, 1, MAX_FACTORS),
             solver=check_choice("solver", solver, SOLVERS),
-            cg_steps=check_int("cg_steps", cg_steps, 1),
+            cg_steps=check_int("cg_steps", cg_steps, 1, MAX_CG_STEPS),
             assembly=check_choice(
                 "assembly", assembly, CPU_ASSEMBLIES, "GPU assemblies are not in this version" * (assembly in _GPU_ONLY)
             ),
             reorder=check_choice("reorder", reorder, REORDERINGS),
             precision=check_choice("precision", precision, PRECISIONS),
-            dtype=check_choice("dtype", name, DTYPES),
+            dtype=check_choice("dtype", _dtype_name(dtype), DTYPES),
             num_threads=check_threads(num_threads),
             device=check_choice("device", device, dispatch.DEVICES),
             block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
@@ -86,6 +102,14 @@ class Settings:
 
 
 _GPU_ONLY = ("sparse_syrk", "mo_als")
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """Name of a type; what is none (np.dtype(None) would be float64) comes back for `check_choice` to refuse."""
+    if isinstance(dtype, (type, np.dtype)):
+        with suppress(TypeError):
+            return np.dtype(dtype).name
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -171,7 +195,8 @@ class Plan:
             solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
         lines = [
             f"device    {self.device}: {self.reason}",
-            f"problem   {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, {self.feedback} feedback",
+            f"problem   {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, "
+            f"{self.feedback} feedback",
             f"factors   {self.factors} in {self.dtype}",
             f"solver    {solver}; reorder {self.reorder}",
             f"threads   {self.num_threads}, {self.instruction_set} kernels",
@@ -219,7 +244,7 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         tile_cols = int(np.clip(L2_TILE // (rank * itemsize), 32, 4096))
     # Degree order lets a row block share its popular columns; the other assemblies read rows one by one anyway.
     reorder = ("both" if assembly == "bals" else "none") if settings.reorder == "auto" else settings.reorder
-    return Plan(
+    plan = Plan(
         device=device,
         reason=reason,
         n_users=shape[0],
@@ -240,9 +265,9 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         tile_rows=tile_rows,
         tile_cols=tile_cols,
         batch_flops=BATCH_FLOPS * settings.num_threads,
-        bytes=_cpu_bytes(shape, nnz, rank, itemsize, settings.num_threads, tile_rows, tile_cols, reorder),
         notes=tuple(notes),
     )
+    return replace(plan, bytes=_cpu_bytes(plan))
 
 
 def _instruction_set_notes() -> list[str]:
@@ -250,42 +275,64 @@ def _instruction_set_notes() -> list[str]:
     wanted, used = os.environ.get("HYBRIDMF_ISA", ""), _als.instruction_set()
     if wanted in ("", used):
         return []
-    note = f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: avx512, avx2, portable); using {used}"
+    known = "avx512, avx2, portable"
+    note = f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: {known}); using {used}"
     logger.warning(note)
     return [note]
 
 
-def _cpu_bytes(
-    shape: tuple[int, int],
-    nnz: int,
-    rank: int,
-    itemsize: int,
-    threads: int,
-    tile_rows: int,
-    tile_cols: int,
-    reorder: str,
-) -> dict[str, int]:
-    m, n = shape
+def _cpu_bytes(plan: Plan) -> dict[str, int]:
+    """Memory by purpose."""
+    m, n, nnz, rank = plan.n_users, plan.n_items, plan.nnz, plan.rank
+    itemsize = np.dtype(plan.dtype).itemsize
     pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
-    layouts = 2 if reorder == "none" else 4  # the caller's orientation and its transpose; permuted copies of both
-    ratings = layouts * nnz * (itemsize + 4) + (m + n) * (pointer + 8)
-    workspace = _als.workspace_size(rank, itemsize)
-    tiles = 0
-    if tile_rows:
-        workspace = _als.bals_workspace_size(rank, tile_rows, tile_cols)
-        segments = m * -(-n // tile_cols) + n * -(-m // tile_cols)
-        tiles = 2 * nnz * (itemsize + 8) + 8 * segments
+    # the caller's orientation and its transpose; permuted copies of both
+    layouts = 2 if plan.reorder == "none" else 4
     sizes = {
-        "ratings": ratings,
+        "ratings": layouts * nnz * (itemsize + 4) + (m + n) * (pointer + 8),
         # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
         "factors": (m + n + max(m, n)) * rank * itemsize,
-        "workspace": threads * workspace * itemsize + min(256, -(-max(m, n) // 2048)) * rank * rank * 8,
+        # one after the other: the Gram matrix is there before the rows are solved
+        "workspace": max(plan.num_threads * _row_scratch(plan, itemsize) * itemsize, _gram_bytes(plan)),
     }
-    return sizes | ({"tiles": tiles} if tiles else {})
+    if plan.tile_rows:
+        pointers = _tile_pointers(m, n, plan) + _tile_pointers(n, m, plan)
+        # the kernels' int64 pointers are copies where those of the format are int32
+        sizes["tiles"] = 2 * nnz * (itemsize + 8) + pointers * (8 if pointer == 8 else pointer + 8)
+    return sizes
+
+
+def _row_scratch(plan: Plan, itemsize: int) -> int:
+    """Elements of scratch of one thread that solves rows."""
+    if plan.tile_rows:
+        return _als.bals_workspace_size(plan.rank, plan.tile_rows, plan.tile_cols)
+    if plan.solver == "subspace":
+        longest = min(plan.nnz, max(plan.n_users, plan.n_items))  # a bound: sizes do not tell
+        return _als.subspace_workspace_size(plan.rank, plan.block_size, itemsize, longest)
+    return _als.workspace_size(plan.rank, itemsize)
+
+
+def _gram_bytes(plan: Plan) -> int:
+    """Float64 scratch of `_als.gram`, which implicit feedback needs: rows of each thread, up to 256 partial sums."""
+    if plan.feedback == "explicit":
+        return 0
+    width = _als.padded_rank(plan.rank)
+    parts = min(256, -(-max(plan.n_users, plan.n_items) // GRAM_ROWS)) + 3  # the sum, its halves put together
+    return (plan.num_threads * GRAM_ROWS + parts * width) * width * 8
+
+
+def _tile_pointers(rows: int, columns: int, plan: Plan) -> int:
+    """Elements of seg_ptr and tile_ptr of one orientation."""
+    return (rows + -(-rows // plan.tile_rows)) * -(-columns // plan.tile_cols)
 
 
 def available_memory() -> int | None:
-    """Bytes this machine can still hand out, or None where the system does not say."""
+    """Bytes this process can still get, by machine and control groups; None where the system does not say."""
+    sizes = [_free_memory(), *map(_cgroup_memory, cgroup_folders("memory"))]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def _free_memory() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -297,6 +344,23 @@ def available_memory() -> int | None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _cgroup_memory(folder: str) -> int | None:
+    """What is left of the limit of one control group (v2 or v1), None without a limit; cached files make way."""
+    for limit, usage, cache in _CGROUP_FILES:
+        words = system_words(f"{folder}/{limit}") + system_words(f"{folder}/{usage}")
+        if len(words) == 2 and words[0].isdecimal():  # not "max"
+            statistics = system_words(f"{folder}/memory.stat")
+            cached = dict(zip(statistics[::2], statistics[1::2], strict=False)).get(cache, "0")
+            return max(0, int(words[0]) - int(words[1]) + int(cached))
+    return None
 
 
 def check_memory(plan: Plan) -> None:
@@ -340,10 +404,13 @@ def plan(
     >>> plan.n_users
     480189
     """
-    if model is None:
-        from .als import ExplicitALS
+    from ._base import FactorModel
+    from .als import ExplicitALS
 
-        model = ExplicitALS()
+    model = ExplicitALS() if model is None else model
+    if not isinstance(model, FactorModel):
+        hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
+        raise TypeError(f"model must be an estimator such as ExplicitALS(factors=64), got {model!r}{hint}")
     if user_items is not None:
         if shape is not None or nnz is not None:
             raise ValueError("give either user_items or shape and nnz, not both")
@@ -352,5 +419,16 @@ def plan(
         shape, nnz = matrix.shape, matrix.nnz
     if shape is None or nnz is None:
         raise ValueError("plan needs user_items, or shape and nnz")
-    rows, columns = (check_int(f"shape[{axis}]", size, 1) for axis, size in enumerate(shape))
-    return make_plan(model._objective(), model._settings(), (rows, columns), check_int("nnz", nnz, 0))
+    return make_plan(model._objective(), model._settings(), *_check_sizes(shape, nnz))
+
+
+def _check_sizes(shape: Any, nnz: Any) -> tuple[tuple[int, int], int]:
+    try:
+        rows, columns = shape
+    except (TypeError, ValueError):
+        raise ValueError(f"shape must be two integers (n_users, n_items), got {shape!r}") from None
+    rows, columns = check_int("shape[0]", rows, 1, MAX_AXIS), check_int("shape[1]", columns, 1, MAX_AXIS)
+    nnz = check_int("nnz", nnz, 0)
+    if nnz > rows * columns:
+        raise ValueError(f"nnz={nnz} entries do not fit in the {rows * columns} places of shape ({rows}, {columns})")
+    return (rows, columns), nnz

@@ -29,6 +29,15 @@ INT32_LIMIT = 2**31 - 1
 MAX_AXIS = 2**31 - 1
 """Most rows and most columns: indices are int32 whatever nnz is."""
 
+MAX_N = MAX_AXIS
+"""Most results that can be asked for (``N``): more than there can be positions is a slip of the keyboard."""
+
+MAX_THREADS = 4096
+"""Most threads; each has a workspace."""
+
+CGROUPS = "/sys/fs/cgroup"
+"""Where Linux shows control groups, by which containers and batch systems limit cores and memory."""
+
 MERGE_RULES = ("error", "sum", "mean", "last", "max")
 """What ``duplicates=`` may say."""
 
@@ -43,7 +52,9 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     number = int(value)
     if number < low or (high is not None and number > high):
         wanted = f"{name} >= {low}" if high is None else f"{low} <= {name} <= {high}"
-        raise ValueError(f"{name} must satisfy {wanted}, got {number}")
+        # Python refuses to print integers of thousands of digits
+        shown = number if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
+        raise ValueError(f"{name} must satisfy {wanted}, got {shown}")
     return number
 
 
@@ -51,7 +62,10 @@ def check_real(name: str, value: Any, low: float = -math.inf, *, strict: bool = 
     """Return `value` as float; TypeError unless a real number, ValueError if not finite or below `low`."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a real number, got {value!r} of type {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got {type(value).__name__} beyond the largest float") from None
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}")
     if number < low or (strict and number == low):
@@ -67,7 +81,8 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_choice(name: str, value: Any, known: Sequence[Any], hint: str = "") -> Any:
-    """Return `value` if it is one of `known`; the ValueError lists them."""
+    """Return the one of `known` that `value` (NumPy scalars included) is; the ValueError lists them."""
+    value = value.item() if isinstance(value, np.generic) else value
     for choice in known:
         if type(choice) is type(value) and choice == value:
             return choice
@@ -93,20 +108,61 @@ def check_rng(random_state: Any) -> np.random.Generator:
     )
 
 
-def available_cores() -> int:
-    """Cores this process may run on (the affinity mask, where the system has one)."""
+def system_words(path: str) -> list[str]:
+    """Words of a small file of the system; none where it cannot be read."""
     try:
-        return len(os.sched_getaffinity(0))
+        with open(path) as file:
+            return file.read().split()
+    except (OSError, ValueError):
+        return []
+
+
+def cgroup_folders(controller: str) -> list[str]:
+    """Folders of the control groups (v2, v1) around this process, where limits of "cpu" or "memory" may stand."""
+    folders = []
+    for entry in system_words("/proc/self/cgroup"):  # v2: "0::/a/b"; v1: "4:memory:/a/b"
+        number, _, rest = entry.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" or controller in controllers.split(","):
+            groups = [CGROUPS if number == "0" else f"{CGROUPS}/{controller}", *filter(None, path.split("/"))]
+            folders += ["/".join(groups[: depth + 1]) for depth in range(len(groups))]
+    return folders
+
+
+def _cpu_quota(folder: str) -> float:
+    """Cores that one control group grants, rounded up; inf where it sets no limit."""
+    words = system_words(f"{folder}/cpu.max")
+    words = words or system_words(f"{folder}/cpu.cfs_quota_us") + system_words(f"{folder}/cpu.cfs_period_us")
+    try:
+        quota, period = map(int, words)
+    except ValueError:  # "max", or no such files
+        return math.inf
+    return math.ceil(quota / period) if quota > 0 else math.inf
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity mask and the quotas of its control groups, where the system has them."""
+    try:
+        cores = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS, Windows
-        return os.cpu_count() or 1
+        cores = os.cpu_count() or 1
+    return int(min([cores, *map(_cpu_quota, cgroup_folders("cpu"))]))
+
+
+def _omp_threads() -> int:
+    """What OMP_NUM_THREADS asks for at the outermost level; 0 where it says nothing of use."""
+    try:
+        return int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0])
+    except ValueError:
+        return 0
 
 
 def check_threads(num_threads: int | None) -> int:
     """Number of threads: None means every core this process may run on; 0 and negative counts are refused."""
     if num_threads is None:
-        limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        return int(limit) if limit.isdigit() and int(limit) > 0 else available_cores()
-    return check_int("num_threads", num_threads, 1, 4096)
+        limit = _omp_threads()
+        return min(limit if limit > 0 else available_cores(), MAX_THREADS)
+    return check_int("num_threads", num_threads, 1, MAX_THREADS)
 
 
 def check_ids(name: str, ids: Any, count: int, counted: str) -> np.ndarray:
@@ -124,9 +180,7 @@ def check_ids(name: str, ids: Any, count: int, counted: str) -> np.ndarray:
         )
     bad = np.flatnonzero((array < 0) | (array >= count))
     if bad.size:
-        raise ValueError(
-            f"{name} has {array[bad[0]]} at position {bad[0]}; expected 0 <= id < {counted}={count}"
-        )
+        raise ValueError(f"{name} has {array[bad[0]]} at position {bad[0]}; expected 0 <= id < {counted}={count}")
     return array.astype(np.int64, copy=False)
 
 
@@ -151,7 +205,8 @@ def as_csr(
     Parameters
     ----------
     matrix : csr_array, csr_matrix, or any other SciPy sparse format, Ratings, or 2-D array, shape (n_users, n_items)
-        Zeros of a dense array are absent entries; explicit zeros of a sparse one are entries.
+        Zeros of a dense array, and those in BSR blocks and DIA diagonals, which are padding, are absent entries;
+        explicit zeros of the other formats are entries.
     name : str
         Argument name for messages.
     dtype : numpy dtype
@@ -185,7 +240,9 @@ def as_csr(
     if max(matrix.shape) > MAX_AXIS:
         raise RatingsError(f"{name} has shape {matrix.shape}; at most {MAX_AXIS} rows and columns are supported")
     if matrix.format not in ("csr", "csc", "coo"):
-        matrix = matrix.tocoo()
+        padded, matrix = matrix.format in ("bsr", "dia"), matrix.tocoo(copy=True)
+        if padded:
+            matrix.eliminate_zeros()
     if matrix.format == "csr":
         indptr, indices, data = _checked_compressed(matrix, name)
         indptr, indices, data = _sorted_unique(indptr, indices, data, matrix.shape, name, duplicates, dtype)
@@ -229,7 +286,9 @@ def from_triplets(
     columns = _checked_positions(columns, shape[1], f"{name} column index", "n_items")
     values = np.asarray(values)
     if not len(rows) == len(columns) == len(values):
-        raise RatingsError(f"{name} has {len(rows)} row indices, {len(columns)} column indices and {len(values)} values")
+        raise RatingsError(
+            f"{name} has {len(rows)} row indices, {len(columns)} column indices and {len(values)} values"
+        )
     _check_value_dtype(name, values.dtype)
     if values.dtype == object:
         values = _numeric_objects(name, values)
@@ -242,7 +301,7 @@ def from_triplets(
         )
     # A stable transposition of the columns, then of the rows, sorts by (row, column) and keeps input order in ties.
     work = np.ascontiguousarray(values, dtype=np.float64)
-    pointer = np.array([0, *np.cumsum(np.bincount(rows, minlength=shape[0]))], dtype=np.int64)
+    pointer = _row_pointer(rows, shape[0])
     by_row = np.argsort(rows, kind="stable") if np.any(rows[1:] < rows[:-1]) else slice(None)
     indices = np.ascontiguousarray(columns[by_row])
     data = np.ascontiguousarray(work[by_row])
@@ -260,7 +319,8 @@ def check_shape(name: str, matrix: Any, expected: tuple[int | None, int | None],
     message = f"{name} has shape {tuple(shape)}; expected ({wanted})"
     swapped = shape[::-1]
     if all(want is None or have == want for have, want in zip(swapped, expected, strict=True)):
-        message += f": rows are {axes[0].removeprefix('n_')} and columns are {axes[1].removeprefix('n_')}, pass {name}.T"
+        rows, columns = (axis.removeprefix("n_").removeprefix("number of ") for axis in axes)
+        message += f": rows are {rows} and columns are {columns}, pass {name}.T"
     raise RatingsError(message)
 
 
@@ -283,7 +343,8 @@ def _numeric_objects(name: str, values: np.ndarray) -> np.ndarray:
     try:
         return values.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} has dtype object with a value that is no number ({error}); pass real ratings") from error
+        message = f"{name} has dtype object with a value that is no number ({error}); pass real ratings"
+        raise TypeError(message) from error
 
 
 def _from_dense(matrix: Any, name: str, dtype: Any) -> sp.csr_array:
@@ -316,18 +377,21 @@ def _checked_positions(index: Any, count: int, what: str, counted: str) -> np.nd
 
 
 def _checked_compressed(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """indptr (int64), indices (int32) and data of a CSR or CSC matrix whose structure was checked."""
+    """Give indptr (int64), indices (int32) and data of a CSR or CSC matrix whose structure was checked."""
     major, minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
     axis, counted = ("column", "n_items") if matrix.format == "csr" else ("row", "n_users")
     indptr, indices, data = np.asarray(matrix.indptr), np.asarray(matrix.indices), np.asarray(matrix.data)
     if indptr.ndim != 1 or indices.ndim != 1 or data.ndim != 1:
         raise RatingsError(f"{name} is corrupt: indptr, indices and data must be vectors")
+    for what, positions in (("indptr has", indptr), ("indices have", indices)):
+        if not np.issubdtype(positions.dtype, np.integer):
+            raise RatingsError(f"{name} is corrupt: {what} dtype {positions.dtype}, expected integers")
     if len(indptr) != major + 1 or indptr[0] != 0:
         raise RatingsError(
             f"{name} is corrupt: indptr has {len(indptr)} elements starting at {indptr[0] if len(indptr) else 'none'}; "
             f"expected {major + 1} starting at 0"
         )
-    steps = np.flatnonzero(np.diff(indptr) < 0)
+    steps = np.flatnonzero(indptr[1:] < indptr[:-1])  # the difference of unsigned integers would wrap around
     if steps.size:
         k = steps[0]
         raise RatingsError(f"{name} is corrupt: indptr falls from {indptr[k]} to {indptr[k + 1]} at position {k}")
@@ -336,13 +400,12 @@ def _checked_compressed(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray,
         raise RatingsError(
             f"{name} is corrupt: indptr ends at {nnz}, but there are {len(indices)} indices and {len(data)} values"
         )
-    if not np.issubdtype(indices.dtype, np.integer):
-        raise RatingsError(f"{name} is corrupt: indices have dtype {indices.dtype}, expected integers")
     indices = indices[:nnz]
     out = np.flatnonzero((indices < 0) | (indices >= minor))
     if out.size:
         k = int(out[0])
-        problem = f"a negative {axis} index ({indices[k]}" if indices[k] < 0 else f"the {axis} index {indices[k]} (out of range"
+        index = indices[k]
+        problem = f"a negative {axis} index ({index}" if index < 0 else f"the {axis} index {index} (out of range"
         raise RatingsError(f"{name} has {problem} at entry {k}); expected 0 <= index < {counted}={minor}")
     if data.dtype == object:
         data = _numeric_objects(name, data)
@@ -384,9 +447,17 @@ def _sorted_unique(
         raise DuplicateEntriesError(
             f"{name} has more than one entry for the pair (row {row}, column {indices[first]}): "
             f"values {data[first - 1]:g} and {data[first]:g}. "
-            'Merge them with duplicates="sum", "mean", "last" or "max"'
+            'Merge them with duplicates="sum", "mean", "last" or "max"; '
+            "fit, which has no such argument, takes Ratings.from_matrix(..., duplicates=...)"
         )
     return _merge_duplicates(indptr, indices, data, shape, duplicates)
+
+
+def _row_pointer(rows: np.ndarray, count: int) -> np.ndarray:
+    """Where each of `count` rows starts among entries sorted by row; int64, shape (count + 1,)."""
+    pointer = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(rows, minlength=count), out=pointer[1:])
+    return pointer
 
 
 def _merge_duplicates(
@@ -406,9 +477,7 @@ def _merge_duplicates(
         merged = np.add.reduceat(work, starts)
         if rule == "mean":
             merged = merged / np.diff(np.append(starts, len(work)))
-    pointer = np.zeros(shape[0] + 1, dtype=np.int64)
-    np.cumsum(np.bincount(rows[starts], minlength=shape[0]), out=pointer[1:])
-    return pointer, np.ascontiguousarray(indices[starts]), merged
+    return _row_pointer(rows[starts], shape[0]), np.ascontiguousarray(indices[starts]), merged
 
 
 def _finite_values(data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, name: str, dtype: Any) -> np.ndarray:

@@ -85,16 +85,10 @@ def test_train_scores_of_implicit_feedback():
         ("factors", np.array([2, 3])),
         ("regularization", np.logspace(-2, 0, 3)),
         ("biases", np.array([True, False])),
-        pytest.param(
-            "solver", np.array(["cholesky", "cg"]),
-            marks=pytest.mark.xfail(strict=True, reason="BUG: check_choice refuses np.str_, as grids of arrays hold"),
-        ),
-        pytest.param(
-            "reorder", np.array([True, False]),
-            marks=pytest.mark.xfail(strict=True, reason="BUG: Settings.check takes bool but not np.bool_"),
-        ),
+        ("solver", np.array(["cholesky", "cg"])),
+        ("reorder", np.array([True, False])),
     ],
-)  # fmt: skip
+)
 def test_grids_of_numpy_values(name, values):
     found = search(hmf.ExplicitALS, planted(), 2, **{name: values})
     assert np.isfinite(found.cv_results_["mean_test_score"]).all()

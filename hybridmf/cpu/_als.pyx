@@ -36,6 +36,7 @@ from hybridmf.cpu.kernels cimport (
     apply_rows,
     axpy,
     cholesky,
+    combine,
     dot,
     dot_exact,
     gather,
@@ -295,11 +296,11 @@ cdef void _apply_system(
     cdef real sign = <real> (-1.0 if residual else 1.0)
     cdef real* target = weight + CG_CHUNK
     cdef Py_ssize_t j, k, n, start = 0
-    for j in range(rank):
-        out[j] = <real> (sign * scale * ridge[j] * p[j])
+    memset(out, 0, rank * sizeof(real))
     if gram_matrix != NULL:
-        for j in range(rank):
-            axpy(table, rank, sign * p[j], gram_matrix + j * rank, out)
+        combine(table, rank, rank, gram_matrix, p, out)
+    for j in range(rank):
+        out[j] = sign * (out[j] + <real> (scale * ridge[j]) * p[j])
     while start < n_entries:
         n = min(CG_CHUNK, n_entries - start)
         for k in range(n):

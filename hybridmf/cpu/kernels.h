@@ -63,6 +63,9 @@ typedef struct {
                     const float *target, float sign, const float *p, float *out);
     void (*apply_d)(ptrdiff_t n, ptrdiff_t rank, const double *fixed, const int32_t *columns, const double *weight,
                     const double *target, double sign, const double *p, double *out);
+    /* out += sum_k coefficient[k] * row k of a row-major n x rank matrix */
+    void (*combine_f)(ptrdiff_t n, ptrdiff_t rank, const float *rows, const float *coefficient, float *out);
+    void (*combine_d)(ptrdiff_t n, ptrdiff_t rank, const double *rows, const double *coefficient, double *out);
     /* first i >= start with scores[i] >= threshold, or n */
     ptrdiff_t (*first_at_least_f)(ptrdiff_t n, const float *scores, float threshold, ptrdiff_t start);
     ptrdiff_t (*first_at_least_d)(ptrdiff_t n, const double *scores, double threshold, ptrdiff_t start);

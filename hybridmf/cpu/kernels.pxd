@@ -48,6 +48,10 @@ cdef extern from "kernels.h" nogil:
         void (*apply_d)(Py_ssize_t n, Py_ssize_t rank, const double* fixed, const int32_t* columns,
                         const double* weight, const double* target, double sign, const double* p,
                         double* out) noexcept nogil
+        void (*combine_f)(Py_ssize_t n, Py_ssize_t rank, const float* rows, const float* coefficient,
+                          float* out) noexcept nogil
+        void (*combine_d)(Py_ssize_t n, Py_ssize_t rank, const double* rows, const double* coefficient,
+                          double* out) noexcept nogil
         Py_ssize_t (*first_at_least_f)(Py_ssize_t n, const float* scores, float threshold,
                                        Py_ssize_t start) noexcept nogil
         Py_ssize_t (*first_at_least_d)(Py_ssize_t n, const double* scores, double threshold,
@@ -142,3 +146,11 @@ cdef inline Py_ssize_t first_at_least(const hmf_kernel_table* table, Py_ssize_t 
         return table.first_at_least_f(n, scores, threshold, start)
     else:
         return table.first_at_least_d(n, scores, threshold, start)
+
+
+cdef inline void combine(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t rank, const real* rows,
+                         const real* coefficient, real* out) noexcept nogil:
+    if real is float:
+        table.combine_f(n, rank, rows, coefficient, out)
+    else:
+        table.combine_d(n, rank, rows, coefficient, out)

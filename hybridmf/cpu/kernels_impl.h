@@ -17,7 +17,7 @@
 #endif
 enum {
     HMF_AHEAD = 8,    /* entries between a prefetch and its use: about the latency of L3 at rank 64 */
-    HMF_TOGETHER = 4, /* rows of one step of apply */
+    HMF_TOGETHER = 4, /* rows that share a pass over a vector in apply, combine and gather */
     HMF_BLOCK = 8     /* rows of a Cholesky panel; every table's syrk tiles divide it */
 };
 
@@ -45,6 +45,10 @@ typedef REAL VEC __attribute__((vector_size(HMF_BYTES), aligned(sizeof(REAL)), m
 #define ROW FN(row)
 typedef REAL ROW __attribute__((vector_size(8 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 #define ROW_SPLAT(s) ((s) - (ROW){0})
+#define FOUR FN(four)
+#define EIGHT FN(eight)
+typedef REAL FOUR __attribute__((vector_size(4 * sizeof(REAL))));
+typedef REAL EIGHT __attribute__((vector_size(8 * sizeof(REAL))));
 #else
 #error "the kernels need GCC's or clang's vector extensions (on Windows: clang-cl)"
 #endif
@@ -54,19 +58,30 @@ HMF_INLINE void FN(prefetch_row)(const REAL *row, ptrdiff_t n) {
     for (ptrdiff_t byte = 0; byte < n * (ptrdiff_t)sizeof(REAL); byte += 64) HMF_PREFETCH((const char *)row + byte);
 }
 
-/* sum of the lanes, as a tree; constant widths, so that each step is one vector addition */
+/* sum of the lanes, as a tree: halves are added in registers down to four lanes */
 HMF_INLINE REAL FN(total)(VEC v) {
-    REAL part[HMF_BYTES / sizeof(REAL)];
-    for (int l = 0; l < LANES; l++) part[l] = LANE(v, l);
-#define HMF_FOLD(width) \
-    if (LANES >= 2 * (width)) \
-        for (int l = 0; l < (width); l++) part[l] += part[l + (LANES >= 2 * (width) ? (width) : 0)];
-    HMF_FOLD(8)
-    HMF_FOLD(4)
-    HMF_FOLD(2)
-    HMF_FOLD(1)
-#undef HMF_FOLD
-    return part[0];
+    enum { BYTES = 4 * sizeof(REAL) };
+    FOUR sum;
+    if (HMF_BYTES == 4 * BYTES) {
+        EIGHT low, high;
+        memcpy(&low, &v, 2 * BYTES);
+        memcpy(&high, (const char *)&v + 2 * BYTES, 2 * BYTES);
+        low += high;
+        FOUR other;
+        memcpy(&sum, &low, BYTES);
+        memcpy(&other, (const char *)&low + BYTES, BYTES);
+        sum += other;
+    } else if (HMF_BYTES == 2 * BYTES) {
+        FOUR other;
+        memcpy(&sum, &v, BYTES);
+        memcpy(&other, (const char *)&v + BYTES, BYTES);
+        sum += other;
+    } else if (HMF_BYTES == BYTES) {
+        memcpy(&sum, &v, BYTES);
+    } else {
+        return LANE(v, 0) + LANE(v, 1);
+    }
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 static REAL FN(dot)(ptrdiff_t n, const REAL *a, const REAL *b) {
@@ -247,27 +262,67 @@ static void FN(apply)(ptrdiff_t n, ptrdiff_t rank, const REAL *fixed, const int3
     }
 }
 
+/* out += sum_k coefficient[k] * row k of a row-major n x rank matrix, HMF_TOGETHER rows at a time. */
+static void FN(combine)(ptrdiff_t n, ptrdiff_t rank, const REAL *rows, const REAL *coefficient, REAL *out) {
+    const ptrdiff_t whole = rank / LANES * LANES;
+    ptrdiff_t k = 0;
+    for (; k + HMF_TOGETHER <= n; k += HMF_TOGETHER) {
+        const REAL *row = rows + k * rank;
+        for (ptrdiff_t j = 0; j < whole; j += LANES) {
+            VEC total = *(const VEC *)(out + j);
+            for (int r = 0; r < HMF_TOGETHER; r++)
+                total += SPLAT(coefficient[k + r]) * *(const VEC *)(row + r * rank + j);
+            *(VEC *)(out + j) = total;
+        }
+        for (ptrdiff_t j = whole; j < rank; j++)
+            for (int r = 0; r < HMF_TOGETHER; r++) out[j] += coefficient[k + r] * row[r * rank + j];
+    }
+    for (; k < n; k++) FN(axpy)(rank, coefficient[k], rows + k * rank, out);
+}
+
 /* v[k] = root[k] * (rank elements at fixed + columns[k] * stride; root NULL: 1), padded with zeros to ld;
  * b += target[k] * those elements. */
+HMF_INLINE void FN(gather_few)(const int rows, ptrdiff_t rank, ptrdiff_t ld, const REAL *const *y, const REAL *root,
+                               const REAL *target, REAL *v, REAL *b) {
+    const ptrdiff_t whole = rank / LANES * LANES;
+    VEC scale[HMF_TOGETHER], weight[HMF_TOGETHER];
+    for (int r = 0; r < rows; r++) {
+        scale[r] = SPLAT(root ? root[r] : (REAL)1);
+        weight[r] = SPLAT(target[r]);
+    }
+    for (ptrdiff_t j = 0; j < whole; j += LANES) {
+        VEC total = *(const VEC *)(b + j);
+        for (int r = 0; r < rows; r++) {
+            const VEC part = *(const VEC *)(y[r] + j);
+            *(VEC *)(v + r * ld + j) = scale[r] * part;
+            total += weight[r] * part;
+        }
+        *(VEC *)(b + j) = total;
+    }
+    for (ptrdiff_t j = whole; j < rank; j++)
+        for (int r = 0; r < rows; r++) {
+            v[r * ld + j] = LANE(scale[r], 0) * y[r][j];
+            b[j] += LANE(weight[r], 0) * y[r][j];
+        }
+    for (int r = 0; r < rows; r++)
+        for (ptrdiff_t j = rank; j < ld; j++) v[r * ld + j] = 0;
+}
+
 static void FN(gather)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const REAL *fixed, ptrdiff_t stride,
                        const int32_t *columns, ptrdiff_t n_ahead, const REAL *root, const REAL *target, REAL *v,
                        REAL *b) {
-    const ptrdiff_t whole = rank / LANES * LANES;
-    for (ptrdiff_t k = 0; k < n; k++) {
-        const REAL *y = fixed + columns[k] * stride;
-        REAL *out = v + k * ld;
-        if (k + HMF_AHEAD < n_ahead) FN(prefetch_row)(fixed + columns[k + HMF_AHEAD] * stride, rank);
-        const VEC scale = SPLAT(root ? root[k] : (REAL)1), weight = SPLAT(target[k]);
-        for (ptrdiff_t j = 0; j < whole; j += LANES) {
-            const VEC part = *(const VEC *)(y + j);
-            *(VEC *)(out + j) = scale * part;
-            *(VEC *)(b + j) += weight * part;
+    const REAL *y[HMF_TOGETHER];
+    ptrdiff_t k = 0;
+    for (; k + HMF_TOGETHER <= n; k += HMF_TOGETHER) {
+        for (int r = 0; r < HMF_TOGETHER; r++) {
+            y[r] = fixed + columns[k + r] * stride;
+            if (k + r + HMF_AHEAD < n_ahead) FN(prefetch_row)(fixed + columns[k + r + HMF_AHEAD] * stride, rank);
         }
-        for (ptrdiff_t j = whole; j < rank; j++) {
-            out[j] = LANE(scale, 0) * y[j];
-            b[j] += LANE(weight, 0) * y[j];
-        }
-        for (ptrdiff_t j = rank; j < ld; j++) out[j] = 0;
+        FN(gather_few)(HMF_TOGETHER, rank, ld, y, root ? root + k : NULL, target + k, v + k * ld, b);
+    }
+    for (; k < n; k++) {
+        y[0] = fixed + columns[k] * stride;
+        FN(gather_few)(1, rank, ld, y, root ? root + k : NULL, target + k, v + k * ld, b);
     }
 }
 
@@ -386,6 +441,8 @@ static void FN(cholesky)(int count, ptrdiff_t rank, ptrdiff_t ld, REAL *const *a
 #undef SPLAT
 #undef LANE
 #undef ROW
+#undef FOUR
+#undef EIGHT
 #undef ROW_SPLAT
 #undef ROW_LANE
 #undef REAL
