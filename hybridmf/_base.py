@@ -125,8 +125,8 @@ class FactorModel(ServingMixin, BaseEstimator):
         ------
         TypeError, ValueError
             A hyperparameter out of range; ratings that cannot be used.
-        DeviceError, MemoryBudgetError
-            Before any work.
+        DeviceError, MemoryBudgetError, FileExistsError
+            Before any work; the last for a `checkpoint` folder in which another run left checkpoints.
         NotPositiveDefiniteError, NonFiniteError, KeyboardInterrupt
             During the work; the model keeps the factors of the last completed half sweep.
         """
@@ -140,7 +140,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         plan = make_plan(objective, settings, matrix.shape, matrix.nnz)
         check_memory(plan)
         validation = _check_validation(validation, user_items, matrix.shape, objective)
-        folder = None if checkpoint is None else checkpoints.prepare(checkpoint)
+        folder = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)
         data = checkpoints.fingerprint(matrix) if folder or resume_from is not None else ""
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data)
 
@@ -159,6 +159,7 @@ class FactorModel(ServingMixin, BaseEstimator):
             float(matrix.data.sum(dtype=np.float64)),
             labels["user"],
             labels["item"],
+            _io.jsonable(self.get_params(deep=False)),
         )
         run = _Run(self, solver, learned, user_items, validation, callback, folder, data)
         if resumed:
@@ -204,7 +205,16 @@ class FactorModel(ServingMixin, BaseEstimator):
             logger.warning("%s; the loaded model is served by the CPU", error)
             plan = make_plan(objective, replace(settings, device="auto"), shape, nnz)
         self._learn(
-            Learned(objective, plan, content.state, content.seen, None, content.user_ids, content.item_ids)
+            Learned(
+                objective,
+                plan,
+                content.state,
+                content.seen,
+                content.summary["total"],
+                content.user_ids,
+                content.item_ids,
+                _io.jsonable(self.get_params(deep=False)),
+            )
         )
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])
         self.n_features_in_ = shape[1]

@@ -125,14 +125,11 @@ def encode_model(model: Any, extra: dict[str, Any] | None = None, *, include_see
         "nnz": model.plan_.nnz,
         "total": model._learned.total,
     } | (extra or {})
-    params = jsonable(model.get_params(deep=False))
-    # these may have been set since the fit, for the next one
-    params |= {name: value for name, value in _tensor_params(state).items() if name in params}
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
         "model": type(model).__name__,
-        "params": json.dumps(params),
+        "params": json.dumps(model._learned.params),  # as they were at the fit
         "state": json.dumps(summary, default=_json_default),
     }
     return _ordered(safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, metadata))

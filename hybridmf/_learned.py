@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ class Learned:
         Sum of the training values: with `seen`, enough to tell the training data from other data.
     user_ids, item_ids : array or None
         Labels.
+    params : dict
+        The constructor's parameters at the fit, as a model file stores them.
     """
 
     objective: Objective
@@ -39,6 +41,7 @@ class Learned:
     total: float | None = None
     user_ids: np.ndarray | None = None
     item_ids: np.ndarray | None = None
+    params: dict[str, Any] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:

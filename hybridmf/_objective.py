@@ -165,7 +165,7 @@ def initial_state(
     """
 
     def draw(degrees: np.ndarray) -> Factors:
-        matrix = rng.standard_normal((len(degrees), rank), dtype=np.float32)
+        matrix: np.ndarray = rng.standard_normal((len(degrees), rank), dtype=np.float32)
         # non-negative and of length about 1: a first product near the mean rating, not near zero
         np.abs(matrix, out=matrix)
         matrix *= np.float32(1.0 / np.sqrt(rank))

@@ -21,6 +21,7 @@ from ._objective import Factors, Side, State
 from ._plan import Plan
 from ._sparse import keep_entries, take_rows
 from ._validate import (
+    MAX_N,
     as_csr,
     check_bool,
     check_choice,
@@ -36,10 +37,6 @@ from .cpu.topk import PackedItems, top_k
 from .errors import MemoryBudgetError, RatingsError
 from .formats import transpose
 from .ratings import Ratings
-
-MAX_N = 2**31 - 1
-"""Largest N: positions are int32."""
-
 
 def _normalized(factors: np.ndarray) -> np.ndarray:
     """Rows of length 1; zero rows stay zero. In float64: squares of small float32 factors underflow."""

@@ -16,7 +16,6 @@ import numpy as np
 from ._plan import plan
 from ._validate import check_int
 from .als import ExplicitALS, ImplicitALS
-from .dispatch import gpu_status
 from .errors import DeviceError
 from .metrics import PopularityRecommender, evaluate
 from .ratings import Ratings, split
@@ -24,7 +23,7 @@ from .ratings import Ratings, split
 LIKED = 4.0
 """Ratings from here on count as liking a film."""
 
-METHODS = (("rank1", "cholesky"), ("blas3", "cholesky"), ("bals", "cholesky"), ("auto", "cholesky"), ("auto", "cg"))
+METHODS = (("rank1", "cholesky"), ("blas3", "cholesky"), ("bals", "cholesky"), ("auto", "cholesky"), ("auto", "cg"), ("auto", "subspace"))
 """(assembly, solver) pairs that are timed."""
 
 WIDTH = 80
@@ -487,9 +486,6 @@ def _report_seconds(
 
 def _why_no_gpu(train: Ratings) -> str | None:
     """Why nothing can be timed on a GPU, or None if it can."""
-    usable, reason = gpu_status()
-    if not usable:
-        return reason
     try:
         plan(train, ExplicitALS(device="cuda"))
     except DeviceError as error:

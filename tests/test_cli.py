@@ -271,17 +271,13 @@ def test_demo_refuses_a_negative_seed():
 
 
 def test_demo_says_why_there_is_no_gpu_column(monkeypatch):
-    monkeypatch.setattr(demo, "gpu_status", lambda: (False, "the cat took it"))
+    monkeypatch.setattr(demo, "plan", _raising(hmf.errors.DeviceError("the cat took it")))
     lines: list[str] = []
     demo._report_seconds(lines.append, _few_ratings(), seed=0)
     assert "There is no GPU column. the cat took it" in "\n".join(lines)
-    monkeypatch.setattr(demo, "gpu_status", lambda: (True, "a GPU"))
-    monkeypatch.setattr(demo, "plan", _raising(hmf.errors.DeviceError("no solver")))
-    assert demo._why_no_gpu(_few_ratings()) == "no solver"
 
 
 def test_demo_has_a_gpu_column_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(demo, "gpu_status", lambda: (True, "a GPU"))
     monkeypatch.setattr(demo, "plan", lambda *_: None)
     monkeypatch.setattr(demo, "_seconds_per_iteration", lambda model, _: {"cpu": 0.25, "cuda": 0.125}[model.device])
     lines: list[str] = []
@@ -289,7 +285,7 @@ def test_demo_has_a_gpu_column_where_there_is_one(monkeypatch):
     table = lines[-1].lstrip("\n").split("\n")
     assert "explicit, cuda" in table[0]
     assert table[2].split() == ["rank1", "cholesky", "0.2500", "0.2500", "-", "-"]
-    assert table[-1].split() == ["auto", "cg", "0.2500", "0.2500", "0.1250", "0.1250"]
+    assert table[-1].split() == ["auto", "subspace", "0.2500", "0.2500", "0.1250", "0.1250"]
     assert set(seconds.values()) == {(0.25, 0.25)}
 
 
@@ -347,7 +343,7 @@ def test_fit_implicit_reports_rankings(folder, tmp_path):
 
 def test_fit_options_reach_the_model(folder, tmp_path):
     given = {
-        "factors": 3, "regularization": 0.5, "alpha": 3.0, "iterations": 2, "solver": "cg", "assembly": "rank1",
+        "factors": 3, "regularization": 0.5, "alpha": 3.0, "iterations": 2, "solver": "cholesky", "assembly": "rank1",
         "device": "cpu", "dtype": "float64", "num_threads": 1,
     }  # fmt: skip
     options = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]

@@ -25,6 +25,27 @@ SINGULAR_PIVOT = 4.0
 """Pivots at or below this many units in the last place of their diagonal element are all rounding."""
 
 
+CACHE_LINE = 64
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros that start on a cache line. NumPy's own arrays start 16 bytes into one, so that every vector spans two."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.zeros(size + CACHE_LINE, dtype=np.uint8)
+    start = -raw.ctypes.data % CACHE_LINE
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def workspaces(threads: int, size: int, dtype: Any) -> np.ndarray:
+    """Scratch of `size` elements for each thread, each on a cache line.
+
+    Equal alignment is also what makes a row's bits independent of its thread: some BLAS kernels peel by alignment.
+    """
+    line = CACHE_LINE // np.dtype(dtype).itemsize
+    return aligned_zeros((threads, -(-size // line) * line), dtype)
+
+
 def _empty(dtype: np.dtype, ndim: int = 1) -> np.ndarray:
     return np.empty((0,) * ndim, dtype=dtype)
 
@@ -141,7 +162,7 @@ class HalfSweep:
         if plan.assembly == "simd" and plan.solver == "cholesky" and gram.size:
             margin = _als.padded_rank(plan.rank) - plan.rank
             gram = np.pad(gram, (0, margin))
-        out = np.zeros((len(self), plan.rank), dtype=design.dtype)
+        out = aligned_zeros((len(self), plan.rank), design.dtype)
         if plan.solver != "cholesky" and start is not None:
             out[:, : plan.factors] = start.matrix
             if start.bias is not None:
@@ -166,7 +187,7 @@ class HalfSweep:
         if plan.solver == "subspace":
             longest = int(self.degrees.max(initial=0))
             size = _als.subspace_workspace_size(plan.rank, plan.block_size, out.itemsize, longest)
-        workspace = np.empty((threads, size), dtype=out.dtype)
+        workspace = workspaces(threads, size, out.dtype)
         epsilon = self._epsilon(out.dtype)
         for rows in self._batches(self.order, self.degrees):
             common = (out, design, *csr, *arguments, rows, status, workspace, *weights)
@@ -184,7 +205,7 @@ class HalfSweep:
         entries = np.add.reduceat(self.degrees, starts)
         blocks = np.argsort(-entries, kind="stable")
         size = _als.bals_workspace_size(plan.rank, plan.tile_rows, plan.tile_cols)
-        workspace = np.empty((plan.num_threads, size), dtype=out.dtype)
+        workspace = workspaces(plan.num_threads, size, out.dtype)
         for batch in self._batches(blocks, entries):
             _als.cholesky_bals(
                 out,

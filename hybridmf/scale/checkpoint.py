@@ -109,16 +109,16 @@ def read(path: str | os.PathLike[str], model: Any, data: str) -> ModelFile:
         raise ModelFileError(f"{name!r} is a saved model, not a checkpoint; pass what checkpoint= wrote")
     if content.model != type(model).__name__:
         raise ModelFileError(f"{name!r} is a checkpoint of {content.model}, not of {type(model).__name__}")
-    if content.summary["data"] != data:
-        raise ModelFileError(
-            f"{name!r} was written for other data ({content.summary['data']}, this is {data}: "
-            "users x items - entries - checksum); resume with the same ratings"
-        )
     ours = jsonable(model.get_params(deep=False))
     for key, value in content.params.items():
         if key not in FREE_PARAMS and ours.get(key) != value:
             raise ModelFileError(f"{name!r} was written with {key}={value!r}, this model has {key}={ours.get(key)!r}")
     content.check_model(model)
+    if content.summary["data"] != data:
+        raise ModelFileError(
+            f"{name!r} was written for other data ({content.summary['data']}, this is {data}: "
+            "users x items - entries - checksum); resume with the same ratings"
+        )
     shape = f"{len(content.state.user)}x{len(content.state.item)}"
     if not data.startswith(f"{shape}-"):
         raise ModelFileError(f"{name!r} is corrupt: it holds factors of {shape} users x items for other data ({data})")
