@@ -120,6 +120,52 @@ def test_row_lengths_around_the_gather_buffer(entries, assembly):
         assert not solved.matrix[[1, 3]].any()
 
 
+@pytest.mark.parametrize("name", ["explicit", "explicit-biases", "implicit", "implicit-heavy"])
+@pytest.mark.parametrize("entries", [32768, 32769, 40961, 8192 * 64, 8192 * 64 + 1])
+def test_long_rows_are_shared_by_threads(name, entries):
+    """Rows around LONG_ROW and around the longest that has segments of the usual size, beside an empty and a short one."""
+    assert _als.LONG_ROW == 32768
+    rng = np.random.default_rng(entries)
+    columns = np.concatenate([np.arange(entries), [3], np.arange(0, entries, 2)])
+    matrix = sp.csr_array(
+        (rng.integers(1, 6, len(columns)).astype(np.float64), columns, [0, entries, entries, entries + 1, len(columns)]),
+        shape=(4, entries + 1),
+    )
+    objective = OBJECTIVES[name]
+    plan = plan_for(objective, matrix.shape, matrix.nnz, rank=3, dtype="float64", num_threads=2)
+    fixed = random_factors(entries + 1, 3, np.float64, objective.biases)
+    half = HalfSweep("user", as_csr(matrix, dtype=np.float64), objective, plan)
+    solved = half.solve(fixed, 3.0 if objective.biases else 0.0)
+    expected = reference.half_sweep(matrix, fixed, 3.0 if objective.biases else 0.0, objective)
+    assert relative_error(solved.matrix, expected.matrix) < 1e-9
+    one = HalfSweep("user", as_csr(matrix, dtype=np.float64), objective, replace(plan, num_threads=1))
+    np.testing.assert_array_equal(one.solve(fixed, 3.0 if objective.biases else 0.0).matrix, solved.matrix)
+
+
+def test_waves_of_long_rows_cover_every_entry_once():
+    lengths = np.array([8192 * 63, 40_000, 33_000, 8192 * 200, 32_769])
+    indptr = np.concatenate(([0], np.cumsum(lengths)))
+    waves = _als.long_row_waves(indptr, np.arange(5))
+    assert all(len(wave) <= _als.SEGMENTS for wave in waves)
+    segments = np.concatenate(waves)
+    assert segments[:, 2].sum() == lengths.sum()
+    np.testing.assert_array_equal(segments[1:, 1], (segments[:, 1] + segments[:, 2])[:-1])
+    for wave, later in zip(waves, waves[1:], strict=False):
+        assert wave[-1, 0] != later[0, 0]  # whole rows in a wave
+    assert _als.long_row_waves(indptr, np.empty(0, dtype=np.int64)) == []
+
+
+@pytest.mark.parametrize("rank", [511, 512, 513])
+def test_ranks_around_the_switch_to_lapack(rank):
+    assert _als.OWN_CHOLESKY_RANK == 512
+    for dtype, tolerance in (("float64", 1e-8), ("float32", 1e-2)):
+        solved, expected = solve(planted(6, 40, 0.5), OBJECTIVES["implicit-count"], rank, dtype)
+        assert relative_error(solved.matrix, expected.matrix) < tolerance
+    singular = replace(OBJECTIVES["explicit"], regularization=0.0)
+    with pytest.raises(NotPositiveDefiniteError):
+        solve(planted(6, 40, 0.5), singular, rank, "float64")
+
+
 @pytest.mark.parametrize("tiles", [(1, 1), (1, 1000), (3, 7), (59, 39), (60, 40), (61, 41), (1000, 1)])
 @pytest.mark.parametrize("name", ["explicit-biases", "implicit"])
 def test_bals_tile_sizes_do_not_matter(tiles, name):

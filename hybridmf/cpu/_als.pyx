@@ -81,6 +81,12 @@ cdef enum:
 OWN_CHOLESKY_RANK = 512
 cdef Py_ssize_t _OWN_CHOLESKY_RANK = 512
 
+# Rows of more entries are split into segments that threads share, so that none is left alone with a popular item. Both
+# numbers are fixed: how a row is summed must not depend on the thread count.
+LONG_ROW = 32768
+SEGMENTS = 64
+cdef Py_ssize_t _SEGMENT = 8192, _SEGMENTS = 64
+
 # Rows of the Gram matrix summed in one syrk. Fixed, so that the sum does not depend on the thread count.
 cdef Py_ssize_t GRAM_ROWS = 512
 
@@ -411,6 +417,43 @@ cdef Py_ssize_t _simd_pass(
     return n_opposite
 
 
+cdef void _start_padded(Py_ssize_t rank, const real* gram_matrix, const real* ridge, double scale, real* a,
+                        real* b) noexcept nogil:
+    """`_start_system` with leading dimension _padded(rank)."""
+    cdef Py_ssize_t ld = _padded(rank), j
+    if gram_matrix != NULL:
+        memcpy(a, gram_matrix, ld * ld * sizeof(real))
+    else:
+        memset(a, 0, ld * ld * sizeof(real))
+    for j in range(rank):
+        a[j * ld + j] += <real> (scale * ridge[j])
+    memset(b, 0, ld * sizeof(real))
+
+
+cdef int32_t _solve_padded(const hmf_kernel_table* table, Py_ssize_t rank, real* a, real* b, real epsilon, real* work,
+                           real* out) noexcept nogil:
+    """Solve one system and store; work (4 * ld,)."""
+    cdef real* x = work
+    cdef Py_ssize_t code
+    _solve_side_by_side(table, 1, rank, &a, &b, epsilon, work + _padded(rank), &x, &code)
+    return _store(<int32_t> code, rank, <const real*> x, out)
+
+
+cdef void _solve_side_by_side(const hmf_kernel_table* table, int count, Py_ssize_t rank, real** a, real** b,
+                              real epsilon, real* work, real** x, Py_ssize_t* codes) noexcept nogil:
+    """x[k] = a[k]^-1 b[k] by our Cholesky, or by LAPACK where systems are large; work (3 * ld * count,)."""
+    cdef Py_ssize_t ld = _padded(rank), j
+    cdef int k
+    if rank <= _OWN_CHOLESKY_RANK:
+        cholesky(table, count, rank, ld, a, b, epsilon, work, x, codes)
+        return
+    for k in range(count):
+        for j in range(rank):
+            work[j] = a[k][j * ld + j]
+        codes[k] = _cholesky_solve(<int> rank, <int> ld, a[k], b[k], <const real*> work, epsilon)
+        memcpy(x[k], b[k], rank * sizeof(real))
+
+
 cdef void _simd_group(
         const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
         const real* fixed, const int64_t* indptr, const int32_t* indices, const real* ratings, const real* offsets,
@@ -420,7 +463,7 @@ cdef void _simd_group(
         real* work,                # scratch (workspace_size(rank),)
         int32_t* status, real* out) noexcept nogil:
     """ALS_CORE of fig. 6 with our own kernels from gathering to solution, for rows that are solved side by side."""
-    cdef Py_ssize_t ld = _padded(rank), j, row
+    cdef Py_ssize_t ld = _padded(rank), row
     cdef Py_ssize_t system = ld * ld + 2 * ld
     cdef real* v = work + HMF_SYSTEMS * (system + 3 * ld)    # 3 ld: scratch of the solver
     cdef real* a[HMF_SYSTEMS]
@@ -439,24 +482,12 @@ cdef void _simd_group(
         b[count] = a[count] + ld * ld
         x[count] = b[count] + ld
         used[count] = row
-        if gram_matrix != NULL:
-            memcpy(a[count], gram_matrix, ld * ld * sizeof(real))
-        else:
-            memset(a[count], 0, ld * ld * sizeof(real))
-        for j in range(rank):
-            a[count][j * ld + j] += <real> (scale[row] * ridge[j])
-        memset(b[count], 0, ld * sizeof(real))
+        _start_padded(rank, gram_matrix, ridge, scale[row], a[count], b[count])
         _simd_add(table, how, rank, rank, fixed, indices + indptr[row], ratings + indptr[row], offsets,
                   indptr[row + 1] - indptr[row], NULL, v, a[count], b[count])
         count += 1
-    if rank > _OWN_CHOLESKY_RANK:
-        for k in range(count):
-            for j in range(rank):
-                x[k][j] = a[k][j * ld + j]
-            codes[k] = _cholesky_solve(<int> rank, <int> ld, a[k], b[k], <const real*> x[k], epsilon)
-            x[k] = b[k]
-    elif count:
-        cholesky(table, count, rank, ld, a, b, epsilon, work + HMF_SYSTEMS * system, x, codes)
+    if count:
+        _solve_side_by_side(table, count, rank, a, b, epsilon, work + HMF_SYSTEMS * system, x, codes)
     for k in range(count):
         status[used[k]] = _store(<int32_t> codes[k], rank, <const real*> x[k], out + used[k] * rank)
 
@@ -565,6 +596,70 @@ def cholesky_rows(
             table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
             indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], assembly, <real> epsilon,
             &workspace[hmf_thread_id(), 0], &out[row, 0])
+
+
+def long_row_waves(const int64_t[::1] indptr, const int64_t[::1] rows):
+    """How `cholesky_long_rows` takes long rows: at most SEGMENTS segments a wave, whole rows in a wave.
+
+    Returns
+    -------
+    list of int64 array, shape (n_segments, 3)
+        For each wave its segments: index into `rows`, first entry, number of entries.
+    """
+    cdef Py_ssize_t k, start, length, size
+    waves, wave = [], []
+    for k in range(rows.shape[0]):
+        start, length = indptr[rows[k]], indptr[rows[k] + 1] - indptr[rows[k]]
+        size = max(_SEGMENT, (length + _SEGMENTS - 1) // _SEGMENTS)   # the longest rows get longer segments
+        pieces = [(k, start + at, min(size, length - at)) for at in range(0, length, size)]
+        if wave and len(wave) + len(pieces) > _SEGMENTS:
+            waves.append(np.array(wave, dtype=np.int64))
+            wave = []
+        wave += pieces
+    return waves + [np.array(wave, dtype=np.int64)] if wave else waves
+
+
+def cholesky_long_rows(
+        real[:, ::1] out, const real[:, ::1] fixed, const int32_t[::1] indices, const real[::1] ratings,
+        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
+        const int64_t[::1] rows,          # IN   the rows the segments refer to
+        const int64_t[:, ::1] segments,   # IN   (n_segments, 3), one wave of long_row_waves
+        int32_t[::1] status,
+        real[:, ::1] partial,             # scratch (SEGMENTS, (ld + 1) * ld) sums of each segment
+        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize))
+        bint implicit, double alpha, double unobserved, double epsilon, int n_threads):
+    """`cholesky_rows` in ``assembly="simd"`` for rows so long that threads share them; see LONG_ROW."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Py_ssize_t rank = fixed.shape[1], ld = _padded(rank), n_segments = segments.shape[0], k, first
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
+        memset(&partial[k, 0], 0, (ld + 1) * ld * sizeof(real))
+        _simd_add(table, how, rank, rank, &fixed[0, 0], &indices[segments[k, 1]], &ratings[segments[k, 1]],
+                  offset_pointer, segments[k, 2], NULL, &workspace[hmf_thread_id(), 0], &partial[k, 0],
+                  &partial[k, ld * ld])
+    for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
+        if k == 0 or segments[k, 0] != segments[k - 1, 0]:    # first segment of its row: this thread sums and solves
+            _solve_segments(table, rank, gram_pointer, &ridge[0], scale[rows[segments[k, 0]]], <real> epsilon, &segments[k, 0],
+                            n_segments - k, &partial[k, 0], &workspace[hmf_thread_id(), 0],
+                            &status[rows[segments[k, 0]]], &out[rows[segments[k, 0]], 0])
+
+
+cdef void _solve_segments(
+        const hmf_kernel_table* table, Py_ssize_t rank, const real* gram_matrix, const real* ridge, double scale,
+        real epsilon, const int64_t* segments, Py_ssize_t n_segments, const real* partial, real* work,
+        int32_t* status, real* out) noexcept nogil:
+    """Sum the partial systems of one row, in order, and solve; `segments` and `partial` start at the row's first."""
+    cdef Py_ssize_t ld = _padded(rank), size = (ld + 1) * ld, k = 0, j
+    cdef real* a = work
+    cdef real* b = a + ld * ld
+    _start_padded(rank, gram_matrix, ridge, scale, a, b)
+    while k < n_segments and segments[3 * k] == segments[0]:
+        axpy(table, size, <real> 1.0, partial + k * size, a)      # b follows a in both
+        k += 1
+    status[0] = _solve_padded(table, rank, a, b, epsilon, b + ld, out)
 
 
 cdef int32_t _cholesky_row(

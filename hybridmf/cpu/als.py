@@ -189,7 +189,12 @@ class HalfSweep:
             size = _als.subspace_workspace_size(plan.rank, plan.block_size, out.itemsize, longest)
         workspace = workspaces(threads, size, out.dtype)
         epsilon = self._epsilon(out.dtype)
-        for rows in self._batches(self.order, self.degrees):
+        order = self.order
+        if plan.solver == "cholesky" and plan.assembly == "simd":
+            n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # the first of the order
+            self._solve_long_rows(order[:n_long], out, design, arguments, status, workspace)
+            order = order[n_long:]
+        for rows in self._batches(order, self.degrees):
             common = (out, design, *csr, *arguments, rows, status, workspace, *weights)
             if plan.solver == "cg":
                 _als.cg_rows(*common, plan.cg_steps, threads)
@@ -197,6 +202,39 @@ class HalfSweep:
                 _als.subspace_rows(*common, plan.block_size, epsilon, threads)
             else:
                 _als.cholesky_rows(*common, ASSEMBLY_CODES[plan.assembly], epsilon, threads)
+
+    def _solve_long_rows(
+        self,
+        rows: np.ndarray,
+        out: np.ndarray,
+        design: np.ndarray,
+        arguments: tuple,
+        status: np.ndarray,
+        workspace: np.ndarray,
+    ) -> None:
+        if not len(rows):
+            return
+        plan, objective = self.plan, self.objective
+        ld = _als.padded_rank(plan.rank)
+        partial = aligned_zeros((_als.SEGMENTS, (ld + 1) * ld), out.dtype)
+        for segments in _als.long_row_waves(self.indptr, rows):
+            _als.cholesky_long_rows(
+                out,
+                design,
+                self.indices,
+                self.ratings,
+                *arguments,
+                rows,
+                segments,
+                status,
+                partial,
+                workspace,
+                objective.is_implicit,
+                objective.alpha,
+                objective.unobserved_weight,
+                self._epsilon(out.dtype),
+                plan.num_threads,
+            )
 
     def _solve_bals(self, out: np.ndarray, design: np.ndarray, arguments: tuple, status: np.ndarray) -> None:
         plan, objective, bals = self.plan, self.objective, self.bals
