@@ -167,6 +167,11 @@ class Plan:
         """Peak memory, the sum of `bytes`."""
         return sum(self.bytes.values())
 
+    @property
+    def uses_blas(self) -> bool:
+        """Whether assembly and Gram matrix are the published ones, which go through BLAS."""
+        return self.assembly in ("rank1", "blas3")
+
     def for_fold_in(self, assembly: str) -> Plan:
         """The plan of an exact solve of new rows in the order they come."""
         return replace(self, solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0)
@@ -293,7 +298,10 @@ def _cpu_bytes(plan: Plan) -> dict[str, int]:
         # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
         "factors": (m + n + max(m, n)) * rank * itemsize,
         # one after the other: the Gram matrix is there before the rows are solved
-        "workspace": max(plan.num_threads * _row_scratch(plan, itemsize) * itemsize, _gram_bytes(plan)),
+        "workspace": max(
+            plan.num_threads * _row_scratch(plan, itemsize) * itemsize + _segment_bytes(plan, itemsize),
+            _gram_bytes(plan),
+        ),
     }
     if plan.tile_rows:
         pointers = _tile_pointers(m, n, plan) + _tile_pointers(n, m, plan)
@@ -305,11 +313,21 @@ def _cpu_bytes(plan: Plan) -> dict[str, int]:
 def _row_scratch(plan: Plan, itemsize: int) -> int:
     """Elements of scratch of one thread that solves rows."""
     if plan.tile_rows:
-        return _als.bals_workspace_size(plan.rank, plan.tile_rows, plan.tile_cols)
+        return _als.bals_workspace_size(plan.rank, itemsize, plan.tile_rows, plan.tile_cols)
     if plan.solver == "subspace":
         longest = min(plan.nnz, max(plan.n_users, plan.n_items))  # a bound: sizes do not tell
         return _als.subspace_workspace_size(plan.rank, plan.block_size, itemsize, longest)
     return _als.workspace_size(plan.rank, itemsize)
+
+
+def _segment_bytes(plan: Plan, itemsize: int) -> int:
+    """Partial systems of rows so long that threads share them, if there can be such rows."""
+    if plan.assembly != "simd" or plan.solver != "cholesky":
+        return 0
+    if min(plan.nnz, max(plan.n_users, plan.n_items)) <= _als.LONG_ROW:
+        return 0
+    width = _als.padded_rank(plan.rank)
+    return _als.SEGMENTS * (width + 1) * width * itemsize
 
 
 def _gram_bytes(plan: Plan) -> int:

@@ -373,7 +373,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         plan = learned.plan.for_fold_in("simd" if learned.plan.assembly == "bals" else learned.plan.assembly)
         gram = None
         if learned.objective.is_implicit:  # the same for every row, and most of the work for a few rows
-            blas = plan.assembly != "simd"  # as in the fit, so that training rows get their training factors
+            blas = plan.uses_blas  # as in the fit, so that training rows get their training factors
             gram = self._cached(
                 f"gram_for_{side}",
                 lambda: weighted_gram(fixed.matrix, learned.objective, plan.num_threads, blas=blas),

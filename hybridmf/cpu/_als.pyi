@@ -15,6 +15,8 @@ NEGATIVE_CURVATURE: int
 
 GATHER_ROWS: int
 OWN_CHOLESKY_RANK: int
+LONG_ROW: int
+SEGMENTS: int
 
 def instruction_set() -> str: ...
 def can_run(name: str) -> bool: ...
@@ -40,6 +42,27 @@ def cholesky_rows(
     alpha: float,
     unobserved: float,
     assembly: int,
+    epsilon: float,
+    n_threads: int,
+) -> None: ...
+def long_row_waves(indptr: NDArray[np.int64], rows: NDArray[np.int64]) -> list[NDArray[np.int64]]: ...
+def cholesky_long_rows(
+    out: NDArray[_Real],
+    fixed: NDArray[_Real],
+    indices: NDArray[np.int32],
+    ratings: NDArray[_Real],
+    offsets: NDArray[_Real],
+    gram_matrix: NDArray[_Real],
+    ridge: NDArray[_Real],
+    scale: NDArray[np.float64],
+    rows: NDArray[np.int64],
+    segments: NDArray[np.int64],
+    status: NDArray[np.int32],
+    partial: NDArray[_Real],
+    workspace: NDArray[_Real],
+    implicit: bool,
+    alpha: float,
+    unobserved: float,
     epsilon: float,
     n_threads: int,
 ) -> None: ...

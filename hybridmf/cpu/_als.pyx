@@ -10,9 +10,9 @@ For each row u of the target side, with entries k = (row u, fixed row i_k, ratin
 
 rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
 blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per workspace filled
-bals    the same over BALS tiles: a tile's distinct rows are copied once and serve all segments of the tile
 simd    ours: rows gathered with prefetching into an L1-sized workspace, b in the same pass; register-blocked symmetric
         update of the needed triangle; our own Cholesky, while A is still in cache (kernels_impl.h)
+bals    over BALS tiles: a tile's distinct rows are copied once and serve all segments of the tile; kernels of simd
 
 Parallel over rows (bals: row blocks) with dynamic scheduling, because rows differ in degree; longest first, so that
 no thread is left with a long row at the end. One thread owns a row from assembly to solution and calls BLAS and
@@ -56,9 +56,6 @@ RANK1 = 0
 BLAS3 = 1
 SIMD = 2
 cdef int _RANK1 = 0, _SIMD = 2
-
-# BALS segments of fewer entries are cheaper as rank-1 updates than as one syrk call.
-cdef Py_ssize_t SHORT_ROW = 4
 
 # A row whose status is none of these holds the order of the leading minor that is not positive.
 OK = 0
@@ -742,9 +739,10 @@ def subspace_rows(
 # ---------------------------------------------------------------------------------------------------------- BALS
 
 
-def bals_workspace_size(Py_ssize_t rank, Py_ssize_t tile_rows, Py_ssize_t tile_cols):
+def bals_workspace_size(Py_ssize_t rank, Py_ssize_t itemsize, Py_ssize_t tile_rows, Py_ssize_t tile_cols):
     """Elements of scratch one thread needs in `cholesky_bals`: systems of a row block, a tile's rows, gathered rows."""
-    return tile_rows * (rank * rank + rank) + rank + (tile_cols + _GATHER_ROWS) * rank + tile_cols
+    cdef Py_ssize_t ld = _padded(rank)
+    return tile_rows * (ld + 1) * ld + 4 * ld + _simd_rows(ld, itemsize) * (ld + 2) + tile_cols * (rank + 1)
 
 
 def cholesky_bals(
@@ -756,7 +754,7 @@ def cholesky_bals(
         const int64_t[::1] blocks,        # IN   row blocks to solve, in this order
         Py_ssize_t tile_rows, Py_ssize_t tile_cols,
         int32_t[::1] status,              # OUT  (n_rows,)
-        real[:, ::1] workspace,           # scratch (n_threads, bals_workspace_size(rank, tile_rows, tile_cols))
+        real[:, ::1] workspace,           # scratch (n_threads, bals_workspace_size(...))
         bint implicit, double alpha, double unobserved, double epsilon, int n_threads):
     """`cholesky_rows` over BALS tiles: accumulators of a row block and one tile's rows stay in cache (BALS Alg. 2)."""
     cdef Weights how = Weights(implicit, alpha, unobserved)
@@ -781,15 +779,14 @@ cdef void _bals_row_block(
         const int32_t* seg_colidx, const int64_t* seg_ptr, const real* offsets, const real* gram_matrix,
         const real* ridge, const double* scale, Py_ssize_t n_rows, Py_ssize_t n_tile_cols, Py_ssize_t tile_cols,
         real epsilon, real* work, int32_t* status, real* out) noexcept nogil:
-    cdef Py_ssize_t system = rank * rank + rank, t, row, k, n_columns
-    cdef real* diagonal = work + n_rows * system
-    cdef real* tile = diagonal + rank                        # the tile's distinct rows, contiguous
+    cdef Py_ssize_t ld = _padded(rank), system = (ld + 1) * ld, t, row, k, n_columns
+    cdef real* solver = work + n_rows * system               # scratch of the solver
+    cdef real* gathered = solver + 4 * ld
+    cdef real* tile = gathered + _simd_rows(ld, sizeof(real)) * (ld + 2)    # the tile's distinct rows, contiguous
     cdef real* tile_offsets = tile + tile_cols * rank
-    cdef real* gathered = tile_offsets + tile_cols
     cdef const int64_t* segment
     for row in range(n_rows):
-        status[row] = 0
-        _start_system(rank, gram_matrix, ridge, scale[row], work + row * system, work + row * system + rank * rank)
+        _start_padded(rank, gram_matrix, ridge, scale[row], work + row * system, work + row * system + ld * ld)
     for t in range(n_tile_cols):
         n_columns = tile_ptr[t + 1] - tile_ptr[t]
         if n_columns == 0:      # vacant tile: one test skips all its segments
@@ -800,26 +797,17 @@ cdef void _bals_row_block(
                 tile_offsets[k] = offsets[tile_colidx[tile_ptr[t] + k]]
         for row in range(n_rows):
             segment = seg_ptr + t * n_rows + row
-            if segment[1] == segment[0]:
-                continue
-            _add_segment(table, how, rank, tile, seg_colidx + segment[0], values + segment[0],
-                         tile_offsets if offsets != NULL else NULL, segment[1] - segment[0], gathered,
-                         work + row * system, work + row * system + rank * rank)
+            if segment[1] > segment[0]:
+                _simd_add(table, how, rank, rank, <const real*> tile, seg_colidx + segment[0], values + segment[0],
+                          <const real*> tile_offsets if offsets != NULL else NULL, segment[1] - segment[0], NULL,
+                          gathered, work + row * system, work + row * system + ld * ld)
     for row in range(n_rows):
         if _is_vacant_row(seg_ptr, row, n_rows, n_tile_cols):
+            status[row] = 0
             memset(out + row * rank, 0, rank * sizeof(real))
         else:
-            status[row] = _finish_system(rank, work + row * system, work + row * system + rank * rank, diagonal,
-                                         epsilon, out + row * rank)
-
-
-cdef inline void _add_segment(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank, const real* tile, const int32_t* columns,
-        const real* ratings, const real* offsets, Py_ssize_t n_entries, real* gathered, real* a, real* b) noexcept nogil:
-    if n_entries < SHORT_ROW:
-        _add_rank1(table, how, rank, tile, columns, ratings, offsets, n_entries, a, b)
-    else:
-        _add_blas3(table, how, rank, tile, columns, ratings, offsets, n_entries, gathered, a, b)
+            status[row] = _solve_padded(table, rank, work + row * system, work + row * system + ld * ld, epsilon,
+                                        solver, out + row * rank)
 
 
 cdef inline bint _is_vacant_row(const int64_t* seg_ptr, Py_ssize_t row, Py_ssize_t n_rows,

@@ -148,18 +148,16 @@ class HalfSweep:
         plan = self.plan
         # The published assemblies and systems beyond our Cholesky's rank go through BLAS and LAPACK; the others do not
         # touch them, and finding the loaded BLAS libraries takes milliseconds.
-        blas = plan.solver == "cholesky" and (plan.assembly != "simd" or plan.rank > _als.OWN_CHOLESKY_RANK)
+        blas = plan.solver == "cholesky" and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
         with single_threaded_blas() if blas else nullcontext():
-            return self._solve(fixed, mean, start, gram, blas)
+            return self._solve(fixed, mean, start, gram)
 
-    def _solve(
-        self, fixed: Factors, mean: float, start: Factors | None, gram: np.ndarray | None, blas: bool
-    ) -> Factors:
+    def _solve(self, fixed: Factors, mean: float, start: Factors | None, gram: np.ndarray | None) -> Factors:
         plan, objective = self.plan, self.objective
         design = _design(fixed, objective)
         if gram is None:
-            gram = weighted_gram(design, objective, plan.num_threads, blas=blas)
-        if plan.assembly == "simd" and plan.solver == "cholesky" and gram.size:
+            gram = weighted_gram(design, objective, plan.num_threads, blas=plan.uses_blas)
+        if plan.assembly in ("simd", "bals") and plan.solver == "cholesky" and gram.size:
             margin = _als.padded_rank(plan.rank) - plan.rank
             gram = np.pad(gram, (0, margin))
         out = aligned_zeros((len(self), plan.rank), design.dtype)
@@ -242,7 +240,7 @@ class HalfSweep:
         starts = np.arange(0, len(self), plan.tile_rows)
         entries = np.add.reduceat(self.degrees, starts)
         blocks = np.argsort(-entries, kind="stable")
-        size = _als.bals_workspace_size(plan.rank, plan.tile_rows, plan.tile_cols)
+        size = _als.bals_workspace_size(plan.rank, out.itemsize, plan.tile_rows, plan.tile_cols)
         workspace = workspaces(plan.num_threads, size, out.dtype)
         for batch in self._batches(blocks, entries):
             _als.cholesky_bals(
