@@ -10,6 +10,13 @@ UNSORTED: int
 _CSR = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]
 
 def max_threads() -> int: ...
+def is_canonical(
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    data: NDArray[Any],
+    n_cols: int,
+    num_threads: int | None = ...,
+) -> bool: ...
 def row_order_status(
     indptr: NDArray[np.int64], indices: NDArray[np.int32], num_threads: int | None = ...
 ) -> tuple[int, int]: ...

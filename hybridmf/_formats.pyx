@@ -24,7 +24,7 @@ segments); only the offsets of ``tile_colidx`` need a prefix sum over tiles afte
 import numpy as np
 
 from cython.parallel cimport prange
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from hybridmf._openmp cimport hmf_max_threads, hmf_thread_id, hmf_usable_threads, hmf_watch_forks
@@ -46,6 +46,9 @@ ctypedef fused offset_t:   # positions within nnz: int32 halves the index traffi
 # Below this many entries a second thread costs more than it brings.
 cdef Py_ssize_t PARALLEL_ENTRIES = 1 << 15
 
+cdef int32_t FLOAT_EXPONENT = 0x7F800000
+cdef int64_t DOUBLE_EXPONENT = 0x7FF0000000000000
+
 cdef int64_t LOCAL_INDEX = 0xFFFFFFFF   # low half of a slot: the local index; the high half stamps its row block
 
 
@@ -62,6 +65,53 @@ def max_threads():
 
 
 # ------------------------------------------------------------------------------------------------ structure checks
+
+
+cdef inline int32_t _row_faults(const int32_t* indices, const value_t* data, Py_ssize_t n, int32_t n_cols) noexcept nogil:
+    """Not zero if an index is out of range or does not ascend, or a value is not finite. Loops that vectorize."""
+    cdef int32_t faults = 0
+    cdef int64_t wide = 0
+    cdef Py_ssize_t k
+    for k in range(n):
+        faults |= (indices[k] < 0) | (indices[k] >= n_cols)
+    for k in range(1, n):
+        faults |= indices[k] <= indices[k - 1]
+    # all exponent bits set: infinite or NaN
+    if value_t is float:
+        for k in range(n):
+            faults |= ((<const int32_t*> data)[k] & FLOAT_EXPONENT) == FLOAT_EXPONENT
+        return faults
+    else:
+        for k in range(n):
+            wide |= ((<const int64_t*> data)[k] & DOUBLE_EXPONENT) == DOUBLE_EXPONENT
+        return faults | (wide != 0)
+
+
+def is_canonical(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data, Py_ssize_t n_cols,
+                 num_threads=None):
+    """Whether CSR arrays whose indptr is sound are canonical, in one parallel pass.
+
+    Parameters
+    ----------
+    indptr : int64 array, shape (n_rows + 1,)
+    indices : int32 array, shape (nnz,)
+    data : float32 or float64 array, shape (nnz,)
+    n_cols : int
+
+    Returns
+    -------
+    bool
+        Indices are in range and ascend strictly within rows, and values are finite.
+    """
+    cdef Py_ssize_t n_rows = indptr.shape[0] - 1, row
+    cdef int32_t faults = 0
+    cdef int n = _threads(num_threads, indices.shape[0])
+    if indices.shape[0] == 0:
+        return True
+    for row in prange(n_rows, nogil=True, schedule="static", num_threads=n):
+        faults |= _row_faults(&indices[0] + indptr[row], &data[0] + indptr[row], indptr[row + 1] - indptr[row],
+                              <int32_t> n_cols)
+    return faults == 0
 
 
 def row_order_status(const int64_t[::1] indptr, const int32_t[::1] indices, num_threads=None):
@@ -173,7 +223,7 @@ def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     cdef int n = _threads(num_threads, nnz)
     # A part keeps a cursor per column; more parts than this would cost more memory than the entries themselves.
     cdef int n_parts = <int> max(1, min(n, 4 * nnz // max(n_cols, 1)))
-    bounds = np.searchsorted(indptr, np.linspace(0, nnz, n_parts + 1)[1:-1].astype(np.int64))
+    bounds = np.searchsorted(indptr, np.linspace(0, nnz, n_parts + 1)[1:n_parts].astype(np.int64))
     first_row = np.concatenate(([0], bounds, [indptr.shape[0] - 1])).astype(np.int64)
     out_indptr = np.empty(n_cols + 1, dtype=np.int64)
     out_indices = np.empty(nnz, dtype=np.int32)
@@ -246,8 +296,8 @@ def take_rows(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     out_indptr = np.zeros(n_out + 1, dtype=np.int64)
     np.cumsum(counts, out=out_indptr[1:])
     cdef const int64_t[::1] start = out_indptr
-    out_indices = np.empty(out_indptr[-1], dtype=np.int32)
-    out_data = np.empty(out_indptr[-1], dtype=np.asarray(data).dtype)
+    out_indices = np.empty(out_indptr[n_out], dtype=np.int32)
+    out_data = np.empty(out_indptr[n_out], dtype=np.asarray(data).dtype)
     cdef int32_t[::1] out_indices_view = out_indices
     cdef value_t[::1] out_data_view = out_data
     cdef int n = _threads(num_threads, out_indices.shape[0])
@@ -266,96 +316,112 @@ cdef inline Py_ssize_t _min(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
     return a if a < b else b
 
 
-cdef void _segment_lengths(
+cdef struct Division:
+    # x // divisor as (x * multiplier) >> shift, exact for 0 <= x < 2^31 (Granlund and Montgomery 1994)
+    uint64_t multiplier
+    int shift
+
+
+cdef Division _division(uint64_t divisor) noexcept nogil:
+    cdef Division by
+    by.shift = 31
+    while (<uint64_t> 1 << (by.shift - 31)) < divisor:
+        by.shift += 1
+    by.multiplier = ((<uint64_t> 1 << by.shift) + divisor - 1) // divisor
+    return by
+
+
+cdef inline Py_ssize_t _tile_of(int32_t column, Division by) noexcept nogil:
+    return <Py_ssize_t> ((<uint64_t> column * by.multiplier) >> by.shift)
+
+
+cdef void _segment_starts(
         const int64_t* indptr, const int32_t* indices,   # IN   CSR
         Py_ssize_t row_start, Py_ssize_t n_rows,         # row block
-        Py_ssize_t n_tile_cols, int32_t tile_cols,
-        offset_t* seg_end) noexcept nogil:               # OUT  (n_tile_cols * n_rows,) end of each segment
-    """Alg. 1, step 1 for one row block: count, then turn the counts into ends by a running sum."""
+        Py_ssize_t n_tile_cols, Division tile_cols,
+        offset_t* starts) noexcept nogil:                # OUT  (n_tile_cols * n_rows,)
+    """Alg. 1, step 1 for one row block: count, then turn the counts into starts by a running sum.
+
+    No branch on the tile: short runs of a row in a tile would mispredict it at every other entry.
+    """
     cdef Py_ssize_t local, k, s
-    cdef int64_t bound
-    cdef int32_t tile_col
-    cdef offset_t end
-    cdef offset_t* count
-    memset(seg_end, 0, n_tile_cols * n_rows * sizeof(offset_t))
+    cdef offset_t start, count
+    memset(starts, 0, n_tile_cols * n_rows * sizeof(offset_t))
     for local in range(n_rows):
-        bound = 0
-        count = seg_end
         for k in range(indptr[row_start + local], indptr[row_start + local + 1]):
-            if indices[k] >= bound:
-                tile_col = indices[k] // tile_cols
-                bound = (<int64_t> tile_col + 1) * tile_cols
-                count = seg_end + tile_col * n_rows + local
-            count[0] += 1
-    end = <offset_t> indptr[row_start]
+            starts[_tile_of(indices[k], tile_cols) * n_rows + local] += 1
+    start = <offset_t> indptr[row_start]
     for s in range(n_tile_cols * n_rows):
-        end += seg_end[s]
-        seg_end[s] = end
+        count = starts[s]
+        starts[s] = start
+        start += count
 
 
 cdef void _fill_row_block(
         const int64_t* indptr, const int32_t* indices, const value_t* data,   # IN   CSR
         Py_ssize_t row_start, Py_ssize_t n_rows,
-        Py_ssize_t n_tile_cols, int32_t tile_cols,
-        const offset_t* seg_ptr,      # IN     (n_tile_cols * n_rows + 1,) of this row block
+        Py_ssize_t n_tile_cols, Division tile_cols,
+        offset_t* next_slot,          # IN OUT (n_tile_cols * n_rows,) start of each segment -> its end
+        offset_t* tile_start,         # scratch (n_tile_cols,)
         int64_t stamp,                # IN     marks `slot` entries of this row block; differs between row blocks
         int64_t* slot,                # IN OUT (n_cols,) stamp << 32 | local index of a column loaded in this row block
         value_t* values, int32_t* seg_colidx,         # OUT (nnz,)
         int32_t* first_seen,          # OUT    (nnz,) distinct columns of each tile, from where its entries start
         offset_t* n_distinct) noexcept nogil:         # OUT (n_tile_cols,)
     """Alg. 1, steps 2 and 3 for one row block: a column's first appearance in its tile gives it its local index."""
-    cdef Py_ssize_t local, k
-    cdef int64_t bound, seen
-    cdef int32_t column, tile_col = 0
-    cdef offset_t out = 0
-    cdef int32_t* loaded = first_seen
+    cdef Py_ssize_t local, k, t
+    cdef int64_t seen, index
+    cdef int32_t column
+    cdef bint is_new
+    cdef offset_t out
+    for t in range(n_tile_cols):
+        tile_start[t] = next_slot[t * n_rows]
     memset(n_distinct, 0, n_tile_cols * sizeof(offset_t))
     for local in range(n_rows):
-        bound = 0
         for k in range(indptr[row_start + local], indptr[row_start + local + 1]):
             column = indices[k]
-            if column >= bound:
-                tile_col = column // tile_cols
-                bound = (<int64_t> tile_col + 1) * tile_cols
-                out = seg_ptr[tile_col * n_rows + local]
-                loaded = first_seen + seg_ptr[tile_col * n_rows]
+            t = _tile_of(column, tile_cols)
+            out = next_slot[t * n_rows + local]
+            next_slot[t * n_rows + local] = out + 1
             seen = slot[column]
-            if (seen >> 32) != stamp:
-                seen = (stamp << 32) | <int64_t> n_distinct[tile_col]
-                slot[column] = seen
-                loaded[n_distinct[tile_col]] = column
-                n_distinct[tile_col] += 1
-            seg_colidx[out] = <int32_t> (seen & LOCAL_INDEX)
+            # Selected, not branched on. The column is always written behind those loaded so far: where it is not new,
+            # fewer columns than entries were seen, so the place is the tile's, and the next new column overwrites it.
+            is_new = (seen >> 32) != stamp
+            index = n_distinct[t] if is_new else seen & LOCAL_INDEX
+            slot[column] = (stamp << 32) | index
+            first_seen[tile_start[t] + n_distinct[t]] = column
+            n_distinct[t] += is_new
+            seg_colidx[out] = <int32_t> index
             values[out] = data[k]
-            out += 1
 
 
 cdef void _build_row_blocks(
         const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data,   # IN   CSR, sorted
-        Py_ssize_t tile_rows, int32_t tile_cols, Py_ssize_t n_tile_cols,
+        Py_ssize_t tile_rows, Py_ssize_t tile_cols, Py_ssize_t n_tile_cols,
         value_t[::1] values,          # OUT (nnz,)
         int32_t[::1] seg_colidx,      # OUT (nnz,)
         int32_t[::1] first_seen,      # OUT (nnz,) scratch: tile_colidx with gaps
         offset_t[::1] tile_ptr,       # OUT (n_tiles + 1,) distinct columns of tile t at t + 1
         offset_t[::1] seg_ptr,        # OUT (n_rows * n_tile_cols + 1,)
         int64_t[:, ::1] slot,         # scratch (n_threads, n_cols), zeroed
+        offset_t[:, ::1] tile_start,  # scratch (n_threads, n_tile_cols)
         int n_threads) noexcept nogil:
     cdef Py_ssize_t n_rows = indptr.shape[0] - 1
     cdef Py_ssize_t n_blocks = (n_rows + tile_rows - 1) // tile_rows
     cdef Py_ssize_t block, row_start, rows_here
+    cdef Division by = _division(<uint64_t> tile_cols)
+    cdef offset_t* segments
     seg_ptr[0] = 0
     tile_ptr[0] = 0
     # dynamic: after reordering the first row blocks hold most of the entries
     for block in prange(n_blocks, schedule="dynamic", num_threads=n_threads):
         row_start = block * tile_rows
         rows_here = _min(tile_rows, n_rows - row_start)
-        _segment_lengths(&indptr[0], &indices[0], row_start, rows_here, n_tile_cols, tile_cols,
-                         &seg_ptr[row_start * n_tile_cols + 1])
-    for block in prange(n_blocks, schedule="dynamic", num_threads=n_threads):
-        row_start = block * tile_rows
-        rows_here = _min(tile_rows, n_rows - row_start)
-        _fill_row_block(&indptr[0], &indices[0], &data[0], row_start, rows_here, n_tile_cols, tile_cols,
-                        &seg_ptr[row_start * n_tile_cols], block + 1, &slot[hmf_thread_id(), 0],
+        # element s + 1 holds the start of segment s first and, once its entries are placed, its end
+        segments = &seg_ptr[row_start * n_tile_cols + 1]
+        _segment_starts(&indptr[0], &indices[0], row_start, rows_here, n_tile_cols, by, segments)
+        _fill_row_block(&indptr[0], &indices[0], &data[0], row_start, rows_here, n_tile_cols, by, segments,
+                        &tile_start[hmf_thread_id(), 0], block + 1, &slot[hmf_thread_id(), 0],
                         &values[0], &seg_colidx[0], &first_seen[0], &tile_ptr[block * n_tile_cols + 1])
 
 
@@ -415,9 +481,10 @@ def build_bals(const int64_t[::1] indptr, const int32_t[::1] indices, const valu
     cdef int32_t[::1] seg_colidx_view = seg_colidx
     cdef int32_t[::1] first_seen_view = first_seen
     cdef int64_t[:, ::1] slot = np.zeros((n, n_cols), dtype=np.int64)
+    cdef offset_t[:, ::1] tile_start = np.empty((n, n_tile_cols), dtype=np.asarray(seg_ptr).dtype)
     with nogil:
-        _build_row_blocks(indptr, indices, data, tile_rows, <int32_t> tile_cols, n_tile_cols, values_view,
-                          seg_colidx_view, first_seen_view, tile_ptr, seg_ptr, slot, n)
+        _build_row_blocks(indptr, indices, data, tile_rows, tile_cols, n_tile_cols, values_view,
+                          seg_colidx_view, first_seen_view, tile_ptr, seg_ptr, slot, tile_start, n)
         _running_sum(tile_ptr)
     tile_colidx = np.empty(tile_ptr[tile_ptr.shape[0] - 1], dtype=np.int32)
     cdef int32_t[::1] tile_colidx_view = tile_colidx

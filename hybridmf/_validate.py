@@ -244,7 +244,10 @@ def as_csr(
         if padded:
             matrix.eliminate_zeros()
     if matrix.format == "csr":
-        indptr, indices, data = _checked_compressed(matrix, name)
+        canonical = _if_canonical(matrix, dtype)
+        if canonical is not None:
+            return _assemble(*canonical, matrix.shape, drop_zeros)
+        indptr, indices, data = checked_compressed(matrix, name)
         indptr, indices, data = _sorted_unique(indptr, indices, data, matrix.shape, name, duplicates, dtype)
     else:
         if matrix.format == "csc":
@@ -376,7 +379,21 @@ def _checked_positions(index: Any, count: int, what: str, counted: str) -> np.nd
     return np.ascontiguousarray(index, dtype=np.int32)
 
 
-def _checked_compressed(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _if_canonical(matrix: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """The arrays of a CSR matrix in which there is nothing to find fault with or to convert, by one parallel pass."""
+    indptr, indices, data = np.asarray(matrix.indptr), np.asarray(matrix.indices), np.asarray(matrix.data)
+    if indices.dtype != np.int32 or data.dtype != dtype or indptr.dtype not in (np.int32, np.int64):
+        return None
+    if indptr.shape != (matrix.shape[0] + 1,) or indptr[0] != 0 or np.any(indptr[1:] < indptr[:-1]):
+        return None
+    nnz = int(indptr[-1])
+    if indices.ndim != 1 or indices.shape != data.shape or len(indices) < nnz:
+        return None
+    arrays = indptr.astype(np.int64), np.ascontiguousarray(indices[:nnz]), np.ascontiguousarray(data[:nnz])
+    return arrays if _formats.is_canonical(*arrays, matrix.shape[1]) else None
+
+
+def checked_compressed(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Give indptr (int64), indices (int32) and data of a CSR or CSC matrix whose structure was checked."""
     major, minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
     axis, counted = ("column", "n_items") if matrix.format == "csr" else ("row", "n_users")
@@ -417,7 +434,7 @@ def _checked_compressed(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray,
 
 
 def _expand_csc(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    indptr, indices, data = _checked_compressed(matrix, name)
+    indptr, indices, data = checked_compressed(matrix, name)
     return indices, np.repeat(np.arange(matrix.shape[1], dtype=np.int32), np.diff(indptr)), data
 
 

@@ -18,6 +18,7 @@ from ._validate import (
     check_bool,
     check_int,
     check_threads,
+    checked_compressed,
     csr_arrays,
     index_pointer_dtype,
     make_csr,
@@ -32,22 +33,21 @@ MAX_SEGMENTS = 2**36
 
 def _sorted_csr(csr: Any) -> sp.csr_array:
     """A float CSR matrix with sorted rows; layouts are built from what is there, so nothing is sorted silently."""
-    if sp.issparse(csr) and csr.format == "csr":
-        dtype = np.float64 if csr.dtype == np.float64 else np.float32
-        indptr, indices = np.asarray(csr.indptr), np.asarray(csr.indices)
-        if indptr.ndim == 1 and len(indptr) == csr.shape[0] + 1 and indptr[0] == 0 and indptr[-1] <= len(indices):
-            falls = np.flatnonzero(np.diff(indices[: indptr[-1]]) < 0) + 1
-            inside = falls[~np.isin(falls, indptr)]
-            if inside.size:
-                row = int(np.searchsorted(indptr, inside[0], side="right") - 1)
-                raise RatingsError(
-                    f"csr has unsorted column indices in row {row} ({indices[inside[0] - 1]} before "
-                    f"{indices[inside[0]]}); call csr.sort_indices() first"
-                )
-        return as_csr(csr, name="csr", dtype=dtype)
-    if sp.issparse(csr) or hasattr(csr, "user_items") or isinstance(csr, np.ndarray):
-        return as_csr(csr, name="csr", dtype=np.float64 if getattr(csr, "dtype", None) == np.float64 else np.float32)
-    raise TypeError(f"csr must be a SciPy sparse matrix, a dense array or Ratings, got {type(csr).__name__}")
+    if not (sp.issparse(csr) or hasattr(csr, "user_items") or isinstance(csr, np.ndarray)):
+        raise TypeError(f"csr must be a SciPy sparse matrix, a dense array or Ratings, got {type(csr).__name__}")
+    dtype = np.float64 if getattr(csr, "dtype", None) == np.float64 else np.float32
+    matrix = as_csr(csr, name="csr", dtype=dtype)
+    if sp.issparse(csr) and csr.format == "csr" and matrix.indices is not csr.indices:
+        indptr, indices, _ = checked_compressed(csr, "csr")
+        if _formats.row_order_status(indptr, indices)[0] == _formats.UNSORTED:
+            falls = np.flatnonzero(np.diff(indices) < 0) + 1
+            first = falls[~np.isin(falls, indptr)][0]
+            row = int(np.searchsorted(indptr, first, side="right") - 1)
+            raise RatingsError(
+                f"csr has unsorted column indices in row {row} ({indices[first - 1]} before {indices[first]}); "
+                "call csr.sort_indices() first"
+            )
+    return matrix
 
 
 def transpose(csr: Any, *, num_threads: int | None = None) -> sp.csr_array:

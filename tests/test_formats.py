@@ -158,6 +158,35 @@ def test_empty_matrices_have_layouts():
         assert_same_csr(bals.to_csr(), sp.csr_array(shape, dtype=np.float32))
 
 
+# ------------------------------------------------------------------------------------------------ the fast check
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_is_canonical_finds_each_fault_wherever_it_is(dtype, threads):
+    matrix = _validate.as_csr(big_matrix().astype(dtype), dtype=dtype)
+    indptr, indices, data = _validate.csr_arrays(matrix)
+    assert _formats.is_canonical(indptr, indices, data, 700, threads)
+    assert not _formats.is_canonical(indptr, indices, data, int(indices.max()), threads)
+    for row in (0, 1500, 2999):
+        first, last = indptr[row], indptr[row + 1] - 1
+        for name, place, value in (
+            ("indices", first, -1),
+            ("indices", last, 700),
+            ("indices", last, indices[last - 1]),
+            ("indices", first, indices[first + 1] + 1),
+            ("data", first, np.nan),
+            ("data", last, np.inf),
+            ("data", last, -np.inf),
+        ):
+            arrays = {"indices": indices.copy(), "data": data.copy()}
+            arrays[name][place] = value
+            assert not _formats.is_canonical(indptr, arrays["indices"], arrays["data"], 700, threads)
+    largest = data.copy()
+    largest[:2] = np.finfo(dtype).max, np.finfo(dtype).tiny
+    assert _formats.is_canonical(indptr, indices, largest, 700, threads)
+
+
 # --------------------------------------------------------------------------------------- transposition and order
 
 
