@@ -106,7 +106,9 @@ def run_group(
             losses["simd on lenskit's residuals"] = rivals.objective(judge, twin.factors(), data)
         losses[name] = rivals.objective(judge, solver.factors(), data)
     check_agreement(losses)
-    fastest_rival = min((median(seconds[name]) for name in seconds if name in ("implicit", "irspack", "lenskit")), default=None)
+    fastest_rival = min(
+        (median(seconds[name]) for name in seconds if name in ("implicit", "irspack", "lenskit")), default=None
+    )
     plan = solvers[next(iter(solvers))].plan
     exact = "exact" in group
     click.echo(f"\n{group}, f = {f}\n{'':10s} s / iteration   fastest rival / this   GFLOP/s   of sgemm     objective")
@@ -178,7 +180,9 @@ def run_topk(shape: str, f: int, threads: int, repeats: int) -> None:
         assert same > 0.999, same
         runs["implicit"] = implicit_topk
     seconds = alternate(runs, repeats)
-    click.echo(f"top 10 of {matrix.shape[1]:,} items, filtered, for {matrix.shape[0]:,} users, f = {f}, {threads} threads")
+    click.echo(
+        f"top 10 of {matrix.shape[1]:,} items, filtered, for {matrix.shape[0]:,} users, f = {f}, {threads} threads"
+    )
     for name, values in seconds.items():
         click.echo(f"{name:12s} {median(values):8.3f} s {len(users) / median(values):12,.0f} users/s")
     record(
@@ -205,7 +209,9 @@ def run_scaling(shape: str, factors: tuple[int, ...], repeats: int) -> None:
         seconds = alternate(runs, repeats)
         one = median(seconds["1"])
         for name, values in seconds.items():
-            click.echo(f"f = {f}  {name:>3s} threads {median(values):9.4f} s / iteration   {one / median(values):6.2f} x")
+            click.echo(
+                f"f = {f}  {name:>3s} threads {median(values):9.4f} s / iteration   {one / median(values):6.2f} x"
+            )
         record(
             "cpu",
             {

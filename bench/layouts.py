@@ -1,7 +1,7 @@
 """Building layouts against SciPy: transposition and the BALS builder, on one sorted CSR matrix.
 
-    python bench/layouts.py                 ML-20M shape, about 20M entries, 2 threads (under 2 minutes)
-    python bench/layouts.py --shape ml-1m
+python bench/layouts.py                 ML-20M shape, about 20M entries, 2 threads (under 2 minutes)
+python bench/layouts.py --shape ml-1m
 """
 
 from __future__ import annotations

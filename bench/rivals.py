@@ -1,7 +1,7 @@
 """The peers a benchmark can run beside us, each with its objective mapped to ours.
 
-Every class has ``step()`` (one full iteration) and ``factors()`` ((users, items) as float32), so that one loop times all
-and one function judges all. Our objectives: docs/methods.md. The mapping:
+Every class has ``step()`` (one full iteration) and ``factors()`` ((users, items) as float32), so that one loop times
+all and one function judges all. Our objectives: docs/methods.md. The mapping:
 
 implicit   c = alpha r for the entries, 1 elsewhere: given the matrix 1 + alpha r and alpha = 1
 irspack    loss ORIGINAL: c = alpha0 + x for the entries, alpha0 elsewhere: given x = alpha r, alpha0 = 1, nu = 0
@@ -56,8 +56,8 @@ class Implicit:
     """benfred/implicit: exact (use_cg=False) or 3 CG steps."""
 
     def __init__(self, matrix: sp.csr_array, rank: int, lam: float, alpha: float, threads: int, use_cg: bool) -> None:
-        from implicit.cpu.als import AlternatingLeastSquares
         from implicit.cpu._als import least_squares, least_squares_cg
+        from implicit.cpu.als import AlternatingLeastSquares
 
         confidence = sp.csr_matrix(matrix, copy=True)
         confidence.data = 1 + alpha * confidence.data

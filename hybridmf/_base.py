@@ -167,9 +167,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         run.sweep(iterations, show_progress)
         return self
 
-    def _initial_state(
-        self, matrix: sp.csr_array, item_users: sp.csr_array, plan: Plan, objective: Objective
-    ) -> State:
+    def _initial_state(self, matrix: sp.csr_array, item_users: sp.csr_array, plan: Plan, objective: Objective) -> State:
         return initial_state(
             np.diff(matrix.indptr),
             np.diff(item_users.indptr),

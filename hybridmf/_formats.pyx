@@ -67,7 +67,8 @@ def max_threads():
 # ------------------------------------------------------------------------------------------------ structure checks
 
 
-cdef inline int32_t _row_faults(const int32_t* indices, const value_t* data, Py_ssize_t n, int32_t n_cols) noexcept nogil:
+cdef inline int32_t _row_faults(const int32_t* indices, const value_t* data, Py_ssize_t n,
+                                int32_t n_cols) noexcept nogil:
     """Not zero if an index is out of range or does not ascend, or a value is not finite. Loops that vectorize."""
     cdef int32_t faults = 0
     cdef int64_t wide = 0

@@ -1,4 +1,4 @@
-"""What a model minimizes, and the factors it minimizes over; shared by every backend, so each weight is decided once."""
+"""What a model minimizes, and the factors it minimizes over; shared by the backends: each weight is decided once."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ class Factors:
     def take(self, rows: np.ndarray) -> Factors:
         """Factors of the given rows, in that order."""
         return Factors(
-            np.ascontiguousarray(self.matrix[rows]), None if self.bias is None else np.ascontiguousarray(self.bias[rows])
+            np.ascontiguousarray(self.matrix[rows]),
+            None if self.bias is None else np.ascontiguousarray(self.bias[rows]),
         )
 
     def put(self, rows: np.ndarray, new: Factors, size: int) -> Factors:
@@ -170,7 +171,7 @@ def initial_state(
         np.abs(matrix, out=matrix)
         matrix *= np.float32(1.0 / np.sqrt(rank))
         matrix[np.asarray(degrees) == 0] = 0
-        bias = np.zeros(len(degrees), dtype=dtype) if objective.biases else None
+        bias: np.ndarray | None = np.zeros(len(degrees), dtype=dtype) if objective.biases else None
         return Factors(matrix.astype(dtype, copy=False), bias)
 
     return State(draw(user_degrees), draw(item_degrees), mean if objective.biases else 0.0)

@@ -38,6 +38,7 @@ from .errors import MemoryBudgetError, RatingsError
 from .formats import transpose
 from .ratings import Ratings
 
+
 def _normalized(factors: np.ndarray) -> np.ndarray:
     """Rows of length 1; zero rows stay zero. In float64: squares of small float32 factors underflow."""
     wide = factors.astype(np.float64)
@@ -153,7 +154,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     # ------------------------------------------------------------------------------------------------ top N
 
     def _scoring_factors(self, side: Side, rows: np.ndarray | None = None) -> np.ndarray:
-        """Rows whose inner products are the scores: factors, with mean and biases as two more columns if there are any."""
+        """Rows whose inner products are the scores: factors; mean and biases, if any, as two more columns."""
         factors = self._learned.state.side(side)
         matrix = factors.matrix if rows is None else factors.matrix[rows]
         if factors.bias is None:
@@ -273,9 +274,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             f"normalized_{side}", lambda: PackedItems(_normalized(self._learned.state.side(side).matrix), None, threads)
         )
         positions = check_ids(name, ids, len(packed.items), f"n_{side}s")
-        found, scores = top_k(
-            packed.items[positions], packed, check_int("N", N, 1, MAX_N), num_threads=threads
-        )
+        found, scores = top_k(packed.items[positions], packed, check_int("N", N, 1, MAX_N), num_threads=threads)
         _itself_first(found, scores, positions)
         return (found[0], scores[0]) if np.ndim(ids) == 0 else (found, scores)
 
@@ -310,7 +309,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             if not sp.issparse(users) and not isinstance(users, Ratings) and np.ndim(users) < 2:
                 raise ValueError(
                     f"Expected 2D array, got {np.ndim(users)}D array instead: predict(users, items) takes ids of both, "
-                    "predict(matrix) rows of ratings. Reshape your data (array.reshape(1, -1) for one row) or pass items"
+                    "predict(matrix) rows of ratings. Reshape your data (array.reshape(1, -1): one row) or pass items"
                 )
             return self._best_unseen(users)
         user_ids = check_ids("users", users, self.n_users, "n_users")
@@ -457,7 +456,9 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         check_is_fitted(self)
         positions = _update_positions("ids", ids)
         learned = self._learned
-        matrix = as_csr(cols, name="cols", dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit)
+        matrix = as_csr(
+            cols, name="cols", dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
+        )
         check_shape("cols", matrix, (self.n_users, len(positions)), ("n_users", "n_ids"))
         grown = positions.max() >= self.n_items
         self._update("item", positions, transpose(matrix, num_threads=self.plan_.num_threads), labels)

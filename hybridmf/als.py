@@ -141,9 +141,7 @@ class ImplicitALS(_ALS):
         self.block_size = block_size
 
     def _objective(self) -> Objective:
-        return Objective.implicit(
-            self.regularization, self.regularization_scaling, self.alpha, self.unobserved_weight
-        )
+        return Objective.implicit(self.regularization, self.regularization_scaling, self.alpha, self.unobserved_weight)
 
 
 class ExplicitALS(_ALS):

@@ -23,7 +23,14 @@ from .ratings import Ratings, split
 LIKED = 4.0
 """Ratings from here on count as liking a film."""
 
-METHODS = (("rank1", "cholesky"), ("blas3", "cholesky"), ("bals", "cholesky"), ("auto", "cholesky"), ("auto", "cg"), ("auto", "subspace"))
+METHODS = (
+    ("rank1", "cholesky"),
+    ("blas3", "cholesky"),
+    ("bals", "cholesky"),
+    ("auto", "cholesky"),
+    ("auto", "cg"),
+    ("auto", "subspace"),
+)
 """(assembly, solver) pairs that are timed."""
 
 WIDTH = 80

@@ -122,7 +122,9 @@ def _inverse(order: np.ndarray) -> np.ndarray:
 def _restore(name: str, values: np.ndarray, order: np.ndarray) -> np.ndarray:
     values = np.asarray(values)
     if values.ndim == 0 or len(values) != len(order):
-        raise ValueError(f"{name} has shape {values.shape}; expected {len(order)} rows, one for each reordered position")
+        raise ValueError(
+            f"{name} has shape {values.shape}; expected {len(order)} rows, one for each reordered position"
+        )
     restored = np.empty_like(values)
     restored[order] = values
     return restored

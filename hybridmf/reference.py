@@ -82,7 +82,9 @@ def objective_value(matrix: Any, state: State, objective: Objective) -> float:
     outside = objective.unobserved_weight if objective.is_implicit else 0.0
     C, P = np.full(predicted.shape, outside), np.zeros(predicted.shape)
     C[coo.row, coo.col], P[coo.row, coo.col] = confidence, preference
-    degrees = [np.bincount(index, minlength=size) for index, size in zip((coo.row, coo.col), predicted.shape, strict=True)]
+    degrees = [
+        np.bincount(index, minlength=size) for index, size in zip((coo.row, coo.col), predicted.shape, strict=True)
+    ]
     ridge = sum(
         (np.maximum(degree, 1.0) ** objective.scaling * (factors**2).sum(axis=1)).sum()
         for degree, factors in zip(degrees, (X, Y), strict=True)

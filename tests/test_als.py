@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -36,10 +37,10 @@ OBJECTIVES = {
 
 
 def plan_for(objective: Objective, shape, nnz: int, *, rank: int, tiles: tuple[int, int] | None = None, **given):
-    options = dict(
-        factors=rank, solver="cholesky", cg_steps=3, assembly="auto", reorder="none", precision="float32",
-        dtype="float32", num_threads=2, device="cpu", block_size=32,
-    )  # fmt: skip
+    options = {
+        "factors": rank, "solver": "cholesky", "cg_steps": 3, "assembly": "auto", "reorder": "none",
+        "precision": "float32", "dtype": "float32", "num_threads": 2, "device": "cpu", "block_size": 32,
+    }  # fmt: skip
     plan = make_plan(objective, Settings.check(**(options | given)), shape, nnz)
     return plan if tiles is None else replace(plan, tile_rows=tiles[0], tile_cols=tiles[1])
 
@@ -123,12 +124,16 @@ def test_row_lengths_around_the_gather_buffer(entries, assembly):
 @pytest.mark.parametrize("name", ["explicit", "explicit-biases", "implicit", "implicit-heavy"])
 @pytest.mark.parametrize("entries", [32768, 32769, 40961, 8192 * 64, 8192 * 64 + 1])
 def test_long_rows_are_shared_by_threads(name, entries):
-    """Rows around LONG_ROW and around the longest that has segments of the usual size, beside an empty and a short one."""
+    """Rows around LONG_ROW and around the longest with segments of the usual size, beside an empty and a short one."""
     assert _als.LONG_ROW == 32768
     rng = np.random.default_rng(entries)
     columns = np.concatenate([np.arange(entries), [3], np.arange(0, entries, 2)])
     matrix = sp.csr_array(
-        (rng.integers(1, 6, len(columns)).astype(np.float64), columns, [0, entries, entries, entries + 1, len(columns)]),
+        (
+            rng.integers(1, 6, len(columns)).astype(np.float64),
+            columns,
+            [0, entries, entries, entries + 1, len(columns)],
+        ),
         shape=(4, entries + 1),
     )
     objective = OBJECTIVES[name]
@@ -150,7 +155,7 @@ def test_waves_of_long_rows_cover_every_entry_once():
     segments = np.concatenate(waves)
     assert segments[:, 2].sum() == lengths.sum()
     np.testing.assert_array_equal(segments[1:, 1], (segments[:, 1] + segments[:, 2])[:-1])
-    for wave, later in zip(waves, waves[1:], strict=False):
+    for wave, later in pairwise(waves):
         assert wave[-1, 0] != later[0, 0]  # whole rows in a wave
     assert _als.long_row_waves(indptr, np.empty(0, dtype=np.int64)) == []
 
@@ -184,10 +189,15 @@ def test_float32_error_is_near_plain_numpys(name):
     mean = float(matrix.data.mean()) if objective.biases else 0.0
     plain = np.zeros_like(solved.matrix)
     for row in range(matrix.shape[0]):
-        columns, values = matrix.indices[slice(*matrix.indptr[row : row + 2])], matrix.data[slice(*matrix.indptr[row : row + 2])]
+        columns, values = (
+            matrix.indices[slice(*matrix.indptr[row : row + 2])],
+            matrix.data[slice(*matrix.indptr[row : row + 2])],
+        )
         if not len(columns):
             continue
-        design = fixed.matrix if not objective.biases else np.column_stack([fixed.matrix, np.ones(len(fixed), np.float32)])
+        design = (
+            fixed.matrix if not objective.biases else np.column_stack([fixed.matrix, np.ones(len(fixed), np.float32)])
+        )
         confidence, target = reference._weights(objective, values)
         if objective.biases:
             target = target - np.float32(mean) - fixed.bias[columns]
@@ -299,7 +309,7 @@ def test_subspace_fit_lowers_the_loss_every_iteration_towards_the_exact_ones(cls
         model = cls(factors=8, solver=solver, block_size=3, iterations=40, random_state=0, dtype="float64")
         model.fit(planted(), callback=lambda model, record: None)
         fits[solver] = [record["objective"] for record in model.history_]
-        assert all(b <= a * (1 + 1e-12) for a, b in zip(fits[solver], fits[solver][1:], strict=False))
+        assert all(b <= a * (1 + 1e-12) for a, b in pairwise(fits[solver]))
     assert fits["subspace"][-1] == pytest.approx(fits["cholesky"][-1], rel=0.05)
 
 
@@ -331,9 +341,7 @@ def test_gram_is_exact_and_the_same_for_any_thread_count():
     np.testing.assert_allclose(one, exact, rtol=1e-13, atol=1e-11)
     np.testing.assert_array_equal(one, one.T)
     assert weighted_gram(factors, OBJECTIVES["explicit"], 1).shape == (0, 0)
-    np.testing.assert_allclose(
-        weighted_gram(factors, OBJECTIVES["implicit-heavy"], 1), 3 * exact, rtol=1e-6, atol=1e-3
-    )
+    np.testing.assert_allclose(weighted_gram(factors, OBJECTIVES["implicit-heavy"], 1), 3 * exact, rtol=1e-6, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -353,7 +361,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(name, assembly):
     )  # fmt: skip
     model.fit(matrix, callback=lambda model, record: None)
     losses = [record["objective"] for record in model.history_]
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in zip(losses, losses[1:], strict=False))
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(losses))
     exact = as_csr(matrix, dtype=np.float64)
     start = initial_state(
         np.diff(exact.indptr), np.bincount(exact.indices, minlength=40), 4, np.float64, objective,
@@ -430,7 +438,10 @@ def test_entry_order_within_a_row_is_irrelevant():
 @pytest.mark.parametrize("assembly", ["blas3", "bals"])
 @pytest.mark.parametrize("biases", [False, True])
 def test_reordering_changes_speed_not_results(reorder, assembly, biases):
-    options = dict(factors=5, iterations=3, dtype="float64", random_state=0, assembly=assembly, biases=biases)
+    options = {"factors": 5, "iterations": 3, "dtype": "float64", "random_state": 0} | {
+        "assembly": assembly,
+        "biases": biases,
+    }
     plain = hmf.ExplicitALS(reorder="none", **options).fit(planted())
     moved = hmf.ExplicitALS(reorder=reorder, **options).fit(planted())
     assert moved.plan_.reorder == ("both" if reorder is True else reorder)
@@ -504,7 +515,9 @@ def test_a_singular_system_names_side_and_row(assembly, reorder):
     """Item 1 has one entry and two unknowns, so without a penalty its system has a zero second pivot."""
     dense = np.array([[5, 0, 2], [4, 3, 1], [1, 0, 5], [2, 0, 4]], dtype=np.float32)
     model = hmf.ExplicitALS(factors=2, regularization=0.0, assembly=assembly, reorder=reorder, random_state=0)
-    with pytest.raises(NotPositiveDefiniteError, match=r"item 1 .*leading minor 2.*increase regularization \(now 0\)") as caught:
+    with pytest.raises(
+        NotPositiveDefiniteError, match=r"item 1 .*leading minor 2.*increase regularization \(now 0\)"
+    ) as caught:
         model.fit(dense)
     assert (caught.value.side, caught.value.row, caught.value.minor) == ("item", 1, 2)
     assert isinstance(caught.value, ValueError)
@@ -519,7 +532,7 @@ def test_cg_reports_negative_curvature():
     plan = plan_for(objective, matrix.shape, matrix.nnz, rank=2, solver="cg")
     fixed = Factors(np.ones((3, 2), np.float32))
     gram = np.full((2, 2), -5.0, np.float32)
-    with pytest.raises(NotPositiveDefiniteError, match="user 0 .*negative curvature"):
+    with pytest.raises(NotPositiveDefiniteError, match=r"user 0 .*negative curvature"):
         HalfSweep("user", matrix, objective, plan).solve(fixed, 0.0, gram=gram)
 
 

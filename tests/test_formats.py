@@ -50,7 +50,13 @@ def test_assert_same_csr_notices_each_array():
 
 def test_bals_arrays_of_the_papers_example():
     bals = formats.BalsMatrix.from_csr(sp.csr_array(PAPER_BLOCK), tile_rows=2, tile_cols=3)
-    assert bals.tile_colidx.tolist() == [0, 2, 1, 4, 3]  # "the elements of the tile_colidx array are 0, 2, 1 for tile 0"
+    assert bals.tile_colidx.tolist() == [
+        0,
+        2,
+        1,
+        4,
+        3,
+    ]  # "the elements of the tile_colidx array are 0, 2, 1 for tile 0"
     assert bals.tile_ptr.tolist() == [0, 3, 5]
     assert bals.seg_colidx.tolist() == [0, 1, 0, 2, 0, 1]
     assert bals.seg_ptr.tolist() == [0, 2, 4, 5, 6]
@@ -146,7 +152,12 @@ def test_bals_refuses_what_it_cannot_lay_out(monkeypatch):
 
 def test_layouts_accept_ratings_dense_and_other_formats():
     expected = formats.BalsMatrix.from_csr(sp.csr_array(PAPER_BLOCK), 2, 3)
-    for given_as in (PAPER_BLOCK, sp.csc_array(PAPER_BLOCK), sp.coo_matrix(PAPER_BLOCK), Ratings.from_matrix(PAPER_BLOCK)):
+    for given_as in (
+        PAPER_BLOCK,
+        sp.csc_array(PAPER_BLOCK),
+        sp.coo_matrix(PAPER_BLOCK),
+        Ratings.from_matrix(PAPER_BLOCK),
+    ):
         np.testing.assert_array_equal(formats.BalsMatrix.from_csr(given_as, 2, 3).seg_ptr, expected.seg_ptr)
 
 
@@ -219,9 +230,7 @@ def test_reorder_is_algorithm_3(matrix, rows, cols):
     identity = [np.arange(size) for size in matrix.shape]
     np.testing.assert_array_equal(result.row_order, reference.degree_order(row_degrees) if rows else identity[0])
     np.testing.assert_array_equal(result.col_order, reference.degree_order(col_degrees) if cols else identity[1])
-    np.testing.assert_array_equal(
-        result.matrix.toarray(), matrix.toarray()[result.row_order][:, result.col_order]
-    )
+    np.testing.assert_array_equal(result.matrix.toarray(), matrix.toarray()[result.row_order][:, result.col_order])
     assert result.matrix.nnz == matrix.nnz
     assert _formats.row_order_status(*_validate.csr_arrays(result.matrix)[:2])[0] == _formats.SORTED_UNIQUE
     np.testing.assert_array_equal(result.row_inverse[result.row_order], identity[0])

@@ -386,7 +386,16 @@ def test_similar_items_of_tiny_factors():
         ("similar_users", [60], 5, ValueError, ("userid has 60 at position 0; expected 0 <= id < n_users=60",)),
         ("similar_items", 0.0, 5, TypeError, ("itemid must be integers", "float64")),
         ("similar_users", [[0]], 5, ValueError, ("userid must be one position or a vector", "(1, 1)")),
-        ("similar_items", 0, 0, ValueError, ("N must satisfy 1 <= N", "got 0",)),
+        (
+            "similar_items",
+            0,
+            0,
+            ValueError,
+            (
+                "N must satisfy 1 <= N",
+                "got 0",
+            ),
+        ),
         ("similar_users", 0, "5", TypeError, ("N must be an integer", "'5'")),
     ],
 )

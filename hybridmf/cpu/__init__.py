@@ -1,0 +1,1 @@
+"""The CPU backend: solvers that own their workspaces, beside their kernels."""

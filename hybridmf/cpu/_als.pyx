@@ -332,7 +332,7 @@ cdef int32_t _conjugate_gradient(
     cdef real* ap = work + 2 * rank
     cdef real* weight = work + 3 * rank
     cdef Py_ssize_t j
-    cdef int step
+    cdef int _step
     cdef double rr, rr_first, rr_next, curvature, length
     _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, True,
                   <const real*> x, weight, r)
@@ -341,7 +341,7 @@ cdef int32_t _conjugate_gradient(
     rr_first = rr
     if not isfinite(rr):
         return _NON_FINITE
-    for step in range(n_steps):
+    for _step in range(n_steps):
         if rr <= 1e-20 * rr_first or rr == 0:
             break
         _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, False,
@@ -384,7 +384,8 @@ cdef void _simd_add(
         real* a, real* b) noexcept nogil:   # IN OUT
     """A += w y y^T, b += (t - w predicted) y."""
     # Confidences below the unobserved weight make negative weights: those rows take a second pass that subtracts.
-    if _simd_pass(table, how, width, stride, fixed, columns, ratings, offsets, n_entries, predicted, <real> 1.0, v, a, b):
+    if _simd_pass(table, how, width, stride, fixed, columns, ratings, offsets, n_entries, predicted, <real> 1.0, v, a,
+                  b):
         _simd_pass(table, how, width, stride, fixed, columns, ratings, offsets, n_entries, predicted, <real> -1.0, v, a,
                    b)
 
@@ -629,7 +630,7 @@ def cholesky_long_rows(
     cdef Weights how = Weights(implicit, alpha, unobserved)
     cdef const hmf_kernel_table* table = hmf_kernels()
     n_threads = hmf_usable_threads(n_threads)
-    cdef Py_ssize_t rank = fixed.shape[1], ld = _padded(rank), n_segments = segments.shape[0], k, first
+    cdef Py_ssize_t rank = fixed.shape[1], ld = _padded(rank), n_segments = segments.shape[0], k
     cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
     cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
     for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
@@ -639,8 +640,8 @@ def cholesky_long_rows(
                   &partial[k, ld * ld])
     for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
         if k == 0 or segments[k, 0] != segments[k - 1, 0]:    # first segment of its row: this thread sums and solves
-            _solve_segments(table, rank, gram_pointer, &ridge[0], scale[rows[segments[k, 0]]], <real> epsilon, &segments[k, 0],
-                            n_segments - k, &partial[k, 0], &workspace[hmf_thread_id(), 0],
+            _solve_segments(table, rank, gram_pointer, &ridge[0], scale[rows[segments[k, 0]]], <real> epsilon,
+                            &segments[k, 0], n_segments - k, &partial[k, 0], &workspace[hmf_thread_id(), 0],
                             &status[rows[segments[k, 0]]], &out[rows[segments[k, 0]], 0])
 
 
@@ -649,7 +650,7 @@ cdef void _solve_segments(
         real epsilon, const int64_t* segments, Py_ssize_t n_segments, const real* partial, real* work,
         int32_t* status, real* out) noexcept nogil:
     """Sum the partial systems of one row, in order, and solve; `segments` and `partial` start at the row's first."""
-    cdef Py_ssize_t ld = _padded(rank), size = (ld + 1) * ld, k = 0, j
+    cdef Py_ssize_t ld = _padded(rank), size = (ld + 1) * ld, k = 0
     cdef real* a = work
     cdef real* b = a + ld * ld
     _start_padded(rank, gram_matrix, ridge, scale, a, b)

@@ -1,7 +1,7 @@
 """The N best items of each user, without a users x items matrix.
 
-Items are packed once, in order of falling norm, into blocks that fit in cache. Users are taken in batches; the scores of
-a batch and a block are computed (kernels.h: score), and what beats a user's N-th best so far, and is not to be left
+Items are packed once, in order of falling norm, into blocks that fit in cache. Users are taken in batches; the scores
+of a batch and a block are computed (kernels.h: score), and what beats a user's N-th best so far, and is not to be left
 out, goes into that user's heap. A user for whom |x| |y| bounds every further score below the N-th best is done: exact
 pruning by norms (Teflioudi et al., LEMP, SIGMOD 2015), with a margin for rounding. Equal scores go to the lower item.
 

@@ -25,6 +25,9 @@ SINGULAR_PIVOT = 4.0
 """Pivots at or below this many units in the last place of their diagonal element are all rounding."""
 
 
+KernelArguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Offsets, Gram matrix, ridge and scale, which every kernel takes in this order."""
+
 CACHE_LINE = 64
 
 
@@ -177,7 +180,7 @@ class HalfSweep:
             return Factors(out)
         return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
 
-    def _solve_rows(self, out: np.ndarray, design: np.ndarray, arguments: tuple, status: np.ndarray) -> None:
+    def _solve_rows(self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray) -> None:
         plan, objective, threads = self.plan, self.objective, self.plan.num_threads
         csr = (self.indptr, self.indices, self.ratings)
         weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
@@ -206,7 +209,7 @@ class HalfSweep:
         rows: np.ndarray,
         out: np.ndarray,
         design: np.ndarray,
-        arguments: tuple,
+        arguments: KernelArguments,
         status: np.ndarray,
         workspace: np.ndarray,
     ) -> None:
@@ -234,7 +237,7 @@ class HalfSweep:
                 plan.num_threads,
             )
 
-    def _solve_bals(self, out: np.ndarray, design: np.ndarray, arguments: tuple, status: np.ndarray) -> None:
+    def _solve_bals(self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray) -> None:
         plan, objective, bals = self.plan, self.objective, self.bals
         assert bals is not None
         starts = np.arange(0, len(self), plan.tile_rows)
@@ -336,7 +339,7 @@ class CpuALS:
         return factors if order is None else factors.take(order)
 
     def update(self, side: Side) -> None:
-        """One half sweep: solve `side` for the factors of the other side. The state changes only once it is complete."""
+        """One half sweep: solve `side` for the factors of the other; the state changes only once it is complete."""
         half, order = self.halves[side], self._order(side)
         try:
             solved = half.solve(self._inward(other_side(side)), self.state.mean, self._inward(side))

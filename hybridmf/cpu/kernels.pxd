@@ -27,17 +27,20 @@ cdef extern from "kernels.h" nogil:
                         Py_ssize_t stride) noexcept nogil
         void (*score_d)(Py_ssize_t n_users, Py_ssize_t f, const double* users, const double* panel, double* out,
                         Py_ssize_t stride) noexcept nogil
-        void (*syrk_upper_f)(Py_ssize_t n, Py_ssize_t ld, const float* v, float sign, float* a) noexcept nogil
-        void (*syrk_upper_d)(Py_ssize_t n, Py_ssize_t ld, const double* v, double sign, double* a) noexcept nogil
+        void (*syrk_upper_f)(Py_ssize_t n, Py_ssize_t ld, const float* v, float sign,
+                             float* a) noexcept nogil
+        void (*syrk_upper_d)(Py_ssize_t n, Py_ssize_t ld, const double* v, double sign,
+                             double* a) noexcept nogil
         Py_ssize_t (*weigh_f)(Py_ssize_t n, const float* ratings, float alpha, float unobserved, float sign,
                               float* root, float* target) noexcept nogil
         Py_ssize_t (*weigh_d)(Py_ssize_t n, const double* ratings, double alpha, double unobserved, double sign,
                               double* root, double* target) noexcept nogil
         void (*gather_f)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const float* fixed, Py_ssize_t stride,
-                         const int32_t* columns, Py_ssize_t n_ahead, const float* root, const float* target, float* v, float* b) noexcept nogil
+                         const int32_t* columns, Py_ssize_t n_ahead, const float* root, const float* target,
+                         float* v, float* b) noexcept nogil
         void (*gather_d)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const double* fixed, Py_ssize_t stride,
-                         const int32_t* columns, Py_ssize_t n_ahead, const double* root, const double* target, double* v,
-                         double* b) noexcept nogil
+                         const int32_t* columns, Py_ssize_t n_ahead, const double* root, const double* target,
+                         double* v, double* b) noexcept nogil
         void (*cholesky_f)(int count, Py_ssize_t rank, Py_ssize_t ld, float** a, float** b, float epsilon,
                            float* work, float** x, Py_ssize_t* status) noexcept nogil
         void (*cholesky_d)(int count, Py_ssize_t rank, Py_ssize_t ld, double** a, double** b, double epsilon,
@@ -115,8 +118,8 @@ cdef inline Py_ssize_t weigh(const hmf_kernel_table* table, Py_ssize_t n, const 
 
 
 cdef inline void gather(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld,
-                        const real* fixed, Py_ssize_t stride, const int32_t* columns, Py_ssize_t n_ahead, const real* root,
-                        const real* target, real* v, real* b) noexcept nogil:
+                        const real* fixed, Py_ssize_t stride, const int32_t* columns, Py_ssize_t n_ahead,
+                        const real* root, const real* target, real* v, real* b) noexcept nogil:
     if real is float:
         table.gather_f(n, rank, ld, fixed, stride, columns, n_ahead, root, target, v, b)
     else:
