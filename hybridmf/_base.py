@@ -148,17 +148,14 @@ class FactorModel(ServingMixin, BaseEstimator):
         item_users = transpose(matrix, num_threads=plan.num_threads)
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
         solver = self._solver(plan, matrix, item_users, state)
-        labels = {side: getattr(user_items, f"{side}_ids", None) for side in SWEEP_ORDER}
-        if not isinstance(user_items, Ratings):
-            labels = dict.fromkeys(SWEEP_ORDER)
+        labels = (user_items.user_ids, user_items.item_ids) if isinstance(user_items, Ratings) else (None, None)
         learned = Learned(
             objective,
             plan,
             state,
             pattern(matrix),
             float(matrix.data.sum(dtype=np.float64)),
-            labels["user"],
-            labels["item"],
+            *labels,
             _io.jsonable(self.get_params(deep=False)),
         )
         run = _Run(self, solver, learned, user_items, validation, callback, folder, data)

@@ -108,12 +108,12 @@ def _tensor_params(state: State) -> dict[str, Any]:
 
 def encode_model(model: Any, extra: dict[str, Any] | None = None, *, include_seen: bool = True) -> bytes:
     """Return a fitted model as the bytes of a model file; `extra` goes into its state."""
-    state: State = model._state
+    state: State = model._learned.state
     tensors = {"user_factors": state.user.matrix, "item_factors": state.item.matrix}
     if state.user.bias is not None and state.item.bias is not None:
         tensors |= {"user_bias": state.user.bias, "item_bias": state.item.bias}
-    if include_seen and model._seen is not None:
-        tensors |= {"seen_indptr": model._seen.indptr, "seen_indices": model._seen.indices}
+    if include_seen and model._learned.seen is not None:
+        tensors |= {"seen_indptr": model._learned.seen.indptr, "seen_indices": model._learned.seen.indices}
     for name in ("user_ids", "item_ids"):
         labels = getattr(model, f"{name}_")
         if labels is not None:

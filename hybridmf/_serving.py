@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from . import _plan
 from ._learned import Learned, align, pattern
-from ._objective import Factors, Side, State
+from ._objective import Factors, Side
 from ._plan import Plan
 from ._sparse import keep_entries, take_rows
 from ._validate import (
@@ -134,14 +134,6 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     @property
     def _n_features_out(self) -> int:
         return self.item_factors_.shape[1]
-
-    @property
-    def _state(self) -> State:
-        return self._learned.state
-
-    @property
-    def _seen(self) -> sp.csr_array | None:
-        return self._learned.seen
 
     def _learn(self, learned: Learned) -> None:
         """Take over a new state; everything derived from the old one goes."""

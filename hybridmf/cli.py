@@ -632,7 +632,7 @@ def _model_facts(model: Any, path: str) -> dict[str, Any]:
     }
     record = model.history_[-1] if model.history_ else {}
     facts |= {name: f"{value:,.6g}" for name, value in record.items() if name not in ("iteration", "seconds")}
-    facts["seen items"] = "stored" if model._seen is not None else "not stored (recommend needs --ratings)"
+    facts["seen items"] = "stored" if model._learned.seen is not None else "not stored (recommend needs --ratings)"
     return facts | {name: value for name, value in model.get_params().items() if value is not None}
 
 

@@ -507,7 +507,7 @@ def test_recommend_include_seen(folder):
     arguments = ["recommend", folder / "model.safetensors", "--user", "u1", "-N", 100, "--format", "csv"]
     unseen, everything = succeed(*arguments), succeed(*arguments, "--include-seen")
     model = load_model(folder)
-    seen = model._seen[[model.user_ids_.tolist().index("u1")]].nnz
+    seen = model._learned.seen[[model.user_ids_.tolist().index("u1")]].nnz
     assert everything.count("\n") == 1 + model.n_items
     assert unseen.count("\n") == 1 + model.n_items - seen  # fewer than N are not padded
 

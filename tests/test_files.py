@@ -87,7 +87,7 @@ def raw_safetensors(path: Path, header: dict, body: bytes) -> Path:
 
 def assert_equal_models(one, other) -> None:
     for side in ("user", "item"):
-        ours, theirs = one._state.side(side), other._state.side(side)
+        ours, theirs = one._learned.state.side(side), other._learned.state.side(side)
         np.testing.assert_array_equal(ours.matrix, theirs.matrix)
         assert ours.matrix.dtype == theirs.matrix.dtype
         np.testing.assert_equal(ours.bias, theirs.bias)
@@ -634,8 +634,8 @@ def test_a_resumed_fit_ends_with_the_same_bits(kind, tmp_path):
         model = make(kind, random_state=99).fit(planted(), resume_from=source)
         assert model.n_iter_ == 5
         for side in ("user", "item"):
-            np.testing.assert_array_equal(model._state.side(side).matrix, fitted(kind)._state.side(side).matrix)
-            np.testing.assert_equal(model._state.side(side).bias, fitted(kind)._state.side(side).bias)
+            np.testing.assert_array_equal(model._learned.state.side(side).matrix, fitted(kind)._learned.state.side(side).matrix)
+            np.testing.assert_equal(model._learned.state.side(side).bias, fitted(kind)._learned.state.side(side).bias)
         assert without_seconds(model.history_) == without_seconds(fitted(kind).history_)
 
 
