@@ -634,8 +634,9 @@ def test_a_resumed_fit_ends_with_the_same_bits(kind, tmp_path):
         model = make(kind, random_state=99).fit(planted(), resume_from=source)
         assert model.n_iter_ == 5
         for side in ("user", "item"):
-            np.testing.assert_array_equal(model._learned.state.side(side).matrix, fitted(kind)._learned.state.side(side).matrix)
-            np.testing.assert_equal(model._learned.state.side(side).bias, fitted(kind)._learned.state.side(side).bias)
+            ours, expected = (each._learned.state.side(side) for each in (model, fitted(kind)))
+            np.testing.assert_array_equal(ours.matrix, expected.matrix)
+            np.testing.assert_equal(ours.bias, expected.bias)
         assert without_seconds(model.history_) == without_seconds(fitted(kind).history_)
 
 
