@@ -16,8 +16,9 @@ bals    over BALS tiles: a tile's distinct rows are copied once and serve all se
 
 Parallel over rows (bals: row blocks) with dynamic scheduling, because rows differ in degree; longest first, so that
 no thread is left with a long row at the end. One thread owns a row from assembly to solution and calls BLAS and
-LAPACK with one thread, so results are the same bits for any number of threads. A and the workspace of a thread stay
-in its cache. Only one triangle of A is filled: the lower one, column-major, which is the upper one, row-major.
+LAPACK with one thread, so results are the same bits for any number of threads; rows beyond LONG_ROW entries (simd)
+are summed in segments of fixed size, which threads share and whose sums are added in order. A and the workspace of a
+thread stay in its cache. Only one triangle of A is filled: the lower one, column-major; the upper one, row-major.
 """
 
 import numpy as np
