@@ -75,6 +75,7 @@ def extensions() -> list[Extension]:
     with_kernels = {"include_dirs": ["hybridmf/cpu"], "depends": KERNEL_HEADERS}
     return cythonize(
         [
+            Extension("hybridmf._openmp", ["hybridmf/_openmp.pyx"]),
             Extension("hybridmf._formats", ["hybridmf/_formats.pyx"]),
             Extension("hybridmf.cpu._als", ["hybridmf/cpu/_als.pyx", *KERNELS], **with_kernels),
             Extension("hybridmf.cpu._topk", ["hybridmf/cpu/_topk.pyx", *KERNELS], **with_kernels),

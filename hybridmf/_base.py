@@ -159,6 +159,7 @@ class FactorModel(ServingMixin, BaseEstimator):
             _io.jsonable(self.get_params(deep=False)),
         )
         run = _Run(self, solver, learned, user_items, validation, callback, folder, data)
+        del state, learned  # the factors a fit starts from need not outlive its first sweep
         if resumed:
             run.resume(int(resumed.summary["n_iter"]), list(resumed.summary["history"]))
         run.sweep(iterations, show_progress)
@@ -302,7 +303,8 @@ class _Run:
         if not hasattr(model, "_learned") or model._learned.plan is not self.learned.plan:
             shaped = self.given if named else np.broadcast_to(np.float32(0), self.learned.shape)
             validate_data(model, shaped, skip_check_array=True, reset=True)
-        model._learn(replace(self.learned, state=self.solver.state))
+        self.learned = replace(self.learned, state=self.solver.state)  # the state before it may go
+        model._learn(self.learned)
         model.n_iter_, model.history_ = self.completed, self.history
 
     def _asked_to_stop(self, record: Record) -> bool:

@@ -27,9 +27,7 @@ from cython.parallel cimport prange
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from hybridmf._openmp cimport hmf_max_threads, hmf_thread_id, hmf_usable_threads, hmf_watch_forks
-
-hmf_watch_forks()
+from hybridmf._openmp cimport hmf_max_threads, hmf_thread_id, hmf_usable_threads
 
 SORTED_UNIQUE = 0       # columns strictly ascending within every row
 SORTED_DUPLICATES = 1   # ascending, with repeats

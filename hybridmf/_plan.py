@@ -245,7 +245,8 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         )
     tile_rows = tile_cols = 0
     if assembly == "bals":
-        tile_rows = int(np.clip(L2_ACCUMULATORS // ((rank * rank + rank) * itemsize), 4, 256))
+        width = _als.padded_rank(rank)
+        tile_rows = int(np.clip(L2_ACCUMULATORS // ((width + 1) * width * itemsize), 4, 256))
         tile_cols = int(np.clip(L2_TILE // (rank * itemsize), 32, 4096))
     # Degree order lets a row block share its popular columns; the other assemblies read rows one by one anyway.
     reorder = ("both" if assembly == "bals" else "none") if settings.reorder == "auto" else settings.reorder

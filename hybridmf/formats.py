@@ -238,7 +238,7 @@ class BalsMatrix:
         """
         csr = _sorted_csr(csr)
         n_rows, n_cols = csr.shape
-        tile_rows = check_int("tile_rows", tile_rows, 1)
+        tile_rows = check_int("tile_rows", tile_rows, 1, MAX_AXIS)
         tile_cols = check_int("tile_cols", tile_cols, 1, MAX_AXIS)
         n_tile_cols, n_blocks = -(-n_cols // tile_cols), -(-n_rows // tile_rows)
         if n_rows * n_tile_cols > MAX_SEGMENTS:

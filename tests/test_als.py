@@ -536,6 +536,27 @@ def test_cg_reports_negative_curvature():
         HalfSweep("user", matrix, objective, plan).solve(fixed, 0.0, gram=gram)
 
 
+@pytest.mark.parametrize("scale", [1e-2, 1e-6, 1e-12])
+@pytest.mark.parametrize("seed", range(3))
+def test_cg_takes_ratings_of_any_scale(scale, seed):
+    """Factors may shrink to zero under the penalty; the residual then underflows, which is no negative curvature."""
+    matrix = planted()
+    matrix.data *= np.float32(scale)
+    model = hmf.ExplicitALS(factors=4, solver="cg", iterations=30, random_state=seed).fit(matrix)
+    assert np.isfinite(model.user_factors).all()
+
+
+def test_failures_under_reordering_name_the_callers_row():
+    matrix = as_csr(planted(), dtype=np.float32)
+    plan = plan_for(OBJECTIVES["explicit"], matrix.shape, matrix.nnz, rank=2)
+    half = HalfSweep("item", matrix, OBJECTIVES["explicit"], plan, names=np.arange(60)[::-1])
+    for code, error in ((_als.NON_FINITE, NonFiniteError), (2, NotPositiveDefiniteError)):
+        status = np.zeros(60, dtype=np.int32)
+        status[7] = code
+        with pytest.raises(error, match="of item 52 "):
+            half._check(status)
+
+
 @pytest.mark.parametrize("solver", ["cholesky", "cg"])
 def test_overflow_is_reported_not_stored(solver):
     matrix = planted()
@@ -556,14 +577,15 @@ def test_each_instruction_set_gives_the_references_answer(name, monkeypatch):
         pytest.skip(f"this processor cannot run {name} kernels")
     monkeypatch.setenv("HYBRIDMF_ISA", name)
     assert _als.instruction_set() == name
-    for dtype, tolerance in (("float32", 2e-4), ("float64", 1e-10)):
-        for rank in (1, 7, 33):
-            solved, expected = solve(planted(), OBJECTIVES["implicit"], rank, dtype, assembly="rank1")
-            assert relative_error(solved.matrix, expected.matrix) < tolerance
-            solved, expected = solve(
-                planted(), OBJECTIVES["implicit"], min(rank, 7), "float64", solver="cg", cg_steps=60
-            )
-            assert relative_error(solved.matrix, expected.matrix) < 1e-6
+    for rank in (1, 7, 15, 16, 17, 33):
+        for assembly in EXACT:
+            solved, expected = solve(planted(), OBJECTIVES["implicit-heavy"], rank, "float64", assembly=assembly)
+            assert relative_error(solved.matrix, expected.matrix) < 1e-8
+        solved, expected = solve(planted(), OBJECTIVES["implicit-count"], rank, "float32")
+        assert relative_error(solved.matrix, expected.matrix) < 1e-3
+    for solver, options in (("cg", {"cg_steps": 60}), ("subspace", {"block_size": 7})):
+        solved, expected = solve(planted(), OBJECTIVES["implicit"], 7, "float64", solver=solver, **options)
+        assert relative_error(solved.matrix, expected.matrix) < 1e-6
     model = hmf.ImplicitALS(factors=5, iterations=2, random_state=0).fit(planted())
     assert model.plan_.instruction_set == name
 

@@ -135,6 +135,8 @@ def test_bals_refuses_what_it_cannot_lay_out(monkeypatch):
     for name in ("tile_rows", "tile_cols"):
         with pytest.raises(ValueError, match=f"{name} must satisfy .*got 0"):
             formats.BalsMatrix.from_csr(matrix, **{name: 0})
+    with pytest.raises(ValueError, match="tile_rows must satisfy"):
+        formats.BalsMatrix.from_csr(matrix, tile_rows=2**63 - 1)
     monkeypatch.setattr(formats, "MAX_SEGMENTS", 11)
     with pytest.raises(ValueError, match=r"tile_cols=1 gives 2 x 6 segments.*choose wider tiles"):
         formats.BalsMatrix.from_csr(matrix, tile_cols=1)

@@ -78,6 +78,14 @@ def test_each_instruction_set(name, dtype, monkeypatch):
         np.testing.assert_array_equal(scores, expected_scores)
 
 
+@pytest.mark.parametrize("scale", [1e-170, 1e-150, 1e150])
+def test_tiny_and_huge_factors_are_not_pruned(scale):
+    rng = np.random.default_rng(0)
+    users, items = rng.normal(size=(20, 4)), rng.normal(size=(600, 4)) * scale
+    ids, _ = top_k(users, items, 10)
+    np.testing.assert_array_equal(ids, reference.top_k(users @ items.T, 10)[0])
+
+
 def test_nothing_left_and_no_users():
     users, items = integer_factors(3, 4, 0), integer_factors(5, 4, 1)
     ids, scores = top_k(users, items, 2, seen=sp.csr_array(np.ones((3, 5), np.int8)))

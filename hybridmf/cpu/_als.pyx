@@ -30,7 +30,7 @@ from libc.string cimport memcpy, memset
 from scipy.linalg.cython_blas cimport dsyrk, ssyrk
 from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
 
-from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads, hmf_watch_forks
+from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
 from hybridmf.cpu.kernels cimport (
     HMF_PAD,
     HMF_SYSTEMS,
@@ -49,8 +49,6 @@ from hybridmf.cpu.kernels cimport (
     syrk_upper,
     weigh,
 )
-
-hmf_watch_forks()
 
 # Assemblies, as the plan names them.
 RANK1 = 0
@@ -79,8 +77,8 @@ cdef enum:
 OWN_CHOLESKY_RANK = 512
 cdef Py_ssize_t _OWN_CHOLESKY_RANK = 512
 
-# Rows of more entries are split into segments that threads share, so that none is left alone with a popular item. Both
-# numbers are fixed: how a row is summed must not depend on the thread count.
+# simd: rows of more entries are split into segments that threads share, so that none is left alone with a popular item.
+# The numbers are fixed: how a row is summed must not depend on the thread count.
 LONG_ROW = 32768
 SEGMENTS = 64
 cdef Py_ssize_t _SEGMENT = 8192, _SEGMENTS = 64
@@ -174,8 +172,10 @@ def gram(const real[:, ::1] factors, int n_threads, bint blas=False):
     float64 array, shape (rank, rank)
     """
     cdef Py_ssize_t n_rows = factors.shape[0], rank = factors.shape[1], ld = _padded(rank)
-    # at most 256 partial sums, or blocks of GRAM_ROWS while there are fewer
-    cdef Py_ssize_t rows_per_part = max(GRAM_ROWS, (n_rows + 255) // 256)
+    # At most 256 partial sums, fewer where they are large, or blocks of GRAM_ROWS while there are fewer rows: numbers
+    # that do not depend on the thread count.
+    cdef Py_ssize_t most_parts = max(16, min(256, (1 << 23) // (ld * ld)))
+    cdef Py_ssize_t rows_per_part = max(GRAM_ROWS, (n_rows + most_parts - 1) // most_parts)
     cdef Py_ssize_t n_parts = (n_rows + rows_per_part - 1) // rows_per_part
     cdef const hmf_kernel_table* table = hmf_kernels()
     n_threads = hmf_usable_threads(n_threads)
@@ -307,13 +307,14 @@ cdef void _apply_system(
         out[j] = sign * (out[j] + <real> (scale * ridge[j]) * p[j])
     while start < n_entries:
         n = min(CG_CHUNK, n_entries - start)
-        for k in range(n):
-            weight[k] = <real> _weight(how, ratings[start + k])
+        if how.implicit:
+            for k in range(n):
+                weight[k] = <real> _weight(how, ratings[start + k])
         if residual:
             for k in range(n):
                 target[k] = <real> _target(how, ratings[start + k],
                                            offsets[columns[start + k]] if offsets != NULL else 0.0)
-        apply_rows(table, n, rank, fixed, columns + start, <const real*> weight,
+        apply_rows(table, n, rank, fixed, columns + start, <const real*> weight if how.implicit else NULL,
                    <const real*> target if residual else NULL, sign, p, out)
         start += n
 
@@ -326,7 +327,8 @@ cdef int32_t _conjugate_gradient(
         real* x) noexcept nogil:            # IN OUT (rank,) warm start -> solution
     """`n_steps` of conjugate gradients on A x = b from the x given; A is never formed.
 
-    Stops early only where the residual has fallen by 1e-10 (squared 1e-20), where further steps divide zero by zero.
+    Stops early only where the residual has fallen by 1e-10 (squared 1e-20) or is about to underflow. Inner products are
+    summed in double.
     """
     cdef real* r = work
     cdef real* p = work + rank
@@ -335,25 +337,27 @@ cdef int32_t _conjugate_gradient(
     cdef Py_ssize_t j
     cdef int _step
     cdef double rr, rr_first, rr_next, curvature, length
+    # a residual this small (squared) would underflow in the products of the next step
+    cdef double tiny = 1e-60 if sizeof(real) == 4 else 1e-290
     _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, True,
                   <const real*> x, weight, r)
     memcpy(p, r, rank * sizeof(real))
-    rr = dot(table, rank, <const real*> r, <const real*> r)
+    rr = dot_exact(table, rank, <const real*> r, <const real*> r)
     rr_first = rr
     if not isfinite(rr):
         return _NON_FINITE
     for _step in range(n_steps):
-        if rr <= 1e-20 * rr_first or rr == 0:
+        if rr <= 1e-20 * rr_first or rr <= tiny:
             break
         _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, False,
                       <const real*> p, weight, ap)
-        curvature = dot(table, rank, <const real*> p, <const real*> ap)
+        curvature = dot_exact(table, rank, <const real*> p, <const real*> ap)
         if curvature <= 0:
             return _NEGATIVE_CURVATURE
         length = rr / curvature
         axpy(table, rank, <real> length, <const real*> p, x)
         axpy(table, rank, <real> -length, <const real*> ap, r)
-        rr_next = dot(table, rank, <const real*> r, <const real*> r)
+        rr_next = dot_exact(table, rank, <const real*> r, <const real*> r)
         if not isfinite(rr_next):
             return _NON_FINITE
         for j in range(rank):

@@ -16,10 +16,8 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
-from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads, hmf_watch_forks
+from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
 from hybridmf.cpu.kernels cimport HMF_PANEL, first_at_least, hmf_kernel_table, hmf_kernels, real, score
-
-hmf_watch_forks()
 
 cdef Py_ssize_t BATCH_USERS = 48     # a multiple of every table's score tile; 48 users share each block
 cdef enum:

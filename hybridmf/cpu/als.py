@@ -93,9 +93,9 @@ def weighted_gram(factors: np.ndarray, objective: Objective, num_threads: int, *
     """``unobserved_weight F^T F`` in the dtype of the factors, shape (rank, rank); (0, 0) for explicit feedback."""
     if not objective.is_implicit:
         return _empty(factors.dtype, 2)
-    return np.ascontiguousarray(
-        objective.unobserved_weight * _als.gram(factors, num_threads, blas), dtype=factors.dtype
-    )
+    with single_threaded_blas() if blas else nullcontext():
+        gram = _als.gram(factors, num_threads, blas)
+    return np.ascontiguousarray(objective.unobserved_weight * gram, dtype=factors.dtype)
 
 
 class HalfSweep:
@@ -109,9 +109,19 @@ class HalfSweep:
         One row for each row of the side.
     objective : Objective
     plan : Plan
+    names : int64 array, shape (n_rows,), optional
+        What errors call each row, if not by its position in `matrix`.
     """
 
-    def __init__(self, side: Side, matrix: sp.csr_array, objective: Objective, plan: Plan) -> None:
+    def __init__(
+        self,
+        side: Side,
+        matrix: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None = None,
+    ) -> None:
+        self.names = names
         self.side, self.objective, self.plan = side, objective, plan
         self.indptr, self.indices, self.ratings = csr_arrays(matrix)
         self.degrees = np.diff(self.indptr)
@@ -283,6 +293,8 @@ class HalfSweep:
         if not bad.size:
             return
         row, code = int(bad[0]), int(status[bad[0]])
+        if self.names is not None:
+            row = int(self.names[row])
         more = f" ({bad.size - 1} more such rows)" if bad.size > 1 else ""
         if code == _als.NON_FINITE:
             raise NonFiniteError(
@@ -326,7 +338,7 @@ class CpuALS:
             user_items = self._reordered.matrix
             item_users = transpose(user_items, num_threads=plan.num_threads)
         matrices = {"user": user_items, "item": item_users}
-        self.halves = {side: HalfSweep(side, matrices[side], objective, plan) for side in SIDES}
+        self.halves = {side: HalfSweep(side, matrices[side], objective, plan, self._order(side)) for side in SIDES}
 
     def _order(self, side: Side) -> np.ndarray | None:
         if self._reordered is None:
@@ -341,14 +353,7 @@ class CpuALS:
     def update(self, side: Side) -> None:
         """One half sweep: solve `side` for the factors of the other; the state changes only once it is complete."""
         half, order = self.halves[side], self._order(side)
-        try:
-            solved = half.solve(self._inward(other_side(side)), self.state.mean, self._inward(side))
-        except NotPositiveDefiniteError as error:
-            if order is None:
-                raise
-            row = int(order[error.row])
-            message = str(error).replace(f"of {side} {error.row} ", f"of {side} {row} ", 1)
-            raise NotPositiveDefiniteError(message, side=side, row=row, minor=error.minor) from None
+        solved = half.solve(self._inward(other_side(side)), self.state.mean, self._inward(side))
         if order is not None:
             inverse = np.empty_like(order)
             inverse[order] = np.arange(len(order))

@@ -43,7 +43,7 @@ typedef struct {
                          float *target);
     ptrdiff_t (*weigh_d)(ptrdiff_t n, const double *ratings, double alpha, double unobserved, double sign,
                          double *root, double *target);
-    /* v[k] = root[k] * y_k, zero-padded to ld; b += target[k] * y_k; y_k: rank elements at fixed + columns[k] stride;
+    /* v[k] = root[k] * y_k (root NULL: 1), zero-padded to ld; b += target[k] * y_k; y_k: rank elements at fixed + columns[k] stride;
      * columns is readable up to n_ahead for prefetching */
     void (*gather_f)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const float *fixed, ptrdiff_t stride,
                      const int32_t *columns, ptrdiff_t n_ahead, const float *root, const float *target, float *v,
@@ -51,7 +51,7 @@ typedef struct {
     void (*gather_d)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const double *fixed, ptrdiff_t stride,
                      const int32_t *columns, ptrdiff_t n_ahead, const double *root, const double *target, double *v,
                      double *b);
-    /* solve count <= HMF_SYSTEMS systems whose upper parts are in a[s] (destroyed, as are b[s]); status[s] is 0, the
+    /* solve one or HMF_SYSTEMS systems whose upper parts are in a[s] (below finite; destroyed, as are b[s]); status[s] is 0, the
      * order of the failing leading minor, or -1 for a pivot that is not finite; work (count * 3 * ld) */
     void (*cholesky_f)(int count, ptrdiff_t rank, ptrdiff_t ld, float *const *a, float *const *b, float epsilon,
                        float *work, float *const *x, ptrdiff_t *status);

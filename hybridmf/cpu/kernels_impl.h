@@ -154,7 +154,7 @@ static ptrdiff_t FN(first_at_least)(ptrdiff_t n, const REAL *scores, REAL thresh
 
 /* ---- symmetric rank-k update and Cholesky of one small system -------------------------------------------------
  *
- * A is row-major, ld x ld with ld a multiple of HMF_PAD, and only A[i][j] with j >= i counts. Rows and columns from
+ * A is row-major, ld x ld with ld a multiple of HMF_PAD, and only A[i][j] with j >= i counts; the rest must be finite. Rows and columns from
  * rank on are padding: zero in `v`, so they stay what they were. Tiles that cross the diagonal also compute a few
  * elements below it, which nobody reads.
  */
@@ -198,7 +198,7 @@ static void FN(syrk_rows)(ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, p
     }
 }
 
-/* Upper part of A += v^T v; v (n, ld) row-major. */
+/* Upper part of A += sign * v^T v; v (n, ld) row-major. */
 static void FN(syrk_upper)(ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, REAL *a) {
     for (ptrdiff_t i0 = 0; i0 < ld; i0 += HMF_SYRK_ROWS) FN(syrk_rows)(n, ld, v, sign, i0, a);
 }
@@ -325,6 +325,8 @@ static void FN(gather)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const REAL *fi
         FN(gather_few)(1, rank, ld, y, root ? root + k : NULL, target + k, v + k * ld, b);
     }
 }
+
+_Static_assert(HMF_SYSTEMS == 2, "cholesky takes one system or HMF_SYSTEMS of them");
 
 /* A = U^T U for up to HMF_SYSTEMS systems side by side. One system alone is a chain of square roots and divisions that
  * leaves the processor idle; several chains fill it. U overwrites the upper part of A, HMF_BLOCK rows at a time: what

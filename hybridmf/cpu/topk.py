@@ -23,7 +23,7 @@ class PackedItems:
     def __init__(self, items: np.ndarray, candidates: np.ndarray | None = None, num_threads: int = 1) -> None:
         self.items = np.ascontiguousarray(items)
         positions = np.arange(len(items)) if candidates is None else np.asarray(candidates, dtype=np.int64)
-        norms = np.sqrt(np.einsum("ij,ij->i", self.items[positions], self.items[positions], dtype=np.float64))
+        norms = _norms(self.items if candidates is None else self.items[positions])
         order = np.argsort(-norms, kind="stable")
         positions = np.ascontiguousarray(positions[order], dtype=np.int64)
         self.ids = positions.astype(np.int32)
@@ -67,8 +67,22 @@ def top_k(
     users = np.ascontiguousarray(users, dtype=items.items.dtype)
     # A computed score exceeds |x| |y| by rounding at most: rank multiply-adds, each within one unit of eps.
     margin = 1.0 + 2.0 * users.shape[1] * float(np.finfo(users.dtype).eps)
-    norms = np.sqrt(np.einsum("ij,ij->i", users, users, dtype=np.float64)) * margin
+    norms = _norms(users) * margin
     seen_ptr, seen_ids = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
     if seen is not None:
         seen_ptr, seen_ids, _ = csr_arrays(seen)
-    return _topk.top_k(users, norms, items.packed, items.ids, items.block_norms, seen_ptr, seen_ids, n, num_threads)
+    kept = min(n, len(items.ids))  # a heap of more would only hold gaps
+    ids, scores = _topk.top_k(
+        users, norms, items.packed, items.ids, items.block_norms, seen_ptr, seen_ids, kept, num_threads
+    )
+    gap = ((0, 0), (0, n - kept))
+    return np.pad(ids, gap, constant_values=-1), np.pad(scores, gap, constant_values=-np.inf)
+
+
+def _norms(rows: np.ndarray) -> np.ndarray:
+    """Lengths of rows in float64, scaled so that squares of tiny or huge factors neither underflow nor overflow."""
+    largest = float(np.abs(rows).max(initial=0))
+    if largest == 0:
+        return np.zeros(len(rows))
+    scaled = rows / np.float64(largest)
+    return np.sqrt(np.einsum("ij,ij->i", scaled, scaled)) * largest
