@@ -153,6 +153,13 @@ def _check_folder(_: click.Context, __: click.Parameter, path: str | None) -> st
     return path
 
 
+def refuse_overwriting(output: str | None, *inputs: str | None) -> None:
+    """An output that is one of the inputs would destroy it."""
+    for path in inputs:
+        if output and path and os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path):
+            raise click.UsageError(f"the output {output!r} is a file that is read; give another name")
+
+
 def output_option(text: str, *, required: bool = False) -> Callable[..., Any]:
     """``-o FILE``, judged at once; commands write it only when all went well."""
     kind = click.Path(dir_okay=False, writable=True)
@@ -202,7 +209,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @main.command(
     epilog=examples(
         "hybridmf fit ratings.dat -o model.safetensors --factors 32 --test-size 0.1",
-        "hybridmf fit plays.tsv.gz -o model.safetensors --model implicit --alpha 10",
+        "hybridmf fit plays.tsv.gz -o model.safetensors --model implicit --alpha 0.01",
         "hybridmf fit ratings.csv -o model.safetensors --user userId --item movieId --value rating",
     )
 )
@@ -246,6 +253,7 @@ def fit(
     RATINGS is delimited text (CSV, TSV, "::" and others, also gzipped), MatrixMarket, .npz or Parquet. The model file
     is written only if all went well.
     """
+    refuse_overwriting(output, ratings_file)
     say = _silent if quiet else click.echo
     hyperparameters = {name: options.pop(name) for name in HYPERPARAMETERS}
     model = _make_model(kind, hyperparameters | {"alpha": alpha, "biases": biases or None}, seed)
@@ -378,6 +386,7 @@ def recommend(
         raise click.UsageError("say for whom: either --user LABEL (once or more) or --all-users")
     if include_seen and ratings_file:
         raise click.UsageError("--include-seen leaves nothing out, so --ratings has no use; choose one of them")
+    refuse_overwriting(output, model_file, ratings_file, titles_file)
     model = load(model_file)
     positions = np.arange(model.n_users) if all_users else find_users(model, users)
     seen = None if ratings_file is None else seen_matrix(model, Ratings.from_file(ratings_file), ratings_file)
@@ -704,6 +713,7 @@ def convert(
     npz and csv keep the labels of users and items; mtx has positions only (its rows are the users in sorted order).
     The statistics tell what BALS tiles would save on these ratings, as they are and reordered by degree.
     """
+    refuse_overwriting(out, ratings_file)
     target = target or _format_of(out)
     if out is None and target != "bals-stats":
         raise click.UsageError("name a file OUT to write, or say --to bals-stats for statistics only")

@@ -358,6 +358,20 @@ def test_fit_options_reach_the_model(folder, tmp_path):
     assert hmf.load(out).get_params()["biases"] is True
 
 
+def test_an_input_is_not_overwritten(folder, tmp_path):
+    ratings, model = tmp_path / "ratings.csv", tmp_path / "m.safetensors"
+    ratings.write_bytes((folder / "ratings.csv").read_bytes())
+    model.write_bytes((folder / "model.safetensors").read_bytes())
+    for file, arguments in (
+        (ratings, ("fit", ratings, "-o", ratings)),
+        (ratings, ("convert", ratings, ratings, "--to", "npz")),
+        (model, ("recommend", model, "--user", "u1", "-o", model)),
+    ):
+        before = file.read_bytes()
+        assert "is a file that is read" in refuse(*arguments)
+        assert file.read_bytes() == before
+
+
 def test_fit_is_repeatable(folder, tmp_path):
     files = [tmp_path / name for name in "abc"]
     for file, seed in zip(files, (0, 0, 1), strict=True):
