@@ -1,0 +1,1 @@
+# The module has Cython-level functions only.
