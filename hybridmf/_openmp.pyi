@@ -1,1 +1,2 @@
-# The module has Cython-level functions only.
+# Cython-level functions only; they are reached through this.
+__pyx_capi__: dict[str, object]
