@@ -51,5 +51,9 @@ class MemoryBudgetError(HybridMFError, MemoryError):
     """The work does not fit in the memory at hand; raised before it starts."""
 
 
+class DeviceMemoryError(MemoryBudgetError, DeviceError):
+    """A GPU has too little memory left."""
+
+
 class ModelFileError(HybridMFError, ValueError):
     """A model or checkpoint file is truncated, altered, or not one of ours."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,3 +43,25 @@ def planted(m: int = 60, n: int = 40, density: float = 0.2, rank: int = 3, seed:
 def ratings_matrix() -> sp.csr_array:
     """60 x 40 ratings, a fifth observed."""
     return planted()
+
+
+def _device(name: str) -> Any:
+    if name == "emulated":
+        import emulated
+
+        if emulated.compiler() is None:
+            pytest.skip("no C++ compiler to run kernels on the CPU with")
+        return emulated.EmulatedDevice()
+    from hybridmf.errors import DeviceError
+    from hybridmf.gpu.device import open_device
+
+    try:
+        return open_device()
+    except DeviceError as error:
+        pytest.skip(f"no GPU: {error}")
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Any:
+    """A device to run kernels on: the emulated one everywhere, a GPU where there is one."""
+    return _device(request.param)

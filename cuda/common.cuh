@@ -1,0 +1,98 @@
+// common.cuh - what every kernel shares; spliced in front of each .cu file by hybridmf/gpu/launch.py.
+// constants: REAL          float or double, the type of factors and arithmetic
+//            IMPLICIT      1: confidences of implicit feedback, 0: explicit ratings
+// Only helpers stand here: weights of entries, warp reductions, asynchronous copies, matrix fragments.
+// HYBRIDMF_EMULATE is set where tests run this text on the CPU, one thread of a block after the other.
+#pragma once
+
+#ifndef REAL
+#define REAL float
+#endif
+#ifndef IMPLICIT
+#define IMPLICIT 0
+#endif
+
+using real = REAL;
+using int64 = long long;
+
+#ifdef __CUDA_ARCH__
+#define HAS_ASYNC_COPY (__CUDA_ARCH__ >= 800)
+#else
+#define HAS_ASYNC_COPY 1
+#endif
+
+constexpr int WARP = 32;
+constexpr unsigned FULL_WARP = 0xffffffffu;
+
+template <class T> __host__ __device__ constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
+template <class T> __host__ __device__ constexpr T round_up(T a, T b) { return ceil_div(a, b) * b; }
+
+// Calls body(Index<BEGIN>{}), ..., body(Index<END - 1>{}): loop indices that are constants, as register arrays need.
+template <int VALUE> struct Index { static constexpr int value = VALUE; };
+
+template <int BEGIN, int END, class Body> __device__ __forceinline__ void static_for(Body&& body) {
+    if constexpr (BEGIN < END) {
+        body(Index<BEGIN>{});
+        static_for<BEGIN + 1, END>(body);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- weights of entries
+
+// Weight of y y^T in A_u beyond the Gram matrix, and of y in b_u, of one entry (DESIGN: Objective of _objective.py).
+struct EntryWeight {
+    real outer;   // explicit: 1; implicit: c - unobserved_weight
+    real linear;  // explicit: r - offset; implicit: c p
+};
+
+__device__ __forceinline__ EntryWeight entry_weight(real rating, real offset, real alpha, real unobserved_weight) {
+    if (IMPLICIT) {
+        const real confidence = real(1) + alpha * (rating < 0 ? -rating : rating);
+        return {confidence - unobserved_weight, rating > 0 ? confidence : real(0)};
+    }
+    return {real(1), rating - offset};
+}
+
+// ---------------------------------------------------------------------------------------------- warps
+
+template <class T> __device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+    for (int distance = WARP / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_WARP, value, distance);
+    return value;
+}
+
+// ---------------------------------------------------------------------------------------------- shared memory
+
+#ifndef HYBRIDMF_EMULATE
+extern __shared__ float4 dynamic_shared[];
+template <class T> __device__ __forceinline__ T* shared_memory() { return reinterpret_cast<T*>(dynamic_shared); }
+#endif
+
+// ---------------------------------------------------------------------------------------------- asynchronous copies
+
+// 16 bytes from global to shared memory, both aligned to 16; zeros where `valid` is false (`source` is not read then).
+__device__ __forceinline__ void copy_async_16(void* target, const void* source, bool valid) {
+#if defined(HYBRIDMF_EMULATE)
+    emulator::copy_16(target, source, valid);
+#elif HAS_ASYNC_COPY
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(target));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(valid ? 16 : 0)
+                 : "memory");
+#else
+    *static_cast<float4*>(target) = valid ? *static_cast<const float4*>(source) : make_float4(0, 0, 0, 0);
+#endif
+}
+
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void copy_commit() {
+#if !defined(HYBRIDMF_EMULATE) && HAS_ASYNC_COPY
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most PENDING of this thread's latest groups are under way.
+template <int PENDING> __device__ __forceinline__ void copy_wait() {
+#if !defined(HYBRIDMF_EMULATE) && HAS_ASYNC_COPY
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}

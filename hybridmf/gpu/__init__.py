@@ -1,0 +1,1 @@
+"""The GPU backend: devices, launches and solvers; CuPy is imported at first need."""

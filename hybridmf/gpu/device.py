@@ -1,0 +1,455 @@
+"""A CUDA device as the solvers see it: memory, copies, compiled kernels; CuPy is behind it and nowhere else.
+
+Tests run the same solvers on an emulated device that has the methods of `CudaDevice`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import DeviceError, DeviceMemoryError
+
+logger = logging.getLogger("hybridmf")
+
+OLDEST = (7, 5)
+"""Compute capability that kernels are compiled for at least (Turing)."""
+
+MEMORY_LIMIT = "HYBRIDMF_GPU_MEMORY_LIMIT"
+
+INSTALL = 'install CuPy: pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'
+
+COPY_CHUNK = 32 << 20
+"""Bytes of one pinned buffer; two of them take turns."""
+
+Array = Any
+"""An array on a device; `ndarray` of CuPy, or of NumPy where the device is emulated."""
+
+Kernel = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]
+"""``kernel(grid, block, arguments, shared_bytes)``; arguments are device arrays and NumPy scalars."""
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What planning needs to know of a device.
+
+    Attributes
+    ----------
+    name : str
+    index : int
+    capability : (int, int)
+        Compute capability.
+    multiprocessors : int
+    shared_bytes : int
+        Largest dynamic shared memory of a block.
+    l2_bytes : int
+    memory_bytes : int
+    free_bytes : int
+        When it was looked at, limited by HYBRIDMF_GPU_MEMORY_LIMIT.
+    """
+
+    name: str
+    index: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    l2_bytes: int
+    memory_bytes: int
+    free_bytes: int
+
+    def __str__(self) -> str:
+        major, minor = self.capability
+        return f"cuda:{self.index} ({self.name}, sm_{major}{minor}, {self.free_bytes / 2**30:.1f} GiB free)"
+
+
+class Device(Protocol):
+    """What solvers and launches ask of a device."""
+
+    spec: DeviceSpec
+
+    def owns(self, array: Any) -> bool:
+        """Whether an array lies on this device."""
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Uninitialized array; DeviceMemoryError where it does not fit."""
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Array of zeros."""
+
+    def upload(self, array: np.ndarray) -> Array:
+        """Copy to the device, C order."""
+
+    def download(self, array: Array) -> np.ndarray:
+        """Copy to the host; waits for what computes it."""
+
+    def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
+        """Compiled kernel of a source text."""
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Product of two matrices of one dtype, by the device's BLAS."""
+
+    def cholesky_solve(self, matrices: Array, rhs: Array) -> Array:
+        """Status of each of a batch of systems beyond our kernels' size, solved in place by the device's LAPACK."""
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be allocated."""
+
+    def synchronize(self) -> None:
+        """Wait for all work; raises what went wrong in it."""
+
+
+def parse_device(device: str) -> int:
+    """Index of "cuda" (0) or "cuda:N"."""
+    match = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if match is None:
+        raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {device!r}')
+    return int(match[1] or 0)
+
+
+def memory_limit() -> int | None:
+    """Bytes of HYBRIDMF_GPU_MEMORY_LIMIT ("6GB", "500MiB" or a number), None if it is not set."""
+    text = os.environ.get(MEMORY_LIMIT, "").strip()
+    return parse_bytes(MEMORY_LIMIT, text) if text else None
+
+
+def parse_bytes(name: str, value: Any) -> int:
+    """Bytes of a number or a text such as "6GB", "1.5 GiB".
+
+    Raises
+    ------
+    ValueError
+    """
+    units = {"": 1, "b": 1}
+    units |= {prefix + "b": 1000**power for power, prefix in enumerate("kmgt", 1)}
+    units |= {prefix + "ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
+    match = re.fullmatch(r"\s*([0-9.]+(?:e\d+)?)\s*([a-z]*)\s*", str(value).lower())
+    try:
+        size = int(float(match[1]) * units[match[2]]) if match else 0
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ValueError(f'{name} must be a size such as "6GB", "500MiB" or a number of bytes, got {value!r}')
+    return size
+
+
+def _cupy() -> Any:
+    """The module, or a DeviceError that says what to install."""
+    try:
+        return importlib.import_module("cupy")
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            raise DeviceError(f"CuPy is not installed; {INSTALL}") from error
+        raise DeviceError(f"CuPy cannot be imported: {error}; {INSTALL}") from error
+    except Exception as error:  # a library of CUDA that does not load, a CuPy built for another NumPy
+        raise DeviceError(f"CuPy cannot be imported: {_one_line(error)}; {INSTALL}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def device_count() -> int:
+    """Number of CUDA devices.
+
+    Raises
+    ------
+    DeviceError
+        Without CuPy, driver or device; says what to install.
+    """
+    cupy = _cupy()
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as error:  # CuPy's CUDARuntimeError
+        text = _one_line(error)
+        if "InsufficientDriver" in text:
+            hint = "there is no NVIDIA driver, or it is older than CuPy's CUDA: update it, or " + INSTALL
+        elif "NoDevice" in text:
+            hint = "no GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        else:
+            hint = "look at nvidia-smi"
+        raise DeviceError(f"CuPy cannot use a GPU here: {text}; {hint}") from error
+    if not count:
+        raise DeviceError("CuPy found no CUDA device: look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+    return count
+
+
+@functools.lru_cache(maxsize=None)
+def _open(index: int) -> CudaDevice:
+    count = device_count()
+    if index >= count:
+        have = ", ".join(f"cuda:{k}" for k in range(count))
+        raise DeviceError(f'device="cuda:{index}" does not exist; this machine has {have}')
+    return CudaDevice(index)
+
+
+def open_device(device: str = "cuda") -> CudaDevice:
+    """The device of that name; made once.
+
+    Raises
+    ------
+    DeviceError
+        It cannot be used; the message says why and what to do.
+    """
+    opened = _open(parse_device(device))
+    opened.look()
+    return opened
+
+
+class CudaDevice:
+    """One CUDA device through CuPy.
+
+    Parameters
+    ----------
+    index : int
+
+    Raises
+    ------
+    DeviceError
+        The device is too old.
+    """
+
+    spec: DeviceSpec
+
+    def __init__(self, index: int) -> None:
+        self._cupy = _cupy()
+        self.index = index
+        self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
+        self._lock = threading.Lock()
+        self._pinned: list[Any] = []
+        with self._errors():
+            properties = self._cupy.cuda.runtime.getDeviceProperties(index)
+        capability = (int(properties["major"]), int(properties["minor"]))
+        name = properties["name"].decode()
+        if capability < OLDEST:
+            raise DeviceError(
+                f"cuda:{index} ({name}) has compute capability {capability[0]}.{capability[1]}; hybridmf's kernels "
+                f'need {OLDEST[0]}.{OLDEST[1]} (Turing) or later: use device="cpu"'
+            )
+        self._properties = {
+            "name": name,
+            "index": index,
+            "capability": capability,
+            "multiprocessors": int(properties["multiProcessorCount"]),
+            "shared_bytes": int(properties["sharedMemPerBlockOptin"]),
+            "l2_bytes": int(properties["l2CacheSize"]),
+            "memory_bytes": int(properties["totalGlobalMem"]),
+        }
+        self.look()
+
+    def look(self) -> None:
+        """Read the free memory again into `spec`."""
+        self.spec = DeviceSpec(**self._properties, free_bytes=self.free_bytes())
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Run on this device; CuPy's exceptions become ours."""
+        cupy = self._cupy
+        try:
+            with cupy.cuda.Device(self.index):
+                yield
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"cuda:{self.index} is out of memory: {' '.join(str(error).split())}; "
+                f"use fewer factors, another GPU, or free what other programs hold"
+            ) from error
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            if "MemoryAllocation" in str(error):
+                raise DeviceMemoryError(f"cuda:{self.index} is out of memory: {error}") from error
+            raise DeviceError(f"cuda:{self.index} failed: {_one_line(error)}") from error
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise DeviceError(f"cuda:{self.index} failed: {_one_line(error)}") from error
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be allocated, by the device and by HYBRIDMF_GPU_MEMORY_LIMIT."""
+        with self._errors():
+            free, _ = self._cupy.cuda.runtime.memGetInfo()
+            pool = self._cupy.get_default_memory_pool()
+            available = int(free) + int(pool.free_bytes())
+            limit = memory_limit()
+            if limit is not None:
+                available = min(available, max(0, limit - int(pool.used_bytes())))
+            return available
+
+    def owns(self, array: Any) -> bool:
+        """Whether an array lies on this device."""
+        return isinstance(array, self._cupy.ndarray) and int(array.device.id) == self.index
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Uninitialized array."""
+        with self._errors():
+            self._check_limit(shape, dtype)
+            return self._cupy.empty(shape, dtype=dtype)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Array of zeros."""
+        with self._errors():
+            self._check_limit(shape, dtype)
+            return self._cupy.zeros(shape, dtype=dtype)
+
+    def _check_limit(self, shape: int | tuple[int, ...], dtype: Any) -> None:
+        limit = memory_limit()
+        if limit is None:
+            return
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        used = int(self._cupy.get_default_memory_pool().used_bytes())
+        if used + size > limit:
+            raise DeviceMemoryError(
+                f"cuda:{self.index}: {size / 2**20:,.1f} MiB more would pass {MEMORY_LIMIT} "
+                f"({limit / 2**20:,.1f} MiB, {used / 2**20:,.1f} in use)"
+            )
+
+    def upload(self, array: np.ndarray) -> Array:
+        """Copy to the device through pinned buffers, C order."""
+        array = np.ascontiguousarray(array)
+        target = self.empty(array.shape, array.dtype)
+        if not array.size:
+            return target
+        raw = array.reshape(-1).view(np.uint8)
+        with self._errors(), self._lock:
+            for start, buffer, event, stream in self._turns(raw.nbytes):
+                size = min(COPY_CHUNK, raw.nbytes - start)
+                event.synchronize()
+                buffer[:size] = raw[start : start + size]
+                self._cupy.cuda.runtime.memcpyAsync(
+                    target.data.ptr + start, buffer.ctypes.data, size, 1, stream.ptr
+                )
+                event.record(stream)
+            stream.synchronize()
+        return target
+
+    def download(self, array: Array) -> np.ndarray:
+        """Copy to the host through pinned buffers; waits for what computes it."""
+        with self._errors():
+            source = self._cupy.ascontiguousarray(array)
+            target = np.empty(source.shape, dtype=source.dtype)
+            self._cupy.cuda.get_current_stream().synchronize()
+            if not target.size:
+                return target
+            raw = target.reshape(-1).view(np.uint8)
+            pending: tuple[int, int, Any, Any] | None = None
+            with self._lock:
+                for start, buffer, event, stream in self._turns(raw.nbytes):
+                    size = min(COPY_CHUNK, raw.nbytes - start)
+                    self._cupy.cuda.runtime.memcpyAsync(
+                        buffer.ctypes.data, source.data.ptr + start, size, 2, stream.ptr
+                    )
+                    event.record(stream)
+                    if pending is not None:  # the buffer before, while this one fills
+                        _take(raw, *pending)
+                    pending = (start, size, buffer, event)
+                if pending is not None:
+                    _take(raw, *pending)
+            return target
+
+    def _turns(self, nbytes: int) -> Iterator[tuple[int, np.ndarray, Any, Any]]:
+        """(start, pinned buffer, its event, stream) of each piece of a copy."""
+        cuda = self._cupy.cuda
+        if not self._pinned:
+            stream = cuda.Stream(non_blocking=True)
+            for _ in range(2):
+                memory = cuda.alloc_pinned_memory(COPY_CHUNK)
+                buffer = np.frombuffer(memory, dtype=np.uint8, count=COPY_CHUNK)
+                self._pinned.append((buffer, cuda.Event(disable_timing=True), stream))
+        for turn, start in enumerate(range(0, nbytes, COPY_CHUNK)):
+            buffer, event, stream = self._pinned[turn % 2]
+            yield start, buffer, event, stream
+
+    def synchronize(self) -> None:
+        """Wait for all work of the current stream; raises what went wrong in it."""
+        with self._errors():
+            self._cupy.cuda.get_current_stream().synchronize()
+
+    # ------------------------------------------------------------------------------------------------ kernels
+
+    def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
+        """Compile (NVRTC, cached on disk by CuPy) or find the kernel `name` of a source text."""
+        key = (source, name, constants)
+        if key not in self._kernels:
+            self._kernels[key] = self._compile(source, name, constants)
+        return self._kernels[key]
+
+    def _compile(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
+        cupy = self._cupy
+        options = ("-std=c++17", *(f"-D{constant}" for constant in constants))
+        with self._errors():
+            try:
+                function = cupy.RawModule(code=source, options=options, backend="nvrtc").get_function(name)
+            except cupy.cuda.compiler.CompileException as error:
+                raise DeviceError(
+                    f"the kernel {name} does not compile for cuda:{self.index} with {' '.join(constants)}; "
+                    f"this is a fault of hybridmf or of the CUDA toolkit. The compiler says: {error}"
+                ) from error
+            except (RuntimeError, ImportError, OSError) as error:
+                if "nvrtc" not in str(error).lower():
+                    raise
+                raise DeviceError(
+                    f"CuPy cannot load NVRTC, the run-time compiler of CUDA: {_one_line(error)}; "
+                    'pip install "cupy-cuda13x[ctk]", or install the CUDA toolkit'
+                ) from error
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
+            with self._errors():
+                if shared_bytes > 48 * 1024 and function.max_dynamic_shared_size_bytes < shared_bytes:
+                    function.max_dynamic_shared_size_bytes = shared_bytes
+                function(grid, block, tuple(arguments), shared_mem=shared_bytes)
+
+        return launch
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Product by cuBLAS, without TF32."""
+        with self._errors():
+            return self._cupy.matmul(a, b)
+
+    def cholesky_solve(self, matrices: Array, rhs: Array) -> Array:
+        """Solve ``matrices x = rhs`` in place through cuSOLVER (potrfBatched, potrsBatched).
+
+        Parameters
+        ----------
+        matrices : array, shape (n_batch, rank, rank)
+            Lower triangles, overwritten by their factors.
+        rhs : array, shape (n_batch, rank)
+            Overwritten by the solutions.
+
+        Returns
+        -------
+        int32 array, shape (n_batch,)
+            0, or the leading minor that is not positive definite.
+        """
+        with self._errors():
+            return _cusolver_cholesky_solve(self._cupy, matrices, rhs)
+
+
+def _take(target: np.ndarray, start: int, size: int, buffer: np.ndarray, event: Any) -> None:
+    event.synchronize()
+    target[start : start + size] = buffer[:size]
+
+
+def _cusolver_cholesky_solve(cupy: Any, matrices: Array, rhs: Array) -> Array:
+    from cupy_backends.cuda.libs import cublas, cusolver
+
+    batch, rank, _ = matrices.shape
+    status = cupy.zeros(batch, dtype=np.int32)
+    letter = "s" if matrices.dtype == np.float32 else "d"
+    handle = cupy.cuda.device.get_cusolver_handle()
+    pointers = [
+        array.data.ptr + cupy.arange(batch, dtype=np.uintp) * np.uintp(array.strides[0]) for array in (matrices, rhs)
+    ]
+    # row-major lower is column-major upper
+    upper = cublas.CUBLAS_FILL_MODE_UPPER
+    factorize, solve = (getattr(cusolver, f"{letter}{name}Batched") for name in ("potrf", "potrs"))
+    factorize(handle, upper, rank, pointers[0].data.ptr, rank, status.data.ptr, batch)
+    info = cupy.zeros(1, dtype=np.int32)
+    solve(handle, upper, rank, 1, pointers[0].data.ptr, rank, pointers[1].data.ptr, rank, info.data.ptr, batch)
+    return status

@@ -1,0 +1,119 @@
+"""The only place that launches kernels: source texts, argument checks, one function per kernel.
+
+CuPy checks nothing about arguments (a Python int travels as 64 bits, strides are ignored), so each function checks
+dtype, shape and layout, and passes NumPy scalars of the exact width.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .device import Array, Device, Kernel
+
+HEADERS = ("common.cuh",)
+"""Spliced in front of every source: CuPy's cache keys on the text, so an edited #include would go unnoticed."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def kernel_folder() -> Path:
+    """Folder of the .cu files: ``hybridmf/cuda`` of a wheel, else ``cuda`` beside the package of a checkout."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "cuda", package.parent / "cuda"):
+        if (folder / HEADERS[0]).is_file():
+            return folder
+    raise FileNotFoundError(f"no kernel sources beside {package}: the installation is incomplete; install hybridmf again")
+
+
+@functools.lru_cache(maxsize=None)
+def source_text(file: str) -> str:
+    """A .cu file with the headers it names spliced in place of their #include lines."""
+    folder = kernel_folder()
+    lines = []
+    for line in (folder / file).read_text().splitlines():
+        if line.startswith('#include "'):
+            lines.append(source_text(line.split('"')[1]))
+        elif line != "#pragma once":
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def get_kernel(device: Device, file: str, name: str, **constants: Any) -> Kernel:
+    """The kernel `name` of ``cuda/<file>``, compiled once per constants and device."""
+    texts = tuple(f"{key}={_constant(value)}" for key, value in sorted(constants.items()))
+    return device.kernel(source_text(file), name, texts)
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, (bool, np.bool_)):
+        return str(int(value))
+    if isinstance(value, np.dtype):
+        return {"float32": "float", "float64": "double"}[value.name]
+    return str(value)
+
+
+def check(name: str, array: Array, dtype: Any, shape: tuple[int | None, ...]) -> None:
+    """An argument must be what the kernel reads: dtype, shape (None: any), C order. A fault is ours, not the user's."""
+    dtype = np.dtype(dtype)
+    fits = len(array.shape) == len(shape) and all(
+        want is None or have == want for have, want in zip(array.shape, shape, strict=True)
+    )
+    if array.dtype != dtype or not fits or not array.flags.c_contiguous:
+        raise TypeError(
+            f"{name} must be {dtype.name}, C order, shape {shape}; got {array.dtype}, shape {tuple(array.shape)}"
+        )
+
+
+def check_not_host(device: Device, **arrays: Array) -> None:
+    """Arrays must be on the device: a host pointer in a kernel would take the CUDA context down."""
+    for name, array in arrays.items():
+        if not device.owns(array):
+            raise TypeError(f"{name} is a {type(array).__module__}.{type(array).__name__}, not an array on {device.spec.name}")
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries of one side's rows on a device, and what they weigh.
+
+    Attributes
+    ----------
+    indices : int32 array, shape (nnz,)
+        Row of the fixed side of each entry.
+    ratings : float array, shape (nnz,)
+    offsets : float array, shape (n_fixed,), or None
+        What a rating owes to the mean and the fixed side's biases.
+    implicit : bool
+    alpha, unobserved_weight : float
+        Of implicit feedback.
+    """
+
+    indices: Array
+    ratings: Array
+    offsets: Array | None = None
+    implicit: bool = False
+    alpha: float = 1.0
+    unobserved_weight: float = 1.0
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        return {"REAL": self.ratings.dtype, "IMPLICIT": self.implicit, "HAS_OFFSETS": self.offsets is not None}
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Kernel arguments ``indices, ratings, offsets``; without offsets any pointer, which is not read."""
+        return self.indices, self.ratings, self.ratings if self.offsets is None else self.offsets
+
+    @property
+    def scalars(self) -> tuple[np.generic, np.generic]:
+        """Kernel arguments ``alpha, unobserved_weight``."""
+        real = self.ratings.dtype.type
+        return real(self.alpha), real(self.unobserved_weight)

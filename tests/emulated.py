@@ -1,0 +1,159 @@
+"""A device that runs the kernels of cuda/ on the CPU: the GPU solvers' logic is tested where there is no GPU.
+
+`emulator/emulator.h` says how, and what it cannot show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.linalg
+
+from hybridmf.errors import DeviceMemoryError
+from hybridmf.gpu.device import DeviceSpec
+
+HEADER = Path(__file__).parent / "emulator" / "emulator.h"
+
+WRAPPER = """
+extern "C" void emulator_launch(const unsigned* grid, const unsigned* block, unsigned long shared, void** values) {
+    emulator::launch(KERNEL, grid, block, shared, values);
+}
+extern "C" int emulator_argument_count() { return int(emulator::count(KERNEL)); }
+extern "C" void emulator_argument_sizes(int* sizes) { emulator::sizes_of(KERNEL, sizes); }
+"""
+
+
+def compiler() -> str | None:
+    """A C++ compiler, if there is one."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+@functools.lru_cache(maxsize=None)
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="hybridmf-emulator-"))
+
+
+@functools.lru_cache(maxsize=None)
+def _library(source: str, name: str, constants: tuple[str, ...]) -> Any:
+    text = source + WRAPPER.replace("KERNEL", name)
+    stem = _folder() / hashlib.sha256("\n".join([text, *constants]).encode()).hexdigest()[:24]
+    stem.with_suffix(".cpp").write_text(text)
+    command = [compiler() or "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-w", "-include", str(HEADER)]
+    command += [f"-D{constant}" for constant in constants]
+    done = subprocess.run(
+        [*command, "-o", str(stem.with_suffix(".so")), str(stem.with_suffix(".cpp"))], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name} with {constants} does not compile for the emulator:\n{done.stderr[:4000]}")
+    return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+class EmulatedDevice:
+    """Has the methods of `hybridmf.gpu.device.CudaDevice`; arrays are NumPy's."""
+
+    def __init__(self, memory_bytes: int = 1 << 30, capability: tuple[int, int] = (9, 0)) -> None:
+        self.spec = DeviceSpec(
+            name="emulated",
+            index=0,
+            capability=capability,
+            multiprocessors=2,
+            shared_bytes=227 * 1024,
+            l2_bytes=60 << 20,
+            memory_bytes=memory_bytes,
+            free_bytes=memory_bytes,
+        )
+        self.limit: int | None = None
+        """Largest allocation that succeeds, to act out a device that runs out of memory."""
+        self.launches: list[str] = []
+
+    def look(self) -> None:
+        pass
+
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, np.ndarray)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if self.limit is not None and size > self.limit:
+            raise DeviceMemoryError(f"emulated: {size} bytes are more than {self.limit}")
+        raw = np.empty(size + 256, dtype=np.uint8)  # as CUDA aligns
+        start = -raw.ctypes.data % 256
+        array = raw[start : start + size].view(dtype).reshape(shape)
+        if array.dtype.kind == "f":
+            array[...] = np.nan  # whoever reads what was not written shows it
+        return array
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
+        array = self.empty(shape, dtype)
+        array[...] = 0
+        return array
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        target = self.empty(array.shape, array.dtype)
+        target[...] = array
+        return target
+
+    def download(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a @ b
+
+    def cholesky_solve(self, matrices: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+        status = np.zeros(len(matrices), dtype=np.int32)
+        for k, matrix in enumerate(matrices):
+            potrf, potrs = scipy.linalg.lapack.get_lapack_funcs(("potrf", "potrs"), (matrix,))
+            factor, info = potrf(np.tril(matrix), lower=True)
+            status[k] = info
+            if not info:
+                rhs[k] = potrs(factor, rhs[k], lower=True)[0]
+        return status
+
+    def free_bytes(self) -> int:
+        return self.spec.free_bytes
+
+    def synchronize(self) -> None:
+        pass
+
+    def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Any:
+        library = _library(source, name, constants)
+        count = library.emulator_argument_count()
+        sizes = (ctypes.c_int * count)()
+        library.emulator_argument_sizes(sizes)
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
+            self.launches.append(name)
+            assert len(arguments) == count, f"{name} takes {count} arguments, got {len(arguments)}"
+            assert shared_bytes <= self.spec.shared_bytes, f"{name} wants {shared_bytes} bytes of shared memory"
+            assert int(np.prod(block)) <= 1024
+            if not np.prod(grid):
+                raise ValueError(f"{name}: empty grid {grid}")  # as CUDA would
+            holders = []
+            for argument, size in zip(arguments, sizes, strict=True):
+                if isinstance(argument, np.ndarray):
+                    value = np.array(argument.ctypes.data, dtype=np.uint64)
+                else:
+                    assert isinstance(argument, np.generic), f"{name}: {argument!r} is no NumPy scalar"
+                    value = np.array(argument)
+                assert value.nbytes == size, f"{name}: argument of {value.nbytes} bytes where the kernel takes {size}"
+                holders.append(value)
+            pointers = (ctypes.c_void_p * count)(*(holder.ctypes.data for holder in holders))
+            three = ctypes.c_uint * 3
+            library.emulator_launch(
+                three(*grid, *(1,) * (3 - len(grid))),
+                three(*block, *(1,) * (3 - len(block))),
+                ctypes.c_ulong(shared_bytes),
+                pointers,
+            )
+
+        return launch

@@ -1,0 +1,275 @@
+// emulator.h - just enough CUDA to run the kernels of cuda/ on a CPU, for tests of their logic where there is no GPU.
+//
+// Each thread of a block is a fiber with a stack of its own; a fiber runs until it waits for others (barriers, warp
+// intrinsics). Blocks run one after another, so __shared__ variables are static. Dynamic shared memory starts as NaN.
+// Not emulated: races between threads that no barrier separates, bank conflicts, the rounding of tensor cores.
+#pragma once
+#define HYBRIDMF_EMULATE 1
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <cassert>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __noinline__
+#define __restrict__ __restrict
+#define __shared__ static
+#define __constant__ static
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+struct dim3 {
+    unsigned x = 1, y = 1, z = 1;
+};
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) double2 { double x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
+
+using std::max;
+using std::min;
+
+namespace emulator {
+
+constexpr size_t STACK = 256 * 1024;
+
+struct Group {  // lanes of a warp that exchange values
+    int arrived = 0;
+    unsigned generation = 0;
+    unsigned char slots[2][32][64];
+};
+
+struct Barrier {
+    int arrived = 0;
+    unsigned generation = 0;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    dim3 thread;
+    int linear = 0;
+    bool done = false;
+};
+
+inline ucontext_t scheduler;
+inline std::vector<Fiber> fibers;
+inline Fiber* current = nullptr;
+inline int alive = 0;
+inline dim3 block_index, block_size, grid_size;
+inline std::vector<Group> groups;
+inline Barrier barriers[16];
+inline std::function<void()> body;
+inline void* dynamic = nullptr;
+
+inline void yield() { swapcontext(&current->context, &scheduler); }
+
+inline void barrier(int id, int expected) {
+    Barrier& b = barriers[id];
+    const unsigned generation = b.generation;
+    b.arrived++;
+    long spins = 0;
+    while (b.generation == generation) {
+        if (b.arrived >= (expected ? expected : alive)) {
+            b.arrived = 0;
+            b.generation++;
+            break;
+        }
+        yield();
+        if (++spins > 50000000L) { std::fprintf(stderr, "emulator: deadlock at barrier %d\n", id); std::abort(); }
+    }
+}
+
+// Every lane of `mask` gives a value and gets an array of all lanes' values.
+template <class T> std::array<T, 32> exchange(unsigned mask, const T& value) {
+    static_assert(sizeof(T) <= 64);
+    const int lane = current->linear % 32;
+    if (!(mask >> lane & 1)) { std::fprintf(stderr, "emulator: lane %d is not in mask %08x\n", lane, mask); std::abort(); }
+    Group& g = groups[current->linear / 32 * 32 + __builtin_ctz(mask)];
+    const unsigned generation = g.generation;
+    std::memcpy(g.slots[generation & 1][lane], &value, sizeof(T));
+    g.arrived++;
+    long spins = 0;
+    while (g.generation == generation) {
+        if (g.arrived == __builtin_popcount(mask)) {
+            g.arrived = 0;
+            g.generation++;
+            break;
+        }
+        yield();
+        if (++spins > 50000000L) { std::fprintf(stderr, "emulator: deadlock in a warp\n"); std::abort(); }
+    }
+    std::array<T, 32> all{};
+    for (int other = 0; other < 32; other++)
+        if (mask >> other & 1) std::memcpy(&all[other], g.slots[generation & 1][other], sizeof(T));
+    return all;
+}
+
+inline void entry() {
+    body();
+    current->done = true;
+    alive--;
+    swapcontext(&current->context, &scheduler);
+}
+
+inline void run_block(size_t shared_bytes, void* shared) {
+    const int threads = block_size.x * block_size.y * block_size.z;
+    std::memset(shared, 0xff, shared_bytes);
+    dynamic = shared;
+    if (fibers.size() < size_t(threads)) fibers.resize(threads);
+    groups.assign(ceil(threads / 32.0) * 32, Group{});
+    for (Barrier& b : barriers) b = Barrier{};
+    alive = threads;
+    for (int t = 0; t < threads; t++) {
+        Fiber& fiber = fibers[t];
+        if (!fiber.stack) fiber.stack.reset(new char[STACK]);
+        fiber.linear = t;
+        fiber.done = false;
+        fiber.thread = {t % block_size.x, t / block_size.x % block_size.y, t / (block_size.x * block_size.y)};
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get();
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, entry, 0);
+    }
+    while (alive > 0)
+        for (int t = 0; t < threads; t++)
+            if (!fibers[t].done) {
+                current = &fibers[t];
+                swapcontext(&scheduler, &current->context);
+            }
+}
+
+template <class... Arguments, size_t... I>
+void launch(void (*kernel)(Arguments...), const unsigned* grid, const unsigned* block, size_t shared_bytes, void** values,
+            std::index_sequence<I...>) {
+    grid_size = {grid[0], grid[1], grid[2]};
+    block_size = {block[0], block[1], block[2]};
+    body = [=] { kernel(*static_cast<std::remove_cv_t<Arguments>*>(values[I])...); };
+    std::vector<char> memory(shared_bytes + 256);
+    void* shared = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 127) / 128 * 128);
+    for (unsigned z = 0; z < grid[2]; z++)
+        for (unsigned y = 0; y < grid[1]; y++)
+            for (unsigned x = 0; x < grid[0]; x++) {
+                block_index = {x, y, z};
+                run_block(shared_bytes, shared);
+            }
+}
+
+template <class... Arguments> constexpr size_t count(void (*)(Arguments...)) { return sizeof...(Arguments); }
+template <class... Arguments>
+void launch(void (*kernel)(Arguments...), const unsigned* grid, const unsigned* block, size_t shared_bytes, void** values) {
+    launch(kernel, grid, block, shared_bytes, values, std::index_sequence_for<Arguments...>{});
+}
+template <class... Arguments> void sizes_of(void (*)(Arguments...), int* sizes) {
+    size_t k = 0;
+    ((sizes[k++] = int(sizeof(Arguments))), ...);
+}
+
+inline void copy_16(void* target, const void* source, bool valid) {
+    if (reinterpret_cast<uintptr_t>(target) % 16 || (valid && reinterpret_cast<uintptr_t>(source) % 16)) {
+        std::fprintf(stderr, "emulator: misaligned 16-byte copy\n");
+        std::abort();
+    }
+    if (valid) std::memcpy(target, source, 16);
+    else std::memset(target, 0, 16);
+}
+
+}  // namespace emulator
+
+#define threadIdx (emulator::current->thread)
+#define blockIdx (emulator::block_index)
+#define blockDim (emulator::block_size)
+#define gridDim (emulator::grid_size)
+
+template <class T> T* shared_memory() { return static_cast<T*>(emulator::dynamic); }
+
+inline void __syncthreads() { emulator::barrier(0, 0); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { emulator::exchange<int>(mask, 0); }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline int __syncthreads_or(int value) {
+    static int result;
+    emulator::barrier(0, 0);
+    result = 0;
+    emulator::barrier(0, 0);
+    result |= value;
+    emulator::barrier(0, 0);
+    return result;
+}
+
+template <class T> T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
+    const int base = emulator::current->linear % 32 / width * width;
+    return emulator::exchange(mask, value)[base + lane % width];
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int distance, int = 32) {
+    return emulator::exchange(mask, value)[emulator::current->linear % 32 ^ distance];
+}
+template <class T> T __shfl_down_sync(unsigned mask, T value, int distance, int width = 32) {
+    const int lane = emulator::current->linear % 32;
+    const auto all = emulator::exchange(mask, value);
+    return lane % width + distance < width ? all[lane + distance] : value;
+}
+template <class T> T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32) {
+    const int lane = emulator::current->linear % 32;
+    const auto all = emulator::exchange(mask, value);
+    return lane % width >= distance ? all[lane - distance] : value;
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    const auto all = emulator::exchange(mask, predicate);
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++)
+        if ((mask >> lane & 1) && all[lane]) bits |= 1u << lane;
+    return bits;
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
+inline int __clz(int value) { return value ? __builtin_clz(value) : 32; }
+inline unsigned __brev(unsigned v) { unsigned r = 0; for (int k = 0; k < 32; k++) r |= (v >> k & 1) << (31 - k); return r; }
+
+template <class T> T __ldg(const T* pointer) { return *pointer; }
+template <class T> T __ldcs(const T* pointer) { return *pointer; }
+template <class T> T __ldcg(const T* pointer) { return *pointer; }
+template <class T> void __stcs(T* pointer, T value) { *pointer = value; }
+template <class T, class U> T atomicAdd(T* pointer, U value) { T old = *pointer; *pointer += T(value); return old; }
+template <class T, class U> T atomicMax(T* pointer, U value) { T old = *pointer; *pointer = std::max(old, T(value)); return old; }
+template <class T, class U> T atomicMin(T* pointer, U value) { T old = *pointer; *pointer = std::min(old, T(value)); return old; }
+template <class T, class U, class V> T atomicCAS(T* p, U expected, V value) { T old = *p; if (old == T(expected)) *p = T(value); return old; }
+template <class T, class U> T atomicExch(T* pointer, U value) { T old = *pointer; *pointer = T(value); return old; }
+
+inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+inline int __float_as_int(float value) { int bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float __int_as_float(int bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
+inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
+inline float __frsqrt_rn(float x) { return 1.0f / std::sqrt(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline void __nanosleep(unsigned) {}
+using std::isfinite;
+using std::isnan;
