@@ -61,6 +61,15 @@ template <class T> __device__ __forceinline__ T warp_sum(T value) {
     return value;
 }
 
+// The value, which the compiler may not compute ahead of this point: addresses that it would otherwise hoist out of a
+// long loop would have to be kept in registers meanwhile, or spilled.
+__device__ __forceinline__ int fresh(int value) {
+#ifndef HYBRIDMF_EMULATE
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
+
 // ---------------------------------------------------------------------------------------------- shared memory
 
 #ifndef HYBRIDMF_EMULATE

@@ -273,3 +273,56 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline void __nanosleep(unsigned) {}
 using std::isfinite;
 using std::isnan;
+
+// ---------------------------------------------------------------------------------------------- tensor cores
+namespace emulator {
+
+inline unsigned to_bf16(float value) {
+    unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return bits >> 16 | 0x40;
+    return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+inline unsigned to_float16(float value) {
+    _Float16 half = _Float16(value);
+    uint16_t bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+inline float from_16bit(unsigned bits, bool bf16) {
+    if (bf16) return __uint_as_float(bits << 16);
+    uint16_t narrow = uint16_t(bits);
+    _Float16 half;
+    std::memcpy(&half, &narrow, 2);
+    return float(half);
+}
+
+struct Operands { unsigned a[4], b[2]; };
+
+inline void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const int lane = current->linear % 32;
+    auto cut = [](unsigned bits) { return double(__uint_as_float(bits & 0xffffe000u)); };
+    for (int q = 0; q < 4; q++) {
+        const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
+        double sum = 0;
+        for (int k = 0; k < 8; k++)
+            sum += cut(all[row % 8 * 4 + k % 4].a[row / 8 + 2 * (k / 4)]) * cut(all[column * 4 + k % 4].b[k / 4]);
+        d[q] = float(d[q] + sum);
+    }
+}
+
+template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const int lane = current->linear % 32;
+    auto half = [](unsigned bits, int k) { return double(from_16bit(bits >> 16 * (k % 2) & 0xffffu, BF16)); };
+    for (int q = 0; q < 4; q++) {
+        const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
+        double sum = 0;
+        for (int k = 0; k < 16; k++)
+            sum += half(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)], k) *
+                   half(all[column * 4 + k % 8 / 2].b[k / 8], k);
+        d[q] = float(d[q] + sum);
+    }
+}
+
+}  // namespace emulator

@@ -1,0 +1,312 @@
+"""Launches of cuda/fused_als.cu: assembly and solve of all rows of a side without leaving the chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .device import Array, Device, DeviceSpec
+from .launch import Entries, ceil_div, check, check_not_host, get_kernel
+
+MAX_RANK = 128
+"""A system must fit in the registers of a block of threads."""
+
+BLOCK = 16
+PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4}
+SOLVER_CODES = {"cholesky": 0, "cg": 1}
+
+SEGMENT = 4096
+"""Entries above which a row is split: its sums are 9 KB (f = 64) for the 1 MB of factors that 4,096 entries gather."""
+
+
+def round_up(a: int, b: int) -> int:
+    """The multiple of b from a on."""
+    return ceil_div(a, b) * b
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """Compile-time choices of cuda/fused_als.cu.
+
+    Attributes
+    ----------
+    rank : int
+        Order of the systems, 1 to 128.
+    warps : int
+        Warps of a team: 1 or 4.
+    teams : int
+        Teams of a block of threads.
+    stages : int
+        Chunks of entries on their way or in use.
+    blocks_per_sm : int
+        Blocks of threads on a multiprocessor, which bounds the registers of a thread.
+    """
+
+    rank: int
+    warps: int
+    teams: int
+    stages: int
+    blocks_per_sm: int
+
+    @classmethod
+    def default(cls, rank: int) -> FusedConfig:
+        """The choice for a rank."""
+        blocks = ceil_div(rank, BLOCK)
+        if blocks <= 4:
+            return cls(rank, 1, 4, *{1: (4, 6), 2: (3, 5), 3: (3, 4), 4: (4, 3)}[blocks])
+        return cls(rank, 4, 1, *{5: (3, 4), 6: (3, 4), 7: (3, 3), 8: (4, 3)}[blocks])
+
+    @property
+    def rank16(self) -> int:
+        """Rank padded to blocks."""
+        return round_up(self.rank, BLOCK)
+
+    @property
+    def width(self) -> int:
+        """Floats from one row of a table of factors to the next."""
+        return round_up(self.rank, 4)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps * self.teams
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        chunk, stride = (16 if self.warps == 1 else 8) * self.warps, self.rank16 + 8
+        staged = max(self.stages * chunk, self.rank16) * stride
+        return 4 * self.teams * (staged + 3 * self.rank16 + 2 * self.stages * chunk)
+
+    @property
+    def partial_floats(self) -> int:
+        """Floats that a segment of a long row leaves."""
+        blocks = self.rank16 // BLOCK
+        return blocks * (blocks + 1) // 2 * BLOCK * BLOCK + self.rank16
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernels are compiled for."""
+        return {
+            "RANK": self.rank,
+            "LD": self.width,
+            "WARPS": self.warps,
+            "TEAMS": self.teams,
+            "STAGES": self.stages,
+            "BLOCKS_PER_SM": self.blocks_per_sm,
+        }
+
+
+def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float = 0.0) -> str:
+    """Why the fused kernels cannot serve a problem; empty if they can."""
+    if rank > MAX_RANK:
+        return f"rank {rank} is beyond {MAX_RANK}"
+    if np.dtype(dtype) != np.float32:
+        return f"dtype {np.dtype(dtype).name} has no tensor-core products"
+    if spec.capability < (8, 0):
+        return f"compute capability {spec.capability[0]}.{spec.capability[1]} is below 8.0"
+    if unobserved_weight > 1:
+        return f"unobserved_weight {unobserved_weight:g} above 1 makes weights negative, whose root does not exist"
+    if FusedConfig.default(rank).shared_bytes > spec.shared_bytes:
+        return f"rank {rank} needs {FusedConfig.default(rank).shared_bytes} bytes of shared memory"
+    return ""
+
+
+@dataclass(frozen=True)
+class Systems:
+    """What completes the systems of one side and where solutions go.
+
+    Attributes
+    ----------
+    solutions : float32 array, shape (n_rows, width)
+        Written; read as warm start by conjugate gradients.
+    status : int32 array, shape (n_rows,)
+        Written for the rows that are solved.
+    gram : float32 array, shape (rank16, rank16), or None
+    ridge : float32 array, shape (rank,)
+    scale : float32 array, shape (n_rows,)
+    """
+
+    solutions: Array
+    status: Array
+    gram: Array | None
+    ridge: Array
+    scale: Array
+
+
+def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
+    return (max(1, min(ceil_div(work, config.teams), device.spec.multiprocessors * config.blocks_per_sm)),)
+
+
+def _kernel(device: Device, name: str, config: FusedConfig, entries: Entries, precision: str, solver: str) -> Any:
+    constants = config.constants | {key: value for key, value in entries.constants.items() if key != "REAL"}
+    constants |= {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES[solver]}
+    return get_kernel(device, "fused_als.cu", name, **constants)
+
+
+def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> None:
+    n_rows = len(systems.scale)
+    check("solutions", systems.solutions, np.float32, (n_rows, config.width))
+    check("status", systems.status, np.int32, (n_rows,))
+    check("ridge", systems.ridge, np.float32, (config.rank,))
+    check("scale", systems.scale, np.float32, (n_rows,))
+    if systems.gram is not None:
+        check("gram", systems.gram, np.float32, (config.rank16, config.rank16))
+        check_not_host(device, gram=systems.gram)
+    check_not_host(
+        device, solutions=systems.solutions, status=systems.status, ridge=systems.ridge, scale=systems.scale
+    )
+
+
+def _check_entries(device: Device, config: FusedConfig, factors: Array, entries: Entries) -> None:
+    check("factors", factors, np.float32, (None, config.width))
+    check("indices", entries.indices, np.int32, (None,))
+    check("ratings", entries.ratings, np.float32, (len(entries.indices),))
+    check_not_host(device, factors=factors, indices=entries.indices, ratings=entries.ratings)
+    if entries.offsets is not None:
+        check("offsets", entries.offsets, np.float32, (len(factors),))
+        check_not_host(device, offsets=entries.offsets)
+
+
+def _gram_pointer(systems: Systems) -> Any:
+    return np.uint64(0) if systems.gram is None else systems.gram
+
+
+def solve_rows(
+    device: Device,
+    systems: Systems,
+    factors: Array,
+    entries: Entries,
+    indptr: Array,
+    rows: Array,
+    config: FusedConfig,
+    *,
+    precision: str,
+    solver: str,
+    epsilon: float,
+    cg_steps: int,
+) -> None:
+    """Solve the systems of `rows`, each assembled by one team.
+
+    Parameters
+    ----------
+    factors : float32 array, shape (n_fixed, width)
+        Zeros beyond the rank.
+    indptr : int64 array, shape (n_rows + 1,)
+    rows : int32 array
+        Longest first.
+    """
+    if not len(rows):
+        return
+    _check_systems(device, config, systems)
+    _check_entries(device, config, factors, entries)
+    check("indptr", indptr, np.int64, (len(systems.scale) + 1,))
+    check("rows", rows, np.int32, (None,))
+    check_not_host(device, indptr=indptr, rows=rows)
+    _kernel(device, "solve_rows", config, entries, precision, solver)(
+        _grid(device, config, len(rows)),
+        (config.threads,),
+        (
+            systems.solutions,
+            systems.status,
+            factors,
+            *entries.arrays,
+            indptr,
+            rows,
+            _gram_pointer(systems),
+            systems.ridge,
+            systems.scale,
+            device.zeros(1, np.int64),
+            np.int64(len(rows)),
+            *entries.scalars,
+            np.float32(epsilon),
+            np.int32(cg_steps),
+        ),
+        config.shared_bytes,
+    )
+
+
+def assemble_segments(
+    device: Device,
+    partials: Array,
+    factors: Array,
+    entries: Entries,
+    segments: Array,
+    config: FusedConfig,
+    *,
+    precision: str,
+    solver: str,
+) -> None:
+    """Sums of segments of long rows.
+
+    Parameters
+    ----------
+    partials : float32 array, shape (n_slots, partial_floats)
+    segments : int64 array, shape (n_segments, 3)
+        (slot, begin, end) of each.
+    """
+    if not len(segments):
+        return
+    _check_entries(device, config, factors, entries)
+    check("partials", partials, np.float32, (None, config.partial_floats))
+    check("segments", segments, np.int64, (None, 3))
+    check_not_host(device, partials=partials, segments=segments)
+    _kernel(device, "assemble_segments", config, entries, precision, solver)(
+        _grid(device, config, len(segments)),
+        (config.threads,),
+        (
+            partials,
+            factors,
+            *entries.arrays,
+            segments,
+            device.zeros(1, np.int64),
+            np.int64(len(segments)),
+            *entries.scalars,
+        ),
+        config.shared_bytes,
+    )
+
+
+def solve_partials(
+    device: Device,
+    systems: Systems,
+    partials: Array,
+    slots: Array,
+    rows: Array,
+    entries: Entries,
+    config: FusedConfig,
+    *,
+    precision: str,
+    solver: str,
+    epsilon: float,
+    cg_steps: int,
+) -> None:
+    """Solve the systems of long rows; row k is the sum of ``partials[slots[k] : slots[k + 1]]``."""
+    if not len(rows):
+        return
+    _check_systems(device, config, systems)
+    check("partials", partials, np.float32, (None, config.partial_floats))
+    check("slots", slots, np.int64, (len(rows) + 1,))
+    check("rows", rows, np.int32, (None,))
+    check_not_host(device, partials=partials, slots=slots, rows=rows)
+    _kernel(device, "solve_partials", config, entries, precision, solver)(
+        _grid(device, config, len(rows)),
+        (config.threads,),
+        (
+            systems.solutions,
+            systems.status,
+            partials,
+            slots,
+            rows,
+            _gram_pointer(systems),
+            systems.ridge,
+            systems.scale,
+            device.zeros(1, np.int64),
+            np.int64(len(rows)),
+            np.float32(epsilon),
+            np.int32(cg_steps),
+        ),
+        config.shared_bytes,
+    )

@@ -1,0 +1,74 @@
+"""Launches of cuda/losses.cu: the loss of observed entries, and squared lengths of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .device import Array, Device
+from .launch import Entries, ceil_div, check, check_not_host, get_kernel
+
+WARPS_PER_BLOCK = 8
+
+
+def total_loss(
+    device: Device,
+    users: Array,
+    items: Array,
+    entries: Entries,
+    user_offsets: Array | None,
+    segments: Array,
+    factors: int,
+) -> float:
+    """Sum of the losses of all entries, in float64.
+
+    Parameters
+    ----------
+    users, items : float array, shape (n_users, width) and (n_items, width)
+    entries : Entries
+        With the items' biases as offsets, if there are any.
+    user_offsets : float array, shape (n_users,), or None
+        Mean and biases of users.
+    segments : int64 array, shape (n_segments, 3)
+        (user, begin, end) of pieces of rows.
+    factors : int
+        Columns that are factors.
+    """
+    if not len(segments):
+        return 0.0
+    width, real = users.shape[1], users.dtype
+    check("users", users, real, (None, width))
+    check("items", items, real, (None, width))
+    check("segments", segments, np.int64, (None, 3))
+    check_not_host(device, users=users, items=items, segments=segments)
+    out = device.empty(len(segments), np.float64)
+    kernel = get_kernel(device, "losses.cu", "segment_losses", FACTORS=factors, LD=width, **entries.constants)
+    offsets = users if user_offsets is None else user_offsets
+    kernel(
+        (ceil_div(len(segments), WARPS_PER_BLOCK),),
+        (32 * WARPS_PER_BLOCK,),
+        (out, users, items, *entries.arrays, offsets, segments, np.int64(len(segments)), *entries.scalars),
+        0,
+    )
+    return float(device.download(out).sum())
+
+
+def row_squares(device: Device, table: Array, factors: int) -> np.ndarray:
+    """Squared length of each row over its first `factors` columns; float64, shape (n,), on the host."""
+    out = device.empty(len(table), np.float64)
+    kernel = get_kernel(device, "losses.cu", "row_squares", REAL=table.dtype, FACTORS=factors, LD=table.shape[1])
+    grid = (ceil_div(len(table), WARPS_PER_BLOCK),)
+    kernel(grid, (32 * WARPS_PER_BLOCK,), (out, table, np.int64(len(table))), 0)
+    return device.download(out)
+
+
+def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file, kernel, constants) of what is compiled for the usual factors."""
+    for factors in (8, 16, 32, 64, 96, 100, 128, 200, 256, 512):
+        for real in ("float", "double"):
+            shape = {"REAL": real, "FACTORS": factors, "LD": factors}
+            yield "losses.cu", "row_squares", shape
+            for implicit, offsets in ((0, 0), (0, 1), (1, 0)):
+                yield "losses.cu", "segment_losses", shape | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets}
