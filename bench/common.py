@@ -21,10 +21,13 @@ import scipy.sparse as sp
 import hybridmf as hmf
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
+RESULTS = Path(os.environ.get("HYBRIDMF_BENCH_RESULTS", ROOT / "bench" / "results"))
+"""Where measurements go; the variable keeps those of a trial out of the repository."""
 
-# users, items, entries as published (BALS table 1; MovieLens 1M: README of the data set)
+# users, items, entries as published (BALS table 1; MovieLens 1M: README of the data set; Epinions: Massa and Avesani
+# 2007, trust-aware recommender systems: wide, with few entries a row)
 SHAPES = {
+    "epinions": (49_290, 139_738, 664_824),
     "ml-1m": (6_040, 3_706, 1_000_209),
     "ml-10m": (71_567, 65_133, 9_000_000),
     "ml-20m": (138_493, 27_278, 20_000_263),
@@ -54,15 +57,44 @@ def synthetic(shape: str, *, seed: int = 0, rank: int = 8) -> sp.csr_array:
     return hmf.Ratings.from_coo(users, items, np.clip(np.rint(score), 1, 5), shape=(m, n)).user_items
 
 
+def synthetic_counts(shape: str, *, seed: int = 0, groups: int = 20, favourites: int = 4) -> sp.csr_array:
+    """Implicit feedback of a published shape: degrees as in `synthetic`, planted tastes, power-law counts.
+
+    Each item belongs to a group; a user draws four in five items from the user's favourite groups. `synthetic` plants
+    structure in the ratings only: who sees what says nothing there, so that an implicit objective is near its best
+    after two iterations.
+    """
+    m, n, nnz = SHAPES[shape]
+    rng = np.random.default_rng(seed)
+    activity = rng.lognormal(0.0, 1.1, m)
+    popularity = rng.permutation(1.0 / (np.arange(n) + 20.0) ** 0.9)  # items lie in order of their group
+    users = np.repeat(np.arange(m), rng.multinomial(nnz, activity / activity.sum()))
+    edges = np.concatenate([[0.0], np.cumsum(popularity)])
+    bounds = edges[np.linspace(0, n, groups + 1).astype(int)]
+    liked = rng.integers(groups, size=(m, favourites), dtype=np.int32)
+    group = liked[users, rng.integers(favourites, size=nnz)]
+    low, high = bounds[group], bounds[group + 1]
+    anywhere = rng.random(nnz) < 0.2
+    low[anywhere], high[anywhere] = 0.0, edges[-1]
+    items = np.minimum(np.searchsorted(edges, low + rng.random(nnz) * (high - low), side="right") - 1, n - 1)
+    pairs = np.unique(users.astype(np.int64) * n + rng.permutation(n)[items])
+    counts = np.minimum(rng.zipf(2.0, len(pairs)), 100).astype(np.float32)
+    return hmf.Ratings.from_coo(pairs // n, pairs % n, counts, shape=(m, n)).user_items
+
+
 def alternate(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turn (A B C A B C ...) after one warm-up, so that drift hits all alike."""
+    """Seconds of each run, taken in turn (A B C A B C ...) after one warm-up, so that drift hits all alike.
+
+    A run that returns a float has timed itself (peers that only fit as a whole: differences of fits).
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
             started = time.perf_counter()
-            run()
+            answer = run()
+            elapsed = time.perf_counter() - started
             if repeat:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(answer if isinstance(answer, float) else elapsed)
     return seconds
 
 

@@ -6,13 +6,21 @@
 // (columns of A): nothing is loaded or converted twice. The order of k inside a product is ours to choose, so one
 // pattern without bank conflicts (row stride 8 or 24 modulo 32) serves tf32 and 16-bit products.
 //
-// Tensor cores truncate where they add (error 2^-24 a step, always towards zero). For float32 the products of 8 rows
-// are therefore summed from zero and added to the accumulators by ordinary, rounded additions.
+// Tensor cores truncate where they add (error 2^-24 a step, always towards zero). For float32 they therefore add up no
+// more than a few rows; those sums are added to the accumulators by ordinary, rounded additions.
 #include "common.cuh"
 
-// How V is represented: float32 as two tf32 parts (3 products) or two bf16 parts (3 products, error near 1e-5), or one
+// How V is represented. float32: two float16 parts (22 bits, 3 products) of values scaled by a power of two so that the
+// largest is near 2^15 and the low parts of values 2^18 times smaller are still normal numbers; where weights differ by
+// more, two tf32 parts (22 bits and float32's range at half the speed). bf16x3: two bf16 parts (error near 1e-5). Or one
 // part in a lower precision.
-enum Precision { FLOAT32 = 0, BF16X3 = 1, TF32 = 2, BF16 = 3, FLOAT16 = 4 };
+enum Precision { FLOAT32 = 0, BF16X3 = 1, TF32 = 2, BF16 = 3, FLOAT16 = 4, FLOAT32_WIDE = 5 };
+
+__host__ __device__ constexpr bool in_tf32(int precision) { return precision == TF32 || precision == FLOAT32_WIDE; }
+__host__ __device__ constexpr bool in_float16(int precision) { return precision == FLOAT32 || precision == FLOAT16; }
+__host__ __device__ constexpr bool in_two_parts(int precision) {
+    return precision == FLOAT32 || precision == FLOAT32_WIDE || precision == BF16X3;
+}
 
 constexpr int BLOCK = 16;       // rows and columns of a block
 constexpr int BLOCK_HALVES = 2; // a block is two m16n8 tiles side by side
@@ -69,6 +77,21 @@ __device__ __forceinline__ unsigned pack_bf16(float first, float second) {
 #endif
 }
 
+// The floats in the low and the high half of a pair of float16.
+__device__ __forceinline__ float2 unpack_float16(unsigned packed) {
+#if defined(HYBRIDMF_EMULATE)
+    return make_float2(emulator::from_16bit(packed & 0xffffu, false), emulator::from_16bit(packed >> 16, false));
+#elif HAS_ASYNC_COPY
+    float2 pair;
+    asm("{ .reg .f16 low, high;\n mov.b32 {low, high}, %2;\n cvt.f32.f16 %0, low;\n cvt.f32.f16 %1, high; }"
+        : "=f"(pair.x), "=f"(pair.y)
+        : "r"(packed));
+    return pair;
+#else
+    return make_float2(0, 0);
+#endif
+}
+
 // Two floats rounded to float16, `first` in the low half.
 __device__ __forceinline__ unsigned pack_float16(float first, float second) {
 #if defined(HYBRIDMF_EMULATE)
@@ -85,7 +108,7 @@ __device__ __forceinline__ unsigned pack_float16(float first, float second) {
 // ---------------------------------------------------------------------------------------------- fragments
 
 // Rows of V that one product takes.
-__host__ __device__ constexpr int product_rows(int precision) { return precision == FLOAT32 || precision == TF32 ? 8 : 16; }
+__host__ __device__ constexpr int product_rows(int precision) { return in_tf32(precision) ? 8 : 16; }
 
 // ROWS rows of one block of V, as a thread holds them: value[step][half] = V[t + 4 step][16 b + 8 half + g].
 template <int ROWS> struct Raw {
@@ -104,26 +127,28 @@ template <int ROWS, int STRIDE> __device__ __forceinline__ Raw<ROWS> load_raw(co
 
 template <int PRECISION> struct Fragment {
     static constexpr int ROWS = product_rows(PRECISION);
-    static constexpr int PARTS = PRECISION == FLOAT32 || PRECISION == BF16X3 ? 2 : 1;  // high, low
-    unsigned part[PARTS][4];
+    static constexpr int PARTS = in_two_parts(PRECISION) ? 2 : 1;  // high, low
+    unsigned part[PARTS][4];                   // operand of rows
+    unsigned pair[PARTS][BLOCK_HALVES][2];     // the same as operand of columns, which mma wants in neighbouring registers
 
-    __device__ __forceinline__ void set(const Raw<ROWS>& raw) {
+    __device__ __forceinline__ void set(const Raw<ROWS>& raw, int lane) {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            if constexpr (ROWS == 8) {  // register k: step k / 2, half k % 2
+            if constexpr (in_tf32(PRECISION)) {  // register k: step k / 2, half k % 2
                 const float value = raw.value[k / 2][k % 2];
                 // rounded to nearest, so that what is lost has no sign of its own; tf32 operands end at bit 13
                 const unsigned rounded = __float_as_uint(value) + 0x1000u;
-                if constexpr (PARTS == 2) {
-                    part[0][k] = rounded & 0xffffe000u;
-                    part[PARTS - 1][k] = __float_as_uint(value - __uint_as_float(rounded & 0xffffe000u));
-                } else {
-                    part[0][k] = rounded;
-                }
+                part[0][k] = rounded & 0xffffe000u;
+                if constexpr (PARTS == 2) part[PARTS - 1][k] = __float_as_uint(value - __uint_as_float(part[0][k]));
+                pair[0][k % 2][k / 2] = rounded;
             } else {  // register k: steps 2 (k / 2) and the next, half k % 2
                 const float first = raw.value[k / 2 * 2][k % 2], second = raw.value[k / 2 * 2 + 1][k % 2];
-                if constexpr (PRECISION == FLOAT16) {
+                if constexpr (in_float16(PRECISION)) {
                     part[0][k] = pack_float16(first, second);
+                    if constexpr (PARTS == 2) {
+                        const float2 high = unpack_float16(part[0][k]);
+                        part[PARTS - 1][k] = pack_float16(first - high.x, second - high.y);
+                    }
                 } else {
                     const unsigned high = pack_bf16(first, second);
                     part[0][k] = high;
@@ -131,39 +156,32 @@ template <int PRECISION> struct Fragment {
                         part[PARTS - 1][k] = pack_bf16(first - __uint_as_float(high << 16),
                                                        second - __uint_as_float(high & 0xffff0000u));
                 }
+                pair[0][k % 2][k / 2] = copy_of(part[0][k], lane);
             }
+            if constexpr (PARTS == 2) pair[PARTS - 1][k % 2][k / 2] = copy_of(part[PARTS - 1][k], lane);
         }
     }
 };
 
+// d += A B for one part of either operand.
 template <int PRECISION>
-__device__ __forceinline__ void multiply_part(float (&d)[BLOCK_HALVES][4], const unsigned (&a)[4], const unsigned (&b)[4]) {
+__device__ __forceinline__ void multiply_part(float (&d)[BLOCK_HALVES][4], const unsigned (&a)[4],
+                                              const unsigned (&b)[BLOCK_HALVES][2]) {
 #pragma unroll
     for (int half = 0; half < BLOCK_HALVES; half++) {
-        if constexpr (PRECISION == FLOAT32 || PRECISION == TF32) mma_tf32(d[half], a, b[half], b[2 + half]);
-        else if constexpr (PRECISION == FLOAT16) mma_float16(d[half], a, b[half], b[2 + half]);
-        else mma_bf16(d[half], a, b[half], b[2 + half]);
+        if constexpr (in_tf32(PRECISION)) mma_tf32(d[half], a, b[half][0], b[half][1]);
+        else if constexpr (in_float16(PRECISION)) mma_float16(d[half], a, b[half][0], b[half][1]);
+        else mma_bf16(d[half], a, b[half][0], b[half][1]);
     }
 }
 
-// tile += A B (SUBTRACT: -=) over the rows of one product, small products first.
-template <int PRECISION, bool SUBTRACT = false>
-__device__ __forceinline__ void multiply(Tile& tile, const Fragment<PRECISION>& a, const Fragment<PRECISION>& b) {
-    if constexpr (PRECISION == FLOAT32) {
-        float sum[BLOCK_HALVES][4] = {};
-        multiply_part<PRECISION>(sum, a.part[1], b.part[0]);
-        multiply_part<PRECISION>(sum, a.part[0], b.part[1]);
-        multiply_part<PRECISION>(sum, a.part[0], b.part[0]);
-#pragma unroll
-        for (int half = 0; half < BLOCK_HALVES; half++)
-#pragma unroll
-            for (int q = 0; q < 4; q++) tile.value[half][q] += SUBTRACT ? -sum[half][q] : sum[half][q];
-    } else {
-        static_assert(!SUBTRACT, "factorizations are in float32");
-        if constexpr (Fragment<PRECISION>::PARTS == 2) {
-            multiply_part<PRECISION>(tile.value, a.part[1], b.part[0]);
-            multiply_part<PRECISION>(tile.value, a.part[0], b.part[1]);
-        }
-        multiply_part<PRECISION>(tile.value, a.part[0], b.part[0]);
-    }
+// One pass of a product: 0 low x high, 1 high x low, 2 high x high; small products first. Passes over several tiles are
+// interleaved by the callers: a tensor core starts a product every few cycles, but its sum is ready only after some 30.
+constexpr int PASSES = 3;
+
+template <int PASS, int PRECISION>
+__device__ __forceinline__ void multiply_pass(float (&d)[BLOCK_HALVES][4], const Fragment<PRECISION>& a, const Fragment<PRECISION>& b) {
+    constexpr int PARTS = Fragment<PRECISION>::PARTS;
+    if constexpr (PARTS == 2 || PASS == PASSES - 1)
+        multiply_part<PRECISION>(d, a.part[PASS == 0 ? PARTS - 1 : 0], b.pair[PASS == 1 ? PARTS - 1 : 0]);
 }

@@ -1,7 +1,7 @@
 // fused_als.cu - A[u] x[u] = b[u] assembled and solved without leaving the chip, for all rows u of a side:
 //                A[u] = G + sum_e w_e y_e y_e^T + scale_u ridge,  b[u] = sum_e c_e y_e  (weights: entry_weight)
 // grid  : as many blocks as fit on the device; teams of WARPS warps take rows from a counter, longest rows first
-// block : TEAMS teams (WARPS 1) or one team (WARPS 4); which warp holds which part of A: system.cuh
+// block : TEAMS teams (WARPS 1) or one team (WARPS 2); which warp holds which part of A: system.cuh
 // shapes: factors (n_fixed, LD)  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
 //         indptr (n_out + 1,)  rows (n_rows,): what to solve  segments (n_segments, 3): slot, begin, end
 //         partials (n_slots, PARTIAL): tiles of A as the threads hold them, then b
@@ -40,26 +40,33 @@ static_assert(STAGES >= 2, "one chunk is computed while the next ones arrive");
 
 constexpr int ENTRIES_PER_WARP = WARPS == 1 ? 16 : 8;  // of a chunk, fetched by one warp
 constexpr int CHUNK = ENTRIES_PER_WARP * WARPS;
-constexpr int PIECES = RANK16 / 4;                     // 16-byte pieces of a row, padding included
+constexpr int LANES = LD <= 32 ? 8 : LD <= 64 ? 16 : 32; // that copy one row, 16 bytes each
+constexpr int ENTRIES_PER_COPY = WARP / LANES;
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
-constexpr bool WEIGHTED = IMPLICIT;
+constexpr bool SCALED = ARITHMETIC == FLOAT32;         // float16 parts: see Precision
+constexpr bool WEIGHTED = IMPLICIT || SCALED;
+constexpr int SLOTS = STAGES + 1;                      // chunks whose indices and weights are known
 constexpr int ROWS = product_rows(ARITHMETIC);         // entries of one product
+constexpr bool ROUNDED = ARITHMETIC == FLOAT32 || ARITHMETIC == FLOAT32_WIDE;
 
-struct ChunkWeights {
-    float2 entry[CHUNK];  // (root of the outer weight, linear weight)
+struct ChunkEntries {
+    float2 weight[CHUNK];  // (root of the outer weight, linear weight)
+    int index[CHUNK];      // row of the factors, -1 beyond the last entry
 };
 
-constexpr int STAGED = STAGES * CHUNK * STRIDE > RANK16 * STRIDE ? STAGES * CHUNK * STRIDE : RANK16 * STRIDE;
-constexpr int TEAM_FLOATS = STAGED + TEAM_VECTORS + STAGES * CHUNK * 2;
+constexpr int SOLVING = SOLVER == 0 ? PACKED : RANK16 * STRIDE;  // the factor, or A for conjugate gradients
+constexpr int STAGED = STAGES * CHUNK * STRIDE > SOLVING ? STAGES * CHUNK * STRIDE : SOLVING;
+constexpr int TEAM_FLOATS = STAGED + TEAM_VECTORS + SLOTS * CHUNK * 3;
 
 __device__ __forceinline__ TeamMemory team_memory(int team) {
     float* base = shared_memory<float>() + team * TEAM_FLOATS;
-    return {base, base + STAGED, base + STAGED + RANK16, base + STAGED + 2 * RANK16};
+    float* vectors = base + STAGED;
+    return {base, vectors, vectors + RANK16, reinterpret_cast<int*>(vectors + 2 * RANK16)};
 }
 
-__device__ __forceinline__ ChunkWeights* team_weights(int team) {
-    return reinterpret_cast<ChunkWeights*>(shared_memory<float>() + team * TEAM_FLOATS + STAGED + TEAM_VECTORS);
+__device__ __forceinline__ ChunkEntries* team_entries(int team) {
+    return reinterpret_cast<ChunkEntries*>(shared_memory<float>() + team * TEAM_FLOATS + STAGED + TEAM_VECTORS);
 }
 
 struct Inputs {
@@ -67,108 +74,129 @@ struct Inputs {
     const int* indices;
     const float* ratings;
     const float* offsets;
-    float alpha, unobserved_weight;
+    float alpha, unobserved_weight, scale;
 };
 
-// An entry between the loading of its index and the copying of its row.
+// An entry between the loading of its index and its place in shared memory.
 struct Entry {
     int index;
     float rating, offset;
 };
 
-// Entries begin ... end of one row, one after the other through STAGES buffers.
+// Entries begin ... end of one row, one chunk after the other: their indices and weights are loaded, written to shared
+// memory (`prepare`), their factors copied to a stage (`issue`), and multiplied.
 struct Stream {
     const Inputs& in;
     const TeamMemory& memory;
-    ChunkWeights* weights;
-    int64 begin, end;
+    ChunkEntries* slots;
+    int64 begin;
+    int count;
     int warp, lane;
-    Entry arriving, next;  // of the chunk to be issued, and of the one after it: their loads are under way
-
-    __device__ __forceinline__ int64 position(int chunk) const { return begin + int64(chunk) * CHUNK + warp * ENTRIES_PER_WARP + lane; }
+    Entry arriving, next;  // of the chunk to be prepared, and of the one after it: their loads are under way
 
     __device__ __forceinline__ Entry load(int chunk) const {
-        const int64 at = position(chunk);
-        if (lane >= ENTRIES_PER_WARP || at >= end) return {-1, 0, 0};
-        return {__ldg(in.indices + at), __ldg(in.ratings + at), 0};
+        const int at = chunk * CHUNK + warp * ENTRIES_PER_WARP + lane;
+        if (lane >= ENTRIES_PER_WARP || at >= count) return {-1, 0, 0};
+        return {__ldg(in.indices + begin + at), __ldg(in.ratings + begin + at), 0};
     }
 
     __device__ __forceinline__ void load_offset(Entry& entry) const {
         if (HAS_OFFSETS && entry.index >= 0) entry.offset = __ldg(in.offsets + entry.index);
     }
 
-    // Starts the copies of a chunk (an empty group beyond the last one) and the loads of the next entries.
+    // Writes indices and weights of a chunk to shared memory and loads those of later ones.
+    __device__ __forceinline__ void prepare(int chunk) {
+        if (lane < ENTRIES_PER_WARP) {
+            ChunkEntries& slot = slots[chunk % SLOTS];
+            const EntryWeight w = entry_weight(arriving.rating, arriving.offset, in.alpha, in.unobserved_weight);
+            const float root = IMPLICIT ? sqrtf(w.outer) : 1.0f;
+            const bool valid = arriving.index >= 0;
+            slot.weight[warp * ENTRIES_PER_WARP + lane] =
+                make_float2(SCALED ? root * in.scale : root, valid ? w.linear : 0.0f);
+            slot.index[warp * ENTRIES_PER_WARP + lane] = arriving.index;
+        }
+        arriving = next;
+        load_offset(arriving);
+        next = load(chunk + 2);
+    }
+
+    // Starts the copies of a chunk's factors, zeros beyond the last entry; each chunk is a group, also an empty one.
     __device__ __forceinline__ void issue(int chunk, int chunks) {
         if (chunk < chunks) {
-            float* stage = memory.rows + (chunk % STAGES * CHUNK + warp * ENTRIES_PER_WARP) * STRIDE;
+            const int first = warp * ENTRIES_PER_WARP + lane / LANES, piece = lane % LANES;
+            const int* index = slots[chunk % SLOTS].index + first;
+            float* stage = memory.staged + (chunk % STAGES * CHUNK + first) * STRIDE + 4 * piece;
+            const float* source = in.factors + 4 * piece;
+            if (piece < LD / 4)
 #pragma unroll
-            for (int k = lane; k < ENTRIES_PER_WARP * PIECES; k += WARP) {
-                const int entry = k / PIECES, piece = k % PIECES;
-                const int index = __shfl_sync(FULL_WARP, arriving.index, entry);
-                const bool valid = index >= 0 && piece < LD / 4;
-                const float* source = in.factors + (valid ? int64(index) * LD + 4 * piece : 0);
-                copy_async_16(stage + entry * STRIDE + 4 * piece, source, valid);
-            }
-            if (lane < ENTRIES_PER_WARP) {
-                float2 weight = make_float2(0, 0);
-                if (arriving.index >= 0) {
-                    const EntryWeight w = entry_weight(arriving.rating, arriving.offset, in.alpha, in.unobserved_weight);
-                    weight = make_float2(WEIGHTED ? sqrtf(w.outer) : 1.0f, w.linear);
+                for (int k = 0; k < ENTRIES_PER_WARP; k += ENTRIES_PER_COPY) {
+                    const int row = index[k];
+                    copy_async_16(stage + k * STRIDE, source + int64(row < 0 ? 0 : row) * LD, row >= 0);
                 }
-                weights[chunk % STAGES].entry[warp * ENTRIES_PER_WARP + lane] = weight;
-            }
-            arriving = next;
-            load_offset(arriving);
-            next = load(chunk + 2);
         }
         copy_commit();
     }
 
     __device__ __forceinline__ void run(Holding& mine) {
-        const int chunks = int((end - begin + CHUNK - 1) / CHUNK);
+        const int chunks = (count + CHUNK - 1) / CHUNK;
         arriving = load(0);
         load_offset(arriving);
         next = load(1);
+#pragma unroll 1
+        for (int chunk = 0; chunk < STAGES; chunk++) prepare(chunk);
+        team_sync();
 #pragma unroll 1
         for (int chunk = 0; chunk < STAGES - 1; chunk++) issue(chunk, chunks);
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
             copy_wait<STAGES - 2>();
             team_sync();  // the chunk has arrived for all, and all have done with the one before, whose buffer is next
+            prepare(chunk + STAGES);
             issue(chunk + STAGES - 1, chunks);
-            const float* stage = memory.rows + chunk % STAGES * CHUNK * STRIDE;
-            const float2* entry = weights[chunk % STAGES].entry;
+            const float* stage = memory.staged + chunk % STAGES * CHUNK * STRIDE;
+            const float2* weight = slots[chunk % SLOTS].weight;
 #pragma unroll 1
             for (int k = 0; k < CHUNK; k += ROWS) {
                 StepWeights<ROWS> steps;
 #pragma unroll
                 for (int step = 0; step < ROWS / 4; step++) {
-                    const float2 weight = entry[k + 4 * step + lane % 4];
-                    steps.root[step] = weight.x;
-                    steps.linear[step] = weight.y;
+                    const float2 pair = weight[k + 4 * step + lane % 4];
+                    steps.root[step] = pair.x;
+                    steps.linear[step] = pair.y;
                 }
-                accumulate<ARITHMETIC, WEIGHTED>(mine, stage + k * STRIDE, steps, warp, lane);
+                accumulate<ARITHMETIC, WEIGHTED, ROUNDED>(mine.tiles, mine, stage + k * STRIDE, steps, warp, lane);
             }
+        }
+        if constexpr (SCALED) {
+            const float unscale = 1.0f / (in.scale * in.scale);  // powers of two
+#pragma unroll
+            for (int k = 0; k < Holding::TILES; k++)
+#pragma unroll
+                for (int q = 0; q < 8; q++) mine.tiles[k].value[q / 4][q % 4] *= unscale;
         }
         team_sync();  // the buffers become the Cholesky factor
     }
 };
 
-// Position of this team's next piece of work, the same in all its threads.
-__device__ __forceinline__ int64 take(int64* counter, int* shared, int warp, int lane) {
-    int64 position = 0;
-    if constexpr (WARPS == 1) {
-        if (lane == 0) position = atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull);
-        position = __shfl_sync(FULL_WARP, position, 0);
-    } else {
-        int64* slot = reinterpret_cast<int64*>(shared);
-        __syncthreads();  // all have read the position before
-        if (warp == 0 && lane == 0) *slot = atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull);
-        __syncthreads();
-        position = *slot;
+// Hands out pieces of work. The next position is asked for while the current one is worked on: the counter is far away.
+struct Queue {
+    int64* counter;
+    int64* shared;  // for teams of several warps
+    int64 asked;
+
+    __device__ __forceinline__ void ask(int warp, int lane) {
+        if (warp == 0 && lane == 0) asked = int64(atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull));
     }
-    return position;
-}
+
+    // The position asked for, the same in all threads of the team.
+    __device__ __forceinline__ int64 take(int warp, int lane) {
+        if constexpr (WARPS == 1) return __shfl_sync(FULL_WARP, asked, 0);
+        __syncthreads();  // all have read the position before
+        if (warp == 0 && lane == 0) *shared = asked;
+        __syncthreads();
+        return *shared;
+    }
+};
 
 __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* status, int64 row, const TeamMemory& memory,
                                        const float* gram, const float* ridge, float scale, float epsilon, int cg_steps, int warp,
@@ -187,18 +215,24 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_rows(float* solutions, int* status, const float* factors, const int* indices, const float* ratings, const float* offsets,
            const int64* indptr, const int* rows, const float* gram, const float* ridge, const float* scale, int64* counter,
-           int64 n_rows, float alpha, float unobserved_weight, float epsilon, int cg_steps) {
+           int64 n_rows, float alpha, float unobserved_weight, float entry_scale, float epsilon, int cg_steps) {
     __shared__ int64 position_shared;
-    const int team = threadIdx.x / TEAM, warp = threadIdx.x % TEAM / WARP, lane = threadIdx.x % WARP;
+    const int team = threadIdx.x / TEAM;
+    const int warp = threadIdx.x % TEAM / WARP;
+    int lane = lane_number();
     const TeamMemory memory = team_memory(team);
-    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight};
+    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, entry_scale};
+    Queue queue{counter, &position_shared, 0};
+    queue.ask(warp, lane);
     while (true) {
-        const int64 position = take(counter, reinterpret_cast<int*>(&position_shared), warp, lane);
+        const int64 position = queue.take(warp, lane);
         if (position >= n_rows) break;
+        queue.ask(warp, lane);
+        lane = fresh(lane);
         const int row = rows[position];
         Holding mine;
         clear(mine);
-        Stream stream{in, memory, team_weights(team), indptr[row], indptr[row + 1], warp, lane, {}, {}};
+        Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}, {}};
         stream.run(mine);
         finish(mine, solutions, status, row, memory, gram, ridge, scale[row], epsilon, cg_steps, warp, lane);
         team_sync();  // the solution has been read
@@ -208,39 +242,41 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
 // Sums of segments of long rows.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 assemble_segments(float* partials, const float* factors, const int* indices, const float* ratings, const float* offsets,
-                  const int64* segments, int64* counter, int64 n_segments, float alpha, float unobserved_weight) {
+                  const int64* segments, int64* counter, int64 n_segments, float alpha, float unobserved_weight,
+                  float entry_scale) {
     __shared__ int64 position_shared;
-    const int team = threadIdx.x / TEAM, warp = threadIdx.x % TEAM / WARP, lane = threadIdx.x % WARP;
+    const int team = threadIdx.x / TEAM;
+    const int warp = threadIdx.x % TEAM / WARP;
+    int lane = lane_number();
     const TeamMemory memory = team_memory(team);
-    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight};
+    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, entry_scale};
+    Queue queue{counter, &position_shared, 0};
+    queue.ask(warp, lane);
     while (true) {
-        const int64 position = take(counter, reinterpret_cast<int*>(&position_shared), warp, lane);
+        const int64 position = queue.take(warp, lane);
         if (position >= n_segments) break;
+        queue.ask(warp, lane);
+        lane = fresh(lane);
         const int64* segment = segments + 3 * position;
         Holding mine;
         clear(mine);
-        Stream stream{in, memory, team_weights(team), segment[1], segment[2], warp, lane, {}, {}};
+        Stream stream{in, memory, team_entries(team), segment[1], int(segment[2] - segment[1]), warp, lane, {}, {}};
         stream.run(mine);
         float* partial = partials + segment[0] * PARTIAL;
         with_role(warp, [&](auto role) {
             constexpr int ROLE = decltype(role)::value;
-            for_owned<ROLE>(mine.tiles, [&](auto row, auto column, Tile& tile) {
+            for_tiles<ROLE>(mine.tiles, [&](Tile& tile, auto row, auto column) {
                 constexpr int i = decltype(row)::value, j = decltype(column)::value;
                 float* target = partial + (i * (i + 1) / 2 + j) * BLOCK * BLOCK + lane;
 #pragma unroll
                 for (int k = 0; k < 8; k++) target[k * WARP] = tile.value[k / 4][k % 4];
             });
-            static_for<0, BLOCKS>([&](auto index) {
-                constexpr int b = decltype(index)::value;
-                if constexpr (owner(b, b) == ROLE) {
-                    constexpr int place = diagonal_slot(b);
+            for_rows<ROLE>([&](auto row) {
+                constexpr int i = decltype(row)::value, place = row_slot(i);
 #pragma unroll
-                    for (int half = 0; half < BLOCK_HALVES; half++) {
-                        float sum = mine.rhs[place][half];
-                        sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-                        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-                        if (lane % 4 == 0) partial[TILE_COUNT * BLOCK * BLOCK + b * BLOCK + 8 * half + lane / 4] = sum;
-                    }
+                for (int half = 0; half < BLOCK_HALVES; half++) {
+                    const float sum = quad_sum(mine.rhs[place][half]);
+                    if (lane % 4 == 0) partial[TILE_COUNT * BLOCK * BLOCK + i * BLOCK + 8 * half + lane / 4] = sum;
                 }
             });
         });
@@ -252,11 +288,17 @@ extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_partials(float* solutions, int* status, const float* partials, const int64* slots, const int* rows, const float* gram,
                const float* ridge, const float* scale, int64* counter, int64 n_rows, float epsilon, int cg_steps) {
     __shared__ int64 position_shared;
-    const int team = threadIdx.x / TEAM, warp = threadIdx.x % TEAM / WARP, lane = threadIdx.x % WARP;
+    const int team = threadIdx.x / TEAM;
+    const int warp = threadIdx.x % TEAM / WARP;
+    int lane = lane_number();
     const TeamMemory memory = team_memory(team);
+    Queue queue{counter, &position_shared, 0};
+    queue.ask(warp, lane);
     while (true) {
-        const int64 position = take(counter, reinterpret_cast<int*>(&position_shared), warp, lane);
+        const int64 position = queue.take(warp, lane);
         if (position >= n_rows) break;
+        queue.ask(warp, lane);
+        lane = fresh(lane);
         const int row = rows[position];
         Holding mine;
         clear(mine);
@@ -265,21 +307,18 @@ solve_partials(float* solutions, int* status, const float* partials, const int64
             const float* partial = partials + k * PARTIAL;
             with_role(warp, [&](auto role) {
                 constexpr int ROLE = decltype(role)::value;
-                for_owned<ROLE>(mine.tiles, [&](auto block_row, auto column, Tile& tile) {
+                for_tiles<ROLE>(mine.tiles, [&](Tile& tile, auto block_row, auto column) {
                     constexpr int i = decltype(block_row)::value, j = decltype(column)::value;
                     const float* source = partial + (i * (i + 1) / 2 + j) * BLOCK * BLOCK + lane;
 #pragma unroll
                     for (int q = 0; q < 8; q++) tile.value[q / 4][q % 4] += source[q * WARP];
                 });
-                static_for<0, BLOCKS>([&](auto index) {
-                    constexpr int b = decltype(index)::value;
-                    if constexpr (owner(b, b) == ROLE) {
-                        constexpr int place = diagonal_slot(b);
+                for_rows<ROLE>([&](auto block_row) {
+                    constexpr int i = decltype(block_row)::value, place = row_slot(i);
 #pragma unroll
-                        for (int half = 0; half < BLOCK_HALVES; half++)  // one of the four threads that are summed later
-                            if (lane % 4 == 0)
-                                mine.rhs[place][half] += partial[TILE_COUNT * BLOCK * BLOCK + b * BLOCK + 8 * half + lane / 4];
-                    }
+                    for (int half = 0; half < BLOCK_HALVES; half++)  // one of the four threads that are summed later
+                        if (lane % 4 == 0)
+                            mine.rhs[place][half] += partial[TILE_COUNT * BLOCK * BLOCK + i * BLOCK + 8 * half + lane / 4];
                 });
             });
         }

@@ -1,11 +1,13 @@
 // system.cuh - one system A x = b on chip: a team of WARPS warps holds the lower blocks of A in registers.
 //
 // constants: RANK    order of the systems, 1 to 128; padded to RANK16 with rows and columns of the identity
-//            WARPS   warps of a team: 1 (up to RANK 64) or 4 (one team a block of threads)
-// Block (i, j) of 16 x 16 belongs to warp owner(i, j). The tables below give each warp the same number of blocks out
-// of few rows and columns, since a warp loads and converts each row or column of blocks that it touches.
-// shared (floats of a team): rows  ROWS16 x STRIDE: entries on their way, then the columns of the Cholesky factor,
-//                            rhs, diagonal, pivots: RANK16 each
+//            WARPS   warps of a team: 1 (up to RANK 64) or 2 (one team a block of threads)
+// Two warps deal the rows of blocks so that both have as many blocks: OWNERS below.
+// The factorization is blocked, right-looking: one warp factors the block on the diagonal and, in its other lanes,
+// inverts the factor; then L21 = A21 L11^-T and A22 -= L21 L21^T are products on tensor cores, and the substitutions
+// products with the inverses. Only the 16 columns of a block are eliminated one after the other.
+// shared (floats of a team): staged: entries on their way, then the factor by panels of 16 columns, packed (or A
+//                            itself for conjugate gradients); rhs, diagonal: RANK16 each; failed
 // Failure goes to `status`: 0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
 #include "fragments.cuh"
 
@@ -13,7 +15,10 @@
 #define RANK 64
 #endif
 #ifndef WARPS
-#define WARPS (RANK <= 64 ? 1 : 4)
+#define WARPS (RANK <= 64 ? 1 : 2)
+#endif
+#ifndef GROUP
+#define GROUP 2   // tiles of a column whose rounded products are under way together
 #endif
 
 constexpr int BLOCKS = ceil_div(RANK, BLOCK);  // of a row or column of A
@@ -22,79 +27,88 @@ constexpr int STRIDE = RANK16 + 8;             // 8 or 24 modulo 32: the loads o
 constexpr int TEAM = WARPS * WARP;             // threads
 
 static_assert(RANK >= 1 && RANK <= 128, "larger systems do not fit in the registers of a team");
-static_assert(WARPS == 1 || WARPS == 4, "the table of owners is for 1 or 4 warps");
+static_assert(WARPS == 1 || ((WARPS == 2 || WARPS == 4) && BLOCKS >= 5), "teams have 1 warp, or 2 or 4 of at least 5 x 5 blocks");
 
 constexpr int NON_FINITE = -1;
 constexpr int NEGATIVE_CURVATURE = -2;
 
-// ---------------------------------------------------------------------------------------------- who owns which block
+// ---------------------------------------------------------------------------------------------- who holds which block
 
-// Rows of the lower triangle one after the other, a letter a block.
-constexpr const char* OWNERS_OF[9] = {"", "", "", "", "",
-    "a" "aa" "acb" "cccb" "dddbb",
-    "a" "aa" "aaa" "cccb" "ccdbb" "ddddbb",
-    "a" "aa" "aaa" "cccb" "cccbb" "cddbbb" "addbddd",
-    "a" "aa" "aaa" "aaac" "ccccb" "ccccbb" "ddddbbb" "ddddbbbd"};
+// Digit i, from the right: the warp that holds row i of blocks; each has about as many blocks as the others.
+constexpr unsigned OWNERS_OF_2[] = {0x01100, 0x101000, 0x1100001, 0x10011001};  // 8 + 7 blocks, 11 + 10, 14 + 14, 18 + 18
+constexpr unsigned OWNERS_OF_4[] = {0x01232, 0x012321, 0x0123321, 0x01233210};  // at most 5, 6, 7 and 9 blocks each
+constexpr unsigned OWNERS = WARPS == 1 ? 0 : (WARPS == 2 ? OWNERS_OF_2 : OWNERS_OF_4)[BLOCKS > 5 ? BLOCKS - 5 : 0];
 
-__host__ __device__ constexpr int owner(int i, int j) { return WARPS == 1 ? 0 : OWNERS_OF[BLOCKS][i * (i + 1) / 2 + j] - 'a'; }
+__host__ __device__ constexpr int owner(int row) { return OWNERS >> 4 * row & 15; }
 
-// Place of block (i, j) among those of its owner.
-__host__ __device__ constexpr int slot(int i, int j) {
+// Place of block (i, j) among those of its owner, of row i's right-hand side among its owner's.
+__host__ __device__ constexpr int row_slot(int i) {
     int count = 0;
-    for (int row = 0; row <= i; row++)
-        for (int column = 0; column < (row < i ? row + 1 : j); column++) count += owner(row, column) == owner(i, j);
+    for (int row = 0; row < i; row++) count += owner(row) == owner(i);
     return count;
 }
-
-// Place of block (b, b) among those on the diagonal of its owner.
-__host__ __device__ constexpr int diagonal_slot(int b) {
-    int count = 0;
-    for (int k = 0; k < b; k++) count += owner(k, k) == owner(b, b);
+__host__ __device__ constexpr int tile_slot(int i, int j) {
+    int count = j;
+    for (int row = 0; row < i; row++) count += owner(row) == owner(i) ? row + 1 : 0;
     return count;
 }
-
-__host__ __device__ constexpr int most_owned(bool on_diagonal) {
-    int most = 0;
-    for (int role = 0; role < WARPS; role++) {
-        int count = 0;
-        for (int i = 0; i < BLOCKS; i++)
-            for (int j = on_diagonal ? i : 0; j <= i; j++) count += owner(i, j) == role;
-        most = count > most ? count : most;
-    }
-    return most;
+__host__ __device__ constexpr int count_rows(int role) {
+    int count = 0;
+    for (int row = 0; row < BLOCKS; row++) count += owner(row) == role;
+    return count;
+}
+__host__ __device__ constexpr int count_tiles(int role) {
+    int count = 0;
+    for (int row = 0; row < BLOCKS; row++) count += owner(row) == role ? row + 1 : 0;
+    return count;
+}
+__host__ __device__ constexpr int most(int (*count)(int)) {
+    int largest = 0;
+    for (int role = 0; role < WARPS; role++) largest = count(role) > largest ? count(role) : largest;
+    return largest;
 }
 
-// Whether `role` owns a block in row or column `block` of blocks.
-__host__ __device__ constexpr bool touches(int role, int block) {
-    for (int i = 0; i < BLOCKS; i++)
-        for (int j = 0; j <= i; j++)
-            if (owner(i, j) == role && (i == block || j == block)) return true;
-    return false;
+// How many rows of `role` are at or below row `first`, and the k-th of them.
+__host__ __device__ constexpr int rows_from(int role, int first) {
+    int count = 0;
+    for (int row = first; row < BLOCKS; row++) count += owner(row) == role;
+    return count;
+}
+__host__ __device__ constexpr int row_after(int role, int first, int k) {
+    for (int row = first; row < BLOCKS; row++)
+        if (owner(row) == role && k-- == 0) return row;
+    return 0;
+}
+__host__ __device__ constexpr int last_row(int role) {
+    int last = 0;
+    for (int row = 0; row < BLOCKS; row++) last = owner(row) == role ? row : last;
+    return last;
 }
 
-// Calls body(Index<warp>{}): what differs between warps is compiled once for each of them.
+// Calls body(Index<role>{}): what differs between warps is compiled once for each.
 template <class Body> __device__ __forceinline__ void with_role(int warp, Body&& body) {
     if constexpr (WARPS == 1) {
         body(Index<0>{});
     } else {
-        switch (warp) {
-        case 0: body(Index<0>{}); break;
-        case 1: body(Index<1>{}); break;
-        case 2: body(Index<2>{}); break;
-        default: body(Index<3>{});
-        }
+        static_for<0, WARPS>([&](auto role) {
+            if (warp == decltype(role)::value) body(role);
+        });
     }
 }
 
-// Calls body(Index<i>{}, Index<j>{}, tile) for each block that `ROLE` owns.
-template <int ROLE, class Tiles, class Body> __device__ __forceinline__ void for_owned(Tiles& tiles, Body&& body) {
-    static_for<0, BLOCKS>([&](auto row) {
+// Calls body(Index<i>{}) for each row of blocks of `ROLE` from FIRST on.
+template <int ROLE, int FIRST = 0, class Body> __device__ __forceinline__ void for_rows(Body&& body) {
+    static_for<FIRST, BLOCKS>([&](auto row) {
+        if constexpr (owner(decltype(row)::value) == ROLE) body(row);
+    });
+}
+
+// Calls body(tile, Index<i>{}, Index<j>{}) for each block of `ROLE`.
+template <int ROLE, class Tiles, class Body> __device__ __forceinline__ void for_tiles(Tiles& tiles, Body&& body) {
+    for_rows<ROLE>([&](auto row) {
         static_for<0, decltype(row)::value + 1>([&](auto column) {
-            constexpr int i = decltype(row)::value, j = decltype(column)::value;
-            if constexpr (owner(i, j) == ROLE) {
-                constexpr int place = slot(i, j);
-                body(row, column, tiles[place]);
-            }
+            constexpr int place = tile_slot(decltype(row)::value, decltype(column)::value);
+            body(tiles[place], row, column);
         });
     });
 }
@@ -102,13 +116,19 @@ template <int ROLE, class Tiles, class Body> __device__ __forceinline__ void for
 // ---------------------------------------------------------------------------------------------- the team
 
 struct TeamMemory {
-    float* rows;      // (>= RANK16, STRIDE)
+    float* staged;
     float* rhs;       // (RANK16,) right-hand side, then the solution
     float* diagonal;  // (RANK16,) of A before elimination
-    float* pivots;    // (RANK16,) 1 / sqrt(pivot)
+    int* failed;      // leading minor that is not positive definite, or 0
 };
 
-constexpr int TEAM_VECTORS = 3 * RANK16;  // floats beside the rows
+constexpr int TEAM_VECTORS = 2 * RANK16 + 16;  // floats beside the staged ones; 16 keep the next team aligned
+
+// Panel p of the factor: column c of its 16 has its element of row 16 p + r at panel_base(p) + c panel_stride(p) + r. In
+// place of the block on the diagonal stands the inverse W of its factor: W[n][c] at panel_base(p) + n panel_stride(p) + c.
+__host__ __device__ constexpr int panel_stride(int p) { return STRIDE - p * BLOCK; }
+__host__ __device__ constexpr int panel_base(int p) { return BLOCK * (p * STRIDE - BLOCK * (p * (p - 1) / 2)); }
+constexpr int PACKED = panel_base(BLOCKS);  // floats of the factor
 
 __device__ __forceinline__ void team_sync() {
     if constexpr (WARPS == 1) __syncwarp();
@@ -117,20 +137,39 @@ __device__ __forceinline__ void team_sync() {
 
 // What one warp holds of a system.
 struct Holding {
-    static constexpr int TILES = most_owned(false), DIAGONALS = most_owned(true);
+    static constexpr int TILES = most(count_tiles), ROWS = most(count_rows);
     Tile tiles[TILES];
-    float rhs[DIAGONALS][BLOCK_HALVES];  // this thread's sums for rows 16 b + 8 half + g, of blocks (b, b) of this warp
+    float rhs[ROWS][BLOCK_HALVES];  // this thread's sums for rows 16 b + 8 half + g of its rows of blocks b
 };
 
-__device__ __forceinline__ void clear(Holding& mine) {
+__device__ __forceinline__ void clear(Tile (&tiles)[Holding::TILES]) {
 #pragma unroll
     for (int k = 0; k < Holding::TILES; k++)
 #pragma unroll
         for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-            for (int q = 0; q < 4; q++) mine.tiles[k].value[half][q] = 0;
+            for (int q = 0; q < 4; q++) tiles[k].value[half][q] = 0;
+}
+
+__device__ __forceinline__ void clear(Holding& mine) {
+    clear(mine.tiles);
 #pragma unroll
-    for (int b = 0; b < Holding::DIAGONALS; b++) mine.rhs[b][0] = mine.rhs[b][1] = 0;
+    for (int b = 0; b < Holding::ROWS; b++) mine.rhs[b][0] = mine.rhs[b][1] = 0;
+}
+
+__device__ __forceinline__ void add(Tile (&tiles)[Holding::TILES], const Tile (&more)[Holding::TILES]) {
+#pragma unroll
+    for (int k = 0; k < Holding::TILES; k++)
+#pragma unroll
+        for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) tiles[k].value[half][q] += more[k].value[half][q];
+}
+
+// Sum of a right-hand side over the four threads that have parts of it.
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(FULL_WARP, value, 1);
+    return value + __shfl_xor_sync(FULL_WARP, value, 2);
 }
 
 // Row and column, inside a block, of element q of a half of a tile.
@@ -145,43 +184,82 @@ template <int ROWS> struct StepWeights {
     float root[ROWS / 4], linear[ROWS / 4];
 };
 
-// A += V^T W V and b += V^T c over the rows of one product, which lie in shared memory.
-template <int PRECISION, bool WEIGHTED>
-__device__ __forceinline__ void accumulate(Holding& mine, const float* rows, const StepWeights<product_rows(PRECISION)>& weights,
-                                           int warp, int lane) {
-    constexpr int ROWS = product_rows(PRECISION);
-    with_role(warp, [&](auto role) {
-        constexpr int ROLE = decltype(role)::value;
-        Fragment<PRECISION> fragment[BLOCKS];
-        static_for<0, BLOCKS>([&](auto index) {
-            constexpr int b = decltype(index)::value;
-            if constexpr (touches(ROLE, b)) {
-                Raw<ROWS> raw = load_raw<ROWS, STRIDE>(rows, b, lane);
-                constexpr bool has_rhs = owner(b, b) == ROLE;
-                constexpr int place = has_rhs ? diagonal_slot(b) : 0;
-#pragma unroll
-                for (int step = 0; step < ROWS / 4; step++)
-#pragma unroll
-                    for (int half = 0; half < BLOCK_HALVES; half++) {
-                        if constexpr (has_rhs) mine.rhs[place][half] += weights.linear[step] * raw.value[step][half];
-                        if constexpr (WEIGHTED) raw.value[step][half] *= weights.root[step];
-                    }
-                fragment[b].set(raw);
-            }
+// Tiles of column J += (SUBTRACT: -=) A B^T in float32, each summed from zero and added with rounding.
+template <int ROLE, int J, bool SUBTRACT, int PRECISION>
+__device__ __forceinline__ void multiply_column_rounded(Tile (&tiles)[Holding::TILES], const Fragment<PRECISION> (&fragment)[BLOCKS]) {
+    constexpr int COUNT = rows_from(ROLE, J);
+    static_for<0, ceil_div(COUNT, GROUP)>([&](auto group) {
+        constexpr int BEGIN = decltype(group)::value * GROUP, SIZE = COUNT - BEGIN < GROUP ? COUNT - BEGIN : GROUP;
+        float sum[SIZE][BLOCK_HALVES][4] = {};
+        static_for<0, PASSES>([&](auto pass) {
+            static_for<0, SIZE>([&](auto index) {
+                constexpr int k = decltype(index)::value, i = row_after(ROLE, J, BEGIN + k);
+                multiply_pass<decltype(pass)::value>(sum[k], fragment[i], fragment[J]);
+            });
         });
-        for_owned<ROLE>(mine.tiles, [&](auto row, auto column, Tile& tile) {
-            multiply<PRECISION>(tile, fragment[decltype(row)::value], fragment[decltype(column)::value]);
+        static_for<0, SIZE>([&](auto index) {
+            constexpr int k = decltype(index)::value, place = tile_slot(row_after(ROLE, J, BEGIN + k), J);
+#pragma unroll
+            for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+                for (int q = 0; q < 4; q++) tiles[place].value[half][q] += SUBTRACT ? -sum[k][half][q] : sum[k][half][q];
         });
     });
 }
 
-// Adds the Gram matrix (RANK16 x RANK16, or none) and ridge * scale to A, 1 to the padded diagonal; leaves b and the
-// diagonal of A in shared memory.
-__device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory, const float* __restrict__ gram,
-                                         const float* __restrict__ ridge, float scale, int warp, int lane) {
+// A += V^T W V and b += V^T c over the rows of one product, which lie in shared memory. ROUNDED: with rounded additions
+// (float32); otherwise the tensor cores add to `tiles`.
+template <int PRECISION, bool WEIGHTED, bool ROUNDED>
+__device__ __forceinline__ void accumulate(Tile (&tiles)[Holding::TILES], Holding& mine, const float* rows,
+                                           const StepWeights<product_rows(PRECISION)>& weights, int warp, int lane) {
+    constexpr int ROWS = product_rows(PRECISION);
     with_role(warp, [&](auto role) {
         constexpr int ROLE = decltype(role)::value;
-        for_owned<ROLE>(mine.tiles, [&](auto row, auto column, Tile& tile) {
+        Fragment<PRECISION> fragment[BLOCKS];
+        auto load = [&](auto index) {
+            constexpr int b = decltype(index)::value;
+            Raw<ROWS> raw = load_raw<ROWS, STRIDE>(rows, b, lane);
+#pragma unroll
+            for (int step = 0; step < ROWS / 4; step++)
+#pragma unroll
+                for (int half = 0; half < BLOCK_HALVES; half++) {
+                    if constexpr (owner(b) == ROLE) {
+                        constexpr int place = row_slot(b);
+                        mine.rhs[place][half] += weights.linear[step] * raw.value[step][half];
+                    }
+                    if constexpr (WEIGHTED) raw.value[step][half] *= weights.root[step];
+                }
+            fragment[b].set(raw, lane);
+        };
+        for_rows<ROLE>(load);
+        if constexpr (ROUNDED) {
+            static_for<0, last_row(ROLE) + 1>([&](auto column) {
+                constexpr int j = decltype(column)::value;
+                if constexpr (owner(j) != ROLE) load(column);
+                multiply_column_rounded<ROLE, j, false>(tiles, fragment);
+            });
+        } else {
+            static_for<0, last_row(ROLE) + 1>([&](auto column) {
+                if constexpr (owner(decltype(column)::value) != ROLE) load(column);
+            });
+            static_for<0, PASSES>([&](auto pass) {
+                for_tiles<ROLE>(tiles, [&](Tile& tile, auto row, auto column) {
+                    multiply_pass<decltype(pass)::value>(tile.value, fragment[decltype(row)::value],
+                                                         fragment[decltype(column)::value]);
+                });
+            });
+        }
+    });
+}
+
+// Adds the Gram matrix (RANK16 x RANK16, or none) and ridge * scale to A, 1 to the padded diagonal; leaves b and the
+// diagonal of A in shared memory. Rows and columns from RANK on become those of the identity.
+__device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory, const float* __restrict__ gram,
+                                         const float* __restrict__ ridge, float scale, int warp, int lane) {
+    if (warp == 0 && lane == 0) *memory.failed = 0;
+    with_role(warp, [&](auto role) {
+        constexpr int ROLE = decltype(role)::value;
+        for_tiles<ROLE>(mine.tiles, [&](Tile& tile, auto row, auto column) {
             constexpr int i = decltype(row)::value, j = decltype(column)::value;
 #pragma unroll
             for (int half = 0; half < BLOCK_HALVES; half++)
@@ -193,27 +271,25 @@ __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory
                         tile.value[half][q] += pair.x;
                         tile.value[half][q + 1] += pair.y;
                     }
-                    if constexpr (i == j) {
 #pragma unroll
-                        for (int k = 0; k < 2; k++)
-                            if (r == c + k) {
-                                tile.value[half][q + k] += r < RANK ? ridge[r] * scale : 1.0f;
-                                memory.diagonal[r] = tile.value[half][q + k];
-                            }
+                    for (int k = 0; k < 2; k++) {
+                        float& element = tile.value[half][q + k];
+                        if constexpr (i == j)
+                            if (r == c + k && r < RANK) element += ridge[r] * scale;
+                        if constexpr (i == BLOCKS - 1 && RANK % BLOCK != 0)
+                            if (r >= RANK || c + k >= RANK) element = r == c + k;  // whatever lay beyond the factors
+                        if constexpr (i == j)
+                            if (r == c + k) memory.diagonal[r] = element;
                     }
                 }
         });
-        static_for<0, BLOCKS>([&](auto index) {
-            constexpr int b = decltype(index)::value;
-            if constexpr (owner(b, b) == ROLE) {
-                constexpr int place = diagonal_slot(b);
+        for_rows<ROLE>([&](auto row) {
+            constexpr int i = decltype(row)::value, place = row_slot(i);
 #pragma unroll
-                for (int half = 0; half < BLOCK_HALVES; half++) {
-                    float sum = mine.rhs[place][half];
-                    sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-                    sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-                    if (lane % 4 == 0) memory.rhs[b * BLOCK + 8 * half + lane / 4] = sum;
-                }
+            for (int half = 0; half < BLOCK_HALVES; half++) {
+                const float sum = quad_sum(mine.rhs[place][half]);
+                const int r = i * BLOCK + 8 * half + lane / 4;
+                if (lane % 4 == 0) memory.rhs[r] = r < RANK ? sum : 0.0f;
             }
         });
     });
@@ -221,111 +297,185 @@ __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory
 
 // ---------------------------------------------------------------------------------------------- Cholesky
 
-// Rows a thread holds of a panel of 16 columns: slot 0 is row `lane` of the panel in every warp (so that each warp has
-// the block on the diagonal), the others are spread over the team.
-constexpr int PANEL_SLOTS = 1 + (RANK16 > WARP ? ceil_div(RANK16 - WARP, TEAM) : 0);
-
-__device__ __forceinline__ int panel_row(int panel_slot, int warp, int lane) {
-    return panel_slot == 0 ? lane : WARP + ((panel_slot - 1) * WARPS + warp) * WARP + lane;
+__device__ __forceinline__ float reciprocal_root(float x) {
+#ifdef HYBRIDMF_EMULATE
+    return rsqrtf(x);
+#else
+    float y;  // one instruction; error 2^-22, as good as rsqrtf without its care for denormal pivots
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
 }
 
-// Factors the panel of columns first ... first + 15, which lies in memory.rows[first + column][row], and does the same
-// elimination on the right-hand side. Returns the failing leading minor or 0. Each thread computes whole rows of the
-// panel in registers; what they need of the block on the diagonal comes by shuffles.
-__device__ __forceinline__ int factor_panel(const TeamMemory& memory, int first, float epsilon, int warp, int lane) {
-    const int height = RANK16 - first;
-    float a[PANEL_SLOTS][BLOCK], b[PANEL_SLOTS];
+// Factors the block on the diagonal of panel p, which its owner has put where the inverse W of its factor goes.
+// Lane r < 16 holds row r of the block; lane 16 + c holds column c of W, which starts as the identity and goes through
+// the same elimination.
+__device__ __forceinline__ void factor_diagonal(const TeamMemory& memory, int p, float epsilon, int lane) {
+    float* panel = memory.staged + panel_base(p);
+    const int stride = panel_stride(p);
+    float a[BLOCK];
 #pragma unroll
-    for (int s = 0; s < PANEL_SLOTS; s++) {
-        const int row = panel_row(s, warp, lane);
-        const bool valid = row < height;
-        b[s] = valid ? memory.rhs[first + row] : 0.0f;
-#pragma unroll
-        for (int j = 0; j < BLOCK; j++) a[s][j] = valid ? memory.rows[(first + j) * STRIDE + first + row] : 0.0f;
-    }
-    if constexpr (WARPS > 1) __syncthreads();  // all warps have read what warp 0 writes below
+    for (int c = 0; c < BLOCK; c++) a[c] = lane < BLOCK ? panel[c * stride + lane] : (lane == BLOCK + c ? 1.0f : 0.0f);
     int failed = 0;
-    float solved = 0, pivot = 0;
 #pragma unroll
     for (int j = 0; j < BLOCK; j++) {
-        const float d = __shfl_sync(FULL_WARP, a[0][j], j);
+        const float d = __shfl_sync(FULL_WARP, a[j], j);
         // a pivot that is all cancellation means a singular matrix; NaN fails here, too
-        const bool good = d > epsilon * memory.diagonal[first + j];
-        if (!good && !failed) failed = first + j + 1;
-        const float inverse = good ? rsqrtf(d) : 0.0f;
-        const float y = __shfl_sync(FULL_WARP, b[0], j) * inverse;
-        if (lane == j) solved = y, pivot = inverse;
+        const bool good = d > epsilon * memory.diagonal[p * BLOCK + j];
+        if (!good && !failed) failed = p * BLOCK + j + 1;
+        a[j] *= good ? reciprocal_root(d) : 0.0f;
 #pragma unroll
-        for (int s = 0; s < PANEL_SLOTS; s++) {
-            a[s][j] *= inverse;
-            b[s] -= a[s][j] * y;
-        }
-#pragma unroll
-        for (int c = j + 1; c < BLOCK; c++) {
-            const float l = __shfl_sync(FULL_WARP, a[0][j], c);
-#pragma unroll
-            for (int s = 0; s < PANEL_SLOTS; s++) a[s][c] -= a[s][j] * l;
-        }
+        for (int c = j + 1; c < BLOCK; c++) a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
     }
+    __syncwarp();
+    if (lane >= BLOCK)
 #pragma unroll
-    for (int s = 0; s < PANEL_SLOTS; s++) {
-        const int row = panel_row(s, warp, lane);
-        if (row < height && (s > 0 || warp == 0)) {
-            memory.rhs[first + row] = s == 0 && lane < BLOCK ? solved : b[s];
-#pragma unroll
-            for (int j = 0; j < BLOCK; j++) memory.rows[(first + j) * STRIDE + first + row] = a[s][j];
-        }
-    }
-    if (warp == 0 && lane < BLOCK) memory.pivots[first + lane] = pivot;
-    return failed;
+        for (int n = 0; n < BLOCK; n++) panel[n * stride + lane - BLOCK] = a[n];
+    if (failed && lane == 0 && !*memory.failed) *memory.failed = failed;
 }
 
-// x <- L^-T y in memory.rhs, by one warp.
+// y[16 q ...] = W (b - L y) for the rows of panel q, in memory.rhs, by one warp.
+__device__ __forceinline__ void substitute_forward(const TeamMemory& memory, int q, int lane) {
+    const int n = lane % BLOCK, part = lane / BLOCK;
+    float sum[2] = {0, 0};
+#pragma unroll 1
+    for (int p = 0; p < q; p++) {
+        const int stride = panel_stride(p);
+        const float* row = memory.staged + panel_base(p) + (q - p) * BLOCK + n + 2 * part * stride;
+        const float* y = memory.rhs + p * BLOCK + 2 * part;
+#pragma unroll
+        for (int c = 0; c < BLOCK; c += 4) {  // two columns to each half of the warp: no bank conflicts
+            sum[0] += row[c * stride] * y[c];
+            sum[1] += row[(c + 1) * stride] * y[c + 1];
+        }
+    }
+    float known = sum[0] + sum[1];
+    known += __shfl_xor_sync(FULL_WARP, known, BLOCK);
+    const float value = memory.rhs[q * BLOCK + n] - known;
+    const float* inverse = memory.staged + panel_base(q) + n * panel_stride(q) + part * (BLOCK / 2);
+    float y = 0;
+#pragma unroll
+    for (int c = 0; c < BLOCK / 2; c++) y += inverse[c] * __shfl_sync(FULL_WARP, value, c + part * (BLOCK / 2));
+    y += __shfl_xor_sync(FULL_WARP, y, BLOCK);
+    __syncwarp();
+    if (part == 0) memory.rhs[q * BLOCK + n] = y;
+    __syncwarp();
+}
+
+// x[16 p ...] = W^T (y - L^T x) for all panels from the last one on, in memory.rhs, by one warp.
 __device__ __forceinline__ void substitute_back(const TeamMemory& memory, int lane) {
     const int column = lane % BLOCK, part = lane / BLOCK;
 #pragma unroll 1
-    for (int panel = BLOCKS - 1; panel >= 0; panel--) {
-        const float* factor = memory.rows + (panel * BLOCK + column) * STRIDE;
+    for (int p = BLOCKS - 1; p >= 0; p--) {
+        const int stride = panel_stride(p);
+        const float* panel = memory.staged + panel_base(p);
+        const float* below = panel + column * stride + BLOCK;
+        const float* x = memory.rhs + (p + 1) * BLOCK;
         float4 sum = make_float4(0, 0, 0, 0);
-        for (int r = (panel + 1) * BLOCK + 4 * part; r < RANK16; r += 8) {
-            const float4 l = *reinterpret_cast<const float4*>(factor + r);
-            const float4 x = *reinterpret_cast<const float4*>(memory.rhs + r);
-            sum.x += l.x * x.x;
-            sum.y += l.y * x.y;
-            sum.z += l.z * x.z;
-            sum.w += l.w * x.w;
+#pragma unroll 2
+        for (int r = 4 * part; r < (BLOCKS - 1 - p) * BLOCK; r += 8) {
+            const float4 l = *reinterpret_cast<const float4*>(below + r);
+            const float4 v = *reinterpret_cast<const float4*>(x + r);
+            sum.x += l.x * v.x;
+            sum.y += l.y * v.y;
+            sum.z += l.z * v.z;
+            sum.w += l.w * v.w;
         }
         float known = (sum.x + sum.y) + (sum.z + sum.w);
         known += __shfl_xor_sync(FULL_WARP, known, BLOCK);
-        const float inverse = memory.pivots[panel * BLOCK + column];
-        float value = (memory.rhs[panel * BLOCK + column] - known) * inverse;
-        float l[BLOCK];
+        const float value = memory.rhs[p * BLOCK + column] - known;
+        const float* inverse = panel + part * (BLOCK / 2) * stride + column;
+        float solved = 0;
 #pragma unroll
-        for (int j = 0; j < BLOCK; j++) l[j] = factor[panel * BLOCK + j] * inverse;
-#pragma unroll
-        for (int j = BLOCK - 1; j > 0; j--) {
-            const float x = __shfl_sync(FULL_WARP, value, j);
-            if (column < j) value -= l[j] * x;
-        }
-        if (part == 0) memory.rhs[panel * BLOCK + column] = value;
+        for (int n = 0; n < BLOCK / 2; n++) solved += inverse[n * stride] * __shfl_sync(FULL_WARP, value, n + part * (BLOCK / 2));
+        solved += __shfl_xor_sync(FULL_WARP, solved, BLOCK);
+        __syncwarp();
+        if (part == 0) memory.rhs[p * BLOCK + column] = solved;
         __syncwarp();
     }
 }
 
-// A -= L L^T beyond a panel, over the columns k ... of one product.
-__device__ __forceinline__ void subtract_product(Holding& mine, int panel, int k, const TeamMemory& memory, int warp, int lane) {
-    const float* factor = memory.rows + (panel * BLOCK + k) * STRIDE;
+// tile (a block of A21) <- L21 = tile W^T. The tile's columns 8 h + 2 t and 8 h + 2 t + 1 serve as the k of a product, so
+// the accumulators are the operand as they are.
+__device__ __forceinline__ void multiply_by_inverse(Tile& tile, const Fragment<FLOAT32_WIDE> (&inverse)[BLOCK_HALVES], int lane) {
+    float product[BLOCK_HALVES][4] = {};
+    Fragment<FLOAT32_WIDE> a[BLOCK_HALVES];
+#pragma unroll
+    for (int h = 0; h < BLOCK_HALVES; h++) {
+        const Raw<8> raw{{{tile.value[h][0], tile.value[h][2]}, {tile.value[h][1], tile.value[h][3]}}};
+        a[h].set(raw, lane);
+    }
+#pragma unroll
+    for (int h = 0; h < BLOCK_HALVES; h++) {
+        multiply_part<FLOAT32_WIDE>(product, a[h].part[1], inverse[h].pair[0]);
+        multiply_part<FLOAT32_WIDE>(product, a[h].part[0], inverse[h].pair[1]);
+    }
+#pragma unroll
+    for (int h = 0; h < BLOCK_HALVES; h++) multiply_part<FLOAT32_WIDE>(product, a[h].part[0], inverse[h].pair[0]);
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+        for (int q = 0; q < 4; q++) tile.value[half][q] = product[half][q];
+}
+
+// L21 of panel p, from the accumulators of its blocks, into shared memory.
+__device__ __forceinline__ void solve_panel(Holding& mine, const TeamMemory& memory, int p, int warp, int lane) {
+    float* panel = memory.staged + panel_base(p);
+    const int stride = panel_stride(p);
+    Fragment<FLOAT32_WIDE> inverse[BLOCK_HALVES];  // k = columns 8 h + 2 t, 8 h + 2 t + 1 of W; half m: rows 8 m + g
+#pragma unroll
+    for (int h = 0; h < BLOCK_HALVES; h++) {
+        Raw<8> raw;
+#pragma unroll
+        for (int m = 0; m < BLOCK_HALVES; m++) {
+            const float2 pair = *reinterpret_cast<const float2*>(panel + (8 * m + lane / 4) * stride + 8 * h + lane % 4 * 2);
+            raw.value[0][m] = pair.x;
+            raw.value[1][m] = pair.y;
+        }
+        inverse[h].set(raw, lane);
+    }
+    with_role(warp, [&](auto role) {
+        for_tiles<decltype(role)::value>(mine.tiles, [&](Tile& tile, auto row, auto column) {
+            constexpr int i = decltype(row)::value, j = decltype(column)::value;
+            if constexpr (i > j)
+                if (j == p) {
+                    multiply_by_inverse(tile, inverse, lane);
+#pragma unroll
+                    for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+                        for (int q = 0; q < 4; q++)
+                            panel[tile_column(lane, half, q) * stride + (i - j) * BLOCK + tile_row(lane, q)] = tile.value[half][q];
+                }
+        });
+    });
+}
+
+// A22 -= L21 L21^T beyond panel p, over the columns k ... of one product.
+__device__ __forceinline__ void subtract_product(Holding& mine, const TeamMemory& memory, int p, int k, int warp, int lane) {
+    const int stride = panel_stride(p);
+    const float* corner = memory.staged + panel_base(p) + (k + lane % 4) * stride + lane / 4 - p * BLOCK;
     with_role(warp, [&](auto role) {
         constexpr int ROLE = decltype(role)::value;
-        Fragment<FLOAT32> fragment[BLOCKS];
-        static_for<1, BLOCKS>([&](auto block) {
+        Fragment<FLOAT32_WIDE> fragment[BLOCKS];
+        auto load = [&](auto block) {
             constexpr int b = decltype(block)::value;
-            if constexpr (touches(ROLE, b))
-                if (b > panel) fragment[b].set(load_raw<product_rows(FLOAT32), STRIDE>(factor, b, lane));
+            Raw<8> raw;
+#pragma unroll
+            for (int step = 0; step < 2; step++)
+#pragma unroll
+                for (int half = 0; half < BLOCK_HALVES; half++)
+                    raw.value[step][half] = corner[4 * step * stride + b * BLOCK + 8 * half];
+            fragment[b].set(raw, lane);
+        };
+        for_rows<ROLE, 1>([&](auto row) {
+            if (decltype(row)::value > p) load(row);
         });
-        for_owned<ROLE>(mine.tiles, [&](auto row, auto column, Tile& tile) {
-            constexpr int i = decltype(row)::value, j = decltype(column)::value;
-            if (j > panel) multiply<FLOAT32, true>(tile, fragment[i], fragment[j]);
+        static_for<1, last_row(ROLE) + 1>([&](auto column) {
+            constexpr int j = decltype(column)::value;
+            if (j > p) {
+                if constexpr (owner(j) != ROLE) load(column);
+                multiply_column_rounded<ROLE, j, true>(mine.tiles, fragment);
+            }
         });
     });
 }
@@ -333,33 +483,46 @@ __device__ __forceinline__ void subtract_product(Holding& mine, int panel, int k
 // Factors A, solves, leaves x in memory.rhs; returns the failing leading minor or 0 (in every thread). The loop over
 // panels stays a loop: unrolled, the code would not fit in the instruction cache.
 __device__ __forceinline__ int cholesky_solve(Holding& mine, const TeamMemory& memory, float epsilon, int warp, int lane) {
-    int failed = 0;
 #pragma unroll 1
-    for (int panel = 0; panel < BLOCKS; panel++) {
-        with_role(warp, [&](auto role) {
-            for_owned<decltype(role)::value>(mine.tiles, [&](auto row, auto column, Tile& tile) {
-                constexpr int i = decltype(row)::value, j = decltype(column)::value;
-                if (j != panel) return;
+    for (int p = 0; p < BLOCKS; p++) {
+        lane = fresh(lane);
+        const int factoring = OWNERS >> 4 * p & 15;
+        if (warp == factoring) {
+            float* panel = memory.staged + panel_base(p);
+            const int stride = panel_stride(p);
+            with_role(warp, [&](auto role) {
+                for_rows<decltype(role)::value>([&](auto row) {
+                    constexpr int i = decltype(row)::value, place = tile_slot(i, i);
+                    if (i == p) {
+                        const Tile& tile = mine.tiles[place];
 #pragma unroll
-                for (int half = 0; half < BLOCK_HALVES; half++)
+                        for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-                    for (int q = 0; q < 4; q++)
-                        memory.rows[(j * BLOCK + tile_column(lane, half, q)) * STRIDE + i * BLOCK + tile_row(lane, q)] =
-                            tile.value[half][q];
+                            for (int q = 0; q < 4; q++)
+                                panel[tile_column(lane, half, q) * stride + tile_row(lane, q)] = tile.value[half][q];
+                    }
+                });
             });
-        });
+            __syncwarp();
+            factor_diagonal(memory, p, epsilon, lane);
+        }
+        // meanwhile another warp, if there is one, carries the right-hand side through the panel before
+        if (p > 0 && warp == (factoring + 1) % WARPS) substitute_forward(memory, p - 1, lane);
+        if (p == BLOCKS - 1) break;
         team_sync();
         lane = fresh(lane);
-        const int minor = factor_panel(memory, panel * BLOCK, epsilon, warp, lane);
-        if (minor && !failed) failed = minor;
+        solve_panel(mine, memory, p, warp, lane);
         team_sync();
-        lane = fresh(lane);
 #pragma unroll 1
-        for (int k = 0; k < BLOCK; k += product_rows(FLOAT32)) subtract_product(mine, panel, k, memory, warp, lane);
+        for (int k = 0; k < BLOCK; k += product_rows(FLOAT32_WIDE)) subtract_product(mine, memory, p, k, warp, lane);
     }
-    if (warp == 0) substitute_back(memory, lane);
     team_sync();
-    return failed;
+    if (warp == 0) {
+        substitute_forward(memory, BLOCKS - 1, lane);
+        substitute_back(memory, lane);
+    }
+    team_sync();
+    return *memory.failed;
 }
 
 // ---------------------------------------------------------------------------------------------- conjugate gradients
@@ -384,15 +547,15 @@ __device__ __forceinline__ int conjugate_gradient(Holding& mine, const TeamMemor
                                                   int warp, int lane) {
     constexpr int ROWS = ceil_div(RANK16, TEAM);
     with_role(warp, [&](auto role) {
-        for_owned<decltype(role)::value>(mine.tiles, [&](auto row, auto column, Tile& tile) {
+        for_tiles<decltype(role)::value>(mine.tiles, [&](Tile& tile, auto row, auto column) {
             constexpr int i = decltype(row)::value, j = decltype(column)::value;
 #pragma unroll
             for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
                 for (int q = 0; q < 4; q++) {
                     const int r = i * BLOCK + tile_row(lane, q), c = j * BLOCK + tile_column(lane, half, q);
-                    memory.rows[c * STRIDE + r] = tile.value[half][q];
-                    if constexpr (i != j) memory.rows[r * STRIDE + c] = tile.value[half][q];
+                    memory.staged[c * STRIDE + r] = tile.value[half][q];
+                    if constexpr (i != j) memory.staged[r * STRIDE + c] = tile.value[half][q];
                 }
         });
     });
@@ -404,12 +567,12 @@ __device__ __forceinline__ int conjugate_gradient(Holding& mine, const TeamMemor
         const int row = s * TEAM + thread;
         const bool valid = row < RANK16;
 #pragma unroll
-        for (int k = 0; k < RANK16; k++) a[s][k] = valid ? memory.rows[k * STRIDE + row] : 0.0f;
+        for (int k = 0; k < RANK16; k++) a[s][k] = valid ? memory.staged[k * STRIDE + row] : 0.0f;
         r[s] = valid ? memory.rhs[row] : 0.0f;
         x[s] = row < RANK ? start[row] : 0.0f;
     }
     float* direction = memory.diagonal;  // (RANK16,); b and the diagonal have been read
-    double* scratch = reinterpret_cast<double*>(memory.pivots);
+    double* scratch = reinterpret_cast<double*>(memory.failed);  // WARPS doubles in 16 floats
     auto apply = [&](const float (&vector)[ROWS]) {  // ap = A vector
         team_sync();
 #pragma unroll

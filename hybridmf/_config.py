@@ -56,7 +56,7 @@ def config() -> dict[str, Any]:
         "blas": blas,
         "cupy": _version("cupy-cuda13x") or _version("cupy-cuda12x") or _version("cupy"),
         "gpu": reason if usable else None,
-        "gpu_reason": dispatch.why_no_gpu(usable, reason),
+        "gpu_reason": "" if usable else reason,
     }
 
 

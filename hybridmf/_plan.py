@@ -23,14 +23,20 @@ from ._validate import (
     system_words,
 )
 from .cpu import _als
-from .errors import MemoryBudgetError
+from .errors import DeviceError, DeviceMemoryError, MemoryBudgetError
+from .gpu import assemblies, fused
+from .gpu.device import DeviceSpec, parse_bytes
+from .gpu.fused import FusedConfig
 
 if TYPE_CHECKING:
     from ._objective import Objective
 
 logger = logging.getLogger("hybridmf")
 
-CPU_ASSEMBLIES = ("auto", "simd", "rank1", "blas3", "bals")
+CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
+GPU_ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
+ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1])
+GPU_SOLVERS = ("cholesky", "cg")
 SOLVERS = ("cholesky", "cg", "subspace")
 PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
 DTYPES = ("float32", "float64")
@@ -51,6 +57,15 @@ MAX_CG_STEPS = 10_000
 BATCH_FLOPS = 1e10
 """Work of one kernel call per thread, a few tenths of a second: how long Ctrl-C may have to wait."""
 
+GPU_SEGMENT = 16384
+"""Entries above which the published GPU assemblies split a row (ours: `hybridmf.gpu.fused.SEGMENT`)."""
+
+GPU_BATCH_BYTES = 2 << 30
+"""Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
+
+GPU_WORTHWHILE = 2e10
+"""GFLOP of a whole fit (x 1e9) from which `device="auto"` takes the GPU: starting it costs about as much as a second."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -66,6 +81,8 @@ class Settings:
     num_threads: int
     device: str
     block_size: int
+    gpu_memory_limit: int | None = None
+    iterations: int = 15
 
     @classmethod
     def check(
@@ -81,6 +98,8 @@ class Settings:
         num_threads: Any,
         device: Any,
         block_size: Any,
+        gpu_memory_limit: Any = None,
+        iterations: Any = 15,
     ) -> Settings:
         """Judge each hyperparameter by itself; the plan judges combinations."""
         if isinstance(reorder, (bool, np.bool_)):
@@ -89,19 +108,17 @@ class Settings:
             factors=check_int("factors", factors, 1, MAX_FACTORS),
             solver=check_choice("solver", solver, SOLVERS),
             cg_steps=check_int("cg_steps", cg_steps, 1, MAX_CG_STEPS),
-            assembly=check_choice(
-                "assembly", assembly, CPU_ASSEMBLIES, "GPU assemblies are not in this version" * (assembly in _GPU_ONLY)
-            ),
+            assembly=check_choice("assembly", assembly, ASSEMBLIES),
             reorder=check_choice("reorder", reorder, REORDERINGS),
             precision=check_choice("precision", precision, PRECISIONS),
             dtype=check_choice("dtype", _dtype_name(dtype), DTYPES),
             num_threads=check_threads(num_threads),
-            device=check_choice("device", device, dispatch.DEVICES),
+            device=dispatch.check_device(device),
             block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
+            gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
+            iterations=check_int("iterations", iterations, 1),
         )
 
-
-_GPU_ONLY = ("sparse_syrk", "mo_als")
 
 
 def _dtype_name(dtype: Any) -> Any:
@@ -133,6 +150,12 @@ class Plan:
         BALS tile (0 for other assemblies).
     batch_flops : float
         Work of one kernel call; Ctrl-C is answered between calls.
+    gpu : DeviceSpec or None
+        The GPU, as it was when the plan was made.
+    segment, batch_slots : int
+        On a GPU: entries above which a row is split, and systems (or segments of them) in memory at a time.
+    fused : FusedConfig or None
+        Compile-time choices of our GPU kernels; None for the default ones.
     bytes : dict of str to int
         Memory by purpose, at the peak.
     notes : tuple of str
@@ -159,6 +182,10 @@ class Plan:
     tile_rows: int = 0
     tile_cols: int = 0
     batch_flops: float = BATCH_FLOPS
+    gpu: DeviceSpec | None = None
+    segment: int = 0
+    batch_slots: int = 0
+    fused: FusedConfig | None = None
     bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -172,9 +199,14 @@ class Plan:
         """Whether assembly and Gram matrix are the published ones, which go through BLAS."""
         return self.assembly in ("rank1", "blas3")
 
-    def for_fold_in(self, assembly: str) -> Plan:
+    def for_fold_in(self) -> Plan:
         """The plan of an exact solve of new rows in the order they come."""
-        return replace(self, solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0)
+        ours = "simd" if self.gpu is None else default_gpu_assembly(self)
+        assembly = ours if self.assembly == "bals" else self.assembly
+        segment = self.segment if assembly == self.assembly else gpu_segment(assembly)
+        return replace(
+            self, solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0, segment=segment
+        )
 
     @property
     def flops_per_iteration(self) -> float:
@@ -204,7 +236,10 @@ class Plan:
             f"{self.feedback} feedback",
             f"factors   {self.factors} in {self.dtype}",
             f"solver    {solver}; reorder {self.reorder}",
-            f"threads   {self.num_threads}, {self.instruction_set} kernels",
+            f"kernels   {self.instruction_set} on {self.num_threads} threads"
+            if self.gpu is None
+            else f"kernels   {self.gpu}, {self.precision} products, rows cut after {self.segment:,} entries, "
+            f"{self.batch_slots:,} systems at a time",
             f"work      {self.flops_per_iteration / 1e9:,.1f} GFLOP per iteration",
             f"memory    {_mib(self.total_bytes)}: "
             + ", ".join(f"{name} {_mib(size)}" for name, size in self.bytes.items()),
@@ -226,54 +261,187 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
     ValueError
         A combination that makes no sense on this device.
     """
-    device, reason = dispatch.resolve_device(settings.device)
-    notes = _instruction_set_notes()
-    if settings.precision != "float32":
-        if settings.device == "cpu":
-            raise ValueError(
-                f'precision={settings.precision!r} needs a GPU; on device="cpu" use precision="float32" '
-                '(dtype="float64" for more)'
-            )
-        notes.append(f"precision {settings.precision!r} is the GPU's; the CPU computes in {settings.dtype}")
-    rank = settings.factors + (1 if objective.biases else 0)
-    itemsize = np.dtype(settings.dtype).itemsize
-    assembly = "simd" if settings.assembly == "auto" else settings.assembly
-    if settings.solver != "cholesky" and settings.assembly not in ("auto", "simd"):
-        raise ValueError(
-            f"assembly={settings.assembly!r} is for solver='cholesky'; solver={settings.solver!r} has its own kernels: "
-            'use assembly="auto"'
-        )
-    tile_rows = tile_cols = 0
-    if assembly == "bals":
-        width = _als.padded_rank(rank)
-        tile_rows = int(np.clip(L2_ACCUMULATORS // ((width + 1) * width * itemsize), 4, 256))
-        tile_cols = int(np.clip(L2_TILE // (rank * itemsize), 32, 4096))
-    # Degree order lets a row block share its popular columns; the other assemblies read rows one by one anyway.
-    reorder = ("both" if assembly == "bals" else "none") if settings.reorder == "auto" else settings.reorder
+    spec, reason = dispatch.find_gpu(settings.device)
     plan = Plan(
-        device=device,
+        device="cpu",
         reason=reason,
         n_users=shape[0],
         n_items=shape[1],
         nnz=nnz,
         factors=settings.factors,
-        rank=rank,
+        rank=settings.factors + (1 if objective.biases else 0),
         feedback=objective.feedback,
         solver=settings.solver,
         cg_steps=settings.cg_steps,
-        block_size=min(settings.block_size, rank),
-        assembly=assembly,
-        reorder=reorder,
-        precision="float32" if device == "cpu" else settings.precision,
+        block_size=min(settings.block_size, settings.factors + (1 if objective.biases else 0)),
+        assembly=settings.assembly,
+        reorder=settings.reorder,
+        precision=settings.precision,
         dtype=settings.dtype,
         num_threads=settings.num_threads,
         instruction_set=_als.instruction_set(),
+        batch_flops=BATCH_FLOPS * settings.num_threads,
+    )
+    if spec is not None and settings.device == "auto":
+        why_not = _why_not_gpu(plan, settings)
+        if why_not:
+            logger.info("device='auto' chose the CPU: %s", why_not)
+            spec, plan = None, replace(plan, reason=f"{why_not} ({spec.name} was found)")
+    return _cpu_plan(plan, settings) if spec is None else gpu_plan(plan, settings, objective, spec)
+
+
+def _why_not_gpu(plan: Plan, settings: Settings) -> str:
+    """Why the CPU serves a request better although there is a GPU; empty if it does not."""
+    if plan.solver not in GPU_SOLVERS:
+        return f"solver={plan.solver!r} is the CPU's"
+    if plan.assembly not in ("auto", *GPU_ASSEMBLIES):
+        return f"assembly={plan.assembly!r} is the CPU's"
+    work = plan.flops_per_iteration * settings.iterations
+    if plan.assembly == "auto" and plan.precision == "float32" and work < GPU_WORTHWHILE:
+        return f"{work / 1e9:,.1f} GFLOP are done before a GPU has started"
+    return ""
+
+
+def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
+    """What runs how on the CPU."""
+    notes = _instruction_set_notes()
+    if plan.precision != "float32":
+        if settings.device == "cpu":
+            raise ValueError(
+                f'precision={plan.precision!r} needs a GPU; on device="cpu" use precision="float32" '
+                '(dtype="float64" for more)'
+            )
+        notes.append(f"precision {plan.precision!r} is the GPU's; the CPU computes in {plan.dtype}")
+    assembly = "simd" if plan.assembly == "auto" else plan.assembly
+    if assembly not in CPU_ASSEMBLIES:
+        what = f"assembly={assembly!r} is a GPU's"
+        if settings.device != "cpu":
+            raise DeviceError(f'{what}, and there is none ({plan.reason}); use assembly="auto"')
+        raise ValueError(f'{what}; on device="cpu" use one of {", ".join(CPU_ASSEMBLIES)}, or assembly="auto"')
+    if plan.solver != "cholesky" and assembly != "simd":
+        raise ValueError(
+            f"assembly={plan.assembly!r} is for solver='cholesky'; solver={plan.solver!r} has its own kernels: "
+            'use assembly="auto"'
+        )
+    itemsize = np.dtype(plan.dtype).itemsize
+    tile_rows = tile_cols = 0
+    if assembly == "bals":
+        width = _als.padded_rank(plan.rank)
+        tile_rows = int(np.clip(L2_ACCUMULATORS // ((width + 1) * width * itemsize), 4, 256))
+        tile_cols = int(np.clip(L2_TILE // (plan.rank * itemsize), 32, 4096))
+    plan = replace(
+        plan,
+        assembly=assembly,
+        reorder=_reordering(plan.reorder, assembly),
+        precision="float32",
         tile_rows=tile_rows,
         tile_cols=tile_cols,
-        batch_flops=BATCH_FLOPS * settings.num_threads,
         notes=tuple(notes),
     )
     return replace(plan, bytes=_cpu_bytes(plan))
+
+
+def _reordering(asked: str, assembly: str) -> str:
+    """Degree order lets a row block share its popular columns; the other assemblies read rows one by one anyway."""
+    if asked != "auto":
+        return asked
+    return "both" if assembly == "bals" else "none"
+
+
+# ---------------------------------------------------------------------------------------------------- GPU
+
+
+def default_gpu_assembly(plan: Plan, unobserved_weight: float = 0.0) -> str:
+    """Our fused kernels where they can serve, else Gates' (any rank, float64, older GPUs)."""
+    assert plan.gpu is not None
+    return "sparse_syrk" if fused.supports(plan.rank, plan.dtype, plan.gpu, unobserved_weight) else "fused"
+
+
+def gpu_segment(assembly: str) -> int:
+    """Entries above which a row is split."""
+    return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
+
+
+def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
+    """What runs how on a GPU; a pure function of sizes and of what the GPU is.
+
+    Raises
+    ------
+    ValueError
+        A combination that GPUs do not serve.
+    """
+    if plan.solver not in GPU_SOLVERS:
+        raise ValueError(f"solver={plan.solver!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_SOLVERS)}")
+    limit = settings.gpu_memory_limit
+    if limit is not None:
+        spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
+    plan = replace(plan, device=f"cuda:{spec.index}", gpu=spec)
+    why_not = fused.supports(plan.rank, plan.dtype, spec, objective.unobserved_weight if objective.is_implicit else 0.0)
+    assembly, notes = plan.assembly, []
+    if assembly == "auto":
+        assembly = "sparse_syrk" if why_not else "fused"
+        if why_not:
+            notes.append(f"assembly sparse_syrk instead of fused: {why_not}")
+    if assembly not in GPU_ASSEMBLIES:
+        raise ValueError(
+            f"assembly={assembly!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_ASSEMBLIES)}, "
+            'or assembly="auto"'
+        )
+    if assembly == "fused" and why_not:
+        raise ValueError(f'assembly="fused" cannot serve this: {why_not}; use assembly="auto"')
+    if plan.precision != "float32" and assembly != "fused":
+        because = f": {why_not}" if why_not else f", not for assembly={assembly!r}"
+        raise ValueError(f"precision={plan.precision!r} is for the fused kernels{because}; use precision='float32'")
+    tile_rows, tile_cols = (0, 0)
+    if assembly == "bals":
+        tile_rows, tile_cols = assemblies.bals_tile_sizes(plan.rank, np.dtype(plan.dtype).itemsize, spec)
+    plan = replace(
+        plan,
+        assembly=assembly,
+        reorder=_reordering(plan.reorder, assembly),
+        tile_rows=tile_rows,
+        tile_cols=tile_cols,
+        segment=gpu_segment(assembly),
+        notes=tuple(notes),
+    )
+    sizes = _gpu_fixed_bytes(plan)
+    slot_bytes = _slot_bytes(plan)
+    # a row has one slot, and one more for each segment it is cut into; ours needs slots for long rows only
+    most = plan.nnz // plan.segment + (plan.nnz // plan.segment if assembly == "fused" else max(shape_of(plan))) + 1
+    left = min(GPU_BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
+    slots = int(np.clip(left // slot_bytes, 1, most))
+    return replace(plan, batch_slots=slots, bytes=sizes | {"batch": slots * slot_bytes})
+
+
+def shape_of(plan: Plan) -> tuple[int, int]:
+    """(n_users, n_items)."""
+    return plan.n_users, plan.n_items
+
+
+def _slot_bytes(plan: Plan) -> int:
+    """Bytes of one system, or of one segment of a row, that waits to be solved."""
+    if plan.assembly == "fused":
+        return 4 * fused.FusedConfig.default(plan.rank).partial_floats
+    return (plan.rank + 1) * plan.rank * np.dtype(plan.dtype).itemsize
+
+
+def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
+    """Memory by purpose that does not depend on the size of batches."""
+    m, n, nnz = plan.n_users, plan.n_items, plan.nnz
+    itemsize = np.dtype(plan.dtype).itemsize
+    width = fused.round_up(plan.rank, 16 // itemsize)
+    sizes = {
+        # both orientations; offsets, order, scale and status of each row
+        "ratings": 2 * nnz * (4 + itemsize) + (m + n) * (8 + 4 + itemsize + 4),
+        # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
+        "factors": (m + n + max(m, n)) * width * itemsize,
+    }
+    if plan.tile_rows:
+        sizes["tiles"] = 2 * nnz * (8 + itemsize) + 8 * (_tile_pointers(m, n, plan) + _tile_pointers(n, m, plan))
+    return sizes
+
+
+# ---------------------------------------------------------------------------------------------------- CPU
 
 
 def _instruction_set_notes() -> list[str]:
@@ -384,6 +552,14 @@ def _cgroup_memory(folder: str) -> int | None:
 
 def check_memory(plan: Plan) -> None:
     """Refuse a plan that cannot fit before it allocates anything."""
+    if plan.gpu is not None:
+        if plan.total_bytes > plan.gpu.free_bytes:
+            raise DeviceMemoryError(
+                f"the fit needs about {_mib(plan.total_bytes)} on {plan.gpu.name} and {_mib(plan.gpu.free_bytes)} are "
+                f"free ({', '.join(f'{name} {_mib(size)}' for name, size in plan.bytes.items())}); use fewer factors, "
+                'a GPU with more memory, free what other programs hold, or device="cpu"'
+            )
+        return
     free = available_memory()
     if free is not None and plan.total_bytes > free:
         raise MemoryBudgetError(

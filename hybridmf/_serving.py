@@ -361,7 +361,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         """Exact factors of new rows of `side` for the factors of the other one."""
         learned = self._learned
         fixed = learned.state.side("item" if side == "user" else "user")
-        plan = learned.plan.for_fold_in("simd" if learned.plan.assembly == "bals" else learned.plan.assembly)
+        plan = learned.plan.for_fold_in()
         gram = None
         if learned.objective.is_implicit:  # the same for every row, and most of the work for a few rows
             blas = plan.uses_blas  # as in the fit, so that training rows get their training factors

@@ -27,10 +27,17 @@ class _ALS(FactorModel):
             num_threads=self.num_threads,
             device=self.device,
             block_size=self.block_size,
+            gpu_memory_limit=self.gpu_memory_limit,
+            iterations=self.iterations,
         )
 
     def _solver(self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State) -> Solver:
-        return CpuALS(user_items, item_users, self._objective(), plan, state)
+        if plan.gpu is None:
+            return CpuALS(user_items, item_users, self._objective(), plan, state)
+        from .gpu.als import GpuALS
+        from .gpu.device import open_device
+
+        return GpuALS(open_device(plan.device), user_items, item_users, self._objective(), plan, state)
 
 
 class ImplicitALS(_ALS):
@@ -122,6 +129,7 @@ class ImplicitALS(_ALS):
         num_threads: int | None = None,
         random_state: Any = None,
         block_size: int = 32,
+        gpu_memory_limit: str | int | None = None,
     ) -> None:
         self.factors = factors
         self.regularization = regularization
@@ -139,6 +147,7 @@ class ImplicitALS(_ALS):
         self.num_threads = num_threads
         self.random_state = random_state
         self.block_size = block_size
+        self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self) -> Objective:
         return Objective.implicit(self.regularization, self.regularization_scaling, self.alpha, self.unobserved_weight)
@@ -199,6 +208,7 @@ class ExplicitALS(_ALS):
         num_threads: int | None = None,
         random_state: Any = None,
         block_size: int = 32,
+        gpu_memory_limit: str | int | None = None,
     ) -> None:
         self.factors = factors
         self.regularization = regularization
@@ -215,6 +225,7 @@ class ExplicitALS(_ALS):
         self.num_threads = num_threads
         self.random_state = random_state
         self.block_size = block_size
+        self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self) -> Objective:
         return Objective.explicit(self.regularization, self.regularization_scaling, self.biases)

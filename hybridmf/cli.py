@@ -26,7 +26,7 @@ from . import _validate, dispatch, formats
 from ._config import config
 from ._files import open_bytes, reading, write_atomically
 from ._io import load
-from ._plan import CPU_ASSEMBLIES, DTYPES, SOLVERS, plan
+from ._plan import ASSEMBLIES, DTYPES, SOLVERS, plan
 from ._version import __version__
 from .als import ExplicitALS, ImplicitALS
 from .demo import format_table, run_demo
@@ -225,7 +225,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option("--biases", is_flag=True, help="Fit user and item biases (explicit only).")
 @click.option("--iterations", type=int, help="Full sweeps.  [default: 15]")
 @click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")
-@click.option("--assembly", metavar="|".join(CPU_ASSEMBLIES), help="How equations are built.  [default: auto]")
+@click.option("--assembly", metavar="|".join(ASSEMBLIES), help="How equations are built.  [default: auto]")
 @click.option("--device", metavar="|".join(dispatch.DEVICES), help="Where to compute.  [default: auto]")
 @click.option("--dtype", metavar="|".join(DTYPES), help="Precision of the factors.  [default: float32]")
 @click.option("--num-threads", type=int, help="[default: all cores]")

@@ -2,78 +2,77 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
+import re
+from typing import TYPE_CHECKING
 
-from ._validate import check_choice
 from .errors import DeviceError
+
+if TYPE_CHECKING:
+    from .gpu.device import DeviceSpec
 
 logger = logging.getLogger("hybridmf")
 
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 
-NO_GPU_SOLVER = "this version of hybridmf has no GPU solvers"
+
+def check_device(device: object) -> str:
+    """A device's name, judged.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if isinstance(device, (list, tuple)):
+        raise ValueError(f"device={device!r}: several GPUs are not in this version; expected {DEVICES}")
+    if not isinstance(device, str):
+        raise TypeError(f"device must be {DEVICES}, got {type(device).__name__} {device!r}")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+        raise ValueError(f"device must be {DEVICES}; got {device!r}")
+    return device
 
 
 def gpu_status() -> tuple[bool, str]:
-    """Whether a CUDA GPU can be reached from Python, and the reason in words.
+    """Whether a CUDA GPU can be used, and the reason in words.
 
     Imports CuPy if it is installed; never raises.
 
     Returns
     -------
     usable : bool
-        CuPy is installed and sees a device. This version has no GPU solvers, so "usable" is about the machine.
     reason : str
-        The names of the GPUs, or what is missing.
+        The GPUs with their compute capability and free memory, or what is missing and how to get it.
     """
-    return _look_for_gpus()[:2]
+    from .gpu.device import device_count, open_device
 
-
-def _look_for_gpus() -> tuple[bool, str, Exception | None]:
-    """`gpu_status`, and the exception that says no."""
     try:
-        cupy = importlib.import_module("cupy")
-        count = cupy.cuda.runtime.getDeviceCount()
-        names = [cupy.cuda.runtime.getDeviceProperties(k)["name"].decode() for k in range(count)]
-    except Exception as error:  # CuPy raises its own classes for a missing driver, library or device
-        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
-            return False, "CuPy is not installed", error
-        text = " ".join(str(error).split())  # one line of a plan
-        return False, f"CuPy cannot use a GPU here: {type(error).__name__}: {text}", error
-    if not count:
-        return False, "CuPy found no CUDA device", None
-    return True, ", ".join(names), None
+        names = [str(open_device(f"cuda:{k}").spec) for k in range(device_count())]
+    except DeviceError as error:
+        return False, str(error)
+    return True, ", ".join(names)
 
 
-def why_no_gpu(usable: bool, reason: str) -> str:
-    """Why nothing runs on a GPU, from what `gpu_status` says: a GPU alone, or CuPy alone, would not change it."""
-    return f"{NO_GPU_SOLVER} ({'found ' * usable}{reason})"
-
-
-def resolve_device(device: object) -> tuple[str, str]:
-    """The device that will run and the reason for it.
+def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:
+    """The GPU a request may run on, None for the CPU, and the reason.
 
     Parameters
     ----------
-    device : {"auto", "cpu", "cuda"}
-
-    Returns
-    -------
-    device : str
-    reason : str
+    device : {"auto", "cpu", "cuda", "cuda:N"}
 
     Raises
     ------
     DeviceError
-        ``device="cuda"``, which this version cannot serve; CuPy's own error is its cause.
+        A GPU was asked for by name and cannot be used; the message says what to install or change.
     """
-    choice = check_choice("device", device, DEVICES)
-    if choice == "cpu":
-        return "cpu", "asked for"
-    usable, found, error = _look_for_gpus()
-    reason = why_no_gpu(usable, found)
-    if choice == "cuda":
-        raise DeviceError(f'device="cuda" cannot be served: {reason}. Use device="auto" or "cpu"') from error
-    logger.info("device='auto' chose the CPU: %s", reason)
-    return "cpu", reason
+    if device == "cpu":
+        return None, "asked for"
+    from .gpu.device import open_device
+
+    try:
+        spec = open_device("cuda" if device == "auto" else device).spec
+    except DeviceError as error:
+        if device != "auto":
+            raise DeviceError(f'device="{device}" cannot be served: {error}. Use device="auto" or "cpu"') from error
+        logger.info("device='auto' chose the CPU: %s", error)
+        return None, f"no GPU: {error}"
+    return spec, "asked for" if device != "auto" else "there is a GPU"

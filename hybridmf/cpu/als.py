@@ -185,7 +185,7 @@ class HalfSweep:
                 self._solve_bals(out, design, arguments, status)
             else:
                 self._solve_rows(out, design, arguments, status)
-            self._check(status)
+            check_status(status, self.side, objective, self.names)
         if not objective.biases:
             return Factors(out)
         return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
@@ -288,29 +288,46 @@ class HalfSweep:
     def _epsilon(self, dtype: np.dtype) -> float:
         return SINGULAR_PIVOT * float(np.finfo(dtype).eps)
 
-    def _check(self, status: np.ndarray) -> None:
-        bad = np.flatnonzero(status)
-        if not bad.size:
-            return
-        row, code = int(bad[0]), int(status[bad[0]])
-        if self.names is not None:
-            row = int(self.names[row])
-        more = f" ({bad.size - 1} more such rows)" if bad.size > 1 else ""
-        if code == _als.NON_FINITE:
-            raise NonFiniteError(
-                f"factors of {self.side} {row} became infinite or NaN{more}; "
-                "scale the ratings down, lower alpha, or use dtype='float64'"
-            )
-        lam = self.objective.regularization
-        minor = code if code > 0 else 0
-        what = f"leading minor {minor}" if code > 0 else "negative curvature in a conjugate gradient step"
-        raise NotPositiveDefiniteError(
-            f"normal equations of {self.side} {row} are not positive definite ({what}){more}; "
-            f"increase regularization (now {lam:g})",
-            side=self.side,
-            row=row,
-            minor=minor,
+
+def check_status(
+    status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None
+) -> None:
+    """Raise what the first row with a status says went wrong.
+
+    Parameters
+    ----------
+    status : int32 array, shape (n_rows,)
+        0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
+    side : {"user", "item"}
+    objective : Objective
+    names : int64 array, shape (n_rows,), optional
+        What to call each row, if not by its position.
+
+    Raises
+    ------
+    NotPositiveDefiniteError, NonFiniteError
+    """
+    bad = np.flatnonzero(status)
+    if not bad.size:
+        return
+    row, code = int(bad[0]), int(status[bad[0]])
+    if names is not None:
+        row = int(names[row])
+    more = f" ({bad.size - 1} more such rows)" if bad.size > 1 else ""
+    if code == _als.NON_FINITE:
+        raise NonFiniteError(
+            f"factors of {side} {row} became infinite or NaN{more}; "
+            "scale the ratings down, lower alpha, or use dtype='float64'"
         )
+    minor = code if code > 0 else 0
+    what = f"leading minor {minor}" if code > 0 else "negative curvature in a conjugate gradient step"
+    raise NotPositiveDefiniteError(
+        f"normal equations of {side} {row} are not positive definite ({what}){more}; "
+        f"increase regularization (now {objective.regularization:g})",
+        side=side,
+        row=row,
+        minor=minor,
+    )
 
 
 class CpuALS:

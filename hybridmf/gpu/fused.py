@@ -14,7 +14,7 @@ MAX_RANK = 128
 """A system must fit in the registers of a block of threads."""
 
 BLOCK = 16
-PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4}
+PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
 
 SEGMENT = 4096
@@ -35,7 +35,7 @@ class FusedConfig:
     rank : int
         Order of the systems, 1 to 128.
     warps : int
-        Warps of a team: 1 or 4.
+        Warps of a team: 1 or 2.
     teams : int
         Teams of a block of threads.
     stages : int
@@ -54,9 +54,17 @@ class FusedConfig:
     def default(cls, rank: int) -> FusedConfig:
         """The choice for a rank."""
         blocks = ceil_div(rank, BLOCK)
-        if blocks <= 4:
-            return cls(rank, 1, 4, *{1: (4, 6), 2: (3, 5), 3: (3, 4), 4: (4, 3)}[blocks])
-        return cls(rank, 4, 1, *{5: (3, 4), 6: (3, 4), 7: (3, 3), 8: (4, 3)}[blocks])
+        stages, blocks_per_sm = {
+            1: (4, 6),
+            2: (3, 5),
+            3: (3, 4),
+            4: (3, 3),
+            5: (4, 6),
+            6: (4, 5),
+            7: (4, 4),
+            8: (4, 4),
+        }[blocks]
+        return cls(rank, *((1, 4) if blocks <= 4 else (2, 1)), stages, blocks_per_sm)
 
     @property
     def rank16(self) -> int:
@@ -73,12 +81,12 @@ class FusedConfig:
         """Threads of a block."""
         return 32 * self.warps * self.teams
 
-    @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self, solver: str = "cholesky") -> int:
         """Dynamic shared memory of a block."""
-        chunk, stride = (16 if self.warps == 1 else 8) * self.warps, self.rank16 + 8
-        staged = max(self.stages * chunk, self.rank16) * stride
-        return 4 * self.teams * (staged + 3 * self.rank16 + 2 * self.stages * chunk)
+        chunk, stride, blocks = (16 if self.warps == 1 else 8) * self.warps, self.rank16 + 8, self.rank16 // BLOCK
+        packed = BLOCK * (blocks * stride - BLOCK * (blocks * (blocks - 1) // 2))
+        staged = max(self.stages * chunk * stride, packed if solver == "cholesky" else self.rank16 * stride)
+        return 4 * self.teams * (staged + 2 * self.rank16 + 16 + 3 * (self.stages + 1) * chunk)
 
     @property
     def partial_floats(self) -> int:
@@ -109,9 +117,24 @@ def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float =
         return f"compute capability {spec.capability[0]}.{spec.capability[1]} is below 8.0"
     if unobserved_weight > 1:
         return f"unobserved_weight {unobserved_weight:g} above 1 makes weights negative, whose root does not exist"
-    if FusedConfig.default(rank).shared_bytes > spec.shared_bytes:
-        return f"rank {rank} needs {FusedConfig.default(rank).shared_bytes} bytes of shared memory"
+    if FusedConfig.default(rank).shared_bytes("cg") > spec.shared_bytes:
+        return f"rank {rank} needs {FusedConfig.default(rank).shared_bytes('cg')} bytes of shared memory"
     return ""
+
+
+WIDEST_ROOTS = 256.0
+"""Ratio of the largest to the smallest root of a weight up to which float16 parts keep 22 bits of every product."""
+
+LARGEST_PART = 2.0**14
+"""What the largest scaled value may be: float16 ends at 65,504, and a power of two below leaves room for rounding."""
+
+
+def entry_scale(largest_factor: float, largest_root: float) -> float:
+    """Power of two that brings the largest weighted factor near `LARGEST_PART` (float16 parts; see fragments.cuh)."""
+    largest = largest_factor * largest_root
+    if not np.isfinite(largest) or largest <= 0:
+        return 1.0
+    return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / largest)), -60, 60))
 
 
 @dataclass(frozen=True)
@@ -187,6 +210,7 @@ def solve_rows(
     solver: str,
     epsilon: float,
     cg_steps: int,
+    entry_scale: float = 1.0,
 ) -> None:
     """Solve the systems of `rows`, each assembled by one team.
 
@@ -221,10 +245,11 @@ def solve_rows(
             device.zeros(1, np.int64),
             np.int64(len(rows)),
             *entries.scalars,
+            np.float32(entry_scale),
             np.float32(epsilon),
             np.int32(cg_steps),
         ),
-        config.shared_bytes,
+        config.shared_bytes(solver),
     )
 
 
@@ -238,6 +263,7 @@ def assemble_segments(
     *,
     precision: str,
     solver: str,
+    entry_scale: float = 1.0,
 ) -> None:
     """Sums of segments of long rows.
 
@@ -264,8 +290,9 @@ def assemble_segments(
             device.zeros(1, np.int64),
             np.int64(len(segments)),
             *entries.scalars,
+            np.float32(entry_scale),
         ),
-        config.shared_bytes,
+        config.shared_bytes(solver),
     )
 
 
@@ -308,5 +335,5 @@ def solve_partials(
             np.float32(epsilon),
             np.int32(cg_steps),
         ),
-        config.shared_bytes,
+        config.shared_bytes(solver),
     )

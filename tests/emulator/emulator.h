@@ -257,10 +257,12 @@ template <class T, class U> T atomicAdd(T* pointer, U value) { T old = *pointer;
 template <class T, class U> T atomicMax(T* pointer, U value) { T old = *pointer; *pointer = std::max(old, T(value)); return old; }
 template <class T, class U> T atomicMin(T* pointer, U value) { T old = *pointer; *pointer = std::min(old, T(value)); return old; }
 template <class T, class U, class V> T atomicCAS(T* p, U expected, V value) { T old = *p; if (old == T(expected)) *p = T(value); return old; }
+template <class T, class U> T atomicOr(T* pointer, U value) { T old = *pointer; *pointer |= T(value); return old; }
 template <class T, class U> T atomicExch(T* pointer, U value) { T old = *pointer; *pointer = T(value); return old; }
 
 inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
 inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+inline long long __double_as_longlong(double value) { long long bits; std::memcpy(&bits, &value, 8); return bits; }
 inline int __float_as_int(float value) { int bits; std::memcpy(&bits, &value, 4); return bits; }
 inline float __int_as_float(int bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

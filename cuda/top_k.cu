@@ -1,0 +1,913 @@
+// top_k.cu - the n items with the highest users @ items.T of each user, ties to the lower item, seen items left out
+//
+// n <= KEPT <= 128, rank <= 512: no users x items matrix. Items lie in groups of 32 by falling norm, and
+//   mark_seen    words[u][g]: which items of group g user u has seen
+//   group_max    words[u][g] becomes the largest score of an unseen item of g: float16 tensor cores, float32 sums
+//   prune        after the groups of largest norm: the first group that |x| |y| keeps below a user's n-th best
+//   select_best  scores the groups again, exactly, that can hold one of the n best, and sorts what survives
+// Rounding is bounded, not estimated. Both sides are scaled by powers of 2, what float16 loses of each row is measured,
+// and by Cauchy-Schwarz a score differs from its approximation by at most
+//   slack = |x - x16| |y| + |x16| |y - y16| + (sums on tensor cores, rounding of the exact score) |x| |y|,
+// some 5e-4 |x| |y| at rank 128. If the maxima of n groups, less slack, reach t, then so does the n-th best score; a
+// group whose maximum plus slack is below t holds none of the best. The score a caller sees is one chain of fused
+// multiply-adds in `real` over the factors in order: answers do not depend on batch, group, pruning or tensor cores.
+//
+// Otherwise: score_rows writes the same chains for a batch of users, drop_seen removes what they have seen, sort_rows
+// finds the n-th best by radix selection and sorts what is not behind it.
+//
+// shapes : users (n_users, rank)  panels (n_groups, vectors, 32, VECTOR)  user_halves (n_users, PADDED)
+//          item_halves (32 n_groups, PADDED)  words (n_users, n_groups)  groups (n_groups, 2): largest norm, residual
+//          user_bounds (n_users, 4): norm, by_norm, by_residual of UserBound, exponent
+//          item_ids, ascending_ids (n_items,)  positions (all items,): packed place or -1
+//          seen_ptr (n_users + 1,), seen_ids ascending in each row
+//          n_groups is a multiple of OCTET; n_items are packed, and what follows them is zero and never chosen
+// flops  : 64 PADDED n_groups a user in float16; select_best scores some 1.3 n groups a user again
+// traffic: words are moved five times, 20 n_groups bytes a user; a group scored again is 128 rank bytes
+// floor  : H200, rank 128, n 10, estimated. 17,770 items: float16 11 ns a user (400 TFLOP/s by mma.sync),
+//          groups scored again 23 ns (213 KB from L2 at 9 TB/s). 384,546: 246 ns and 107 ns (450 KB at 4.2 TB/s)
+#include "common.cuh"
+
+#ifndef PADDED
+#define PADDED 64            // of group_max: the rank rounded up to 16
+#endif
+#ifndef KEPT
+#define KEPT 32              // of prune and select_best: n at most
+#endif
+// A warp keeps the factors of its users in PADDED * USERS_PER_WARP / 64 registers; its scores take as many as users.
+#ifndef USERS_PER_WARP
+#define USERS_PER_WARP (PADDED <= 128 ? 64 : PADDED <= 256 ? 32 : 16)
+#endif
+#ifndef TILE_GROUPS
+#define TILE_GROUPS (PADDED <= 128 ? 2 : 1)  // groups that are copied to shared memory together
+#endif
+
+using half_bits = unsigned short;  // a float16
+
+constexpr int GROUP = WARP;        // items: a lane each where scores are exact
+constexpr int OCTET = 8;           // groups whose words are moved together: 32 bytes of each user
+constexpr int ROW_WARPS = 4;       // of a block where a warp takes a user
+constexpr int WARPS = 4;           // of a block of group_max
+constexpr int BLOCK_USERS = WARPS * USERS_PER_WARP;
+
+constexpr int VECTOR = 16 / sizeof(real);
+struct alignas(16) Vector {
+    real value[VECTOR];
+};
+
+static_assert(PADDED % 16 == 0 && PADDED <= 512, "more do not fit in registers");
+static_assert(USERS_PER_WARP == 16 || USERS_PER_WARP == 32 || USERS_PER_WARP == 64, "see fold_quads");
+static_assert(OCTET % TILE_GROUPS == 0, "octets end with a tile");
+static_assert(KEPT >= 32 && KEPT <= 128 && (KEPT & (KEPT - 1)) == 0, "lists are sorted in powers of 2");
+
+// ---------------------------------------------------------------------------------------------- numbers
+
+template <class T> struct Arithmetic;
+template <> struct Arithmetic<float> {
+    static constexpr double EPSILON = 1.1920928955078125e-07, LEAST = 1.401298464324817e-45;
+    static constexpr float LARGEST = 3.402823466e+38f;
+};
+template <> struct Arithmetic<double> {
+    static constexpr double EPSILON = 2.220446049250313e-16, LEAST = 4.9406564584124654e-324;
+    static constexpr double LARGEST = 1.7976931348623157e+308;
+};
+
+constexpr double TENSOR_ERROR = 1.0 / (1 << 21);   // a product of a sum on tensor cores: 2.7 times Turing's truncation
+constexpr double COMPARISON_ERROR = 1.0 / (1 << 20);  // of bounds and thresholds, which are float32
+constexpr float SMALLEST = 7.9e-31f;               // 2^-100, more than all that underflows in scaled float32
+constexpr int LARGEST_EXPONENT = 1000;             // scales stay within double
+constexpr int NO_ITEM = 0x7fffffff;
+
+__device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+__device__ __forceinline__ half_bits to_half(float value) {
+#if defined(HYBRIDMF_EMULATE)
+    return half_bits(emulator::to_float16(value));
+#else
+    half_bits bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+#endif
+}
+
+__device__ __forceinline__ float from_half(half_bits bits) {
+#if defined(HYBRIDMF_EMULATE)
+    return emulator::from_16bit(bits, false);
+#else
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------- rows as float16
+
+// Exponent e such that a row whose largest factor this is, divided by 2^e, lies in [-1, 1].
+__device__ __forceinline__ int exponent_of(double largest) {
+    int exponent = 0;
+    frexp(largest, &exponent);
+    return max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent));
+}
+
+// Largest absolute value of a row, in every lane.
+__device__ __forceinline__ double largest_of(const real* row, int rank, int lane) {
+    double largest = 0;
+    for (int k = lane; k < rank; k += WARP) largest = max(largest, double(row[k] < 0 ? -row[k] : row[k]));
+#pragma unroll
+    for (int distance = WARP / 2; distance > 0; distance /= 2)
+        largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, distance));
+    return largest;
+}
+
+struct RowSize {
+    float norm, residual;  // of the scaled row, and of what float16 loses of it; not below the truth
+};
+
+// halves (padded,) <- row * scale; in float64, since squares of small factors underflow in float32
+__device__ __forceinline__ RowSize round_row(half_bits* halves, const real* row, int rank, int padded, double scale,
+                                             int lane) {
+    double norm = 0, residual = 0;
+    for (int k = lane; k < padded; k += WARP) {
+        const double value = k < rank ? double(row[k]) * scale : 0.0;
+        const half_bits half = to_half(float(value));
+        const double lost = value - double(from_half(half));
+        halves[k] = half;
+        norm += value * value;
+        residual += lost * lost;
+    }
+    constexpr double UP = 1.0 + COMPARISON_ERROR;
+    return {float(sqrt(warp_sum(norm)) * UP), float(sqrt(warp_sum(residual)) * UP)};
+}
+
+// norms[r] = |rows[r]|
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
+row_norms(double* __restrict__ norms, const real* __restrict__ rows, int n_rows, int rank) {
+    const int lane = threadIdx.x % WARP, row = blockIdx.x * ROW_WARPS + threadIdx.x / WARP;
+    if (row >= n_rows) return;
+    const real* factors = rows + int64(row) * rank;
+    const int exponent = exponent_of(largest_of(factors, rank, lane));
+    const double scale = ldexp(1.0, -exponent);
+    double sum = 0;
+    for (int k = lane; k < rank; k += WARP) sum += (factors[k] * scale) * (factors[k] * scale);
+    sum = warp_sum(sum);
+    if (lane == 0) norms[row] = ldexp(sqrt(sum), exponent);
+}
+
+// panels[g][v][i] = factors VECTOR v to VECTOR v + VECTOR - 1 of item order[GROUP g + i]: a warp reads them in one go
+extern "C" __global__ void pack_panels(real* __restrict__ panels, const real* __restrict__ items,
+                                       const int* __restrict__ order, int n_items, int n_groups, int rank) {
+    const int vectors = ceil_div(rank, VECTOR);
+    const int64 piece = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (piece >= int64(n_groups) * vectors * GROUP) return;
+    const int64 place = piece / GROUP / vectors * GROUP + piece % GROUP;
+    const int first = int(piece / GROUP % vectors) * VECTOR;
+    Vector packed;
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++)
+        packed.value[k] = place < n_items && first + k < rank ? items[int64(order[place]) * rank + first + k] : real(0);
+    reinterpret_cast<Vector*>(panels)[piece] = packed;
+}
+
+// Rows of item_halves <- items[order] * scale; groups: the largest norm and residual of each group. A warp a group.
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
+prepare_items(half_bits* __restrict__ item_halves, float2* __restrict__ groups, const real* __restrict__ items,
+              const int* __restrict__ order, int n_items, int n_groups, int rank, int padded, double scale) {
+    const int lane = threadIdx.x % WARP, group = blockIdx.x * ROW_WARPS + threadIdx.x / WARP;
+    if (group >= n_groups) return;
+    float2 largest = {0, 0};
+    for (int place = group * GROUP; place < (group + 1) * GROUP; place++) {
+        half_bits* halves = item_halves + int64(place) * padded;
+        if (place < n_items) {
+            const RowSize size = round_row(halves, items + int64(order[place]) * rank, rank, padded, scale, lane);
+            largest.x = fmaxf(largest.x, size.norm);
+            largest.y = fmaxf(largest.y, size.residual);
+        } else {
+            for (int k = lane; k < padded; k += WARP) halves[k] = 0;
+        }
+    }
+    if (lane == 0) groups[group] = largest;
+}
+
+// Rows of user_halves <- users, each scaled by its own power of 2; their bounds; limits: all groups, none where x = 0.
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
+prepare_users(half_bits* __restrict__ user_halves, float4* __restrict__ user_bounds, int* __restrict__ limits,
+              const real* __restrict__ users, int n_users, int n_groups, int rank, int padded) {
+    const int lane = threadIdx.x % WARP, user = blockIdx.x * ROW_WARPS + threadIdx.x / WARP;
+    if (user >= n_users) return;
+    const real* factors = users + int64(user) * rank;
+    const int exponent = exponent_of(largest_of(factors, rank, lane));
+    const RowSize size =
+        round_row(user_halves + int64(user) * padded, factors, rank, padded, ldexp(1.0, -exponent), lane);
+    if (lane != 0) return;
+    const float norm = size.norm + size.residual;  // bounds |x| and |x16|
+    const float relative = float(padded * TENSOR_ERROR + rank * Arithmetic<real>::EPSILON + 2 * COMPARISON_ERROR);
+    user_bounds[user] = {norm, size.residual + norm * relative, norm + norm * relative, float(exponent)};
+    limits[user] = norm > 0 ? n_groups : 0;
+}
+
+// ---------------------------------------------------------------------------------------------- bounds
+
+struct UserBound {
+    float norm;      // |x| and |x16| are at most this; 0: a user without factors
+    float by_norm;   // slack of a group: by_norm * its largest norm + by_residual * its largest residual + least
+    float by_residual;
+    float least;     // what underflows
+    double user_scale, item_scale;
+
+    // A score as groups bound it. One that overflowed counts as the largest number: it is not less.
+    __device__ __forceinline__ float scaled(real score) const {
+        const double finite = score > Arithmetic<real>::LARGEST ? Arithmetic<real>::LARGEST : score;
+        return float(finite * user_scale * item_scale);
+    }
+    __device__ __forceinline__ float slack(float norm_of_group, float residual_of_group) const {
+        return by_norm * norm_of_group + by_residual * residual_of_group + least;
+    }
+    // Whether |x| |y| keeps all of a group below a threshold.
+    __device__ __forceinline__ bool excludes(float norm_of_group, float threshold) const {
+        return (norm + by_norm) * norm_of_group + least < threshold;
+    }
+};
+
+__device__ __forceinline__ UserBound user_bound(float4 stored, int rank, double item_scale) {
+    const double user_scale = ldexp(1.0, -int(stored.w));
+    const float least = float(rank * Arithmetic<real>::LEAST * user_scale * item_scale) + SMALLEST;
+    return {stored.x, stored.y, stored.z, least, user_scale, item_scale};
+}
+
+// Four groups at once: their bounds below (side -1) or above (side 1).
+__device__ __forceinline__ float4 bounds_of(const float* best, const float2* groups, int first, const UserBound& user,
+                                            float side) {
+    const float4 value = *reinterpret_cast<const float4*>(best + first);
+    const float4 low = reinterpret_cast<const float4*>(groups + first)[0];
+    const float4 high = reinterpret_cast<const float4*>(groups + first)[1];
+    return {value.x + side * user.slack(low.x, low.y), value.y + side * user.slack(low.z, low.w),
+            value.z + side * user.slack(high.x, high.y), value.w + side * user.slack(high.z, high.w)};
+}
+
+// Which of four groups may hold a score that reaches a threshold, as bits. A group without an unseen item is -inf.
+__device__ __forceinline__ unsigned hopeful_groups(const float* best, const float2* groups, int first,
+                                                   const UserBound& user, float threshold) {
+    const float4 above = bounds_of(best, groups, first, user, 1.0f);
+    const float wanted = fmaxf(threshold, -Arithmetic<float>::LARGEST);
+    return unsigned(above.x >= wanted) | unsigned(above.y >= wanted) << 1 | unsigned(above.z >= wanted) << 2 |
+           unsigned(above.w >= wanted) << 3;
+}
+
+constexpr int STREAMS = KEPT / 8;  // a lane keeps the largest bound of so many shares of the groups
+
+// The n-th largest of all lanes' values, bit by bit of the order-preserving integers.
+__device__ __forceinline__ float nth_largest(const float (&values)[STREAMS], int n) {
+    unsigned keys[STREAMS];
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++) {
+        const unsigned bits = __float_as_uint(values[s]);
+        keys[s] = bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+    }
+    unsigned found = 0;
+    for (unsigned bit = 0x80000000u; bit; bit >>= 1) {
+        const unsigned trial = found | bit;
+        int count = 0;
+#pragma unroll
+        for (int s = 0; s < STREAMS; s++) count += __popc(__ballot_sync(FULL_WARP, keys[s] >= trial));
+        if (count >= n) found = trial;
+    }
+    return __uint_as_float(found ^ (found >> 31 ? 0x80000000u : 0xffffffffu));
+}
+
+// A score that n unseen items of the first groups reach, -inf if that is not known. n_groups is a multiple of 4.
+__device__ __forceinline__ float reached_by(int n, const float* best, const float2* groups, int n_groups,
+                                            const UserBound& user, int lane) {
+    float largest[STREAMS];
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++) largest[s] = negative_infinity();
+    for (int base = 4 * lane; base < n_groups; base += STREAMS * WARP) {
+#pragma unroll
+        for (int step = 0; step < STREAMS / 4; step++) {
+            const int first = base + step * 4 * WARP;
+            if (first >= n_groups) break;
+            const float4 below = bounds_of(best, groups, first, user, -1.0f);
+            largest[4 * step] = fmaxf(largest[4 * step], below.x);
+            largest[4 * step + 1] = fmaxf(largest[4 * step + 1], below.y);
+            largest[4 * step + 2] = fmaxf(largest[4 * step + 2], below.z);
+            largest[4 * step + 3] = fmaxf(largest[4 * step + 3], below.w);
+        }
+    }
+    return nth_largest(largest, n);
+}
+
+// ---------------------------------------------------------------------------------------------- seen items
+
+// Whether a sorted list holds an item.
+__device__ __forceinline__ bool contains(const int* items, int n, int item) {
+    int low = 0, high = n;
+    while (low < high) {
+        const int middle = low + (high - low) / 2;
+        if (items[middle] < item) low = middle + 1;
+        else high = middle;
+    }
+    return low < n && items[low] == item;
+}
+
+// words[u][g]: bit i is set where u has seen item i of group g. A warp a user, so that it clears before it sets.
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
+mark_seen(unsigned* __restrict__ words, const int64* __restrict__ seen_ptr, const int* __restrict__ seen_ids,
+          const int* __restrict__ positions, int n_users, int n_groups) {
+    const int lane = threadIdx.x % WARP, user = blockIdx.x * ROW_WARPS + threadIdx.x / WARP;
+    if (user >= n_users) return;
+    unsigned* row = words + int64(user) * n_groups;
+    for (int piece = lane; piece < n_groups / 4; piece += WARP) reinterpret_cast<int4*>(row)[piece] = {0, 0, 0, 0};
+    __syncwarp();
+    for (int64 entry = seen_ptr[user] + lane; entry < seen_ptr[user + 1]; entry += WARP) {
+        const int place = positions[seen_ids[entry]];
+        if (place >= 0) atomicOr(row + place / GROUP, 1u << place % GROUP);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- tensor cores
+
+// Four 8 x 8 matrices of float16 from shared memory; lane l gives row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(unsigned (&matrices)[4], const half_bits* row) {
+#if defined(HYBRIDMF_EMULATE)
+    const auto rows = emulator::exchange(FULL_WARP, row);
+    const int lane = threadIdx.x % WARP;
+    for (int m = 0; m < 4; m++) memcpy(&matrices[m], rows[8 * m + lane / 4] + 2 * (lane % 4), 4);
+#else
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+                 : "r"(address)
+                 : "memory");
+#endif
+}
+
+// d += A B of 16 users, 8 items and 16 factors; Turing takes 8 factors at a time.
+__device__ __forceinline__ void multiply_halves(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if defined(HYBRIDMF_EMULATE)
+    emulator::mma_16bit<false>(d, a, b0, b1);
+#elif HAS_ASYNC_COPY
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b0));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------- group_max
+
+constexpr int M_TILES = USERS_PER_WARP / 16;
+constexpr int N_PAIRS = GROUP / 16;               // pairs of m16n8 tiles side by side
+constexpr int K_STEPS = PADDED / 16;
+constexpr int LANE_ROWS = 2 * M_TILES;            // rows of users that a lane holds scores of: 16 m + 8 h + lane / 4
+constexpr int ITEM_PITCH = PADDED + 8;            // halves; an odd number of 16-byte pieces: 8 rows meet all banks
+constexpr int TILE = TILE_GROUPS * GROUP * ITEM_PITCH;
+constexpr int TRAY_PITCH = 12;                    // words of a user's octet; rows start in banks 0, 12, 24, 4, ...
+constexpr int TRAY = USERS_PER_WARP * TRAY_PITCH;
+
+using UserFragments = unsigned[M_TILES][K_STEPS][4];
+using Scores = float[M_TILES][2 * N_PAIRS][4];
+
+// The A operands of a warp's users, straight from global memory, once a block.
+__device__ __forceinline__ void load_users(UserFragments& fragments, const half_bits* user_halves, int first_user,
+                                           int n_users, int lane) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+        for (int k = 0; k < K_STEPS; k++)
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const int user = first_user + 16 * m + 8 * (r % 2) + lane / 4;
+                const int factor = 16 * k + 8 * (r / 2) + 2 * (lane % 4);
+                fragments[m][k][r] = user < n_users ? *reinterpret_cast<const unsigned*>(
+                                                          user_halves + int64(user) * PADDED + factor)
+                                                    : 0u;
+            }
+}
+
+__device__ __forceinline__ void load_tile(half_bits* tile, const half_bits* item_halves, int first_group) {
+    constexpr int PIECES = PADDED / 8;  // of 16 bytes in a row
+    const half_bits* source = item_halves + int64(first_group) * GROUP * PADDED;
+#pragma unroll 4
+    for (int piece = threadIdx.x; piece < TILE_GROUPS * GROUP * PIECES; piece += WARPS * WARP)
+        copy_async_16(tile + piece / PIECES * ITEM_PITCH + piece % PIECES * 8, source + piece * 8, true);
+}
+
+// A warp's words of an octet, to its tray or back.
+__device__ __forceinline__ void load_words(unsigned* tray, const unsigned* words, int first_user, int n_users,
+                                           int n_groups, int group, int lane) {
+#pragma unroll
+    for (int piece = lane; piece < 2 * USERS_PER_WARP; piece += WARP) {
+        const int user = first_user + piece / 2;
+        const unsigned* source = words + int64(min(user, n_users - 1)) * n_groups + group + piece % 2 * 4;
+        copy_async_16(tray + piece / 2 * TRAY_PITCH + piece % 2 * 4, source, user < n_users);
+    }
+}
+
+__device__ __forceinline__ void store_words(unsigned* words, const unsigned* tray, int first_user, int n_users,
+                                            int n_groups, int group, int lane) {
+#pragma unroll
+    for (int piece = lane; piece < 2 * USERS_PER_WARP; piece += WARP) {
+        const int user = first_user + piece / 2;
+        if (user < n_users)
+            *reinterpret_cast<int4*>(words + int64(user) * n_groups + group + piece % 2 * 4) =
+                *reinterpret_cast<const int4*>(tray + piece / 2 * TRAY_PITCH + piece % 2 * 4);
+    }
+}
+
+// The B operands of a group for one step of factors; `corner` is this lane's row of the group's first items.
+__device__ __forceinline__ void load_items(unsigned (&fragments)[N_PAIRS][4], const half_bits* corner, int k) {
+#pragma unroll
+    for (int pair = 0; pair < N_PAIRS; pair++)
+        load_matrices(fragments[pair], corner + pair * 16 * ITEM_PITCH + k * 16);
+}
+
+__device__ __forceinline__ void score_group(Scores& scores, const UserFragments& users, const half_bits* group,
+                                            int lane) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+        for (int n = 0; n < 2 * N_PAIRS; n++)
+#pragma unroll
+            for (int r = 0; r < 4; r++) scores[m][n][r] = 0;
+    // matrices 0, 1: factors 0-7 and 8-15 of items 0-7; matrices 2, 3: of items 8-15
+    const half_bits* corner = group + (lane % 8 + lane / 16 * 8) * ITEM_PITCH + lane / 8 % 2 * 8;
+    unsigned items[2][N_PAIRS][4];
+    load_items(items[0], corner, 0);
+#pragma unroll
+    for (int k = 0; k < K_STEPS; k++) {
+        if (k + 1 < K_STEPS) load_items(items[(k + 1) % 2], corner, k + 1);
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+            for (int n = 0; n < 2 * N_PAIRS; n++)
+                multiply_halves(scores[m][n], users[m][k], items[k % 2][n / 2][n % 2 * 2],
+                                items[k % 2][n / 2][n % 2 * 2 + 1]);
+    }
+}
+
+// Largest of this lane's scores in each of its rows; MASKED: without those whose bit is set in the row's word.
+template <bool MASKED>
+__device__ __forceinline__ void largest_of_rows(float (&largest)[LANE_ROWS], const Scores& scores,
+                                                const unsigned (&left_out)[LANE_ROWS]) {
+#pragma unroll
+    for (int row = 0; row < LANE_ROWS; row++) {
+        largest[row] = negative_infinity();
+#pragma unroll
+        for (int n = 0; n < 2 * N_PAIRS; n++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                if (!MASKED || !(left_out[row] >> (8 * n + c) & 1))
+                    largest[row] = fmaxf(largest[row], scores[row / 2][n][row % 2 * 2 + c]);
+    }
+}
+
+// Lanes that differ in bit `distance` share COUNT rows: each ends with the largest of both for one half of them.
+template <int COUNT>
+__device__ __forceinline__ void share_rows(float (&largest)[LANE_ROWS], int lane, int distance) {
+    const bool upper = lane & distance;
+#pragma unroll
+    for (int row = 0; row < COUNT / 2; row++) {
+        const float mine = upper ? largest[row + COUNT / 2] : largest[row];
+        const float other = upper ? largest[row] : largest[row + COUNT / 2];
+        largest[row] = fmaxf(mine, __shfl_xor_sync(FULL_WARP, other, distance));
+    }
+}
+
+// The four lanes of a row join theirs, and write a quarter of the rows each.
+__device__ __forceinline__ void store_largest(unsigned* slot, float (&largest)[LANE_ROWS], int lane) {
+    share_rows<LANE_ROWS>(largest, lane, 1);
+    int first = lane % 2 * (LANE_ROWS / 2);
+    bool writes = true;
+    if constexpr (LANE_ROWS >= 4) {
+        share_rows<LANE_ROWS / 2>(largest, lane, 2);
+        first += lane / 2 % 2 * (LANE_ROWS / 4);
+    } else {
+        largest[0] = fmaxf(largest[0], __shfl_xor_sync(FULL_WARP, largest[0], 2));
+        writes = lane / 2 % 2 == 0;
+    }
+    __syncwarp();  // every lane has read the words that are overwritten
+#pragma unroll
+    for (int k = 0; k < (LANE_ROWS >= 4 ? LANE_ROWS / 4 : 1); k++) {
+        const int row = first + k;
+        if (writes) slot[(row / 2 * 16 + row % 2 * 8 + lane / 4) * TRAY_PITCH] = __float_as_uint(largest[k]);
+    }
+}
+
+// A group's scores, and their largest into the tray in place of the words; `beyond`: bits of items that do not exist.
+__device__ __forceinline__ void score_into_tray(unsigned* slot, const UserFragments& users, const half_bits* group,
+                                                bool filtered, unsigned beyond, int lane) {
+    Scores scores;
+    score_group(scores, users, group, lane);
+    unsigned left_out[LANE_ROWS], any = 0;
+#pragma unroll
+    for (int row = 0; row < LANE_ROWS; row++) {
+        const unsigned seen = filtered ? slot[(row / 2 * 16 + row % 2 * 8 + lane / 4) * TRAY_PITCH] : 0u;
+        any |= seen | beyond;
+        left_out[row] = (seen | beyond) >> 2 * (lane % 4);
+    }
+    float largest[LANE_ROWS];
+    if (__any_sync(FULL_WARP, any)) largest_of_rows<true>(largest, scores, left_out);
+    else largest_of_rows<false>(largest, scores, left_out);
+    store_largest(slot, largest, lane);
+}
+
+// First octet that no user of a warp needs.
+__device__ __forceinline__ int needed_groups(const int* limits, int first_user, int n_users, int lane) {
+    int needed = 0;
+    for (int user = first_user + lane; user < min(first_user + USERS_PER_WARP, n_users); user += WARP)
+        needed = max(needed, limits[user]);
+#pragma unroll
+    for (int distance = WARP / 2; distance > 0; distance /= 2)
+        needed = max(needed, __shfl_xor_sync(FULL_WARP, needed, distance));
+    return round_up(needed, OCTET);
+}
+
+// words[u][g], first_group <= g < last_group (multiples of OCTET): bits of seen items -> largest score of the others.
+// grid (ceil(n_users / BLOCK_USERS), ceil(groups / chunk)), chunk a multiple of OCTET; groups beyond the limit of a
+// warp's users are left as they are. shared: 2 tiles of halves, 2 trays of words a warp.
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, 2)
+group_max(unsigned* words, const half_bits* __restrict__ user_halves, const half_bits* __restrict__ item_halves,
+          const int* __restrict__ limits, int n_users, int n_items, int n_groups, int first_group, int last_group,
+          int chunk, int filtered) {
+    __shared__ int ends[WARPS];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int first_user = blockIdx.x * BLOCK_USERS + warp * USERS_PER_WARP;
+    const int begin = first_group + blockIdx.y * chunk;
+    const int end = min(min(begin + chunk, last_group), needed_groups(limits, first_user, n_users, lane));
+    if (lane == 0) ends[warp] = end;
+    __syncthreads();
+    int block_end = begin;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) block_end = max(block_end, ends[w]);
+    if (block_end == begin) return;
+
+    half_bits* tiles = shared_memory<half_bits>();
+    unsigned* trays = reinterpret_cast<unsigned*>(tiles + 2 * TILE) + warp * 2 * TRAY;
+    UserFragments users;
+    load_tile(tiles, item_halves, begin);
+    if (filtered && begin < end) load_words(trays, words, first_user, n_users, n_groups, begin, lane);
+    copy_commit();
+    load_users(users, user_halves, first_user, n_users, lane);
+
+    for (int first = begin, turn = 0; first < block_end; first += TILE_GROUPS, turn ^= 1) {
+        copy_wait<0>();
+        __syncthreads();  // this tile has arrived, and nobody reads the other one any more
+        if (first + TILE_GROUPS < block_end) load_tile(tiles + (turn ^ 1) * TILE, item_halves, first + TILE_GROUPS);
+        const int octet = (first - begin) / OCTET % 2;
+        if (filtered && first % OCTET == 0 && first + OCTET < end)
+            load_words(trays + (octet ^ 1) * TRAY, words, first_user, n_users, n_groups, first + OCTET, lane);
+        copy_commit();
+        if (first >= end) continue;
+        unsigned* tray = trays + octet * TRAY;
+#pragma unroll 1
+        for (int g = 0; g < TILE_GROUPS; g++) {
+            const int real_items = n_items - (first + g) * GROUP;
+            const unsigned beyond = real_items >= GROUP ? 0u : real_items <= 0 ? ~0u : ~0u << real_items;
+            score_into_tray(tray + (first + g) % OCTET, users, tiles + turn * TILE + g * GROUP * ITEM_PITCH, filtered,
+                            beyond, lane);
+        }
+        if ((first + TILE_GROUPS) % OCTET == 0) {
+            __syncwarp();
+            store_words(words, tray, first_user, n_users, n_groups, first + TILE_GROUPS - OCTET, lane);
+            __syncwarp();  // before the next words arrive in this tray
+        }
+    }
+}
+
+// limits[u] <- the first group that cannot hold one of the n best of user u, by the first `head` groups.
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
+prune(int* __restrict__ limits, const float* __restrict__ best, const float4* __restrict__ user_bounds,
+      const float2* __restrict__ groups, int n_users, int n_groups, int head, int n, int rank, double item_scale) {
+    const int lane = threadIdx.x % WARP, user = blockIdx.x * ROW_WARPS + threadIdx.x / WARP;
+    if (user >= n_users) return;
+    const UserBound bound = user_bound(user_bounds[user], rank, item_scale);
+    if (bound.norm == 0) return;
+    const float threshold = reached_by(n, best + int64(user) * n_groups, groups, head, bound, lane);
+    int low = 0, high = n_groups;
+    while (low < high) {  // norms fall, so what is excluded stays excluded
+        const int middle = (low + high) / 2;
+        if (bound.excludes(groups[middle].x, threshold)) high = middle;
+        else low = middle + 1;
+    }
+    if (lane == 0) limits[user] = low;
+}
+
+// ---------------------------------------------------------------------------------------------- lists
+
+__device__ __forceinline__ bool ranks_before(real score_a, int id_a, real score_b, int id_b) {
+    return score_a > score_b || (score_a == score_b && id_a < id_b);
+}
+
+// Best first: a bitonic sort of a power of 2 of pairs by the lanes of a warp, or by the threads of a block.
+template <bool BY_BLOCK> __device__ __forceinline__ void sort_pairs(real* scores, int* ids, int size) {
+    const int thread = BY_BLOCK ? threadIdx.x : threadIdx.x % WARP, threads = BY_BLOCK ? blockDim.x : WARP;
+    for (int run = 2; run <= size; run *= 2)
+        for (int stride = run / 2; stride > 0; stride /= 2) {
+            for (int k = thread; k < size / 2; k += threads) {
+                const int a = 2 * k - (k & (stride - 1)), b = a + stride;
+                const real score_a = scores[a], score_b = scores[b];
+                const int id_a = ids[a], id_b = ids[b];
+                if (ranks_before(score_b, id_b, score_a, id_a) == ((a & run) == 0)) {
+                    scores[a] = score_b, scores[b] = score_a;
+                    ids[a] = id_b, ids[b] = id_a;
+                }
+            }
+            if (BY_BLOCK) __syncthreads();
+            else __syncwarp();
+        }
+}
+
+constexpr int CAPACITY = 4 * KEPT;  // room for n and for the survivors of a group at any time
+
+struct List {  // of a warp: what may be among a user's best
+    real* scores;
+    int* ids;
+    int count;
+    const int* seen;
+    int n_seen;
+
+    // Sorts, drops what was seen, keeps n.
+    __device__ __forceinline__ void shrink(int n, int lane) {
+        int size = WARP, left = 0;
+        while (size < count) size *= 2;
+        __syncwarp();
+        for (int k = lane; k < size; k += WARP) {
+            const bool stays = k < count && !contains(seen, n_seen, ids[k]);
+            if (!stays) scores[k] = negative_infinity(), ids[k] = NO_ITEM;
+            left += __popc(__ballot_sync(FULL_WARP, stays));
+        }
+        __syncwarp();
+        sort_pairs<false>(scores, ids, size);
+        count = min(n, left);
+    }
+};
+
+// A lane's item of a panel times x: one chain of multiply-adds over the factors, which are zero beyond the rank.
+__device__ __forceinline__ real exact_score(const Vector* panel, const Vector* x, int vectors, int lane) {
+    real sum = 0;
+#pragma unroll 4
+    for (int v = 0; v < vectors; v++) {
+        const Vector item = panel[v * GROUP + lane], user = x[v];
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++) sum = multiply_add(user.value[k], item.value[k], sum);
+    }
+    return sum + real(0);  // no -0
+}
+
+// Every score of a user without factors is 0: the lowest unseen items.
+__device__ __forceinline__ int lowest_items(int* ids, real* scores, const int* ascending_ids, int n_items, int n,
+                                            const int* seen, int n_seen, int lane) {
+    int count = 0;
+    for (int base = 0; base < n_items && count < n; base += WARP) {
+        const bool valid = base + lane < n_items;
+        const int id = valid ? ascending_ids[base + lane] : NO_ITEM;
+        const bool chosen = valid && !contains(seen, n_seen, id);
+        const unsigned lanes = __ballot_sync(FULL_WARP, chosen);
+        const int slot = count + __popc(lanes & ((1u << lane) - 1));
+        if (chosen && slot < n) ids[slot] = id, scores[slot] = 0;
+        count = min(n, count + __popc(lanes));
+    }
+    return count;
+}
+
+__device__ __forceinline__ void fill_gap(int* ids, real* scores, int count, int n, int thread, int threads) {
+    for (int k = count + thread; k < n; k += threads) ids[k] = -1, scores[k] = negative_infinity();
+}
+
+// ids, scores (n_users, n), -1 and -inf where fewer are left. A warp a user; shared, each: Vector x[vectors],
+// real[CAPACITY], int[CAPACITY].
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP, 6)
+select_best(int* __restrict__ ids, real* __restrict__ scores, const real* __restrict__ users,
+            const float4* __restrict__ user_bounds, const float* __restrict__ best, const int* __restrict__ limits,
+            const real* __restrict__ panels, const int* __restrict__ item_ids, const int* __restrict__ ascending_ids,
+            const float2* __restrict__ groups, const int64* __restrict__ seen_ptr, const int* __restrict__ seen_ids,
+            int n_users, int n_items, int n_groups, int n, int rank, int filtered, double item_scale) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, user = blockIdx.x * ROW_WARPS + warp;
+    if (user >= n_users) return;
+    const int vectors = ceil_div(rank, VECTOR);
+    Vector* x = shared_memory<Vector>() + warp * (vectors + CAPACITY * (sizeof(real) + sizeof(int)) / sizeof(Vector));
+    List list;
+    list.scores = reinterpret_cast<real*>(x + vectors);
+    list.ids = reinterpret_cast<int*>(list.scores + CAPACITY);
+    list.count = 0;
+    list.seen = filtered ? seen_ids + seen_ptr[user] : nullptr;
+    list.n_seen = filtered ? int(seen_ptr[user + 1] - seen_ptr[user]) : 0;
+    int* row_ids = ids + int64(user) * n;
+    real* row_scores = scores + int64(user) * n;
+    const int wanted = min(n, n_items);
+
+    const UserBound bound = user_bound(user_bounds[user], rank, item_scale);
+    if (bound.norm == 0) {
+        const int count = lowest_items(row_ids, row_scores, ascending_ids, n_items, n, list.seen, list.n_seen, lane);
+        fill_gap(row_ids, row_scores, count, n, lane, WARP);
+        return;
+    }
+    for (int k = lane; k < vectors * VECTOR; k += WARP)
+        reinterpret_cast<real*>(x)[k] = k < rank ? users[int64(user) * rank + k] : real(0);
+    __syncwarp();
+
+    const float* row = best + int64(user) * n_groups;
+    const int n_scored = round_up(limits[user], OCTET);  // what group_max has computed
+    float threshold = reached_by(wanted, row, groups, n_scored, bound, lane);
+    for (int base = 0; base < n_scored; base += 4 * WARP) {
+        const int first = base + 4 * lane;
+        const unsigned hopeful = first < n_scored ? hopeful_groups(row, groups, first, bound, threshold) : 0;
+        unsigned lanes = __ballot_sync(FULL_WARP, hopeful != 0);
+        while (lanes) {
+            const int source = __ffs(lanes) - 1;
+            lanes &= lanes - 1;
+            unsigned chosen = __shfl_sync(FULL_WARP, hopeful, source);
+            while (chosen) {
+                const int group = base + 4 * source + __ffs(chosen) - 1;
+                chosen &= chosen - 1;
+                const int place = group * GROUP + lane;
+                const Vector* panel = reinterpret_cast<const Vector*>(panels) + int64(group) * vectors * GROUP;
+                const real score = exact_score(panel, x, vectors, lane);
+                const bool survives = place < n_items && bound.scaled(score) >= threshold;
+                const unsigned survivors = __ballot_sync(FULL_WARP, survives);
+                if (survives) {
+                    const int slot = list.count + __popc(survivors & ((1u << lane) - 1));
+                    list.scores[slot] = score;
+                    list.ids[slot] = item_ids[place];
+                }
+                list.count += __popc(survivors);
+                if (list.count <= CAPACITY - WARP) continue;
+                list.shrink(wanted, lane);
+                if (list.count == wanted) threshold = fmaxf(threshold, bound.scaled(list.scores[wanted - 1]));
+                __syncwarp();
+            }
+        }
+    }
+    list.shrink(wanted, lane);
+    for (int k = lane; k < list.count; k += WARP) row_ids[k] = list.ids[k], row_scores[k] = list.scores[k];
+    fill_gap(row_ids, row_scores, list.count, n, lane, WARP);
+}
+
+// ---------------------------------------------------------------------------------------------- whole rows of scores
+
+constexpr int ROW_TILE_USERS = 16;
+constexpr int ROW_TILE_WARPS = 8;
+constexpr int ROW_TILE_GROUPS = 2;    // of a warp: two items a lane, so that a load of x serves two
+constexpr int ROW_TILE_VECTORS = 32;  // of each user in shared memory at a time
+
+// scores[u][place] (n_users, GROUP n_groups): the chain of exact_score; -inf where there is no item.
+// grid (ceil(n_users / ROW_TILE_USERS), ceil(n_groups / (ROW_TILE_WARPS ROW_TILE_GROUPS)))
+extern "C" __global__ void __launch_bounds__(ROW_TILE_WARPS * WARP)
+score_rows(real* __restrict__ scores, const real* __restrict__ users, const real* __restrict__ panels, int n_users,
+           int n_items, int n_groups, int rank) {
+    __shared__ Vector x[ROW_TILE_USERS][ROW_TILE_VECTORS];
+    const int vectors = ceil_div(rank, VECTOR), lane = threadIdx.x % WARP;
+    const int first_user = blockIdx.x * ROW_TILE_USERS;
+    const int group = (blockIdx.y * ROW_TILE_WARPS + threadIdx.x / WARP) * ROW_TILE_GROUPS;
+    real sums[ROW_TILE_GROUPS][ROW_TILE_USERS] = {};
+    for (int begin = 0; begin < vectors; begin += ROW_TILE_VECTORS) {
+        const int count = min(ROW_TILE_VECTORS, vectors - begin);
+        __syncthreads();
+        for (int k = threadIdx.x; k < ROW_TILE_USERS * ROW_TILE_VECTORS * VECTOR; k += ROW_TILE_WARPS * WARP) {
+            const int user = first_user + k / (ROW_TILE_VECTORS * VECTOR);
+            const int factor = begin * VECTOR + k % (ROW_TILE_VECTORS * VECTOR);
+            (&x[0][0].value[0])[k] = user < n_users && factor < rank ? users[int64(user) * rank + factor] : real(0);
+        }
+        __syncthreads();
+        if (group >= n_groups) continue;
+        const Vector* panel = reinterpret_cast<const Vector*>(panels) + (int64(group) * vectors + begin) * GROUP + lane;
+#pragma unroll 2
+        for (int v = 0; v < count; v++) {
+            Vector item[ROW_TILE_GROUPS];
+#pragma unroll
+            for (int g = 0; g < ROW_TILE_GROUPS; g++) item[g] = panel[(int64(g) * vectors + v) * GROUP];
+#pragma unroll
+            for (int u = 0; u < ROW_TILE_USERS; u++) {
+                const Vector user = x[u][v];
+#pragma unroll
+                for (int k = 0; k < VECTOR; k++)
+#pragma unroll
+                    for (int g = 0; g < ROW_TILE_GROUPS; g++)
+                        sums[g][u] = multiply_add(user.value[k], item[g].value[k], sums[g][u]);
+            }
+        }
+    }
+    if (group >= n_groups) return;
+#pragma unroll
+    for (int u = 0; u < ROW_TILE_USERS; u++)
+#pragma unroll
+        for (int g = 0; g < ROW_TILE_GROUPS; g++) {
+            const int place = (group + g) * GROUP + lane;
+            if (first_user + u < n_users)
+                scores[int64(first_user + u) * n_groups * GROUP + place] =
+                    place < n_items ? sums[g][u] + real(0) : real(negative_infinity());
+        }
+}
+
+// scores[u][place of each item that u has seen] <- -inf
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
+drop_seen(real* __restrict__ scores, const int64* __restrict__ seen_ptr, const int* __restrict__ seen_ids,
+          const int* __restrict__ positions, int n_users, int64 pitch) {
+    const int lane = threadIdx.x % WARP, user = blockIdx.x * ROW_WARPS + threadIdx.x / WARP;
+    if (user >= n_users) return;
+    for (int64 entry = seen_ptr[user] + lane; entry < seen_ptr[user + 1]; entry += WARP) {
+        const int place = positions[seen_ids[entry]];
+        if (place >= 0) scores[user * pitch + place] = negative_infinity();
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- selection from a row
+
+__device__ __forceinline__ unsigned ordered_bits(float value) {
+    const unsigned bits = __float_as_uint(value);
+    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+__device__ __forceinline__ unsigned long long ordered_bits(double value) {
+    const unsigned long long bits = static_cast<unsigned long long>(__double_as_longlong(value));
+    return bits ^ (bits >> 63 ? ~0ull : 1ull << 63);
+}
+
+constexpr int DIGITS = 256;
+
+template <class Key> struct Cut {
+    Key floor;  // keys above it are chosen, and if ties is 0, those equal to it
+    int ties;   // else this many of those equal to it
+};
+
+// The cut above which `wanted` of the keys lie. key_of(k, key): whether element k takes part, and its key. A block
+// counts digits from the highest on; there are `wanted` keys or more, and at least one is wanted.
+template <class Key, class KeyOf>
+__device__ __forceinline__ Cut<Key> find_cut(int* counts, int n, int wanted, KeyOf key_of) {
+    Key floor = 0;
+    for (int shift = 8 * sizeof(Key) - 8; shift >= 0; shift -= 8) {
+        for (int digit = threadIdx.x; digit < DIGITS; digit += blockDim.x) counts[digit] = 0;
+        __syncthreads();
+        for (int k = threadIdx.x; k < n; k += blockDim.x) {
+            Key key;
+            if (key_of(k, key) && (key ^ floor) >> shift < DIGITS) atomicAdd(&counts[key >> shift & (DIGITS - 1)], 1);
+        }
+        __syncthreads();
+        int digit = DIGITS - 1;
+        while (wanted > counts[digit]) wanted -= counts[digit--];
+        floor |= Key(digit) << shift;
+        const bool whole = wanted == counts[digit];
+        __syncthreads();  // before the counters are cleared
+        if (whole) return {floor, 0};
+    }
+    return {floor, wanted};
+}
+
+// ids, scores (n_users, n): the n best of each row of row_scores (n_users, pitch), -inf ones are not there. A block a
+// user. The list to sort, a power of 2 `size` of at least min(n, n_items) pairs, lies in work_scores and work_ids
+// (n_users, size), or in shared memory if in_shared: real[size], int[size].
+extern "C" __global__ void __launch_bounds__(512)
+sort_rows(int* __restrict__ ids, real* __restrict__ scores, real* work_scores, int* work_ids,
+          const real* __restrict__ row_scores, const int* __restrict__ item_ids, int n_items, int64 pitch, int n,
+          int size, int in_shared) {
+    __shared__ int counts[DIGITS];
+    __shared__ int present, chosen;
+    using Key = decltype(ordered_bits(real(0)));
+    const int64 user = blockIdx.x;
+    const real* row = row_scores + user * pitch;
+    real* list_scores = in_shared ? shared_memory<real>() : work_scores + user * size;
+    int* list_ids = in_shared ? reinterpret_cast<int*>(list_scores + size) : work_ids + user * size;
+    if (threadIdx.x == 0) present = chosen = 0;
+    __syncthreads();
+    int mine = 0;
+    for (int k = threadIdx.x; k < n_items; k += blockDim.x) mine += row[k] > negative_infinity();
+    atomicAdd(&present, mine);
+    __syncthreads();
+    const int wanted = min(n, present);
+
+    Cut<Key> cut = {0, 0};
+    Cut<unsigned> id_cut = {0, 0};
+    if (wanted > 0) {
+        cut = find_cut<Key>(counts, n_items, wanted, [&](int k, Key& key) {
+            key = ordered_bits(row[k]);
+            return row[k] > negative_infinity();
+        });
+        if (cut.ties > 0)  // of equal scores the lowest items
+            id_cut = find_cut<unsigned>(counts, n_items, cut.ties, [&](int k, unsigned& key) {
+                key = ~unsigned(item_ids[k]);
+                return row[k] > negative_infinity() && ordered_bits(row[k]) == cut.floor;
+            });
+        for (int k = threadIdx.x; k < n_items; k += blockDim.x) {
+            const Key key = ordered_bits(row[k]);
+            const bool tie_lost = cut.ties > 0 && key == cut.floor && ~unsigned(item_ids[k]) < id_cut.floor;
+            if (!(row[k] > negative_infinity()) || key < cut.floor || tie_lost) continue;
+            const int slot = atomicAdd(&chosen, 1);  // in any order: sorting makes it one
+            list_scores[slot] = row[k];
+            list_ids[slot] = item_ids[k];
+        }
+    }
+    for (int k = wanted + threadIdx.x; k < size; k += blockDim.x)
+        list_scores[k] = negative_infinity(), list_ids[k] = NO_ITEM;
+    __syncthreads();
+    sort_pairs<true>(list_scores, list_ids, size);
+    for (int k = threadIdx.x; k < wanted; k += blockDim.x) {
+        ids[user * n + k] = list_ids[k];
+        scores[user * n + k] = list_scores[k];
+    }
+    fill_gap(ids + user * n, scores + user * n, wanted, n, threadIdx.x, blockDim.x);
+}

@@ -1,0 +1,513 @@
+"""The GPU's ALS: what a half sweep needs, and the solver that alternates two of them; the twin of `hybridmf.cpu.als`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._objective import SIDES, Factors, Objective, Side, State, other_side
+from .._plan import Plan
+from .._validate import csr_arrays
+from ..cpu.als import SINGULAR_PIVOT, check_status
+from ..errors import DeviceMemoryError
+from ..formats import BalsMatrix, Reordered, reorder, transpose
+from . import assemblies, cholesky_any, fused, losses
+from .device import Array, Device
+from .fused import BLOCK, FusedConfig, Systems, round_up
+from .launch import Entries, ceil_div
+
+logger = logging.getLogger("hybridmf")
+
+GRAM_ROWS = 4096
+"""Rows whose products cuBLAS adds up in float32; the sums of such pieces are added in float64."""
+
+LOSS_ROWS = 2048
+"""Entries one warp sums the losses of."""
+
+
+class DeviceFactors(Factors):
+    """Factors on a device; they come to the host when somebody looks.
+
+    Parameters
+    ----------
+    device : Device
+    table : float array, shape (n, width)
+        Factors, a constant 1 where the model has biases, zeros up to the width.
+    factors : int
+        Columns that are factors.
+    device_bias : float array, shape (n,), or None
+    """
+
+    def __init__(self, device: Device, table: Array, factors: int, device_bias: Array | None) -> None:
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "factors", factors)
+        object.__setattr__(self, "device_bias", device_bias)
+        object.__setattr__(self, "_host", None)
+
+    device: Device
+    table: Array
+    factors: int
+    device_bias: Array | None
+    _host: Factors | None
+
+    def on_host(self) -> Factors:
+        """A copy in NumPy arrays, made once."""
+        if self._host is None:
+            bias = None if self.device_bias is None else self.device.download(self.device_bias)
+            matrix = self.device.download(self.table)
+            if matrix.shape[1] != self.factors:
+                matrix = np.ascontiguousarray(matrix[:, : self.factors])
+            object.__setattr__(self, "_host", Factors(matrix, bias))
+        host = self._host
+        assert host is not None
+        return host
+
+    @property
+    def matrix(self) -> np.ndarray:  # type: ignore[override]
+        """Factors on the host."""
+        return self.on_host().matrix
+
+    @property
+    def bias(self) -> np.ndarray | None:  # type: ignore[override]
+        """Biases on the host."""
+        return self.on_host().bias
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __reduce__(self) -> Any:
+        return Factors, (self.matrix, self.bias)
+
+
+def to_device(device: Device, factors: Factors, width: int) -> DeviceFactors:
+    """Factors as a table of `width` columns on a device."""
+    if isinstance(factors, DeviceFactors) and factors.device is device and factors.table.shape[1] == width:
+        return factors
+    n, rank = factors.matrix.shape
+    table = np.zeros((n, width), dtype=factors.matrix.dtype)
+    table[:, :rank] = factors.matrix
+    if factors.bias is not None:
+        table[:, rank] = 1
+    bias = None if factors.bias is None else device.upload(factors.bias)
+    return DeviceFactors(device, device.upload(table), rank, bias)
+
+
+def table_width(rank: int, dtype: Any) -> int:
+    """Columns of a table of factors: rows are whole pieces of 16 bytes."""
+    return round_up(rank, 16 // np.dtype(dtype).itemsize)
+
+
+def weighted_gram(device: Device, table: Array, rank: int, objective: Objective) -> Array | None:
+    """``unobserved_weight F^T F``, shape (rank, rank) padded with zeros to whole blocks; None for explicit feedback."""
+    if not objective.is_implicit:
+        return None
+    n, width = table.shape
+    rows = max(GRAM_ROWS, ceil_div(n, 64))
+    whole = n // rows * rows
+    total = 0
+    for part in (table[:whole].reshape(-1, rows, width), table[whole:].reshape(1, -1, width)):
+        if part.shape[0] and part.shape[1]:
+            total = total + device.matmul(part.transpose(0, 2, 1), part).sum(axis=0, dtype=np.float64)
+    side = round_up(rank, BLOCK)
+    gram = device.zeros((side, side), table.dtype)
+    gram[:rank, :rank] = (objective.unobserved_weight * total)[:rank, :rank]
+    return gram
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Rows cut into segments: row k has the slots ``slots[k] ... slots[k + 1] - 1``.
+
+    Attributes
+    ----------
+    rows : int32 array, shape (n,)
+    slots : int64 array, shape (n + 1,)
+    segments : int64 array, shape (n_slots, 3)
+        (slot, begin, end).
+    """
+
+    rows: np.ndarray
+    slots: np.ndarray
+    segments: np.ndarray
+
+    @classmethod
+    def cut(cls, indptr: np.ndarray, rows: np.ndarray, longest: int) -> Pieces:
+        """Segments of at most `longest` entries."""
+        begins, ends = indptr[rows], indptr[rows + 1]
+        counts = np.maximum(1, -(-(ends - begins) // longest))
+        slots = np.concatenate(([0], np.cumsum(counts)))
+        place = np.arange(slots[-1]) - np.repeat(slots[:-1], counts)
+        begin = np.repeat(begins, counts) + place * longest
+        end = np.minimum(begin + longest, np.repeat(ends, counts))
+        segments = np.column_stack((np.arange(slots[-1]), begin, end)).astype(np.int64)
+        return cls(rows.astype(np.int32), slots.astype(np.int64), segments)
+
+    def batches(self, slots: int) -> Iterator[Pieces]:
+        """Consecutive rows with at most `slots` slots together (a single row may have more)."""
+        start = 0
+        while start < len(self.rows):
+            stop = int(np.searchsorted(self.slots, self.slots[start] + slots, side="right")) - 1
+            stop = min(max(stop, start + 1), len(self.rows))
+            first, last = self.slots[start], self.slots[stop]
+            segments = self.segments[first:last].copy()
+            segments[:, 0] -= first
+            yield Pieces(self.rows[start:stop], self.slots[start : stop + 1] - first, segments)
+            start = stop
+
+
+class HalfSweep:
+    """One half of a sweep on a device: solves every row of `side` for the fixed factors of the other side.
+
+    Parameters
+    ----------
+    device : Device
+    side : {"user", "item"}
+        The side that is solved; for messages.
+    matrix : csr_array, shape (n_rows, n_fixed)
+    objective : Objective
+    plan : Plan
+    names : int64 array, shape (n_rows,), optional
+        What errors call each row, if not by its position in `matrix`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        side: Side,
+        matrix: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None = None,
+    ) -> None:
+        self.device, self.side, self.objective, self.plan, self.names = device, side, objective, plan, names
+        indptr, indices, ratings = csr_arrays(matrix)
+        self.dtype = matrix.dtype
+        self.degrees = np.diff(indptr)
+        self.width = table_width(plan.rank, self.dtype)
+        self.indptr = device.upload(np.asarray(indptr, dtype=np.int64))
+        self.indices, self.ratings = device.upload(indices), device.upload(ratings)
+        self.scale = device.upload(objective.row_scale(self.degrees).astype(self.dtype))
+        ridge = np.full(plan.rank, objective.regularization, dtype=self.dtype)
+        ridge[plan.factors :] = 0  # biases carry no penalty
+        self.ridge = device.upload(ridge)
+        self.roots = _range_of_roots(objective, ratings)
+        order = np.argsort(-self.degrees, kind="stable")
+        order = order[: int(np.count_nonzero(self.degrees))]
+        n_long = int(np.count_nonzero(self.degrees > plan.segment)) if plan.assembly == "fused" else len(order)
+        self.long = Pieces.cut(np.asarray(indptr, dtype=np.int64), order[:n_long], plan.segment)
+        self.short = device.upload(order[n_long:].astype(np.int32))
+        self.batch_slots = plan.batch_slots
+        self.tiles = None
+        if plan.assembly == "bals":
+            bals = BalsMatrix.from_csr(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads)
+            self.tiles = assemblies.upload_tiles(device, bals)
+
+    def __len__(self) -> int:
+        return len(self.degrees)
+
+    def solve(
+        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
+    ) -> DeviceFactors:
+        """New factors of the side; nothing that came in is written to.
+
+        Raises
+        ------
+        NotPositiveDefiniteError, NonFiniteError
+        DeviceMemoryError
+            Not even the smallest batch fits.
+        """
+        plan, device = self.plan, self.device
+        if gram is None:
+            gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
+        solutions = device.zeros((len(self), self.width), self.dtype)
+        status = device.zeros(len(self), np.int32)
+        if plan.solver != "cholesky" and start is not None:
+            solutions[...] = start.table
+            if start.device_bias is not None:
+                solutions[:, plan.factors] = start.device_bias
+            if not self.degrees.all():
+                solutions[device.upload(np.flatnonzero(self.degrees == 0))] = 0
+        entries = self._entries(fixed, mean)
+        systems = Systems(solutions, status, gram, self.ridge, self.scale)
+        if plan.assembly == "fused":
+            self._solve_fused(systems, fixed.table, entries)
+        elif plan.assembly == "bals":
+            self._solve_tiles(systems, fixed.table, entries)
+        else:
+            self._solve_batches(systems, fixed.table, entries)
+        if bool(status.any()):
+            check_status(device.download(status), self.side, self.objective, self.names)
+        return self._unpack(solutions)
+
+    def _entries(self, fixed: DeviceFactors, mean: float) -> Entries:
+        offsets = None
+        if self.objective.biases and fixed.device_bias is not None:
+            offsets = fixed.device_bias + self.dtype.type(mean)
+        return Entries(
+            self.indices,
+            self.ratings,
+            offsets,
+            self.objective.is_implicit,
+            self.objective.alpha,
+            self.objective.unobserved_weight,
+        )
+
+    def _unpack(self, solutions: Array) -> DeviceFactors:
+        """Solutions as a table of factors; the last coordinate of a biased model becomes its bias."""
+        factors = self.plan.factors
+        if not self.objective.biases:
+            return DeviceFactors(self.device, solutions, factors, None)
+        bias = solutions[:, factors].copy()
+        solutions[:, factors] = 1
+        return DeviceFactors(self.device, solutions, factors, bias)
+
+    @property
+    def epsilon(self) -> float:
+        """Pivots at or below this part of their diagonal element are all rounding."""
+        return SINGULAR_PIVOT * float(np.finfo(self.dtype).eps)
+
+    # ------------------------------------------------------------------------------------------------ ours
+
+    def _solve_fused(self, systems: Systems, table: Array, entries: Entries) -> None:
+        plan = self.plan
+        config = plan.fused or FusedConfig.default(plan.rank)
+        precision, scale = self._arithmetic(table)
+        how = {"precision": precision, "solver": plan.solver}
+        finish = {"epsilon": self.epsilon, "cg_steps": plan.cg_steps}
+
+        def one_batch(pieces: Pieces) -> None:
+            device = self.device
+            partials = device.empty((len(pieces.segments), config.partial_floats), np.float32)
+            fused.assemble_segments(device, partials, table, entries, device.upload(pieces.segments), config, **how, entry_scale=scale)
+            slots, rows = device.upload(pieces.slots), device.upload(pieces.rows)
+            fused.solve_partials(device, systems, partials, slots, rows, entries, config, **how, **finish)
+
+        self._in_batches(one_batch)
+        fused.solve_rows(
+            self.device, systems, table, entries, self.indptr, self.short, config, **how, **finish, entry_scale=scale
+        )
+
+    def _arithmetic(self, table: Array) -> tuple[str, float]:
+        """What products are computed in, and the scale of float16 parts for these factors and weights."""
+        smallest, largest = self.roots
+        if self.plan.precision != "float32":
+            return self.plan.precision, 1.0
+        if largest > fused.WIDEST_ROOTS * smallest:
+            return "float32_wide", 1.0
+        peak = max(float(table.max()), -float(table.min()))
+        return "float32", fused.entry_scale(peak, largest)
+
+    def _in_batches(self, one_batch: Callable[[Pieces], None]) -> None:
+        """Work through the long rows; where memory runs out, with batches half as large from there on."""
+        done = 0
+        while done < len(self.long.rows):
+            rest = self.long if not done else _rest(self.long, done)
+            try:
+                for batch in rest.batches(self.batch_slots):
+                    one_batch(batch)
+                    done += len(batch.rows)
+            except DeviceMemoryError:
+                if self.batch_slots <= 1:
+                    raise
+                self.batch_slots = max(1, self.batch_slots // 2)
+                logger.warning(
+                    "%s is out of memory: batches of %d systems from here on", self.device.spec.name, self.batch_slots
+                )
+
+    # ------------------------------------------------------------------------------------------------ published
+
+    def _solve_batches(self, systems: Systems, table: Array, entries: Entries) -> None:
+        plan = self.plan
+        assemble: Callable[..., None] = (
+            assemblies.sparse_syrk if plan.assembly == "sparse_syrk" else assemblies.mo_als
+        )
+
+        def one_batch(pieces: Pieces) -> None:
+            device, rank = self.device, plan.rank
+            matrices = device.empty((len(pieces.segments), rank, rank), self.dtype)
+            rhs = device.empty((len(pieces.segments), rank), self.dtype)
+            assemble(device, matrices, rhs, table, entries, device.upload(pieces.segments), rank)
+            self._finish(systems, matrices, rhs, pieces.slots, pieces.rows)
+
+        self._in_batches(one_batch)
+
+    def _solve_tiles(self, systems: Systems, table: Array, entries: Entries) -> None:
+        plan, device, rank = self.plan, self.device, self.plan.rank
+        tiles = self.tiles
+        assert tiles is not None
+        blocks = ceil_div(len(self), plan.tile_rows)
+        first = 0
+        while first < blocks:
+            count = min(max(1, self.batch_slots // plan.tile_rows), blocks - first)
+            rows = np.arange(first * plan.tile_rows, min((first + count) * plan.tile_rows, len(self)))
+            try:
+                matrices = device.empty((len(rows), rank, rank), self.dtype)
+                rhs = device.empty((len(rows), rank), self.dtype)
+            except DeviceMemoryError:
+                if count == 1:
+                    raise
+                self.batch_slots = max(plan.tile_rows, count * plan.tile_rows // 2)
+                continue
+            assemblies.bals(
+                device, matrices, rhs, table, entries, tiles, first, count, rank, plan.tile_rows, plan.tile_cols
+            )
+            filled = self.degrees[rows] > 0
+            matrices, rhs = (matrices, rhs) if filled.all() else _only(device, filled, matrices, rhs)
+            kept = rows[filled]
+            self._finish(systems, matrices, rhs, np.arange(len(kept) + 1), kept)
+            first += count
+
+    def _finish(self, systems: Systems, matrices: Array, rhs: Array, slots: np.ndarray, rows: np.ndarray) -> None:
+        """Complete the systems of a batch and solve them."""
+        if not len(rows):
+            return
+        plan, device = self.plan, self.device
+        on_device = device.upload(rows.astype(np.int32))
+        at = device.upload(slots.astype(np.int64))
+        gram = None if systems.gram is None else systems.gram[: plan.rank, : plan.rank].copy()
+        cholesky_any.complete(device, matrices, rhs, at, gram, systems.ridge, systems.scale[on_device])
+        solutions, status = systems.solutions, systems.status
+        if plan.solver == "cg":
+            cholesky_any.cg_solve(device, solutions, status, matrices, rhs, at, on_device, plan.cg_steps)
+        else:
+            cholesky_any.cholesky_solve(device, solutions, status, matrices, rhs, at, on_device, self.epsilon)
+
+
+def _range_of_roots(objective: Objective, ratings: np.ndarray) -> tuple[float, float]:
+    """Smallest and largest root of the weight that an entry has beyond the Gram matrix; zeros do not count."""
+    if not objective.is_implicit or not len(ratings):
+        return 1.0, 1.0
+    sizes = np.abs(ratings)
+    ends = np.array([sizes.min(), sizes.max()], dtype=np.float64)
+    weights = 1 + objective.alpha * ends - objective.unobserved_weight
+    # unobserved_weight 1 leaves alpha |r|: the smallest rating decides
+    smallest, largest = np.sqrt(np.maximum(weights, 0))
+    return (float(smallest) if smallest > 0 else float(largest)), max(float(largest), np.finfo(np.float32).tiny)
+
+
+def _rest(pieces: Pieces, done: int) -> Pieces:
+    first = pieces.slots[done]
+    segments = pieces.segments[first:].copy()
+    segments[:, 0] -= first
+    return Pieces(pieces.rows[done:], pieces.slots[done:] - first, segments)
+
+
+def _only(device: Device, keep: np.ndarray, *arrays: Array) -> tuple[Array, ...]:
+    index = device.upload(np.flatnonzero(keep))
+    return tuple(array[index] for array in arrays)
+
+
+class GpuALS:
+    """Alternating least squares on one GPU: owns the layouts and the current factors.
+
+    Parameters
+    ----------
+    device : Device
+    user_items, item_users : csr_array
+        The ratings in both orientations.
+    objective : Objective
+    plan : Plan
+    state : State
+        Where to start.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        user_items: sp.csr_array,
+        item_users: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+    ) -> None:
+        self.device, self.objective, self.plan = device, objective, plan
+        self._reordered: Reordered | None = None
+        if plan.reorder != "none":
+            axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
+            self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
+            user_items = self._reordered.matrix
+            item_users = transpose(user_items, num_threads=plan.num_threads)
+        matrices = {"user": user_items, "item": item_users}
+        self.halves = {
+            side: HalfSweep(device, side, matrices[side], objective, plan, self._order(side)) for side in SIDES
+        }
+        width = table_width(plan.rank, user_items.dtype)
+        self.inward: dict[Side, DeviceFactors] = {}
+        for side in SIDES:
+            order, factors = self._order(side), state.side(side)
+            self.inward[side] = to_device(device, factors if order is None else factors.take(order), width)
+        self.mean = state.mean
+        self._given: State | None = state
+
+    def _order(self, side: Side) -> np.ndarray | None:
+        if self._reordered is None:
+            return None
+        return self._reordered.row_order if side == "user" else self._reordered.col_order
+
+    @property
+    def state(self) -> State:
+        """Factors of the last completed half sweep, in the order of the input."""
+        return State(self._outward("user"), self._outward("item"), self.mean)
+
+    def _outward(self, side: Side) -> Factors:
+        order, factors = self._order(side), self.inward[side]
+        if order is None:
+            return factors
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        at = self.device.upload(inverse)
+        bias = None if factors.device_bias is None else factors.device_bias[at]
+        return DeviceFactors(self.device, factors.table[at], factors.factors, bias)
+
+    def update(self, side: Side) -> None:
+        """One half sweep: solve `side` for the factors of the other; the state changes only once it is complete."""
+        solved = self.halves[side].solve(self.inward[other_side(side)], self.mean, self.inward[side])
+        self.inward[side] = solved
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, sums in float64."""
+        return objective_value(
+            self.halves["user"], self.inward["user"], self.inward["item"], self.mean, self.halves["item"].degrees
+        )
+
+
+def objective_value(
+    half: HalfSweep, users: DeviceFactors, items: DeviceFactors, mean: float, item_degrees: np.ndarray
+) -> float:
+    """The objective at O(nnz f + (m + n) f^2), losses and sums in float64; `half` is the users' half sweep."""
+    device, objective, plan = half.device, half.objective, half.plan
+    indptr = device.download(half.indptr)
+    pieces = Pieces.cut(indptr, np.flatnonzero(half.degrees), LOSS_ROWS)
+    owners = np.repeat(pieces.rows, np.diff(pieces.slots))
+    total = losses.total_loss(
+        device,
+        users.table,
+        items.table,
+        Entries(
+            half.indices,
+            half.ratings,
+            items.device_bias,
+            objective.is_implicit,
+            objective.alpha,
+            objective.unobserved_weight,
+        ),
+        None if users.device_bias is None else users.device_bias + users.table.dtype.type(mean),
+        device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64)),
+        plan.factors,
+    )
+    if objective.is_implicit:
+        grams = [weighted_gram(device, side.table, plan.rank, objective) for side in (users, items)]
+        weight = objective.unobserved_weight
+        if weight > 0:
+            products = [device.download(gram).astype(np.float64) / weight for gram in grams]
+            total += weight * float(np.sum(products[0] * products[1]))
+    for factors, degrees in ((users, half.degrees), (items, item_degrees)):
+        squares = losses.row_squares(device, factors.table, plan.factors)
+        total += objective.regularization * float(squares @ objective.row_scale(degrees))
+    return total

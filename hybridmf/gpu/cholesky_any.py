@@ -1,0 +1,455 @@
+"""Launches that complete and solve batches of explicit systems of any rank: complete.cu, cholesky_any.cu, cg_any.cu.
+
+A batch lies in ``matrices`` (n_slots, rank, rank) and ``rhs`` (n_slots, rank); system k owns the slots
+``slots[k] ... slots[k + 1] - 1``: partial sums that `complete` adds up into the first of them, where the solvers look.
+Only lower triangles count. Solution and status of system k go to row ``rows[k]`` of ``solutions`` and ``status``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .device import Array, Device, DeviceSpec
+from .launch import ceil_div, check, check_not_host, get_kernel
+
+MAX_RANK = 2048
+"""Largest rank that the solvers are meant for."""
+
+WARP = 32
+STEP = 8
+"""Columns that cholesky_any.cu eliminates at a time, and threads along a row of accumulators."""
+
+STAGE_BYTES = 64
+"""Of each row of L in a stage."""
+
+REGISTERS = 65536
+"""Of a multiprocessor."""
+
+RESERVED = 1024
+"""Bytes of shared memory that CUDA takes from each block."""
+
+COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_fit(config: CholeskyConfig | CgConfig, spec: DeviceSpec) -> None:
+    _require(
+        config.shared_bytes <= spec.shared_bytes,
+        f"systems of rank {config.rank} need {config.shared_bytes} bytes of shared memory, {spec.name} has "
+        f"{spec.shared_bytes} for a block; use fewer factors or device='cpu'",
+    )
+
+
+@dataclass(frozen=True)
+class CholeskyConfig:
+    """Compile-time choices of cuda/cholesky_any.cu.
+
+    Attributes
+    ----------
+    rank : int
+        Order of the systems.
+    itemsize : int
+        4 (float32) or 8 (float64).
+    systems : int
+        Systems of a block, a warp each (rank 1 to 32); 0: one block a system, to which what follows belongs.
+    row_threads : int
+        Threads down a column of accumulators, a multiple of 8; a block has 8 times as many.
+    tile_rows, tile_columns : int
+        Accumulators of a thread. Panels have ``8 tile_columns`` columns, a multiple of 32.
+    resident : bool
+        What later panels need of the factor stays in shared memory; else it is read from the matrix again.
+    blocks_per_sm : int
+        Blocks on a multiprocessor that the registers of a thread must leave room for.
+
+    Raises
+    ------
+    ValueError
+        A combination that the kernel cannot work with.
+    """
+
+    rank: int
+    itemsize: int
+    systems: int = 0
+    row_threads: int = 16
+    tile_rows: int = 4
+    tile_columns: int = 4
+    resident: bool = True
+    blocks_per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.rank <= MAX_RANK, f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
+        _require(self.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {self.itemsize}")
+        if self.systems:
+            _require(self.rank <= WARP, f"systems={self.systems} a block need rank <= {WARP}, got {self.rank}")
+            _require(self.systems * WARP <= 1024, f"systems={self.systems} warps are more than the 32 of a block")
+            return
+        _require(self.row_threads in (8, 16, 32), f"row_threads must be 8, 16 or 32, got {self.row_threads}")
+        _require(
+            self.tile_columns >= 4 and self.panel % WARP == 0,
+            f"tile_columns must be a multiple of 4, got {self.tile_columns}",
+        )
+        if self.resident:
+            _require(
+                self.tile_rows == ceil_div(self.rank, self.row_threads),
+                f"tile_rows={self.tile_rows} must be {ceil_div(self.rank, self.row_threads)}: a resident factor needs "
+                f"accumulators for all {self.rank} rows on {self.row_threads} row_threads; or use resident=False",
+            )
+        else:
+            _require(
+                self.height >= self.panel and self.height % self.panel == 0,
+                f"row_threads x tile_rows = {self.height} must be a multiple of the {self.panel} columns of a panel",
+            )
+
+    @classmethod
+    def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
+        """The choice for a rank on a device.
+
+        Raises
+        ------
+        ValueError
+            Not even the smallest configuration fits in its shared memory.
+        """
+        if rank <= WARP:
+            return cls(rank, itemsize, systems=4, blocks_per_sm=4)
+        candidates = list(cls._candidates(rank, itemsize, spec))
+        config = next((one for one in candidates if one.shared_bytes <= spec.shared_bytes), candidates[-1])
+        _require_fit(config, spec)
+        return replace(config, blocks_per_sm=config._blocks_per_sm(spec))
+
+    @classmethod
+    def _candidates(cls, rank: int, itemsize: int, spec: DeviceSpec) -> Iterator[CholeskyConfig]:
+        """What might serve, best first: resident where accumulators for all rows fit in registers."""
+        narrow, single = rank <= 128, itemsize == 4
+        resident = ((8, 8, 4), (16, 8, 4)) if narrow else ((16, 16, 8),) if single else ((16, 16, 4), (32, 8, 4))
+        for row_threads, most_rows, columns in resident:
+            rows = ceil_div(rank, row_threads)
+            if rows > most_rows:
+                continue
+            config = cls(rank, itemsize, 0, row_threads, rows, columns, True)
+            # Few threads have to have another block beside them; more threads in one block are second best.
+            if narrow or single or row_threads == 32 or config._blocks_in_memory(spec) > 1:
+                yield config
+        for row_threads, rows, columns in ((16, 16, 8), (16, 8, 8), (16, 8, 4), (16, 4, 4), (8, 4, 4)):
+            if rows * columns * itemsize <= 512:
+                yield cls(rank, itemsize, 0, row_threads, rows, columns, False)
+
+    def _blocks_in_memory(self, spec: DeviceSpec) -> int:
+        return (spec.shared_bytes + RESERVED) // (self.shared_bytes + RESERVED)
+
+    def _blocks_per_sm(self, spec: DeviceSpec) -> int:
+        """As many blocks as shared memory holds and registers serve without spilling (looked up in ptxas's reports)."""
+        words = self.tile_rows * self.tile_columns * self.itemsize // 4
+        if self.itemsize == 4:
+            registers = 128 if words <= 64 else 168 if words <= 88 else 255
+        else:
+            registers = 168 if words <= 64 else 255
+        return max(1, min(REGISTERS // (registers * self.threads), self._blocks_in_memory(spec)))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.systems * WARP if self.systems else self.row_threads * STEP
+
+    @property
+    def panel(self) -> int:
+        """Columns of a panel."""
+        return STEP * self.tile_columns
+
+    @property
+    def height(self) -> int:
+        """Rows that are accumulated at a time."""
+        return self.row_threads * self.tile_rows
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the kernel checks that it counts the same."""
+        if self.systems:
+            return self.systems * self.rank * (self.rank | 1) * self.itemsize
+        panel, panels = self.panel, ceil_div(self.rank, self.panel)
+        vector = 16 // self.itemsize
+        if self.resident:
+            left, kept, diagonal, places = panels * panels // 4 * panel * panel, 1, 0, panels * panels
+        else:
+            left = 2 * (self.height + panel) * (STAGE_BYTES // self.itemsize)
+            kept, diagonal, places = self.tile_columns, panel * panel, 0
+        reals = max(left, panel * (panel + vector)) + 2 * max(self.height, panel) * STEP
+        reals += diagonal + kept * STEP * STEP + panel + 2 * panels * panel
+        return reals * self.itemsize + ceil_div(1 + places, 4) * 16
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "cholesky_warp" if self.systems else "cholesky_block"
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernel is compiled for."""
+        constants = {"RANK": self.rank, "REAL": _dtype(self.itemsize), "SYSTEMS": self.systems}
+        constants["MIN_BLOCKS"] = self.blocks_per_sm
+        if self.systems:
+            return constants
+        return constants | {
+            "ROW_THREADS": self.row_threads,
+            "TILE_ROWS": self.tile_rows,
+            "TILE_COLUMNS": self.tile_columns,
+            "RESIDENT": self.resident,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class CgConfig:
+    """Compile-time choices of cuda/cg_any.cu.
+
+    Attributes
+    ----------
+    rank : int
+    itemsize : int
+        4 (float32) or 8 (float64).
+    warps : int
+        Warps of a block, which solves one system.
+    resident : bool
+        The matrix is kept in shared memory; else it is read again in each step.
+    blocks_per_sm : int
+        Blocks on a multiprocessor that the registers of a thread must leave room for.
+    """
+
+    rank: int
+    itemsize: int
+    warps: int
+    resident: bool
+    blocks_per_sm: int
+
+    @classmethod
+    def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:
+        """The choice for a rank on a device: resident where two blocks fit, so that one loads while one computes.
+
+        Raises
+        ------
+        ValueError
+            Not even one warp's sums fit in its shared memory.
+        """
+        warps = 1 if rank <= 32 else 2 if rank <= 64 else 4 if rank <= 128 else 8
+        registers = 64 if rank <= 128 else 128 if itemsize == 4 else 255
+        config = cls(rank, itemsize, warps, True, max(1, min(16, REGISTERS // (warps * WARP * registers))))
+        if 2 * (config.shared_bytes + RESERVED) <= spec.shared_bytes + RESERVED:
+            return config
+        config = replace(config, resident=False)
+        while config.shared_bytes > spec.shared_bytes and config.warps > 1:  # each warp has sums of its own
+            config = replace(config, warps=config.warps // 2)
+        _require_fit(config, spec)
+        return config
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * WARP
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the kernel checks that it counts the same."""
+        packed = self.rank * (self.rank + 1) // 2 if self.resident else 0
+        return self.warps * 8 + ((self.warps + 2) * ceil_div(self.rank, WARP) * WARP + packed) * self.itemsize
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernel is compiled for."""
+        return {
+            "RANK": self.rank,
+            "REAL": _dtype(self.itemsize),
+            "WARPS": self.warps,
+            "RESIDENT": self.resident,
+            "MIN_BLOCKS": self.blocks_per_sm,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+
+def _dtype(itemsize: int) -> np.dtype:
+    return np.dtype(f"f{itemsize}")
+
+
+def _complete_constants(rank: int, itemsize: int, has_gram: bool) -> dict[str, Any]:
+    # Blocks of one system: a row of very many slots would otherwise keep one block busy after all others are done.
+    return {"RANK": rank, "REAL": _dtype(itemsize), "HAS_GRAM": has_gram, "PARTS": min(8, ceil_div(rank, 32))}
+
+
+COMPLETE_THREADS = 128
+
+
+# ---------------------------------------------------------------------------------------------------- launches
+
+
+def _check_batch(device: Device, matrices: Array, rhs: Array, slots: Array) -> tuple[int, int]:
+    """(number of systems, rank) of a batch."""
+    check_not_host(device, matrices=matrices, rhs=rhs, slots=slots)
+    n_slots, rank = matrices.shape[0], matrices.shape[-1]
+    check("matrices", matrices, matrices.dtype, (n_slots, rank, rank))
+    check("rhs", rhs, matrices.dtype, (n_slots, rank))
+    check("slots", slots, np.int64, (None,))
+    if not len(slots):
+        raise TypeError("slots must have one element more than there are systems, got none")
+    return len(slots) - 1, rank
+
+
+def _check_results(device: Device, solutions: Array, status: Array, rows: Array, n: int, rank: int, dtype: Any) -> None:
+    check_not_host(device, solutions=solutions, status=status, rows=rows)
+    check("solutions", solutions, dtype, (None, None))
+    check("status", status, np.int32, (len(solutions),))
+    check("rows", rows, np.int32, (n,))
+    if solutions.shape[1] < rank:
+        raise TypeError(f"solutions must have at least {rank} columns, got {solutions.shape[1]}")
+
+
+def complete(
+    device: Device, matrices: Array, rhs: Array, slots: Array, gram: Array | None, ridge: Array, scale: Array
+) -> None:
+    """Turn partial sums into systems, in place: ``A = sum of slots + gram + scale diag(ridge)``, ``b = sum of slots``.
+
+    Slots are added in order: a rerun gives the same bits.
+
+    Parameters
+    ----------
+    device : Device
+    matrices : float array, shape (n_slots, rank, rank)
+        Lower triangles; system k is left in ``matrices[slots[k]]``.
+    rhs : float array, shape (n_slots, rank)
+    slots : int64 array, shape (n + 1,)
+        First slot of each system; a system without slots is skipped.
+    gram : float array, shape (rank, rank), or None
+        Lower triangle.
+    ridge : float array, shape (rank,)
+    scale : float array, shape (n,)
+
+    Raises
+    ------
+    TypeError
+        An array of another dtype, shape, layout or device.
+    """
+    n, rank = _check_batch(device, matrices, rhs, slots)
+    dtype = matrices.dtype
+    check_not_host(device, ridge=ridge, scale=scale)
+    check("ridge", ridge, dtype, (rank,))
+    check("scale", scale, dtype, (n,))
+    if gram is not None:
+        check_not_host(device, gram=gram)
+        check("gram", gram, dtype, (rank, rank))
+    if not n:
+        return
+    constants = _complete_constants(rank, dtype.itemsize, gram is not None)
+    kernel = get_kernel(device, "complete.cu", "complete", **constants)
+    arguments = (matrices, rhs, slots, ridge if gram is None else gram, ridge, scale)
+    kernel((n, constants["PARTS"]), (COMPLETE_THREADS,), arguments, 0)
+
+
+def cholesky_solve(
+    device: Device,
+    solutions: Array,
+    status: Array,
+    matrices: Array,
+    rhs: Array,
+    slots: Array,
+    rows: Array,
+    pivot_epsilon: float,
+    config: CholeskyConfig | None = None,
+) -> None:
+    """Solve the first slot of each system by Cholesky; the matrices are destroyed.
+
+    Parameters
+    ----------
+    device : Device
+    solutions : float array, shape (n_out, ld), ld >= rank
+        ``solutions[rows[k], :rank]`` is written: zeros where the status is not 0, or where a system has no slots.
+    status : int32 array, shape (n_out,)
+        ``status[rows[k]]`` is 0; j + 1 if pivot j is at or below `pivot_epsilon` times its diagonal element, or NaN;
+        -1 if a pivot or the solution is infinite.
+    matrices : float array, shape (n_slots, rank, rank)
+        Lower triangles.
+    rhs : float array, shape (n_slots, rank)
+    slots : int64 array, shape (n + 1,)
+    rows : int32 array, shape (n,)
+        No two of them alike.
+    pivot_epsilon : float
+    config : CholeskyConfig, optional
+
+    Raises
+    ------
+    TypeError
+        An array of another dtype, shape, layout or device.
+    """
+    n, rank = _check_batch(device, matrices, rhs, slots)
+    dtype = matrices.dtype
+    _check_results(device, solutions, status, rows, n, rank, dtype)
+    if not n or not rank:
+        return
+    config = config or CholeskyConfig.default(rank, dtype.itemsize, device.spec)
+    kernel = get_kernel(device, "cholesky_any.cu", config.kernel, **config.constants)
+    sizes = [np.int64(solutions.shape[1])] + [np.int64(n)] * (config.systems > 0)
+    arguments = (solutions, status, matrices, rhs, slots, rows, *sizes, dtype.type(pivot_epsilon))
+    kernel((ceil_div(n, config.systems or 1),), (config.threads,), arguments, config.shared_bytes)
+
+
+def cg_solve(
+    device: Device,
+    solutions: Array,
+    status: Array,
+    matrices: Array,
+    rhs: Array,
+    slots: Array,
+    rows: Array,
+    steps: int,
+    config: CgConfig | None = None,
+) -> None:
+    """At most `steps` conjugate gradient steps on the first slot of each system, from what `solutions` holds.
+
+    Stops as the CPU does: where the residual has fallen by 1e-10 or is about to underflow.
+
+    Parameters
+    ----------
+    device : Device
+    solutions : float array, shape (n_out, ld), ld >= rank
+        ``solutions[rows[k], :rank]`` is the start and is overwritten: zeros where the status is not 0, or where a
+        system has no slots.
+    status : int32 array, shape (n_out,)
+        ``status[rows[k]]`` is 0; -1 if residual or solution became infinite or NaN; -2 for negative curvature.
+    matrices : float array, shape (n_slots, rank, rank)
+        Lower triangles.
+    rhs : float array, shape (n_slots, rank)
+    slots : int64 array, shape (n + 1,)
+    rows : int32 array, shape (n,)
+        No two of them alike.
+    steps : int
+    config : CgConfig, optional
+
+    Raises
+    ------
+    TypeError
+        An array of another dtype, shape, layout or device.
+    """
+    n, rank = _check_batch(device, matrices, rhs, slots)
+    dtype = matrices.dtype
+    _check_results(device, solutions, status, rows, n, rank, dtype)
+    if not n or not rank:
+        return
+    config = config or CgConfig.default(rank, dtype.itemsize, device.spec)
+    kernel = get_kernel(device, "cg_any.cu", "cg", **config.constants)
+    arguments = (solutions, status, matrices, rhs, slots, rows, np.int64(solutions.shape[1]), np.int32(steps))
+    kernel((n,), (config.threads,), arguments, config.shared_bytes)
+
+
+def default_builds(spec: DeviceSpec) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """``(file, kernel, constants)`` of every default configuration on a device, for a test that compiles them all."""
+    for rank in COMPILED_RANKS:
+        for itemsize in (4, 8):
+            for has_gram in (False, True):
+                yield "complete.cu", "complete", _complete_constants(rank, itemsize, has_gram)
+            config = CholeskyConfig.default(rank, itemsize, spec)
+            yield "cholesky_any.cu", config.kernel, config.constants
+            yield "cg_any.cu", "cg", CgConfig.default(rank, itemsize, spec).constants

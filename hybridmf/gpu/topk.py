@@ -1,0 +1,523 @@
+"""Top-K on a GPU: items packed for scoring, batches of users, the launches of cuda/top_k.cu."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._validate import csr_arrays
+from ..errors import DeviceMemoryError
+from .device import Array, Device, DeviceSpec
+from .launch import ceil_div, check, check_not_host, get_kernel
+
+SOURCE = "top_k.cu"
+
+GROUP, OCTET, ROW_WARPS, WARPS = 32, 8, 4, 4
+"""As in cuda/top_k.cu: items of a group, groups moved together, warps of a block (a user each; of group_max)."""
+
+LIST_SIZES = (32, 128)
+"""Values of KEPT that are compiled; for a longer list whole rows of scores are selected from."""
+
+LARGEST_PADDED = 512
+"""Ranks beyond do not fit in the registers of group_max."""
+
+LARGEST_EXPONENT = 1000
+"""Scales stay within float64."""
+
+LARGEST_BATCH = 1 << 16
+"""Users at a time: 256 blocks of 256 users fill any GPU, with every chunk of items."""
+
+BATCH_BYTES = 2 << 30
+"""Workspace of a batch at most; less where less is free."""
+
+SORTED_IN_SHARED = 32 << 10
+"""Bytes of a list up to which it is sorted in shared memory."""
+
+CHUNK = 128
+"""Groups that a block of group_max takes at most: 1 MB of items at rank 128, 100 us of work."""
+
+LARGEST_GRID_Y = 65535
+
+HEAD_SHARE = 8
+"""An eighth of the groups, those of largest norm, are scored before users are pruned."""
+
+
+def round_up(a: int, b: int) -> int:
+    """The multiple of b from a on."""
+    return ceil_div(a, b) * b
+
+
+@dataclass(frozen=True)
+class GroupMaxConfig:
+    """Compile-time choices of the kernel group_max.
+
+    Attributes
+    ----------
+    padded : int
+        The rank rounded up to 16.
+    """
+
+    padded: int
+
+    @property
+    def users_per_warp(self) -> int:
+        """Users whose factors a warp keeps in registers."""
+        return 64 if self.padded <= 128 else 32 if self.padded <= 256 else 16
+
+    @property
+    def tile_groups(self) -> int:
+        """Groups that are copied to shared memory together."""
+        return 2 if self.padded <= 128 else 1
+
+    @property
+    def block_users(self) -> int:
+        """Users of a block."""
+        return WARPS * self.users_per_warp
+
+    @property
+    def shared_bytes(self) -> int:
+        """Two tiles of items and two trays of words a warp."""
+        tile = self.tile_groups * GROUP * (self.padded + 8) * 2
+        tray = self.users_per_warp * 12 * 4
+        return 2 * tile + 2 * WARPS * tray
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernel is compiled for."""
+        return {
+            "PADDED": self.padded,
+            "USERS_PER_WARP": self.users_per_warp,
+            "TILE_GROUPS": self.tile_groups,
+        }
+
+    def fits(self, spec: DeviceSpec) -> bool:
+        """Whether a device can run it."""
+        return self.padded <= LARGEST_PADDED and self.shared_bytes + 1024 <= spec.shared_bytes
+
+
+class PackedItems:
+    """Items in the layouts the kernels read, by falling norm; made once, used by any number of calls.
+
+    Parameters
+    ----------
+    device : Device
+    items : float32 or float64 array, shape (n_items, rank)
+        On the host or on the device.
+    candidates : int64 array, ascending, optional
+        Only these items take part.
+
+    Attributes
+    ----------
+    n_items : int
+        Items that take part.
+    n_groups : int
+        Groups of 32 items, the last ones empty: a multiple of 8.
+    panels : float array, shape (n_groups, rank rounded up to 16 bytes, 32)
+        What exact scores are computed from.
+    halves : float16 bits as uint16, shape (32 n_groups, padded), or None
+        Scaled items, for tensor cores; None where they cannot be used, so that whole rows of scores are computed.
+    groups : float32 array, shape (n_groups, 2), or None
+        Largest norm of a group, and largest norm of what float16 loses of an item; scaled alike.
+    ids, ascending : int32 arrays, shape (n_items,)
+        Items in packed order; in order.
+    positions : int32 array, shape (all items,)
+        Place in packed order, -1 for items that do not take part.
+
+    Raises
+    ------
+    TypeError
+        `items` is no matrix of float32 or float64.
+    DeviceMemoryError
+    """
+
+    def __init__(self, device: Device, items: Array, candidates: np.ndarray | None = None) -> None:
+        if len(items.shape) != 2 or items.dtype not in (np.float32, np.float64):
+            raise TypeError(
+                f"items must be float32 or float64, shape (n_items, rank); got {items.dtype}, {items.shape}"
+            )
+        self.device, self.items = device, items
+        self.dtype = np.dtype(items.dtype)
+        self.rank = int(items.shape[1])
+        self.config = GroupMaxConfig(round_up(max(self.rank, 1), 16))
+        on_device = items if device.owns(items) else device.upload(items)
+        check("items", on_device, self.dtype, (None, None))
+        norms = _row_norms(device, on_device)
+        kept = np.arange(len(norms)) if candidates is None else np.asarray(candidates, dtype=np.int64)
+        norms = norms[kept]
+        order = np.argsort(-norms, kind="stable")
+        packed_ids = kept[order].astype(np.int32)
+        positions = np.full(items.shape[0], -1, dtype=np.int32)
+        positions[packed_ids] = np.arange(len(packed_ids), dtype=np.int32)
+        self.n_items = len(packed_ids)
+        self.n_groups = round_up(ceil_div(self.n_items, GROUP), OCTET)
+        exponent = math.frexp(norms[order[0]])[1] if self.n_items else 0
+        self.scale = math.ldexp(1.0, -max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent)))
+        self.ids, self.positions = device.upload(packed_ids), device.upload(positions)
+        self.ascending = device.upload(kept.astype(np.int32))
+        self.panels = self._pack_panels(on_device)
+        self.halves: Array = None
+        self.groups: Array = None
+        if self.config.fits(device.spec):
+            self.halves, self.groups = self._prepare(on_device)
+
+    @property
+    def vectors(self) -> int:
+        """Pieces of 16 bytes of an item."""
+        return ceil_div(self.rank * self.dtype.itemsize, 16)
+
+    def _pack_panels(self, items: Array) -> Array:
+        per_vector = 16 // self.dtype.itemsize
+        panels = self.device.empty((self.n_groups, self.vectors * per_vector, GROUP), self.dtype)
+        pieces = self.n_groups * self.vectors * GROUP
+        if pieces:
+            kernel = get_kernel(self.device, SOURCE, "pack_panels", **_constants(self.dtype))
+            arguments = (panels, items, self.ids, *_int32(self.n_items, self.n_groups, self.rank))
+            kernel((ceil_div(pieces, 256),), (256,), arguments, 0)
+        return panels
+
+    def _prepare(self, items: Array) -> tuple[Array, Array]:
+        halves = self.device.empty((self.n_groups * GROUP, self.config.padded), np.uint16)
+        groups = self.device.empty((self.n_groups, 2), np.float32)
+        if self.n_groups:
+            sizes = _int32(self.n_items, self.n_groups, self.rank, self.config.padded)
+            arguments = (halves, groups, items, self.ids, *sizes, np.float64(self.scale))
+            _launch_rows(self.device, "prepare_items", self.n_groups, arguments, _constants(self.dtype))
+        return halves, groups
+
+
+def top_k(
+    device: Device,
+    users: np.ndarray,
+    items: np.ndarray | PackedItems,
+    n: int,
+    *,
+    seen: sp.csr_array | None = None,
+    candidates: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The `n` items with the highest ``users @ items.T``, ties to the lower item: what `hybridmf.cpu.topk.top_k` does.
+
+    Parameters
+    ----------
+    device : Device
+    users : float array, shape (n_users, rank)
+    items : float array, shape (n_items, rank), or PackedItems
+    n : int
+    seen : csr_array, shape (n_users, n_items), optional
+        Entries (also explicit zeros) are left out.
+    candidates : int64 array, ascending, optional
+        Only these items take part.
+
+    Returns
+    -------
+    ids : int32 array, shape (n_users, n)
+        -1 where fewer than `n` items are left.
+    scores : float array, shape (n_users, n)
+        One chain of fused multiply-adds over the factors in order; -inf where ids is -1.
+
+    Raises
+    ------
+    DeviceMemoryError
+        The items, or one user's work, do not fit.
+    """
+    if candidates is not None:
+        items = PackedItems(device, items.items if isinstance(items, PackedItems) else items, candidates)
+    packed = items if isinstance(items, PackedItems) else PackedItems(device, items)
+    users = np.ascontiguousarray(users, dtype=packed.dtype)
+    ids = np.full((len(users), n), -1, dtype=np.int32)
+    scores = np.full((len(users), n), -np.inf, dtype=packed.dtype)
+    kept = min(n, packed.n_items)  # columns beyond would only hold gaps
+    seen_ptr, seen_ids, _ = csr_arrays(seen) if seen is not None else (None, None, None)
+
+    def run(start: int, stop: int) -> None:
+        rows_ptr = rows_ids = None
+        if seen_ptr is not None and seen_ids is not None:
+            rows_ptr = device.upload(seen_ptr[start : stop + 1] - seen_ptr[start])
+            rows_ids = device.upload(seen_ids[seen_ptr[start] : seen_ptr[stop]])
+        found = top_k_on_device(device, device.upload(users[start:stop]), packed, kept, rows_ptr, rows_ids)
+        ids[start:stop, :kept], scores[start:stop, :kept] = (device.download(array) for array in found)
+
+    if kept:
+        per_user = _bytes_per_user(packed, kept) + packed.rank * packed.dtype.itemsize
+        _in_batches(len(users), _batch_users(device, per_user), run)
+    return ids, scores
+
+
+def top_k_on_device(
+    device: Device,
+    users: Array,
+    packed: PackedItems,
+    n: int,
+    seen_ptr: Array | None = None,
+    seen_ids: Array | None = None,
+) -> tuple[Array, Array]:
+    """`top_k` of device arrays.
+
+    Parameters
+    ----------
+    device : Device
+    users : array of the items' dtype, shape (n_users, rank)
+    packed : PackedItems
+    n : int
+    seen_ptr : int64 array, shape (n_users + 1,), optional
+        Where each user's part of `seen_ids` begins and ends.
+    seen_ids : int32 array, optional
+        Items to leave out, ascending within each user.
+
+    Returns
+    -------
+    ids : int32 array on the device, shape (n_users, n)
+    scores : array on the device, shape (n_users, n)
+
+    Raises
+    ------
+    TypeError
+        An argument is not on the device, or of another dtype, shape or layout.
+    DeviceMemoryError
+        The result, or one user's workspace, does not fit.
+    """
+    check_not_host(device, users=users)
+    check("users", users, packed.dtype, (None, packed.rank))
+    n_users = int(users.shape[0])
+    if seen_ptr is not None and seen_ids is not None:
+        check_not_host(device, seen_ptr=seen_ptr, seen_ids=seen_ids)
+        check("seen_ptr", seen_ptr, np.int64, (n_users + 1,))
+        check("seen_ids", seen_ids, np.int32, (None,))
+    elif seen_ptr is not seen_ids:
+        raise TypeError("seen_ptr and seen_ids belong together: pass both or neither")
+    if not packed.n_items:
+        gaps = np.full((n_users, n), -1, dtype=np.int32), np.full((n_users, n), -np.inf, dtype=packed.dtype)
+        return device.upload(gaps[0]), device.upload(gaps[1])
+    ids, scores = device.empty((n_users, n), np.int32), device.empty((n_users, n), packed.dtype)
+    best = _best_by_groups if _by_groups(packed, n) else _best_of_rows
+
+    def run(start: int, stop: int) -> None:
+        seen = _Seen(seen_ptr[start : stop + 1], seen_ids) if seen_ptr is not None else None
+        best(packed, users[start:stop], seen, ids[start:stop], scores[start:stop])
+
+    if n:
+        _in_batches(n_users, _batch_users(device, _bytes_per_user(packed, n)), run)
+    return ids, scores
+
+
+def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file, kernel, constants) of what usual ranks ask for."""
+    ranks = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
+    for padded in sorted({round_up(rank, 16) for rank in ranks}):
+        yield SOURCE, "group_max", GroupMaxConfig(padded).constants
+    packing = ("row_norms", "pack_panels", "prepare_items")
+    serving = ("prepare_users", "mark_seen", "score_rows", "drop_seen", "sort_rows")
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        for name in packing + serving:
+            yield SOURCE, name, _constants(dtype)
+        for kept in LIST_SIZES:
+            for name in ("prune", "select_best"):
+                yield SOURCE, name, _constants(dtype, kept)
+
+
+# ---------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a batch of users has seen: rows of a CSR matrix whose pointer need not begin at 0."""
+
+    ptr: Array
+    ids: Array
+
+
+def _by_groups(packed: PackedItems, n: int) -> bool:
+    """Whether bounds of groups serve; else whole rows of scores are selected from."""
+    return packed.halves is not None and min(n, packed.n_items) <= LIST_SIZES[-1]
+
+
+def _bytes_per_user(packed: PackedItems, n: int) -> int:
+    """Workspace and results of one user."""
+    result = n * (4 + packed.dtype.itemsize)
+    if _by_groups(packed, n):
+        return result + packed.n_groups * 4 + packed.config.padded * 2 + 16 + 4
+    size, in_shared = _sorted_list(packed, n)
+    pairs = 0 if in_shared else size * (4 + packed.dtype.itemsize)
+    return result + packed.n_groups * GROUP * packed.dtype.itemsize + pairs
+
+
+def _batch_users(device: Device, bytes_per_user: int) -> int:
+    """Users of a batch, whose workspace takes half of what is free at most."""
+    return max(1, min(LARGEST_BATCH, min(device.free_bytes() // 2, BATCH_BYTES) // bytes_per_user))
+
+
+def _in_batches(n_users: int, batch: int, run: Callable[[int, int], None]) -> None:
+    """``run(start, stop)`` over all users; a batch that does not fit in memory is halved."""
+    start = 0
+    while start < n_users:
+        stop = min(start + batch, n_users)
+        try:
+            run(start, stop)
+        except DeviceMemoryError:
+            if stop - start == 1:
+                raise
+            batch = ceil_div(stop - start, 2)
+        else:
+            start = stop
+
+
+# ---------------------------------------------------------------------------------------------------- launches
+
+
+def _constants(dtype: np.dtype, kept: int = LIST_SIZES[0]) -> dict[str, Any]:
+    """What all kernels but group_max are compiled for; the same for all, so that one compilation serves them."""
+    return {"REAL": dtype, "KEPT": kept}
+
+
+def _list_constants(packed: PackedItems, wanted: int) -> dict[str, Any]:
+    """The same for lists of `wanted` items."""
+    return _constants(packed.dtype, next(size for size in LIST_SIZES if size >= wanted))
+
+
+def _int32(*values: int) -> tuple[np.int32, ...]:
+    return tuple(np.int32(value) for value in values)
+
+
+def _launch_rows(
+    device: Device,
+    name: str,
+    n_rows: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    shared_bytes: int = 0,
+) -> None:
+    """Launch a kernel in which a warp takes a row."""
+    kernel = get_kernel(device, SOURCE, name, **constants)
+    kernel((ceil_div(n_rows, ROW_WARPS),), (32 * ROW_WARPS,), arguments, shared_bytes)
+
+
+def _row_norms(device: Device, rows: Array) -> np.ndarray:
+    """Norms of rows in float64, on the host."""
+    n_rows, rank = rows.shape
+    norms = device.empty((n_rows,), np.float64)
+    if n_rows:
+        arguments = (norms, rows, *_int32(n_rows, rank))
+        _launch_rows(device, "row_norms", n_rows, arguments, _constants(np.dtype(rows.dtype)))
+    return device.download(norms)
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """What is known of a batch of users before exact scores.
+
+    Attributes
+    ----------
+    words : uint32 array, shape (n_users, n_groups)
+        Bits of float32: largest approximate score of an unseen item of each group, of scaled factors.
+    users : float32 array, shape (n_users, 4)
+        Norm, factors of the slack and exponent of each user: UserBound in the kernels.
+    limits : int32 array, shape (n_users,)
+        First group that cannot hold one of a user's best items; words beyond its octet are not written.
+    """
+
+    words: Array
+    users: Array
+    limits: Array
+
+
+def _bound_groups(packed: PackedItems, users: Array, seen: _Seen | None, wanted: int) -> _Bounds:
+    """Largest score of each group by tensor cores; where there are many groups, users are pruned after the first."""
+    device, config, n_groups = packed.device, packed.config, packed.n_groups
+    n_users, constants = users.shape[0], _list_constants(packed, wanted)
+    bounds = _Bounds(
+        device.empty((n_users, n_groups), np.uint32),
+        device.empty((n_users, 4), np.float32),
+        device.empty((n_users,), np.int32),
+    )
+    halves = device.empty((n_users, config.padded), np.uint16)
+    sizes = _int32(n_users, n_groups, packed.rank, config.padded)
+    _launch_rows(
+        device, "prepare_users", n_users, (halves, bounds.users, bounds.limits, users, *sizes), _constants(packed.dtype)
+    )
+    if seen is not None:
+        marked = (bounds.words, seen.ptr, seen.ids, packed.positions, *_int32(n_users, n_groups))
+        _launch_rows(device, "mark_seen", n_users, marked, _constants(packed.dtype))
+    head = _head_groups(n_groups, wanted)
+    _group_max(packed, bounds, halves, 0, head, seen is not None)
+    if head < n_groups:
+        tables = (bounds.limits, bounds.words, bounds.users, packed.groups)
+        sizes = _int32(n_users, n_groups, head, wanted, packed.rank)
+        _launch_rows(device, "prune", n_users, (*tables, *sizes, np.float64(packed.scale)), constants)
+        _group_max(packed, bounds, halves, head, n_groups, seen is not None)
+    return bounds
+
+
+def _best_by_groups(packed: PackedItems, users: Array, seen: _Seen | None, ids: Array, scores: Array) -> None:
+    """Exact scores of the groups that can hold one of the best; see cuda/top_k.cu."""
+    n_users, n = ids.shape
+    wanted = min(n, packed.n_items)
+    bounds, constants = _bound_groups(packed, users, seen, wanted), _list_constants(packed, wanted)
+    left_out = (packed.positions, packed.positions) if seen is None else (seen.ptr, seen.ids)  # the first are not read
+    arrays = (ids, scores, users, bounds.users, bounds.words, bounds.limits)
+    tables = (packed.panels, packed.ids, packed.ascending, packed.groups, *left_out)
+    sizes = _int32(n_users, packed.n_items, packed.n_groups, n, packed.rank, seen is not None)
+    list_bytes = 4 * constants["KEPT"] * (packed.dtype.itemsize + 4)
+    shared_bytes = ROW_WARPS * (16 * packed.vectors + list_bytes)
+    arguments = (*arrays, *tables, *sizes, np.float64(packed.scale))
+    _launch_rows(packed.device, "select_best", n_users, arguments, constants, shared_bytes)
+
+
+def _head_groups(n_groups: int, n: int) -> int:
+    """Groups to score before users are pruned; all where there are few."""
+    head = round_up(max(2 * OCTET, 2 * n, n_groups // HEAD_SHARE), OCTET)
+    return head if n_groups >= 128 and 2 * head <= n_groups else n_groups
+
+
+def _group_max(packed: PackedItems, bounds: _Bounds, halves: Array, first: int, last: int, filtered: bool) -> None:
+    """Largest score of an unseen item in each of the groups from `first` to `last`."""
+    device, config = packed.device, packed.config
+    n_users, n_groups = bounds.words.shape
+    tiles = ceil_div(n_users, config.block_users)
+    # some eight blocks for each multiprocessor, so that those that end early do not leave it idle
+    chunk = round_up(ceil_div((last - first) * tiles, 8 * device.spec.multiprocessors), OCTET)
+    chunk = max(min(CHUNK, chunk), round_up(ceil_div(last - first, LARGEST_GRID_Y), OCTET))
+    kernel = get_kernel(device, SOURCE, "group_max", **config.constants)
+    kernel(
+        (tiles, ceil_div(last - first, chunk)),
+        (32 * WARPS,),
+        (
+            *(bounds.words, halves, packed.halves, bounds.limits),
+            *_int32(n_users, packed.n_items, n_groups, first, last, chunk, filtered),
+        ),
+        config.shared_bytes,
+    )
+
+
+def _sorted_list(packed: PackedItems, n: int) -> tuple[int, bool]:
+    """Pairs of the list that sort_rows sorts, and whether it lies in shared memory."""
+    size = 1 << max(5, (min(n, packed.n_items) - 1).bit_length())
+    return size, size * (4 + packed.dtype.itemsize) <= SORTED_IN_SHARED
+
+
+def _best_of_rows(packed: PackedItems, users: Array, seen: _Seen | None, ids: Array, scores: Array) -> None:
+    """All scores of a batch of users, and a selection from each row."""
+    device, constants = packed.device, _constants(packed.dtype)
+    n_users, n = ids.shape
+    pitch = packed.n_groups * GROUP
+    rows = device.empty((n_users, pitch), packed.dtype)
+    kernel = get_kernel(device, SOURCE, "score_rows", **constants)
+    sizes = _int32(n_users, packed.n_items, packed.n_groups, packed.rank)
+    kernel((ceil_div(n_users, 16), ceil_div(packed.n_groups, 16)), (256,), (rows, users, packed.panels, *sizes), 0)
+    if seen is not None:
+        dropped = (rows, seen.ptr, seen.ids, packed.positions, np.int32(n_users), np.int64(pitch))
+        _launch_rows(device, "drop_seen", n_users, dropped, constants)
+    size, in_shared = _sorted_list(packed, n)
+    work = (0,) if in_shared else (n_users, size)
+    work_scores, work_ids = device.empty(work, packed.dtype), device.empty(work, np.int32)
+    kernel = get_kernel(device, SOURCE, "sort_rows", **constants)
+    scalars = (np.int32(packed.n_items), np.int64(pitch), np.int32(n), np.int32(size), np.int32(in_shared))
+    kernel(
+        (n_users,),
+        (512,),
+        (ids, scores, work_scores, work_ids, rows, packed.ids, *scalars),
+        size * (4 + packed.dtype.itemsize) if in_shared else 0,
+    )
