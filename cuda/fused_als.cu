@@ -1,7 +1,7 @@
 // fused_als.cu - A[u] x[u] = b[u] assembled and solved without leaving the chip, for all rows u of a side:
 //                A[u] = G + sum_e w_e y_e y_e^T + scale_u ridge,  b[u] = sum_e c_e y_e  (weights: entry_weight)
 // grid  : as many blocks as fit on the device; teams of WARPS warps take rows from a counter, longest rows first
-// block : TEAMS teams (WARPS 1) or one team (WARPS 2); which warp holds which part of A: system.cuh
+// block : TEAMS teams (WARPS 1) or one team (WARPS 2 or 4); which warp holds which part of A: system.cuh
 // shapes: factors (n_fixed, LD)  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
 //         indptr (n_out + 1,)  rows (n_rows,): what to solve  segments (n_segments, 3): slot, begin, end
 //         partials (n_slots, PARTIAL): tiles of A as the threads hold them, then b
@@ -180,16 +180,16 @@ struct Stream {
 
 // Hands out pieces of work. The next position is asked for while the current one is worked on: the counter is far away.
 struct Queue {
-    int64* counter;
-    int64* shared;  // for teams of several warps
-    int64 asked;
+    int* counter;
+    int* shared;  // for teams of several warps
+    int asked;
 
     __device__ __forceinline__ void ask(int warp, int lane) {
-        if (warp == 0 && lane == 0) asked = int64(atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull));
+        if (warp == 0 && lane == 0) asked = atomicAdd(counter, 1);
     }
 
     // The position asked for, the same in all threads of the team.
-    __device__ __forceinline__ int64 take(int warp, int lane) {
+    __device__ __forceinline__ int take(int warp, int lane) {
         if constexpr (WARPS == 1) return __shfl_sync(FULL_WARP, asked, 0);
         __syncthreads();  // all have read the position before
         if (warp == 0 && lane == 0) *shared = asked;
@@ -214,9 +214,9 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
 // Rows of at most one segment. solutions holds the warm start of conjugate gradients.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_rows(float* solutions, int* status, const float* factors, const int* indices, const float* ratings, const float* offsets,
-           const int64* indptr, const int* rows, const float* gram, const float* ridge, const float* scale, int64* counter,
-           int64 n_rows, float alpha, float unobserved_weight, float entry_scale, float epsilon, int cg_steps) {
-    __shared__ int64 position_shared;
+           const int64* indptr, const int* rows, const float* gram, const float* ridge, const float* scale, int* counter,
+           int n_rows, float alpha, float unobserved_weight, float entry_scale, float epsilon, int cg_steps) {
+    __shared__ int position_shared;
     const int team = threadIdx.x / TEAM;
     const int warp = threadIdx.x % TEAM / WARP;
     int lane = lane_number();
@@ -225,7 +225,7 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
     while (true) {
-        const int64 position = queue.take(warp, lane);
+        const int position = queue.take(warp, lane);
         if (position >= n_rows) break;
         queue.ask(warp, lane);
         lane = fresh(lane);
@@ -242,9 +242,9 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
 // Sums of segments of long rows.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 assemble_segments(float* partials, const float* factors, const int* indices, const float* ratings, const float* offsets,
-                  const int64* segments, int64* counter, int64 n_segments, float alpha, float unobserved_weight,
+                  const int64* segments, int* counter, int n_segments, float alpha, float unobserved_weight,
                   float entry_scale) {
-    __shared__ int64 position_shared;
+    __shared__ int position_shared;
     const int team = threadIdx.x / TEAM;
     const int warp = threadIdx.x % TEAM / WARP;
     int lane = lane_number();
@@ -253,11 +253,11 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
     while (true) {
-        const int64 position = queue.take(warp, lane);
+        const int position = queue.take(warp, lane);
         if (position >= n_segments) break;
         queue.ask(warp, lane);
         lane = fresh(lane);
-        const int64* segment = segments + 3 * position;
+        const int64* segment = segments + int64(3) * position;
         Holding mine;
         clear(mine);
         Stream stream{in, memory, team_entries(team), segment[1], int(segment[2] - segment[1]), warp, lane, {}, {}};
@@ -286,8 +286,8 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
 // Rows of several segments: system k is the sum of partials slots[k] ... slots[k + 1] - 1.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_partials(float* solutions, int* status, const float* partials, const int64* slots, const int* rows, const float* gram,
-               const float* ridge, const float* scale, int64* counter, int64 n_rows, float epsilon, int cg_steps) {
-    __shared__ int64 position_shared;
+               const float* ridge, const float* scale, int* counter, int n_rows, float epsilon, int cg_steps) {
+    __shared__ int position_shared;
     const int team = threadIdx.x / TEAM;
     const int warp = threadIdx.x % TEAM / WARP;
     int lane = lane_number();
@@ -295,7 +295,7 @@ solve_partials(float* solutions, int* status, const float* partials, const int64
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
     while (true) {
-        const int64 position = queue.take(warp, lane);
+        const int position = queue.take(warp, lane);
         if (position >= n_rows) break;
         queue.ask(warp, lane);
         lane = fresh(lane);

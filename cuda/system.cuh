@@ -1,8 +1,8 @@
 // system.cuh - one system A x = b on chip: a team of WARPS warps holds the lower blocks of A in registers.
 //
 // constants: RANK    order of the systems, 1 to 128; padded to RANK16 with rows and columns of the identity
-//            WARPS   warps of a team: 1 (up to RANK 64) or 2 (one team a block of threads)
-// Two warps deal the rows of blocks so that both have as many blocks: OWNERS below.
+//            WARPS   warps of a team: 1 (up to RANK 64), 2 or 4 (one team a block of threads)
+// Several warps deal the rows of blocks so that each has about as many blocks: OWNERS below.
 // The factorization is blocked, right-looking: one warp factors the block on the diagonal and, in its other lanes,
 // inverts the factor; then L21 = A21 L11^-T and A22 -= L21 L21^T are products on tensor cores, and the substitutions
 // products with the inverses. Only the 16 columns of a block are eliminated one after the other.

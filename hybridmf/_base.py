@@ -40,7 +40,9 @@ SWEEP_ORDER: tuple[Side, Side] = ("item", "user")
 class Solver(Protocol):
     """What a backend provides: half sweeps over a state it owns."""
 
-    state: State
+    @property
+    def state(self) -> State:
+        """Factors of the last completed half sweep."""
 
     def update(self, side: Side) -> None:
         """Solve one side; `state` changes only once the half sweep is complete."""
@@ -287,6 +289,13 @@ class _Run:
                     break
         finally:
             bar.close()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Bring the factors to the host: a fitted model holds no memory of a device."""
+        if hasattr(self.model, "_learned") and self.model._learned is self.learned:
+            self.learned = replace(self.learned, state=self.learned.state.on_host())
+            self.model._learn(self.learned)
 
     def _one_sweep(self) -> float:
         started = time.perf_counter()

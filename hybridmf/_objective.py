@@ -105,6 +105,10 @@ class Factors:
     def __len__(self) -> int:
         return len(self.matrix)
 
+    def on_host(self) -> Factors:
+        """The factors in NumPy arrays; other backends keep theirs on a device until somebody looks."""
+        return self
+
     def take(self, rows: np.ndarray) -> Factors:
         """Factors of the given rows, in that order."""
         return Factors(
@@ -136,6 +140,10 @@ class State:
     def side(self, side: Side) -> Factors:
         """Factors of `side`."""
         return self.user if side == "user" else self.item
+
+    def on_host(self) -> State:
+        """The state in NumPy arrays."""
+        return replace(self, user=self.user.on_host(), item=self.item.on_host())
 
     def with_side(self, side: Side, factors: Factors) -> State:
         """A copy in which `side` has new factors."""

@@ -64,7 +64,7 @@ GPU_BATCH_BYTES = 2 << 30
 """Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
 
 GPU_WORTHWHILE = 2e10
-"""GFLOP of a whole fit (x 1e9) from which `device="auto"` takes the GPU: starting it costs about as much as a second."""
+"""Work of a whole fit from which `device="auto"` takes the GPU, whose start costs about a second."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,6 @@ class Settings:
             gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
             iterations=check_int("iterations", iterations, 1),
         )
-
 
 
 def _dtype_name(dtype: Any) -> Any:
@@ -282,12 +281,29 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         instruction_set=_als.instruction_set(),
         batch_flops=BATCH_FLOPS * settings.num_threads,
     )
-    if spec is not None and settings.device == "auto":
-        why_not = _why_not_gpu(plan, settings)
-        if why_not:
-            logger.info("device='auto' chose the CPU: %s", why_not)
-            spec, plan = None, replace(plan, reason=f"{why_not} ({spec.name} was found)")
-    return _cpu_plan(plan, settings) if spec is None else gpu_plan(plan, settings, objective, spec)
+    if spec is None:
+        return _cpu_plan(plan, settings)
+    if settings.device != "auto":
+        return gpu_plan(plan, settings, objective, spec)
+    why_not = _why_not_gpu(plan, settings)
+    if not why_not:
+        on_gpu = gpu_plan(plan, settings, objective, spec)
+        why_not = _memory_lacks(on_gpu)
+        if not why_not or plan.assembly not in ("auto", *CPU_ASSEMBLIES):
+            return on_gpu
+    logger.info("device='auto' chose the CPU: %s", why_not)
+    return _cpu_plan(replace(plan, reason=f"{why_not} ({spec.name} was found)"), settings)
+
+
+def _memory_lacks(plan: Plan) -> str:
+    """How much memory a plan needs and its GPU has, if that is too little; empty if it is enough."""
+    assert plan.gpu is not None
+    if plan.total_bytes <= plan.gpu.free_bytes:
+        return ""
+    return (
+        f"the fit needs about {_mib(plan.total_bytes)} on {plan.gpu.name} and {_mib(plan.gpu.free_bytes)} are free "
+        f"({', '.join(f'{name} {_mib(size)}' for name, size in plan.bytes.items())})"
+    )
 
 
 def _why_not_gpu(plan: Plan, settings: Settings) -> str:
@@ -406,10 +422,13 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     )
     sizes = _gpu_fixed_bytes(plan)
     slot_bytes = _slot_bytes(plan)
-    # a row has one slot, and one more for each segment it is cut into; ours needs slots for long rows only
-    most = plan.nnz // plan.segment + (plan.nnz // plan.segment if assembly == "fused" else max(shape_of(plan))) + 1
+    # a row has one slot, and one more for each segment it is cut into; solved at once, only long rows need any
+    cuts = plan.nnz // plan.segment
+    at_once = assembly == "fused" and plan.rank < fused.SOLVED_APART
+    most = cuts + (cuts if at_once else max(shape_of(plan))) + 1
     left = min(GPU_BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
-    slots = int(np.clip(left // slot_bytes, 1, most))
+    least = plan.tile_rows or 1  # BALS assembles whole blocks of rows
+    slots = int(np.clip(left // slot_bytes, least, max(least, most)))
     return replace(plan, batch_slots=slots, bytes=sizes | {"batch": slots * slot_bytes})
 
 
@@ -553,11 +572,10 @@ def _cgroup_memory(folder: str) -> int | None:
 def check_memory(plan: Plan) -> None:
     """Refuse a plan that cannot fit before it allocates anything."""
     if plan.gpu is not None:
-        if plan.total_bytes > plan.gpu.free_bytes:
+        lack = _memory_lacks(plan)
+        if lack:
             raise DeviceMemoryError(
-                f"the fit needs about {_mib(plan.total_bytes)} on {plan.gpu.name} and {_mib(plan.gpu.free_bytes)} are "
-                f"free ({', '.join(f'{name} {_mib(size)}' for name, size in plan.bytes.items())}); use fewer factors, "
-                'a GPU with more memory, free what other programs hold, or device="cpu"'
+                f'{lack}; use fewer factors, a GPU with more memory, free what other programs hold, or device="cpu"'
             )
         return
     free = available_memory()

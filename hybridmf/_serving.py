@@ -16,6 +16,7 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from . import _plan
+from ._engine import engine_for
 from ._learned import Learned, align, pattern
 from ._objective import Factors, Side
 from ._plan import Plan
@@ -32,8 +33,6 @@ from ._validate import (
     make_csr,
 )
 from .cpu import _als
-from .cpu.als import HalfSweep, objective_value, weighted_gram
-from .cpu.topk import PackedItems, top_k
 from .errors import MemoryBudgetError, RatingsError
 from .formats import transpose
 from .ratings import Ratings
@@ -202,14 +201,13 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             seen = self._seen_rows(users, user_items)
         elif user_items is not None:
             self._seen_rows(users, user_items)  # judged all the same: a wrong matrix is a mistake worth hearing of
-        threads = self.plan_.num_threads
-        ids, scores = top_k(
+        engine = engine_for(self.plan_, float(len(users)) * self.n_items * self.plan_.rank)
+        ids, scores = engine.top_k(
             self._scoring_factors("user", users),
-            self._cached("scoring_items", lambda: PackedItems(self._scoring_factors("item"), None, threads)),
+            self._cached(f"scoring_items on {engine.name}", lambda: engine.pack(self._scoring_factors("item"))),
             N,
-            seen=seen,
-            candidates=self._candidates(items, filter_items),
-            num_threads=threads,
+            seen,
+            self._candidates(items, filter_items),
         )
         return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
 
@@ -261,12 +259,13 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     def _similar(self, side: Side, name: str, ids: Any, N: int) -> tuple[np.ndarray, np.ndarray]:
         check_is_fitted(self)
-        threads = self.plan_.num_threads
-        packed = self._cached(
-            f"normalized_{side}", lambda: PackedItems(_normalized(self._learned.state.side(side).matrix), None, threads)
+        normalized = self._cached(
+            f"normalized {side} factors", lambda: _normalized(self._learned.state.side(side).matrix)
         )
-        positions = check_ids(name, ids, len(packed.items), f"n_{side}s")
-        found, scores = top_k(packed.items[positions], packed, check_int("N", N, 1, MAX_N), num_threads=threads)
+        positions = check_ids(name, ids, len(normalized), f"n_{side}s")
+        engine = engine_for(self.plan_, float(len(positions)) * normalized.size)
+        packed = self._cached(f"normalized {side} factors on {engine.name}", lambda: engine.pack(normalized))
+        found, scores = engine.top_k(normalized[positions], packed, check_int("N", N, 1, MAX_N), None, None)
         _itself_first(found, scores, positions)
         return (found[0], scores[0]) if np.ndim(ids) == 0 else (found, scores)
 
@@ -361,15 +360,10 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         """Exact factors of new rows of `side` for the factors of the other one."""
         learned = self._learned
         fixed = learned.state.side("item" if side == "user" else "user")
-        plan = learned.plan.for_fold_in()
-        gram = None
-        if learned.objective.is_implicit:  # the same for every row, and most of the work for a few rows
-            blas = plan.uses_blas  # as in the fit, so that training rows get their training factors
-            gram = self._cached(
-                f"gram_for_{side}",
-                lambda: weighted_gram(fixed.matrix, learned.objective, plan.num_threads, blas=blas),
-            )
-        return HalfSweep(side, matrix, learned.objective, plan).solve(fixed, learned.state.mean, gram=gram)
+        engine = engine_for(learned.plan)
+        # the same for every row, and most of the work for a few rows
+        gram = self._cached(f"gram for {side} on {engine.name}", lambda: engine.gram(fixed, learned.objective))
+        return engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)
 
     def transform(self, user_items: Any) -> np.ndarray:
         """Factors of new rows by the exact solver (fold-in); a training row gets its training factors.
@@ -398,11 +392,8 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         float
         """
         check_is_fitted(self)
-        csr = csr_arrays(self._training_rows(user_items))
-        item_degrees = np.bincount(csr[1], minlength=self.n_items)
-        return objective_value(
-            self._learned.objective, csr, self._learned.state, np.diff(csr[0]), item_degrees, self.plan_.num_threads
-        )
+        matrix = self._training_rows(user_items)
+        return engine_for(self.plan_).objective_value(self._learned.objective, matrix, self._learned.state)
 
     # ------------------------------------------------------------------------------------------------ updates
 

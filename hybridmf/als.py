@@ -61,17 +61,18 @@ class ImplicitALS(_ALS):
     solver : {"cholesky", "cg", "subspace"}
         Exact; or `cg_steps` conjugate gradient steps from the previous factors; or exact over `block_size` coordinates
         after another (iALS++: Rendle, Krichene, Zhang and Koren 2021), both warm-started.
-    device : {"auto", "cpu", "cuda"}
-        "auto" takes the best there is and logs why; "cuda" raises where it cannot be served.
+    device : {"auto", "cpu", "cuda", "cuda:N"}
+        "auto" takes the best there is and logs why; "cuda" (the first GPU) raises where it cannot be served.
     regularization_scaling : {"none", "count"} or float
         ``s = 1``, the number of entries of the row (ALS-WR), or that number to the given power.
     unobserved_weight : float
         Confidence of pairs without an entry, >= 0.
     cg_steps : int
         Steps of ``solver="cg"``.
-    assembly : {"auto", "simd", "rank1", "blas3", "bals"}
-        How normal equations are built: our vector kernels ("auto" takes them), Gates fig. 5, Gates fig. 6 through BLAS,
-        or BALS tiles.
+    assembly : {"auto", "simd", "rank1", "blas3", "bals", "fused", "sparse_syrk", "mo_als"}
+        How normal equations are built. On the CPU: our vector kernels "simd", Gates fig. 5, Gates fig. 6 through BLAS,
+        or BALS tiles. On a GPU: our kernels "fused", which also solve, Gates' sparse SYRK, MO-ALS, or BALS tiles.
+        "auto" takes ours where they serve.
     reorder : {"auto", "none", "rows", "columns", "both"} or bool
         Sort rows and columns by degree inside (BALS Alg. 3); factors come back in the order of the input.
     precision : {"float32", "bf16x3", "tf32", "bf16", "float16"}
@@ -84,6 +85,9 @@ class ImplicitALS(_ALS):
         Seed of the initial factors.
     block_size : int
         Coordinates of one step of ``solver="subspace"``; from `factors` on it is the exact solver.
+    gpu_memory_limit : int or str, optional
+        Bytes of a GPU's memory the plan may count on, such as "6GB". Default: what is free, within the environment
+        variable HYBRIDMF_GPU_MEMORY_LIMIT.
 
     Attributes
     ----------

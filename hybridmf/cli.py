@@ -22,7 +22,7 @@ import numpy as np
 import scipy.io
 import scipy.sparse as sp
 
-from . import _validate, dispatch, formats
+from . import _validate, formats
 from ._config import config
 from ._files import open_bytes, reading, write_atomically
 from ._io import load
@@ -226,7 +226,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option("--iterations", type=int, help="Full sweeps.  [default: 15]")
 @click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")
 @click.option("--assembly", metavar="|".join(ASSEMBLIES), help="How equations are built.  [default: auto]")
-@click.option("--device", metavar="|".join(dispatch.DEVICES), help="Where to compute.  [default: auto]")
+@click.option("--device", metavar="auto|cpu|cuda|cuda:N", help="Where to compute.  [default: auto]")
 @click.option("--dtype", metavar="|".join(DTYPES), help="Precision of the factors.  [default: float32]")
 @click.option("--num-threads", type=int, help="[default: all cores]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the split and the initial factors.")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ._plan import plan
+from ._plan import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS, plan
 from ._validate import check_int
 from .als import ExplicitALS, ImplicitALS
 from .errors import DeviceError
@@ -26,6 +26,8 @@ LIKED = 4.0
 METHODS = (
     ("rank1", "cholesky"),
     ("blas3", "cholesky"),
+    ("sparse_syrk", "cholesky"),
+    ("mo_als", "cholesky"),
     ("bals", "cholesky"),
     ("auto", "cholesky"),
     ("auto", "cg"),
@@ -469,9 +471,11 @@ def _report_seconds(
     seconds: dict[tuple[str, str], tuple[float, float]] = {}
     rows = []
     for assembly, solver in METHODS:
+        if not any(_serves(device, assembly, solver) for device in devices):
+            continue
         cells = [assembly, solver]
         for device in devices:
-            if device == "cuda" and assembly != "auto":  # the other names are CPU methods
+            if not _serves(device, assembly, solver):
                 cells += ["-", "-"]
                 continue
             pair = tuple(
@@ -489,6 +493,13 @@ def _report_seconds(
     if reason:
         _paragraph(write, f"There is no GPU column. {reason}")
     return seconds
+
+
+def _serves(device: str, assembly: str, solver: str) -> bool:
+    """Whether a device knows a method."""
+    if device == "cpu":
+        return assembly in ("auto", *CPU_ASSEMBLIES)
+    return assembly in ("auto", *GPU_ASSEMBLIES) and solver in GPU_SOLVERS
 
 
 def _why_no_gpu(train: Ratings) -> str | None:

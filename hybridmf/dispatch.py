@@ -46,10 +46,17 @@ def gpu_status() -> tuple[bool, str]:
     from .gpu.device import device_count, open_device
 
     try:
-        names = [str(open_device(f"cuda:{k}").spec) for k in range(device_count())]
+        count = device_count()
     except DeviceError as error:
         return False, str(error)
-    return True, ", ".join(names)
+    usable, reasons = False, []
+    for index in range(count):
+        try:
+            reasons.append(str(open_device(f"cuda:{index}").spec))
+            usable = True
+        except (DeviceError, ValueError) as error:  # a GPU that is too old; a memory limit that is no size
+            reasons.append(str(error))
+    return usable, "; ".join(dict.fromkeys(reasons))
 
 
 def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.linalg
 
 from hybridmf.errors import DeviceMemoryError
 from hybridmf.gpu.device import DeviceSpec
@@ -38,12 +37,12 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="hybridmf-emulator-"))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _library(source: str, name: str, constants: tuple[str, ...]) -> Any:
     text = source + WRAPPER.replace("KERNEL", name)
     stem = _folder() / hashlib.sha256("\n".join([text, *constants]).encode()).hexdigest()[:24]
@@ -108,16 +107,6 @@ class EmulatedDevice:
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a @ b
-
-    def cholesky_solve(self, matrices: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-        status = np.zeros(len(matrices), dtype=np.int32)
-        for k, matrix in enumerate(matrices):
-            potrf, potrs = scipy.linalg.lapack.get_lapack_funcs(("potrf", "potrs"), (matrix,))
-            factor, info = potrf(np.tril(matrix), lower=True)
-            status[k] = info
-            if not info:
-                rhs[k] = potrs(factor, rhs[k], lower=True)[0]
-        return status
 
     def free_bytes(self) -> int:
         return self.spec.free_bytes

@@ -18,7 +18,7 @@ from hybridmf._objective import Factors, Objective, State, initial_state
 from hybridmf._plan import Settings, make_plan
 from hybridmf._validate import as_csr
 from hybridmf.cpu import _als
-from hybridmf.cpu.als import HalfSweep, objective_value, weighted_gram
+from hybridmf.cpu.als import HalfSweep, check_status, objective_value, weighted_gram
 from hybridmf.errors import NonFiniteError, NotPositiveDefiniteError
 
 EXACT = ("simd", "rank1", "blas3", "bals")
@@ -554,7 +554,7 @@ def test_failures_under_reordering_name_the_callers_row():
         status = np.zeros(60, dtype=np.int32)
         status[7] = code
         with pytest.raises(error, match="of item 52 "):
-            half._check(status)
+            check_status(status, half.side, half.objective, half.names)
 
 
 @pytest.mark.parametrize("solver", ["cholesky", "cg"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf import _validate
-from hybridmf._plan import CPU_ASSEMBLIES, PRECISIONS, REORDERINGS, SOLVERS
+from hybridmf._plan import ASSEMBLIES, PRECISIONS, REORDERINGS, SOLVERS
 from hybridmf._validate import (
     MAX_FACTORS,
     MAX_N,
@@ -518,11 +518,17 @@ COMMON = [
     ("regularization_scaling", None, TypeError, "regularization_scaling must be a real number, got None"),
     ("solver", "lu", ValueError, f"solver must be one of {known(SOLVERS)}; got 'lu'"),
     ("solver", None, ValueError, f"solver must be one of {known(SOLVERS)}; got None"),
-    ("device", "gpu", ValueError, "device must be one of 'auto', 'cpu', 'cuda'; got 'gpu'"),
-    ("device", ["cuda:0"], ValueError, "device must be one of 'auto', 'cpu', 'cuda'; got ['cuda:0']"),
-    ("assembly", "fast", ValueError, f"assembly must be one of {known(CPU_ASSEMBLIES)}; got 'fast'"),
-    ("assembly", "mo_als", ValueError, "got 'mo_als'. GPU assemblies are not in this version"),
-    ("assembly", "sparse_syrk", ValueError, "got 'sparse_syrk'. GPU assemblies are not in this version"),
+    ("device", "gpu", ValueError, 'device must be "auto", "cpu", "cuda" or "cuda:N"; got \'gpu\''),
+    ("device", "cuda:", ValueError, 'device must be "auto", "cpu", "cuda" or "cuda:N"; got \'cuda:\''),
+    ("device", "cuda:-1", ValueError, "\"cuda:N\"; got 'cuda:-1'"),
+    ("device", ["cuda:0"], ValueError, "device=['cuda:0']: several GPUs are not in this version"),
+    ("device", 0, TypeError, 'device must be "auto", "cpu", "cuda" or "cuda:N", got int 0'),
+    ("assembly", "fast", ValueError, f"assembly must be one of {known(ASSEMBLIES)}; got 'fast'"),
+    ("assembly", "mo_als", ValueError, "assembly='mo_als' is a GPU's; on device=\"cpu\" use one of simd, rank1"),
+    ("assembly", "sparse_syrk", ValueError, "assembly='sparse_syrk' is a GPU's; on device=\"cpu\" use one of"),
+    ("assembly", "fused", ValueError, "assembly='fused' is a GPU's; on device=\"cpu\" use one of"),
+    ("gpu_memory_limit", "much", ValueError, 'gpu_memory_limit must be a size such as "6GB"'),
+    ("gpu_memory_limit", -1, ValueError, "a number of bytes, got -1"),
     ("reorder", "degree", ValueError, f"reorder must be one of {known(REORDERINGS)}; got 'degree'"),
     ("reorder", 1, ValueError, f"reorder must be one of {known(REORDERINGS)}; got 1"),
     ("precision", "fp32", ValueError, f"precision must be one of {known(PRECISIONS)}; got 'fp32'"),

@@ -289,9 +289,7 @@ class HalfSweep:
         return SINGULAR_PIVOT * float(np.finfo(dtype).eps)
 
 
-def check_status(
-    status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None
-) -> None:
+def check_status(status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None) -> None:
     """Raise what the first row with a status says went wrong.
 
     Parameters

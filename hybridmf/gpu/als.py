@@ -1,4 +1,4 @@
-"""The GPU's ALS: what a half sweep needs, and the solver that alternates two of them; the twin of `hybridmf.cpu.als`."""
+"""The GPU's ALS: what a half sweep needs, and the solver that alternates two; the twin of `hybridmf.cpu.als`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ logger = logging.getLogger("hybridmf")
 
 GRAM_ROWS = 4096
 """Rows whose products cuBLAS adds up in float32; the sums of such pieces are added in float64."""
+
+EXACT_ROWS = 65536
+"""Rows that are widened to float64 at a time, where the Gram matrix is wanted in float64."""
 
 LOSS_ROWS = 2048
 """Entries one warp sums the losses of."""
@@ -69,12 +72,12 @@ class DeviceFactors(Factors):
         return host
 
     @property
-    def matrix(self) -> np.ndarray:  # type: ignore[override]
+    def matrix(self) -> np.ndarray:
         """Factors on the host."""
         return self.on_host().matrix
 
     @property
-    def bias(self) -> np.ndarray | None:  # type: ignore[override]
+    def bias(self) -> np.ndarray | None:
         """Biases on the host."""
         return self.on_host().bias
 
@@ -110,7 +113,7 @@ def weighted_gram(device: Device, table: Array, rank: int, objective: Objective)
     n, width = table.shape
     rows = max(GRAM_ROWS, ceil_div(n, 64))
     whole = n // rows * rows
-    total = 0
+    total: Any = 0.0
     for part in (table[:whole].reshape(-1, rows, width), table[whole:].reshape(1, -1, width)):
         if part.shape[0] and part.shape[1]:
             total = total + device.matmul(part.transpose(0, 2, 1), part).sum(axis=0, dtype=np.float64)
@@ -118,6 +121,15 @@ def weighted_gram(device: Device, table: Array, rank: int, objective: Objective)
     gram = device.zeros((side, side), table.dtype)
     gram[:rank, :rank] = (objective.unobserved_weight * total)[:rank, :rank]
     return gram
+
+
+def exact_gram(device: Device, table: Array) -> np.ndarray:
+    """``F^T F`` of a table in float64, shape (width, width), on the host."""
+    total = np.zeros((table.shape[1], table.shape[1]))
+    for start in range(0, len(table), EXACT_ROWS):
+        part = table[start : start + EXACT_ROWS].astype(np.float64)
+        total += device.download(device.matmul(part.T, part))
+    return total
 
 
 @dataclass(frozen=True)
@@ -199,7 +211,8 @@ class HalfSweep:
         self.roots = _range_of_roots(objective, ratings)
         order = np.argsort(-self.degrees, kind="stable")
         order = order[: int(np.count_nonzero(self.degrees))]
-        n_long = int(np.count_nonzero(self.degrees > plan.segment)) if plan.assembly == "fused" else len(order)
+        at_once = plan.assembly == "fused" and plan.rank < fused.SOLVED_APART
+        n_long = int(np.count_nonzero(self.degrees > plan.segment)) if at_once else len(order)
         self.long = Pieces.cut(np.asarray(indptr, dtype=np.int64), order[:n_long], plan.segment)
         self.short = device.upload(order[n_long:].astype(np.int32))
         self.batch_slots = plan.batch_slots
@@ -277,31 +290,27 @@ class HalfSweep:
     def _solve_fused(self, systems: Systems, table: Array, entries: Entries) -> None:
         plan = self.plan
         config = plan.fused or FusedConfig.default(plan.rank)
-        precision, scale = self._arithmetic(table)
-        how = {"precision": precision, "solver": plan.solver}
-        finish = {"epsilon": self.epsilon, "cg_steps": plan.cg_steps}
+        method = self._method(table)
 
         def one_batch(pieces: Pieces) -> None:
             device = self.device
             partials = device.empty((len(pieces.segments), config.partial_floats), np.float32)
-            fused.assemble_segments(device, partials, table, entries, device.upload(pieces.segments), config, **how, entry_scale=scale)
-            slots, rows = device.upload(pieces.slots), device.upload(pieces.rows)
-            fused.solve_partials(device, systems, partials, slots, rows, entries, config, **how, **finish)
+            segments, slots, rows = map(device.upload, (pieces.segments, pieces.slots, pieces.rows))
+            fused.assemble_segments(device, partials, table, entries, segments, config, method)
+            fused.solve_partials(device, systems, partials, slots, rows, entries, config, method)
 
-        self._in_batches(one_batch)
-        fused.solve_rows(
-            self.device, systems, table, entries, self.indptr, self.short, config, **how, **finish, entry_scale=scale
-        )
+        self._in_batches(one_batch)  # rows longer than a segment, or all
+        fused.solve_rows(self.device, systems, table, entries, self.indptr, self.short, config, method)
 
-    def _arithmetic(self, table: Array) -> tuple[str, float]:
-        """What products are computed in, and the scale of float16 parts for these factors and weights."""
-        smallest, largest = self.roots
-        if self.plan.precision != "float32":
-            return self.plan.precision, 1.0
-        if largest > fused.WIDEST_ROOTS * smallest:
-            return "float32_wide", 1.0
-        peak = max(float(table.max()), -float(table.min()))
-        return "float32", fused.entry_scale(peak, largest)
+    def _method(self, table: Array) -> fused.Method:
+        """Solver and arithmetic, with the scale that float16 parts need for these factors and weights."""
+        plan, (smallest, largest) = self.plan, self.roots
+        precision, scale = plan.precision, 1.0
+        if precision == "float32" and largest > fused.WIDEST_ROOTS * smallest:
+            precision = "float32_wide"
+        elif precision == "float32":
+            scale = fused.entry_scale(max(float(table.max()), -float(table.min())), largest)
+        return fused.Method(precision, plan.solver, self.epsilon, plan.cg_steps, scale)
 
     def _in_batches(self, one_batch: Callable[[Pieces], None]) -> None:
         """Work through the long rows; where memory runs out, with batches half as large from there on."""
@@ -313,20 +322,20 @@ class HalfSweep:
                     one_batch(batch)
                     done += len(batch.rows)
             except DeviceMemoryError:
-                if self.batch_slots <= 1:
+                slots = min(self.batch_slots, int(rest.slots[-1]))
+                if slots <= 1:
                     raise
-                self.batch_slots = max(1, self.batch_slots // 2)
-                logger.warning(
-                    "%s is out of memory: batches of %d systems from here on", self.device.spec.name, self.batch_slots
-                )
+                self._take_fewer(slots // 2)
+
+    def _take_fewer(self, slots: int) -> None:
+        self.batch_slots = slots
+        logger.warning("%s is out of memory: batches of %d systems from here on", self.device.spec.name, slots)
 
     # ------------------------------------------------------------------------------------------------ published
 
     def _solve_batches(self, systems: Systems, table: Array, entries: Entries) -> None:
         plan = self.plan
-        assemble: Callable[..., None] = (
-            assemblies.sparse_syrk if plan.assembly == "sparse_syrk" else assemblies.mo_als
-        )
+        assemble: Callable[..., None] = assemblies.sparse_syrk if plan.assembly == "sparse_syrk" else assemblies.mo_als
 
         def one_batch(pieces: Pieces) -> None:
             device, rank = self.device, plan.rank
@@ -338,30 +347,34 @@ class HalfSweep:
         self._in_batches(one_batch)
 
     def _solve_tiles(self, systems: Systems, table: Array, entries: Entries) -> None:
-        plan, device, rank = self.plan, self.device, self.plan.rank
-        tiles = self.tiles
-        assert tiles is not None
+        plan = self.plan
         blocks = ceil_div(len(self), plan.tile_rows)
         first = 0
         while first < blocks:
             count = min(max(1, self.batch_slots // plan.tile_rows), blocks - first)
-            rows = np.arange(first * plan.tile_rows, min((first + count) * plan.tile_rows, len(self)))
             try:
-                matrices = device.empty((len(rows), rank, rank), self.dtype)
-                rhs = device.empty((len(rows), rank), self.dtype)
+                self._solve_row_blocks(systems, table, entries, first, count)
+                first += count
             except DeviceMemoryError:
                 if count == 1:
                     raise
-                self.batch_slots = max(plan.tile_rows, count * plan.tile_rows // 2)
-                continue
-            assemblies.bals(
-                device, matrices, rhs, table, entries, tiles, first, count, rank, plan.tile_rows, plan.tile_cols
-            )
-            filled = self.degrees[rows] > 0
-            matrices, rhs = (matrices, rhs) if filled.all() else _only(device, filled, matrices, rhs)
-            kept = rows[filled]
-            self._finish(systems, matrices, rhs, np.arange(len(kept) + 1), kept)
-            first += count
+                self._take_fewer(count // 2 * plan.tile_rows)
+
+    def _solve_row_blocks(self, systems: Systems, table: Array, entries: Entries, first: int, count: int) -> None:
+        """Rows of `count` rows of tiles from row of tiles `first` on."""
+        plan, device, rank, tiles = self.plan, self.device, self.plan.rank, self.tiles
+        assert tiles is not None
+        rows = np.arange(first * plan.tile_rows, min((first + count) * plan.tile_rows, len(self)))
+        matrices = device.empty((len(rows), rank, rank), self.dtype)
+        rhs = device.empty((len(rows), rank), self.dtype)
+        assemblies.bals(
+            device, matrices, rhs, table, entries, tiles, first, count, rank, plan.tile_rows, plan.tile_cols
+        )
+        filled = self.degrees[rows] > 0
+        if not filled.all():
+            matrices, rhs = _only(device, filled, matrices, rhs)
+        kept = rows[filled]
+        self._finish(systems, matrices, rhs, np.arange(len(kept) + 1), kept)
 
     def _finish(self, systems: Systems, matrices: Array, rhs: Array, slots: np.ndarray, rows: np.ndarray) -> None:
         """Complete the systems of a batch and solve them."""
@@ -502,11 +515,8 @@ def objective_value(
         plan.factors,
     )
     if objective.is_implicit:
-        grams = [weighted_gram(device, side.table, plan.rank, objective) for side in (users, items)]
-        weight = objective.unobserved_weight
-        if weight > 0:
-            products = [device.download(gram).astype(np.float64) / weight for gram in grams]
-            total += weight * float(np.sum(products[0] * products[1]))
+        grams = [exact_gram(device, side.table) for side in (users, items)]
+        total += objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
     for factors, degrees in ((users, half.degrees), (items, item_degrees)):
         squares = losses.row_squares(device, factors.table, plan.factors)
         total += objective.regularization * float(squares @ objective.row_scale(degrees))

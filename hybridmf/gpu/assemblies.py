@@ -7,7 +7,7 @@ that cannot work, so that a tuner can enumerate them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -929,14 +929,16 @@ def _check_tiles(
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
 
-def default_builds(spec: DeviceSpec) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of every default configuration on a device, for a test that compiles them all.
 
     float32 explicit and implicit, float64 implicit with offsets, in all usual ranks. All compile without spilled
     registers or a stack frame for sm_90 but those with ``ACCUMULATORS=local``: the paper's mapping puts the sums there.
     """
     seen = set()
-    for rank in COMPILED_RANKS:
+    for rank in ranks:
         for itemsize, implicit, offsets in ((4, False, False), (4, True, False), (4, False, True), (8, True, True)):
             entries = {"REAL": np.dtype(f"f{itemsize}"), "IMPLICIT": implicit, "HAS_OFFSETS": offsets}
             configs: list[tuple[str, Any]] = [

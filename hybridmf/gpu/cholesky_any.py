@@ -7,7 +7,7 @@ Only lower triangles count. Solution and status of system k go to row ``rows[k]`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -444,9 +444,11 @@ def cg_solve(
     kernel((n,), (config.threads,), arguments, config.shared_bytes)
 
 
-def default_builds(spec: DeviceSpec) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of every default configuration on a device, for a test that compiles them all."""
-    for rank in COMPILED_RANKS:
+    for rank in ranks:
         for itemsize in (4, 8):
             for has_gram in (False, True):
                 yield "complete.cu", "complete", _complete_constants(rank, itemsize, has_gram)

@@ -27,7 +27,9 @@ OLDEST = (7, 5)
 
 MEMORY_LIMIT = "HYBRIDMF_GPU_MEMORY_LIMIT"
 
-INSTALL = 'install CuPy: pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'
+INSTALL = 'pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'
+
+TOOLKIT = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]"), or install the CUDA toolkit'
 
 COPY_CHUNK = 32 << 20
 """Bytes of one pinned buffer; two of them take turns."""
@@ -98,9 +100,6 @@ class Device(Protocol):
     def matmul(self, a: Array, b: Array) -> Array:
         """Product of two matrices of one dtype, by the device's BLAS."""
 
-    def cholesky_solve(self, matrices: Array, rhs: Array) -> Array:
-        """Status of each of a batch of systems beyond our kernels' size, solved in place by the device's LAPACK."""
-
     def free_bytes(self) -> int:
         """Bytes that can still be allocated."""
 
@@ -112,7 +111,7 @@ def parse_device(device: str) -> int:
     """Index of "cuda" (0) or "cuda:N"."""
     match = re.fullmatch(r"cuda(?::(\d+))?", device)
     if match is None:
-        raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {device!r}')
+        raise ValueError(f'device must be "cuda" or "cuda:N", got {device!r}')
     return int(match[1] or 0)
 
 
@@ -132,7 +131,7 @@ def parse_bytes(name: str, value: Any) -> int:
     units = {"": 1, "b": 1}
     units |= {prefix + "b": 1000**power for power, prefix in enumerate("kmgt", 1)}
     units |= {prefix + "ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
-    match = re.fullmatch(r"\s*([0-9.]+(?:e\d+)?)\s*([a-z]*)\s*", str(value).lower())
+    match = re.fullmatch(r"\s*([0-9.]+(?:e\+?\d+)?)\s*([a-z]*)\s*", str(value).lower())
     try:
         size = int(float(match[1]) * units[match[2]]) if match else 0
     except (KeyError, ValueError, OverflowError):
@@ -149,7 +148,7 @@ def _cupy() -> Any:
     except ModuleNotFoundError as error:
         if error.name == "cupy":
             raise DeviceError(f"CuPy is not installed; {INSTALL}") from error
-        raise DeviceError(f"CuPy cannot be imported: {error}; {INSTALL}") from error
+        raise DeviceError(f"CuPy cannot be imported: {_one_line(error)}; {INSTALL}") from error
     except Exception as error:  # a library of CUDA that does not load, a CuPy built for another NumPy
         raise DeviceError(f"CuPy cannot be imported: {_one_line(error)}; {INSTALL}") from error
 
@@ -172,7 +171,7 @@ def device_count() -> int:
     except Exception as error:  # CuPy's CUDARuntimeError
         text = _one_line(error)
         if "InsufficientDriver" in text:
-            hint = "there is no NVIDIA driver, or it is older than CuPy's CUDA: update it, or " + INSTALL
+            hint = f"there is no NVIDIA driver, or CuPy's CUDA is too new for it: update it, or {INSTALL}"
         elif "NoDevice" in text:
             hint = "no GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
         else:
@@ -183,12 +182,12 @@ def device_count() -> int:
     return count
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _open(index: int) -> CudaDevice:
     count = device_count()
     if index >= count:
         have = ", ".join(f"cuda:{k}" for k in range(count))
-        raise DeviceError(f'device="cuda:{index}" does not exist; this machine has {have}')
+        raise DeviceError(f"cuda:{index} does not exist; this machine has {have}")
     return CudaDevice(index)
 
 
@@ -268,6 +267,8 @@ class CudaDevice:
             raise DeviceError(f"cuda:{self.index} failed: {_one_line(error)}") from error
         except cupy.cuda.driver.CUDADriverError as error:
             raise DeviceError(f"cuda:{self.index} failed: {_one_line(error)}") from error
+        except ImportError as error:  # CuPy loads cuBLAS and others at first need
+            raise DeviceError(f"CuPy cannot load a library of CUDA: {_one_line(error)}; {TOOLKIT}") from error
 
     # ------------------------------------------------------------------------------------------------ memory
 
@@ -322,9 +323,7 @@ class CudaDevice:
                 size = min(COPY_CHUNK, raw.nbytes - start)
                 event.synchronize()
                 buffer[:size] = raw[start : start + size]
-                self._cupy.cuda.runtime.memcpyAsync(
-                    target.data.ptr + start, buffer.ctypes.data, size, 1, stream.ptr
-                )
+                self._cupy.cuda.runtime.memcpyAsync(target.data.ptr + start, buffer.ctypes.data, size, 1, stream.ptr)
                 event.record(stream)
             stream.synchronize()
         return target
@@ -395,8 +394,7 @@ class CudaDevice:
                 if "nvrtc" not in str(error).lower():
                     raise
                 raise DeviceError(
-                    f"CuPy cannot load NVRTC, the run-time compiler of CUDA: {_one_line(error)}; "
-                    'pip install "cupy-cuda13x[ctk]", or install the CUDA toolkit'
+                    f"CuPy cannot load NVRTC, the run-time compiler of CUDA: {_one_line(error)}; {TOOLKIT}"
                 ) from error
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
@@ -412,44 +410,7 @@ class CudaDevice:
         with self._errors():
             return self._cupy.matmul(a, b)
 
-    def cholesky_solve(self, matrices: Array, rhs: Array) -> Array:
-        """Solve ``matrices x = rhs`` in place through cuSOLVER (potrfBatched, potrsBatched).
-
-        Parameters
-        ----------
-        matrices : array, shape (n_batch, rank, rank)
-            Lower triangles, overwritten by their factors.
-        rhs : array, shape (n_batch, rank)
-            Overwritten by the solutions.
-
-        Returns
-        -------
-        int32 array, shape (n_batch,)
-            0, or the leading minor that is not positive definite.
-        """
-        with self._errors():
-            return _cusolver_cholesky_solve(self._cupy, matrices, rhs)
-
 
 def _take(target: np.ndarray, start: int, size: int, buffer: np.ndarray, event: Any) -> None:
     event.synchronize()
     target[start : start + size] = buffer[:size]
-
-
-def _cusolver_cholesky_solve(cupy: Any, matrices: Array, rhs: Array) -> Array:
-    from cupy_backends.cuda.libs import cublas, cusolver
-
-    batch, rank, _ = matrices.shape
-    status = cupy.zeros(batch, dtype=np.int32)
-    letter = "s" if matrices.dtype == np.float32 else "d"
-    handle = cupy.cuda.device.get_cusolver_handle()
-    pointers = [
-        array.data.ptr + cupy.arange(batch, dtype=np.uintp) * np.uintp(array.strides[0]) for array in (matrices, rhs)
-    ]
-    # row-major lower is column-major upper
-    upper = cublas.CUBLAS_FILL_MODE_UPPER
-    factorize, solve = (getattr(cusolver, f"{letter}{name}Batched") for name in ("potrf", "potrs"))
-    factorize(handle, upper, rank, pointers[0].data.ptr, rank, status.data.ptr, batch)
-    info = cupy.zeros(1, dtype=np.int32)
-    solve(handle, upper, rank, 1, pointers[0].data.ptr, rank, pointers[1].data.ptr, rank, info.data.ptr, batch)
-    return status

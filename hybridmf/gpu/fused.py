@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,11 @@ SOLVER_CODES = {"cholesky": 0, "cg": 1}
 SEGMENT = 4096
 """Entries above which a row is split: its sums are 9 KB (f = 64) for the 1 MB of factors that 4,096 entries gather."""
 
+SOLVED_APART = 97
+"""Rank from which all rows are assembled by one kernel and solved by another: the code of both does not fit in the
+instruction cache together. The sums go through global memory, 30 KB a row, and still an iteration at f = 100 (128)
+takes 83 (128) ms instead of 94 (146) on Netflix's shape on an H200."""
+
 
 def round_up(a: int, b: int) -> int:
     """The multiple of b from a on."""
@@ -35,7 +41,7 @@ class FusedConfig:
     rank : int
         Order of the systems, 1 to 128.
     warps : int
-        Warps of a team: 1 or 2.
+        Warps of a team: 1, 2 or 4.
     teams : int
         Teams of a block of threads.
     stages : int
@@ -54,17 +60,17 @@ class FusedConfig:
     def default(cls, rank: int) -> FusedConfig:
         """The choice for a rank."""
         blocks = ceil_div(rank, BLOCK)
-        stages, blocks_per_sm = {
-            1: (4, 6),
-            2: (3, 5),
-            3: (3, 4),
-            4: (3, 3),
-            5: (4, 6),
-            6: (4, 5),
-            7: (4, 4),
-            8: (4, 4),
+        warps, teams, stages, blocks_per_sm = {
+            1: (1, 4, 4, 6),
+            2: (1, 4, 3, 4),
+            3: (1, 4, 3, 3),
+            4: (1, 4, 3, 2),
+            5: (2, 1, 4, 4),
+            6: (4, 1, 3, 2),
+            7: (2, 1, 4, 4),
+            8: (4, 1, 3, 2),
         }[blocks]
-        return cls(rank, *((1, 4) if blocks <= 4 else (2, 1)), stages, blocks_per_sm)
+        return cls(rank, warps, teams, stages, blocks_per_sm)
 
     @property
     def rank16(self) -> int:
@@ -138,6 +144,29 @@ def entry_scale(largest_factor: float, largest_root: float) -> float:
 
 
 @dataclass(frozen=True)
+class Method:
+    """How systems are computed and solved.
+
+    Attributes
+    ----------
+    precision : str
+        A key of `PRECISION_CODES`.
+    solver : {"cholesky", "cg"}
+    epsilon : float
+        Pivots at or below this part of their diagonal element are all rounding.
+    cg_steps : int
+    entry_scale : float
+        Power of two that weighted factors are multiplied with (`entry_scale`); 1 but for precision float32.
+    """
+
+    precision: str = "float32"
+    solver: str = "cholesky"
+    epsilon: float = 0.0
+    cg_steps: int = 1
+    entry_scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Systems:
     """What completes the systems of one side and where solutions go.
 
@@ -163,9 +192,9 @@ def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
     return (max(1, min(ceil_div(work, config.teams), device.spec.multiprocessors * config.blocks_per_sm)),)
 
 
-def _kernel(device: Device, name: str, config: FusedConfig, entries: Entries, precision: str, solver: str) -> Any:
+def _kernel(device: Device, name: str, config: FusedConfig, entries: Entries, method: Method) -> Any:
     constants = config.constants | {key: value for key, value in entries.constants.items() if key != "REAL"}
-    constants |= {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES[solver]}
+    constants |= {"ARITHMETIC": PRECISION_CODES[method.precision], "SOLVER": SOLVER_CODES[method.solver]}
     return get_kernel(device, "fused_als.cu", name, **constants)
 
 
@@ -178,9 +207,7 @@ def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> Non
     if systems.gram is not None:
         check("gram", systems.gram, np.float32, (config.rank16, config.rank16))
         check_not_host(device, gram=systems.gram)
-    check_not_host(
-        device, solutions=systems.solutions, status=systems.status, ridge=systems.ridge, scale=systems.scale
-    )
+    check_not_host(device, solutions=systems.solutions, status=systems.status, ridge=systems.ridge, scale=systems.scale)
 
 
 def _check_entries(device: Device, config: FusedConfig, factors: Array, entries: Entries) -> None:
@@ -205,12 +232,7 @@ def solve_rows(
     indptr: Array,
     rows: Array,
     config: FusedConfig,
-    *,
-    precision: str,
-    solver: str,
-    epsilon: float,
-    cg_steps: int,
-    entry_scale: float = 1.0,
+    method: Method,
 ) -> None:
     """Solve the systems of `rows`, each assembled by one team.
 
@@ -229,7 +251,7 @@ def solve_rows(
     check("indptr", indptr, np.int64, (len(systems.scale) + 1,))
     check("rows", rows, np.int32, (None,))
     check_not_host(device, indptr=indptr, rows=rows)
-    _kernel(device, "solve_rows", config, entries, precision, solver)(
+    _kernel(device, "solve_rows", config, entries, method)(
         _grid(device, config, len(rows)),
         (config.threads,),
         (
@@ -242,14 +264,14 @@ def solve_rows(
             _gram_pointer(systems),
             systems.ridge,
             systems.scale,
-            device.zeros(1, np.int64),
-            np.int64(len(rows)),
+            device.zeros(1, np.int32),
+            np.int32(len(rows)),
             *entries.scalars,
-            np.float32(entry_scale),
-            np.float32(epsilon),
-            np.int32(cg_steps),
+            np.float32(method.entry_scale),
+            np.float32(method.epsilon),
+            np.int32(method.cg_steps),
         ),
-        config.shared_bytes(solver),
+        config.shared_bytes(method.solver),
     )
 
 
@@ -260,10 +282,7 @@ def assemble_segments(
     entries: Entries,
     segments: Array,
     config: FusedConfig,
-    *,
-    precision: str,
-    solver: str,
-    entry_scale: float = 1.0,
+    method: Method,
 ) -> None:
     """Sums of segments of long rows.
 
@@ -279,7 +298,7 @@ def assemble_segments(
     check("partials", partials, np.float32, (None, config.partial_floats))
     check("segments", segments, np.int64, (None, 3))
     check_not_host(device, partials=partials, segments=segments)
-    _kernel(device, "assemble_segments", config, entries, precision, solver)(
+    _kernel(device, "assemble_segments", config, entries, method)(
         _grid(device, config, len(segments)),
         (config.threads,),
         (
@@ -287,12 +306,12 @@ def assemble_segments(
             factors,
             *entries.arrays,
             segments,
-            device.zeros(1, np.int64),
-            np.int64(len(segments)),
+            device.zeros(1, np.int32),
+            np.int32(len(segments)),
             *entries.scalars,
-            np.float32(entry_scale),
+            np.float32(method.entry_scale),
         ),
-        config.shared_bytes(solver),
+        config.shared_bytes(method.solver),
     )
 
 
@@ -304,11 +323,7 @@ def solve_partials(
     rows: Array,
     entries: Entries,
     config: FusedConfig,
-    *,
-    precision: str,
-    solver: str,
-    epsilon: float,
-    cg_steps: int,
+    method: Method,
 ) -> None:
     """Solve the systems of long rows; row k is the sum of ``partials[slots[k] : slots[k + 1]]``."""
     if not len(rows):
@@ -318,7 +333,7 @@ def solve_partials(
     check("slots", slots, np.int64, (len(rows) + 1,))
     check("rows", rows, np.int32, (None,))
     check_not_host(device, partials=partials, slots=slots, rows=rows)
-    _kernel(device, "solve_partials", config, entries, precision, solver)(
+    _kernel(device, "solve_partials", config, entries, method)(
         _grid(device, config, len(rows)),
         (config.threads,),
         (
@@ -330,10 +345,31 @@ def solve_partials(
             _gram_pointer(systems),
             systems.ridge,
             systems.scale,
-            device.zeros(1, np.int64),
-            np.int64(len(rows)),
-            np.float32(epsilon),
-            np.int32(cg_steps),
+            device.zeros(1, np.int32),
+            np.int32(len(rows)),
+            np.float32(method.epsilon),
+            np.int32(method.cg_steps),
         ),
-        config.shared_bytes(solver),
+        config.shared_bytes(method.solver),
     )
+
+
+# ---------------------------------------------------------------------------------------------------- builds
+
+COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128)
+
+
+def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """``(file, kernel, constants)`` of what usual ranks ask for; all three kernels are in each program.
+
+    Every precision and solver for rank 64, the default ones for the others.
+    """
+    for rank in ranks:
+        precisions = tuple(PRECISION_CODES) if rank == 64 else ("float32",)
+        solvers = tuple(SOLVER_CODES) if rank == 64 else ("cholesky",)
+        for implicit, offsets in ((False, False), (False, True), (True, False)):
+            weights = {"IMPLICIT": implicit, "HAS_OFFSETS": offsets}
+            for precision in precisions:
+                for solver in solvers:
+                    codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES[solver]}
+                    yield "fused_als.cu", "solve_rows", FusedConfig.default(rank).constants | weights | codes

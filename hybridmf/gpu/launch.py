@@ -30,10 +30,12 @@ def kernel_folder() -> Path:
     for folder in (package / "cuda", package.parent / "cuda"):
         if (folder / HEADERS[0]).is_file():
             return folder
-    raise FileNotFoundError(f"no kernel sources beside {package}: the installation is incomplete; install hybridmf again")
+    raise FileNotFoundError(
+        f"no kernel sources beside {package}: the installation is incomplete; install hybridmf again"
+    )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def source_text(file: str) -> str:
     """A .cu file with the headers it names spliced in place of their #include lines."""
     folder = kernel_folder()
@@ -48,8 +50,12 @@ def source_text(file: str) -> str:
 
 def get_kernel(device: Device, file: str, name: str, **constants: Any) -> Kernel:
     """The kernel `name` of ``cuda/<file>``, compiled once per constants and device."""
-    texts = tuple(f"{key}={_constant(value)}" for key, value in sorted(constants.items()))
-    return device.kernel(source_text(file), name, texts)
+    return device.kernel(source_text(file), name, constant_texts(constants))
+
+
+def constant_texts(constants: dict[str, Any]) -> tuple[str, ...]:
+    """``NAME=value`` of each compile-time constant, in one order: what -D options say."""
+    return tuple(f"{key}={_constant(value)}" for key, value in sorted(constants.items()))
 
 
 def _constant(value: Any) -> str:
@@ -76,7 +82,9 @@ def check_not_host(device: Device, **arrays: Array) -> None:
     """Arrays must be on the device: a host pointer in a kernel would take the CUDA context down."""
     for name, array in arrays.items():
         if not device.owns(array):
-            raise TypeError(f"{name} is a {type(array).__module__}.{type(array).__name__}, not an array on {device.spec.name}")
+            raise TypeError(
+                f"{name} is a {type(array).__module__}.{type(array).__name__}, not an array on {device.spec.name}"
+            )
 
 
 @dataclass(frozen=True)

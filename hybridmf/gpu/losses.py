@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,9 +64,12 @@ def row_squares(device: Device, table: Array, factors: int) -> np.ndarray:
     return device.download(out)
 
 
-def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
+
+
+def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(file, kernel, constants) of what is compiled for the usual factors."""
-    for factors in (8, 16, 32, 64, 96, 100, 128, 200, 256, 512):
+    for factors in ranks:
         for real in ("float", "double"):
             shape = {"REAL": real, "FACTORS": factors, "LD": factors}
             yield "losses.cu", "row_squares", shape

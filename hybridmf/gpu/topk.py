@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,9 +304,11 @@ def top_k_on_device(
     return ids, scores
 
 
-def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
+
+
+def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(file, kernel, constants) of what usual ranks ask for."""
-    ranks = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
     for padded in sorted({round_up(rank, 16) for rank in ranks}):
         yield SOURCE, "group_max", GroupMaxConfig(padded).constants
     packing = ("row_norms", "pack_panels", "prepare_items")

@@ -1,0 +1,60 @@
+"""Serving on the CPU: top-N, fold-in, objective."""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._objective import Factors, Objective, Side, State
+from .._plan import Plan
+from .._validate import csr_arrays
+from . import als, topk
+
+
+class CpuEngine:
+    """The CPU as `hybridmf._engine.Engine`."""
+
+    name = "cpu"
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def pack(self, items: np.ndarray) -> topk.PackedItems:
+        """Items in the layout of the score kernel."""
+        return topk.PackedItems(items, None, self.plan.num_threads)
+
+    def top_k(
+        self,
+        users: np.ndarray,
+        packed: topk.PackedItems,
+        n: int,
+        seen: sp.csr_array | None = None,
+        candidates: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `hybridmf.cpu.topk.top_k`."""
+        return topk.top_k(users, packed, n, seen=seen, candidates=candidates, num_threads=self.plan.num_threads)
+
+    def gram(self, fixed: Factors, objective: Objective) -> np.ndarray | None:
+        """Weighted Gram matrix; as in the fit, so that training rows get their training factors."""
+        if not objective.is_implicit:
+            return None
+        plan = self.plan.for_fold_in()
+        return als.weighted_gram(fixed.matrix, objective, plan.num_threads, blas=plan.uses_blas)
+
+    def fold_in(
+        self,
+        side: Side,
+        matrix: sp.csr_array,
+        objective: Objective,
+        fixed: Factors,
+        mean: float,
+        gram: np.ndarray | None,
+    ) -> Factors:
+        """Exact factors of new rows."""
+        return als.HalfSweep(side, matrix, objective, self.plan.for_fold_in()).solve(fixed, mean, gram=gram)
+
+    def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
+        """The objective in float64."""
+        csr = csr_arrays(matrix)
+        item_degrees = np.bincount(csr[1], minlength=matrix.shape[1])
+        return als.objective_value(objective, csr, state, np.diff(csr[0]), item_degrees, self.plan.num_threads)

@@ -1,0 +1,62 @@
+"""Serving on a GPU: top-N, fold-in, objective; the twin of `hybridmf.cpu.engine`."""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._objective import Factors, Objective, Side, State
+from .._plan import Plan
+from . import als, topk
+from .device import Array, Device
+
+
+class GpuEngine:
+    """A GPU as `hybridmf._engine.Engine`."""
+
+    def __init__(self, device: Device, plan: Plan) -> None:
+        self.device, self.plan = device, plan
+        self.name = plan.device
+
+    def pack(self, items: np.ndarray) -> topk.PackedItems:
+        """Items on the device, in the layouts of its kernels."""
+        return topk.PackedItems(self.device, items)
+
+    def top_k(
+        self,
+        users: np.ndarray,
+        packed: topk.PackedItems,
+        n: int,
+        seen: sp.csr_array | None = None,
+        candidates: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `hybridmf.gpu.topk.top_k`."""
+        return topk.top_k(self.device, users, packed, n, seen=seen, candidates=candidates)
+
+    def _table(self, factors: Factors) -> als.DeviceFactors:
+        width = als.table_width(self.plan.rank, factors.matrix.dtype)
+        return als.to_device(self.device, factors, width)
+
+    def gram(self, fixed: Factors, objective: Objective) -> tuple[als.DeviceFactors, Array | None]:
+        """The fixed side on the device and its weighted Gram matrix."""
+        table = self._table(fixed)
+        return table, als.weighted_gram(self.device, table.table, self.plan.rank, objective)
+
+    def fold_in(
+        self,
+        side: Side,
+        matrix: sp.csr_array,
+        objective: Objective,
+        fixed: Factors,
+        mean: float,
+        gram: tuple[als.DeviceFactors, Array | None],
+    ) -> Factors:
+        """Exact factors of new rows."""
+        half = als.HalfSweep(self.device, side, matrix, objective, self.plan.for_fold_in())
+        return half.solve(gram[0], mean, gram=gram[1]).on_host()
+
+    def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
+        """The objective, losses and sums in float64."""
+        half = als.HalfSweep(self.device, "user", matrix, objective, self.plan.for_fold_in())
+        item_degrees = np.bincount(matrix.indices, minlength=matrix.shape[1])
+        return als.objective_value(half, self._table(state.user), self._table(state.item), state.mean, item_degrees)

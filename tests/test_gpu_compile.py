@@ -1,0 +1,214 @@
+"""Every kernel of cuda/ compiled by NVRTC, which needs no GPU: no error, no spilled register, no stack frame.
+
+Each push compiles the usual ranks for the H200 (sm_90) and one configuration of each kernel for other architectures;
+``HYBRIDMF_ALL_KERNELS=1`` compiles every default configuration for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from hybridmf._validate import available_cores
+from hybridmf.gpu import assemblies, cholesky_any, fused, losses, topk
+from hybridmf.gpu.device import DeviceSpec
+from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
+
+nvrtc = pytest.importorskip(
+    "cuda.bindings.nvrtc", reason="no NVRTC to compile kernels with: pip install cuda-bindings nvidia-cuda-nvrtc"
+)
+
+ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
+USUAL_RANKS = (16, 64, 100, 128)
+
+MODULES = (fused, assemblies, cholesky_any, topk, losses)
+
+GIB = 1 << 30
+SPECS = {
+    75: DeviceSpec("T4", 0, (7, 5), 40, 64 * 1024, 4 << 20, 16 * GIB, 15 * GIB),
+    80: DeviceSpec("A100", 0, (8, 0), 108, 163 * 1024, 40 << 20, 80 * GIB, 79 * GIB),
+    86: DeviceSpec("A40", 0, (8, 6), 84, 99 * 1024, 6 << 20, 48 * GIB, 47 * GIB),
+    90: DeviceSpec("H200", 0, (9, 0), 132, 227 * 1024, 60 << 20, 141 * GIB, 140 * GIB),
+    100: DeviceSpec("B200", 0, (10, 0), 148, 227 * 1024, 126 << 20, 180 * GIB, 179 * GIB),
+    120: DeviceSpec("RTX PRO 6000", 0, (12, 0), 188, 99 * 1024, 128 << 20, 96 * GIB, 95 * GIB),
+}
+"""What the launchers ask of one GPU of each architecture, by compute capability."""
+
+
+def excuse(program: Program) -> str:
+    """Why a program may keep values in local memory; empty if it may not."""
+    if "ACCUMULATORS=local" in program.constants:
+        return "the BALS paper maps the sums of a row to local memory; the variant is there to be measured against"
+    return ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What NVRTC compiles at a time: all kernels of a file, for one set of constants and one architecture."""
+
+    file: str
+    constants: tuple[str, ...]
+    architecture: int
+
+    def __str__(self) -> str:
+        return f"sm_{self.architecture}-{self.file}-{','.join(self.constants)}"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports of one function, in bytes."""
+
+    function: str
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+    @property
+    def local_bytes(self) -> int:
+        return self.stack + self.spill_stores + self.spill_loads
+
+
+# ------------------------------------------------------------------------------------------------- what is compiled
+
+
+def builds_of(module: Any, spec: DeviceSpec, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """``(file, kernel, constants)`` of a module's launchers on a device; ranks None stands for all it knows."""
+    chosen = {} if ranks is None else {"ranks": tuple(rank for rank in ranks if rank in module.COMPILED_RANKS)}
+    depends = module in (assemblies, cholesky_any)
+    return module.default_builds(spec, **chosen) if depends else module.default_builds(**chosen)
+
+
+def builds_for(architecture: int, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Builds of all modules; the fused kernels only where the plan may choose them (tensor cores from sm_80 on)."""
+    spec = SPECS[architecture]
+    for module in MODULES:
+        if module is not fused or not fused.supports(64, "float32", spec):
+            yield from builds_of(module, spec, ranks)
+
+
+def one_of_each_kernel(builds: Iterable[tuple[str, str, dict[str, Any]]]) -> list[tuple[str, str, dict[str, Any]]]:
+    """The first build of each kernel and type of number (their code differs most)."""
+    first: dict[Any, tuple[str, str, dict[str, Any]]] = {}
+    for build in builds:
+        file, kernel, constants = build
+        first.setdefault((file, kernel, str(constants.get("REAL")), constants.get("ACCUMULATORS")), build)
+    return list(first.values())
+
+
+def programs() -> list[Program]:
+    """Each program once, the slow ones first."""
+    chosen = []
+    for architecture in SPECS:
+        if ALL:
+            builds = list(builds_for(architecture, None))
+        elif architecture == 90:
+            builds = list(builds_for(architecture, USUAL_RANKS))
+        else:
+            builds = one_of_each_kernel(builds_for(architecture, (64,)))
+        chosen += [Program(file, constant_texts(constants), architecture) for file, _, constants in builds]
+    return sorted(dict.fromkeys(chosen), key=lambda program: program.file != "fused_als.cu")
+
+
+# ------------------------------------------------------------------------------------------------------ the compiler
+
+
+def compile_program(program: Program) -> str:
+    """The log of a compilation; raises on errors. NVRTC works outside Python's lock, so threads compile in parallel."""
+    source = source_text(program.file).encode()
+    status, handle = nvrtc.nvrtcCreateProgram(source, program.file.encode(), 0, [], [])
+    assert not int(status), f"NVRTC: {status.name}"
+    try:
+        options = ["-std=c++17", f"--gpu-architecture=sm_{program.architecture}", "--ptxas-options=-v"]
+        options += [f"-D{constant}" for constant in program.constants]
+        (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
+        log = b" " * nvrtc.nvrtcGetProgramLogSize(handle)[1]
+        nvrtc.nvrtcGetProgramLog(handle, log)
+        text = log.decode().rstrip("\0 \n")
+        if int(status):
+            raise RuntimeError(f"{program} does not compile ({status.name}):\n{text}")
+        return text
+    finally:
+        nvrtc.nvrtcDestroyProgram(handle)
+
+
+def resources_of(log: str) -> list[Resources]:
+    """What the log of ``--ptxas-options=-v`` says of each function."""
+    pattern = (
+        r"Function properties for (\S+)\s+(?:ptxas\s+\S+\s+)?"
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    )
+    return [Resources(name, *map(int, numbers)) for name, *numbers in re.findall(pattern, log)]
+
+
+PROGRAMS = programs()
+
+
+@pytest.fixture(scope="module")
+def compiling() -> Iterator[dict[Program, Future[str]]]:
+    """Compilations of all programs, under way on all cores."""
+    with ThreadPoolExecutor(available_cores()) as executor:
+        yield {program: executor.submit(compile_program, program) for program in PROGRAMS}
+        executor.shutdown(cancel_futures=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_compiles_without_local_memory(program: Program, compiling: dict[Program, Future[str]]) -> None:
+    log = compiling[program].result()
+    report = resources_of(log)
+    assert report, f"no resource report in the log:\n{log}"
+    if not excuse(program):
+        assert not [resources for resources in report if resources.local_bytes]
+
+
+def test_every_kernel_is_compiled_for_every_architecture() -> None:
+    files = {path.name for path in kernel_folder().glob("*.cu")}
+    for architecture, spec in SPECS.items():
+        compiled = {program.file for program in PROGRAMS if program.architecture == architecture}
+        assert files - compiled == ({"fused_als.cu"} if spec.capability < (8, 0) else set())
+
+
+def test_every_kernel_is_in_a_build() -> None:
+    """A kernel that no `default_builds` names may still be in the program of another one."""
+    for path in kernel_folder().glob("*.cu"):
+        kernels = set(
+            re.findall(r"__global__[^;{]*?\b(\w+)\(", re.sub(r"__launch_bounds__\([^)]*\)", "", path.read_text()))
+        )
+        named = {kernel for file, kernel, _ in builds_for(90, None) if file == path.name}
+        assert kernels and named <= kernels
+
+
+def test_errors_of_the_compiler_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_gpu_compile.source_text", lambda file: 'extern "C" __global__ void f() { no_such(); }')
+    with pytest.raises(RuntimeError, match=r'(?s)sm_90-x.cu- does not compile .*identifier "no_such" is undefined'):
+        compile_program(Program("x.cu", (), 90))
+
+
+def test_local_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array that is indexed at run time needs a stack frame."""
+    body = "float a[64] = {}; for (int k = 0; k < 99; ++k) a[k * index & 63] += out[k]; out[0] = a[index & 63];"
+    source = f'extern "C" __global__ void f(float* out, int index) {{ {body} }}'
+    monkeypatch.setattr("test_gpu_compile.source_text", lambda file: source)
+    (resources,) = resources_of(compile_program(Program("x.cu", (), 90)))
+    assert resources.function == "f"
+    assert resources.stack >= 256
+    assert resources.local_bytes >= resources.stack
+
+
+def test_resources_are_read_from_the_log() -> None:
+    log = """ptxas info    : Compiling entry function 'f' for 'sm_90'
+ptxas info    : Function properties for f
+ptxas         .     8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 8 bytes cumulative stack size
+ptxas info    : Function properties for g
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+    assert resources_of(log) == [Resources("f", 8, 12, 16), Resources("g", 0, 0, 0)]
