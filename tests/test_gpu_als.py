@@ -176,9 +176,9 @@ def row_errors(actual: Factors, exact: Factors) -> np.ndarray:
 
 
 def check_solution(problem: Problem, solved: Factors) -> None:
-    """Float64 to rounding; float32 within a few times of what plain float32 NumPy loses."""
+    """Float64 to rounding; float32 to what plain float32 NumPy loses, rows with one entry and a bias far more than others."""
     errors, eps = row_errors(solved, problem.exact()), np.finfo(problem.dtype).eps
-    limit = 1e-9 if problem.dtype == "float64" else 8 * row_errors(problem.plain(), problem.exact()).max() + 8 * eps
+    limit = 1e-9 if problem.dtype == "float64" else 16 * row_errors(problem.plain(), problem.exact()).max() + 16 * eps
     assert errors.max() < limit, f"error {errors.max():.1e}, limit {limit:.1e}, errors of rows {errors}"
 
 
@@ -313,9 +313,9 @@ def test_cg_is_textbook_conjugate_gradients(device, assembly, name, warm):
 # ---------------------------------------------------------------------------------------------------- accuracy
 
 
-@pytest.mark.parametrize("name", ["explicit", "implicit", "implicit-light"])
+@pytest.mark.parametrize("name", ["explicit", "explicit-biases", "implicit", "implicit-light"])
 def test_float32_error_is_near_plain_numpys(device, name):
-    problem = Problem(planted(90, 120, 0.4), OBJECTIVES[name])
+    problem = Problem(planted(90, 120, 0.4), OBJECTIVES[name], RANK - OBJECTIVES[name].biases)
     errors, plain = (row_errors(solved, problem.exact()) for solved in (problem.solve(device), problem.plain()))
     assert np.median(errors) < 4 * np.median(plain)
     assert errors.max() < 4 * plain.max()

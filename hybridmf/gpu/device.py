@@ -319,6 +319,7 @@ class CudaDevice:
             return target
         raw = array.reshape(-1).view(np.uint8)
         with self._errors(), self._lock:
+            self._copy_stream_waits()
             for start, buffer, event, stream in self._turns(raw.nbytes):
                 size = min(COPY_CHUNK, raw.nbytes - start)
                 event.synchronize()
@@ -352,15 +353,25 @@ class CudaDevice:
                     _take(raw, *pending)
             return target
 
-    def _turns(self, nbytes: int) -> Iterator[tuple[int, np.ndarray, Any, Any]]:
-        """(start, pinned buffer, its event, stream) of each piece of a copy."""
-        cuda = self._cupy.cuda
+    def _copy_stream_waits(self) -> None:
+        """Copies come after the work launched so far: it may still read what `upload` is given by the pool anew."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._cupy.cuda.get_current_stream())
+        self._copy_stream().wait_event(event)
+
+    def _copy_stream(self) -> Any:
         if not self._pinned:
+            cuda = self._cupy.cuda
             stream = cuda.Stream(non_blocking=True)
             for _ in range(2):
                 memory = cuda.alloc_pinned_memory(COPY_CHUNK)
                 buffer = np.frombuffer(memory, dtype=np.uint8, count=COPY_CHUNK)
                 self._pinned.append((buffer, cuda.Event(disable_timing=True), stream))
+        return self._pinned[0][2]
+
+    def _turns(self, nbytes: int) -> Iterator[tuple[int, np.ndarray, Any, Any]]:
+        """(start, pinned buffer, its event, stream) of each piece of a copy."""
+        self._copy_stream()
         for turn, start in enumerate(range(0, nbytes, COPY_CHUNK)):
             buffer, event, stream = self._pinned[turn % 2]
             yield start, buffer, event, stream
