@@ -22,7 +22,7 @@
 // shapes: solutions (n_out, ld)  status (n_out,)  matrices (n_slots, RANK, RANK)  rhs (n_slots, RANK)
 //         slots (n_systems + 1,): system k is in slot slots[k], and is zero with x = 0 if it has none
 //         rows (n_systems,): its solution goes to row rows[k]
-// status: 0; j + 1 if pivot j <= epsilon A_jj or NaN (not positive definite to working precision); -1 if a pivot or the
+// status: 0; j + 1 if pivot j <= epsilon A_jj (not positive definite to working precision); -1 if a pivot or the
 //         solution is infinite. x = 0 where it is not 0.
 // matrices: lower triangles in. cholesky_block destroys them, and what of the upper ones is in diagonal blocks of STEP
 // traffic: n^2 / 2 elements in; cholesky_block writes them once and reads them once more, mostly in L2
@@ -72,7 +72,7 @@ __device__ __forceinline__ bool is_finite(real value) { return value <= LARGEST 
 // Why a pivot does not serve; 0 if it does. The comparisons are false for NaN.
 __device__ __forceinline__ int pivot_status(real pivot, real floor, int index) {
     if (pivot > floor && pivot <= LARGEST) return 0;
-    return pivot > LARGEST ? NON_FINITE : index + 1;
+    return is_finite(pivot) ? index + 1 : NON_FINITE;
 }
 
 #if SYSTEMS

@@ -208,7 +208,7 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
     int failed;
     if constexpr (SOLVER == 0) failed = cholesky_solve(mine, memory, epsilon, warp, lane);
     else failed = conjugate_gradient(mine, memory, solutions + row * LD, cg_steps, warp, lane);
-    store_solution(solutions, status, row, LD, memory, failed, warp, lane);
+    store_solution(solutions + row * LD, status + row, LD, memory, failed, warp, lane);
 }
 
 // Rows of at most one segment. solutions holds the warm start of conjugate gradients.

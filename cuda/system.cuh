@@ -320,9 +320,9 @@ __device__ __forceinline__ void factor_diagonal(const TeamMemory& memory, int p,
 #pragma unroll
     for (int j = 0; j < BLOCK; j++) {
         const float d = __shfl_sync(FULL_WARP, a[j], j);
-        // a pivot that is all cancellation means a singular matrix; NaN fails here, too
-        const bool good = d > epsilon * memory.diagonal[p * BLOCK + j];
-        if (!good && !failed) failed = p * BLOCK + j + 1;
+        // a pivot that is all cancellation means a singular matrix; one that is no number, an overflow before
+        const bool finite = isfinite(d), good = finite && d > epsilon * memory.diagonal[p * BLOCK + j];
+        if (!good && !failed) failed = finite ? p * BLOCK + j + 1 : NON_FINITE;
         a[j] *= good ? reciprocal_root(d) : 0.0f;
 #pragma unroll
         for (int c = j + 1; c < BLOCK; c++) a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
@@ -637,13 +637,13 @@ __device__ __forceinline__ int conjugate_gradient(Holding& mine, const TeamMemor
 
 // ---------------------------------------------------------------------------------------------- storing
 
-// solutions[row] = x, or zeros where it failed; columns RANK ... width - 1 are zero. Sets status[row].
-__device__ __forceinline__ void store_solution(float* solutions, int* status, int64 row, int width, const TeamMemory& memory,
-                                               int failed, int warp, int lane) {
+// solution = x, or zeros where it failed; columns RANK ... width - 1 are zero. Sets the status.
+__device__ __forceinline__ void store_solution(float* solution, int* status, int width, const TeamMemory& memory, int failed,
+                                               int warp, int lane) {
     if (warp != 0) return;
     bool finite = true;
     for (int k = lane; k < RANK; k += WARP) finite = finite && isfinite(memory.rhs[k]);
     if (!failed && !__all_sync(FULL_WARP, finite)) failed = NON_FINITE;
-    for (int k = lane; k < width; k += WARP) solutions[row * width + k] = k < RANK && !failed ? memory.rhs[k] : 0.0f;
-    if (lane == 0) status[row] = failed;
+    for (int k = lane; k < width; k += WARP) solution[k] = k < RANK && !failed ? memory.rhs[k] : 0.0f;
+    if (lane == 0) *status = failed;
 }

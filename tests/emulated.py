@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def _library(source: str, name: str, constants: tuple[str, ...]) -> Any:
     text = source + WRAPPER.replace("KERNEL", name)
     stem = _folder() / hashlib.sha256("\n".join([text, *constants]).encode()).hexdigest()[:24]
     stem.with_suffix(".cpp").write_text(text)
-    command = [compiler() or "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-w", "-include", str(HEADER)]
+    command = [compiler() or "c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-include", str(HEADER)]
     command += [f"-D{constant}" for constant in constants]
     done = subprocess.run(
         [*command, "-o", str(stem.with_suffix(".so")), str(stem.with_suffix(".cpp"))], capture_output=True, text=True
@@ -77,6 +78,9 @@ class EmulatedDevice:
 
     def look(self) -> None:
         pass
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)

@@ -100,6 +100,7 @@ class FakeCupy(types.ModuleType):
         self.errors, self.pool = errors, Pool()
         self.launches: list[Any] = []
         self.compiled: list[Any] = []
+        self.waits: list[Any] = []
         self.ndarray = Array
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(
@@ -113,7 +114,7 @@ class FakeCupy(types.ModuleType):
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             compiler=SimpleNamespace(CompileException=CompileException),
             Device=lambda index: contextlib.nullcontext(),
-            Stream=lambda non_blocking: SimpleNamespace(ptr=7, synchronize=lambda: None),
+            Stream=lambda non_blocking: SimpleNamespace(ptr=7, synchronize=lambda: None, wait_event=self.waits.append),
             Event=lambda disable_timing: SimpleNamespace(record=lambda stream: None, synchronize=lambda: None),
             alloc_pinned_memory=bytearray,
             get_current_stream=lambda: SimpleNamespace(synchronize=lambda: self.fail("synchronize")),
@@ -426,7 +427,7 @@ def test_memory_limit_of_a_model() -> None:
 
 def test_arrays_go_to_the_device_and_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "COPY_CHUNK", 64)
-    machine()
+    module = machine()
     device = open_device()
     for array in (
         np.arange(100, dtype=np.float32).reshape(20, 5), np.arange(16.0), np.arange(16, dtype=np.int8),
@@ -439,6 +440,7 @@ def test_arrays_go_to_the_device_and_back(machine: Machine, monkeypatch: pytest.
         back = device.download(uploaded)
         assert type(back) is np.ndarray
         np.testing.assert_array_equal(back, array)
+    assert len(module.waits) >= 5  # copies come after the work before them, whose memory they may reuse
     np.testing.assert_array_equal(device.zeros(3, np.int32), [0, 0, 0])
     device.synchronize()
     np.testing.assert_array_equal(device.matmul(np.eye(2), np.ones((2, 2))), np.ones((2, 2)))
@@ -628,7 +630,8 @@ def test_plan_of_our_kernels(plan_on: Callable[..., Plan]) -> None:
     assert (plan.device, plan.gpu, plan.reason) == ("cuda:0", H200, "asked for")
     assert (plan.assembly, plan.solver, plan.reorder, plan.precision) == ("fused", "cholesky", "none", "float32")
     assert plan.segment == fused.SEGMENT
-    assert 1 <= plan.batch_slots <= 2 * (plan.nnz // plan.segment) + 1
+    assert plan.batch_slots >= 1
+    assert plan_on(factors=8).batch_slots == 2 * (plan.nnz // plan.segment) + 1  # only long rows need any
     assert plan.bytes["batch"] == plan.batch_slots * 4 * fused.FusedConfig.default(100).partial_floats
     assert plan.bytes["factors"] == (480_189 * 2 + 17_770) * 100 * 4
     assert plan.bytes["ratings"] > 2 * 8 * plan.nnz

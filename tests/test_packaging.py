@@ -46,11 +46,17 @@ def test_types_are_installed():
         assert path.with_name(path.name.split(".")[0] + ".pyi").is_file(), f"{path.name} has no stub beside it"
 
 
+def test_modules_of_the_gpu_are_installed():
+    names = {"als", "assemblies", "cholesky_any", "device", "engine", "fused", "launch", "losses", "topk"}
+    assert names <= {path.stem for path in (PACKAGE / "gpu").glob("*.py")}
+
+
 def test_cuda_sources_are_found_and_are_no_package():
     folder = PACKAGE / "cuda"  # in a wheel
     if not folder.is_dir():
         folder = PACKAGE.parent / "cuda"  # in a checkout, which an editable install reads in place
     assert (folder / "README.md").is_file()
+    assert {"common.cuh", "fused_als.cu", "system.cuh", "top_k.cu"} <= {path.name for path in folder.iterdir()}
     # with one, Python started in the checkout would import it in place of NVIDIA's cuda
     assert not list(folder.rglob("__init__.py*"))
 

@@ -235,6 +235,12 @@ class HalfSweep:
         DeviceMemoryError
             Not even the smallest batch fits.
         """
+        with self.device.active():
+            return self._solve(fixed, mean, start, gram)
+
+    def _solve(
+        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None, gram: Array | None
+    ) -> DeviceFactors:
         plan, device = self.plan, self.device
         if gram is None:
             gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
@@ -306,10 +312,14 @@ class HalfSweep:
         """Solver and arithmetic, with the scale that float16 parts need for these factors and weights."""
         plan, (smallest, largest) = self.plan, self.roots
         precision, scale = plan.precision, 1.0
-        if precision == "float32" and largest > fused.WIDEST_ROOTS * smallest:
-            precision = "float32_wide"
-        elif precision == "float32":
-            scale = fused.entry_scale(max(float(table.max()), -float(table.min())), largest)
+        if precision == "float32":
+            peaks = abs(table).max(axis=1)
+            peak = float(peaks.max())
+            peaks[peaks == 0] = peak  # rows of zeros lose nothing
+            if largest * peak > fused.WIDEST * smallest * float(peaks.min()):
+                precision = "float32_wide"
+            else:
+                scale = fused.entry_scale(peak, largest)
         return fused.Method(precision, plan.solver, self.epsilon, plan.cg_steps, scale)
 
     def _in_batches(self, one_batch: Callable[[Pieces], None]) -> None:
@@ -474,9 +484,10 @@ class GpuALS:
             return factors
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
-        at = self.device.upload(inverse)
-        bias = None if factors.device_bias is None else factors.device_bias[at]
-        return DeviceFactors(self.device, factors.table[at], factors.factors, bias)
+        with self.device.active():
+            at = self.device.upload(inverse)
+            bias = None if factors.device_bias is None else factors.device_bias[at]
+            return DeviceFactors(self.device, factors.table[at], factors.factors, bias)
 
     def update(self, side: Side) -> None:
         """One half sweep: solve `side` for the factors of the other; the state changes only once it is complete."""
@@ -485,15 +496,21 @@ class GpuALS:
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
-        return objective_value(
-            self.halves["user"], self.inward["user"], self.inward["item"], self.mean, self.halves["item"].degrees
-        )
+        item_degrees = self.halves["item"].degrees
+        return objective_value(self.halves["user"], self.inward["user"], self.inward["item"], self.mean, item_degrees)
 
 
 def objective_value(
     half: HalfSweep, users: DeviceFactors, items: DeviceFactors, mean: float, item_degrees: np.ndarray
 ) -> float:
     """The objective at O(nnz f + (m + n) f^2), losses and sums in float64; `half` is the users' half sweep."""
+    with half.device.active():
+        return _objective_value(half, users, items, mean, item_degrees)
+
+
+def _objective_value(
+    half: HalfSweep, users: DeviceFactors, items: DeviceFactors, mean: float, item_degrees: np.ndarray
+) -> float:
     device, objective, plan = half.device, half.objective, half.plan
     indptr = device.download(half.indptr)
     pieces = Pieces.cut(indptr, np.flatnonzero(half.degrees), LOSS_ROWS)

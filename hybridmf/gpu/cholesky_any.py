@@ -349,6 +349,47 @@ def complete(
     kernel((n, constants["PARTS"]), (COMPLETE_THREADS,), arguments, 0)
 
 
+@dataclass(frozen=True)
+class TilesConfig:
+    """Compile-time choices of cuda/cholesky.cu: one warp a system, products on tensor cores.
+
+    Attributes
+    ----------
+    rank : int
+        1 to 64.
+    teams : int
+        Warps of a block.
+    blocks_per_sm : int
+        Bounds the registers of a thread.
+    """
+
+    rank: int
+    teams: int
+    blocks_per_sm: int
+
+    @staticmethod
+    def serves(rank: int, dtype: Any, spec: DeviceSpec) -> bool:
+        """Whether the kernel can solve systems of a rank and type on a device."""
+        return rank <= 64 and np.dtype(dtype) == np.float32 and spec.capability >= (8, 0)
+
+    @classmethod
+    def default(cls, rank: int) -> TilesConfig:
+        """The choice for a rank."""
+        return cls(rank, 4, {1: 8, 2: 5, 3: 3, 4: 2}[ceil_div(rank, 16)])
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        blocks = ceil_div(self.rank, 16)
+        packed = 16 * (blocks * (16 * blocks + 8) - 8 * blocks * (blocks - 1))
+        return 4 * self.teams * (packed + 2 * 16 * blocks + 16)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernel is compiled for."""
+        return {"RANK": self.rank, "WARPS": 1, "TEAMS": self.teams, "BLOCKS_PER_SM": self.blocks_per_sm}
+
+
 def cholesky_solve(
     device: Device,
     solutions: Array,
@@ -368,8 +409,8 @@ def cholesky_solve(
     solutions : float array, shape (n_out, ld), ld >= rank
         ``solutions[rows[k], :rank]`` is written: zeros where the status is not 0, or where a system has no slots.
     status : int32 array, shape (n_out,)
-        ``status[rows[k]]`` is 0; j + 1 if pivot j is at or below `pivot_epsilon` times its diagonal element, or NaN;
-        -1 if a pivot or the solution is infinite.
+        ``status[rows[k]]`` is 0; j + 1 if pivot j is at or below `pivot_epsilon` times its diagonal element;
+        -1 if a pivot or the solution is infinite or NaN.
     matrices : float array, shape (n_slots, rank, rank)
         Lower triangles.
     rhs : float array, shape (n_slots, rank)
@@ -388,6 +429,13 @@ def cholesky_solve(
     dtype = matrices.dtype
     _check_results(device, solutions, status, rows, n, rank, dtype)
     if not n or not rank:
+        return
+    if config is None and TilesConfig.serves(rank, dtype, device.spec):
+        tiles = TilesConfig.default(rank)
+        kernel = get_kernel(device, "cholesky.cu", "cholesky_tiles", **tiles.constants)
+        sizes = [np.int64(solutions.shape[1]), np.int64(n)]
+        arguments = (solutions, status, matrices, rhs, slots, rows, *sizes, np.float32(pivot_epsilon))
+        kernel((ceil_div(n, tiles.teams),), (32 * tiles.teams,), arguments, tiles.shared_bytes)
         return
     config = config or CholeskyConfig.default(rank, dtype.itemsize, device.spec)
     kernel = get_kernel(device, "cholesky_any.cu", config.kernel, **config.constants)

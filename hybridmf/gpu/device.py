@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +78,9 @@ class Device(Protocol):
     """What solvers and launches ask of a device."""
 
     spec: DeviceSpec
+
+    def active(self) -> AbstractContextManager[None]:
+        """Arithmetic of arrays in this context runs on this device, and what goes wrong in it raises our errors."""
 
     def owns(self, array: Any) -> bool:
         """Whether an array lies on this device."""
@@ -225,7 +228,7 @@ class CudaDevice:
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
         self._lock = threading.Lock()
         self._pinned: list[Any] = []
-        with self._errors():
+        with self.active():
             properties = self._cupy.cuda.runtime.getDeviceProperties(index)
         capability = (int(properties["major"]), int(properties["minor"]))
         name = properties["name"].decode()
@@ -250,7 +253,7 @@ class CudaDevice:
         self.spec = DeviceSpec(**self._properties, free_bytes=self.free_bytes())
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Run on this device; CuPy's exceptions become ours."""
         cupy = self._cupy
         try:
@@ -274,7 +277,7 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         """Bytes that can still be allocated, by the device and by HYBRIDMF_GPU_MEMORY_LIMIT."""
-        with self._errors():
+        with self.active():
             free, _ = self._cupy.cuda.runtime.memGetInfo()
             pool = self._cupy.get_default_memory_pool()
             available = int(free) + int(pool.free_bytes())
@@ -289,13 +292,13 @@ class CudaDevice:
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Uninitialized array."""
-        with self._errors():
+        with self.active():
             self._check_limit(shape, dtype)
             return self._cupy.empty(shape, dtype=dtype)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Array of zeros."""
-        with self._errors():
+        with self.active():
             self._check_limit(shape, dtype)
             return self._cupy.zeros(shape, dtype=dtype)
 
@@ -318,7 +321,7 @@ class CudaDevice:
         if not array.size:
             return target
         raw = array.reshape(-1).view(np.uint8)
-        with self._errors(), self._lock:
+        with self.active(), self._lock:
             self._copy_stream_waits()
             for start, buffer, event, stream in self._turns(raw.nbytes):
                 size = min(COPY_CHUNK, raw.nbytes - start)
@@ -331,7 +334,7 @@ class CudaDevice:
 
     def download(self, array: Array) -> np.ndarray:
         """Copy to the host through pinned buffers; waits for what computes it."""
-        with self._errors():
+        with self.active():
             source = self._cupy.ascontiguousarray(array)
             target = np.empty(source.shape, dtype=source.dtype)
             self._cupy.cuda.get_current_stream().synchronize()
@@ -378,7 +381,7 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         """Wait for all work of the current stream; raises what went wrong in it."""
-        with self._errors():
+        with self.active():
             self._cupy.cuda.get_current_stream().synchronize()
 
     # ------------------------------------------------------------------------------------------------ kernels
@@ -393,7 +396,7 @@ class CudaDevice:
     def _compile(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
         cupy = self._cupy
         options = ("-std=c++17", *(f"-D{constant}" for constant in constants))
-        with self._errors():
+        with self.active():
             try:
                 function = cupy.RawModule(code=source, options=options, backend="nvrtc").get_function(name)
             except cupy.cuda.compiler.CompileException as error:
@@ -409,7 +412,7 @@ class CudaDevice:
                 ) from error
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
-            with self._errors():
+            with self.active():
                 if shared_bytes > 48 * 1024 and function.max_dynamic_shared_size_bytes < shared_bytes:
                     function.max_dynamic_shared_size_bytes = shared_bytes
                 function(grid, block, tuple(arguments), shared_mem=shared_bytes)
@@ -418,7 +421,7 @@ class CudaDevice:
 
     def matmul(self, a: Array, b: Array) -> Array:
         """Product by cuBLAS, without TF32."""
-        with self._errors():
+        with self.active():
             return self._cupy.matmul(a, b)
 
 

@@ -40,7 +40,8 @@ class GpuEngine:
     def gram(self, fixed: Factors, objective: Objective) -> tuple[als.DeviceFactors, Array | None]:
         """The fixed side on the device and its weighted Gram matrix."""
         table = self._table(fixed)
-        return table, als.weighted_gram(self.device, table.table, self.plan.rank, objective)
+        with self.device.active():
+            return table, als.weighted_gram(self.device, table.table, self.plan.rank, objective)
 
     def fold_in(
         self,

@@ -128,8 +128,8 @@ def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float =
     return ""
 
 
-WIDEST_ROOTS = 256.0
-"""Ratio of the largest to the smallest root of a weight up to which float16 parts keep 22 bits of every product."""
+WIDEST = 2.0**16
+"""Ratio of the largest weighted factor to the largest one of any row up to which float16 parts keep 22 bits of it."""
 
 LARGEST_PART = 2.0**14
 """What the largest scaled value may be: float16 ends at 65,504, and a power of two below leaves room for rounding."""

@@ -1,0 +1,69 @@
+"""Every GPU kernel once or more on small problems: what compute-sanitizer runs (.ci/gpu calls it under each tool)."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import scipy.sparse as sp
+
+import hybridmf as hmf
+from hybridmf.gpu import cholesky_any, topk
+from hybridmf.gpu.device import open_device
+
+
+def ratings(m: int = 50, n: int = 300) -> sp.csr_array:
+    """Rows around the borders of chunks, empty ones, and one with every item."""
+    rng = np.random.default_rng(0)
+    lengths = np.resize([0, 1, 7, 15, 16, 17, 31, 32, 33, 64], m)
+    lengths[-1] = n
+    rows = np.repeat(np.arange(m), lengths)
+    columns = np.concatenate([rng.choice(n, k, replace=False) for k in lengths])
+    return sp.csr_array((rng.integers(1, 6, len(rows)).astype(np.float32), (rows, columns)), shape=(m, n))
+
+
+def main() -> None:
+    matrix = ratings()
+    cases = [
+        *itertools.product((7, 33, 64, 100), ("fused",), ("cholesky", "cg"), ("float32",)),
+        *itertools.product((33,), ("fused",), ("cholesky",), ("bf16x3", "tf32", "float16")),
+        *itertools.product((20,), ("sparse_syrk", "mo_als", "bals"), ("cholesky", "cg"), ("float32",)),
+        (70, "sparse_syrk", "cholesky", "float32"),
+        (140, "auto", "cholesky", "float32"),
+    ]
+    for rank, assembly, solver, precision in cases:
+        common = {
+            "iterations": 1,
+            "assembly": assembly,
+            "solver": solver,
+            "precision": precision,
+            "device": "cuda",
+            "random_state": 0,
+        }
+        hmf.ImplicitALS(rank, **common).fit(matrix).objective(matrix)
+        hmf.ExplicitALS(rank - 1, biases=True, **common).fit(matrix)
+    device = open_device()
+    rng = np.random.default_rng(1)
+    for rank, dtype in ((20, np.float32), (60, np.float32), (40, np.float64), (200, np.float32), (300, np.float32)):
+        solve_systems(device, rng, rank, dtype)
+    users = rng.standard_normal((70, 20)).astype(np.float32)
+    items = rng.standard_normal((300, 20)).astype(np.float32)
+    for n in (5, 200):
+        topk.top_k(device, users[:50], items, n, seen=matrix)
+    device.synchronize()
+    print("all kernels ran")
+
+
+def solve_systems(device: object, rng: np.random.Generator, rank: int, dtype: type, n: int = 3) -> None:
+    """A batch of positive definite systems through the general Cholesky."""
+    factors = rng.standard_normal((n, rank + 5, rank))
+    matrices = (factors.transpose(0, 2, 1) @ factors + np.eye(rank)).astype(dtype)
+    arrays = [device.upload(a) for a in (matrices, rng.standard_normal((n, rank)).astype(dtype))]
+    slots, rows = device.upload(np.arange(n + 1)), device.upload(np.arange(n, dtype=np.int32))
+    solutions, status = device.zeros((n, rank), dtype), device.zeros(n, np.int32)
+    cholesky_any.cholesky_solve(device, solutions, status, *arrays, slots, rows, 1e-6)
+    assert not device.download(status).any()
+
+
+if __name__ == "__main__":
+    main()

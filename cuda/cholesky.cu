@@ -1,0 +1,57 @@
+// cholesky.cu - Cholesky factorization and solution of a batch of systems in global memory, one warp a system, with the
+//               products of system.cuh on tensor cores; larger systems and other types: cholesky_any.cu
+// grid  : ceil(n / TEAMS) blocks       block : TEAMS warps
+// shapes: matrices (n_slots, RANK, RANK): lower triangles, not changed  rhs (n_slots, RANK)  slots (n + 1,)  rows (n,)
+//         solutions (n_out, width): system k = slot slots[k] goes to rows[k]; zeros where it fails or has no slot
+// shared: TEAMS * TEAM_FLOATS * 4 bytes   traffic: RANK (RANK + 1) / 2 + 2 RANK floats a system   flops: RANK^3 / 3
+// limits: RANK <= 64; sm_80 or later
+#include "system.cuh"
+
+#ifndef TEAMS
+#define TEAMS 4
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM 2
+#endif
+
+static_assert(WARPS == 1, "a warp solves a system");
+
+constexpr int TEAM_FLOATS = PACKED + TEAM_VECTORS;
+
+// Element (r, c) of a lower triangle, of the identity beyond RANK; 0 above the diagonal, where nothing need be written.
+__device__ __forceinline__ float element_of(const float* __restrict__ matrix, int r, int c) {
+    if (r >= RANK) return r == c;
+    return c <= r ? matrix[r * RANK + c] : 0.0f;
+}
+
+extern "C" __global__ void __launch_bounds__(TEAMS * WARP, BLOCKS_PER_SM)
+cholesky_tiles(float* solutions, int* status, const float* __restrict__ matrices, const float* __restrict__ rhs,
+               const int64* __restrict__ slots, const int* __restrict__ rows, int64 width, int64 n, float epsilon) {
+    const int team = threadIdx.x / WARP, lane = lane_number();
+    const int64 k = int64(blockIdx.x) * TEAMS + team;
+    if (k >= n) return;
+    float* base = shared_memory<float>() + team * TEAM_FLOATS;
+    float* vectors = base + PACKED;
+    const TeamMemory memory{base, vectors, vectors + RANK16, reinterpret_cast<int*>(vectors + 2 * RANK16)};
+    const int64 slot = slots[k], row = rows[k];
+    const bool empty = slots[k + 1] == slot;
+    const float* matrix = matrices + (empty ? 0 : slot * RANK * RANK);
+    Holding mine;
+    for_tiles<0>(mine.tiles, [&](Tile& tile, auto block_row, auto column) {
+        constexpr int i = decltype(block_row)::value, j = decltype(column)::value;
+#pragma unroll
+        for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) {
+                const int r = i * BLOCK + tile_row(lane, q), c = j * BLOCK + tile_column(lane, half, q);
+                const float element = empty ? float(r == c) : element_of(matrix, r, c);
+                tile.value[half][q] = element;
+                if (i == j && r == c) memory.diagonal[r] = element;
+            }
+    });
+    for (int r = lane; r < RANK16; r += WARP) memory.rhs[r] = r < RANK && !empty ? rhs[slot * RANK + r] : 0.0f;
+    if (lane == 0) *memory.failed = 0;
+    __syncwarp();
+    const int failed = cholesky_solve(mine, memory, epsilon, 0, lane);
+    store_solution(solutions + row * width, status + row, RANK, memory, failed, 0, lane);
+}
