@@ -19,7 +19,8 @@ def ratings(m: int = 50, n: int = 300) -> sp.csr_array:
     lengths[-1] = n
     rows = np.repeat(np.arange(m), lengths)
     columns = np.concatenate([rng.choice(n, k, replace=False) for k in lengths])
-    return sp.csr_array((rng.integers(1, 6, len(rows)).astype(np.float32), (rows, columns)), shape=(m, n))
+    values = rng.integers(1, 6, len(rows)).astype(np.float32)
+    return hmf.Ratings.from_matrix(sp.csr_array((values, (rows, columns)), shape=(m, n))).user_items
 
 
 def main() -> None:

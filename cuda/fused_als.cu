@@ -30,6 +30,9 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
+#ifndef SOLVED_APART
+#define SOLVED_APART 0            // 1: rows of any length go through partial sums, and `solve_rows` is not compiled
+#endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM 3           // bounds the registers of a thread
 #endif
@@ -211,6 +214,7 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
     store_solution(solutions + row * LD, status + row, LD, memory, failed, warp, lane);
 }
 
+#if !SOLVED_APART
 // Rows of at most one segment. solutions holds the warm start of conjugate gradients.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_rows(float* solutions, int* status, const float* factors, const int* indices, const float* ratings, const float* offsets,
@@ -238,6 +242,7 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
         team_sync();  // the solution has been read
     }
 }
+#endif
 
 // Sums of segments of long rows.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)

@@ -20,7 +20,7 @@ constexpr int PER_LANE = ceil_div(FACTORS, WARP);
 
 // Explicit: (r - mean - b_u - b_i - x.y)^2. Implicit: c (p - x.y)^2 - w0 (x.y)^2, since the Gram matrices count the
 // entry as unobserved.
-extern "C" __global__ void __launch_bounds__(WARPS_PER_BLOCK * WARP)
+extern "C" __global__ void __launch_bounds__(WARPS_PER_BLOCK * WARP, 2)
 segment_losses(double* losses, const real* users, const real* items, const int* indices, const real* ratings, const real* offsets,
                const real* user_offsets, const int64* segments, int64 n_segments, real alpha, real unobserved_weight) {
     const int lane = threadIdx.x % WARP;

@@ -502,4 +502,6 @@ def default_builds(
                 yield "complete.cu", "complete", _complete_constants(rank, itemsize, has_gram)
             config = CholeskyConfig.default(rank, itemsize, spec)
             yield "cholesky_any.cu", config.kernel, config.constants
+            if TilesConfig.serves(rank, f"f{itemsize}", spec):
+                yield "cholesky.cu", "cholesky_tiles", TilesConfig.default(rank).constants
             yield "cg_any.cu", "cg", CgConfig.default(rank, itemsize, spec).constants

@@ -23,8 +23,8 @@ SEGMENT = 4096
 
 SOLVED_APART = 97
 """Rank from which all rows are assembled by one kernel and solved by another: the code of both does not fit in the
-instruction cache together. The sums go through global memory, 30 KB a row, and still an iteration at f = 100 (128)
-takes 83 (128) ms instead of 94 (146) on Netflix's shape on an H200."""
+instruction cache together. The sums go through global memory, 30 KB a row, and still an iteration at f = 100 took
+83 ms instead of 94 and at f = 128 some 130 instead of 146 on Netflix's shape on an H200."""
 
 
 def round_up(a: int, b: int) -> int:
@@ -110,6 +110,7 @@ class FusedConfig:
             "TEAMS": self.teams,
             "STAGES": self.stages,
             "BLOCKS_PER_SM": self.blocks_per_sm,
+            "SOLVED_APART": self.rank >= SOLVED_APART,
         }
 
 
@@ -372,4 +373,4 @@ def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str,
             for precision in precisions:
                 for solver in solvers:
                     codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES[solver]}
-                    yield "fused_als.cu", "solve_rows", FusedConfig.default(rank).constants | weights | codes
+                    yield "fused_als.cu", "solve_partials", FusedConfig.default(rank).constants | weights | codes
