@@ -24,6 +24,7 @@ def ratings(m: int = 50, n: int = 300) -> sp.csr_array:
 
 
 def main() -> None:
+    """Fits of every assembly and solver, systems, top-N."""
     matrix = ratings()
     cases = [
         *itertools.product((7, 33, 64, 100), ("fused",), ("cholesky", "cg"), ("float32",)),
