@@ -413,7 +413,7 @@ class CudaDevice:
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
             with self.active():
-                if shared_bytes > 48 * 1024 and function.max_dynamic_shared_size_bytes < shared_bytes:
+                if shared_bytes > 32 * 1024 and function.max_dynamic_shared_size_bytes < shared_bytes:
                     function.max_dynamic_shared_size_bytes = shared_bytes
                 function(grid, block, tuple(arguments), shared_mem=shared_bytes)
 
