@@ -26,7 +26,7 @@
 
 constexpr int NON_FINITE = -1;  // as on the CPU (hybridmf/cpu/_als.pyx)
 constexpr int NEGATIVE_CURVATURE = -2;
-constexpr real LARGEST = sizeof(real) == 4 ? real(3.402823466e+38) : real(1.7976931348623157e+308);
+constexpr real LARGEST = real(sizeof(real) == 4 ? 3.402823466e+38 : 1.7976931348623157e+308);
 constexpr double REDUCED = 1e-20;                              // squared residual at which to stop, to its first value
 constexpr double TINY = sizeof(real) == 4 ? 1e-60 : 1e-290;    // squares of the next step would underflow
 constexpr int THREADS = WARPS * WARP;

@@ -487,6 +487,7 @@ def test_default_builds() -> None:
         ("complete.cu", "complete"),
         ("cholesky_any.cu", "cholesky_warp"),
         ("cholesky_any.cu", "cholesky_block"),
+        ("cholesky.cu", "cholesky_tiles"),
         ("cg_any.cu", "cg"),
     }
     assert {constants["RANK"] for _, _, constants in builds} == set(cholesky_any.COMPILED_RANKS)
