@@ -70,12 +70,8 @@ __device__ __forceinline__ int fresh(int value) {
     return value;
 }
 
-#ifndef COPIES
-#define COPIES 1   // 0: registers are short, the compiler makes copies where it needs them
-#endif
-
 // A copy that the compiler keeps in a register of its own: it cannot see that the lane's number is below 32.
-__device__ __forceinline__ unsigned copy_of(unsigned value, int lane) { return COPIES ? value | unsigned(lane) >> 5 : value; }
+__device__ __forceinline__ unsigned copy_of(unsigned value, int lane) { return value | unsigned(lane) >> 5; }
 
 __device__ __forceinline__ int lane_number() {
 #ifdef HYBRIDMF_EMULATE

@@ -17,9 +17,6 @@
 #ifndef WARPS
 #define WARPS (RANK <= 64 ? 1 : 2)
 #endif
-#ifndef GROUP
-#define GROUP 2   // tiles of a column whose rounded products are under way together
-#endif
 
 constexpr int BLOCKS = ceil_div(RANK, BLOCK);  // of a row or column of A
 constexpr int RANK16 = BLOCKS * BLOCK;
@@ -28,6 +25,8 @@ constexpr int TEAM = WARPS * WARP;             // threads
 
 static_assert(RANK >= 1 && RANK <= 128, "larger systems do not fit in the registers of a team");
 static_assert(WARPS == 1 || ((WARPS == 2 || WARPS == 4) && BLOCKS >= 5), "teams have 1 warp, or 2 or 4 of at least 5 x 5 blocks");
+
+constexpr int GROUP = 2;                       // tiles of a column whose rounded products are under way together
 
 constexpr int NON_FINITE = -1;
 constexpr int NEGATIVE_CURVATURE = -2;

@@ -26,7 +26,6 @@ from .cpu import _als
 from .errors import DeviceError, DeviceMemoryError, MemoryBudgetError
 from .gpu import assemblies, fused
 from .gpu.device import DeviceSpec, parse_bytes
-from .gpu.fused import FusedConfig
 
 if TYPE_CHECKING:
     from ._objective import Objective
@@ -153,8 +152,6 @@ class Plan:
         The GPU, as it was when the plan was made.
     segment, batch_slots : int
         On a GPU: entries above which a row is split, and systems (or segments of them) in memory at a time.
-    fused : FusedConfig or None
-        Compile-time choices of our GPU kernels; None for the default ones.
     bytes : dict of str to int
         Memory by purpose, at the peak.
     notes : tuple of str
@@ -184,7 +181,6 @@ class Plan:
     gpu: DeviceSpec | None = None
     segment: int = 0
     batch_slots: int = 0
-    fused: FusedConfig | None = None
     bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -200,8 +196,9 @@ class Plan:
 
     def for_fold_in(self) -> Plan:
         """The plan of an exact solve of new rows in the order they come."""
-        ours = "simd" if self.gpu is None else default_gpu_assembly(self)
-        assembly = ours if self.assembly == "bals" else self.assembly
+        # rows that come alone have no tiles to share; sparse_syrk serves any rank, type and weight
+        without_tiles = "simd" if self.gpu is None else "sparse_syrk"
+        assembly = without_tiles if self.assembly == "bals" else self.assembly
         segment = self.segment if assembly == self.assembly else gpu_segment(assembly)
         return replace(
             self, solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0, segment=segment
@@ -261,6 +258,7 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         A combination that makes no sense on this device.
     """
     spec, reason = dispatch.find_gpu(settings.device)
+    rank = settings.factors + (1 if objective.biases else 0)
     plan = Plan(
         device="cpu",
         reason=reason,
@@ -268,11 +266,11 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         n_items=shape[1],
         nnz=nnz,
         factors=settings.factors,
-        rank=settings.factors + (1 if objective.biases else 0),
+        rank=rank,
         feedback=objective.feedback,
         solver=settings.solver,
         cg_steps=settings.cg_steps,
-        block_size=min(settings.block_size, settings.factors + (1 if objective.biases else 0)),
+        block_size=min(settings.block_size, rank),
         assembly=settings.assembly,
         reorder=settings.reorder,
         precision=settings.precision,
@@ -367,12 +365,6 @@ def _reordering(asked: str, assembly: str) -> str:
 # ---------------------------------------------------------------------------------------------------- GPU
 
 
-def default_gpu_assembly(plan: Plan, unobserved_weight: float = 0.0) -> str:
-    """Our fused kernels where they can serve, else Gates' (any rank, float64, older GPUs)."""
-    assert plan.gpu is not None
-    return "sparse_syrk" if fused.supports(plan.rank, plan.dtype, plan.gpu, unobserved_weight) else "fused"
-
-
 def gpu_segment(assembly: str) -> int:
     """Entries above which a row is split."""
     return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
@@ -425,16 +417,11 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     # a row has one slot, and one more for each segment it is cut into; solved at once, only long rows need any
     cuts = plan.nnz // plan.segment
     at_once = assembly == "fused" and plan.rank < fused.SOLVED_APART
-    most = cuts + (cuts if at_once else max(shape_of(plan))) + 1
+    most = cuts + (cuts if at_once else max(plan.n_users, plan.n_items)) + 1
     left = min(GPU_BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
     least = plan.tile_rows or 1  # BALS assembles whole blocks of rows
     slots = int(np.clip(left // slot_bytes, least, max(least, most)))
     return replace(plan, batch_slots=slots, bytes=sizes | {"batch": slots * slot_bytes})
-
-
-def shape_of(plan: Plan) -> tuple[int, int]:
-    """(n_users, n_items)."""
-    return plan.n_users, plan.n_items
 
 
 def _slot_bytes(plan: Plan) -> int:

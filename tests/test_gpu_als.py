@@ -530,6 +530,12 @@ def test_training_rows_fold_to_their_training_factors(backend, kind):
     assert not folded[12].any()
 
 
+def test_rows_fold_in_without_tiles_for_weights_that_have_no_root(backend):
+    """Confidences below `unobserved_weight`: negative weights, which the fused kernels do not serve."""
+    model = fit("implicit", backend, assembly="bals", unobserved_weight=1.5, alpha=0.01)
+    np.testing.assert_allclose(model.transform(SMALL), model.user_factors, rtol=1e-4, atol=1e-5)
+
+
 def test_callbacks_and_validation_look_on_and_stop(backend):
     seen = []
 

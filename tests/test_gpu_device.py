@@ -677,10 +677,9 @@ def test_plan_of_published_assemblies(plan_on: Callable[..., Plan], assembly: st
     assert (plan.tile_rows > 0) == (plan.tile_cols > 0) == ("tiles" in plan.bytes) == (assembly == "bals")
     assert plan.bytes["batch"] == plan.batch_slots * 65 * 64 * np.dtype(dtype).itemsize <= _plan.GPU_BATCH_BYTES
     folded = plan.for_fold_in()
-    assert folded.assembly == {"sparse_syrk": "sparse_syrk", "mo_als": "mo_als"}.get(
-        assembly, "fused" if dtype == "float32" else "sparse_syrk"
-    )
-    assert folded.segment == (fused.SEGMENT if folded.assembly == "fused" else _plan.GPU_SEGMENT)
+    # without tiles: what serves every weight, rank and type
+    assert folded.assembly == ("mo_als" if assembly == "mo_als" else "sparse_syrk")
+    assert folded.segment == _plan.GPU_SEGMENT
     assert (folded.solver, folded.reorder, folded.tile_rows) == ("cholesky", "none", 0)
     with pytest.raises(ValueError, match=says("precision='bf16' is for the fused kernels", "use precision='float32'")):
         plan_on(assembly=assembly, dtype=dtype, precision="bf16")

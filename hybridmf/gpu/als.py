@@ -295,7 +295,7 @@ class HalfSweep:
 
     def _solve_fused(self, systems: Systems, table: Array, entries: Entries) -> None:
         plan = self.plan
-        config = plan.fused or FusedConfig.default(plan.rank)
+        config = FusedConfig.default(plan.rank)
         method = self._method(table)
 
         def one_batch(pieces: Pieces) -> None:
@@ -466,7 +466,6 @@ class GpuALS:
             order, factors = self._order(side), state.side(side)
             self.inward[side] = to_device(device, factors if order is None else factors.take(order), width)
         self.mean = state.mean
-        self._given: State | None = state
 
     def _order(self, side: Side) -> np.ndarray | None:
         if self._reordered is None:

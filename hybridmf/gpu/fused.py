@@ -23,8 +23,9 @@ SEGMENT = 4096
 
 SOLVED_APART = 97
 """Rank from which all rows are assembled by one kernel and solved by another: the code of both does not fit in the
-instruction cache together. The sums go through global memory, 30 KB a row, and still an iteration at f = 100 took
-83 ms instead of 94 and at f = 128 some 130 instead of 146 on Netflix's shape on an H200."""
+instruction cache together. The sums go through global memory, 30 KB a row, and still an iteration took less in trials
+on Netflix's shape on an H200 (f = 100: 83 ms and not 94; f = 128: 130 and not 146). To measure it again, set this to
+129 and run ``bench/gpu.py --task als``."""
 
 
 def round_up(a: int, b: int) -> int:
