@@ -539,7 +539,11 @@ __device__ __forceinline__ void eliminate(real* matrix, const Part& part, int st
 #pragma unroll
     for (int i = 0; i < ROWS_A_THREAD; i++) {
         product[i] = 0;
-        read_strip(rows[i], shared.strip(step), min(thread + i * THREADS, STRIP_ROWS - 1));
+        // others' rows are being written; what a thread without one computes is not used
+        if (active[i]) read_strip(rows[i], shared.strip(step), thread + i * THREADS);
+        else
+#pragma unroll
+            for (int k = 0; k < STEP; k++) rows[i][k] = 0;
     }
 #pragma unroll
     for (int k = 0; k < STEP; k++) {

@@ -62,8 +62,8 @@ static_assert(KEPT >= 32 && KEPT <= 128 && (KEPT & (KEPT - 1)) == 0, "lists are 
 // ---------------------------------------------------------------------------------------------- numbers
 
 template <class T> struct Arithmetic;
-template <> struct Arithmetic<float> {
-    static constexpr double EPSILON = 1.1920928955078125e-07, LEAST = 1.401298464324817e-45;
+template <> struct Arithmetic<float> {  // LEAST is a normal number: CuPy compiles with -ftz=true
+    static constexpr double EPSILON = 1.1920928955078125e-07, LEAST = 1.1754943508222875e-38;
     static constexpr float LARGEST = 3.402823466e+38f;
 };
 template <> struct Arithmetic<double> {

@@ -380,11 +380,9 @@ class HalfSweep:
         assemblies.bals(
             device, matrices, rhs, table, entries, tiles, first, count, rank, plan.tile_rows, plan.tile_cols
         )
-        filled = self.degrees[rows] > 0
-        if not filled.all():
-            matrices, rhs = _only(device, filled, matrices, rhs)
-        kept = rows[filled]
-        self._finish(systems, matrices, rhs, np.arange(len(kept) + 1), kept)
+        filled = np.flatnonzero(self.degrees[rows])
+        # a row without entries has sums of zeros, which the row before it takes along as if they were its own
+        self._finish(systems, matrices, rhs, np.append(filled, len(rows)), rows[filled])
 
     def _finish(self, systems: Systems, matrices: Array, rhs: Array, slots: np.ndarray, rows: np.ndarray) -> None:
         """Complete the systems of a batch and solve them."""
@@ -419,11 +417,6 @@ def _rest(pieces: Pieces, done: int) -> Pieces:
     segments = pieces.segments[first:].copy()
     segments[:, 0] -= first
     return Pieces(pieces.rows[done:], pieces.slots[done:] - first, segments)
-
-
-def _only(device: Device, keep: np.ndarray, *arrays: Array) -> tuple[Array, ...]:
-    index = device.upload(np.flatnonzero(keep))
-    return tuple(array[index] for array in arrays)
 
 
 class GpuALS:
