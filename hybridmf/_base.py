@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -19,9 +19,10 @@ from tqdm.auto import tqdm
 
 from . import _io
 from ._learned import Learned, align, pattern
-from ._objective import Objective, Side, State, initial_state
+from ._objective import Objective, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan
 from ._serving import ServingMixin
+from ._solver import Solver
 from ._validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape
 from .errors import DeviceError, RatingsError
 from .formats import transpose
@@ -32,23 +33,6 @@ logger = logging.getLogger("hybridmf")
 
 Record = dict[str, float]
 """One iteration of ``history_``."""
-
-SWEEP_ORDER: tuple[Side, Side] = ("item", "user")
-"""Items first: the user factors a fit ends with are then exact for its item factors, so fold-in reproduces them."""
-
-
-class Solver(Protocol):
-    """What a backend provides: half sweeps over a state it owns."""
-
-    @property
-    def state(self) -> State:
-        """Factors of the last completed half sweep."""
-
-    def update(self, side: Side) -> None:
-        """Solve one side; `state` changes only once the half sweep is complete."""
-
-    def objective_value(self) -> float:
-        """The objective at the current state."""
 
 
 class FactorModel(ServingMixin, BaseEstimator):
@@ -67,7 +51,10 @@ class FactorModel(ServingMixin, BaseEstimator):
     def _settings(self) -> Settings:
         raise NotImplementedError
 
-    def _solver(self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State) -> Solver:
+    def _solver(
+        self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
+    ) -> Solver:
+        """The backend; `completed` iterations lie behind `state`."""
         raise NotImplementedError
 
     def __sklearn_tags__(self) -> Tags:
@@ -149,7 +136,8 @@ class FactorModel(ServingMixin, BaseEstimator):
         logger.info("plan:\n%s", plan)
         item_users = transpose(matrix, num_threads=plan.num_threads)
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
-        solver = self._solver(plan, matrix, item_users, state)
+        completed = int(resumed.summary["n_iter"]) if resumed else 0
+        solver = self._solver(plan, matrix, item_users, state, completed)
         labels = (user_items.user_ids, user_items.item_ids) if isinstance(user_items, Ratings) else (None, None)
         learned = Learned(
             objective,
@@ -163,7 +151,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         run = _Run(self, solver, learned, user_items, validation, callback, folder, data)
         del state, learned  # the factors a fit starts from need not outlive its first sweep
         if resumed:
-            run.resume(int(resumed.summary["n_iter"]), list(resumed.summary["history"]))
+            run.resume(completed, list(resumed.summary["history"]))
         run.sweep(iterations, show_progress)
         return self
 
@@ -299,9 +287,8 @@ class _Run:
 
     def _one_sweep(self) -> float:
         started = time.perf_counter()
-        for side in SWEEP_ORDER:
-            self.solver.update(side)
-            # after every half sweep, so that an interruption or a failure in the next one finds the model usable
+        for _ in self.solver.sweep():
+            # so that an interruption or a failure from here on finds the model usable
             self._adopt()
         return time.perf_counter() - started
 

@@ -6,7 +6,7 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -66,6 +66,19 @@ GPU_WORTHWHILE = 2e10
 """Work of a whole fit from which `device="auto"` takes the GPU, whose start costs about a second."""
 
 
+class Method(Protocol):
+    """How a model that is not ALS computes; a frozen dataclass of checked hyperparameters."""
+
+    def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+        """Decide what `base` (sizes, dtype, threads) leaves open. `spec`: the GPU that was found or asked for."""
+
+    def flops_per_iteration(self, plan: Plan) -> float:
+        """Useful work of one iteration."""
+
+    def __str__(self) -> str:
+        """What runs, in a few words."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Checked hyperparameters of how to compute (what to compute is the Objective)."""
@@ -80,27 +93,29 @@ class Settings:
     num_threads: int
     device: str
     block_size: int
-    gpu_memory_limit: int | None = None
-    iterations: int = 15
+    gpu_memory_limit: int | None
+    iterations: int
+    method: Method | None = None
 
     @classmethod
     def check(
         cls,
         *,
         factors: Any,
-        solver: Any,
-        cg_steps: Any,
-        assembly: Any,
-        reorder: Any,
-        precision: Any,
         dtype: Any,
         num_threads: Any,
         device: Any,
-        block_size: Any,
-        gpu_memory_limit: Any = None,
         iterations: Any = 15,
+        precision: Any = "float32",
+        gpu_memory_limit: Any = None,
+        solver: Any = "cholesky",
+        cg_steps: Any = 3,
+        assembly: Any = "auto",
+        reorder: Any = "none",
+        block_size: Any = 32,
+        method: Method | None = None,
     ) -> Settings:
-        """Judge each hyperparameter by itself; the plan judges combinations."""
+        """Judge each hyperparameter by itself; the plan judges combinations. `method` is checked already."""
         if isinstance(reorder, (bool, np.bool_)):
             reorder = "both" if reorder else "none"
         return cls(
@@ -116,6 +131,7 @@ class Settings:
             block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
             gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
             iterations=check_int("iterations", iterations, 1),
+            method=method,
         )
 
 
@@ -156,6 +172,8 @@ class Plan:
         Memory by purpose, at the peak.
     notes : tuple of str
         What a reader should know about the choices.
+    method : Method or None
+        What runs if it is not ALS; `solver`, `assembly` and `reorder` then say nothing.
     """
 
     device: str
@@ -183,6 +201,7 @@ class Plan:
     batch_slots: int = 0
     bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    method: Method | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -196,6 +215,11 @@ class Plan:
 
     def for_fold_in(self) -> Plan:
         """The plan of an exact solve of new rows in the order they come."""
+        if self.method is not None:
+            assembly = "simd" if self.gpu is None else "sparse_syrk"
+            exact = replace(self, method=None, solver="cholesky", assembly=assembly, precision="float32")
+            slots = 0 if self.gpu is None else max(1, GPU_BATCH_BYTES // _slot_bytes(exact))
+            return replace(exact, segment=GPU_SEGMENT, batch_slots=slots)
         # rows that come alone have no tiles to share; sparse_syrk serves any rank, type and weight
         without_tiles = "simd" if self.gpu is None else "sparse_syrk"
         assembly = without_tiles if self.assembly == "bals" else self.assembly
@@ -210,6 +234,8 @@ class Plan:
 
         CG takes 4 nnz f a step, subspaces a block where the exact solver takes f.
         """
+        if self.method is not None:
+            return self.method.flops_per_iteration(self)
         f, rows = self.rank, self.n_users + self.n_items
         if self.solver == "cg":
             gram = 2.0 * rows * f * f if self.feedback == "implicit" else 0.0
@@ -226,21 +252,29 @@ class Plan:
         }.get(self.solver, f"{self.solver}, assembly {self.assembly}")
         if self.tile_rows:
             solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
+        solver += f"; reorder {self.reorder}"
         lines = [
             f"device    {self.device}: {self.reason}",
             f"problem   {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, "
             f"{self.feedback} feedback",
             f"factors   {self.factors} in {self.dtype}",
-            f"solver    {solver}; reorder {self.reorder}",
-            f"kernels   {self.instruction_set} on {self.num_threads} threads"
-            if self.gpu is None
-            else f"kernels   {self.gpu}, {self.precision} products, rows cut after {self.segment:,} entries, "
-            f"{self.batch_slots:,} systems at a time",
+            f"solver    {solver if self.method is None else self.method}",
+            f"kernels   {self._kernels()}",
             f"work      {self.flops_per_iteration / 1e9:,.1f} GFLOP per iteration",
             f"memory    {_mib(self.total_bytes)}: "
             + ", ".join(f"{name} {_mib(size)}" for name, size in self.bytes.items()),
         ]
         return "\n".join(lines + [f"note      {note}" for note in self.notes])
+
+    def _kernels(self) -> str:
+        if self.gpu is None:
+            return f"{self.instruction_set} on {self.num_threads} threads"
+        if self.method is not None:
+            return f"{self.gpu}, {self.precision}"
+        return (
+            f"{self.gpu}, {self.precision} products, rows cut after {self.segment:,} entries, "
+            f"{self.batch_slots:,} systems at a time"
+        )
 
 
 def _mib(size: int) -> str:
@@ -278,7 +312,10 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         num_threads=settings.num_threads,
         instruction_set=_als.instruction_set(),
         batch_flops=BATCH_FLOPS * settings.num_threads,
+        method=settings.method,
     )
+    if settings.method is not None:
+        return settings.method.plan(plan, settings, spec)
     if spec is None:
         return _cpu_plan(plan, settings)
     if settings.device != "auto":

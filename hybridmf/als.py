@@ -6,9 +6,10 @@ from typing import Any
 
 import scipy.sparse as sp
 
-from ._base import FactorModel, Solver
+from ._base import FactorModel
 from ._objective import Objective, State
 from ._plan import Plan, Settings
+from ._solver import Solver
 from .cpu.als import CpuALS
 
 
@@ -31,7 +32,9 @@ class _ALS(FactorModel):
             iterations=self.iterations,
         )
 
-    def _solver(self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State) -> Solver:
+    def _solver(
+        self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
+    ) -> Solver:
         if plan.gpu is None:
             return CpuALS(user_items, item_users, self._objective(), plan, state)
         from .gpu.als import GpuALS

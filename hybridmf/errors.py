@@ -43,6 +43,10 @@ class NonFiniteError(HybridMFError, ArithmeticError):
     """Factors became infinite or NaN: the values overflow the precision in use."""
 
 
+class DivergedError(HybridMFError, ArithmeticError):
+    """Stochastic gradient descent took steps that are too long: the loss rose, or factors became infinite or NaN."""
+
+
 class DeviceError(HybridMFError, RuntimeError):
     """A device was asked for that cannot serve the request."""
 

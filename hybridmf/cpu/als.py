@@ -14,6 +14,7 @@ from threadpoolctl import ThreadpoolController
 from .. import _formats
 from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import Plan
+from .._solver import Alternating
 from .._validate import csr_arrays
 from ..errors import NonFiniteError, NotPositiveDefiniteError
 from ..formats import BalsMatrix, Reordered, reorder, transpose
@@ -328,7 +329,7 @@ def check_status(status: np.ndarray, side: Side, objective: Objective, names: np
     )
 
 
-class CpuALS:
+class CpuALS(Alternating):
     """Alternating least squares on the CPU (Gates et al. fig. 4): owns the layouts and the current factors.
 
     Parameters

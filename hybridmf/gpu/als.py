@@ -12,6 +12,7 @@ import scipy.sparse as sp
 
 from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import Plan
+from .._solver import Alternating
 from .._validate import csr_arrays
 from ..cpu.als import SINGULAR_PIVOT, check_status
 from ..errors import DeviceMemoryError
@@ -419,7 +420,7 @@ def _rest(pieces: Pieces, done: int) -> Pieces:
     return Pieces(pieces.rows[done:], pieces.slots[done:] - first, segments)
 
 
-class GpuALS:
+class GpuALS(Alternating):
     """Alternating least squares on one GPU: owns the layouts and the current factors.
 
     Parameters
