@@ -60,20 +60,18 @@ class Ours:
     """hybridmf, one iteration at a time on one solver object."""
 
     def __init__(self, model: Any, matrix: sp.csr_array) -> None:
-        from hybridmf._base import SWEEP_ORDER
         from hybridmf._plan import make_plan
         from hybridmf.formats import transpose
 
-        self.sides = SWEEP_ORDER
         self.plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
         columns = transpose(matrix, num_threads=self.plan.num_threads)
         state = model._initial_state(matrix, columns, self.plan, model._objective())
-        self.solver = model._solver(self.plan, matrix, columns, state)
+        self.solver = model._solver(self.plan, matrix, columns, state, 0)
 
     def step(self) -> None:
         """One full iteration."""
-        for side in self.sides:
-            self.solver.update(side)
+        for _ in self.solver.sweep():
+            pass
 
     def factors(self) -> Sides:
         """User and item factors."""

@@ -15,6 +15,7 @@ from ._validate import (
     MAX_AXIS,
     MAX_FACTORS,
     cgroup_folders,
+    check_bool,
     check_choice,
     check_int,
     check_nonempty,
@@ -93,6 +94,7 @@ class Settings:
     num_threads: int
     device: str
     block_size: int
+    balance: bool
     gpu_memory_limit: int | None
     iterations: int
     method: Method | None = None
@@ -113,6 +115,7 @@ class Settings:
         assembly: Any = "auto",
         reorder: Any = "none",
         block_size: Any = 32,
+        balance: Any = False,
         method: Method | None = None,
     ) -> Settings:
         """Judge each hyperparameter by itself; the plan judges combinations. `method` is checked already."""
@@ -129,6 +132,7 @@ class Settings:
             num_threads=check_threads(num_threads),
             device=dispatch.check_device(device),
             block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
+            balance=check_bool("balance", balance),
             gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
             iterations=check_int("iterations", iterations, 1),
             method=method,
@@ -158,6 +162,7 @@ class Plan:
     solver, assembly, reorder, precision, dtype : str
         What was decided; never "auto".
     cg_steps, block_size, num_threads : int
+    balance : bool
     instruction_set : str
         Vector kernels in use.
     tile_rows, tile_cols : int
@@ -193,6 +198,7 @@ class Plan:
     dtype: str
     num_threads: int
     instruction_set: str
+    balance: bool = False
     tile_rows: int = 0
     tile_cols: int = 0
     batch_flops: float = BATCH_FLOPS
@@ -252,7 +258,7 @@ class Plan:
         }.get(self.solver, f"{self.solver}, assembly {self.assembly}")
         if self.tile_rows:
             solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
-        solver += f"; reorder {self.reorder}"
+        solver += f"; reorder {self.reorder}" + ("; balanced" if self.balance else "")
         lines = [
             f"device    {self.device}: {self.reason}",
             f"problem   {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, "
@@ -311,6 +317,7 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         dtype=settings.dtype,
         num_threads=settings.num_threads,
         instruction_set=_als.instruction_set(),
+        balance=settings.balance,
         batch_flops=BATCH_FLOPS * settings.num_threads,
         method=settings.method,
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ._objective import Side, State
+from ._plan import Plan
 
 SWEEP_ORDER: tuple[Side, Side] = ("item", "user")
 """Items first: the user factors a fit ends with are then exact for its item factors, so fold-in reproduces them."""
@@ -28,12 +29,20 @@ class Solver(Protocol):
 class Alternating:
     """An iteration that is made of half sweeps."""
 
+    plan: Plan
+
     def update(self, side: Side) -> None:
         """Solve one side; the state changes only once the half sweep is complete."""
         raise NotImplementedError
 
+    def balance(self) -> None:
+        """Bring the factors to the basis of least penalty; see `hybridmf._balance`."""
+        raise NotImplementedError
+
     def sweep(self) -> Iterator[None]:
         """Both half sweeps; yields after each, so that an interruption in the second one keeps the first."""
+        if self.plan.balance:
+            self.balance()  # before the items: the users' factors have to stay exact for the items' of the same sweep
         for side in SWEEP_ORDER:
             self.update(side)
             yield

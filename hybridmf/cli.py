@@ -26,7 +26,7 @@ from . import _validate, formats
 from ._config import config
 from ._files import open_bytes, reading, write_atomically
 from ._io import load
-from ._plan import ASSEMBLIES, DTYPES, SOLVERS, plan
+from ._plan import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS, plan
 from ._version import __version__
 from .als import ExplicitALS, ImplicitALS
 from .demo import format_table, run_demo
@@ -202,7 +202,10 @@ def demo(seed: int, quick: bool) -> None:
 
 MODELS: dict[str, type[ExplicitALS] | type[ImplicitALS]] = {"explicit": ExplicitALS, "implicit": ImplicitALS}
 METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
-HYPERPARAMETERS = ("factors", "regularization", "iterations", "solver", "assembly", "device", "dtype", "num_threads")
+HYPERPARAMETERS = (
+    "factors", "regularization", "iterations", "solver", "assembly", "balance", "device", "precision", "dtype",
+    "num_threads",
+)  # fmt: skip
 BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular items"}
 
 
@@ -226,7 +229,11 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option("--iterations", type=int, help="Full sweeps.  [default: 15]")
 @click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")
 @click.option("--assembly", metavar="|".join(ASSEMBLIES), help="How equations are built.  [default: auto]")
+@click.option(
+    "--balance", is_flag=True, default=None, help="Near the minimum in fewer sweeps: change basis before each."
+)
 @click.option("--device", metavar="auto|cpu|cuda|cuda:N", help="Where to compute.  [default: auto]")
+@click.option("--precision", metavar="|".join(PRECISIONS), help="Products on a GPU.  [default: float32]")
 @click.option("--dtype", metavar="|".join(DTYPES), help="Precision of the factors.  [default: float32]")
 @click.option("--num-threads", type=int, help="[default: all cores]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the split and the initial factors.")

@@ -354,7 +354,7 @@ def test_fit_implicit_reports_rankings(folder, tmp_path):
 def test_fit_options_reach_the_model(folder, tmp_path):
     given = {
         "factors": 3, "regularization": 0.5, "alpha": 3.0, "iterations": 2, "solver": "cholesky", "assembly": "rank1",
-        "device": "cpu", "dtype": "float64", "num_threads": 1,
+        "device": "cpu", "precision": "float32", "dtype": "float64", "num_threads": 1,
     }  # fmt: skip
     options = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]
     ratings, out = folder / "ratings.csv", tmp_path / "m.safetensors"
@@ -364,8 +364,9 @@ def test_fit_options_reach_the_model(folder, tmp_path):
     assert {name: params[name] for name in given} == given
     assert params["random_state"] == 5
     assert len(model.history_) == 2
-    succeed("fit", ratings, "-o", out, "--biases", "--quiet")
-    assert hmf.load(out).get_params()["biases"] is True
+    succeed("fit", ratings, "-o", out, "--biases", "--balance", "--quiet")
+    params = hmf.load(out).get_params()
+    assert (params["biases"], params["balance"]) == (True, True)
 
 
 def test_an_input_is_not_overwritten(folder, tmp_path):
@@ -450,6 +451,8 @@ FIT_MISTAKES = [
     (["--assembly", "magic"], "assembly must be one of"),
     (["--assembly", "bals", "--solver", "cg"], "bals"),
     (["--device", "tpu"], "device must be"),
+    (["--precision", "int4"], "precision must be one of"),
+    (["--precision", "bf16", "--device", "cpu"], "needs a GPU"),
     (["--dtype", "int8"], "dtype must be one of"),
     (["--num-threads", 0], "num_threads"),
     (["--seed", -3], "--seed"),

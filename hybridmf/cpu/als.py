@@ -12,6 +12,7 @@ import scipy.sparse as sp
 from threadpoolctl import ThreadpoolController
 
 from .. import _formats
+from .._balance import balancing
 from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import Plan
 from .._solver import Alternating
@@ -375,6 +376,23 @@ class CpuALS(Alternating):
             inverse[order] = np.arange(len(order))
             solved = solved.take(inverse)
         self.state = self.state.with_side(side, solved)
+
+    def balance(self) -> None:
+        """Change both sides to the basis of least penalty; the same predictions, the same bits for any threads."""
+        users, items = map(self._penalty_gram, SIDES)
+        for side, basis in zip(SIDES, balancing(users, items), strict=True):
+            factors = self.state.side(side)
+            matrix = aligned_zeros(factors.matrix.shape, factors.matrix.dtype)
+            with single_threaded_blas():
+                np.matmul(factors.matrix, basis.astype(matrix.dtype), out=matrix)
+            self.state = self.state.with_side(side, Factors(matrix, factors.bias))
+
+    def _penalty_gram(self, side: Side) -> np.ndarray:
+        """``sum_u s_u x_u x_u^T`` in float64, shape (factors, factors)."""
+        matrix = self._inward(side).matrix
+        weights = np.sqrt(self.halves[side].scale).astype(matrix.dtype)
+        gram: np.ndarray = _als.gram(matrix * weights[:, None], self.plan.num_threads)
+        return gram
 
     def objective_value(self) -> float:
         """The objective at the current factors, in float64."""

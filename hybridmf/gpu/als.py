@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from .._balance import balancing
 from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import Plan
 from .._solver import Alternating
@@ -124,12 +125,13 @@ def weighted_gram(device: Device, table: Array, rank: int, objective: Objective)
     return gram
 
 
-def exact_gram(device: Device, table: Array) -> np.ndarray:
-    """``F^T F`` of a table in float64, shape (width, width), on the host."""
+def exact_gram(device: Device, table: Array, weights: Array | None = None) -> np.ndarray:
+    """``F^T diag(weights) F`` of a table in float64, shape (width, width), on the host."""
     total = np.zeros((table.shape[1], table.shape[1]))
     for start in range(0, len(table), EXACT_ROWS):
         part = table[start : start + EXACT_ROWS].astype(np.float64)
-        total += device.download(device.matmul(part.T, part))
+        weighted = part if weights is None else part * weights[start : start + EXACT_ROWS, None]
+        total += device.download(device.matmul(part.T, weighted))
     return total
 
 
@@ -486,6 +488,23 @@ class GpuALS(Alternating):
         """One half sweep: solve `side` for the factors of the other; the state changes only once it is complete."""
         solved = self.halves[side].solve(self.inward[other_side(side)], self.mean, self.inward[side])
         self.inward[side] = solved
+
+    def balance(self) -> None:
+        """Change both sides to the basis of least penalty; the same predictions."""
+        with self.device.active():
+            users, items = map(self._penalty_gram, SIDES)
+            for side, basis in zip(SIDES, balancing(users, items), strict=True):
+                old = self.inward[side]
+                table = old.table.copy()
+                on_device = self.device.upload(basis.astype(table.dtype))
+                table[:, : old.factors] = self.device.matmul(old.table[:, : old.factors], on_device)
+                self.inward[side] = DeviceFactors(self.device, table, old.factors, old.device_bias)
+
+    def _penalty_gram(self, side: Side) -> np.ndarray:
+        """``sum_u s_u x_u x_u^T`` in float64 on the host, shape (factors, factors)."""
+        factors = self.inward[side]
+        gram = exact_gram(self.device, factors.table, self.halves[side].scale)
+        return gram[: factors.factors, : factors.factors]
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
