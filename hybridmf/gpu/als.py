@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,26 @@ class Pieces:
             start = stop
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Pieces on a device.
+
+    Attributes
+    ----------
+    rows, slots, segments : arrays
+        As in `Pieces`.
+    """
+
+    rows: Array
+    slots: Array
+    segments: Array
+
+    @classmethod
+    def upload(cls, device: Device, pieces: Pieces) -> Batch:
+        """The same on a device."""
+        return cls(*map(device.upload, (pieces.rows, pieces.slots, pieces.segments)))
+
+
 class HalfSweep:
     """One half of a sweep on a device: solves every row of `side` for the fixed factors of the other side.
 
@@ -219,6 +239,7 @@ class HalfSweep:
         self.long = Pieces.cut(np.asarray(indptr, dtype=np.int64), order[:n_long], plan.segment)
         self.short = device.upload(order[n_long:].astype(np.int32))
         self.batch_slots = plan.batch_slots
+        self._all_batches: list[Batch] | None = None
         self.tiles = None
         if plan.assembly == "bals":
             bals = BalsMatrix.from_csr(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads)
@@ -301,15 +322,18 @@ class HalfSweep:
         config = FusedConfig.default(plan.rank)
         method = self._method(table)
 
-        def one_batch(pieces: Pieces) -> None:
+        def one_batch(batch: Batch) -> None:
             device = self.device
-            partials = device.empty((len(pieces.segments), config.partial_floats), np.float32)
-            segments, slots, rows = map(device.upload, (pieces.segments, pieces.slots, pieces.rows))
-            fused.assemble_segments(device, partials, table, entries, segments, config, method)
-            fused.solve_partials(device, systems, partials, slots, rows, entries, config, method)
+            partials = device.empty((len(batch.segments), config.partial_floats), np.float32)
+            fused.assemble_segments(device, partials, table, entries, batch.segments, config, method)
+            fused.solve_partials(device, systems, partials, batch.slots, batch.rows, entries, config, method)
 
         self._in_batches(one_batch)  # rows longer than a segment, or all
         fused.solve_rows(self.device, systems, table, entries, self.indptr, self.short, config, method)
+
+    def _matrices(self, n_slots: int) -> tuple[Array, Array]:
+        rank = self.plan.rank
+        return self.device.empty((n_slots, rank, rank), self.dtype), self.device.empty((n_slots, rank), self.dtype)
 
     def _method(self, table: Array) -> fused.Method:
         """Solver and arithmetic, with the scale that float16 parts need for these factors and weights."""
@@ -325,23 +349,31 @@ class HalfSweep:
                 scale = fused.entry_scale(peak, largest)
         return fused.Method(precision, plan.solver, self.epsilon, plan.cg_steps, scale)
 
-    def _in_batches(self, one_batch: Callable[[Pieces], None]) -> None:
+    def _in_batches(self, one_batch: Callable[[Batch], None]) -> None:
         """Work through the long rows; where memory runs out, with batches half as large from there on."""
         done = 0
         while done < len(self.long.rows):
-            rest = self.long if not done else _rest(self.long, done)
             try:
-                for batch in rest.batches(self.batch_slots):
+                for batch in self._batches(done):
                     one_batch(batch)
                     done += len(batch.rows)
             except DeviceMemoryError:
-                slots = min(self.batch_slots, int(rest.slots[-1]))
+                slots = min(self.batch_slots, int(self.long.slots[-1] - self.long.slots[done]))
                 if slots <= 1:
                     raise
                 self._take_fewer(slots // 2)
 
+    def _batches(self, done: int) -> Iterable[Batch]:
+        """Batches from long row `done` on; those of all rows stay on the device from one sweep to the next."""
+        if done:
+            return (Batch.upload(self.device, part) for part in _rest(self.long, done).batches(self.batch_slots))
+        if self._all_batches is None:
+            parts = self.long.batches(self.batch_slots)
+            self._all_batches = [Batch.upload(self.device, part) for part in parts]
+        return self._all_batches
+
     def _take_fewer(self, slots: int) -> None:
-        self.batch_slots = slots
+        self.batch_slots, self._all_batches = slots, None
         logger.warning("%s is out of memory: batches of %d systems from here on", self.device.spec.name, slots)
 
     # ------------------------------------------------------------------------------------------------ published
@@ -350,12 +382,10 @@ class HalfSweep:
         plan = self.plan
         assemble: Callable[..., None] = assemblies.sparse_syrk if plan.assembly == "sparse_syrk" else assemblies.mo_als
 
-        def one_batch(pieces: Pieces) -> None:
-            device, rank = self.device, plan.rank
-            matrices = device.empty((len(pieces.segments), rank, rank), self.dtype)
-            rhs = device.empty((len(pieces.segments), rank), self.dtype)
-            assemble(device, matrices, rhs, table, entries, device.upload(pieces.segments), rank)
-            self._finish(systems, matrices, rhs, pieces.slots, pieces.rows)
+        def one_batch(batch: Batch) -> None:
+            matrices, rhs = self._matrices(len(batch.segments))
+            assemble(self.device, matrices, rhs, table, entries, batch.segments, plan.rank)
+            self._finish(systems, matrices, rhs, batch.slots, batch.rows)
 
         self._in_batches(one_batch)
 
@@ -378,29 +408,26 @@ class HalfSweep:
         plan, device, rank, tiles = self.plan, self.device, self.plan.rank, self.tiles
         assert tiles is not None
         rows = np.arange(first * plan.tile_rows, min((first + count) * plan.tile_rows, len(self)))
-        matrices = device.empty((len(rows), rank, rank), self.dtype)
-        rhs = device.empty((len(rows), rank), self.dtype)
+        matrices, rhs = self._matrices(len(rows))
         assemblies.bals(
             device, matrices, rhs, table, entries, tiles, first, count, rank, plan.tile_rows, plan.tile_cols
         )
         filled = np.flatnonzero(self.degrees[rows])
         # a row without entries has sums of zeros, which the row before it takes along as if they were its own
-        self._finish(systems, matrices, rhs, np.append(filled, len(rows)), rows[filled])
+        if len(filled):
+            slots = device.upload(np.append(filled, len(rows)).astype(np.int64))
+            self._finish(systems, matrices, rhs, slots, device.upload(rows[filled].astype(np.int32)))
 
-    def _finish(self, systems: Systems, matrices: Array, rhs: Array, slots: np.ndarray, rows: np.ndarray) -> None:
+    def _finish(self, systems: Systems, matrices: Array, rhs: Array, slots: Array, rows: Array) -> None:
         """Complete the systems of a batch and solve them."""
-        if not len(rows):
-            return
         plan, device = self.plan, self.device
-        on_device = device.upload(rows.astype(np.int32))
-        at = device.upload(slots.astype(np.int64))
         gram = None if systems.gram is None else systems.gram[: plan.rank, : plan.rank].copy()
-        cholesky_any.complete(device, matrices, rhs, at, gram, systems.ridge, systems.scale[on_device])
-        solutions, status = systems.solutions, systems.status
+        cholesky_any.complete(device, matrices, rhs, slots, gram, systems.ridge, systems.scale[rows])
+        arrays = (systems.solutions, systems.status, matrices, rhs, slots, rows)
         if plan.solver == "cg":
-            cholesky_any.cg_solve(device, solutions, status, matrices, rhs, at, on_device, plan.cg_steps)
+            cholesky_any.cg_solve(device, *arrays, plan.cg_steps)
         else:
-            cholesky_any.cholesky_solve(device, solutions, status, matrices, rhs, at, on_device, self.epsilon)
+            cholesky_any.cholesky_solve(device, *arrays, self.epsilon)
 
 
 def _range_of_roots(objective: Objective, ratings: np.ndarray) -> tuple[float, float]:
