@@ -20,7 +20,9 @@ OPENMP = os.environ.get("HYBRIDMF_NO_OPENMP", "0") in ("", "0")
 
 # One C file per instruction set, chosen at run time (hybridmf/cpu/kernels.c): no -march flag reaches a wheel.
 KERNELS = [f"hybridmf/cpu/kernels{name}.c" for name in ("", "_portable", "_avx2", "_avx512")]
-KERNEL_HEADERS = ["hybridmf/cpu/kernels.h", "hybridmf/cpu/kernels_impl.h"]
+CCD_KERNELS = [f"hybridmf/cpu/ccd_{name}.c" for name in ("kernels", "portable", "avx2", "avx512")]
+KERNEL_HEADERS = ["hybridmf/cpu/kernels.h", "hybridmf/cpu/kernels_impl.h", "hybridmf/cpu/sgd_impl.h"]
+CCD_HEADERS = ["hybridmf/cpu/ccd_kernels.h", "hybridmf/cpu/ccd_impl.h"]
 
 
 def compiler_flags(compiler_type: str) -> tuple[list[str], list[str]]:
@@ -72,12 +74,14 @@ class BuildExt(build_ext):
 
 def extensions() -> list[Extension]:
     """Describe the extension modules. They use typed memoryviews, so no NumPy headers are needed."""
-    with_kernels = {"include_dirs": ["hybridmf/cpu"], "depends": KERNEL_HEADERS}
+    with_kernels = {"include_dirs": ["hybridmf/cpu"], "depends": [*KERNEL_HEADERS, *CCD_HEADERS]}
     return cythonize(
         [
             Extension("hybridmf._openmp", ["hybridmf/_openmp.pyx"]),
             Extension("hybridmf._formats", ["hybridmf/_formats.pyx"]),
             Extension("hybridmf.cpu._als", ["hybridmf/cpu/_als.pyx", *KERNELS], **with_kernels),
+            Extension("hybridmf.cpu._ccd", ["hybridmf/cpu/_ccd.pyx", *KERNELS, *CCD_KERNELS], **with_kernels),
+            Extension("hybridmf.cpu._sgd", ["hybridmf/cpu/_sgd.pyx", *KERNELS], **with_kernels),
             Extension("hybridmf.cpu._topk", ["hybridmf/cpu/_topk.pyx", *KERNELS], **with_kernels),
         ],
         # Cython looks at time stamps only, so C with and without checks lies in different folders.

@@ -8,8 +8,10 @@ import numpy as np
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.gpu import cholesky_any, topk
-from hybridmf.gpu.device import open_device
+from hybridmf._objective import Factors, Objective, State
+from hybridmf.formats import transpose
+from hybridmf.gpu import ccd, cholesky_any, topk
+from hybridmf.gpu.device import Device, open_device
 
 
 def ratings(m: int = 50, n: int = 300) -> sp.csr_array:
@@ -44,16 +46,35 @@ def main() -> None:
         }
         hmf.ImplicitALS(rank, **common).fit(matrix).objective(matrix)
         hmf.ExplicitALS(rank - 1, biases=True, **common).fit(matrix)
+    for inner, dtype in ((1, "float32"), (2, "float64")):
+        hmf.CCD(3, iterations=1, inner_iterations=inner, dtype=dtype, device="cuda").fit(matrix).objective(matrix)
     device = open_device()
     rng = np.random.default_rng(1)
     for rank, dtype in ((20, np.float32), (60, np.float32), (40, np.float64), (200, np.float32), (300, np.float32)):
         solve_systems(device, rng, rank, dtype)
+    ccd_layouts(device, matrix)
     users = rng.standard_normal((70, 20)).astype(np.float32)
     items = rng.standard_normal((300, 20)).astype(np.float32)
     for n in (5, 200):
         topk.top_k(device, users[:50], items, n, seen=matrix)
     device.synchronize()
     print("all kernels ran")
+
+
+def ccd_layouts(device: Device, matrix: sp.csr_array, rank: int = 3) -> None:
+    """CCD++ iterations over tiles, and gathering from global memory."""
+    rng = np.random.default_rng(2)
+    plan = hmf.plan(matrix, hmf.CCD(rank, inner_iterations=2, device="cuda"))
+    state = State(*(Factors(rng.random((n, rank), dtype=np.float32)) for n in matrix.shape))
+    for staged, tile in ((True, 36), (False, 16)):
+        configs = {
+            side: ccd.CcdConfig(staged, tile, -(-n // 32) if staged else 1, segment=64, blocks=5, threads=128)
+            for side, n in (("user", matrix.shape[1]), ("item", matrix.shape[0]))
+        }
+        objective = Objective.explicit(0.1, "count", False)
+        solver = ccd.GpuCCD(device, matrix, transpose(matrix), objective, plan, state, configs)
+        list(solver.sweep())
+        solver.objective_value()
 
 
 def solve_systems(device: object, rng: np.random.Generator, rank: int, dtype: type, n: int = 3) -> None:

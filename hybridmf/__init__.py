@@ -10,10 +10,14 @@ from ._io import load
 from ._plan import Plan, plan
 from ._version import __version__
 from .als import ExplicitALS, ImplicitALS
+from .ccd import CCD
 from .metrics import evaluate
 from .ratings import Ratings, split
+from .sgd import SGD
 
 __all__ = [
+    "CCD",
+    "SGD",
     "ExplicitALS",
     "ImplicitALS",
     "Plan",

@@ -1,6 +1,7 @@
 """Model files: safetensors with a JSON header, written atomically, judged when read.
 
-Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biased models); ``seen_indptr``,
+Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biased models); ``user_squares``,
+``item_squares``, ``user_bias_squares``, ``item_bias_squares`` (checkpoints of AdaGrad); ``seen_indptr``,
 ``seen_indices`` (what users have seen); ``user_ids``, ``item_ids`` (labels: integers as int64 or uint64, others as the
 UTF-8 bytes of a JSON list). Metadata: ``format``, ``version``, ``model`` (class name), ``params``, ``state``, the last
 two JSON objects. Kernels trust a loaded model, so a file that contradicts itself anywhere is refused.
@@ -26,9 +27,10 @@ from .errors import ModelFileError
 
 FORMAT, VERSION = "hybridmf", 1
 
+SQUARES = ("user_squares", "item_squares", "user_bias_squares", "item_bias_squares")
 TENSORS = frozenset(
     ["user_factors", "item_factors", "user_bias", "item_bias", "seen_indptr", "seen_indices", "user_ids", "item_ids"]
-)
+) | set(SQUARES)
 LABEL_DTYPES = (np.int64, np.uint64, np.uint8)
 MAX_COUNT = int(np.iinfo(np.int64).max)
 
@@ -106,12 +108,30 @@ def _tensor_params(state: State) -> dict[str, Any]:
     return {"factors": matrix.shape[1], "dtype": matrix.dtype.name, "biases": state.user.bias is not None}
 
 
-def encode_model(model: Any, extra: dict[str, Any] | None = None, *, include_seen: bool = True) -> bytes:
-    """Return a fitted model as the bytes of a model file; `extra` goes into its state."""
+def _squares(state: State) -> dict[str, np.ndarray]:
+    """AdaGrad's sums of squares as tensors; none where the state has none."""
+    tensors: dict[str, np.ndarray] = {}
+    for side, factors in (("user", state.user), ("item", state.item)):
+        if factors.squares is not None:
+            tensors[f"{side}_squares"] = factors.squares.matrix
+            if factors.squares.bias is not None:
+                tensors[f"{side}_bias_squares"] = factors.squares.bias
+    return tensors
+
+
+def encode_model(
+    model: Any, extra: dict[str, Any] | None = None, *, include_seen: bool = True, resumable: bool = False
+) -> bytes:
+    """Return a fitted model as the bytes of a model file; `extra` goes into its state.
+
+    `resumable` adds what the fit needs to go on and the model does not.
+    """
     state: State = model._learned.state
     tensors = {"user_factors": state.user.matrix, "item_factors": state.item.matrix}
     if state.user.bias is not None and state.item.bias is not None:
         tensors |= {"user_bias": state.user.bias, "item_bias": state.item.bias}
+    if resumable:
+        tensors |= _squares(state)
     if include_seen and model._learned.seen is not None:
         tensors |= {"seen_indptr": model._learned.seen.indptr, "seen_indices": model._learned.seen.indices}
     for name in ("user_ids", "item_ids"):
@@ -242,7 +262,27 @@ class ModelFile:
         for name, array in tensors.items():
             finite = array.dtype.kind != "f" or bool(np.all(np.isfinite(array)))
             self._require(finite, f"{name} has values that are not finite")
-        return State(Factors(users, user_bias), Factors(items, item_bias), float(self.summary["mean"]))
+        squares = self._squares(tensors)
+        return State(
+            Factors(users, user_bias, squares.get("user")),
+            Factors(items, item_bias, squares.get("item")),
+            float(self.summary["mean"]),
+        )
+
+    def _squares(self, tensors: dict[str, np.ndarray]) -> dict[str, Factors]:
+        """AdaGrad's sums of both sides, laid out as the factors and biases are; none where there are none."""
+        if not tensors.keys() & set(SQUARES):
+            return {}
+        for name in SQUARES:
+            twin = tensors.get(name.replace("_squares", "") if "bias" in name else name.replace("squares", "factors"))
+            sums = tensors.get(name)
+            alike = (twin is None) == (sums is None)
+            if twin is not None and sums is not None:
+                alike = twin.shape == sums.shape and twin.dtype == sums.dtype and bool(np.all(sums >= 0))
+            self._require(alike, f"{name} does not fit what it belongs to")
+        return {
+            side: Factors(tensors[f"{side}_squares"], tensors.get(f"{side}_bias_squares")) for side in ("user", "item")
+        }
 
     def _seen(self, tensors: dict[str, np.ndarray]) -> Any:
         if not tensors.keys() & {"seen_indptr", "seen_indices"}:
@@ -304,10 +344,13 @@ def load(path: str | os.PathLike[str]) -> Any:
     ModelFileError
         Truncated, altered, of another format, or from a newer version.
     """
-    from . import als
+    import hybridmf
+
+    from ._base import FactorModel
 
     content = ModelFile(path)
-    known = {cls.__name__: cls for cls in (als.ImplicitALS, als.ExplicitALS)}
+    public = (getattr(hybridmf, name) for name in hybridmf.__all__)
+    known = {cls.__name__: cls for cls in public if isinstance(cls, type) and issubclass(cls, FactorModel)}
     if content.model not in known:
         raise ModelFileError(
             f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf knows {', '.join(sorted(known))}"

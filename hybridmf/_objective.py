@@ -97,10 +97,13 @@ class Factors:
     ----------
     matrix : float array, shape (n, rank), C order
     bias : float array, shape (n,), or None
+    squares : Factors or None
+        AdaGrad's sums of squared steps of each coordinate, while a fit goes on.
     """
 
     matrix: np.ndarray
     bias: np.ndarray | None = None
+    squares: Factors | None = None
 
     def __len__(self) -> int:
         return len(self.matrix)

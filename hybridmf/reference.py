@@ -158,3 +158,138 @@ def degree_order(lengths: np.ndarray) -> np.ndarray:
         order.append(longest)
         lengths[longest] = -1
     return np.array(order, dtype=np.int64)
+
+
+def ccd(
+    matrix: Any,
+    state: State,
+    objective: Objective,
+    iterations: int,
+    inner_iterations: int = 1,
+    nonnegative: bool = False,
+    weights: np.ndarray | None = None,
+) -> State:
+    """CCD++ from a given state, factor by factor, items first (Yu, Hsieh, Si and Dhillon 2012, Alg. 2).
+
+    Parameters
+    ----------
+    matrix : sparse matrix, shape (n_users, n_items)
+        Canonical CSR.
+    weights : float array, shape (nnz,), optional
+        In the order of the entries by rows.
+    """
+    coo = sp.csr_array(matrix).tocoo()
+    index = {"user": coo.row, "item": coo.col}
+    w = np.ones(coo.nnz) if weights is None else np.asarray(weights, dtype=np.float64)
+    factors = {side: getattr(state, side).matrix.astype(np.float64) for side in index}
+    degrees = {side: np.bincount(index[side], minlength=len(factors[side])) for side in index}
+    ridge = {side: objective.regularization * objective.row_scale(degrees[side]) for side in index}
+
+    def product(t: int) -> np.ndarray:
+        return factors["user"][coo.row, t] * factors["item"][coo.col, t]
+
+    def solve(side: str, fixed: str, t: int, residual: np.ndarray) -> None:
+        y = factors[fixed][index[fixed], t]
+        size = len(degrees[side])
+        numerator = np.bincount(index[side], w * residual * y, minlength=size)
+        denominator = np.bincount(index[side], w * y * y, minlength=size) + ridge[side]
+        x = np.divide(numerator, denominator, out=np.zeros(size), where=denominator > 0)
+        factors[side][:, t] = np.maximum(x, 0) if nonnegative else x
+
+    for _ in range(iterations):
+        residual = coo.data.astype(np.float64) - (factors["user"][coo.row] * factors["item"][coo.col]).sum(axis=1)
+        for t in range(factors["user"].shape[1]):
+            residual += product(t)
+            for _ in range(inner_iterations):
+                solve("item", "user", t, residual)
+                solve("user", "item", t, residual)
+            residual -= product(t)
+    return State(Factors(factors["user"]), Factors(factors["item"]))
+
+
+def _copied(state: State, adagrad: bool) -> State:
+    """A float64 copy to update in place; with zeros as AdaGrad's sums of squares where it has none."""
+
+    def copy(factors: Factors, squares: Factors | None) -> Factors:
+        bias = None if factors.bias is None else factors.bias.astype(np.float64)
+        return Factors(factors.matrix.astype(np.float64), bias, squares)
+
+    def with_squares(factors: Factors) -> Factors:
+        sums = copy(factors.squares or factors, None)
+        if factors.squares is None:
+            sums.matrix[:] = 0
+            if sums.bias is not None:
+                sums.bias[:] = 0
+        return copy(factors, sums if adagrad else None)
+
+    return State(with_squares(state.user), with_squares(state.item), state.mean)
+
+
+def _step(values: np.ndarray, row: int, step: Any, rate: float, squares: np.ndarray | None) -> None:
+    """values[row] += rate * step; with AdaGrad over the root of 1 + the sum of squared steps, this one included."""
+    if squares is not None:
+        squares[row] += step**2
+        rate = rate / np.sqrt(1 + squares[row])
+    values[row] += rate * step
+
+
+def _move(factors: Factors, row: int, error: float, other: np.ndarray, rate: float, regularization: float) -> None:
+    squares = factors.squares
+    _step(
+        factors.matrix,
+        row,
+        error * other - regularization * factors.matrix[row],
+        rate,
+        None if squares is None else squares.matrix,
+    )
+    if factors.bias is not None:
+        _step(factors.bias, row, error, rate, None if squares is None else squares.bias)
+
+
+def _error(state: State, user: int, item: int, rating: float) -> float:
+    error = rating - state.mean - state.user.matrix[user] @ state.item.matrix[item]
+    if state.user.bias is not None and state.item.bias is not None:
+        error -= state.user.bias[user] + state.item.bias[item]
+    return float(error)
+
+
+def sgd_entries(
+    users: np.ndarray,
+    items: np.ndarray,
+    ratings: np.ndarray,
+    state: State,
+    regularization: float,
+    rate: float,
+    adagrad: bool = False,
+) -> State:
+    """Update entry by entry in the order given, both rows from their old values (MSGD eq. 3); biases carry no penalty.
+
+    Parameters
+    ----------
+    users, items : int array, shape (n,)
+    ratings : float array, shape (n,)
+    state : State
+        With sums of squares where AdaGrad goes on.
+    """
+    state = _copied(state, adagrad)
+    for user, item, rating in zip(users, items, np.asarray(ratings, dtype=np.float64), strict=True):
+        error = _error(state, user, item, rating)
+        old = state.user.matrix[user].copy()
+        _move(state.user, user, error, state.item.matrix[item], rate, regularization)
+        _move(state.item, item, error, old, rate, regularization)
+    return state
+
+
+def msgd(matrix: Any, state: State, regularization: float, rate: float, adagrad: bool = False) -> State:
+    """One epoch of MSGD (Alg. 1): each item walks its users in ascending order, then each user its items."""
+    state, coo = _copied(state, adagrad), sp.coo_array(matrix)
+    ratings = coo.data.astype(np.float64)
+    for k in np.lexsort((coo.row, coo.col)):
+        user, item = coo.row[k], coo.col[k]
+        error = _error(state, user, item, ratings[k])
+        _move(state.item, item, error, state.user.matrix[user], rate, regularization)
+    for k in np.lexsort((coo.col, coo.row)):
+        user, item = coo.row[k], coo.col[k]
+        error = _error(state, user, item, ratings[k])
+        _move(state.user, user, error, state.item.matrix[item], rate, regularization)
+    return state

@@ -412,7 +412,10 @@ SEEN = planted()
 ALTERED = {
     "newer version": ({"version": "2"}, "has format version '2'; this hybridmf reads version 1: upgrade hybridmf"),
     "no version": ({"version": None}, "has format version None"),
-    "unknown model": ({"model": "SGD"}, "holds a model of class 'SGD'; this hybridmf knows ExplicitALS, ImplicitALS"),
+    "unknown model": (
+        {"model": "SVD"},
+        "holds a model of class 'SVD'; this hybridmf knows CCD, ExplicitALS, ImplicitALS",
+    ),
     "no model": ({"model": None}, "is corrupt: KeyError: 'model'"),
     "unknown parameter": ({"params": {"gamma": 1}}, "holds parameters this hybridmf cannot use", "gamma"),
     "bad parameter": ({"params": {"factors": -1}}, "holds parameters this hybridmf cannot use: factors must satisfy"),

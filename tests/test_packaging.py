@@ -41,7 +41,7 @@ def test_version_is_the_one_installed():
 def test_types_are_installed():
     assert (PACKAGE / "py.typed").is_file()
     modules = compiled_modules()
-    assert {path.name.split(".")[0] for path in modules} >= {"_formats", "_als", "_topk"}
+    assert {path.name.split(".")[0] for path in modules} >= {"_formats", "_als", "_ccd", "_sgd", "_topk"}
     for path in modules:
         assert path.with_name(path.name.split(".")[0] + ".pyi").is_file(), f"{path.name} has no stub beside it"
 
@@ -56,7 +56,8 @@ def test_cuda_sources_are_found_and_are_no_package():
     if not folder.is_dir():
         folder = PACKAGE.parent / "cuda"  # in a checkout, which an editable install reads in place
     assert (folder / "README.md").is_file()
-    assert {"common.cuh", "fused_als.cu", "system.cuh", "top_k.cu"} <= {path.name for path in folder.iterdir()}
+    shipped = {path.name for path in folder.iterdir()}
+    assert {"ccd.cu", "common.cuh", "fused_als.cu", "msgd.cu", "system.cuh", "top_k.cu"} <= shipped
     # with one, Python started in the checkout would import it in place of NVIDIA's cuda
     assert not list(folder.rglob("__init__.py*"))
 

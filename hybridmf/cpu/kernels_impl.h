@@ -437,6 +437,8 @@ static void FN(cholesky)(int count, ptrdiff_t rank, ptrdiff_t ld, REAL *const *a
         for (int s = 0; s < count; s++) FN(backward_block)(k0, ld, a[s], z[s], inverses[s], x[s]);
 }
 
+#include "sgd_impl.h"
+
 #undef FN
 #undef VEC
 #undef LANES

@@ -22,7 +22,13 @@ logger = logging.getLogger("hybridmf")
 KEEP = 2
 """Checkpoints kept: the newest, and the one before it in case the newest cannot be read."""
 
-FREE_PARAMS = frozenset({"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state"})
+FREE_PARAMS = frozenset({"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state"}) | {
+    "learning_rate",  # a run that diverged goes on with shorter steps
+    "decay",
+    "schedule",
+    "ordering",
+    "deterministic",
+}
 """Parameters that may differ between the run that stopped and the one that resumes: the objective is the same."""
 
 _NAME = re.compile(r"checkpoint-(\d{6,})\.safetensors")
@@ -77,7 +83,8 @@ def prepare(
 
 def write(directory: Path, model: Any, data: str) -> None:
     """Write the model's current state as the newest checkpoint and remove those before its last `KEEP`."""
-    write_atomically(directory / f"checkpoint-{model.n_iter_:06d}.safetensors", encode_model(model, {"data": data}))
+    content = encode_model(model, {"data": data}, resumable=True)
+    write_atomically(directory / f"checkpoint-{model.n_iter_:06d}.safetensors", content)
     # later ones could not be read when this run was resumed from one before them
     for old in [path for path in _listed(directory) if _iteration(path) <= model.n_iter_][:-KEEP]:
         old.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+// batch_hogwild.cu - one epoch of stochastic gradient descent, lock-free: for each entry (u, i, r) of a shuffled order
+//           e = r - mean - b_u - b_i - x.y,  x <- (1 - rate lambda) x + rate e y,  y <- (1 - rate lambda) y + rate e x,
+//           biases <- + rate e, all from the old values
+// source: cuMF_SGD (Xie et al. 2017), batch-Hogwild, as BALS 6.2 uses it; the runs below are ours
+// grid  : THREADS a block; a worker is a group of lanes that can hold a row, as many as the launcher asks for
+// shapes: held (n_held, LD)  walked (n_walked, LD)  biases (n_held,), (n_walked,)  indices, ratings (nnz,), by held rows
+//         runs (n_runs, 2): first entry; row of the held side * 2^32 + number of entries, 1 ... RUN
+//         losses (grid,): sums of e^2, each with the factors of its time
+// traffic: 2 LD nnz (1 + 1 / RUN) * sizeof(stored)     flops: 8 LD nnz
+// limits: which update wins where two meet is up to chance; two runs of this kernel do not agree. A range of rows and
+//         columns: tables that start at its first ones, runs of the entries in it, `first` subtracted from each index
+//
+// Why runs. Shuffled entries read and write a row of either side each. The smaller side stays in L2, the larger one does
+// not: 2 LD * sizeof(stored) bytes an entry of memory traffic. So what is shuffled are runs of up to RUN entries of one
+// row of the larger side ("held", users as a rule), which stays in registers meanwhile: the memory traffic is divided by
+// RUN. A run is a piece of a CSR row, so the entries themselves stay where they are. The order remains random where it
+// has to be: which rows follow each other, and which workers meet at a popular item. Updates of one row in sequence are
+// what SGD does anyway; RUN 1 gives cuMF_SGD's order. A worker takes `batch` consecutive runs at a time (cuMF_SGD takes
+// 256 entries): the descriptions of runs are read in sequence.
+// DEPTH rows of the walked side are read at a time, then updated and written one by one. A larger DEPTH hides more
+// latency, but more updates by others are lost: between a row's reading and writing lie DEPTH updates.
+#include "sgd.cuh"
+
+#ifndef RUN
+#define RUN 8
+#endif
+#ifndef HAS_BIASES
+#define HAS_BIASES 0
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM 3  // blocks on a multiprocessor, which bounds the registers of a thread
+#endif
+
+constexpr int THREADS = 128;
+using Piece_row = Row<GROUP>;
+constexpr int DEPTH = RUN < 8 / Piece_row::PIECES ? RUN : 8 / Piece_row::PIECES;
+static_assert(RUN % DEPTH == 0, "a run is read in whole parts");
+
+struct Run {  // as in memory
+    int64 begin;
+    int64 owner_and_count;
+
+    __device__ __forceinline__ int64 owner() const { return owner_and_count >> 32; }
+    __device__ __forceinline__ int count() const { return int(owner_and_count & 0xffffffff); }
+};
+
+// What is known of a run before its turn.
+struct Prepared {
+    Run run;
+    Spread<int, RUN, GROUP> index;
+    Spread<real, RUN, GROUP> rating;
+    Piece_row::Raw x;
+};
+
+struct Sources {
+    const stored* held;
+    const int* indices;
+    const real* ratings;
+    const Run* runs;
+    int64 n_runs;
+    int worker, n_workers, batch, first, lane;
+
+    // The worker's run of a turn; past the end one without entries.
+    __device__ __forceinline__ Run run_at(int64 turn) const {
+        const int64 k = (turn / batch * n_workers + worker) * batch + turn % batch;
+        return worker < n_workers && k < n_runs ? runs[k] : Run{0, 0};
+    }
+
+    __device__ __forceinline__ Prepared prepare(Run run) const {
+        Prepared next;
+        next.run = run;
+        next.index.load(indices + run.begin, run.count(), lane, first);
+        next.rating.load(ratings + run.begin, run.count(), lane, real(0));
+        next.x = Piece_row::load<SHARED>(held + run.owner() * LD, lane);
+        return next;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+batch_hogwild(stored* held, stored* walked, real* held_bias, real* walked_bias, double* losses, const int* indices,
+              const real* ratings, const int64* runs, int64 n_runs, int n_workers, int batch, int first, real rate, real keep,
+              real mean) {
+    const int lane = threadIdx.x % GROUP;
+    const int worker = (blockIdx.x * THREADS + threadIdx.x) / GROUP;
+    const Sources sources{held, indices, ratings, reinterpret_cast<const Run*>(runs), n_runs, worker, n_workers, batch, first,
+                          lane};
+    const int64 turns = ceil_div(ceil_div(n_runs, int64(batch)), int64(n_workers)) * batch;  // the same for all
+    Prepared next = sources.prepare(sources.run_at(0));
+    Run later = sources.run_at(1);
+    double loss = 0;
+    for (int64 turn = 0; turn < turns; turn++) {
+        const Prepared now = next;
+        const int64 owner = now.run.owner();
+        const int count = now.run.count();
+        next = sources.prepare(later);
+        later = sources.run_at(turn + 2);
+        real x[Piece_row::OWNED], y[Piece_row::OWNED];
+        Piece_row::values_of(x, now.x);
+        real bias = HAS_BIASES ? __ldcg(held_bias + owner) : real(0), squares = 0;
+        Spread<real, RUN, GROUP> walked_biases, target;
+#pragma unroll
+        for (int s = 0; s < target.SLOTS; s++) {
+            walked_biases.slot[s] = HAS_BIASES ? __ldcg(walked_bias + now.index.slot[s] - first) : real(0);
+            target.slot[s] = now.rating.slot[s] - mean - walked_biases.slot[s];
+        }
+#pragma unroll
+        for (int part = 0; part < RUN; part += DEPTH) {
+            Piece_row::Raw rows[DEPTH];
+            int places[DEPTH];
+#pragma unroll
+            for (int j = 0; j < DEPTH; j++) {
+                places[j] = now.index.get(part + j) - first;
+                rows[j] = Piece_row::load<SHARED>(walked + int64(places[j]) * LD, lane);
+            }
+#pragma unroll
+            for (int j = 0; j < DEPTH; j++) {
+                const bool counts = part + j < count;
+                Piece_row::values_of(y, rows[j]);
+                const real product = Piece_row::dot(x, y), wanted = target.get(part + j);
+                const real error = counts ? wanted - bias - product : real(0);
+                const real step = rate * error, rest = counts ? keep : real(1);
+#pragma unroll
+                for (int k = 0; k < Piece_row::OWNED; k++) {
+                    const real before = x[k];
+                    x[k] = rest * before + step * y[k];
+                    y[k] = rest * y[k] + step * before;
+                }
+                if (counts) Piece_row::store(walked + int64(places[j]) * LD, Piece_row::raw_of(y), lane);
+                if (HAS_BIASES) {
+                    bias += step;
+                    if (counts && lane == (part + j) % GROUP)
+                        walked_bias[places[j]] = walked_biases.slot[(part + j) / GROUP] + step;
+                }
+                squares += error * error;
+            }
+        }
+        loss += squares;
+        const auto moved = Piece_row::raw_of(x);
+        if (count > 0) {
+            Piece_row::store(held + owner * LD, moved, lane);
+            if (HAS_BIASES && lane == 0) held_bias[owner] = bias;
+        }
+        // the next run was prepared before this one ended
+        const bool again = count > 0 && next.run.owner() == owner;
+#pragma unroll
+        for (int p = 0; p < Piece_row::PIECES; p++)
+            if (again) next.x.piece[p] = moved.piece[p];
+        if (HAS_BIASES) __syncwarp();  // lane 0 has written what all lanes read next
+    }
+    // one sum a block, in a fixed order
+    __shared__ double sums[THREADS];
+    sums[threadIdx.x] = lane == 0 ? loss : 0.0;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int k = GROUP; k < THREADS; k += GROUP) loss += sums[k];
+        losses[blockIdx.x] = loss;
+    }
+}

@@ -1,0 +1,100 @@
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Real = TypeVar("_Real", np.float32, np.float64)  # one type for all arrays of a call
+
+def rows(
+    moved: NDArray[_Real],
+    fixed: NDArray[_Real],
+    moved_bias: NDArray[_Real],
+    fixed_bias: NDArray[_Real],
+    squares: NDArray[_Real],
+    bias_squares: NDArray[_Real],
+    order: NDArray[np.int64],
+    cuts: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    columns: NDArray[np.int32],
+    ratings: NDArray[_Real],
+    rate: float,
+    penalty: float,
+    mean: float,
+    losses: NDArray[np.float64],
+    n_threads: int,
+) -> None: ...
+def entries(
+    x: NDArray[_Real],
+    y: NDArray[_Real],
+    x_bias: NDArray[_Real],
+    y_bias: NDArray[_Real],
+    x_squares: NDArray[_Real],
+    y_squares: NDArray[_Real],
+    x_bias_squares: NDArray[_Real],
+    y_bias_squares: NDArray[_Real],
+    users: NDArray[np.int32],
+    items: NDArray[np.int32],
+    ratings: NDArray[_Real],
+    rate: float,
+    penalty: float,
+    mean: float,
+    losses: NDArray[np.float64],
+    n_threads: int,
+) -> None: ...
+def deal(
+    users: NDArray[np.int32],
+    items: NDArray[np.int32],
+    ratings: NDArray[_Real],
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    data: NDArray[_Real],
+    user_order: NDArray[np.int64],
+    user_cuts: NDArray[np.int64],
+    item_block: NDArray[np.int32],
+    n_threads: int,
+) -> NDArray[np.int64]: ...
+def diagonals(
+    x: NDArray[_Real],
+    y: NDArray[_Real],
+    x_bias: NDArray[_Real],
+    y_bias: NDArray[_Real],
+    x_squares: NDArray[_Real],
+    y_squares: NDArray[_Real],
+    x_bias_squares: NDArray[_Real],
+    y_bias_squares: NDArray[_Real],
+    users: NDArray[np.int32],
+    items: NDArray[np.int32],
+    ratings: NDArray[_Real],
+    rate: float,
+    penalty: float,
+    mean: float,
+    pointer: NDArray[np.int64],
+    shifts: NDArray[np.int64],
+    losses: NDArray[np.float64],
+    n_threads: int,
+) -> None: ...
+def free_blocks(
+    x: NDArray[_Real],
+    y: NDArray[_Real],
+    x_bias: NDArray[_Real],
+    y_bias: NDArray[_Real],
+    x_squares: NDArray[_Real],
+    y_squares: NDArray[_Real],
+    x_bias_squares: NDArray[_Real],
+    y_bias_squares: NDArray[_Real],
+    users: NDArray[np.int32],
+    items: NDArray[np.int32],
+    ratings: NDArray[_Real],
+    rate: float,
+    penalty: float,
+    mean: float,
+    pointer: NDArray[np.int64],
+    seen: NDArray[np.int32],
+    quota: int,
+    seed: int,
+    losses: NDArray[np.float64],
+    n_threads: int,
+) -> None: ...
+def copy_rows(out: NDArray[_Real], rows: NDArray[_Real], n_threads: int) -> bool: ...
+def all_finite(rows: NDArray[_Real], n_threads: int) -> bool: ...

@@ -1,0 +1,38 @@
+/* ccd_kernels.h - vector kernels of CCD++, one table per instruction set, chosen as the kernels of kernels.h are.
+ *
+ * ccd_impl.h holds the one text. Pairs (a, b) of coordinates of the fixed side lie side by side: one load fetches both.
+ * Every kernel changes an entry by the same multiply-adds in the same order whichever orientation it lies in, so the
+ * copies of the residual by rows and by columns stay equal, bit for bit.
+ */
+#ifndef HMF_CCD_KERNELS_H
+#define HMF_CCD_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct {
+    const char *name;
+    /* out[k] = ratings[k] - x . (row columns[k] of fixed), in REAL: vectors of partial sums */
+    void (*residual_f)(ptrdiff_t n, ptrdiff_t rank, const float *x, const float *fixed, const int32_t *columns,
+                       const float *ratings, float *out);
+    void (*residual_d)(ptrdiff_t n, ptrdiff_t rank, const double *x, const double *fixed, const int32_t *columns,
+                       const double *ratings, double *out);
+    /* e[k] += p a_k (terms >= 1), e[k] += q b_k (terms == 2), with (a_k, b_k) = pairs[columns[k]];
+     * sums[0] += w_k e[k] b_k and sums[1] += w_k b_k^2 (weights NULL: 1); kept[k] = b_k unless kept is NULL */
+    void (*accumulate_f)(ptrdiff_t n, int terms, const int32_t *columns, const float *pairs, const float *weights,
+                         float p, float q, float *e, float *kept, double *sums);
+    void (*accumulate_d)(ptrdiff_t n, int terms, const int32_t *columns, const double *pairs, const double *weights,
+                         double p, double q, double *e, double *kept, double *sums);
+    /* e[k] -= x b[k] */
+    void (*subtract_f)(ptrdiff_t n, float x, const float *b, float *e);
+    void (*subtract_d)(ptrdiff_t n, double x, const double *b, double *e);
+} hmf_ccd_table;
+
+/* The table of the instruction set that hmf_kernels() chooses. */
+const hmf_ccd_table *hmf_ccd_kernels(void);
+
+extern const hmf_ccd_table hmf_ccd_portable;
+extern const hmf_ccd_table hmf_ccd_avx2;
+extern const hmf_ccd_table hmf_ccd_avx512;
+
+#endif

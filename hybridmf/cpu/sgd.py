@@ -1,0 +1,378 @@
+"""The CPU's SGD: what each schedule needs, and the solver that runs epochs on copies of the factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import scipy.sparse as sp
+
+from .. import _formats
+from .._objective import Factors, Objective, Side, State, other_side
+from .._plan import Plan
+from .._sgd_method import SgdMethod, learning_rate_at
+from .._solver import SWEEP_ORDER
+from .._sparse import entry_rows
+from .._validate import csr_arrays
+from ..errors import DivergedError, ModelFileError
+from . import _sgd
+from .als import CACHE_LINE, aligned_zeros, objective_value
+
+RISE = 2.0
+"""Training loss of an epoch, relative to the best one before, from which a run has diverged."""
+
+BLOCK_ENTRIES = 4096
+"""Entries of a block on average: some 20 microseconds, against which taking a block counts little."""
+
+MAX_GRID = 128
+"""Blocks in a row of the grid: as many threads could work at a time, half as many keep busy."""
+
+MSGD_PIECES = 512
+"""Pieces of about equal work that threads take rows by; more than threads, so that none waits long at the end."""
+
+
+class Copies:
+    """Working copies of one side: rows padded with zeros to whole cache lines, so that kernels know whole vectors only.
+
+    Attributes
+    ----------
+    matrix : float array, shape (n, ld)
+    bias : float array, shape (n,), or (0,) without biases
+    squares : float array, shape (n, ld), or (0, 0) without AdaGrad
+        Sums of squared steps.
+    bias_squares : float array, shape (n,) or (0,)
+    """
+
+    def __init__(self, factors: Factors, adagrad: bool, num_threads: int) -> None:
+        self.rank, self.num_threads = factors.matrix.shape[1], num_threads
+        self.matrix = self._padded(factors.matrix)
+        dtype, n = factors.matrix.dtype, len(factors)
+        self.has_bias = factors.bias is not None
+        self.bias = np.empty(0, dtype) if factors.bias is None else factors.bias.copy()
+        self.squares, self.bias_squares = np.empty((0, 0), dtype), np.empty(0, dtype)
+        if adagrad:
+            sums = factors.squares or Factors(np.zeros((n, self.rank), dtype))
+            self.squares = self._padded(sums.matrix)
+            self.bias_squares = np.zeros(len(self.bias), dtype) if sums.bias is None else sums.bias.copy()
+
+    def _padded(self, matrix: np.ndarray) -> np.ndarray:
+        line = CACHE_LINE // matrix.itemsize
+        out = aligned_zeros((len(matrix), -(-self.rank // line) * line), matrix.dtype)
+        _sgd.copy_rows(out, np.ascontiguousarray(matrix), self.num_threads)
+        return out
+
+    def _whole(self, matrix: np.ndarray) -> np.ndarray:
+        if matrix.shape[1] == self.rank:
+            return matrix
+        out = np.empty((len(matrix), self.rank), dtype=matrix.dtype)
+        _sgd.copy_rows(out, matrix, self.num_threads)
+        return out
+
+    def is_finite(self) -> bool:
+        """Whether no factor and no bias is infinite or NaN."""
+        return _sgd.all_finite(self.matrix, self.num_threads) and bool(np.isfinite(self.bias).all())
+
+    def factors(self) -> Factors:
+        """What the copies hold, as a state keeps it; the copies are not to be used again."""
+        squares = None
+        if len(self.squares):
+            squares = Factors(self._whole(self.squares), self.bias_squares if self.has_bias else None)
+        return Factors(self._whole(self.matrix), self.bias if self.has_bias else None, squares)
+
+
+Work = dict[Side, Copies]
+"""Working copies of both sides."""
+
+Terms = tuple[float, float, float]
+"""Learning rate, lambda and mean rating, which every kernel takes in this order."""
+
+
+def _arrays(work: Work) -> tuple[np.ndarray, ...]:
+    """Working copies in the order of the kernels that move both sides."""
+    x, y = work["user"], work["item"]
+    return x.matrix, y.matrix, x.bias, y.bias, x.squares, y.squares, x.bias_squares, y.bias_squares
+
+
+class Schedule(Protocol):
+    """The order in which an epoch updates, in kernel calls of bounded length."""
+
+    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+        """Epoch `epoch` on `work`, in place; yields the training loss of each kernel call, and there answers Ctrl-C."""
+
+
+def _calls(plan: Plan) -> int:
+    """Kernel calls an epoch is cut into, so that Ctrl-C is answered between them."""
+    return max(1, math.ceil(plan.flops_per_iteration / plan.batch_flops))
+
+
+class RowSweeps:
+    """MSGD (Alg. 1): the items walk their entries with the users fixed, then the users with the items fixed.
+
+    Parameters
+    ----------
+    matrices : dict of csr_array
+        The ratings by the rows of each side.
+    plan : Plan
+    """
+
+    def __init__(self, matrices: dict[Side, sp.csr_array], plan: Plan) -> None:
+        self.plan = plan
+        self.csr = {side: csr_arrays(matrix) for side, matrix in matrices.items()}
+        self.order = {side: _formats.degree_order(csr[0]) for side, csr in self.csr.items()}
+        self.cuts = {side: self._cuts(side) for side in self.csr}
+
+    def _cuts(self, side: Side) -> np.ndarray:
+        """Where `order` is cut into pieces of about equal work; longest rows first, the empty ones left out."""
+        degrees = np.diff(self.csr[side][0])[self.order[side]]
+        entries = np.cumsum(degrees)
+        inner = np.searchsorted(entries, entries[-1] * np.arange(1, MSGD_PIECES) / MSGD_PIECES) + 1
+        return np.unique(np.concatenate([[0], inner, [np.count_nonzero(degrees)]]))
+
+    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+        """See `Schedule`; half of each pass's loss, since an epoch sees every entry twice."""
+        for side in SWEEP_ORDER:
+            moved, fixed = work[side], work[other_side(side)]
+            indptr, columns, ratings = self.csr[side]
+            cuts = self.cuts[side]
+            for pieces in np.array_split(np.arange(len(cuts) - 1), min(_calls(self.plan), len(cuts) - 1)):
+                losses = np.zeros(len(pieces))
+                _sgd.rows(
+                    moved.matrix,
+                    fixed.matrix,
+                    moved.bias,
+                    fixed.bias,
+                    moved.squares,
+                    moved.bias_squares,
+                    self.order[side],
+                    cuts[pieces[0] : pieces[-1] + 2],
+                    indptr[:-1],
+                    indptr[1:],
+                    columns,
+                    ratings,
+                    *terms,
+                    losses,
+                    self.plan.num_threads,
+                )
+                yield float(losses.sum()) / 2
+
+
+class Stretches:
+    """Hogwild!: entries in an order drawn once, a stretch of it for each thread.
+
+    Parameters
+    ----------
+    user_items : csr_array
+    plan : Plan
+    method : SgdMethod
+    """
+
+    def __init__(self, user_items: sp.csr_array, plan: Plan, method: SgdMethod) -> None:
+        self.plan = plan
+        order = method.rng().permutation(user_items.nnz)
+        self.users = entry_rows(user_items).astype(np.int32, copy=False)[order]
+        self.items, self.ratings = user_items.indices[order], user_items.data[order]
+
+    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+        """See `Schedule`."""
+        n, calls, threads = len(self.users), _calls(self.plan), self.plan.num_threads
+        for call in range(calls):
+            part = slice(n * call // calls, n * (call + 1) // calls)
+            entries = (self.users[part], self.items[part], self.ratings[part])
+            losses = np.zeros(threads)
+            _sgd.entries(*_arrays(work), *entries, *terms, losses, threads)  # type: ignore[arg-type, call-arg]
+            yield float(losses.sum())
+
+
+class Blocks:
+    """A grid of blocks (DSGD, FPSGD): users and items dealt at random, so that its rows and columns are of equal work.
+
+    Parameters
+    ----------
+    user_items : csr_array
+    plan : Plan
+    method : SgdMethod
+
+    Attributes
+    ----------
+    grid : int
+        Rows and columns of the grid; from the sizes of the problem alone, so that threads do not change the result.
+    users, items, ratings : array, shape (nnz,)
+        Entries, block by block, in the order of their updates within each.
+    pointer : int64 array, shape (grid * grid + 1,)
+        Entries of block (p, q) from ``pointer[p * grid + q]`` on.
+    """
+
+    def __init__(self, user_items: sp.csr_array, plan: Plan, method: SgdMethod) -> None:
+        self.plan, self.method = plan, method
+        self.grid = max(1, min(math.isqrt(user_items.nnz // BLOCK_ENTRIES), MAX_GRID, *user_items.shape))
+        indptr, indices, data = csr_arrays(user_items)
+        rng = method.rng()
+        user_order, user_cuts = self._deal_rows(np.diff(indptr), rng)
+        item_order, item_cuts = self._deal_rows(np.bincount(indices, minlength=user_items.shape[1]), rng)
+        item_block = np.empty(user_items.shape[1], dtype=np.int32)
+        item_block[item_order] = np.repeat(np.arange(self.grid, dtype=np.int32), np.diff(item_cuts))
+        self.users, self.items, self.ratings = np.empty_like(indices), np.empty_like(indices), np.empty_like(data)
+        self.pointer = _sgd.deal(
+            self.users,
+            self.items,
+            self.ratings,
+            indptr,
+            indices,
+            data,
+            user_order,
+            user_cuts,
+            item_block,
+            plan.num_threads,
+        )
+
+    def _deal_rows(self, degrees: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """(rows in random order, where the grid cuts that order into parts of about equal numbers of entries)."""
+        order = rng.permutation(len(degrees))
+        entries = np.cumsum(degrees[order])
+        inner = np.searchsorted(entries, entries[-1] * np.arange(1, self.grid) / self.grid)
+        return order, np.concatenate([[0], inner, [len(order)]]).astype(np.int64)
+
+    def shifts(self, epoch: int) -> np.ndarray:
+        """Diagonals of the grid in the order of the epoch: (p, (p + shift) % grid) for all p."""
+        return self.method.rng(epoch).permutation(self.grid)
+
+    def _call(self, kernel: Any, work: Work, terms: Terms, *how: Any) -> float:
+        losses = np.zeros((self.grid, self.grid))
+        entries = (self.users, self.items, self.ratings)
+        kernel(*_arrays(work), *entries, *terms, self.pointer, *how, losses, self.plan.num_threads)
+        return float(losses.sum())
+
+
+class Diagonals(Blocks):
+    """DSGD: the blocks of shuffled diagonals; the result is that of one diagonal after the other."""
+
+    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+        """See `Schedule`."""
+        for shifts in np.array_split(self.shifts(epoch), min(_calls(self.plan), self.grid)):
+            yield self._call(_sgd.diagonals, work, terms, shifts)
+
+
+class FreeBlocks(Blocks):
+    """FPSGD: any block that was not seen in the epoch and whose row and column are free.
+
+    Attributes
+    ----------
+    seen : int32 array, shape (grid * grid,)
+        When the last epoch took each block: 1, 2, ...
+    """
+
+    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+        """See `Schedule`."""
+        self.seen = np.zeros(self.grid**2, dtype=np.int32)
+        rng = self.method.rng(epoch)
+        quota = math.ceil(self.grid**2 / _calls(self.plan))
+        while not self.seen.all():
+            seed = int(rng.integers(2**63))
+            yield self._call(_sgd.free_blocks, work, terms, self.seen, quota, seed)
+
+
+def _schedule(user_items: sp.csr_array, item_users: sp.csr_array, plan: Plan, method: SgdMethod) -> Schedule:
+    if method.schedule == "msgd":
+        return RowSweeps({"user": user_items, "item": item_users}, plan)
+    if method.schedule == "hogwild":
+        return Stretches(user_items, plan, method)
+    return (Diagonals if method.deterministic else FreeBlocks)(user_items, plan, method)
+
+
+class CpuSGD:
+    """Stochastic gradient descent on the CPU: owns the order of the entries and the current factors.
+
+    Parameters
+    ----------
+    user_items, item_users : csr_array
+        The ratings in both orientations.
+    objective : Objective
+    plan : Plan
+        Its method is an `SgdMethod`.
+    state : State
+        Where to start.
+    completed : int
+        Epochs behind `state`.
+
+    Raises
+    ------
+    ModelFileError
+        AdaGrad resumes from a state without sums of squares.
+    """
+
+    def __init__(
+        self,
+        user_items: sp.csr_array,
+        item_users: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+        completed: int,
+    ) -> None:
+        assert isinstance(plan.method, SgdMethod)
+        self.objective, self.plan, self.method = objective, plan, plan.method
+        self.csr, self.item_degrees = csr_arrays(user_items), np.diff(item_users.indptr)
+        self.adagrad = self.method.rate_schedule == "adagrad"
+        if not self.adagrad:
+            state = State(replace(state.user, squares=None), replace(state.item, squares=None), state.mean)
+        elif completed and state.user.squares is None:
+            raise ModelFileError(
+                "the checkpoint holds no sums of squares, which rate_schedule='adagrad' continues from; start anew, "
+                "or resume with another rate_schedule"
+            )
+        self.state, self.epoch, self.best = state, completed, math.inf
+        self.schedule = _schedule(user_items, item_users, plan, self.method)
+
+    def sweep(self) -> Iterator[None]:
+        """One epoch, on copies; the state changes once it is complete and sound.
+
+        Raises
+        ------
+        DivergedError
+        """
+        threads = self.plan.num_threads
+        work: Work = {
+            "user": Copies(self.state.user, self.adagrad, threads),
+            "item": Copies(self.state.item, self.adagrad, threads),
+        }
+        terms = (learning_rate_at(self.method, self.epoch), self.objective.regularization, self.state.mean)
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found here
+            loss = math.fsum(self._checked(self.schedule.run(work, terms, self.epoch)))
+            if not (work["user"].is_finite() and work["item"].is_finite()):
+                self._fail("factors became infinite or NaN")
+        if loss > RISE * self.best:
+            self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
+        self.best = min(self.best, loss)
+        self.state = State(work["user"].factors(), work["item"].factors(), self.state.mean)
+        self.epoch += 1
+        yield
+
+    def _checked(self, losses: Iterator[float]) -> Iterator[float]:
+        for loss in losses:
+            if not math.isfinite(loss):
+                self._fail("errors became infinite or NaN")
+            yield loss
+
+    def _fail(self, what: str) -> None:
+        raise diverged(what, self.method, self.epoch)
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, in float64."""
+        degrees = np.diff(self.csr[0])
+        return objective_value(self.objective, self.csr, self.state, degrees, self.item_degrees, self.plan.num_threads)
+
+
+def diverged(what: str, method: SgdMethod, epoch: int) -> DivergedError:
+    """The error of a run whose steps were too long in epoch 0, 1, ...; `what` is how that showed."""
+    now = learning_rate_at(method, epoch)
+    rate = f"learning_rate={method.learning_rate:g}"
+    if now != method.learning_rate:
+        rate += f" ({now:g} in this epoch)"
+    return DivergedError(
+        f"SGD diverged in iteration {epoch + 1}: {what}. {rate} is too long a step for these ratings: "
+        f"try learning_rate={method.learning_rate / 4:g}, or scale the ratings down; "
+        "the model keeps the factors of the last sound iteration, if there was one"
+    )

@@ -1,0 +1,627 @@
+"""CCD++ on a GPU: launches of cuda/ccd.cu, the layout they work on, and the solver; the twin of `hybridmf.cpu.ccd`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._ccd_method import CcdMethod
+from .._objective import SIDES, Objective, Side, State, other_side
+from .._plan import Plan
+from .._solver import SWEEP_ORDER
+from .._validate import csr_arrays
+from ..errors import DeviceMemoryError, NonFiniteError
+from . import losses
+from .als import DeviceFactors, table_width, to_device
+from .device import Array, Device, DeviceSpec, Kernel
+from .launch import ceil_div, check, check_not_host, get_kernel
+
+QUAD = 4
+"""Entries a lane reads at a time; rows are filled up to whole quads."""
+
+SHORT_QUADS = 16
+"""Quads up to which a piece is for eight lanes, which read it in one step."""
+
+SEGMENT = 2048
+"""Entries above which a piece is split; a multiple of the 128 that a warp reads together."""
+
+STAGED_THREADS = {4: 768, 8: 512}
+"""Threads of a block that has a multiprocessor for itself, by bytes of a number. With 64 registers for each of more
+threads, the compiler loads what the next step needs only after this one."""
+
+MEAN_PIECE = 32
+"""Entries a row must have in a tile, on average, for tiles to pay: each piece takes 16 bytes, and 8 for its sums."""
+
+MAX_TILE = 1 << 16
+"""Elements of a tile that 16-bit indices reach."""
+
+MAX_QUADS = (1 << 31) - 1
+
+CHUNK_ENTRIES = 1 << 24
+"""Entries that are on the device in their old order at a time, while they are brought to their places."""
+
+PIECE_WORK = 8
+"""What a piece costs beside its quads, in quads, when work is divided into blocks."""
+
+COMPILED_RANKS = (64,)
+"""The kernels do not depend on it."""
+
+WARPS_PER_BLOCK = 8
+"""Of the kernels that give each warp a piece or row of its own."""
+
+VECTORS: dict[Side, int] = {"item": 2, "user": 3}
+"""Vectors of the other side that the pass of each side gathers; see cuda/ccd.cu."""
+
+
+# ---------------------------------------------------------------------------------------------- layout
+
+
+@dataclass(frozen=True)
+class CcdConfig:
+    """How one side's entries are laid out and its passes launched.
+
+    Attributes
+    ----------
+    staged : bool
+        Vectors of the other side lie in shared memory, tile by tile; else they are gathered from global memory.
+    tile : int
+        Elements of a staged vector, of which the last 16 bytes are zeros.
+    n_tiles : int
+        1 where they are not staged.
+    segment : int
+        Entries above which a piece is split.
+    blocks, threads : int
+        Most blocks of a pass, and threads of each.
+    """
+
+    staged: bool
+    tile: int
+    n_tiles: int
+    segment: int
+    blocks: int
+    threads: int
+
+    @classmethod
+    def choose(cls, n_rows: int, n_fixed: int, nnz: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
+        """The layout for sizes and a device.
+
+        Tiles as large as shared memory takes; none where rows would have only a few entries in each.
+        """
+        itemsize = np.dtype(dtype).itemsize
+        tile = min(spec.shared_bytes // (16 * vectors) * (16 // itemsize), MAX_TILE)
+        n_tiles = ceil_div(n_fixed, tile - 16 // itemsize)
+        if n_tiles == 1 or nnz >= MEAN_PIECE * n_rows * n_tiles:
+            return cls(True, tile, n_tiles, SEGMENT, spec.multiprocessors, STAGED_THREADS[itemsize])
+        # several times what runs at once: the first to end takes the next
+        return cls(False, 16, 1, SEGMENT, 8 * spec.multiprocessors, 256)
+
+    def constants(self, vectors: int, dtype: Any) -> dict[str, Any]:
+        """What a pass is compiled for; `vectors` is what it gathers."""
+        roomy = np.dtype(dtype).itemsize == 4 and vectors < 3
+        return {
+            "REAL": np.dtype(dtype),
+            "STAGED": self.staged,
+            "VECTORS": vectors,
+            "TILE": self.tile,
+            "THREADS": self.threads,
+            "BLOCKS_PER_SM": 1 if self.staged else 3 if roomy else 2,
+        }
+
+    def usable(self, dtype: Any) -> int:
+        """Rows of the other side in a tile."""
+        return self.tile - 16 // np.dtype(dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Pieces of rows in the order of memory: by tile, in each the long ones first.
+
+    Attributes
+    ----------
+    pieces : int32 array, shape (n_pieces, 4)
+        First quad, quads, row, slot of the partial sums (-1: the piece is the whole row).
+    tiles : int32 array, shape (n_pieces,)
+    sources : int64 array, shape (n_pieces, 2)
+        First entry in the old order, entries.
+    split : int32 array, shape (n_split, 4)
+        Row, first slot, slots, 0 of each row of several pieces.
+    n_slots, n_quads : int
+    """
+
+    pieces: np.ndarray
+    tiles: np.ndarray
+    sources: np.ndarray
+    split: np.ndarray
+    n_slots: int
+    n_quads: int
+
+    @classmethod
+    def cut(cls, begins: np.ndarray, counts: np.ndarray, segment: int) -> Layout:
+        """Cut rows at the borders of tiles, and what is longer than `segment` into segments.
+
+        Parameters
+        ----------
+        begins : int64 array, shape (n_rows,)
+            First entry of each row.
+        counts : int64 array, shape (n_rows, n_tiles)
+            Entries of each row in each tile; those of a tile lie together, one tile after the other.
+
+        Raises
+        ------
+        DeviceMemoryError
+            More entries than the kernels can address (8.6e9).
+        """
+        rows, tiles = np.nonzero(counts)
+        lengths = counts[rows, tiles]
+        first = (begins[:, None] + np.cumsum(counts, axis=1) - counts)[rows, tiles]
+        parts = -(-lengths // segment)
+        place = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        first = np.repeat(first, parts) + place * segment
+        lengths = np.minimum(np.repeat(lengths, parts) - place * segment, segment)
+        rows, tiles = np.repeat(rows, parts), np.repeat(tiles, parts)
+        quads = -(-lengths // QUAD)
+        if int(quads.sum()) > MAX_QUADS:
+            raise DeviceMemoryError(
+                f"{int(lengths.sum())} entries are more than one GPU takes here ({QUAD * MAX_QUADS}); "
+                'use device="cpu", or fewer entries'
+            )
+        slots, split, n_slots = _slots(rows, len(counts))
+        order = np.lexsort((-quads, quads <= SHORT_QUADS, tiles))
+        ends = np.cumsum(quads[order])
+        pieces = np.column_stack((ends - quads[order], quads[order], rows[order], slots[order]))
+        sources = np.column_stack((first, lengths))[order]
+        return cls(
+            np.ascontiguousarray(pieces, dtype=np.int32),
+            tiles[order].astype(np.int32),
+            sources.astype(np.int64),
+            split,
+            n_slots,
+            int(quads.sum()),
+        )
+
+    def divide(self, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Consecutive pieces for at most `blocks` blocks of about equal work.
+
+        Returns
+        -------
+        parts : int32 array, shape (n_parts, 4)
+            Tile, first piece, end, whether short: the pieces of a part are of one tile and kind.
+        first_part : int32 array, shape (n_blocks + 1,)
+        """
+        n = len(self.pieces)
+        work = np.cumsum(self.pieces[:, 1] + PIECE_WORK)
+        blocks = max(1, min(blocks, n))
+        cuts = np.searchsorted(work, work[-1] * np.arange(1, blocks) / blocks) if n else np.zeros(0, dtype=np.int64)
+        cuts = np.concatenate(([0], cuts, [n]))
+        short = self.pieces[:, 1] <= SHORT_QUADS
+        changes = 1 + np.flatnonzero((np.diff(self.tiles) != 0) | (np.diff(short) != 0))
+        breaks = np.unique(np.concatenate((cuts, changes)))
+        begins, ends = breaks[:-1], breaks[1:]
+        parts = np.column_stack((self.tiles[begins], begins, ends, short[begins]))
+        first_part = np.searchsorted(breaks, cuts)
+        return np.ascontiguousarray(parts, dtype=np.int32), first_part.astype(np.int32)
+
+
+def _slots(rows: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Slot of each piece, ascending within a row; the rows that have any; how many. `rows` ascend."""
+    pieces = np.bincount(rows, minlength=n_rows)
+    split = np.flatnonzero(pieces > 1)
+    several = pieces[rows] > 1
+    slots = np.where(several, np.cumsum(several) - 1, -1)
+    counts = pieces[split]
+    table = np.column_stack((split, np.cumsum(counts) - counts, counts, np.zeros_like(split)))
+    return slots, np.ascontiguousarray(table, dtype=np.int32), int(several.sum())
+
+
+class Entries:
+    """One side's entries on a device: ratings, residual, and who works on what.
+
+    Parameters
+    ----------
+    device : Device
+    matrix : csr_array, shape (n_rows, n_fixed)
+        A row for each row of the side, indices ascending.
+    objective : Objective
+    config : CcdConfig
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        matrix: sp.csr_array,
+        objective: Objective,
+        config: CcdConfig,
+    ) -> None:
+        self.device, self.config = device, config
+        self._kernels: dict[tuple[str, int | None], Kernel] = {}
+        self.dtype = matrix.dtype
+        self.n_rows, self.n_fixed = matrix.shape
+        indptr, indices, ratings = csr_arrays(matrix)
+        self.degrees = np.diff(indptr)
+        self.penalties = device.upload(
+            (objective.regularization * objective.row_scale(self.degrees)).astype(self.dtype)
+        )
+        layout = Layout.cut(indptr[:-1], self._counts(indptr, indices), config.segment)
+        self.pieces, self.split = device.upload(layout.pieces), device.upload(layout.split)
+        self.bases = device.upload((layout.tiles * self.usable).astype(np.int32))
+        parts, first_part = layout.divide(config.blocks)
+        self.parts, self.first_part = device.upload(parts), device.upload(first_part)
+        self.partials = device.empty((layout.n_slots, 2), self.dtype)
+        self.indices = device.empty(QUAD * layout.n_quads, np.uint16 if config.staged else np.int32)
+        self.ratings = device.empty(QUAD * layout.n_quads, self.dtype)
+        self._place(layout, indptr, indices, ratings)
+        # entries that fill up quads stay zero
+        self.residuals = device.zeros(QUAD * layout.n_quads, self.dtype)
+
+    @property
+    def usable(self) -> int:
+        """Rows of the other side in a tile."""
+        return self.config.usable(self.dtype) if self.config.staged else 0
+
+    @property
+    def zero(self) -> int:
+        """Index of what fills up quads: a row of zeros."""
+        return self.usable if self.config.staged else self.n_fixed
+
+    def kernel(self, name: str, vectors: int | None = None) -> Kernel:
+        """A kernel of cuda/ccd.cu; one that does not depend on the vectors a pass gathers is shared by both sides."""
+        if (name, vectors) not in self._kernels:
+            constants: dict[str, Any] = {"REAL": self.dtype, "STAGED": self.config.staged}
+            if vectors is not None:
+                constants = self.config.constants(vectors, self.dtype)
+            self._kernels[name, vectors] = get_kernel(self.device, "ccd.cu", name, **constants)
+        return self._kernels[name, vectors]
+
+    def _counts(self, indptr: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Entries of each row in each tile; int64, shape (n_rows, n_tiles)."""
+        n_tiles = self.config.n_tiles
+        if n_tiles == 1:
+            return self.degrees[:, None]
+        offsets = np.zeros((self.n_rows, n_tiles + 1), dtype=np.int64)
+        offsets[:, -1] = self.degrees
+        kernel = self.kernel("cut_rows")
+        for start, stop in _chunks(indptr):
+            begin, end = indptr[start], indptr[stop]
+            out = self.device.empty((stop - start, n_tiles - 1), np.int32)
+            raw = self.device.upload(indices[begin:end])
+            pointers = self.device.upload(indptr[start : stop + 1] - begin)
+            sizes = (np.int64(stop - start), np.int64(n_tiles), np.int64(self.usable))
+            kernel((ceil_div(out.size, 256),), (256,), (out, raw, pointers, *sizes), 0)
+            offsets[start:stop, 1:-1] = self.device.download(out)
+        return np.diff(offsets, axis=1)
+
+    def _place(self, layout: Layout, indptr: np.ndarray, indices: np.ndarray, ratings: np.ndarray) -> None:
+        """Bring entries to the device in the order of the layout."""
+        kernel = self.kernel("place")
+        by_row = np.argsort(layout.pieces[:, 2], kind="stable")
+        borders = np.searchsorted(layout.pieces[by_row, 2], np.arange(self.n_rows + 1))
+        for start, stop in _chunks(indptr):
+            begin, end = indptr[start], indptr[stop]
+            chosen = by_row[borders[start] : borders[stop]]
+            sources = np.column_stack((layout.sources[chosen], layout.tiles[chosen].astype(np.int64) * self.usable))
+            sources[:, 0] -= begin
+            raw = [self.device.upload(array[begin:end]) for array in (indices, ratings)]
+            pieces, sources = self.device.upload(layout.pieces[chosen]), self.device.upload(sources)
+            out = (self.indices, self.ratings)
+            arguments = (*out, *raw, pieces, sources, np.int64(len(chosen)), np.int32(self.zero))
+            kernel(_warps(len(chosen)), (32 * WARPS_PER_BLOCK,), arguments, 0)
+
+
+def _warps(n: int) -> tuple[int, ...]:
+    return (ceil_div(n, WARPS_PER_BLOCK),)
+
+
+def _chunks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Consecutive rows (start, stop) with at most CHUNK_ENTRIES entries together, but at least one; none are empty."""
+    start, n = 0, len(indptr) - 1
+    while indptr[start] < indptr[n]:
+        stop = int(np.searchsorted(indptr, indptr[start] + CHUNK_ENTRIES, side="right")) - 1
+        # rows without entries before a longer one come along with it
+        stop = stop if indptr[stop] > indptr[start] else int(np.searchsorted(indptr, indptr[start], side="right"))
+        yield start, stop
+        start = stop
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Coordinates of one side: of the factor before (new), of this one (old), and what its ridge regressions meet.
+
+    Attributes
+    ----------
+    subtracted, added, regressor : float array, shape (n + padding,)
+        Padded with zeros to 16 bytes.
+    """
+
+    subtracted: Array
+    added: Array
+    regressor: Array
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Kernel arguments."""
+        return self.subtracted, self.added, self.regressor
+
+
+@dataclass(frozen=True)
+class PassMode:
+    """What a pass does beside its sums.
+
+    Attributes
+    ----------
+    vectors : {1, 2, 3}
+        What it gathers: 1 (the regressor alone) leaves the residual as it is, 2 takes `added` for the regressor.
+    pending : bool
+        Whether the residual still has the product of the factor before.
+    nonnegative : bool
+        Whether what would be negative becomes zero.
+    """
+
+    vectors: int
+    pending: bool
+    nonnegative: bool
+
+
+def rank_one(solved: Array, entries: Entries, fixed: Vectors, own: Vectors, mode: PassMode) -> None:
+    """Coordinates of all rows that have entries, from the residual, which is brought up to date on the way.
+
+    Parameters
+    ----------
+    solved : float array, shape (n_rows + padding,)
+        Out; rows without entries keep what they have.
+    entries : Entries
+    fixed, own : Vectors
+        Of the other side, and of this one (its regressor is not read).
+    mode : PassMode
+    """
+    if not len(entries.pieces):
+        return
+    device, real = entries.device, entries.dtype
+    for name, array, n in (("solved", solved, entries.n_rows), ("fixed", fixed.regressor, entries.n_fixed)):
+        check(name, array, real, (padded(n, real),))
+    check_not_host(device, solved=solved, fixed=fixed.regressor)
+    vectors, config = mode.vectors, entries.config
+    gathered, shared = fixed.arrays, vectors * config.tile * real.itemsize
+    if not config.staged:
+        packs = interleave(entries, fixed, vectors)
+        gathered, shared = (packs, packs, packs), 0
+    nonnegative = np.int32(mode.nonnegative)
+    entries.kernel("rank_one", vectors)(
+        (len(entries.first_part) - 1,),
+        (config.threads,),
+        (
+            *(solved, entries.residuals, entries.partials, *gathered, own.subtracted, own.added),
+            *(entries.penalties, entries.indices, entries.pieces, entries.parts, entries.first_part),
+            *(np.int64(entries.n_fixed), np.int32(mode.pending), nonnegative),
+        ),
+        shared,
+    )
+    n_split = len(entries.split)
+    if n_split:
+        arrays = (solved, entries.partials, entries.penalties, entries.split)
+        combine = entries.kernel("combine")
+        combine(_warps(n_split), (32 * WARPS_PER_BLOCK,), (*arrays, np.int64(n_split), nonnegative), 0)
+
+
+def interleave(entries: Entries, fixed: Vectors, vectors: int) -> Array:
+    """What an entry gathers, side by side; shape (n_fixed + 1, 1, 2 or 4), the last row zeros."""
+    n, real = entries.n_fixed, entries.dtype
+    packs = entries.device.empty((n + 1, 4 if vectors == 3 else vectors), real)
+    grid = (ceil_div(n + 1, 256),)
+    entries.kernel("interleave", vectors)(grid, (256,), (packs, *fixed.arrays, np.int64(n)), 0)
+    return packs
+
+
+def subtract_products(entries: Entries, own: DeviceFactors, fixed: DeviceFactors) -> None:
+    """residuals <- ratings - x.y, in the type of the factors."""
+    _for_each_piece("subtract_products", entries.residuals, entries, own, fixed)
+
+
+def squared_errors(entries: Entries, own: DeviceFactors, fixed: DeviceFactors) -> float:
+    """Sum of ``(r - x.y)^2`` over all entries, in float64."""
+    out = entries.device.empty(len(entries.pieces), np.float64)
+    _for_each_piece("squared_errors", out, entries, own, fixed)
+    return float(entries.device.download(out).sum())
+
+
+def _for_each_piece(name: str, out: Array, entries: Entries, own: DeviceFactors, fixed: DeviceFactors) -> None:
+    n, width = len(entries.pieces), own.table.shape[1]
+    if not n:
+        return
+    check("own", own.table, entries.dtype, (entries.n_rows, width))
+    check("fixed", fixed.table, entries.dtype, (entries.n_fixed, width))
+    chunks = np.int32(width * entries.dtype.itemsize // 16)
+    arrays = (out, entries.ratings, entries.indices, own.table, fixed.table, entries.pieces, entries.bases)
+    arguments = (*arrays, np.int64(n), chunks, np.int32(entries.zero))
+    entries.kernel(name)(_warps(n), (32 * WARPS_PER_BLOCK,), arguments, 0)
+
+
+def transpose(entries: Entries, out: Array, array: Array, status: Array, n_rows: int, n_columns: int) -> None:
+    """``out[r, c] = array[c, r]`` for ``r < n_rows, c < n_columns``; ``status[0] = 1`` if one of them is not finite."""
+    check("out", out, entries.dtype, (None, None))
+    check("array", array, entries.dtype, (None, None))
+    check("status", status, np.int32, (1,))
+    sizes = (np.int64(n_rows), np.int64(n_columns), np.int64(out.shape[1]), np.int64(array.shape[1]))
+    grid = (ceil_div(n_columns, 32), ceil_div(n_rows, 32))
+    entries.kernel("transpose")(grid, (256,), (out, array, status, *sizes), 0)
+
+
+def padded(n: int, dtype: Any) -> int:
+    """Elements of a vector of `n` coordinates: whole pieces of 16 bytes."""
+    return table_width(n, dtype)
+
+
+def memory_bytes(n_users: int, n_items: int, nnz: int, factors: int, dtype: Any, spec: DeviceSpec) -> dict[str, int]:
+    """Most memory a fit takes on a device, by purpose; what it takes depends on how the entries lie."""
+    itemsize = np.dtype(dtype).itemsize
+    sizes = {"ratings": 0, "residual": 0, "pieces": 0}
+    counts: dict[Side, int] = {"user": n_users, "item": n_items}
+    for side in SIDES:
+        n_rows, n_fixed = counts[side], counts[other_side(side)]
+        config = CcdConfig.choose(n_rows, n_fixed, nnz, VECTORS[side], dtype, spec)
+        pieces = min(nnz, n_rows * config.n_tiles) + nnz // config.segment
+        places = nnz + (QUAD - 1) * min(nnz, n_rows * config.n_tiles) + (QUAD - 1)
+        sizes["ratings"] += places * ((2 if config.staged else 4) + itemsize)
+        sizes["residual"] += places * itemsize
+        # pieces and their tiles; parts; partial sums; split rows; penalties; packs
+        sizes["pieces"] += pieces * (16 + 4 + 2 * itemsize) + min(pieces, 2 * config.n_tiles + config.blocks) * 20 + 8
+        sizes["pieces"] += min(n_rows, pieces) * 16 + n_rows * itemsize
+        sizes["pieces"] += 0 if config.staged else (n_fixed + 1) * 4 * itemsize
+    width = table_width(factors, dtype)
+    # old and new tables; columns and a spare one
+    rows = padded(n_users, dtype) + padded(n_items, dtype)
+    sizes["factors"] = rows * (2 * width + factors + 1) * itemsize
+    # a part of the entries in their old order, with the pieces that they go to, while the second side is laid out
+    chunk = min(nnz, CHUNK_ENTRIES + max(n_users, n_items))
+    sizes["chunk"] = chunk * (4 + itemsize)
+    return sizes
+
+
+# ---------------------------------------------------------------------------------------------- solver
+
+
+class GpuCCD:
+    """Cyclic coordinate descent over rank-one factors on one GPU: owns both copies of the residual.
+
+    Parameters
+    ----------
+    device : Device
+    user_items, item_users : csr_array
+        The ratings in both orientations.
+    objective : Objective
+        Explicit, without biases.
+    plan : Plan
+        Its `method` is a `CcdMethod`.
+    state : State
+        Where to start.
+    configs : dict of side to CcdConfig, optional
+        Layouts other than `CcdConfig.choose` gives.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        user_items: sp.csr_array,
+        item_users: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+        configs: dict[Side, CcdConfig] | None = None,
+    ) -> None:
+        assert isinstance(plan.method, CcdMethod) and not objective.is_implicit and not objective.biases
+        self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
+        matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
+        self.entries: dict[Side, Entries] = {}
+        for side in SIDES:
+            matrix = matrices[side]
+            if configs is not None:
+                config = configs[side]
+            else:
+                (n_rows, n_fixed), vectors = matrix.shape, VECTORS[side]
+                config = CcdConfig.choose(n_rows, n_fixed, matrix.nnz, vectors, matrix.dtype, device.spec)
+            with device.active():
+                self.entries[side] = Entries(device, matrix, objective, config)
+        self.width = table_width(plan.factors, user_items.dtype)
+        self._state = State(to_device(device, state.user, self.width), to_device(device, state.item, self.width))
+
+    @property
+    def state(self) -> State:
+        """Factors of the last completed iteration."""
+        return self._state
+
+    def sweep(self) -> Iterator[None]:
+        """One outer iteration, on copies of the factors; yields once they are the state."""
+        with self.device.active():
+            self._sweep()
+        yield
+
+    def _sweep(self) -> None:
+        columns = {side: self._columns(side) for side in SIDES}
+        for side in SIDES:  # anew, so that a resumed fit computes what an uninterrupted one does
+            subtract_products(self.entries[side], self._table(side), self._table(other_side(side)))
+        for factor in range(self.plan.factors):
+            self._update_rank_one(columns, factor)
+        self._state = State(self._by_row("user", columns["user"]), self._by_row("item", columns["item"]))
+
+    def _table(self, side: Side) -> DeviceFactors:
+        return to_device(self.device, self._state.side(side), self.width)
+
+    def _columns(self, side: Side) -> Array:
+        """Coordinates of factor t in row t + 1; the new ones go to row t, so that both are there for the other side.
+
+        Rows without entries are zero in all of them.
+        """
+        entries, factors = self.entries[side], self.plan.factors
+        out = self.device.zeros((factors + 1, padded(entries.n_rows, entries.dtype)), entries.dtype)
+        status = self.device.zeros(1, np.int32)
+        transpose(entries, out[1:], self._table(side).table, status, factors, entries.n_rows)
+        if not entries.degrees.all():
+            out[:, self.device.upload(np.flatnonzero(entries.degrees == 0))] = 0
+        return out
+
+    def _by_row(self, side: Side, columns: Array) -> DeviceFactors:
+        """New factors as a table."""
+        entries, factors = self.entries[side], self.plan.factors
+        table = self.device.zeros((entries.n_rows, self.width), entries.dtype)
+        status = self.device.zeros(1, np.int32)
+        transpose(entries, table, columns, status, entries.n_rows, factors)
+        if self.device.download(status)[0]:
+            self._raise_non_finite(side, self.device.download(table))
+        return DeviceFactors(self.device, table, factors, None)
+
+    def _raise_non_finite(self, side: Side, table: np.ndarray) -> None:
+        row, factor = np.argwhere(~np.isfinite(table))[0]
+        raise NonFiniteError(
+            f"factor {factor} of {side} {row} became infinite or NaN; scale the ratings down, increase regularization "
+            f"(now {self.objective.regularization:g}), or use dtype='float64'"
+        )
+
+    def _update_rank_one(self, columns: dict[Side, Array], factor: int) -> None:
+        """Solve one factor's coordinates, items first, as often as the method says."""
+        pending = factor > 0  # no product is missing from a residual that was just computed
+        old = {side: columns[side][factor + 1] for side in SIDES}
+        new = {side: columns[side][factor] for side in SIDES}
+        before = {side: columns[side][factor - 1] if pending else old[side] for side in SIDES}
+        own = {side: Vectors(before[side], old[side], old[side]) for side in SIDES}
+        modes = {side: PassMode(VECTORS[side], pending, self.method.nonnegative) for side in SIDES}
+        rank_one(new["item"], self.entries["item"], own["user"], own["item"], modes["item"])
+        items = Vectors(before["item"], old["item"], new["item"])
+        rank_one(new["user"], self.entries["user"], items, own["user"], modes["user"])
+        sums_alone = replace(modes["item"], vectors=1)
+        for _ in range(1, self.method.inner_iterations):
+            for side in SWEEP_ORDER:
+                fixed = new[other_side(side)]
+                rank_one(new[side], self.entries[side], Vectors(fixed, fixed, fixed), own[side], sums_alone)
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, sums in float64."""
+        with self.device.active():
+            tables = {side: self._table(side) for side in SIDES}
+            total = squared_errors(self.entries["user"], tables["user"], tables["item"])
+            for side in SIDES:
+                squares = losses.row_squares(self.device, tables[side].table, self.plan.factors)
+                scale = self.objective.row_scale(self.entries[side].degrees)
+                total += self.objective.regularization * float(squares @ scale)
+            return total
+
+
+def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file, kernel, constants) of what is compiled; the rank is no constant of these kernels."""
+    helpers = ("combine", "cut_rows", "place", "subtract_products", "squared_errors", "transpose")
+    for real, staged in itertools.product((np.float32, np.float64), (True, False)) if ranks else ():
+        dtype = np.dtype(real)
+        name = {"REAL": {4: "float", 8: "double"}[dtype.itemsize]}
+        for vectors in (3, 2, 1):
+            threads = STAGED_THREADS[dtype.itemsize] if staged else 256
+            config = CcdConfig(staged, 4096 if staged else 16, 1, SEGMENT, 1, threads)
+            for kernel in ("rank_one",) if staged else ("rank_one", "interleave"):
+                yield "ccd.cu", kernel, config.constants(vectors, dtype) | name
+        for kernel in helpers:
+            yield "ccd.cu", kernel, name | {"STAGED": int(staged)}

@@ -1,0 +1,627 @@
+"""The GPU's SGD: launches of cuda/msgd.cu and cuda/batch_hogwild.cu, and the solver; the twin of `hybridmf.cpu.sgd`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._objective import SIDES, Factors, Objective, Side, State, other_side
+from .._plan import Plan
+from .._sgd_method import SgdMethod, learning_rate_at
+from .._solver import SWEEP_ORDER
+from .._validate import csr_arrays
+from ..cpu.sgd import RISE, diverged
+from . import losses
+from .als import LOSS_ROWS, DeviceFactors, Pieces, to_device
+from .device import Array, Device, DeviceSpec
+from .launch import Entries, ceil_div, check, check_not_host, get_kernel
+
+LAYOUTS: dict[str, dict[Side, Side]] = {
+    "user": {"item": "user", "user": "user"},
+    "item": {"item": "item", "user": "item"},
+    "mixed": {"item": "item", "user": "user"},
+    "crossed": {"item": "user", "user": "item"},
+}
+"""By ordering: whose rows the layout lists that a pass over the items (over the users) walks; MSGD 6.4. A pass is
+centralized (Alg. 3) where the rows it moves are those of its layout, else decentralized (Alg. 2). "user" and "item" are
+one of each and keep one orientation of the ratings on the device; "mixed" is centralized twice, with long rows solved
+in chunks (ours); "crossed", decentralized twice, has nothing for it but that MSGD measures it."""
+
+LONG_ROW = 16384
+"""Entries from which a row has a block of its own, which solves several at a time. All warps together are bound by the
+memory, so that one advances by an entry in about 600 cycles: rows of this length end with the rest of the pass."""
+
+THREADS = 256
+"""Of a block of msgd.cu."""
+
+HOGWILD_THREADS = 128
+"""Of a block of batch_hogwild.cu."""
+
+RUN = 8
+"""Entries of one row that batch-Hogwild keeps together, while the row stays in registers; see cuda/batch_hogwild.cu."""
+
+BATCH = 32
+"""Runs that a worker takes at a time: 256 entries, as cuMF_SGD."""
+
+ROUNDS = 2000
+"""Runs of each worker in an epoch, at least. What is read at the same time is updated once instead of several times;
+with fewer workers on small problems that happens to no more than one in two thousand of the entries at a time."""
+
+RANGES_PER_SM = 2
+"""Blocks of a multiprocessor, and ranges of moved rows, of a decentralized pass."""
+
+COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
+
+
+# ---------------------------------------------------------------------------------------------- operands
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Factors of one side as the kernels work on them.
+
+    Attributes
+    ----------
+    matrix : float array, shape (n, ld)
+        Padded with zeros to whole pieces of 16 bytes.
+    bias : float array, shape (n,), or None
+    """
+
+    matrix: Array
+    bias: Array | None = None
+
+    @property
+    def arrays(self) -> tuple[Array, Array]:
+        """Kernel arguments; without biases any pointer, which is not read."""
+        return self.matrix, self.matrix if self.bias is None else self.bias
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Entries on a device, by the rows of one side.
+
+    Attributes
+    ----------
+    indices : int32 array, shape (nnz,)
+        Rows of the other side, ascending in each row.
+    ratings : float array, shape (nnz,)
+    begins, ends : int64 array, shape (n_rows,)
+        Entries of each row: all, or those of a range of columns.
+    first : int
+        First column of that range, which is row 0 of the other side's `Rows`.
+    """
+
+    indices: Array
+    ratings: Array
+    begins: Array
+    ends: Array
+    first: int = 0
+
+    @classmethod
+    def upload(cls, device: Device, matrix: sp.csr_array) -> Walk:
+        """All entries of a matrix by its rows."""
+        indptr, indices, ratings = csr_arrays(matrix)
+        bounds = device.upload(np.asarray(indptr, dtype=np.int64))
+        return cls(device.upload(indices), device.upload(ratings), bounds[:-1], bounds[1:])
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What an update takes beside an entry: learning rate gamma, lambda and mean rating."""
+
+    rate: float
+    regularization: float
+    mean: float
+
+    def scalars(self, real: type) -> tuple[np.generic, ...]:
+        """Kernel arguments; a step multiplies by ``1 - gamma lambda`` what it moves."""
+        return real(self.rate), real(1.0 - self.rate * self.regularization), real(self.mean)
+
+
+def stored_width(factors: int, dtype: Any) -> int:
+    """Columns of `Rows` of a dtype."""
+    vector = 16 // np.dtype(dtype).itemsize
+    return ceil_div(factors, vector) * vector
+
+
+def group_size(ld: int, itemsize: int) -> int:
+    """Lanes that hold a row: GROUP of cuda/sgd.cuh."""
+    return min(32, 1 << (ld * itemsize // 16 - 1).bit_length())
+
+
+def _check_operands(device: Device, moved: Rows, fixed: Rows, walk: Walk, real: Any) -> None:
+    ld, stored = moved.matrix.shape[1], moved.matrix.dtype
+    for name, rows in (("moved", moved), ("fixed", fixed)):
+        check(name, rows.matrix, stored, (None, ld))
+        check_not_host(device, **{name: rows.matrix})
+        if rows.bias is not None:
+            check(f"{name}.bias", rows.bias, real, (len(rows.matrix),))
+            check_not_host(device, **{f"{name}.bias": rows.bias})
+    n = len(walk.begins)
+    check("indices", walk.indices, np.int32, (None,))
+    check("ratings", walk.ratings, real, walk.indices.shape)
+    check("begins", walk.begins, np.int64, (n,))
+    check("ends", walk.ends, np.int64, (n,))
+    check_not_host(device, indices=walk.indices, ratings=walk.ratings, begins=walk.begins, ends=walk.ends)
+
+
+def _arguments(moved: Rows, losses: Array, fixed: Rows, walk: Walk, rows: Array, n: int, terms: Terms) -> tuple:
+    entries = (walk.indices, walk.ratings, rows, walk.begins, walk.ends)
+    scalars = terms.scalars(walk.ratings.dtype.type)
+    return (*moved.arrays, losses, *fixed.arrays, *entries, np.int32(n), np.int32(walk.first), *scalars)
+
+
+def _constants(moved: Rows) -> dict[str, Any]:
+    return {"REAL": moved.matrix.dtype, "LD": moved.matrix.shape[1], "HAS_BIASES": moved.bias is not None}
+
+
+# ---------------------------------------------------------------------------------------------- MSGD
+
+
+@dataclass(frozen=True)
+class BlockedConfig:
+    """Compile-time choices of the kernel `blocked`.
+
+    Attributes
+    ----------
+    ld, itemsize : int
+        Of the rows.
+    chunk : {4, 8, 16}
+        Entries that are solved at a time.
+    helpers : int
+        Warps that prepare chunks for the one that moves the row.
+    """
+
+    ld: int
+    itemsize: int
+    chunk: int
+    helpers: int
+
+    @classmethod
+    def default(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
+        """The longest chunks, and the most helpers, that fit in a block's shared memory."""
+        sizes = ((16, 3), (8, 3), (8, 2), (4, 3), (4, 1))
+        configs = [cls(ld, itemsize, chunk, helpers) for chunk, helpers in sizes]
+        return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the kernel checks that it counts the same."""
+        chunk, stride = self.chunk, self.ld + 16 // self.itemsize
+        reals = self.helpers * (3 * chunk * stride + 2 * chunk * (chunk + 1)) + 3 * chunk + 1
+        return ceil_div(reals * self.itemsize, 16) * 16
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernel is compiled for, beside what all of msgd.cu is."""
+        return {"CHUNK": self.chunk, "HELPERS": self.helpers, "SHARED_BYTES": self.shared_bytes}
+
+
+def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms) -> Array:
+    """Each row of `tasks` walks its entries, a group of lanes a row (MSGD Alg. 3).
+
+    Parameters
+    ----------
+    moved : Rows
+        In and out.
+    fixed : Rows
+    walk : Walk
+        By the rows that are moved.
+    tasks : int32 array, shape (n_tasks,)
+        Distinct rows; the longest first, so that none begins last.
+    terms : Terms
+
+    Returns
+    -------
+    float64 array, shape (n_tasks,)
+        Each row's sum of squared errors, each at the factors of its time.
+    """
+    return _walk_rows(device, moved, fixed, walk, tasks, terms, None)
+
+
+def blocked(
+    device: Device,
+    moved: Rows,
+    fixed: Rows,
+    walk: Walk,
+    tasks: Array,
+    terms: Terms,
+    config: BlockedConfig | None = None,
+) -> Array:
+    """As `centralized`, a block a row and several entries at a time: ours, for long rows."""
+    if config is None:
+        config = BlockedConfig.default(moved.matrix.shape[1], moved.matrix.dtype.itemsize, device.spec)
+    return _walk_rows(device, moved, fixed, walk, tasks, terms, config)
+
+
+def _walk_rows(
+    device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms, config: BlockedConfig | None
+) -> Array:
+    dtype, ld = moved.matrix.dtype, moved.matrix.shape[1]
+    _check_operands(device, moved, fixed, walk, dtype)
+    check("tasks", tasks, np.int32, (None,))
+    check_not_host(device, tasks=tasks)
+    out, n = device.empty(len(tasks), np.float64), len(tasks)
+    if not n:
+        return out
+    arguments = _arguments(moved, out, fixed, walk, tasks, n, terms)
+    if config is None:
+        kernel = get_kernel(device, "msgd.cu", "centralized", **_constants(moved))
+        kernel((ceil_div(n * group_size(ld, dtype.itemsize), THREADS),), (THREADS,), arguments, 0)
+    else:
+        kernel = get_kernel(device, "msgd.cu", "blocked", **_constants(moved), **config.constants)
+        kernel((n,), (32 * (config.helpers + 1),), arguments, config.shared_bytes)
+    return out
+
+
+def decentralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, bounds: Array, terms: Terms) -> Array:
+    """Blocks own ranges of the moved rows and walk all rows of the fixed side in ascending order (MSGD Alg. 2).
+
+    Parameters
+    ----------
+    moved : Rows
+        In and out.
+    fixed : Rows
+    walk : Walk
+        By the rows that are fixed.
+    bounds : int32 array, shape (n_ranges + 1,)
+        Ranges of moved rows, from 0 to their number.
+    terms : Terms
+
+    Returns
+    -------
+    float64 array, shape (n_ranges,)
+        Sums of squared errors.
+    """
+    _check_operands(device, moved, fixed, walk, moved.matrix.dtype)
+    check("bounds", bounds, np.int32, (None,))
+    check_not_host(device, bounds=bounds)
+    out = device.empty(len(bounds) - 1, np.float64)
+    kernel = get_kernel(device, "msgd.cu", "decentralized", **_constants(moved))
+    arguments = _arguments(moved, out, fixed, walk, bounds, len(walk.begins), terms)
+    kernel((len(out),), (THREADS,), arguments, 0)
+    return out
+
+
+def even_ranges(degrees: np.ndarray, n_ranges: int) -> np.ndarray:
+    """Bounds of ranges of rows with about equal numbers of entries; int32, shape (at most n_ranges + 1,)."""
+    entries = np.cumsum(degrees)
+    inner = np.searchsorted(entries, entries[-1] * np.arange(1, n_ranges) / n_ranges) + 1
+    return np.unique(np.concatenate([[0], inner, [len(degrees)]])).astype(np.int32)
+
+
+class Epochs(Protocol):
+    """How an epoch of a schedule moves the factors."""
+
+    stored: np.dtype
+    walks: dict[Side, Walk]
+
+    def run(self, work: dict[Side, Rows], terms: Terms) -> float:
+        """One epoch on `work`, in place; its training loss, each error at the factors of its time."""
+
+
+class Msgd:
+    """MSGD (Alg. 1): the items walk their entries with the users fixed, then the users with the items fixed.
+
+    Parameters
+    ----------
+    device : Device
+    matrices : dict of csr_array
+        The ratings by the rows of each side.
+    ordering : str
+        See `LAYOUTS`.
+    """
+
+    def __init__(self, device: Device, matrices: dict[Side, sp.csr_array], ordering: str) -> None:
+        self.device, self.layouts = device, LAYOUTS[ordering]
+        self.stored = matrices["user"].dtype
+        self.walks = {side: Walk.upload(device, matrices[side]) for side in SIDES if side in self.layouts.values()}
+        self.long: dict[Side, Array] = {}
+        self.short: dict[Side, Array] = {}
+        self.bounds: dict[Side, Array] = {}
+        for side, layout in self.layouts.items():
+            degrees = np.diff(matrices[side].indptr)
+            if layout != side:
+                ranges = RANGES_PER_SM * device.spec.multiprocessors
+                self.bounds[side] = device.upload(even_ranges(degrees, ranges))
+                continue
+            order = np.argsort(-degrees, kind="stable")[: np.count_nonzero(degrees)].astype(np.int32)
+            n_long = int(np.count_nonzero(degrees >= LONG_ROW)) if ordering == "mixed" else 0
+            self.long[side], self.short[side] = device.upload(order[:n_long]), device.upload(order[n_long:])
+
+    def run(self, work: dict[Side, Rows], terms: Terms) -> float:
+        """See `Epochs`; half of each pass's loss, since an epoch sees every entry twice."""
+        return sum(self.one_pass(side, work[side], work[other_side(side)], terms) for side in SWEEP_ORDER) / 2
+
+    def one_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms) -> float:
+        """Move all rows of a side; the training loss."""
+        walk = self.walks[self.layouts[side]]
+        if side in self.bounds:
+            return float(decentralized(self.device, moved, fixed, walk, self.bounds[side], terms).sum())
+        errors = blocked(self.device, moved, fixed, walk, self.long[side], terms)
+        rest = centralized(self.device, moved, fixed, walk, self.short[side], terms)
+        return float(errors.sum() + rest.sum())
+
+
+# ---------------------------------------------------------------------------------------------- batch-Hogwild
+
+
+@dataclass(frozen=True)
+class HogwildConfig:
+    """How many work on an epoch of batch-Hogwild.
+
+    Attributes
+    ----------
+    blocks_per_sm : int
+        Blocks on a multiprocessor, which bounds the registers of a thread.
+    n_workers : int
+        Groups of lanes that take runs.
+    """
+
+    blocks_per_sm: int
+    n_workers: int
+
+    @classmethod
+    def default(cls, spec: DeviceSpec, ld: int, itemsize: int, biases: bool, n_runs: int) -> HogwildConfig:
+        """As many workers as fit on the device at a time, or fewer where runs are few."""
+        blocks, group = cls.blocks_for(ld, itemsize, biases), group_size(ld, itemsize)
+        most = blocks * spec.multiprocessors * HOGWILD_THREADS // group
+        return cls(blocks, max(1, min(most, n_runs // ROUNDS)))
+
+    @staticmethod
+    def blocks_for(ld: int, itemsize: int, biases: bool) -> int:
+        """Blocks on a multiprocessor that registers allow, by ptxas's reports."""
+        if group_size(ld, itemsize) < 8:
+            return 3
+        owned = ceil_div(ld * itemsize, 512) * 16 // itemsize
+        return (5 if owned <= 8 else 4) - biases
+
+
+def make_runs(indptr: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
+    """Pieces of rows, in random order (without `rng` in the order of the entries).
+
+    Returns
+    -------
+    int64 array, shape (n_runs, 2)
+        First entry; row times 2^32 plus number of entries, at most `RUN`.
+    """
+    pieces = Pieces.cut(np.asarray(indptr, dtype=np.int64), np.flatnonzero(np.diff(indptr)), RUN)
+    owners = np.repeat(pieces.rows, np.diff(pieces.slots)).astype(np.int64)
+    begin, end = pieces.segments[:, 1], pieces.segments[:, 2]
+    runs = np.column_stack((begin, (owners << 32) | (end - begin)))
+    return runs if rng is None else runs[rng.permutation(len(runs))]
+
+
+def batch_hogwild(
+    device: Device, held: Rows, walked: Rows, walk: Walk, runs: Array, terms: Terms, config: HogwildConfig
+) -> Array:
+    """One epoch over the entries of `runs`, lock-free.
+
+    Parameters
+    ----------
+    held, walked : Rows
+        In and out; float16 or float32, biases in float32.
+    walk : Walk
+        By the rows that are held; begins and ends are not read.
+    runs : int64 array, shape (n_runs, 2)
+        See `make_runs`.
+    terms : Terms
+    config : HogwildConfig
+
+    Returns
+    -------
+    float64 array, shape (n_blocks,)
+        Sums of squared errors.
+    """
+    ld, stored = held.matrix.shape[1], held.matrix.dtype
+    _check_operands(device, held, walked, walk, np.float32)
+    check("runs", runs, np.int64, (None, 2))
+    check_not_host(device, runs=runs)
+    blocks = ceil_div(config.n_workers * group_size(ld, stored.itemsize), HOGWILD_THREADS)
+    out = device.empty(blocks, np.float64)
+    kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **_hogwild_constants(held, config))
+    sizes = (np.int64(len(runs)), np.int32(config.n_workers), np.int32(BATCH), np.int32(walk.first))
+    (held_matrix, held_bias), (walked_matrix, walked_bias) = held.arrays, walked.arrays
+    arrays = (held_matrix, walked_matrix, held_bias, walked_bias, out, walk.indices, walk.ratings, runs)
+    kernel((blocks,), (HOGWILD_THREADS,), (*arrays, *sizes, *terms.scalars(np.float32)), 0)
+    return out
+
+
+def _hogwild_constants(held: Rows, config: HogwildConfig) -> dict[str, Any]:
+    float16, biases = held.matrix.dtype == np.float16, held.bias is not None
+    widths = {"LD": held.matrix.shape[1], "RUN": RUN, "BLOCKS_PER_SM": config.blocks_per_sm}
+    return {"REAL": np.dtype(np.float32), "FLOAT16": float16, "HAS_BIASES": biases} | widths
+
+
+class BatchHogwild:
+    """Batch-Hogwild (cuMF_SGD): runs of entries, shuffled once; rows of the larger side stay in registers meanwhile.
+
+    Parameters
+    ----------
+    device : Device
+    matrices : dict of csr_array
+        The ratings by the rows of each side.
+    plan : Plan
+    method : SgdMethod
+    """
+
+    def __init__(self, device: Device, matrices: dict[Side, sp.csr_array], plan: Plan, method: SgdMethod) -> None:
+        self.device = device
+        self.stored = np.dtype(plan.precision)
+        self.held: Side = "user" if plan.n_users >= plan.n_items else "item"
+        matrix = matrices[self.held]
+        self.walks = {self.held: Walk.upload(device, matrix)}
+        self.runs = device.upload(make_runs(matrix.indptr, method.rng()))
+
+    def run(self, work: dict[Side, Rows], terms: Terms) -> float:
+        """See `Epochs`."""
+        held, walked = work[self.held], work[other_side(self.held)]
+        ld, itemsize = held.matrix.shape[1], held.matrix.dtype.itemsize
+        config = HogwildConfig.default(self.device.spec, ld, itemsize, held.bias is not None, len(self.runs))
+        walk = self.walks[self.held]
+        return float(batch_hogwild(self.device, held, walked, walk, self.runs, terms, config).sum())
+
+
+# ---------------------------------------------------------------------------------------------- solver
+
+
+class GpuSGD:
+    """Stochastic gradient descent on one GPU: owns the layouts and the current factors.
+
+    Parameters
+    ----------
+    device : Device
+    user_items, item_users : csr_array
+        The ratings in both orientations.
+    objective : Objective
+    plan : Plan
+        Its method is an `SgdMethod`.
+    state : State
+        Where to start.
+    completed : int
+        Epochs behind `state`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        user_items: sp.csr_array,
+        item_users: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+        completed: int,
+    ) -> None:
+        assert isinstance(plan.method, SgdMethod)
+        self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
+        matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
+        self.indptr = {side: csr_arrays(matrix)[0] for side, matrix in matrices.items()}
+        self.epochs: Epochs
+        if self.method.schedule == "msgd":
+            self.epochs = Msgd(device, matrices, self.method.ordering)
+        else:
+            self.epochs = BatchHogwild(device, matrices, plan, self.method)
+        # a constant 1 beside the factors where there are biases, which serving and fold-in expect
+        width = stored_width(plan.rank, user_items.dtype)
+        self.tables = {side: to_device(device, Factors(*_arrays(state.side(side))), width) for side in SIDES}
+        self.mean, self.epoch, self.best = state.mean, completed, math.inf
+        self._segments: Array | None = None
+
+    @property
+    def state(self) -> State:
+        """Factors after the last completed epoch."""
+        return State(self.tables["user"], self.tables["item"], self.mean)
+
+    def sweep(self) -> Iterator[None]:
+        """One epoch, on copies; the state changes once it is complete and sound.
+
+        Raises
+        ------
+        DivergedError
+        """
+        with self.device.active():
+            self._epoch()
+        yield
+
+    def _epoch(self) -> None:
+        terms = Terms(learning_rate_at(self.method, self.epoch), self.objective.regularization, self.mean)
+        work = {side: self._copy(side) for side in SIDES}
+        loss = self.epochs.run(work, terms)
+        if not math.isfinite(loss):
+            self._fail("errors became infinite or NaN")
+        tables = {side: self._table(work.pop(side)) for side in SIDES}
+        if not all(map(_is_finite, tables.values())):
+            self._fail("factors became infinite or NaN")
+        if loss > RISE * self.best:
+            self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
+        self.best, self.tables = min(self.best, loss), tables
+        self.epoch += 1
+
+    def _fail(self, what: str) -> None:
+        raise diverged(what, self.method, self.epoch)
+
+    def _copy(self, side: Side) -> Rows:
+        """Factors of a side to work on: as they are stored during an epoch, and padded for that."""
+        table, factors, stored = self.tables[side], self.plan.factors, self.epochs.stored
+        width = stored_width(factors, stored)
+        if table.device_bias is None and table.table.shape[1] == width:
+            return Rows(table.table.astype(stored))
+        matrix = self.device.zeros((len(table), width), stored)
+        matrix[:, :factors] = table.table[:, :factors]
+        return Rows(matrix, None if table.device_bias is None else table.device_bias.copy())
+
+    def _table(self, rows: Rows) -> DeviceFactors:
+        """What was worked on as a state keeps it: float32 or float64, whatever it was stored in."""
+        factors, dtype = self.plan.factors, self.tables["user"].table.dtype
+        width = stored_width(self.plan.rank, dtype)
+        if rows.bias is None and rows.matrix.shape[1] == width:
+            return DeviceFactors(self.device, rows.matrix.astype(dtype, copy=False), factors, None)
+        table = self.device.zeros((len(rows.matrix), width), dtype)
+        table[:, :factors] = rows.matrix[:, :factors]
+        if rows.bias is not None:
+            table[:, factors] = 1
+        return DeviceFactors(self.device, table, factors, rows.bias)
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, losses and sums in float64."""
+        with self.device.active():
+            return self._loss() + sum(map(self._penalty, SIDES))
+
+    def _loss(self) -> float:
+        side: Side = "user" if "user" in self.epochs.walks else "item"
+        walk, own, fixed = self.epochs.walks[side], self.tables[side], self.tables[other_side(side)]
+        offsets = None if own.device_bias is None else own.device_bias + own.table.dtype.type(self.mean)
+        entries = Entries(walk.indices, walk.ratings, fixed.device_bias)
+        segments = self._loss_segments(side)
+        return losses.total_loss(self.device, own.table, fixed.table, entries, offsets, segments, self.plan.factors)
+
+    def _loss_segments(self, side: Side) -> Array:
+        if self._segments is None:
+            indptr = np.asarray(self.indptr[side], dtype=np.int64)
+            pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), LOSS_ROWS)
+            owners = np.repeat(pieces.rows, np.diff(pieces.slots))
+            self._segments = self.device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
+        return self._segments
+
+    def _penalty(self, side: Side) -> float:
+        squares = losses.row_squares(self.device, self.tables[side].table, self.plan.factors)
+        scale = self.objective.row_scale(np.diff(self.indptr[side]))
+        return self.objective.regularization * float(squares @ scale)
+
+
+def _arrays(factors: Factors) -> tuple[np.ndarray, np.ndarray | None]:
+    return factors.matrix, factors.bias
+
+
+def _is_finite(factors: DeviceFactors) -> bool:
+    """Whether no factor and no bias is infinite or NaN: one would show in a sum, which in float64 cannot overflow."""
+    arrays = [factors.table] if factors.device_bias is None else [factors.table, factors.device_bias]
+    return all(math.isfinite(float(array.sum(dtype=np.float64))) for array in arrays)
+
+
+# ---------------------------------------------------------------------------------------------- what is compiled
+
+
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file, kernel, constants) of what is compiled for the usual factors on a device."""
+    for factors in ranks:
+        for biases in (False, True):
+            for real in (np.dtype(np.float32), np.dtype(np.float64)):
+                ld = stored_width(factors, real)
+                shape = {"REAL": real, "LD": ld, "HAS_BIASES": biases}
+                config = BlockedConfig.default(ld, real.itemsize, spec)
+                yield "msgd.cu", "centralized", shape
+                yield "msgd.cu", "decentralized", shape
+                yield "msgd.cu", "blocked", shape | config.constants
+            for stored in (np.dtype(np.float16), np.dtype(np.float32)):
+                ld = stored_width(factors, stored)
+                rows = Rows(np.empty((0, ld), stored), np.empty(0) if biases else None)
+                chosen = HogwildConfig(HogwildConfig.blocks_for(ld, stored.itemsize, biases), 1)
+                yield "batch_hogwild.cu", "batch_hogwild", _hogwild_constants(rows, chosen)

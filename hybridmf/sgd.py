@@ -1,0 +1,191 @@
+"""Stochastic gradient descent for explicit feedback."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ._base import FactorModel
+from ._objective import Objective, State
+from ._plan import Plan, Settings
+from ._sgd_method import SgdMethod
+from ._solver import Solver
+from ._validate import check_rng
+
+
+class SGD(FactorModel):
+    """Matrix factorization of explicit ratings by stochastic gradient descent.
+
+    An update looks at one entry: with ``e = r_ui - mu - b_u - b_i - x_u.y_i``,
+
+        ``x_u += gamma (e y_i - lambda x_u)``, ``y_i += gamma (e x_u - lambda y_i)``, ``b_u += gamma e``,
+        ``b_i += gamma e``
+
+    from the old values (MSGD eq. 3); gamma is the learning rate of the epoch, and an epoch sees each entry once. An
+    entry pays ``lambda (|x_u|^2 + |y_i|^2)``, so the sum that is minimized is that of ``ExplicitALS`` with
+    ``regularization_scaling="count"`` and the same lambda: ``sum_(u,i observed) (r_ui - mu - b_u - b_i - x_u.y_i)^2 +
+    lambda (sum_u n_u |x_u|^2 + sum_i n_i |y_i|^2)``.
+
+    Parameters
+    ----------
+    factors : int
+        Rank, 1 to 2048 (512 on a GPU).
+    regularization : float
+        lambda >= 0; ``learning_rate * regularization`` must be less than 1.
+    learning_rate : float, optional
+        Of the first epoch, > 0. Default: 0.03; 0.01 if it is constant, 0.1 for AdaGrad: good for ratings of 1 to 5.
+        Stable steps are inversely proportional to the size of the ratings.
+    decay : float, optional
+        How the learning rate falls; what it means and its default depend on `rate_schedule`.
+    rate_schedule : {"power", "geometric", "constant", "adagrad"}
+        Learning rate of epoch t = 0, 1, ...: ``learning_rate / (1 + decay t^1.5)`` (cuMF_SGD; decay 0.1 if not given),
+        ``learning_rate decay^t`` (MSGD; 0.9), `learning_rate`; or AdaGrad (Duchi et al. 2011), where each coordinate
+        has its own: a step g (``e y - lambda x``) first adds ``g^2`` to a sum G that starts at 0 and is then
+        ``learning_rate g / sqrt(1 + G)``.
+    schedule : {"msgd", "hogwild", "blocks", "batch_hogwild"}
+        In which order, and who conflicts with whom:
+
+        - "msgd": each item walks its entries (users ascending) with the users fixed, then each user with the items
+          fixed (MSGD Alg. 1; on a GPU Algs. 2 and 3). Parallel over rows without conflicts: the same factors for any
+          number of threads.
+        - "hogwild": entries in a shuffled order, split among threads that do not look out for each other (Niu et al.
+          2011). CPU only; with more than one thread no two runs agree.
+        - "blocks": users and items are dealt at random into a grid of blocks, and blocks that share no row and no
+          column run at a time. CPU only. See `deterministic`.
+        - "batch_hogwild": as "hogwild", a warp taking many consecutive entries of the shuffled order (cuMF_SGD). GPU
+          only; no two runs agree.
+    ordering : {"user", "item", "mixed", "crossed"}
+        Orientation of the ratings that each pass of "msgd" walks on a GPU: the four combinations of MSGD 6.4. A pass is
+        centralized (Alg. 3) where it walks the rows that it moves, else decentralized (Alg. 2). "user": by users, so
+        the pass over items is decentralized; "item": by items, so the pass over users is; both need one orientation in
+        the GPU's memory. "mixed": both centralized; "crossed": both decentralized. The result does not depend on it but
+        for rounding; on the CPU both passes are centralized.
+    biases : bool
+        Fit the mean mu (kept at the training mean) and user and item biases. As in `ExplicitALS` biases carry no
+        penalty.
+    iterations : int
+        Epochs.
+    device : {"auto", "cpu", "cuda", "cuda:N"}
+        "auto" takes the best there is for the schedule and logs why.
+    precision : {"float32", "float16"}
+        How "batch_hogwild" stores factors on the GPU; arithmetic is in float32.
+    deterministic : bool
+        For "blocks": visit them by shuffled diagonals of the grid (DSGD, Gemulla et al. 2011), each block after those
+        before it in its row and in its column. The grid depends on the data and `factors` only, so the factors are the
+        same for any number of threads. False: any free block that was seen least (FPSGD, Zhuang et al. 2013).
+    dtype : {"float32", "float64"}
+        Type of factors and arithmetic.
+    num_threads : int, optional
+        Default: OMP_NUM_THREADS, else the cores this process may use.
+    random_state : int, Generator or None
+        Seed of the initial factors and of every shuffle. A fit resumed from a checkpoint repeats the shuffles of the
+        uninterrupted one if this is an integer.
+    gpu_memory_limit : int or str, optional
+        As for `ImplicitALS`.
+
+    Attributes
+    ----------
+    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, plan_, device_, user_ids_, item_ids_
+        As for `ImplicitALS`.
+    user_bias_, item_bias_ : array or None
+    mean_ : float
+
+    Notes
+    -----
+    `fit` stops with a `hybridmf.errors.DivergedError` when steps turn out too long: when an error or a factor becomes
+    infinite or NaN, or the squared errors that an epoch adds up as it goes are more than twice the lowest before. The
+    model keeps the factors of the last epoch that was sound; with a checkpoint, the fit resumes from there with a lower
+    `learning_rate`. New rows (`transform`) get exact factors, by the normal equations of `ExplicitALS`.
+
+    Examples
+    --------
+    >>> import hybridmf as hmf
+    >>> import scipy.sparse as sp
+    >>> stars = sp.csr_array([[5, 0, 1, 0], [4, 4, 0, 0], [0, 1, 0, 5]])
+    >>> model = hmf.SGD(factors=2, iterations=100, device="cpu", random_state=0).fit(stars)
+    >>> model.predict(0, 0).round()
+    np.float64(5.0)
+    """
+
+    def __init__(
+        self,
+        factors: int = 64,
+        *,
+        regularization: float = 0.05,
+        learning_rate: float | None = None,
+        decay: float | None = None,
+        rate_schedule: str = "power",
+        schedule: str = "msgd",
+        ordering: str = "mixed",
+        biases: bool = False,
+        iterations: int = 20,
+        device: str = "auto",
+        precision: str = "float32",
+        deterministic: bool = True,
+        dtype: Any = "float32",
+        num_threads: int | None = None,
+        random_state: Any = None,
+        gpu_memory_limit: str | int | None = None,
+    ) -> None:
+        self.factors = factors
+        self.regularization = regularization
+        self.learning_rate = learning_rate
+        self.decay = decay
+        self.rate_schedule = rate_schedule
+        self.schedule = schedule
+        self.ordering = ordering
+        self.biases = biases
+        self.iterations = iterations
+        self.device = device
+        self.precision = precision
+        self.deterministic = deterministic
+        self.dtype = dtype
+        self.num_threads = num_threads
+        self.random_state = random_state
+        self.gpu_memory_limit = gpu_memory_limit
+
+    def _objective(self) -> Objective:
+        return Objective.explicit(self.regularization, "count", self.biases)
+
+    def _settings(self) -> Settings:
+        method = SgdMethod.check(
+            self.schedule, self.ordering, self.rate_schedule, self.learning_rate, self.decay, self.deterministic
+        )
+        shrink = method.learning_rate * self._objective().regularization
+        if shrink >= 1:
+            raise ValueError(
+                f"learning_rate * regularization must be < 1, got {method.learning_rate:g} * {self.regularization:g}: "
+                "each step would turn the factors around; lower one of them"
+            )
+        return Settings.check(
+            factors=self.factors,
+            precision=self.precision,
+            dtype=self.dtype,
+            num_threads=self.num_threads,
+            device=self.device,
+            gpu_memory_limit=self.gpu_memory_limit,
+            iterations=self.iterations,
+            method=method,
+        )
+
+    def _solver(
+        self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
+    ) -> Solver:
+        assert isinstance(plan.method, SgdMethod)
+        plan = replace(plan, method=replace(plan.method, seed_bits=_shuffle_seed(self.random_state)))
+        if plan.gpu is None:
+            from .cpu.sgd import CpuSGD
+
+            return CpuSGD(user_items, item_users, self._objective(), plan, state, completed)
+        from .gpu.device import open_device
+        from .gpu.sgd import GpuSGD
+
+        return GpuSGD(open_device(plan.device), user_items, item_users, self._objective(), plan, state, completed)
+
+
+def _shuffle_seed(random_state: Any) -> int:
+    """63 bits for the shuffles; of an integer always the same, so that a resumed fit shuffles alike."""
+    return int(check_rng(random_state).integers(np.iinfo(np.int64).max))
