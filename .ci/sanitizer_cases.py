@@ -10,7 +10,7 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf._objective import Factors, Objective, State
 from hybridmf.formats import transpose
-from hybridmf.gpu import ccd, cholesky_any, topk
+from hybridmf.gpu import ccd, cholesky_any, sgd, topk
 from hybridmf.gpu.device import Device, open_device
 
 
@@ -48,6 +48,7 @@ def main() -> None:
         hmf.ExplicitALS(rank - 1, biases=True, **common).fit(matrix)
     for inner, dtype in ((1, "float32"), (2, "float64")):
         hmf.CCD(3, iterations=1, inner_iterations=inner, dtype=dtype, device="cuda").fit(matrix).objective(matrix)
+    sgd_cases(matrix)
     device = open_device()
     rng = np.random.default_rng(1)
     for rank, dtype in ((20, np.float32), (60, np.float32), (40, np.float64), (200, np.float32), (300, np.float32)):
@@ -59,6 +60,20 @@ def main() -> None:
         topk.top_k(device, users[:50], items, n, seen=matrix)
     device.synchronize()
     print("all kernels ran")
+
+
+def sgd_cases(matrix: sp.csr_array) -> None:
+    """Every schedule, layout and storage of SGD; rows from 16 entries on count as long, and two workers race."""
+    sgd.LONG_ROW, sgd.ROUNDS = 16, 50
+    common = {"iterations": 1, "device": "cuda", "random_state": 0}
+    for rank, ordering, dtype in (
+        *itertools.product((7, 33, 200), ("mixed",), ("float32", "float64")),
+        *itertools.product((20,), ("user", "item"), ("float32",)),
+    ):
+        hmf.SGD(rank, ordering=ordering, dtype=dtype, **common).fit(matrix)
+        hmf.SGD(rank, ordering=ordering, dtype=dtype, biases=True, **common).fit(matrix).objective(matrix)
+    for rank, precision, biases in itertools.product((6, 140), ("float32", "float16"), (False, True)):
+        hmf.SGD(rank, schedule="batch_hogwild", precision=precision, biases=biases, **common).fit(matrix)
 
 
 def ccd_layouts(device: Device, matrix: sp.csr_array, rank: int = 3) -> None:

@@ -19,67 +19,26 @@ import scipy
 import scipy.sparse as sp
 
 import hybridmf as hmf
+from hybridmf import datasets
+from hybridmf.datasets import SHAPES as SHAPES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get("HYBRIDMF_BENCH_RESULTS", ROOT / "bench" / "results"))
 """Where measurements go; the variable keeps those of a trial out of the repository."""
 
-# users, items, entries as published (BALS table 1; MovieLens 1M: README of the data set; Epinions: Massa and Avesani
-# 2007, trust-aware recommender systems: wide, with few entries a row)
-SHAPES = {
-    "epinions": (49_290, 139_738, 664_824),
-    "ml-1m": (6_040, 3_706, 1_000_209),
-    "ml-10m": (71_567, 65_133, 9_000_000),
-    "ml-20m": (138_493, 27_278, 20_000_263),
-}
+
+def synthetic(shape: str, *, seed: int = 0) -> sp.csr_array:
+    """Ratings 1..5 of a published shape (`hybridmf.datasets.synthetic`), float32."""
+    return datasets.synthetic(shape, seed=seed).user_items
 
 
-def synthetic(shape: str, *, seed: int = 0, rank: int = 8) -> sp.csr_array:
-    """Ratings 1..5 of a published shape: log-normal user degrees, Zipf item popularity, planted low rank plus noise.
+def synthetic_counts(shape: str, *, seed: int = 0) -> sp.csr_array:
+    """Implicit feedback of a published shape, float32.
 
-    Duplicate draws are merged, so a little fewer entries than published are left.
-    """
-    m, n, nnz = SHAPES[shape]
-    rng = np.random.default_rng(seed)
-    activity = rng.lognormal(0.0, 1.1, m)
-    popularity = 1.0 / (np.arange(n) + 20.0) ** 0.9
-    users = np.repeat(np.arange(m), rng.multinomial(nnz, activity / activity.sum()))
-    edges = np.cumsum(popularity / popularity.sum())
-    items = rng.permutation(n)[np.minimum(np.searchsorted(edges, rng.random(nnz)), n - 1)]
-    pairs = np.unique(users.astype(np.int64) * n + items)
-    users, items = pairs // n, pairs % n
-    taste, kind = rng.normal(size=(m, rank)).astype(np.float32), rng.normal(size=(n, rank)).astype(np.float32)
-    score = np.empty(len(pairs), dtype=np.float32)
-    for start in range(0, len(pairs), 1 << 20):  # in pieces: the gathered factors of 20M pairs would take gigabytes
-        part = slice(start, start + (1 << 20))
-        score[part] = np.einsum("ij,ij->i", taste[users[part]], kind[items[part]])
-    score = 3.5 + score / np.sqrt(rank) + rng.normal(scale=0.5, size=len(pairs)).astype(np.float32)
-    return hmf.Ratings.from_coo(users, items, np.clip(np.rint(score), 1, 5), shape=(m, n)).user_items
-
-
-def synthetic_counts(shape: str, *, seed: int = 0, groups: int = 20, favourites: int = 4) -> sp.csr_array:
-    """Implicit feedback of a published shape: degrees as in `synthetic`, planted tastes, power-law counts.
-
-    Each item belongs to a group; a user draws four in five items from the user's favourite groups. `synthetic` plants
-    structure in the ratings only: who sees what says nothing there, so that an implicit objective is near its best
+    With tastes: ratings alone say nothing about who sees what, and an implicit objective of theirs is near its best
     after two iterations.
     """
-    m, n, nnz = SHAPES[shape]
-    rng = np.random.default_rng(seed)
-    activity = rng.lognormal(0.0, 1.1, m)
-    popularity = rng.permutation(1.0 / (np.arange(n) + 20.0) ** 0.9)  # items lie in order of their group
-    users = np.repeat(np.arange(m), rng.multinomial(nnz, activity / activity.sum()))
-    edges = np.concatenate([[0.0], np.cumsum(popularity)])
-    bounds = edges[np.linspace(0, n, groups + 1).astype(int)]
-    liked = rng.integers(groups, size=(m, favourites), dtype=np.int32)
-    group = liked[users, rng.integers(favourites, size=nnz)]
-    low, high = bounds[group], bounds[group + 1]
-    anywhere = rng.random(nnz) < 0.2
-    low[anywhere], high[anywhere] = 0.0, edges[-1]
-    items = np.minimum(np.searchsorted(edges, low + rng.random(nnz) * (high - low), side="right") - 1, n - 1)
-    pairs = np.unique(users.astype(np.int64) * n + rng.permutation(n)[items])
-    counts = np.minimum(rng.zipf(2.0, len(pairs)), 100).astype(np.float32)
-    return hmf.Ratings.from_coo(pairs // n, pairs % n, counts, shape=(m, n)).user_items
+    return datasets.synthetic(shape, feedback="implicit", seed=seed).user_items
 
 
 def alternate(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:

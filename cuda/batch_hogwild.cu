@@ -22,7 +22,7 @@
 #include "sgd.cuh"
 
 #ifndef RUN
-#define RUN 8
+#define RUN 32
 #endif
 #ifndef HAS_BIASES
 #define HAS_BIASES 0
@@ -52,55 +52,66 @@ struct Prepared {
     Piece_row::Raw x;
 };
 
+// The runs of a worker, one after the other: `batch` in sequence, then past those of the other workers.
+struct Cursor {
+    const Run* runs;
+    int64 n_runs, place, skipped;
+    int batch, left;
+
+    // Past the end, runs without entries.
+    __device__ __forceinline__ Run take() {
+        const Run run = place < n_runs ? runs[place] : Run{0, 0};
+        place++;
+        if (--left == 0) {
+            left = batch;
+            place += skipped;
+        }
+        return run;
+    }
+};
+
 struct Sources {
     const stored* held;
     const int* indices;
     const real* ratings;
-    const Run* runs;
-    int64 n_runs;
-    int worker, n_workers, batch, first, lane;
-
-    // The worker's run of a turn; past the end one without entries.
-    __device__ __forceinline__ Run run_at(int64 turn) const {
-        const int64 k = (turn / batch * n_workers + worker) * batch + turn % batch;
-        return worker < n_workers && k < n_runs ? runs[k] : Run{0, 0};
-    }
+    int first, lane;
 
     __device__ __forceinline__ Prepared prepare(Run run) const {
         Prepared next;
         next.run = run;
         next.index.load(indices + run.begin, run.count(), lane, first);
         next.rating.load(ratings + run.begin, run.count(), lane, real(0));
-        next.x = Piece_row::load<SHARED>(held + run.owner() * LD, lane);
+        next.x = Piece_row::load<EVERYBODY>(held + run.owner() * LD, lane);
         return next;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 batch_hogwild(stored* held, stored* walked, real* held_bias, real* walked_bias, double* losses, const int* indices,
-              const real* ratings, const int64* runs, int64 n_runs, int n_workers, int batch, int first, real rate, real keep,
-              real mean) {
+              const real* ratings, const int64* runs, int64 n_runs, int n_workers, int batch, int first, real rate,
+              real keep, real mean) {
     const int lane = threadIdx.x % GROUP;
     const int worker = (blockIdx.x * THREADS + threadIdx.x) / GROUP;
-    const Sources sources{held, indices, ratings, reinterpret_cast<const Run*>(runs), n_runs, worker, n_workers, batch, first,
-                          lane};
+    const Sources sources{held, indices, ratings, first, lane};
+    const int64 start = worker < n_workers ? int64(worker) * batch : n_runs;
+    Cursor cursor{reinterpret_cast<const Run*>(runs), n_runs, start, int64(n_workers - 1) * batch, batch, batch};
     const int64 turns = ceil_div(ceil_div(n_runs, int64(batch)), int64(n_workers)) * batch;  // the same for all
-    Prepared next = sources.prepare(sources.run_at(0));
-    Run later = sources.run_at(1);
+    Prepared next = sources.prepare(cursor.take());
+    Run later = cursor.take();
     double loss = 0;
     for (int64 turn = 0; turn < turns; turn++) {
         const Prepared now = next;
         const int64 owner = now.run.owner();
         const int count = now.run.count();
         next = sources.prepare(later);
-        later = sources.run_at(turn + 2);
+        later = cursor.take();
         real x[Piece_row::OWNED], y[Piece_row::OWNED];
         Piece_row::values_of(x, now.x);
-        real bias = HAS_BIASES ? __ldcg(held_bias + owner) : real(0), squares = 0;
+        real bias = HAS_BIASES ? load_shared_with_others(held_bias + owner) : real(0), squares = 0;
         Spread<real, RUN, GROUP> walked_biases, target;
 #pragma unroll
         for (int s = 0; s < target.SLOTS; s++) {
-            walked_biases.slot[s] = HAS_BIASES ? __ldcg(walked_bias + now.index.slot[s] - first) : real(0);
+            walked_biases.slot[s] = HAS_BIASES ? load_shared_with_others(walked_bias + now.index.slot[s] - first) : real(0);
             target.slot[s] = now.rating.slot[s] - mean - walked_biases.slot[s];
         }
 #pragma unroll
@@ -110,7 +121,7 @@ batch_hogwild(stored* held, stored* walked, real* held_bias, real* walked_bias, 
 #pragma unroll
             for (int j = 0; j < DEPTH; j++) {
                 places[j] = now.index.get(part + j) - first;
-                rows[j] = Piece_row::load<SHARED>(walked + int64(places[j]) * LD, lane);
+                rows[j] = Piece_row::load<EVERYBODY>(walked + int64(places[j]) * LD, lane);
             }
 #pragma unroll
             for (int j = 0; j < DEPTH; j++) {

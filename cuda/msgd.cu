@@ -8,7 +8,7 @@
 //   decentralized  Alg. 2: entries lie by rows of the fixed side; a block owns a range of moved rows and walks all fixed
 //                  rows in ascending order
 // grid  : centralized: GROUP lanes a row; blocked: one block a row; decentralized: a block each range of moved rows
-// block : THREADS; blocked: HELPERS + 1 warps
+// block : WALK_THREADS; HELPERS + 1 warps; THREADS
 // shapes: moved (n_moved, LD)  fixed (n_fixed, LD)  biases (n_moved,), (n_fixed,)  indices, ratings (nnz,)
 //         tasks (n_tasks,): moved rows to walk; begins, ends: entries of each row of the walked layout
 //         losses (n_tasks,) or (grid,): sums of e^2, each with the factors of its time
@@ -40,22 +40,24 @@
 #define HELPERS 3        // warps that compute M: they have about three times the work of the one that moves the row
 #endif
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 256;         // of a block of `decentralized`
+constexpr int WALK_THREADS = 128;    // and of `centralized`
 using Shared_row = Row<GROUP>;  // centralized: as few lanes as can hold a row
 using Warp_row = Row<WARP>;     // others: a warp holds it
 
-// Rows that are on their way at a time: enough bytes in flight, and no more registers than leave room for 24 warps.
+// Rows that are on their way at a time: enough bytes in flight, and registers left for 24 warps in the usual cases.
 constexpr int RING = Shared_row::PIECES <= 4 ? 8 / Shared_row::PIECES : 2;
-constexpr int BLOCKS_PER_SM = Shared_row::PIECES == 1 && GROUP >= 8 ? 3 : Shared_row::PIECES <= 4 ? 2 : 1;
+constexpr bool SIMPLE = Shared_row::PIECES == 1 && GROUP >= 8 && sizeof(real) == 4;
+constexpr int BLOCKS_PER_SM = SIMPLE ? (Shared_row::ALL_LANES ? 6 : 5) : Shared_row::PIECES <= 4 ? 4 : 2;
 
 // ---------------------------------------------------------------------------------------------- centralized
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(WALK_THREADS, BLOCKS_PER_SM)
 centralized(real* moved, real* moved_bias, double* losses, const real* fixed, const real* fixed_bias, const int* indices,
             const real* ratings, const int* tasks, const int64* begins, const int64* ends, int n_tasks, int first, real rate,
             real keep, real mean) {
     const int lane = threadIdx.x % GROUP;
-    const int64 task = (int64(blockIdx.x) * THREADS + threadIdx.x) / GROUP;
+    const int64 task = (int64(blockIdx.x) * WALK_THREADS + threadIdx.x) / GROUP;
     const bool mine = task < n_tasks;
     const int64 row = tasks[mine ? task : 0];
     const int64 begin = begins[row];
@@ -63,7 +65,7 @@ centralized(real* moved, real* moved_bias, double* losses, const real* fixed, co
     const int rounds = most_of_groups<GROUP>(ceil_div(count, RING));
 
     real v[Shared_row::OWNED], u[Shared_row::OWNED];
-    Shared_row::values_of(v, Shared_row::load<SHARED>(moved + row * LD, lane));
+    Shared_row::values_of(v, Shared_row::load<THIS_WARP>(moved + row * LD, lane));
     real bias = HAS_BIASES ? moved_bias[row] : real(0);
     double loss = 0;
 
@@ -162,7 +164,8 @@ __device__ __forceinline__ void multiply(real (&matrix)[CHUNK][CHUNK], const rea
         for (int l = 0; l < SIDE; l++) {
             real sum = sums[k][l];
 #pragma unroll
-            for (int distance = TILES * TILES; distance < WARP; distance *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+            for (int distance = TILES * TILES; distance < WARP; distance *= 2)
+                sum += __shfl_xor_sync(FULL_WARP, sum, distance);
             const int from = j + l * TILES, to = i + k * TILES;
             if (part == 0 && to > from)
                 matrix[from][to] = to < count ? rate * (powers[to - 1 - from] * sum + real(HAS_BIASES)) : real(0);
@@ -247,7 +250,7 @@ struct Helper {
     }
 };
 
-extern "C" __global__ void __launch_bounds__((HELPERS + 1) * WARP)
+extern "C" __global__ void __launch_bounds__((HELPERS + 1) * WARP, 1)
 blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const real* fixed_bias, const int* indices,
         const real* ratings, const int* tasks, const int64* begins, const int64* ends, int n_tasks, int first, real rate,
         real keep, real mean) {
@@ -274,7 +277,7 @@ blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const 
     }
 
     real v[Warp_row::OWNED], u[Warp_row::OWNED];
-    Warp_row::values_of(v, Warp_row::load<SHARED>(moved + row * LD, lane));
+    Warp_row::values_of(v, Warp_row::load<THIS_WARP>(moved + row * LD, lane));
     real bias = HAS_BIASES ? moved_bias[row] : real(0);
     double loss = 0;
     const auto staged = [&](const real* place) {
@@ -377,7 +380,7 @@ __device__ __forceinline__ int scan_block(int value, int* totals, int& all) {
     return earlier + sum - value;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 decentralized(real* moved, real* moved_bias, double* losses, const real* fixed, const real* fixed_bias, const int* indices,
               const real* ratings, const int* bounds, const int64* begins, const int64* ends, int n_fixed, int first,
               real rate, real keep, real mean) {
@@ -414,7 +417,7 @@ decentralized(real* moved, real* moved_bias, double* losses, const real* fixed, 
                     bits &= bits - 1;
                     const int64 row = columns[at], owner = owners[at];
                     real v[Warp_row::OWNED], u[Warp_row::OWNED];
-                    Warp_row::values_of(v, Warp_row::load<SHARED>(moved + row * LD, lane));
+                    Warp_row::values_of(v, Warp_row::load<THIS_WARP>(moved + row * LD, lane));
                     Warp_row::values_of(u, Warp_row::load(fixed + owner * LD, lane));
                     real error = ratings[places[at]] - mean - Warp_row::dot(v, u);
                     if (HAS_BIASES) error -= moved_bias[row] + fixed_bias[owner];

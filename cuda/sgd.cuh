@@ -25,7 +25,7 @@ constexpr int VECTORS = LD / VECTOR;              // pieces of a row
 static_assert(LD % VECTOR == 0, "the launcher pads rows to whole pieces");
 static_assert(!FLOAT16 || sizeof(real) == 4, "float16 is computed with in float32");
 
-constexpr int power_of_two(int least) { return least <= 1 ? 1 : 2 * power_of_two((least + 1) / 2); }
+__host__ __device__ constexpr int power_of_two(int least) { return least <= 1 ? 1 : 2 * power_of_two((least + 1) / 2); }
 constexpr int GROUP = VECTORS < WARP ? power_of_two(VECTORS) : WARP;  // fewest lanes, a power of two, that can share a row
 
 // ---------------------------------------------------------------------------------------------- float16
@@ -89,9 +89,33 @@ __device__ __forceinline__ int4 pack(const real* values) {
     return piece;
 }
 
-// How fresh a row has to be: FIXED rows nobody writes while the kernel runs, so L1 may keep them; rows that other
-// multiprocessors write are read from L2.
-enum Freshness { FIXED, SHARED };
+// Who writes to a row while the kernel runs: nobody (it may stay in L1 for good), this warp, or other multiprocessors,
+// too (L1 may hold what is out of date).
+enum Writers { NOBODY, THIS_WARP, EVERYBODY };
+
+// From L2, and, unlike __ldcg, in order with this thread's stores.
+__device__ __forceinline__ int4 load_shared_with_others(const int4* place) {
+#ifdef HYBRIDMF_EMULATE
+    return *place;
+#else
+    int4 piece;
+    asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+                 : "l"(place)
+                 : "memory");
+    return piece;
+#endif
+}
+
+__device__ __forceinline__ float load_shared_with_others(const float* place) {
+#ifdef HYBRIDMF_EMULATE
+    return *place;
+#else
+    float value;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(place) : "memory");
+    return value;
+#endif
+}
 
 // The part of a row that each of SIZE lanes holds.
 template <int SIZE> struct Row {
@@ -103,13 +127,16 @@ template <int SIZE> struct Row {
 
     __device__ static __forceinline__ bool has(int piece, int lane) { return ALL_LANES || piece * SIZE + lane < VECTORS; }
 
-    template <Freshness FRESH = FIXED> __device__ static __forceinline__ Raw load(const stored* row, int lane) {
+    template <Writers WRITERS = NOBODY> __device__ static __forceinline__ Raw load(const stored* row, int lane) {
         Raw raw;
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const int4* place = reinterpret_cast<const int4*>(row) + p * SIZE + lane;
             raw.piece[p] = int4{0, 0, 0, 0};
-            if (has(p, lane)) raw.piece[p] = FRESH == FIXED ? __ldg(place) : __ldcg(place);
+            if (!has(p, lane)) continue;
+            if (WRITERS == NOBODY) raw.piece[p] = __ldg(place);
+            else if (WRITERS == THIS_WARP) raw.piece[p] = *place;
+            else raw.piece[p] = load_shared_with_others(place);
         }
         return raw;
     }

@@ -1,16 +1,18 @@
 """hybridmf: matrix factorization of sparse user x item ratings for recommenders.
 
-Exact alternating least squares for explicit and implicit feedback on multicore CPUs, the BALS blocked format, and what
-a recommender needs around them: ratings with labels, recommendations, fold-in, metrics, files.
+Alternating least squares for explicit and implicit feedback, stochastic gradient descent and CCD++ on multicore CPUs
+and GPUs, and what a recommender needs around them: ratings with labels, recommendations, fold-in, metrics, files, and
+comparisons of methods and devices.
 """
 
-from . import errors, formats, metrics
+from . import datasets, errors, formats, metrics
 from ._config import config, show_config
 from ._io import load
 from ._plan import Plan, plan
 from ._version import __version__
 from .als import ExplicitALS, ImplicitALS
 from .ccd import CCD
+from .compare import Comparison, compare
 from .metrics import evaluate
 from .ratings import Ratings, split
 from .sgd import SGD
@@ -18,12 +20,15 @@ from .sgd import SGD
 __all__ = [
     "CCD",
     "SGD",
+    "Comparison",
     "ExplicitALS",
     "ImplicitALS",
     "Plan",
     "Ratings",
     "__version__",
+    "compare",
     "config",
+    "datasets",
     "errors",
     "evaluate",
     "formats",

@@ -43,6 +43,7 @@ class FactorModel(ServingMixin, BaseEstimator):
 
     n_iter_: int
     history_: list[Record]
+    timings_: dict[str, float]
 
     def _objective(self) -> Objective:
         """What the current parameters say to minimize (a fitted model goes by what it has learned)."""
@@ -108,7 +109,9 @@ class FactorModel(ServingMixin, BaseEstimator):
         -------
         self
             With ``history_``: one dict an iteration with ``iteration`` and ``seconds``, and, where a validation set, a
-            callback or a progress bar looks on, ``objective`` and the validation metric.
+            callback or a progress bar looks on, ``objective`` and the validation metric; and ``timings_``: seconds
+            before the first iteration, to "check" the input, "convert" it (transpose) and "set up" the solver
+            (layouts, initial factors, transfer to a GPU).
 
         Raises
         ------
@@ -124,8 +127,10 @@ class FactorModel(ServingMixin, BaseEstimator):
         check_bool("show_progress", show_progress)
         if callback is not None and not callable(callback):
             raise TypeError(f"callback must be callable, got {type(callback).__name__}")
+        started = time.perf_counter()
         matrix = self._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
+        checked = time.perf_counter()
         plan = make_plan(objective, settings, matrix.shape, matrix.nnz)
         check_memory(plan)
         validation = _check_validation(validation, user_items, matrix.shape, objective)
@@ -134,10 +139,13 @@ class FactorModel(ServingMixin, BaseEstimator):
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data)
 
         logger.info("plan:\n%s", plan)
+        converting = time.perf_counter()
         item_users = transpose(matrix, num_threads=plan.num_threads)
+        converted = time.perf_counter()
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         solver = self._solver(plan, matrix, item_users, state, completed)
+        ready = time.perf_counter()
         labels = (user_items.user_ids, user_items.item_ids) if isinstance(user_items, Ratings) else (None, None)
         learned = Learned(
             objective,
@@ -153,6 +161,11 @@ class FactorModel(ServingMixin, BaseEstimator):
         if resumed:
             run.resume(completed, list(resumed.summary["history"]))
         run.sweep(iterations, show_progress)
+        self.timings_ = {
+            "check": checked - started,
+            "convert": converted - converting,
+            "set up": ready - converted,
+        }
         return self
 
     def _initial_state(self, matrix: sp.csr_array, item_users: sp.csr_array, plan: Plan, objective: Objective) -> State:

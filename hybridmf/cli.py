@@ -27,9 +27,14 @@ from ._config import config
 from ._files import open_bytes, reading, write_atomically
 from ._io import load
 from ._plan import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS, plan
+from ._table import format_table
 from ._version import __version__
 from .als import ExplicitALS, ImplicitALS
-from .demo import format_table, run_demo
+from .compare import METRICS as COMPARE_METRICS
+from .compare import compare as run_compare
+from .compare import default_models
+from .datasets import SHAPES
+from .demo import run_demo
 from .errors import HybridMFError
 from .metrics import PopularityRecommender, evaluate
 from .ratings import Ratings, split
@@ -196,6 +201,90 @@ def demo(seed: int, quick: bool) -> None:
     against a baseline, recommendations with titles, and the speed of each method on this machine.
     """
     run_demo(click.echo, seed=seed, quick=quick)
+
+
+# ------------------------------------------------------------------------------------------------------------- compare
+
+METHODS = tuple(dict.fromkeys(name for kind in COMPARE_METRICS for name in default_models(kind)))
+
+
+@main.command(
+    epilog=examples(
+        "hybridmf compare demo",
+        "hybridmf compare ratings.dat --method als --method sgd-blocks --factors 32 --json report.json",
+        "hybridmf compare netflix --method als --factors 100 --iterations 5 --plot report.png",
+    )
+)
+@click.argument("ratings", metavar="RATINGS")
+@click.option(
+    "--feedback", type=click.Choice(list(COMPARE_METRICS)), default="explicit", show_default=True,
+    help="explicit: values are ratings to predict. implicit: values are counts or likes, items are ranked.",
+)  # fmt: skip
+@click.option(
+    "--method", "methods", multiple=True, help=f"{', '.join(METHODS)}; repeat it for several.  [default: all]"
+)
+@click.option("--device", "devices", multiple=True, help="cpu, cuda, cuda:N; repeat it.  [default: cpu and cuda]")
+@click.option("--factors", type=int, default=64, show_default=True, help="Rank.")
+@click.option("--iterations", type=int, default=10, show_default=True)
+@click.option("--test-size", type=float, default=0.1, show_default=True, help="Share held out; 0: none.")
+@click.option("--scale", type=float, default=1.0, show_default=True, help="Of the sides of a synthetic shape.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), callback=_check_folder, help="Report as JSON.")
+@click.option("--plot", type=click.Path(dir_okay=False), callback=_check_folder, help="Figure (needs matplotlib).")
+@ratings_options
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@debug_option
+def compare(
+    ratings: str,
+    feedback: str,
+    methods: tuple[str, ...],
+    devices: tuple[str, ...],
+    factors: int,
+    iterations: int,
+    test_size: float,
+    scale: float,
+    seed: int,
+    json_file: str | None,
+    plot: str | None,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Compare methods and devices on the same ratings, from the same initial factors.
+
+    RATINGS is a file (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m, ml-10m, ml-20m, netflix,
+    yahoo-r1, sls, rucci, msd, epinions. Without a GPU the methods of the CPU are compared. The exit code is 1 if two
+    devices disagree on the objective of a method.
+    """
+    refuse_overwriting(json_file, ratings)
+    refuse_overwriting(plot, ratings)
+    models = default_models(feedback, factors, iterations)
+    unknown = [method for method in methods if method not in models]
+    if unknown:
+        raise click.UsageError(f"--method {unknown[0]} is unknown for {feedback} feedback; known: {', '.join(models)}")
+    given = ratings if ratings == "demo" or ratings in SHAPES else _file_or_shape(ratings, options)
+    result = run_compare(
+        given,
+        {name: model for name, model in models.items() if not methods or name in methods},
+        devices=devices or ("cpu", "cuda"),
+        feedback=feedback,
+        test_size=test_size,
+        scale=scale,
+        seed=seed,
+        show_progress=not quiet,
+    )
+    click.echo(str(result))
+    if json_file is not None:
+        result.to_json(json_file)
+    if plot is not None:
+        result.plot(plot)
+    if not result.agree:
+        raise click.exceptions.Exit(1)
+
+
+def _file_or_shape(path: str, options: dict[str, Any]) -> Ratings:
+    if not os.path.exists(path):
+        raise click.UsageError(f"{path!r} is neither a file nor a known shape; shapes: demo, {', '.join(SHAPES)}")
+    return read_ratings(path, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------------- fit

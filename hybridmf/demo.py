@@ -7,13 +7,14 @@ found it.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ._plan import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS, plan
+from ._table import format_table
 from ._validate import check_int
 from .als import ExplicitALS, ImplicitALS
 from .errors import DeviceError
@@ -305,25 +306,6 @@ def run_demo(
     seconds = _report_seconds(write, train, seed)
     _report_next(write)
     return DemoResult(rmse, baseline, implicit, popularity, seconds)
-
-
-def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], align: str, indent: int = 2) -> str:
-    """Text columns under a ruled header.
-
-    Parameters
-    ----------
-    header : sequence of str
-    rows : iterable of sequences
-    align : str
-        ``"<"`` or ``">"`` for each column.
-    indent : int
-        Blanks before each line.
-    """
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
-    lines = ("  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=True)) for row in cells)
-    return "\n".join((" " * indent + line).rstrip() for line in lines)
 
 
 def _heading(write: Callable[[str], Any], text: str) -> None:

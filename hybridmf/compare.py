@@ -1,0 +1,636 @@
+"""Methods and devices side by side on the same ratings, from the same initial factors: what to use, shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from sklearn.base import clone
+from tqdm.auto import tqdm
+
+from . import dispatch
+from ._base import FactorModel
+from ._files import write_atomically
+from ._plan import Plan
+from ._table import format_table
+from ._validate import check_bool, check_choice, check_int, check_real
+from .als import ExplicitALS, ImplicitALS
+from .ccd import CCD
+from .datasets import SHAPES, synthetic
+from .errors import DeviceError, MemoryBudgetError
+from .metrics import evaluate
+from .ratings import Ratings, split
+from .sgd import SGD
+
+METRICS = {"explicit": "rmse", "implicit": "ndcg@10"}
+
+TOLERANCE = 1e-3
+"""Relative difference of the objective beyond which two devices disagree: rounding over some iterations is far less."""
+
+RACING = ("hogwild", "batch_hogwild")
+"""Schedules of SGD whose factors depend on a race: two runs of one device differ."""
+
+RACING_TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method on one device.
+
+    Attributes
+    ----------
+    method, device : str
+    plan : Plan
+    seconds : tuple of float
+        Each iteration.
+    phases : dict of str to float
+        Seconds of a whole fit: "check" the input, "convert" (the transpose), "set up" (layouts; on a GPU also the
+        transfer), "compile" (what the first iteration takes beyond the median of the others), "solve".
+    objective : tuple of float
+        After each iteration.
+    metric : str
+    scores : tuple of float
+        The metric on held-out entries after each iteration; of implicit feedback after the last one only.
+    peak_bytes : int or None
+        Memory taken beyond what was taken before, where the system tells.
+    gflops, of_ceiling : float
+        Useful work a second; of the rate of a float32 matrix product on the same device.
+    bytes_per_second : float
+        Factors and residuals gathered and written, by the counts of the papers.
+    """
+
+    method: str
+    device: str
+    plan: Plan
+    seconds: tuple[float, ...]
+    phases: dict[str, float]
+    objective: tuple[float, ...]
+    metric: str
+    scores: tuple[float, ...]
+    peak_bytes: int | None
+    gflops: float
+    of_ceiling: float
+    bytes_per_second: float
+
+    @property
+    def per_iteration(self) -> float:
+        """Median seconds of an iteration; the first is left out where there are others."""
+        return median(self.seconds[1:] or self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Fastest and slowest of the same iterations."""
+        counted = self.seconds[1:] or self.seconds
+        return min(counted), max(counted)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON and data frames hold."""
+        return {
+            "method": self.method,
+            "device": self.device,
+            "seconds_per_iteration": self.per_iteration,
+            "fastest": self.spread[0],
+            "slowest": self.spread[1],
+            **{f"seconds_{phase.replace(' ', '_')}": seconds for phase, seconds in self.phases.items()},
+            "objective": self.objective[-1],
+            self.metric: self.scores[-1] if self.scores else None,
+            "peak_bytes": self.peak_bytes,
+            "planned_bytes": self.plan.total_bytes,
+            "gflops": self.gflops,
+            "of_ceiling": self.of_ceiling,
+            "gigabytes_per_second": self.bytes_per_second / 1e9,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of `compare`; ``print`` shows the table.
+
+    Attributes
+    ----------
+    name : str
+        What was compared on.
+    shape : (int, int)
+    nnz : int
+        Training entries.
+    load_seconds : float
+        Reading or drawing the ratings.
+    runs : tuple of Run
+    skipped : tuple of str
+        What did not run, and why.
+    disagreements : tuple of str
+        Devices whose objectives differ by more than the tolerance.
+    factor_differences : dict
+        (method, device) to the largest difference of a factor from that of the method's first device, relative to the
+        largest factor.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    nnz: int
+    load_seconds: float
+    runs: tuple[Run, ...]
+    skipped: tuple[str, ...] = ()
+    disagreements: tuple[str, ...] = ()
+    factor_differences: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    @property
+    def agree(self) -> bool:
+        """Whether all devices came to the same objective."""
+        return not self.disagreements
+
+    def __str__(self) -> str:
+        m, n = self.shape
+        size = f"{m:,} users x {n:,} items, {self.nnz:,} training entries"
+        head = f"{self.name}: {size}, loaded in {self.load_seconds:.2f} s"
+        notes = [f"Left out: {each}" for each in self.skipped] + [
+            f"DISAGREEMENT: {each}" for each in self.disagreements
+        ]
+        return "\n\n".join([head, self._speeds(), self._phases(), *(["\n".join(notes)] if notes else [])])
+
+    def _speeds(self) -> str:
+        slowest = max(run.per_iteration for run in self.runs)
+        rows = []
+        for run in self.runs:
+            low, high = run.spread
+            difference = self.factor_differences.get((run.method, run.device))
+            rows.append(
+                [
+                    run.method,
+                    run.device,
+                    _seconds(run.per_iteration),
+                    f"{_seconds(low)} - {_seconds(high)}",
+                    f"{slowest / run.per_iteration:.1f} x",
+                    f"{run.gflops:,.1f}",
+                    f"{run.of_ceiling:.0%}",
+                    f"{run.bytes_per_second / 1e9:,.1f}",
+                    f"{run.objective[-1]:.6g}",
+                    f"{run.scores[-1]:.4f}" if run.scores else "-",
+                    "-" if difference is None else f"{difference:.1e}",
+                ]
+            )
+        metrics = " / ".join(dict.fromkeys(run.metric.upper() for run in self.runs))
+        header = ["method", "device", "s / iteration", "fastest - slowest", "speedup", "GFLOP/s", "of gemm", "GB/s",
+                  "objective", metrics, "factors differ"]  # fmt: skip
+        return format_table(header, rows, "<<>>>>>>>>>", indent=0)
+
+    def _phases(self) -> str:
+        names = list(dict.fromkeys(phase for run in self.runs for phase in run.phases))
+        rows = [
+            [
+                run.method,
+                run.device,
+                *(_seconds(run.phases.get(name, 0.0)) for name in names),
+                _seconds(sum(run.phases.values())),
+                "-" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:,.0f}",
+                f"{run.plan.total_bytes / 2**20:,.0f}",
+            ]
+            for run in self.runs
+        ]
+        header = ["seconds of a whole fit", "device", *names, "all", "peak MiB", "planned MiB"]
+        return format_table(header, rows, "<<" + ">" * (len(names) + 3), indent=0)
+
+    def to_frame(self) -> Any:
+        """One row a run, as a pandas data frame.
+
+        Raises
+        ------
+        ImportError
+            pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_frame needs pandas: pip install pandas; or use to_json()") from error
+        return pandas.DataFrame([run.as_dict() for run in self.runs])
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Everything as JSON, and into a file if `path` is given (whole or not at all)."""
+        content = {
+            "name": self.name,
+            "shape": list(self.shape),
+            "nnz": self.nnz,
+            "load_seconds": self.load_seconds,
+            "runs": [
+                run.as_dict()
+                | {
+                    "seconds": list(run.seconds),
+                    "objectives": list(run.objective),
+                    "scores": list(run.scores),
+                    "plan": str(run.plan),
+                    "factors_differ": self.factor_differences.get((run.method, run.device)),
+                }
+                for run in self.runs
+            ],
+            "skipped": list(self.skipped),
+            "disagreements": list(self.disagreements),
+        }
+        text = json.dumps(content, indent=2)
+        if path is not None:
+            write_atomically(path, text.encode())
+        return text
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Seconds of an iteration as bars, and the objective or RMSE over seconds; a matplotlib figure.
+
+        Parameters
+        ----------
+        path : path-like, optional
+            Where the figure goes, too; the format is that of the suffix.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError('plot needs matplotlib: pip install "hybridmf[plot]"') from error
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        bars, curves = figure.subplots(1, 2)
+        names = [f"{run.method}\n{run.device}" for run in self.runs]
+        bars.barh(names[::-1], [run.per_iteration for run in self.runs][::-1], color="#4878a8")
+        bars.set_xscale("log")
+        bars.set_xlabel("seconds per iteration")
+        by_score = all(len(run.scores) == len(run.seconds) for run in self.runs)
+        for run, name in zip(self.runs, names, strict=True):
+            started = sum(run.phases.values()) - run.phases.get("solve", 0.0)
+            curve = run.scores if by_score else run.objective
+            curves.plot(started + np.cumsum(run.seconds), curve, marker=".", label=name.replace("\n", ", "))
+        curves.set_xscale("log")
+        curves.set_xlabel("seconds, set-up included")
+        curves.set_ylabel("held-out RMSE" if by_score else "objective")
+        curves.legend(fontsize="small")
+        figure.suptitle(self.name)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.0995 else f"{value:.2g}"
+
+
+# ------------------------------------------------------------------------------------------------------- what to run
+
+
+def default_models(feedback: str, factors: int = 64, iterations: int = 10) -> dict[str, FactorModel]:
+    """The methods that are compared if none is named: exact and approximate, of each family that serves the feedback.
+
+    They minimize the same sum: the estimators' default lambda is the same for all of explicit feedback.
+    """
+    common: dict[str, Any] = {"factors": factors, "iterations": iterations, "random_state": 0}
+    if feedback == "implicit":
+        return {
+            "als": ImplicitALS(**common),
+            "als-cg": ImplicitALS(**common, solver="cg"),
+            "als-subspace": ImplicitALS(**common, solver="subspace"),
+        }
+    return {
+        "als": ExplicitALS(**common),
+        "als-cg": ExplicitALS(**common, solver="cg"),
+        "sgd-blocks": SGD(**common, schedule="blocks"),
+        "sgd-hogwild": SGD(**common, schedule="hogwild"),
+        "sgd-msgd": SGD(**common, schedule="msgd"),
+        "sgd-batch-hogwild": SGD(**common, schedule="batch_hogwild"),
+        "ccd": CCD(**common),
+    }
+
+
+def _name_of(model: FactorModel) -> str:
+    """Class, and what distinguishes methods of a class."""
+    params = model.get_params(deep=False)
+    words = [
+        str(params[key])
+        for key in ("solver", "schedule", "assembly")
+        if key in params and params[key] not in ("auto", "cholesky")
+    ]
+    return ", ".join([type(model).__name__, *words])
+
+
+def _named(models: Any, feedback: str) -> dict[str, FactorModel]:
+    if models is None:
+        return default_models(feedback)
+    if isinstance(models, FactorModel):
+        models = [models]
+    pairs = list(models.items()) if isinstance(models, Mapping) else [(None, model) for model in models]
+    named: dict[str, FactorModel] = {}
+    for name, model in pairs:
+        if not isinstance(model, FactorModel):
+            hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
+            raise TypeError(f"models must be estimators such as ExplicitALS(factors=64), got {model!r}{hint}")
+        name = _name_of(model) if name is None else str(name)
+        if name in named:
+            raise ValueError(f"two models are called {name!r}; pass a dict that names them")
+        named[name] = model
+    if not named:
+        raise ValueError("models is empty; pass an estimator, a list or dict of them, or None for the usual ones")
+    return named
+
+
+def _ratings(given: Any, feedback: str, scale: float, seed: int) -> tuple[str, Ratings]:
+    """(name, ratings) of a shape's name, a file or an object."""
+    if isinstance(given, Ratings):
+        return "ratings", given
+    if isinstance(given, (str, os.PathLike)):
+        if isinstance(given, str) and given in SHAPES:
+            name = given if scale == 1 else f"{given} x {scale:g}"
+            return f"{name} (synthetic, {feedback})", synthetic(given, feedback=feedback, scale=scale, seed=seed)  # type: ignore[arg-type]
+        if given == "demo":
+            return "invented films", _demo(feedback, seed)
+        if not Path(given).exists():
+            raise ValueError(f"{str(given)!r} is neither a file nor a known shape; shapes: demo, {', '.join(SHAPES)}")
+        return Path(given).name, Ratings.from_file(given)
+    return "matrix", Ratings.from_matrix(given)
+
+
+def _demo(feedback: str, seed: int) -> Ratings:
+    """The ratings of ``hybridmf demo``; as implicit feedback what was liked."""
+    from . import demo
+
+    films = demo.generate(seed=seed)
+    ratings = Ratings.from_coo(films.users, films.items, films.values, shape=films.shape)
+    return demo._liked(ratings) if feedback == "implicit" else ratings
+
+
+def _feedback_of(models: Any, feedback: str | None) -> str:
+    if feedback is not None:
+        return str(check_choice("feedback", feedback, ("explicit", "implicit")))
+    listed: Iterable[Any] = models.values() if isinstance(models, Mapping) else [models] if models is not None else []
+    if not isinstance(models, (Mapping, FactorModel)) and models is not None:
+        listed = models
+    kinds = {model._objective().feedback for model in listed if isinstance(model, FactorModel)}
+    if len(kinds) > 1:
+        raise ValueError("models of explicit and of implicit feedback minimize different sums; compare them apart")
+    return kinds.pop() if kinds else "explicit"
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+class _Memory:
+    """Peak of what a run takes beyond what was taken before, on the host or a GPU."""
+
+    def __init__(self, device: Any) -> None:
+        self.device, self.peak = device, None
+        if device is not None:
+            self.before = device.free_bytes()
+            self.least = self.before
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back (Linux)
+            self.before = _status("VmRSS")
+        except OSError:
+            self.before = -1
+
+    def look(self) -> None:
+        """Take notice while the run holds its memory."""
+        if self.device is not None:
+            self.least = min(self.least, self.device.free_bytes())
+
+    def taken(self) -> int | None:
+        """Bytes at the peak, None where the system does not tell."""
+        if self.device is not None:
+            return int(self.before - self.least)
+        return None if self.before < 0 else max(0, _status("VmHWM") - self.before)
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"the system does not tell {key}")
+
+
+def _ceiling(plan: Plan, device: Any) -> float:
+    """GFLOP/s of a float32 matrix product on the device of a plan."""
+    from threadpoolctl import threadpool_limits
+
+    size = 1536 if device is None else 8192
+    a = np.ones((size, size), np.float32)
+    if device is not None:
+        a = device.upload(a)
+
+    def product() -> float:
+        started = time.perf_counter()
+        if device is None:
+            a @ a
+        else:
+            device.matmul(a, a)
+            device.synchronize()
+        return time.perf_counter() - started
+
+    with threadpool_limits(plan.num_threads, user_api="blas"):
+        return 2 * size**3 / min(product() for _ in range(4)) / 1e9
+
+
+def _bytes_per_iteration(plan: Plan) -> float:
+    """Rows of factors gathered (ALS) or read and written (SGD, twice as often), residuals (CCD++), once an entry."""
+    itemsize, method = np.dtype(plan.dtype).itemsize, type(plan.method).__name__
+    if method == "SgdMethod":
+        return 4.0 * plan.nnz * plan.factors * itemsize
+    if method == "CcdMethod":
+        return plan.nnz * plan.factors * (8.0 + 4 * itemsize)
+    return 2.0 * plan.nnz * plan.rank * itemsize
+
+
+def _open(plan: Plan) -> Any:
+    if plan.gpu is None:
+        return None
+    from .gpu.device import open_device
+
+    return open_device(plan.device)
+
+
+@dataclass
+class _Result:
+    run: Run
+    users: np.ndarray
+    items: np.ndarray
+
+
+def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratings | None, bar: Any) -> _Result:
+    """Fit once, looking on after each iteration; looking takes no part in the times."""
+    from ._plan import plan as make
+
+    plan = make(train, model)
+    metric = METRICS[model._objective().feedback]
+    opened = _open(plan)
+    ceiling = _ceiling(plan, opened)
+    memory = _Memory(opened)
+    objective, scores = [], []
+
+    def look(fitted: Any, record: dict[str, float]) -> None:
+        memory.look()
+        objective.append(record["objective"])
+        if test is not None and metric == "rmse":
+            scores.append(evaluate(fitted, test, metrics=(metric,))[metric])
+        bar.update()
+        bar.set_postfix_str(f"{record['seconds']:.3g} s / iteration")
+
+    bar.set_description(f"{name} on {device}")
+    model.fit(train, callback=look)
+    peak = memory.taken()
+    if test is not None and metric != "rmse":
+        scores.append(evaluate(model, test, train=train, metrics=(metric,))[metric])
+    seconds = tuple(record["seconds"] for record in model.history_)
+    usual = median(seconds[1:] or seconds)
+    extra = max(0.0, seconds[0] - usual) if opened is not None else 0.0
+    phases = {**model.timings_, "compile": extra, "solve": sum(seconds) - extra}
+    rate = model.plan_.flops_per_iteration / usual / 1e9
+    run = Run(
+        name, model.plan_.device, model.plan_, seconds, phases, tuple(objective), metric, tuple(scores), peak,
+        rate, rate / ceiling, _bytes_per_iteration(model.plan_) / usual,
+    )  # fmt: skip
+    return _Result(run, model.user_factors_, model.item_factors_)
+
+
+def compare(
+    user_items: Any,
+    models: Any = None,
+    *,
+    devices: Sequence[str] = ("cpu", "cuda"),
+    feedback: str | None = None,
+    iterations: int | None = None,
+    test_size: float = 0.1,
+    scale: float = 1.0,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+    show_progress: bool = False,
+) -> Comparison:
+    """Fit each model on each device from the same initial factors and tell what each took and reached.
+
+    Parameters
+    ----------
+    user_items : Ratings, matrix, path-like or str
+        Ratings, a file of them, "demo", or the name of a synthetic shape (`hybridmf.datasets.SHAPES`).
+    models : estimator, list or dict of them, optional
+        Their `device` is replaced. Default: what serves the feedback, see `default_models`.
+    devices : sequence of str
+        "cpu", "cuda", "cuda:N". A device that is not there, and a method that a device does not serve, are left out
+        and named; if nothing is left, that is an error.
+    feedback : {"explicit", "implicit"}, optional
+        What the ratings are; default: what the models are for, else "explicit".
+    iterations : int, optional
+        Of each model; default: the models' own.
+    test_size : float
+        Share of entries held out; 0: none.
+    scale : float
+        Of a synthetic shape: see `hybridmf.datasets.synthetic`.
+    seed : int
+        Of the split, of synthetic ratings, and of the models that have no `random_state`.
+    tolerance : float
+        Relative difference of the objective beyond which two devices disagree on one method.
+    show_progress : bool
+        A progress bar on standard error.
+
+    Returns
+    -------
+    Comparison
+
+    Raises
+    ------
+    TypeError, ValueError
+        Unknown names (the known ones are listed), models of different feedback, ratings that cannot be used.
+    DeviceError
+        No method runs on any of the devices.
+
+    Examples
+    --------
+    >>> import hybridmf as hmf
+    >>> result = hmf.compare("ml-1m", hmf.ExplicitALS(factors=4, iterations=2), devices=["cpu"], scale=0.1)
+    >>> result.runs[0].device
+    'cpu'
+    """
+    kind = _feedback_of(models, feedback)
+    named = _named(models, kind)
+    if isinstance(devices, str):
+        devices = (devices,)
+    wanted = [dispatch.check_device(device) for device in devices]
+    test_size = check_real("test_size", test_size, 0.0)
+    seed, scale = check_int("seed", seed, 0), check_real("scale", scale, 0.0, strict=True)
+    check_bool("show_progress", show_progress)
+    started = time.perf_counter()
+    name, ratings = _ratings(user_items, kind, scale, seed)
+    loaded = time.perf_counter() - started
+    train, test = (ratings, None) if test_size == 0 else split(ratings, test_size=test_size, random_state=seed)
+
+    cases, skipped = _cases(named, wanted, iterations, seed, train)
+    results: list[_Result] = []
+    steps = sum(model.iterations for _, _, model in cases)
+    with tqdm(total=steps, disable=not show_progress, unit="iteration") as bar:
+        for method, device, model in cases:
+            try:
+                results.append(_run(method, model, device, train, test, bar))
+            except (DeviceError, MemoryBudgetError) as error:
+                skipped.append(f"{method} on {device}: {error}")
+    if not results:
+        raise DeviceError("nothing ran: " + "; ".join(skipped))
+    differences, disagreements = _differences(results, tolerance)
+    runs = tuple(result.run for result in results)
+    return Comparison(name, train.shape, train.nnz, loaded, runs, tuple(skipped), tuple(disagreements), differences)
+
+
+def _cases(
+    named: dict[str, FactorModel], devices: Sequence[str], iterations: int | None, seed: int, train: Ratings
+) -> tuple[list[tuple[str, str, FactorModel]], list[str]]:
+    """(what runs, what does not and why); judged by plans, before any work."""
+    from ._plan import plan as make
+
+    cases, skipped = [], []
+    missing = {}
+    for device in devices:
+        try:
+            dispatch.find_gpu(device)
+        except DeviceError as error:
+            missing[device] = str(error)
+            skipped.append(f"{device}: {error}")
+    for method, model in named.items():
+        for device in devices:
+            if device in missing:
+                continue
+            one = clone(model).set_params(device=device)
+            if iterations is not None:
+                one.set_params(iterations=iterations)
+            if one.random_state is None:
+                one.set_params(random_state=seed)
+            try:
+                make(train, one)
+            except (DeviceError, ValueError) as error:
+                skipped.append(f"{method} on {device}: {error}")
+                continue
+            cases.append((method, device, one))
+    return cases, skipped
+
+
+def _differences(results: list[_Result], tolerance: float) -> tuple[dict[tuple[str, str], float], list[str]]:
+    """How far devices are from the first one of the same method."""
+    first: dict[str, _Result] = {}
+    differences: dict[tuple[str, str], float] = {}
+    disagreements = []
+    for result in results:
+        run = result.run
+        reference = first.setdefault(run.method, result)
+        if reference is result:
+            continue
+        sides = ((result.users, reference.users), (result.items, reference.items))
+        differences[run.method, run.device] = max(
+            float(np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny)) for a, b in sides
+        )
+        allowed = max(tolerance, RACING_TOLERANCE) if getattr(run.plan.method, "schedule", "") in RACING else tolerance
+        ours, theirs = run.objective[-1], reference.run.objective[-1]
+        if not abs(ours - theirs) <= allowed * abs(theirs):
+            disagreements.append(
+                f"{run.method}: the objective is {ours:.6g} on {run.device} and {theirs:.6g} on "
+                f"{reference.run.device}, "
+                f"{abs(ours - theirs) / abs(theirs):.1e} apart where {allowed:.0e} is allowed"
+            )
+    return differences, disagreements
