@@ -329,9 +329,9 @@ def test_workers_see_every_entry_once(device, workers):
 def test_workers_of_a_device(device):
     """Few on small problems; as many as a device holds on large ones."""
     spec = replace(device.spec, multiprocessors=132)
-    assert HogwildConfig.default(spec, 128, 2, False, 99_000_000 // 8) == HogwildConfig(5, 5 * 132 * 8)
+    assert HogwildConfig.default(spec, 128, 2, False, 99_000_000 // sgd.RUN) == HogwildConfig(5, 5 * 132 * 8)
     assert HogwildConfig.default(spec, 128, 4, True, 10**9) == HogwildConfig(4, 4 * 132 * 4)
-    assert HogwildConfig.default(spec, 32, 2, False, 125_000).n_workers == 62
+    assert HogwildConfig.default(spec, 32, 2, False, 125_000).n_workers == 125_000 // sgd.ROUNDS
     assert HogwildConfig.default(spec, 32, 2, False, 3).n_workers == 1
 
 

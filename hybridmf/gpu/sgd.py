@@ -45,8 +45,8 @@ DECENTRALIZED_THREADS = 256
 
 RUN = 32
 """Entries of one row that batch-Hogwild keeps together, while the row stays in registers; see cuda/batch_hogwild.cu. An
-epoch of Netflix's shape, f = 128 in float16, took 17.1 ms on an H200, 20.0 with 16 and 21.8 with 8; the train RMSE after
-10 epochs was 0.5812, 0.5811 and 0.5813."""
+epoch of Netflix's shape, f = 128 in float16, took 17.1 ms on an H200, 20.0 with 16 and 21.8 with 8; the train RMSE
+after 10 epochs was 0.5812, 0.5811 and 0.5813."""
 
 BATCH = 8
 """Runs that a worker takes at a time: 256 entries, as cuMF_SGD."""
