@@ -104,6 +104,7 @@ class ImplicitALS(_ALS):
     n_iter_ : int
         Completed sweeps.
     history_ : list of dict
+    timings_ : dict
         See `fit`.
     plan_ : Plan
         Every size and choice of the fit.
@@ -190,7 +191,8 @@ block_size, balance, gpu_memory_limit
 
     Attributes
     ----------
-    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, plan_, device_, user_ids_, item_ids_
+    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, timings_, plan_, device_, user_ids_, \
+item_ids_
         As for `ImplicitALS`.
     user_bias_, item_bias_ : array or None
     mean_ : float

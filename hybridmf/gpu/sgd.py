@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[Side, Side]] = {
 """By ordering: whose rows the layout lists that a pass over the items (over the users) walks; MSGD 6.4. A pass is
 centralized (Alg. 3) where the rows it moves are those of its layout, else decentralized (Alg. 2). "user" and "item" are
 one of each and keep one orientation of the ratings on the device; "mixed" is centralized twice, with long rows solved
-in chunks (ours); "crossed", decentralized twice, has nothing for it but that MSGD measures it."""
+in chunks (ours); "crossed" is decentralized twice, as MSGD measures it, too."""
 
 LONG_ROW = 16384
 """Entries from which a row has a block of its own, which solves several at a time. All warps together are bound by the
