@@ -20,8 +20,8 @@ SHAPES: dict[str, tuple[int, int, int]] = {
     "rucci": (1_977_885, 109_900, 7_791_168),
     "msd": (1_019_318, 384_546, 48_373_586),
 }
-"""Users, items and entries as published: BALS table 1; the Million Song Dataset: Gates et al. table I; MovieLens 1M: its
-README; Epinions: Massa and Avesani 2007."""
+"""Users, items and entries as published: BALS table 1; Gates et al. table I (Million Song Dataset); MovieLens README
+(1M); Massa and Avesani 2007 (Epinions)."""
 
 PIECE = 1 << 20
 """Entries whose scores are computed at a time: the gathered tastes of 100 million would take gigabytes."""
