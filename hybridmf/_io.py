@@ -270,7 +270,7 @@ class ModelFile:
         )
 
     def _squares(self, tensors: dict[str, np.ndarray]) -> dict[str, Factors]:
-        """AdaGrad's sums of both sides, laid out as the factors and biases are; none where there are none."""
+        """Sums of squares of both sides: laid out as the factors and biases are, or two a row; {} without any."""
         if not tensors.keys() & set(SQUARES):
             return {}
         for name in SQUARES:
@@ -278,8 +278,11 @@ class ModelFile:
             sums = tensors.get(name)
             alike = (twin is None) == (sums is None)
             if twin is not None and sums is not None:
-                alike = twin.shape == sums.shape and twin.dtype == sums.dtype and bool(np.all(sums >= 0))
+                shapes = {twin.shape, *([(len(twin), 2)] if twin.ndim == 2 else [])}  # RPCS: two sums a row
+                alike = sums.shape in shapes and twin.dtype == sums.dtype and bool(np.all(sums >= 0))
             self._require(alike, f"{name} does not fit what it belongs to")
+        widths = {tensors[f"{side}_squares"].shape[1] for side in ("user", "item")}
+        self._require(len(widths) == 1, "user_squares does not fit item_squares")
         return {
             side: Factors(tensors[f"{side}_squares"], tensors.get(f"{side}_bias_squares")) for side in ("user", "item")
         }

@@ -20,12 +20,12 @@ SCHEDULES = ("msgd", "hogwild", "blocks", "batch_hogwild")
 CPU_SCHEDULES = ("msgd", "hogwild", "blocks")
 GPU_SCHEDULES = ("msgd", "batch_hogwild")
 ORDERINGS = ("user", "item", "mixed", "crossed")
-RATE_SCHEDULES = ("power", "geometric", "constant", "adagrad")
+RATE_SCHEDULES = ("power", "geometric", "constant", "rpcs", "adagrad")
 
 GPU_RATE_SCHEDULES = ("power", "geometric", "constant")
-"""AdaGrad's sums of squares are the CPU's: on a GPU they would double the traffic that bounds it."""
+"""Sums of squares are the CPU's: on a GPU AdaGrad's would double the traffic that bounds it."""
 
-DEFAULT_RATES = {"power": 0.03, "geometric": 0.03, "constant": 0.01, "adagrad": 0.1}
+DEFAULT_RATES = {"power": 0.03, "geometric": 0.03, "constant": 0.01, "rpcs": 0.1, "adagrad": 0.1}
 DEFAULT_DECAYS = {"power": 0.1, "geometric": 0.9}
 """Good for ratings of 1 to 5: at rank 32 and 20 epochs they bring every schedule below 0.87 on MovieLens 1M."""
 
@@ -45,7 +45,7 @@ class SgdMethod:
     schedule : {"msgd", "hogwild", "blocks", "batch_hogwild"}
     ordering : {"user", "item", "mixed", "crossed"}
         Which orientations of the ratings MSGD walks on a GPU.
-    rate_schedule : {"power", "geometric", "constant", "adagrad"}
+    rate_schedule : {"power", "geometric", "constant", "rpcs", "adagrad"}
     learning_rate, decay : float
         See `learning_rate_at`; `decay` is 0 where the schedule has none.
     deterministic : bool
@@ -198,7 +198,7 @@ class SgdMethod:
         m, n, nnz, itemsize = plan.n_users, plan.n_items, plan.nnz, np.dtype(plan.dtype).itemsize
         pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
         entries = 0 if self.schedule == "msgd" else nnz * (8 + itemsize)  # triplets in the order of the schedule
-        copies = 2 if self.rate_schedule != "adagrad" else 4
+        copies = 4 if self.rate_schedule == "adagrad" else 2
         line = 64 // itemsize
         width = -(-plan.rank // line) * line
         return {
@@ -233,8 +233,8 @@ def learning_rate_at(method: SgdMethod, epoch: int) -> float:
     """Learning rate gamma_t of epoch t = 0, 1, ...
 
     "power": ``learning_rate / (1 + decay t^1.5)`` (Yun et al. 2014, as cuMF_SGD has it);
-    "geometric": ``learning_rate decay^t`` (MSGD's experiments); "constant", "adagrad": ``learning_rate``, which
-    "adagrad" then divides by ``sqrt(1 + sum of squared gradients)`` of each coordinate.
+    "geometric": ``learning_rate decay^t`` (MSGD's experiments); "constant", "rpcs", "adagrad": ``learning_rate``,
+    which the last two then divide by ``sqrt(1 + sum of squared gradients)`` of each row or coordinate.
     """
     if method.rate_schedule == "power":
         return method.learning_rate / (1.0 + method.decay * epoch**1.5)

@@ -207,20 +207,21 @@ def ccd(
     return State(Factors(factors["user"]), Factors(factors["item"]))
 
 
-def _copied(state: State, adagrad: bool) -> State:
-    """A float64 copy to update in place; with zeros as AdaGrad's sums of squares where it has none."""
+HEAD = 8
+"""Coordinates of a row that share the first sum of RPCS."""
+
+
+def _copied(state: State, sums_width: int) -> State:
+    """A float64 copy to update in place; with zeros as sums of squares, so many a row, where it has none."""
 
     def copy(factors: Factors, squares: Factors | None) -> Factors:
         bias = None if factors.bias is None else factors.bias.astype(np.float64)
         return Factors(factors.matrix.astype(np.float64), bias, squares)
 
     def with_squares(factors: Factors) -> Factors:
-        sums = copy(factors.squares or factors, None)
-        if factors.squares is None:
-            sums.matrix[:] = 0
-            if sums.bias is not None:
-                sums.bias[:] = 0
-        return copy(factors, sums if adagrad else None)
+        bias = None if factors.bias is None else np.zeros(len(factors))
+        zeros = Factors(np.zeros((len(factors), sums_width)), bias)
+        return copy(factors, copy(factors.squares or zeros, None) if sums_width else None)
 
     return State(with_squares(state.user), with_squares(state.item), state.mean)
 
@@ -233,15 +234,23 @@ def _step(values: np.ndarray, row: int, step: Any, rate: float, squares: np.ndar
     values[row] += rate * step
 
 
-def _move(factors: Factors, row: int, error: float, other: np.ndarray, rate: float, regularization: float) -> None:
+def _rpcs_step(values: np.ndarray, row: int, step: np.ndarray, rate: float, sums: np.ndarray, head_only: bool) -> None:
+    """Head and tail of a row by one sum each, which count the step afterwards (Chin et al. 2015)."""
+    for group, part in enumerate((slice(0, HEAD), slice(HEAD, None))):
+        if len(step[part]) and not (group and head_only):
+            values[row, part] += rate / np.sqrt(1 + sums[row, group]) * step[part]
+            sums[row, group] += np.mean(step[part] ** 2)
+
+
+def _move(
+    factors: Factors, row: int, error: float, other: np.ndarray, rate: float, regularization: float, head_only: bool
+) -> None:
     squares = factors.squares
-    _step(
-        factors.matrix,
-        row,
-        error * other - regularization * factors.matrix[row],
-        rate,
-        None if squares is None else squares.matrix,
-    )
+    step = error * other - regularization * factors.matrix[row]
+    if squares is not None and squares.matrix.shape != factors.matrix.shape:
+        _rpcs_step(factors.matrix, row, step, rate, squares.matrix, head_only)
+    else:
+        _step(factors.matrix, row, step, rate, None if squares is None else squares.matrix)
     if factors.bias is not None:
         _step(factors.bias, row, error, rate, None if squares is None else squares.bias)
 
@@ -260,7 +269,8 @@ def sgd_entries(
     state: State,
     regularization: float,
     rate: float,
-    adagrad: bool = False,
+    sums_width: int = 0,
+    head_only: bool = False,
 ) -> State:
     """Update entry by entry in the order given, both rows from their old values (MSGD eq. 3); biases carry no penalty.
 
@@ -269,27 +279,33 @@ def sgd_entries(
     users, items : int array, shape (n,)
     ratings : float array, shape (n,)
     state : State
-        With sums of squares where AdaGrad goes on.
+        With sums of squares where AdaGrad or RPCS goes on.
+    sums_width : int
+        Sums of squares of a row: as many as factors (AdaGrad), 2 (RPCS) or 0.
+    head_only : bool
+        RPCS's first epoch.
     """
-    state = _copied(state, adagrad)
+    state = _copied(state, sums_width)
     for user, item, rating in zip(users, items, np.asarray(ratings, dtype=np.float64), strict=True):
         error = _error(state, user, item, rating)
         old = state.user.matrix[user].copy()
-        _move(state.user, user, error, state.item.matrix[item], rate, regularization)
-        _move(state.item, item, error, old, rate, regularization)
+        _move(state.user, user, error, state.item.matrix[item], rate, regularization, head_only)
+        _move(state.item, item, error, old, rate, regularization, head_only)
     return state
 
 
-def msgd(matrix: Any, state: State, regularization: float, rate: float, adagrad: bool = False) -> State:
+def msgd(
+    matrix: Any, state: State, regularization: float, rate: float, sums_width: int = 0, head_only: bool = False
+) -> State:
     """One epoch of MSGD (Alg. 1): each item walks its users in ascending order, then each user its items."""
-    state, coo = _copied(state, adagrad), sp.coo_array(matrix)
+    state, coo = _copied(state, sums_width), sp.coo_array(matrix)
     ratings = coo.data.astype(np.float64)
     for k in np.lexsort((coo.row, coo.col)):
         user, item = coo.row[k], coo.col[k]
         error = _error(state, user, item, ratings[k])
-        _move(state.item, item, error, state.user.matrix[user], rate, regularization)
+        _move(state.item, item, error, state.user.matrix[user], rate, regularization, head_only)
     for k in np.lexsort((coo.col, coo.row)):
         user, item = coo.row[k], coo.col[k]
         error = _error(state, user, item, ratings[k])
-        _move(state.user, user, error, state.item.matrix[item], rate, regularization)
+        _move(state.user, user, error, state.item.matrix[item], rate, regularization, head_only)
     return state

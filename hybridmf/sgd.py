@@ -36,15 +36,18 @@ class SGD(FactorModel):
     regularization : float
         lambda >= 0; ``learning_rate * regularization`` must be less than 1.
     learning_rate : float, optional
-        Of the first epoch, > 0. Default: 0.03; 0.01 if it is constant, 0.1 for AdaGrad: good for ratings of 1 to 5.
+        Of the first epoch, > 0. Default: 0.03; 0.01 if it is constant, 0.1 for "rpcs" and "adagrad": good
+        for ratings of 1 to 5.
         Stable steps are inversely proportional to the size of the ratings.
     decay : float, optional
         How the learning rate falls; what it means and its default depend on `rate_schedule`.
-    rate_schedule : {"power", "geometric", "constant", "adagrad"}
+    rate_schedule : {"power", "geometric", "constant", "rpcs", "adagrad"}
         Learning rate of epoch t = 0, 1, ...: ``learning_rate / (1 + decay t^1.5)`` (cuMF_SGD; decay 0.1 if not given),
-        ``learning_rate decay^t`` (MSGD; 0.9), `learning_rate`; or AdaGrad (Duchi et al. 2011), where each coordinate
-        has its own: a step g (``e y - lambda x``) first adds ``g^2`` to a sum G that starts at 0 and is then
-        ``learning_rate g / sqrt(1 + G)``.
+        ``learning_rate decay^t`` (MSGD; 0.9), or `learning_rate`. The other two divide each step g (``e y - lambda x``)
+        by ``sqrt(1 + G)``, G a sum of squared steps that starts at 0. "rpcs" (Chin et al. 2015, LIBMF): the first 8
+        coordinates of a row share one G, the others another, which grow by the mean of their squared steps after the
+        step; in the first epoch the first 8 move alone. "adagrad" (Duchi et al. 2011): each coordinate has its own,
+        which counts the step itself.
     schedule : {"msgd", "hogwild", "blocks", "batch_hogwild"}
         In which order, and who conflicts with whom:
 

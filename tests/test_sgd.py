@@ -99,10 +99,10 @@ def sequence(solver: CpuSGD, epoch: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def reference_epoch(solver: CpuSGD, matrix, state: State, epoch: int) -> State:
-    rate, adagrad = learning_rate_at(solver.method, epoch), solver.adagrad
+    rate, sums = learning_rate_at(solver.method, epoch), (solver.sums_width, epoch == 0)
     if isinstance(solver.schedule, RowSweeps):
-        return reference.msgd(matrix, state, solver.objective.regularization, rate, adagrad)
-    return reference.sgd_entries(*sequence(solver, epoch), state, solver.objective.regularization, rate, adagrad)
+        return reference.msgd(matrix, state, solver.objective.regularization, rate, *sums)
+    return reference.sgd_entries(*sequence(solver, epoch), state, solver.objective.regularization, rate, *sums)
 
 
 def check_against_reference(matrix, method, rank, *, biases=False, epochs=2, threads=1, **changes) -> None:
@@ -119,7 +119,7 @@ def check_against_reference(matrix, method, rank, *, biases=False, epochs=2, thr
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("rate_schedule", ["power", "adagrad"])
+@pytest.mark.parametrize("rate_schedule", ["power", "rpcs", "adagrad"])
 @pytest.mark.parametrize(("schedule", "deterministic"), SCHEDULES)
 def test_one_thread_is_the_reference_update_by_update(schedule, deterministic, rate_schedule, biases, dtype):
     matrix = planted().astype(dtype)
@@ -133,7 +133,9 @@ def test_every_width_of_every_instruction_set(rank, isa, monkeypatch):
         pytest.skip(f"this processor has no {isa}")
     monkeypatch.setenv("HYBRIDMF_ISA", isa)
     for schedule in ("msgd", "blocks"):
-        check_against_reference(planted(24, 18).astype(np.float64), method_of(schedule, learning_rate=0.02), rank)
+        for rates in ("power", "rpcs"):
+            method = method_of(schedule, rate_schedule=rates, learning_rate=0.02)
+            check_against_reference(planted(24, 18).astype(np.float64), method, rank)
 
 
 def test_the_largest_rank():
@@ -157,7 +159,7 @@ def test_one_giant_row_and_single_entries():
 
 
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("rate_schedule", ["power", "adagrad"])
+@pytest.mark.parametrize("rate_schedule", ["power", "rpcs", "adagrad"])
 @pytest.mark.parametrize("schedule", ["msgd", "blocks"])
 def test_conflict_free_schedules_give_the_same_bits_for_any_threads(schedule, rate_schedule, biases):
     matrix, method = planted(150, 90, 0.3), method_of(schedule, rate_schedule=rate_schedule)
@@ -171,7 +173,7 @@ def test_cut_into_many_kernel_calls(schedule, deterministic):
     """Ctrl-C is answered between calls, which change nothing but where an epoch can stop."""
     matrix, method = planted().astype(np.float64), method_of(schedule, deterministic)
     whole, cut = (solver_of(matrix, method, 5, **changes) for changes in ({}, {"batch_flops": 3000.0}))
-    work, terms = ({side: Copies(cut.state.side(side), False, 1) for side in ("user", "item")}, (0.05, 0.05, 0.0))
+    work, terms = ({side: Copies(cut.state.side(side), 0, 1) for side in ("user", "item")}, (0.05, 0.05, 0.0))
     assert len(list(cut.schedule.run(work, terms, 0))) > 5
     if deterministic:
         assert_same_bits(run(cut, 2), run(whole, 2))
@@ -183,7 +185,7 @@ def test_losses_are_those_before_each_update():
     matrix = planted().astype(np.float64)
     for schedule in ("msgd", "hogwild", "blocks"):
         solver = solver_of(matrix, method_of(schedule), 4, regularization=0.0)
-        work = {side: Copies(solver.state.side(side), False, 1) for side in ("user", "item")}
+        work = {side: Copies(solver.state.side(side), 0, 1) for side in ("user", "item")}
         loss = sum(solver.schedule.run(work, (1e-300, 0.0, 0.0), 0))  # no step: the loss of the state
         assert loss == pytest.approx(solver.objective_value(), rel=1e-12)
 
@@ -355,7 +357,7 @@ def test_learning_rates():
     power, geometric = method_of(learning_rate=0.1, decay=0.5), method_of("msgd", True, "geometric", 0.1, 0.5)
     assert [learning_rate_at(power, t) for t in (0, 1, 4)] == [0.1, 0.1 / 1.5, 0.1 / 5]
     assert [learning_rate_at(geometric, t) for t in (0, 1, 3)] == [0.1, 0.05, 0.0125]
-    for rate_schedule in ("constant", "adagrad"):
+    for rate_schedule in ("constant", "rpcs", "adagrad"):
         assert learning_rate_at(method_of("msgd", True, rate_schedule, 0.1), 9) == 0.1
     for rate_schedule, rate in _sgd_method.DEFAULT_RATES.items():
         method = SgdMethod.check("msgd", "mixed", rate_schedule, None, None, True)
@@ -363,7 +365,7 @@ def test_learning_rates():
 
 
 @pytest.mark.parametrize(("schedule", "deterministic"), SCHEDULES)
-@pytest.mark.parametrize("rate_schedule", ["power", "geometric", "constant", "adagrad"])
+@pytest.mark.parametrize("rate_schedule", ["power", "geometric", "constant", "rpcs", "adagrad"])
 def test_learns(schedule, deterministic, rate_schedule):
     model = hmf.SGD(
         **SMALL | {"iterations": 40}, schedule=schedule, deterministic=deterministic, rate_schedule=rate_schedule
@@ -458,7 +460,7 @@ def test_ctrl_c_keeps_the_last_factors(schedule, deterministic, monkeypatch):
 
 
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("rate_schedule", ["power", "geometric", "adagrad"])
+@pytest.mark.parametrize("rate_schedule", ["power", "geometric", "rpcs", "adagrad"])
 @pytest.mark.parametrize("schedule", ["msgd", "hogwild", "blocks"])
 def test_a_resumed_fit_is_the_uninterrupted_one(schedule, rate_schedule, biases, tmp_path):
     given = SMALL | {"schedule": schedule, "rate_schedule": rate_schedule, "biases": biases, "iterations": 5}
@@ -692,5 +694,5 @@ def test_movielens(data_dir, monkeypatch):
     found["biased"] = rmse(schedule="blocks", biases=True, num_threads=2)
     assert max(found.values()) <= 0.87, found
     assert found["hogwild"] == pytest.approx(rmse(schedule="hogwild", num_threads=1), rel=0.01)
-    for rate_schedule in ("geometric", "adagrad"):
+    for rate_schedule in ("geometric", "rpcs", "adagrad"):
         assert rmse(schedule="blocks", rate_schedule=rate_schedule) <= 0.87

@@ -23,6 +23,8 @@ def rows(
     mean: float,
     losses: NDArray[np.float64],
     n_threads: int,
+    shared_rank: int = 0,
+    head_only: bool = False,
 ) -> None: ...
 def entries(
     x: NDArray[_Real],
@@ -41,6 +43,8 @@ def entries(
     mean: float,
     losses: NDArray[np.float64],
     n_threads: int,
+    shared_rank: int = 0,
+    head_only: bool = False,
 ) -> None: ...
 def deal(
     users: NDArray[np.int32],
@@ -73,6 +77,8 @@ def diagonals(
     shifts: NDArray[np.int64],
     losses: NDArray[np.float64],
     n_threads: int,
+    shared_rank: int = 0,
+    head_only: bool = False,
 ) -> None: ...
 def free_blocks(
     x: NDArray[_Real],
@@ -95,6 +101,8 @@ def free_blocks(
     seed: int,
     losses: NDArray[np.float64],
     n_threads: int,
+    shared_rank: int = 0,
+    head_only: bool = False,
 ) -> None: ...
 def copy_rows(out: NDArray[_Real], rows: NDArray[_Real], n_threads: int) -> bool: ...
 def all_finite(rows: NDArray[_Real], n_threads: int) -> bool: ...

@@ -46,20 +46,23 @@ cdef extern from "kernels.h" nogil:
         double (*adagrad_entries_f)(Py_ssize_t n, Py_ssize_t ld, const int32_t* users, const int32_t* items,
                                     const float* ratings, float* x, float* y, float* user_bias, float* item_bias,
                                     float* x_squares, float* y_squares, float* user_bias_squares,
-                                    float* item_bias_squares, float rate, float penalty, float mean) noexcept nogil
+                                    float* item_bias_squares, float rate, float penalty, float mean, Py_ssize_t rank,
+                                    int head_only) noexcept nogil
         double (*adagrad_entries_d)(Py_ssize_t n, Py_ssize_t ld, const int32_t* users, const int32_t* items,
                                     const double* ratings, double* x, double* y, double* user_bias,
                                     double* item_bias, double* x_squares, double* y_squares,
                                     double* user_bias_squares, double* item_bias_squares, double rate,
-                                    double penalty, double mean) noexcept nogil
+                                    double penalty, double mean, Py_ssize_t rank, int head_only) noexcept nogil
         double (*adagrad_rows_f)(Py_ssize_t n, Py_ssize_t ld, const int64_t* order, const int64_t* starts,
                                  const int64_t* ends, const int32_t* columns, const float* ratings, float* moved,
                                  const float* fixed, float* moved_bias, const float* fixed_bias, float* squares,
-                                 float* bias_squares, float rate, float penalty, float mean) noexcept nogil
+                                 float* bias_squares, float rate, float penalty, float mean, Py_ssize_t rank,
+                                 int head_only) noexcept nogil
         double (*adagrad_rows_d)(Py_ssize_t n, Py_ssize_t ld, const int64_t* order, const int64_t* starts,
                                  const int64_t* ends, const int32_t* columns, const double* ratings, double* moved,
                                  const double* fixed, double* moved_bias, const double* fixed_bias, double* squares,
-                                 double* bias_squares, double rate, double penalty, double mean) noexcept nogil
+                                 double* bias_squares, double rate, double penalty, double mean, Py_ssize_t rank,
+                                 int head_only) noexcept nogil
 
 
 cdef extern from *:
@@ -108,6 +111,8 @@ cdef struct Step:
     double rate
     double penalty
     double mean
+    Py_ssize_t rank  # of a row whose coordinates share sums of squares (RPCS); 0: each has its own (AdaGrad), or none
+    int head_only    # RPCS: only the head of each row moves
 
 
 cdef inline void* _rows(real[:, ::1] array) noexcept nogil:
@@ -128,12 +133,13 @@ cdef inline double _entries(Step step, Side user, Side item, Py_ssize_t n, const
             return table.adagrad_entries_f(
                 n, step.ld, users, items, ratings, <float*> user.rows, <float*> item.rows, <float*> user.bias,
                 <float*> item.bias, <float*> user.squares, <float*> item.squares, <float*> user.bias_squares,
-                <float*> item.bias_squares, <float> step.rate, <float> step.penalty, <float> step.mean)
+                <float*> item.bias_squares, <float> step.rate, <float> step.penalty, <float> step.mean, step.rank,
+                step.head_only)
         else:
             return table.adagrad_entries_d(
                 n, step.ld, users, items, ratings, <double*> user.rows, <double*> item.rows, <double*> user.bias,
                 <double*> item.bias, <double*> user.squares, <double*> item.squares, <double*> user.bias_squares,
-                <double*> item.bias_squares, step.rate, step.penalty, step.mean)
+                <double*> item.bias_squares, step.rate, step.penalty, step.mean, step.rank, step.head_only)
     if real is float:
         return table.sgd_entries_f(
             n, step.ld, users, items, ratings, <float*> user.rows, <float*> item.rows, <float*> user.bias,
@@ -164,7 +170,9 @@ def rows(
         double penalty,
         double mean,
         double[::1] losses,                # OUT    (n_pieces,) sums of squared errors, before each update
-        int n_threads):
+        int n_threads,
+        Py_ssize_t shared_rank=0,          # IN     rank if `squares` is (n_rows, 2): RPCS; 0: as wide as the rows
+        bint head_only=False):             # IN     RPCS: the rows' heads alone move
     """MSGD's half epoch: each row walks its entries in order. A row is one thread's, so that no split changes bits."""
     cdef const sgd_table* table = <const sgd_table*> hmf_kernels()
     cdef Py_ssize_t piece, n_pieces = cuts.shape[0] - 1, ld = moved.shape[1]
@@ -181,21 +189,21 @@ def rows(
         losses[piece] = _rows_piece(
             table, cuts[piece + 1] - cuts[piece], ld, &order[0] + cuts[piece], &starts[0], &ends[0], &columns[0],
             &ratings[0], &moved[0, 0], &fixed[0, 0], own_bias, other_bias, sums, bias_sums, <real> rate, keep,
-            <real> penalty, <real> mean)
+            <real> penalty, <real> mean, shared_rank, head_only)
 
 
 cdef inline double _rows_piece(const sgd_table* table, Py_ssize_t n, Py_ssize_t ld, const int64_t* order,
                                const int64_t* starts, const int64_t* ends, const int32_t* columns,
                                const real* ratings, real* moved, const real* fixed, real* moved_bias,
                                const real* fixed_bias, real* squares, real* bias_squares, real rate, real keep,
-                               real penalty, real mean) noexcept nogil:
+                               real penalty, real mean, Py_ssize_t rank, int head_only) noexcept nogil:
     if squares != NULL:
         if real is float:
             return table.adagrad_rows_f(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,
-                                        fixed_bias, squares, bias_squares, rate, penalty, mean)
+                                        fixed_bias, squares, bias_squares, rate, penalty, mean, rank, head_only)
         else:
             return table.adagrad_rows_d(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,
-                                        fixed_bias, squares, bias_squares, rate, penalty, mean)
+                                        fixed_bias, squares, bias_squares, rate, penalty, mean, rank, head_only)
     if real is float:
         return table.sgd_rows_f(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias, fixed_bias,
                                 rate, keep, mean)
@@ -223,11 +231,13 @@ def entries(
         double penalty,
         double mean,
         double[::1] losses,                # OUT    (n_threads,) sums of squared errors, before each update
-        int n_threads):
+        int n_threads,
+        Py_ssize_t shared_rank=0,          # IN     as for `rows`
+        bint head_only=False):
     """Update entry by entry in the order they come; with several threads each takes a stretch, and they may collide."""
     cdef Side user = Side(_rows(x), _vector(x_bias), _rows(x_squares), _vector(x_bias_squares))
     cdef Side item = Side(_rows(y), _vector(y_bias), _rows(y_squares), _vector(y_bias_squares))
-    cdef Step step = Step(x.shape[1], rate, penalty, mean)
+    cdef Step step = Step(x.shape[1], rate, penalty, mean, shared_rank, head_only)
     cdef Py_ssize_t n = users.shape[0], stretch, first, last
     cdef int n_stretches
     if not n:
@@ -329,11 +339,13 @@ def diagonals(
         const int64_t[::1] shifts,         # IN  (n_steps,) distinct, of range(grid): step t visits all blocks
                                            #     (p, (p + shifts[t]) % grid)
         double[:, ::1] losses,             # OUT (grid, grid) sums of squared errors of the blocks visited
-        int n_threads):
+        int n_threads,
+        Py_ssize_t shared_rank=0,          # IN     as for `rows`
+        bint head_only=False):
     """Visit the blocks of some diagonals. The result is that of one diagonal after the other, for any threads."""
     cdef Side user = Side(_rows(x), _vector(x_bias), _rows(x_squares), _vector(x_bias_squares))
     cdef Side item = Side(_rows(y), _vector(y_bias), _rows(y_squares), _vector(y_bias_squares))
-    cdef Step step = Step(x.shape[1], rate, penalty, mean)
+    cdef Step step = Step(x.shape[1], rate, penalty, mean, shared_rank, head_only)
     cdef int32_t grid = <int32_t> losses.shape[0], worker
     cdef int32_t[::1] progress = np.zeros(grid, dtype=np.int32)
     cdef int32_t[::1] busy = np.zeros(grid, dtype=np.int32)
@@ -398,11 +410,13 @@ def free_blocks(
         int64_t quota,                     # blocks to visit
         uint64_t seed,
         double[:, ::1] losses,             # OUT    (grid, grid) sums of squared errors of the blocks visited
-        int n_threads):
+        int n_threads,
+        Py_ssize_t shared_rank=0,          # IN     as for `rows`
+        bint head_only=False):
     """Visit up to `quota` blocks that were not seen, each when its row and its column are free."""
     cdef Side user = Side(_rows(x), _vector(x_bias), _rows(x_squares), _vector(x_bias_squares))
     cdef Side item = Side(_rows(y), _vector(y_bias), _rows(y_squares), _vector(y_bias_squares))
-    cdef Step step = Step(x.shape[1], rate, penalty, mean)
+    cdef Step step = Step(x.shape[1], rate, penalty, mean, shared_rank, head_only)
     cdef int32_t grid = <int32_t> losses.shape[0], worker
     cdef int32_t[::1] busy = np.zeros(2 * grid, dtype=np.int32)
     cdef int32_t taken = <int32_t> np.count_nonzero(seen), last = min(taken + quota, grid * grid), lock = 0

@@ -70,7 +70,7 @@ typedef struct {
     ptrdiff_t (*first_at_least_f)(ptrdiff_t n, const float *scores, float threshold, ptrdiff_t start);
     ptrdiff_t (*first_at_least_d)(ptrdiff_t n, const double *scores, double threshold, ptrdiff_t start);
     /* stochastic gradient descent (sgd_impl.h): updates of entries in their order, both rows moving; of the entries
-     * of each row, the other side fixed; the same with AdaGrad's sums of squares. They return the sum of squared errors. */
+     * of each row, the other side fixed; the same with sums of squares: of AdaGrad, or (rank > 0) of RPCS. They return the sum of squared errors. */
     double (*sgd_entries_f)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
                             const float *ratings, float *x, float *y, float *user_bias, float *item_bias, float rate,
                             float keep, float mean);
@@ -86,19 +86,22 @@ typedef struct {
     double (*adagrad_entries_f)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
                                 const float *ratings, float *x, float *y, float *user_bias, float *item_bias,
                                 float *x_squares, float *y_squares, float *user_bias_squares,
-                                float *item_bias_squares, float rate, float lambda, float mean);
+                                float *item_bias_squares, float rate, float lambda, float mean, ptrdiff_t rank,
+                                int head_only);
     double (*adagrad_entries_d)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
                                 const double *ratings, double *x, double *y, double *user_bias, double *item_bias,
                                 double *x_squares, double *y_squares, double *user_bias_squares,
-                                double *item_bias_squares, double rate, double lambda, double mean);
+                                double *item_bias_squares, double rate, double lambda, double mean, ptrdiff_t rank,
+                                int head_only);
     double (*adagrad_rows_f)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
                              const int64_t *ends, const int32_t *columns, const float *ratings, float *moved,
                              const float *fixed, float *moved_bias, const float *fixed_bias, float *squares,
-                             float *bias_squares, float rate, float lambda, float mean);
+                             float *bias_squares, float rate, float lambda, float mean, ptrdiff_t rank, int head_only);
     double (*adagrad_rows_d)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
                              const int64_t *ends, const int32_t *columns, const double *ratings, double *moved,
                              const double *fixed, double *moved_bias, const double *fixed_bias, double *squares,
-                             double *bias_squares, double rate, double lambda, double mean);
+                             double *bias_squares, double rate, double lambda, double mean, ptrdiff_t rank,
+                             int head_only);
 } hmf_kernel_table;
 
 /* Best table of this processor, or the one HYBRIDMF_ISA names ("avx512", "avx2", "portable") if it can run here. */

@@ -41,21 +41,22 @@ class Copies:
     ----------
     matrix : float array, shape (n, ld)
     bias : float array, shape (n,), or (0,) without biases
-    squares : float array, shape (n, ld), or (0, 0) without AdaGrad
+    squares : float array, shape (n, ld) with AdaGrad, (n, 2) with RPCS, else (0, 0)
         Sums of squared steps.
     bias_squares : float array, shape (n,) or (0,)
     """
 
-    def __init__(self, factors: Factors, adagrad: bool, num_threads: int) -> None:
+    def __init__(self, factors: Factors, sums_width: int, num_threads: int) -> None:
         self.rank, self.num_threads = factors.matrix.shape[1], num_threads
         self.matrix = self._padded(factors.matrix)
         dtype, n = factors.matrix.dtype, len(factors)
         self.has_bias = factors.bias is not None
         self.bias = np.empty(0, dtype) if factors.bias is None else factors.bias.copy()
-        self.squares, self.bias_squares = np.empty((0, 0), dtype), np.empty(0, dtype)
-        if adagrad:
-            sums = factors.squares or Factors(np.zeros((n, self.rank), dtype))
-            self.squares = self._padded(sums.matrix)
+        self.squares, self.bias_squares, self.shared = np.empty((0, 0), dtype), np.empty(0, dtype), False
+        if sums_width:
+            sums = factors.squares or Factors(np.zeros((n, sums_width), dtype))
+            self.shared = sums_width != self.rank
+            self.squares = sums.matrix.copy() if self.shared else self._padded(sums.matrix)
             self.bias_squares = np.zeros(len(self.bias), dtype) if sums.bias is None else sums.bias.copy()
 
     def _padded(self, matrix: np.ndarray) -> np.ndarray:
@@ -79,7 +80,8 @@ class Copies:
         """What the copies hold, as a state keeps it; the copies are not to be used again."""
         squares = None
         if len(self.squares):
-            squares = Factors(self._whole(self.squares), self.bias_squares if self.has_bias else None)
+            sums = self.squares if self.shared else self._whole(self.squares)
+            squares = Factors(sums, self.bias_squares if self.has_bias else None)
         return Factors(self._whole(self.matrix), self.bias if self.has_bias else None, squares)
 
 
@@ -94,6 +96,11 @@ def _arrays(work: Work) -> tuple[np.ndarray, ...]:
     """Working copies in the order of the kernels that move both sides."""
     x, y = work["user"], work["item"]
     return x.matrix, y.matrix, x.bias, y.bias, x.squares, y.squares, x.bias_squares, y.bias_squares
+
+
+def _sharing(work: Work, epoch: int) -> dict[str, Any]:
+    """What kernels are told of sums that rows share (RPCS): in the first epoch only heads of rows move."""
+    return {"shared_rank": work["user"].rank, "head_only": epoch == 0} if work["user"].shared else {}
 
 
 class Schedule(Protocol):
@@ -155,6 +162,7 @@ class RowSweeps:
                     *terms,
                     losses,
                     self.plan.num_threads,
+                    **_sharing(work, epoch),
                 )
                 yield float(losses.sum()) / 2
 
@@ -182,7 +190,7 @@ class Stretches:
             part = slice(n * call // calls, n * (call + 1) // calls)
             entries = (self.users[part], self.items[part], self.ratings[part])
             losses = np.zeros(threads)
-            _sgd.entries(*_arrays(work), *entries, *terms, losses, threads)  # type: ignore[arg-type, call-arg]
+            _sgd.entries(*_arrays(work), *entries, *terms, losses, threads, **_sharing(work, epoch))  # type: ignore[arg-type, call-arg]
             yield float(losses.sum())
 
 
@@ -239,10 +247,11 @@ class Blocks:
         """Diagonals of the grid in the order of the epoch: (p, (p + shift) % grid) for all p."""
         return self.method.rng(epoch).permutation(self.grid)
 
-    def _call(self, kernel: Any, work: Work, terms: Terms, *how: Any) -> float:
+    def _call(self, kernel: Any, work: Work, terms: Terms, epoch: int, *how: Any) -> float:
         losses = np.zeros((self.grid, self.grid))
         entries = (self.users, self.items, self.ratings)
-        kernel(*_arrays(work), *entries, *terms, self.pointer, *how, losses, self.plan.num_threads)
+        sharing = _sharing(work, epoch)
+        kernel(*_arrays(work), *entries, *terms, self.pointer, *how, losses, self.plan.num_threads, **sharing)
         return float(losses.sum())
 
 
@@ -252,7 +261,7 @@ class Diagonals(Blocks):
     def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         for shifts in np.array_split(self.shifts(epoch), min(_calls(self.plan), self.grid)):
-            yield self._call(_sgd.diagonals, work, terms, shifts)
+            yield self._call(_sgd.diagonals, work, terms, epoch, shifts)
 
 
 class FreeBlocks(Blocks):
@@ -271,7 +280,7 @@ class FreeBlocks(Blocks):
         quota = math.ceil(self.grid**2 / _calls(self.plan))
         while not self.seen.all():
             seed = int(rng.integers(2**63))
-            yield self._call(_sgd.free_blocks, work, terms, self.seen, quota, seed)
+            yield self._call(_sgd.free_blocks, work, terms, epoch, self.seen, quota, seed)
 
 
 def _schedule(user_items: sp.csr_array, item_users: sp.csr_array, plan: Plan, method: SgdMethod) -> Schedule:
@@ -315,13 +324,13 @@ class CpuSGD:
         assert isinstance(plan.method, SgdMethod)
         self.objective, self.plan, self.method = objective, plan, plan.method
         self.csr, self.item_degrees = csr_arrays(user_items), np.diff(item_users.indptr)
-        self.adagrad = self.method.rate_schedule == "adagrad"
-        if not self.adagrad:
+        self.sums_width = {"adagrad": plan.factors, "rpcs": 2}.get(self.method.rate_schedule, 0)
+        if not self.sums_width:
             state = State(replace(state.user, squares=None), replace(state.item, squares=None), state.mean)
-        elif completed and state.user.squares is None:
+        elif completed and (state.user.squares is None or state.user.squares.matrix.shape[1] != self.sums_width):
             raise ModelFileError(
-                "the checkpoint holds no sums of squares, which rate_schedule='adagrad' continues from; start anew, "
-                "or resume with another rate_schedule"
+                f"the checkpoint holds no sums of squares that rate_schedule={self.method.rate_schedule!r} could "
+                "continue from; start anew, or resume with another rate_schedule"
             )
         self.state, self.epoch, self.best = state, completed, math.inf
         self.schedule = _schedule(user_items, item_users, plan, self.method)
@@ -335,8 +344,8 @@ class CpuSGD:
         """
         threads = self.plan.num_threads
         work: Work = {
-            "user": Copies(self.state.user, self.adagrad, threads),
-            "item": Copies(self.state.item, self.adagrad, threads),
+            "user": Copies(self.state.user, self.sums_width, threads),
+            "item": Copies(self.state.item, self.sums_width, threads),
         }
         terms = (learning_rate_at(self.method, self.epoch), self.objective.regularization, self.state.mean)
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found here

@@ -8,6 +8,7 @@
 #define HMF_SGD_COMMON
 enum {
     HMF_SGD_AHEAD = 12, /* entries between the prefetch of their rows and their update */
+    HMF_LARGEST_ROW = 2048 + 64, /* elements: MAX_FACTORS of _validate.py, padded */
     HMF_SGD_SLOTS = 16  /* rows that `sgd_rows` moves in turn: their chains of operations overlap */
 };
 #define HMF_PREFETCH_WRITE(address) __builtin_prefetch((address), 1)
@@ -200,11 +201,95 @@ HMF_INLINE REAL FN(adagrad)(REAL value, REAL step, REAL *squares, REAL rate) {
     return value + rate * step / HMF_SQRT(1 + *squares);
 }
 
+/* ---- RPCS (Chin et al. 2015): one sum for the first HMF_HEAD coordinates of a row and one for the others ---------- */
+
+#define HMF_HEAD 8
+
+/* a += its step from the old b; its sums c[0], c[1] grow by the mean squares of the steps. b may be a row that moves
+ * as well: `other` then holds what it was. The coordinates after the head stay where they are if head_only. */
+HMF_INLINE void FN(rpcs)(ptrdiff_t ld, REAL *a, const REAL *other, REAL *c, REAL error, REAL lambda, REAL rate,
+                         ptrdiff_t rank, int head_only) {
+    const ptrdiff_t head = rank < HMF_HEAD ? rank : HMF_HEAD, tail = rank - head;
+    const REAL head_rate = rate / HMF_SQRT(1 + c[0]), tail_rate = head_only ? 0 : rate / HMF_SQRT(1 + c[1]);
+    VEC in_head = SPLAT(0), sums[2] = {SPLAT(0), SPLAT(0)};
+    for (int lane = 0; lane < LANES && lane < HMF_HEAD; lane++) in_head[lane] = 1;
+    const VEC mixed = in_head * SPLAT(head_rate) + (SPLAT(1) - in_head) * SPLAT(tail_rate);
+    for (ptrdiff_t j = 0; j < ld; j += LANES) {
+        const VEC p = *(const VEC *)(a + j);
+        const VEC step = SPLAT(error) * *(const VEC *)(other + j) - SPLAT(lambda) * p;
+        if (j >= HMF_HEAD) {
+            sums[1] += step * step;
+            *(VEC *)(a + j) = p + SPLAT(tail_rate) * step;
+        } else {
+            sums[0] += in_head * step * step;
+            sums[1] += (SPLAT(1) - in_head) * step * step;
+            *(VEC *)(a + j) = p + mixed * step;
+        }
+    }
+    c[0] += FN(total)(sums[0]) / head;
+    if (tail > 0 && !head_only) c[1] += FN(total)(sums[1]) / tail;
+}
+
+static double FN(rpcs_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
+                               const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias,
+                               REAL *x_squares, REAL *y_squares, REAL *user_bias_squares, REAL *item_bias_squares,
+                               REAL rate, REAL lambda, REAL mean, ptrdiff_t rank, int head_only) {
+    REAL old[HMF_LARGEST_ROW] __attribute__((aligned(64)));
+    double loss = 0;
+    for (ptrdiff_t k = 0; k < n; k++) {
+        if (k + HMF_SGD_AHEAD < n) {
+            FN(prefetch_row)(x + users[k + HMF_SGD_AHEAD] * ld, ld);
+            FN(prefetch_row)(y + items[k + HMF_SGD_AHEAD] * ld, ld);
+        }
+        const ptrdiff_t user = users[k], item = items[k];
+        REAL *a = x + user * ld, *b = y + item * ld;
+        REAL error = ratings[k] - mean - FN(dot)(ld, a, b);
+        if (user_bias) {
+            error -= user_bias[user] + item_bias[item];
+            user_bias[user] = FN(adagrad)(user_bias[user], error, user_bias_squares + user, rate);
+            item_bias[item] = FN(adagrad)(item_bias[item], error, item_bias_squares + item, rate);
+        }
+        loss += (double)error * error;
+        for (ptrdiff_t j = 0; j < ld; j += LANES) *(VEC *)(old + j) = *(const VEC *)(a + j);
+        FN(rpcs)(ld, a, b, x_squares + 2 * user, error, lambda, rate, rank, head_only);
+        FN(rpcs)(ld, b, old, y_squares + 2 * item, error, lambda, rate, rank, head_only);
+    }
+    return loss;
+}
+
+static double FN(rpcs_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
+                            const int64_t *ends, const int32_t *columns, const REAL *ratings, REAL *moved,
+                            const REAL *fixed, REAL *moved_bias, const REAL *fixed_bias, REAL *squares,
+                            REAL *bias_squares, REAL rate, REAL lambda, REAL mean, ptrdiff_t rank, int head_only) {
+    double loss = 0;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        const int64_t row = order[i];
+        REAL *a = moved + row * ld;
+        for (int64_t k = starts[row]; k < ends[row]; k++) {
+            const REAL *b = fixed + columns[k] * ld;
+            if (k + 2 < ends[row]) FN(prefetch_row)(fixed + columns[k + 2] * ld, ld);
+            REAL error = ratings[k] - mean - FN(dot)(ld, a, b);
+            if (moved_bias) {
+                error -= moved_bias[row] + fixed_bias[columns[k]];
+                moved_bias[row] = FN(adagrad)(moved_bias[row], error, bias_squares + row, rate);
+            }
+            loss += (double)error * error;
+            FN(rpcs)(ld, a, b, squares + 2 * row, error, lambda, rate, rank, head_only);
+        }
+    }
+    return loss;
+}
+
+/* ---- both, by what the sums belong to: rank 0, the coordinates; else the rows, of so many coordinates -------------- */
+
 /* `sgd_entries` with sums of squares laid out as the factors and the biases they belong to */
 static double FN(adagrad_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
                                   const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias,
                                   REAL *x_squares, REAL *y_squares, REAL *user_bias_squares, REAL *item_bias_squares,
-                                  REAL rate, REAL lambda, REAL mean) {
+                                  REAL rate, REAL lambda, REAL mean, ptrdiff_t rank, int head_only) {
+    if (rank)
+        return FN(rpcs_entries)(n, ld, users, items, ratings, x, y, user_bias, item_bias, x_squares, y_squares,
+                                user_bias_squares, item_bias_squares, rate, lambda, mean, rank, head_only);
     double loss = 0;
     for (ptrdiff_t k = 0; k < n; k++) {
         if (k + HMF_SGD_AHEAD < n) {
@@ -237,7 +322,11 @@ static double FN(adagrad_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *user
 static double FN(adagrad_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
                                const int64_t *ends, const int32_t *columns, const REAL *ratings, REAL *moved,
                                const REAL *fixed, REAL *moved_bias, const REAL *fixed_bias, REAL *squares,
-                               REAL *bias_squares, REAL rate, REAL lambda, REAL mean) {
+                               REAL *bias_squares, REAL rate, REAL lambda, REAL mean, ptrdiff_t rank,
+                               int head_only) {
+    if (rank)
+        return FN(rpcs_rows)(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias, fixed_bias,
+                             squares, bias_squares, rate, lambda, mean, rank, head_only);
     double loss = 0;
     for (ptrdiff_t i = 0; i < n; i++) {
         const int64_t row = order[i];
