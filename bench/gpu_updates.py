@@ -97,9 +97,9 @@ def judged(session: Session, data: Data, solver: Solver, regularization: float) 
 
 
 def hogwild_floor(data: Data, f: int, itemsize: int) -> float:
-    """Milliseconds: rows of the smaller side are read and written once an entry in L2, held rows once a run of 32."""
+    """Milliseconds: rows of the smaller side are read and written once an entry in L2, held rows once a run of 8."""
     smaller = min(data.user.shape)
-    memory = data.nnz * (8 + 2 * f * itemsize / 32) / (COPY_TBPS * 1e9)
+    memory = data.nnz * (8 + 2 * f * itemsize / 8) / (COPY_TBPS * 1e9)
     return memory + 2 * itemsize / 4 * gather_ms(data.nnz, smaller, f)
 
 

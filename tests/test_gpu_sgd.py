@@ -79,14 +79,14 @@ class Pass:
         indices = coo.row, coo.col
         loss = np.zeros(self.matrix.shape[side])
         order = np.lexsort((indices[1 - side], indices[side]))
-        state = reference._copied(state, False)
+        state = reference._copied(state, 0)
         moved, fixed = (state.user, state.item)[:: 1 if side == 0 else -1]
         for k in order:
             pair = indices[0][k], indices[1][k]
             error = reference._error(state, *pair, float(coo.data[k]))
             loss[pair[side]] += error**2
             other = fixed.matrix[pair[1 - side]]
-            reference._move(moved, pair[side], error, other, self.terms.rate, self.terms.regularization)
+            reference._move(moved, pair[side], error, other, self.terms.rate, self.terms.regularization, False)
         return moved, loss
 
     def compare(self, moved: Rows, losses, side: int = 0, tasks=None) -> None:
@@ -284,7 +284,7 @@ def test_one_worker_is_the_reference_update_by_update(device, rank, biases):
         device, rows_of(LENGTHS, 80), rank, np.float32, 1, biases
     )
     assert relative_error(ours, expected) < 5e-6
-    state, total = reference._copied(State(*problem.factors, problem.terms.mean), False), 0.0
+    state, total = reference._copied(State(*problem.factors, problem.terms.mean), 0), 0.0
     for entry in zip(users, items, ratings.astype(float), strict=True):
         total += reference._error(state, *entry) ** 2
         state = reference.sgd_entries(*(np.array([value]) for value in entry), state, 0.1, 0.05)

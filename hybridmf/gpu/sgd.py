@@ -43,15 +43,15 @@ THREADS = 128
 DECENTRALIZED_THREADS = 256
 """Of a block of the kernel `decentralized`."""
 
-RUN = 32
+RUN = 8
 """Entries of one row that batch-Hogwild keeps together, while the row stays in registers; see cuda/batch_hogwild.cu. An
-epoch of Netflix's shape, f = 128 in float16, took 17.1 ms on an H200, 20.0 with 16 and 21.8 with 8; the train RMSE
-after 10 epochs was 0.5812, 0.5811 and 0.5813."""
+epoch of Netflix's shape, f = 128 in float16, took 21.8 ms on an H200; in trials 20.0 with 16 and 17.1 with 32, at the
+same train RMSE. But 32 spills registers at other widths: it wants fewer blocks on a multiprocessor there."""
 
-BATCH = 8
+BATCH = 32
 """Runs that a worker takes at a time: 256 entries, as cuMF_SGD."""
 
-ROUNDS = 500
+ROUNDS = 2000
 """Runs of each worker in an epoch, at least. What is read at the same time is updated once instead of several times;
 fewer workers on small problems bound that."""
 
