@@ -83,7 +83,7 @@ def sources_sha256() -> str:
     """sha256 of the library's source files, concatenated in path order: which code a figure belongs to."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "hybridmf").rglob("*")):
-        if path.suffix in (".py", ".pyx", ".pxd", ".h") or path.name.startswith("kernels"):
+        if path.suffix in (".py", ".pyx", ".pxd", ".h") or path.name.startswith(("kernels", "ccd_")):
             digest.update(path.read_bytes() if path.is_file() else b"")
     return digest.hexdigest()
 

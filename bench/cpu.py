@@ -223,10 +223,13 @@ class Contestant:
         ``fit(iterations)``: all that is timed, from the library's own input format to factors.
     make : callable, optional
         A stepwise twin of `fit`, which finds the number of iterations in one run.
+    give_up : int
+        Iterations after which it is not waited for any longer.
     """
 
     fit: Callable[[int], Any]
     make: Maker | None = None
+    give_up: int = LONG_RUN
     objectives: dict[int, float] = field(default_factory=dict)
     step_seconds: list[float] = field(default_factory=list)
 
@@ -251,10 +254,10 @@ class Contestant:
         )
 
     def iterations_to(self, target: float, judge: rivals.Judge) -> int | None:
-        """Fewest iterations to an objective of `target`, none if LONG_RUN do not suffice; records what it sees."""
+        """Fewest iterations to an objective of `target`, none if `give_up` do not suffice; records what it sees."""
         if self.make is not None:
             solver = self.make()
-            for iteration in range(1, LONG_RUN + 1):
+            for iteration in range(1, self.give_up + 1):
                 started = time.perf_counter()
                 solver.step()
                 self.step_seconds.append(time.perf_counter() - started)
@@ -269,7 +272,7 @@ class Contestant:
         failed, reached = 0, 1
         while not self._reaches(reached, target, judge):
             failed, reached = reached, 2 * reached
-            if failed >= LONG_RUN:
+            if failed >= self.give_up:
                 return None
         for _ in range(INTERPOLATIONS):
             if reached - failed <= 1:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import cpu
 import numpy as np
 import rivals
 import scipy.sparse as sp
@@ -85,7 +84,7 @@ def contestants(matrix: sp.csr_array, f: int, threads: int) -> dict[str, Contest
     }  # fmt: skip
 
     def sgd(**options: Any) -> Contestant:
-        return Contestant(Fit(matrix, lambda n: hmf.SGD(f, **common, **options, iterations=n)).fit)
+        return Contestant(Fit(matrix, lambda n: hmf.SGD(f, **common, **options, iterations=n)).fit, give_up=GIVE_UP)
 
     ways = {
         "ours, blocks, power": sgd(schedule="blocks"),
@@ -93,18 +92,19 @@ def contestants(matrix: sp.csr_array, f: int, threads: int) -> dict[str, Contest
         "ours, blocks, RPCS": sgd(schedule="blocks", rate_schedule="rpcs"),
         "ours, blocks, AdaGrad": sgd(schedule="blocks", rate_schedule="adagrad"),
         "ours, msgd, power": sgd(schedule="msgd"),
-        "ours, CCD++": Contestant(Fit(matrix, lambda n: hmf.CCD(f, **common, iterations=n)).fit),
-        "ours, ALS": Contestant(Fit(matrix, lambda n: hmf.ExplicitALS(f, **common, iterations=n)).fit),
+        "ours, CCD++": Contestant(Fit(matrix, lambda n: hmf.CCD(f, **common, iterations=n)).fit, give_up=GIVE_UP),
+        "ours, ALS": Contestant(Fit(matrix, lambda n: hmf.ExplicitALS(f, **common, iterations=n)).fit, give_up=GIVE_UP),
     }
     if rivals.installed("libmf"):
         for rate in LIBMF_RATES:
-            ways[f"LIBMF, rate {rate:g}"] = Contestant(rivals.Libmf(matrix, f, LAMBDA, threads, rate).fit)
+            ways[f"LIBMF, rate {rate:g}"] = Contestant(
+                rivals.Libmf(matrix, f, LAMBDA, threads, rate).fit, give_up=GIVE_UP
+            )
     return ways
 
 
 def run(shape: str, ratings: hmf.Ratings, f: int, threads: int, repeats: int) -> None:
     """One table."""
-    cpu.LONG_RUN = GIVE_UP
     train, test = hmf.split(ratings, test_size=0.1, random_state=0)
     matrix, judge = train.user_items, TestError(test.user_items)
     ways = contestants(matrix, f, threads)

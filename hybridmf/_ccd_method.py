@@ -76,6 +76,15 @@ class CcdMethod:
         """
         return 2.0 * plan.nnz * plan.factors * (4.0 * self.inner_iterations + 6.0)
 
+    def bytes_per_iteration(self, plan: Plan) -> float:
+        """Both copies of the residual, read and written once a factor, with their indices.
+
+        Further inner iterations only read.
+        """
+        itemsize = np.dtype(plan.dtype).itemsize
+        once, again = 2.0 * (4 + 2 * itemsize), 2.0 * (4 + itemsize)
+        return plan.nnz * plan.factors * (once + (self.inner_iterations - 1) * again)
+
     def __str__(self) -> str:
         inner = f"{self.inner_iterations} inner iteration{'s' if self.inner_iterations > 1 else ''}"
         return f"ccd++, {inner} of each rank-one update{', non-negative' if self.nonnegative else ''}"

@@ -76,6 +76,9 @@ class Method(Protocol):
     def flops_per_iteration(self, plan: Plan) -> float:
         """Useful work of one iteration."""
 
+    def bytes_per_iteration(self, plan: Plan) -> float:
+        """Factors and residuals that one iteration reads and writes, by count: caches serve part of them."""
+
     def __str__(self) -> str:
         """What runs, in a few words."""
 
@@ -250,6 +253,13 @@ class Plan:
             block = self.block_size
             return 2.0 * self.nnz * f * (block + 7) + rows * f * (block**2 / 3 + 4.0 * f)
         return 2.0 * self.nnz * f * (f + 1) + rows * (f**3 / 3 + 2.0 * f * f)
+
+    @property
+    def bytes_per_iteration(self) -> float:
+        """Bytes moved by count, whatever caches serve: ALS gathers a row of factors for each entry of either side."""
+        if self.method is not None:
+            return self.method.bytes_per_iteration(self)
+        return 2.0 * self.nnz * self.rank * np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
         solver = {

@@ -106,6 +106,10 @@ class SgdMethod:
         """
         return (10.0 if self.schedule == "msgd" else 8.0) * plan.nnz * plan.rank
 
+    def bytes_per_iteration(self, plan: Plan) -> float:
+        """Both rows of an entry are read and written; MSGD reads them twice and writes each once a pass at most."""
+        return 4.0 * plan.nnz * plan.rank * np.dtype(plan.dtype).itemsize
+
     def __str__(self) -> str:
         rate = f"{self.rate_schedule} rate {self.learning_rate:g}"
         if self.rate_schedule in DEFAULT_DECAYS:
@@ -167,10 +171,15 @@ class SgdMethod:
     def _gpu_bytes(self, plan: Plan) -> dict[str, int]:
         m, n, nnz, itemsize = plan.n_users, plan.n_items, plan.nnz, np.dtype(plan.dtype).itemsize
         rows = (m + n) * (-(-plan.rank // 8) * 8) * itemsize
-        if self.schedule == "batch_hogwild":  # triplets, once as they come and once shuffled; float32 and stored rows
-            return {"ratings": 2 * nnz * (8 + itemsize), "factors": 3 * rows}
+        copies = 3 if plan.rank > plan.factors else 2  # a biased table is put together beside the rows worked on
+        if self.schedule == "batch_hogwild":
+            from .gpu.sgd import RUN  # which imports this module
+
+            # by one side's rows; and its runs, which are shuffled on the host
+            runs = 16 * (nnz // RUN + max(m, n))
+            return {"ratings": nnz * (4 + itemsize) + max(m, n) * 8 + runs, "factors": (copies + 1) * rows}
         layouts = 1 if self.ordering in ("user", "item") else 2
-        return {"ratings": layouts * nnz * (4 + itemsize) + (m + n) * (8 + 4), "factors": 2 * rows}
+        return {"ratings": layouts * nnz * (4 + itemsize) + (m + n) * (8 + 4), "factors": copies * rows}
 
     def _cpu_plan(self, base: Plan, settings: Settings) -> Plan:
         notes = _plan._instruction_set_notes()

@@ -30,9 +30,8 @@ from ._plan import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS, plan
 from ._table import format_table
 from ._version import __version__
 from .als import ExplicitALS, ImplicitALS
-from .compare import METRICS as COMPARE_METRICS
+from .compare import FEEDBACK, default_models
 from .compare import compare as run_compare
-from .compare import default_models
 from .datasets import SHAPES
 from .demo import run_demo
 from .errors import HybridMFError
@@ -205,7 +204,7 @@ def demo(seed: int, quick: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- compare
 
-METHODS = tuple(dict.fromkeys(name for kind in COMPARE_METRICS for name in default_models(kind)))
+METHODS = tuple(dict.fromkeys(name for kind in FEEDBACK for name in default_models(kind)))
 
 
 @main.command(
@@ -217,7 +216,7 @@ METHODS = tuple(dict.fromkeys(name for kind in COMPARE_METRICS for name in defau
 )
 @click.argument("ratings", metavar="RATINGS")
 @click.option(
-    "--feedback", type=click.Choice(list(COMPARE_METRICS)), default="explicit", show_default=True,
+    "--feedback", type=click.Choice(FEEDBACK), default="explicit", show_default=True,
     help="explicit: values are ratings to predict. implicit: values are counts or likes, items are ranked.",
 )  # fmt: skip
 @click.option(

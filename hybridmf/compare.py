@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -30,6 +31,7 @@ from .ratings import Ratings, split
 from .sgd import SGD
 
 METRICS = {"explicit": "rmse", "implicit": "ndcg@10"}
+FEEDBACK = tuple(METRICS)
 
 TOLERANCE = 1e-3
 """Relative difference of the objective beyond which two devices disagree: rounding over some iterations is far less."""
@@ -316,12 +318,20 @@ def _name_of(model: FactorModel) -> str:
     return ", ".join([type(model).__name__, *words])
 
 
+def _listed(models: Any) -> list[Any]:
+    """What was given, one after the other: a model, a list or dict of them, or nothing."""
+    if models is None:
+        return []
+    if isinstance(models, FactorModel):
+        return [models]
+    return list(models.values() if isinstance(models, Mapping) else models)
+
+
 def _named(models: Any, feedback: str) -> dict[str, FactorModel]:
     if models is None:
         return default_models(feedback)
-    if isinstance(models, FactorModel):
-        models = [models]
-    pairs = list(models.items()) if isinstance(models, Mapping) else [(None, model) for model in models]
+    names: Iterable[Any] = models if isinstance(models, Mapping) else itertools.repeat(None)
+    pairs = zip(names, _listed(models), strict=False)
     named: dict[str, FactorModel] = {}
     for name, model in pairs:
         if not isinstance(model, FactorModel):
@@ -358,15 +368,13 @@ def _demo(feedback: str, seed: int) -> Ratings:
 
     films = demo.generate(seed=seed)
     ratings = Ratings.from_coo(films.users, films.items, films.values, shape=films.shape)
-    return demo._liked(ratings) if feedback == "implicit" else ratings
+    return demo.keep_liked(ratings) if feedback == "implicit" else ratings
 
 
 def _feedback_of(models: Any, feedback: str | None) -> str:
     if feedback is not None:
-        return str(check_choice("feedback", feedback, ("explicit", "implicit")))
-    listed: Iterable[Any] = models.values() if isinstance(models, Mapping) else [models] if models is not None else []
-    if not isinstance(models, (Mapping, FactorModel)) and models is not None:
-        listed = models
+        return str(check_choice("feedback", feedback, FEEDBACK))
+    listed = _listed(models)
     kinds = {model._objective().feedback for model in listed if isinstance(model, FactorModel)}
     if len(kinds) > 1:
         raise ValueError("models of explicit and of implicit feedback minimize different sums; compare them apart")
@@ -380,7 +388,7 @@ class _Memory:
     """Peak of what a run takes beyond what was taken before, on the host or a GPU."""
 
     def __init__(self, device: Any) -> None:
-        self.device, self.peak = device, None
+        self.device = device
         if device is not None:
             self.before = device.free_bytes()
             self.least = self.before
@@ -432,16 +440,6 @@ def _ceiling(plan: Plan, device: Any) -> float:
         return 2 * size**3 / min(product() for _ in range(4)) / 1e9
 
 
-def _bytes_per_iteration(plan: Plan) -> float:
-    """Rows of factors gathered (ALS) or read and written (SGD, twice as often), residuals (CCD++), once an entry."""
-    itemsize, method = np.dtype(plan.dtype).itemsize, type(plan.method).__name__
-    if method == "SgdMethod":
-        return 4.0 * plan.nnz * plan.factors * itemsize
-    if method == "CcdMethod":
-        return plan.nnz * plan.factors * (8.0 + 4 * itemsize)
-    return 2.0 * plan.nnz * plan.rank * itemsize
-
-
 def _open(plan: Plan) -> Any:
     if plan.gpu is None:
         return None
@@ -488,7 +486,7 @@ def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratin
     rate = model.plan_.flops_per_iteration / usual / 1e9
     run = Run(
         name, model.plan_.device, model.plan_, seconds, phases, tuple(objective), metric, tuple(scores), peak,
-        rate, rate / ceiling, _bytes_per_iteration(model.plan_) / usual,
+        rate, rate / ceiling, model.plan_.bytes_per_iteration / usual,
     )  # fmt: skip
     return _Result(run, model.user_factors_, model.item_factors_)
 

@@ -357,7 +357,7 @@ def _report_implicit(
     write: Callable[[str], Any], films: Films, train: Ratings, test: Ratings, seed: int, show_progress: bool
 ) -> tuple[ImplicitALS, dict[str, float], dict[str, float]]:
     _heading(write, "3. Implicit feedback: what will a person like next?")
-    liked = _liked(train)
+    liked = keep_liked(train)
     _paragraph(
         write,
         f"ImplicitALS is told only which films a person liked (4 or 5 stars: {liked.nnz:,} pairs) and ranks the films "
@@ -377,7 +377,7 @@ def _report_implicit(
     return model, ours, baseline
 
 
-def _liked(ratings: Ratings) -> Ratings:
+def keep_liked(ratings: Ratings) -> Ratings:
     """Keep the ratings from LIKED on, each as 1."""
     coo = ratings.user_items.tocoo()
     keep = coo.data >= LIKED
