@@ -95,7 +95,7 @@ class Settings:
     precision: str
     dtype: str
     num_threads: int
-    device: str
+    device: str | tuple[str, ...]
     block_size: int
     balance: bool
     gpu_memory_limit: int | None
@@ -307,6 +307,8 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
     ValueError
         A combination that makes no sense on this device.
     """
+    if isinstance(settings.device, tuple):
+        raise DeviceError(f"device={list(settings.device)!r}: several devices are not served yet; name one")
     spec, reason = dispatch.find_gpu(settings.device)
     rank = settings.factors + (1 if objective.biases else 0)
     plan = Plan(

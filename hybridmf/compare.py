@@ -371,6 +371,13 @@ def _demo(feedback: str, seed: int) -> Ratings:
     return demo.keep_liked(ratings) if feedback == "implicit" else ratings
 
 
+def _device_name(device: object) -> str:
+    name = dispatch.check_device(device)
+    if isinstance(name, tuple):
+        raise ValueError(f"devices holds {device!r}; name one device at a time")
+    return name
+
+
 def _feedback_of(models: Any, feedback: str | None) -> str:
     if feedback is not None:
         return str(check_choice("feedback", feedback, FEEDBACK))
@@ -552,7 +559,7 @@ def compare(
     named = _named(models, kind)
     if isinstance(devices, str):
         devices = (devices,)
-    wanted = [dispatch.check_device(device) for device in devices]
+    wanted = [_device_name(device) for device in devices]
     test_size = check_real("test_size", test_size, 0.0)
     seed, scale = check_int("seed", seed, 0), check_real("scale", scale, 0.0, strict=True)
     check_bool("show_progress", show_progress)

@@ -13,23 +13,36 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hybridmf")
 
-DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
+DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or a list such as ["cuda:0", "cuda:1"]'
 
 
-def check_device(device: object) -> str:
-    """A device's name, judged.
+def check_device(device: object) -> str | tuple[str, ...]:
+    """A device's name, or the names of several (one a rank; the CPU may be named more than once), judged.
 
     Raises
     ------
     TypeError, ValueError
     """
     if isinstance(device, (list, tuple)):
-        raise ValueError(f"device={device!r}: several GPUs are not in this version; expected {DEVICES}")
+        return _check_ranks(device)
     if not isinstance(device, str):
         raise TypeError(f"device must be {DEVICES}, got {type(device).__name__} {device!r}")
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
         raise ValueError(f"device must be {DEVICES}; got {device!r}")
     return device
+
+
+def _check_ranks(devices: list[object] | tuple[object, ...]) -> tuple[str, ...]:
+    names = [name if isinstance(name, str) else "" for name in devices]
+    if not names or not all(re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) for name in names):
+        raise ValueError(f'a list of devices holds "cpu", "cuda" or "cuda:N", once a rank; got {devices!r}')
+    names = ["cuda:0" if name == "cuda" else name for name in names]
+    if len({name == "cpu" for name in names}) > 1:
+        raise ValueError(f"device={devices!r} mixes CPU and GPUs; name devices of one kind")
+    gpus = [name for name in names if name != "cpu"]
+    if len(set(gpus)) < len(gpus):
+        raise ValueError(f"device={devices!r} names a GPU twice; name each once")
+    return tuple(names)
 
 
 def gpu_status() -> tuple[bool, str]:

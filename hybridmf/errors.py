@@ -59,5 +59,13 @@ class DeviceMemoryError(MemoryBudgetError, DeviceError):
     """A GPU has too little memory left."""
 
 
+class CommunicatorError(HybridMFError, RuntimeError):
+    """Ranks can no longer work together: one has failed, ended, or does not answer; the message names the cause."""
+
+
+class StoreError(RatingsError):
+    """A store of ratings is incomplete, truncated, altered, or not one of ours."""
+
+
 class ModelFileError(HybridMFError, ValueError):
     """A model or checkpoint file is truncated, altered, or not one of ours."""

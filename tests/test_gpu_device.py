@@ -205,6 +205,18 @@ def test_names_of_devices(name: str, index: int) -> None:
     assert dispatch.check_device(name) == name
 
 
+@pytest.mark.parametrize(
+    ("devices", "names"),
+    [
+        (["cpu", "cpu"], ("cpu", "cpu")),
+        (("cuda", "cuda:3"), ("cuda:0", "cuda:3")),
+        (["cuda:1"], ("cuda:1",)),
+    ],
+)
+def test_devices_of_several_ranks(devices: Any, names: tuple[str, ...]) -> None:
+    assert dispatch.check_device(devices) == names
+
+
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cpu", "cuda:-1", "cuda:0 "])
 def test_no_names_of_devices(name: str) -> None:
     with pytest.raises(ValueError, match=says('device must be "cuda" or "cuda:N", got', repr(name))):
@@ -214,10 +226,18 @@ def test_no_names_of_devices(name: str) -> None:
 @pytest.mark.parametrize(
     ("device", "kind", "part"),
     [
-        ("gpu", ValueError, 'device must be "auto", "cpu", "cuda" or "cuda:N"; got \'gpu\''),
+        (
+            "gpu",
+            ValueError,
+            'or a list such as ["cuda:0", "cuda:1"]; got \'gpu\'',
+        ),
         ("cuda:1000", ValueError, "got 'cuda:1000'"),
-        (["cuda:0", "cuda:1"], ValueError, "device=['cuda:0', 'cuda:1']: several GPUs are not in this version"),
-        (None, TypeError, 'device must be "auto", "cpu", "cuda" or "cuda:N", got NoneType None'),
+        ([], ValueError, 'a list of devices holds "cpu", "cuda" or "cuda:N", once a rank; got []'),
+        (["cuda:0", "auto"], ValueError, "got ['cuda:0', 'auto']"),
+        (["cuda:0", 1], ValueError, "got ['cuda:0', 1]"),
+        (["cuda", "cuda:0"], ValueError, "names a GPU twice"),
+        (["cuda:1", "cpu"], ValueError, "mixes CPU and GPUs"),
+        (None, TypeError, 'or a list such as ["cuda:0", "cuda:1"], got NoneType None'),
         (0, TypeError, "got int 0"),
     ],
 )

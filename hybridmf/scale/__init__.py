@@ -1,1 +1,1 @@
-"""Beyond one run on one machine: checkpoints."""
+"""Beyond one device and beyond memory: communicators, ranks, stores, checkpoints."""

@@ -1,0 +1,113 @@
+"""What distributed algorithms ask of a transport; the algorithms know no other way to reach another rank.
+
+Arrays are NumPy's, or those of the rank's device where the transport moves them directly (NCCL). Collectives are called
+by all ranks of a communicator in the same order, with arrays of the same shape and dtype where nothing else is said.
+They return new arrays and write to none of their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+Array = Any
+"""A NumPy array, or one of the device of the rank."""
+
+
+class Communicator(Protocol):
+    """One rank of a group.
+
+    Every method raises CommunicatorError where another rank has aborted, has ended or does not answer within the
+    communicator's timeout; the message holds the first cause. A communicator that has failed stays failed.
+
+    Attributes
+    ----------
+    rank : int
+        0 <= rank < size.
+    size : int
+    """
+
+    rank: int
+    size: int
+
+    def allreduce(self, array: Array) -> Array:
+        """Sum over the ranks, on each rank: the same bits everywhere."""
+
+    def reduce_scatter(self, array: Array, counts: Sequence[int]) -> Array:
+        """Sum over the ranks of `array`, shape (sum(counts), ...), of which rank r gets its ``counts[r]`` rows."""
+
+    def allgatherv(self, array: Array, counts: Sequence[int]) -> Array:
+        """All ranks' rows one after the other, shape (sum(counts), ...); rank r gives ``counts[r]`` of them."""
+
+    def broadcast(self, array: Array, root: int = 0) -> Array:
+        """The root's array; the others give one of its shape and dtype, whose content does not matter."""
+
+    def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
+        """Send `array` to rank `dest`; return what rank `source` sends, of the shape and dtype of `like`."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def split(self, color: int) -> Communicator:
+        """The ranks that give the same color, in the order of their ranks; called by all ranks."""
+
+    def abort(self, cause: str) -> None:
+        """Make this and every later call fail on all ranks, with this cause."""
+
+    def close(self) -> None:
+        """Give back what the transport holds; the communicator cannot be used again."""
+
+
+class Single:
+    """The communicator of one rank: nothing moves."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self._cause = ""
+
+    def _check(self) -> None:
+        from ..errors import CommunicatorError
+
+        if self._cause:
+            raise CommunicatorError(self._cause)
+
+    def _same(self, array: Array) -> Array:
+        self._check()
+        return array.copy()
+
+    def allreduce(self, array: Array) -> Array:
+        """A copy."""
+        return self._same(array)
+
+    def reduce_scatter(self, array: Array, counts: Sequence[int]) -> Array:
+        """A copy."""
+        return self._same(array)
+
+    def allgatherv(self, array: Array, counts: Sequence[int]) -> Array:
+        """A copy."""
+        return self._same(array)
+
+    def broadcast(self, array: Array, root: int = 0) -> Array:
+        """A copy."""
+        return self._same(array)
+
+    def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
+        """A copy of what this rank sends itself."""
+        return self._same(array)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+        self._check()
+
+    def split(self, color: int) -> Communicator:
+        """Itself, once more."""
+        self._check()
+        return Single()
+
+    def abort(self, cause: str) -> None:
+        """Make every later call fail."""
+        self._cause = self._cause or cause
+
+    def close(self) -> None:
+        """Nothing is held."""

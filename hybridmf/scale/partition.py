@@ -1,0 +1,29 @@
+"""Contiguous ranges of rows for ranks and slabs, even in entries rather than in rows (cuMF 4.3)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def even_bounds(degrees: np.ndarray, parts: int, row_cost: float = 0.0) -> np.ndarray:
+    """Bounds of `parts` consecutive ranges of rows of about equal cost; some may be empty.
+
+    Parameters
+    ----------
+    degrees : int array, shape (n,)
+        Entries of each row.
+    parts : int
+    row_cost : float
+        What a row costs beside its entries, in entries: a solve takes f / 6 or so of exact ALS.
+
+    Returns
+    -------
+    int64 array, shape (parts + 1,)
+        From 0 to n, never falling.
+    """
+    cost = np.cumsum(degrees + row_cost)
+    total = cost[-1] if len(cost) else 0.0
+    # the bound whose left side comes nearest to its share: half a row's cost either way
+    middles = cost - (np.asarray(degrees) + row_cost) / 2
+    inner = np.searchsorted(middles, total * np.arange(1, parts) / parts)
+    return np.concatenate(([0], inner, [len(degrees)])).astype(np.int64)
