@@ -6,7 +6,6 @@ give the seconds of an entry and of a row, by elimination. Each is the fastest o
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import time
@@ -31,8 +30,17 @@ from .sgd import SGD
 
 CPU_RANKS = (16, 32, 64, 128)
 GPU_RANKS = (32, 64, 100, 128)
+SGD_RANKS = (32, 128)
 PUBLISHED_RANKS = (64, 256)
 """Ranks of the published assemblies on a GPU, the second beyond what the fused kernels serve."""
+
+CPU_LONG, CPU_SHORT = (4000, 4000, 50), (6000, 6000, 4)
+CPU_ALL = (16_000, 16_000, 50)
+"""Rows, columns and entries a row of the problems; the last for all cores."""
+
+GPU_LONG, GPU_SHORT = (40_000, 40_000, 400), (400_000, 400_000, 4)
+GPU_LONG_WIDE, GPU_SHORT_WIDE = (2000, 2000, 400), (20_000, 20_000, 4)
+"""The same for a GPU, which wants all its rows in flight; the second line for the second of PUBLISHED_RANKS."""
 
 REPEATS = 3
 """Iterations of each fit after the first, which warms up; the fastest counts."""
@@ -153,7 +161,7 @@ def _solve(f: float) -> float:
 def _measure_cpu(say: Say) -> CpuRates:
     say("cores: normal equations and their solution")
     options: dict[str, Any] = {"device": "cpu", "num_threads": 1, "iterations": REPEATS + 1, "random_state": 0}
-    long, short = regular(4000, 4000, 50), regular(6000, 6000, 4)
+    long, short = regular(*CPU_LONG), regular(*CPU_SHORT)
     entries, rows = [], []
     for f in CPU_RANKS:
         times = [iteration_seconds(ExplicitALS(f, **options), problem) for problem in (long, short)]
@@ -198,14 +206,14 @@ def _serial(options: dict[str, Any]) -> float:
     threads = available_cores()
     if threads == 1:
         return CpuRates.serial
-    problem = regular(16_000, 16_000, 50)
+    problem = regular(*CPU_ALL)
 
     def fastest(count: int) -> float:
         model = ExplicitALS(64, **(options | {"num_threads": count}))
         return min(iteration_seconds(model, problem) for _ in range(2))
 
-    # other programs may hold cores for a moment; two threads of one core reach about half
-    speedup = min(max(fastest(1) / fastest(threads), 0.4 * threads), 0.999 * threads)
+    # other programs may hold cores for a moment: not even two threads of one core are slower than one
+    speedup = min(max(fastest(1) / fastest(threads), 0.5 * threads), 0.999 * threads)
     return (threads / speedup - 1) / (threads - 1)
 
 
@@ -253,7 +261,6 @@ def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
     tiny = regular(200, 200, 20)
     first = _fit(ExplicitALS(40, assembly="sparse_syrk", **options), tiny)
     again = _fit(ExplicitALS(40, assembly="sparse_syrk", **options), tiny)
-    start = max(0.0, first.setup - again.setup) + 0.2 * max(0.0, first.first - again.first)
     # ranks nobody asks for: kernels that this process has loaded would not be compiled again
     compile_seconds = dict(rates.compile)
     fused = _has_fused(device)
@@ -270,12 +277,11 @@ def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
     rates = replace(
         rates,
         multiprocessors=spec.multiprocessors,
-        start=max(start, 1e-3),
+        start=max(1e-3, first.setup - again.setup),
         compile=compile_seconds,
         sweep=again.iteration / 2,
     )
-    # beside work that takes microseconds: what it takes to have all rows in flight
-    long, short = regular(40_000, 40_000, 400), regular(400_000, 400_000, 4)
+    long, short = regular(*GPU_LONG), regular(*GPU_SHORT)
     rates = _measure_transfer(rates, long, short, device)
     say(f"{spec.name}: normal equations and their solution")
     if fused:
@@ -285,11 +291,11 @@ def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
             assembly=_curve(GPU_RANKS, _assembly, entries),
             solve=_join(_curve(GPU_RANKS, _solve, rows), rates.solve),
         )
-    large = regular(2000, 2000, 400), regular(20_000, 20_000, 4)
+    wide = regular(*GPU_LONG_WIDE), regular(*GPU_SHORT_WIDE)
     curves = {}
     for assembly in ("sparse_syrk", "mo_als", "bals"):
         entries, rows = [], []
-        for f, problems in zip(PUBLISHED_RANKS, ((long, short), large), strict=True):
+        for f, problems in zip(PUBLISHED_RANKS, ((long, short), wide), strict=True):
             entry, row = _gpu_als((f,), assembly, *problems, options, rates)
             entries += entry
             rows += row
@@ -350,20 +356,27 @@ def _measure_transfer(rates: GpuRates, long: sp.csr_array, short: sp.csr_array, 
         (_fit(ExplicitALS(40, assembly="sparse_syrk", **options), short) for _ in range(2)), key=lambda f: f.setup
     )
     row = max(1e-9, (fit.setup - 2.0 * short.nnz * 8 / upload) / sum(short.shape))
-    fit = _fit(SGD(40, **options), long)
-    entry = max(1e-10, (fit.setup - 2.0 * long.nnz * 8 / upload) / long.nnz)
-    return replace(rates, upload_bytes=upload, row_setup=row, entry_setup=entry)
+    setup = {
+        name: max(1e-10, (_fit(model, long).setup - 2.0 * long.nnz * 8 / upload) / long.nnz)
+        for name, model in (
+            ("msgd", SGD(40, **options)),
+            ("batch_hogwild", SGD(40, schedule="batch_hogwild", **options)),
+            ("ccd++", CCD(8, **options)),
+        )
+    }
+    return replace(rates, upload_bytes=upload, row_setup=row, entry_setup=setup)
 
 
 def _gpu_others(rates: GpuRates, problem: sp.csr_array, options: dict[str, Any]) -> GpuRates:
-    def bandwidth(model: FactorModel) -> float:
-        moved = plan(problem, model).bytes_per_iteration
-        return moved / max(1e-6, iteration_seconds(model, problem) - 2 * rates.sweep)
+    def entry(f: int, schedule: str) -> float:
+        seconds = iteration_seconds(SGD(f, schedule=schedule, **options), problem)
+        return max(seconds - 2 * rates.sweep, 0.1 * seconds) / problem.nnz
 
-    sgd = {schedule: bandwidth(SGD(64, schedule=schedule, **options)) for schedule in ("msgd", "batch_hogwild")}
-    # launches are counted apart
+    sgd = {
+        schedule: _curve(SGD_RANKS, lambda f: 16 * f, [entry(f, schedule) for f in SGD_RANKS])
+        for schedule in ("msgd", "batch_hogwild")
+    }
     model = CCD(16, **options)
-    seconds = iteration_seconds(model, problem) - 2 * rates.sweep - 16 * 6 * rates.launch
-    ccd = plan(problem, model).bytes_per_iteration / max(1e-6, seconds)
-    assert math.isfinite(ccd)
-    return replace(rates, sgd=sgd, ccd=ccd)
+    seconds = iteration_seconds(model, problem)
+    busy = max(seconds - 2 * rates.sweep - 16 * 6 * rates.launch, 0.1 * seconds)  # launches are counted apart
+    return replace(rates, sgd=sgd, ccd=plan(problem, model).bytes_per_iteration / busy)

@@ -27,8 +27,14 @@ if TYPE_CHECKING:
 CHECK_ENTRY = 6e-9
 """Seconds of one core to check an entry of the input, on any device (as_csr, 18 million entries)."""
 
+HOST_FIT = 2e-3
+"""Seconds of the Python around a fit of any size."""
+
 TRANSPOSE_ENTRY = 9e-9
 """Seconds of one core to transpose one (bench/layouts.py)."""
+
+DRAW_FACTOR = 1.2e-8
+"""Seconds to draw one initial factor, on the host whatever the device."""
 
 TILE_ENTRY = 1.2e-8
 """Seconds of one core to put one into a BALS tile (bench/layouts.py)."""
@@ -116,7 +122,8 @@ def cost_of(plan: Plan, machine: Machine, warmth: Warmth | None = None) -> Cost:
     warmth : Warmth, optional
         Default: a fresh process whose kernels have been compiled before.
     """
-    host = {"check and transpose": plan.nnz * (CHECK_ENTRY + TRANSPOSE_ENTRY / machine.cpu.speedup(plan.num_threads))}
+    entry = CHECK_ENTRY + TRANSPOSE_ENTRY / machine.cpu.speedup(plan.num_threads)
+    host = {"input and start": plan.nnz * entry + (plan.n_users + plan.n_items) * plan.factors * DRAW_FACTOR + HOST_FIT}
     if plan.gpu is None:
         return Cost(_cpu_iteration(plan, machine.cpu), host | _cpu_setup(plan, machine.cpu))
     rates = machine.gpu_rates(plan.gpu.name, plan.gpu.multiprocessors, plan.gpu.capability)
@@ -209,7 +216,7 @@ def _cpu_sgd(plan: Plan, rates: CpuRates) -> tuple[float, float]:
     flops = 10 if method.schedule == "msgd" else 8
     entry = seconds_at(rates.sgd[method.schedule], lambda f: flops * f, plan.rank)
     if method.rate_schedule in ("rpcs", "adagrad"):
-        entry *= 2.2  # a square root and a division for each row or coordinate that moves
+        entry *= 3.0  # a square root and a division for each row or coordinate that moves
     moved = method.bytes_per_iteration(plan) * 4 / _itemsize(plan)
     # blocks keep the rows they move in a core's cache
     near = method.schedule == "blocks"
@@ -244,7 +251,7 @@ def _gpu_setup(plan: Plan, rates: GpuRates, warmth: Warmth) -> dict[str, float]:
         "transfer": (ratings + 2 * factors) / rates.upload_bytes,
         "layouts": (plan.n_users + plan.n_items) * rates.row_setup
         if plan.method is None
-        else plan.nnz * rates.entry_setup,
+        else plan.nnz * rates.entry_setup[name],
         "kernels": rates.load if warmth.compiled else rates.compile[name],
     }
     if plan.tile_rows:
@@ -284,8 +291,7 @@ def _gpu_als(plan: Plan, rates: GpuRates) -> float:
 def _gpu_sgd(plan: Plan, rates: GpuRates) -> float:
     method: Any = plan.method
     itemsize = 2 if plan.precision == "float16" else _itemsize(plan)
-    moved = 4.0 * plan.nnz * plan.rank * itemsize
-    seconds = moved / rates.sgd[method.schedule]
+    seconds = plan.nnz * seconds_at(rates.sgd[method.schedule], lambda f: 4 * f * itemsize, plan.rank)
     if plan.facts is not None and method.schedule == "msgd":
         seconds = max(seconds, max(plan.facts.longest_user, plan.facts.longest_item) * rates.serial_update)
     return seconds + 2 * rates.sweep

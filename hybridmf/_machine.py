@@ -1,13 +1,14 @@
 """What a machine can do: the constants of the cost model, built in or measured, and the file that keeps them.
 
-Built-in constants are of one core of a recent server (AVX-512) and of an H200; `hybridmf._calibrate` replaces them by those of the
-machine at hand (`hybridmf tune --calibrate`), and `save` keeps them in the user's cache directory, together with the
-hardware they belong to. A file of other hardware, another version or no sense is ignored with one warning.
+Built-in constants are of one core of a recent server (AVX-512) and of an H200. `hybridmf._calibrate` measures those of
+the machine at hand (`hybridmf tune --calibrate`), and `save` keeps them in the user's cache directory, together with
+the hardware they belong to. A file of other hardware, another version or no sense is ignored with one warning.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import math
@@ -55,6 +56,8 @@ def rate_at(curve: Curve, factors: float) -> float:
 def seconds_at(curve: Curve, work: Callable[[float], float], factors: float) -> float:
     """Seconds for ``work(factors)``, never fewer than for the work of an anchor below: rates are measured, with noise.
 
+    Below the first anchor they stay: vectors are padded to a width, and the rest is not arithmetic.
+
     Parameters
     ----------
     curve : Curve
@@ -62,6 +65,7 @@ def seconds_at(curve: Curve, work: Callable[[float], float], factors: float) -> 
         Flops or bytes at a number of factors, rising.
     factors : float
     """
+    factors = max(factors, curve[0][0])
     return max([work(f) / rate for f, rate in curve if f < factors] + [work(factors) / rate_at(curve, factors)])
 
 
@@ -115,7 +119,7 @@ class CpuRates:
     )
     ccd_entry: float = 1.2e-9
     ccd_row: float = 2.5e-8
-    slower: dict[str, float] = field(default_factory=lambda: {"simd": 1.0, "bals": 1.75, "blas3": 3.6, "rank1": 6.0})
+    slower: dict[str, float] = field(default_factory=lambda: {"simd": 1.0, "bals": 1.95, "blas3": 4.2, "rank1": 6.0})
     row: float = 3.0e-7
     region: float = 2.0e-5
     gather_bytes: float = 1.2e10
@@ -149,7 +153,7 @@ class GpuRates:
         Time of normal equations in other precisions, as a share of that in float32.
     float64 : float
         Time in float64 as a multiple of that in float32.
-    sgd : dict of str to float
+    sgd : dict of str to Curve
         Bytes/s of an epoch by schedule, in the units of `SgdMethod.bytes_per_iteration`.
     serial_update : float
         Seconds for an update of MSGD that waits for the one before it.
@@ -163,8 +167,10 @@ class GpuRates:
         Bytes/s of gathered rows of factors from memory, and from the L2 cache.
     upload_bytes : float
         Bytes/s from the caller's arrays to the GPU, through pinned buffers.
-    row_setup, entry_setup : float
-        Seconds on the host for a row of ALS, and for an entry of SGD or CCD++, before the first iteration.
+    row_setup : float
+        Seconds on the host for a row of ALS before the first iteration.
+    entry_setup : dict of str to float
+        Seconds on the host for an entry of SGD or CCD++ before the first iteration.
     start : float
         Seconds of the first use in a process: libraries, pinned buffers.
     compile : dict of str to float
@@ -188,7 +194,12 @@ class GpuRates:
         default_factory=lambda: {"float32": 1.0, "bf16x3": 0.82, "tf32": 0.63, "bf16": 0.54, "float16": 0.54}
     )
     float64: float = 2.5
-    sgd: dict[str, float] = field(default_factory=lambda: {"msgd": 8.4e12, "batch_hogwild": 4.5e12})
+    sgd: dict[str, Curve] = field(
+        default_factory=lambda: {
+            "msgd": ((32, 4.2e12), (128, 8.4e12)),
+            "batch_hogwild": ((32, 3.0e12), (128, 4.5e12)),
+        }
+    )
     serial_update: float = 2.0e-8
     ccd: float = 2.46e12
     launch: float = 5.0e-6
@@ -197,7 +208,9 @@ class GpuRates:
     cached_bytes: float = 9.3e12
     upload_bytes: float = 1.0e10
     row_setup: float = 2.2e-7
-    entry_setup: float = 1.3e-8
+    entry_setup: dict[str, float] = field(
+        default_factory=lambda: {"msgd": 1.1e-8, "batch_hogwild": 2.6e-8, "ccd++": 1.3e-8}
+    )
     start: float = 0.4
     compile: dict[str, float] = field(
         default_factory=lambda: {
@@ -235,7 +248,7 @@ class GpuRates:
             solve=times(self.solve),
             cg=self.cg * share,
             published=curves(self.published),
-            sgd={name: rate * share for name, rate in self.sgd.items()},
+            sgd=curves(self.sgd),
             ccd=self.ccd * share,
             gather_bytes=self.gather_bytes * share,
             cached_bytes=self.cached_bytes * share,
@@ -436,14 +449,14 @@ def _read(path: Path) -> Machine:
             f"it belongs to other hardware or another version ({name} {there.get(name)!r}, not {here[name]!r})"
         )
     return Machine(
-        cpu=_rates(CpuRates, content["cpu"]),
-        gpu=_rates(GpuRates, content["gpu"]),
+        cpu=rates_of(CpuRates, content["cpu"]),
+        gpu=rates_of(GpuRates, content["gpu"]),
         source=str(content["source"]),
         gpu_name=str(content["gpu_identity"].get("name", "")),
     )
 
 
-def _rates(cls: Any, values: Mapping[str, Any]) -> Any:
+def rates_of(cls: Any, values: Mapping[str, Any]) -> Any:
     """Constants from JSON, each judged: a wrong one would send work to the wrong device without a word."""
     wanted = {one.name for one in fields(cls)}
     if set(values) != wanted:
@@ -456,7 +469,7 @@ def _constant(name: str, value: Any) -> Any:
         return {str(key): _constant(name, one) for key, one in value.items()}
     if isinstance(value, list):
         curve = tuple((float(f), float(rate)) for f, rate in value)
-        rising = all(low < high for (low, _), (high, _) in zip(curve, curve[1:], strict=False))
+        rising = all(low < high for (low, _), (high, _) in itertools.pairwise(curve))
         if not curve or not rising or not all(_sane(f) and _sane(rate) for f, rate in curve):
             raise ValueError(f"its constant {name} is {value!r}")
         return curve

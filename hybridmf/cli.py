@@ -779,8 +779,7 @@ def _degree_text(degrees: np.ndarray) -> str:
 def tune(calibrate: bool) -> None:
     """Measure this machine and keep what is found in the user's cache directory.
 
-    \b
-    --calibrate  rates of cores and GPU, by which device="auto" picks the device of each fit.
+    With --calibrate: the rates of cores and GPU by which device="auto" picks the device of each fit.
     """
     if not calibrate:
         raise click.UsageError("say what to tune: --calibrate")
