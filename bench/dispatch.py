@@ -81,7 +81,7 @@ GRIDS: dict[str, tuple[dict[str, tuple[int, ...]], tuple[tuple[str, float], ...]
             ("ml-10m", 1.0),
             ("ml-20m", 1.0),
         ),
-        330.0,
+        240.0,
     ),
 }
 """Ranks by model, shapes and their scales, and seconds after which no further case is begun."""
@@ -89,7 +89,7 @@ GRIDS: dict[str, tuple[dict[str, tuple[int, ...]], tuple[tuple[str, float], ...]
 ASSEMBLIES = {"cpu": ("bals", "blas3"), "cuda": ("sparse_syrk", "mo_als", "bals")}
 """Published assemblies, measured at rank 64 beside ours."""
 
-TOO_LONG = 4.0
+TOO_LONG = 2.0
 """Predicted seconds of an iteration that is left out."""
 
 

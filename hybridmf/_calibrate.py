@@ -7,10 +7,9 @@ give the seconds of an entry and of a row, by elimination. Each is the fastest o
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -25,7 +24,7 @@ from ._plan import plan
 from ._validate import available_cores
 from .als import ExplicitALS
 from .ccd import CCD
-from .gpu.device import DeviceSpec
+from .gpu.device import CudaDevice, DeviceSpec, open_device
 from .sgd import SGD
 
 CPU_RANKS = (16, 32, 64, 128)
@@ -184,7 +183,13 @@ def _measure_cpu(say: Say) -> CpuRates:
     ccd = [iteration_seconds(CCD(16, **options), problem) / 16 / 2 for problem in (long, short)]
     entry, row = entry_and_row((ccd[0], ccd[1]), (long, short))
     say("cores: together")
-    return replace(rates, ccd_entry=4 * entry, ccd_row=2 * row, serial=_serial(options))
+    return replace(rates, ccd_entry=4 * entry, ccd_row=2 * row, serial=_serial(options), region=_region(options))
+
+
+def _region(options: dict[str, Any]) -> float:
+    """Seconds of a parallel region of all threads that has next to nothing to do; an iteration has four."""
+    model = ExplicitALS(8, **(options | {"num_threads": available_cores(), "iterations": 50}))
+    return iteration_seconds(model, regular(40, 40, 4)) / 4
 
 
 def _sgd_curve(schedule: str, problem: sp.csr_array, options: dict[str, Any]) -> Curve:
@@ -238,19 +243,21 @@ def _fit(model: FactorModel, matrix: sp.csr_array) -> _Fit:
     return _Fit(total, seconds[0], min(seconds[1:]), model.timings_["set up"])
 
 
-@contextmanager
-def _fresh_kernels() -> Iterator[None]:
-    """An empty cache of compiled kernels, for a while."""
-    before = os.environ.get("CUPY_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["CUPY_CACHE_DIR"] = folder
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["CUPY_CACHE_DIR"]
-            else:
-                os.environ["CUPY_CACHE_DIR"] = before
+def _compile_seconds(opened: CudaDevice, model: FactorModel, matrix: sp.csr_array) -> float | None:
+    """Seconds to compile the kernels of a fit, whatever CuPy has kept of them; None if this process has them already.
+
+    CuPy keeps kernels by the text of their source, so a comment is enough to have them compiled again.
+    """
+    before = set(opened._kernels)
+    model.fit(matrix)
+    programs = {(source, constants): name for source, name, constants in set(opened._kernels) - before}
+    if not programs:
+        return None
+    mark = f"\n// {uuid.uuid4()}\n"
+    started = time.perf_counter()
+    for (source, constants), name in programs.items():
+        opened._compile(source + mark, name, constants)
+    return time.perf_counter() - started
 
 
 def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
@@ -261,19 +268,20 @@ def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
     tiny = regular(200, 200, 20)
     first = _fit(ExplicitALS(40, assembly="sparse_syrk", **options), tiny)
     again = _fit(ExplicitALS(40, assembly="sparse_syrk", **options), tiny)
-    # ranks nobody asks for: kernels that this process has loaded would not be compiled again
     compile_seconds = dict(rates.compile)
     fused = _has_fused(device)
-    with _fresh_kernels():
-        for name, model in (
-            ("fused", ExplicitALS(61, **options)),
-            ("sparse_syrk", ExplicitALS(61, assembly="sparse_syrk", **options)),
-            ("msgd", SGD(61, **options)),
-            ("ccd++", CCD(61, **options)),
-        ):
-            if name != "fused" or fused:
-                fit = _fit(model, tiny)
-                compile_seconds[name] = max(rates.load, fit.first - fit.iteration)
+    # a rank nobody asks for: its kernels are not in this process yet
+    for name, model in (
+        ("fused", ExplicitALS(61, **options)),
+        ("sparse_syrk", ExplicitALS(61, assembly="sparse_syrk", **options)),
+        ("msgd", SGD(61, **options)),
+        ("batch_hogwild", SGD(61, schedule="batch_hogwild", **options)),
+        ("ccd++", CCD(61, **options)),
+    ):
+        if name != "fused" or fused:
+            compile_seconds[name] = _compile_seconds(open_device(device), model, tiny) or rates.compile[name]
+    # all three compile one kernel for the sums and the same ones for the solution
+    compile_seconds |= dict.fromkeys(("mo_als", "bals"), compile_seconds["sparse_syrk"])
     rates = replace(
         rates,
         multiprocessors=spec.multiprocessors,
@@ -339,8 +347,6 @@ def _gpu_als(
 
 def _measure_transfer(rates: GpuRates, long: sp.csr_array, short: sp.csr_array, device: str) -> GpuRates:
     """Bytes/s of an upload, and what an ALS takes on the host for each row before its first iteration."""
-    from .gpu.device import open_device
-
     opened = open_device(device)
     data = np.ones(1 << 26, dtype=np.float32)
     seconds = []
