@@ -144,9 +144,9 @@ def _itemsize(plan: Plan) -> int:
 
 
 def _rows(plan: Plan) -> int:
-    """Rows of both sides that have entries, as far as it is known."""
-    rows = plan.n_users + plan.n_items
-    return rows if plan.facts is None else rows - plan.facts.empty
+    """Rows of both sides that have entries: a bound, or what the data say."""
+    rows = plan.n_users + plan.n_items - (0 if plan.facts is None else plan.facts.empty)
+    return min(rows, min(plan.n_users, plan.nnz) + min(plan.n_items, plan.nnz))
 
 
 def _tables(plan: Plan) -> tuple[int, int]:

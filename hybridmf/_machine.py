@@ -80,7 +80,7 @@ class CpuRates:
     solve : Curve
         Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row, with all that is done once a row.
     cg : Curve
-        Flop/s of a product with one entry's row, 4 f an entry and pass.
+        Flop/s of conjugate gradients, 4 f an entry and pass, also where a row's matrix is formed instead.
     dense : float
         Flop/s of a product of a Gram matrix and a vector.
     subspace : float

@@ -776,6 +776,7 @@ def _degree_text(degrees: np.ndarray) -> str:
 
 @main.command(epilog=examples("hybridmf tune --calibrate"))
 @click.option("--calibrate", is_flag=True, help="Measure this machine for the cost model; a minute or two with a GPU.")
+@debug_option
 def tune(calibrate: bool) -> None:
     """Measure this machine and keep what is found in the user's cache directory.
 

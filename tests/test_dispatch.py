@@ -272,6 +272,8 @@ def test_a_longer_column_delays_msgd_and_empty_rows_cost_nothing():
         cost_of(replace(on_gpu, facts=Facts(200, 900_000)), built_in()).iteration
         > 4 * cost_of(replace(on_gpu, facts=Facts(200, 2000)), built_in()).iteration
     )
+    sparse = plan_of(hmf.CCD(8, device="cpu"), shape=(10**6, 10**6), nnz=1000)
+    assert cost_of(sparse, built_in()).iteration < 0.01  # 1,000 entries are in 2,000 rows at most
     als = plan_of(hmf.ExplicitALS(32, device="cpu"), shape=(10**6, 1000), nnz=10**6)
     assert cost_of(replace(als, facts=Facts(9, 9, 900_000)), built_in()).iteration < cost_of(als, built_in()).iteration
 
