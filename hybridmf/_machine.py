@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from ._files import write_atomically
 from ._version import __version__
 from .cpu import _als
@@ -325,7 +323,11 @@ def _constant_text(value: Any) -> str:
 def cache_folder() -> Path:
     """Where measured constants are kept: HYBRIDMF_CACHE_DIR, else the user's cache directory."""
     given = os.environ.get(CACHE_VARIABLE, "").strip()
-    return Path(given) if given else Path(platformdirs.user_cache_dir("hybridmf", appauthor=False))
+    if given:
+        return Path(given)
+    import platformdirs  # at first need
+
+    return Path(platformdirs.user_cache_dir("hybridmf", appauthor=False))
 
 
 def calibration_file() -> Path:

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from . import _cost, _machine
@@ -167,16 +167,18 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-def estimate(plan: Plan, iterations: int) -> Estimate:
-    """Predict what a plan takes on this machine, as it is now.
+def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate:
+    """Predict what a plan takes in this process, as it is now.
 
     Parameters
     ----------
     plan : Plan
         With everything decided.
     iterations : int
+    machine : Machine
+        The constants.
     """
-    cost = _cost.cost_of(plan, _machine.machine(), _warmth(plan))
+    cost = _cost.cost_of(plan, machine, _warmth(plan))
     setup = sum(cost.setup.values())
     assembly, solver = (plan.assembly, plan.solver) if plan.method is None else ("", plan.method.label)
     total = setup + iterations * cost.iteration
@@ -217,6 +219,8 @@ class Request:
         Whether it asks for something that only GPUs have.
     others : tuple of Plan
         The same fit by other means, to be estimated beside; undecided like `base`.
+    machine : Machine
+        The constants that estimates go by.
     """
 
     base: Plan
@@ -227,6 +231,11 @@ class Request:
     cpu_only: str = ""
     gpu_only: bool = False
     others: tuple[Plan, ...] = ()
+    machine: _machine.Machine = field(default_factory=_machine.machine)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """Of the iterations that are asked for."""
+        return estimate(plan, self.settings.iterations, self.machine)
 
 
 def choose(request: Request) -> Plan:
@@ -270,7 +279,7 @@ def _on_cpu(request: Request, why: str, on_gpu: Plan | None) -> Plan:
 def _faster(request: Request, on_cpu: Plan, on_gpu: Plan) -> Plan:
     """The plan that is predicted to be done first."""
     iterations = request.settings.iterations
-    cpu, gpu = estimate(on_cpu, iterations), estimate(on_gpu, iterations)
+    cpu, gpu = request.estimate(on_cpu), request.estimate(on_gpu)
     here = f"{seconds_text(cpu.total_seconds)} on the CPU"
     there = f"{seconds_text(gpu.total_seconds)} on the GPU, {seconds_text(gpu.setup_seconds)} of them set-up"
     count = f"{iterations} iteration{'s' if iterations > 1 else ''}"
@@ -297,10 +306,9 @@ def _mib(size: int) -> str:
 
 def _with_estimates(plan: Plan, request: Request, rejected: Plan | None = None) -> Plan:
     """`plan` with its own estimate, that of the other device, and those of the other ways to compute it."""
-    iterations = request.settings.iterations
-    found = [replace(estimate(plan, iterations), chosen=True)]
+    found = [replace(request.estimate(plan), chosen=True)]
     if rejected is not None:
-        found.append(replace(estimate(rejected, iterations), why_not=memory_lacks(rejected)))
+        found.append(replace(request.estimate(rejected), why_not=memory_lacks(rejected)))
     for other in request.others:
         found.extend(_estimates_of(other, request))
     unique: dict[tuple[str, ...], Estimate] = {}
@@ -315,10 +323,9 @@ def _rank(one: Estimate) -> tuple[bool, bool, bool, float]:
 
 def _estimates_of(other: Plan, request: Request) -> Iterable[Estimate]:
     """One way to compute on each device that has it."""
-    base, settings = request.base, request.settings
+    base, wanted = request.base, request.settings.device
     asked = (other.solver, other.precision) == (base.solver, base.precision)
     asked = asked and base.assembly in ("auto", other.assembly)
-    wanted = settings.device
     for build, serves in (
         (request.on_cpu, wanted in ("auto", "cpu") and other.precision == "float32"),
         (request.on_gpu, request.spec is not None),
@@ -327,7 +334,7 @@ def _estimates_of(other: Plan, request: Request) -> Iterable[Estimate]:
             continue
         with suppress(DeviceError, ValueError):  # this device has no such thing: nothing to estimate
             plan = build(other)
-            yield replace(estimate(plan, settings.iterations), asked=asked, why_not=memory_lacks(plan))
+            yield replace(request.estimate(plan), asked=asked, why_not=memory_lacks(plan))
 
 
 # ------------------------------------------------------------------------------------------- what has been done before

@@ -531,7 +531,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
 
 def test_the_users_cache_is_the_default(monkeypatch):
     monkeypatch.delenv("HYBRIDMF_CACHE_DIR")
-    monkeypatch.setattr(_machine.platformdirs, "user_cache_dir", lambda name, appauthor: f"there/{name}")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name, appauthor: f"there/{name}")
     assert _machine.calibration_file() == Path("there/hybridmf/machine.json")
 
 
