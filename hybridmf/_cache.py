@@ -1,0 +1,24 @@
+"""Where this user's measurements of this machine are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+CACHE_DIR = "HYBRIDMF_CACHE_DIR"
+"""Environment variable: the folder to use instead of the system's place for caches."""
+
+
+def cache_dir() -> Path:
+    """Folder of files that are measured again if they are lost; it may not exist yet.
+
+    Returns
+    -------
+    Path
+        What HYBRIDMF_CACHE_DIR names ("~" is the home folder), else ``hybridmf`` in the user's cache folder
+        (``~/.cache`` on Linux).
+    """
+    named = os.environ.get(CACHE_DIR, "").strip()
+    return Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("hybridmf", appauthor=False))
