@@ -591,7 +591,7 @@ def compile_ahead(device: Any, variants: set[tuple[int, str, str, str]]) -> None
         rank, feedback, precision, solver = variant
         codes = {"ARITHMETIC": fused.PRECISION_CODES[precision], "SOLVER": fused.SOLVER_CODES[solver]}
         weights = {"IMPLICIT": feedback == "implicit", "HAS_OFFSETS": False}
-        constants = fused.FusedConfig.default(rank).constants | weights | codes
+        constants = fused.FusedConfig.default(rank, device.spec, precision, solver).constants | weights | codes
         get_kernel(device, "fused_als.cu", "solve_rows", **constants)
 
     started = time.perf_counter()

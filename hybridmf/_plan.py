@@ -527,7 +527,7 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
 def _slot_bytes(plan: Plan) -> int:
     """Bytes of one system, or of one segment of a row, that waits to be solved."""
     if plan.assembly == "fused":
-        return 4 * fused.FusedConfig.default(plan.rank).partial_floats
+        return 4 * fused.partial_floats(plan.rank)
     return (plan.rank + 1) * plan.rank * np.dtype(plan.dtype).itemsize
 
 

@@ -87,8 +87,7 @@ class Resources:
 def builds_of(module: Any, spec: DeviceSpec, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of a module's launchers on a device; ranks None stands for all it knows."""
     chosen = {} if ranks is None else {"ranks": tuple(rank for rank in ranks if rank in module.COMPILED_RANKS)}
-    depends = module in (assemblies, cholesky_any, sgd)
-    return module.default_builds(spec, **chosen) if depends else module.default_builds(**chosen)
+    return module.default_builds(**chosen) if module is losses else module.default_builds(spec, **chosen)
 
 
 def builds_for(architecture: int, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:

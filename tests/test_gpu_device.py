@@ -652,7 +652,7 @@ def test_plan_of_our_kernels(plan_on: Callable[..., Plan]) -> None:
     assert plan.segment == fused.SEGMENT
     assert plan.batch_slots >= 1
     assert plan_on(factors=8).batch_slots == 2 * (plan.nnz // plan.segment) + 1  # only long rows need any
-    assert plan.bytes["batch"] == plan.batch_slots * 4 * fused.FusedConfig.default(100).partial_floats
+    assert plan.bytes["batch"] == plan.batch_slots * 4 * fused.partial_floats(100)
     assert plan.bytes["factors"] == (480_189 * 2 + 17_770) * 100 * 4
     assert plan.bytes["ratings"] > 2 * 8 * plan.nnz
     assert plan.total_bytes == sum(plan.bytes.values()) < H200.free_bytes

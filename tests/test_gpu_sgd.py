@@ -230,10 +230,12 @@ def test_a_diverged_row_does_not_spoil_others(device):
 # ---------------------------------------------------------------------------------------------------- batch-Hogwild
 
 
-def hogwild_epoch(device, matrix, rank, stored, workers, biases=False, runs=None, first=0):
+def hogwild_epoch(
+    device, matrix, rank, stored, workers, biases=False, runs=None, first=0, longest=sgd.RUN, batch=sgd.BATCH
+):
     """(held, walked) rows and loss after an epoch, and the state of the reference for the same order of entries."""
     problem = Pass(device, matrix, rank, np.float32, biases)
-    order = make_runs(problem.matrix.indptr, np.random.default_rng(3)) if runs is None else runs
+    order = make_runs(problem.matrix.indptr, np.random.default_rng(3), longest) if runs is None else runs
     width = stored_width(rank, stored)
     rows = []
     for factors in problem.factors:
@@ -241,7 +243,7 @@ def hogwild_epoch(device, matrix, rank, stored, workers, biases=False, runs=None
         padded[:, :rank] = factors.matrix
         rows.append(Rows(device.upload(padded), None if factors.bias is None else device.upload(factors.bias)))
     blocks = HogwildConfig.blocks_for(width, np.dtype(stored).itemsize, biases)
-    config = HogwildConfig(blocks, workers)
+    config = HogwildConfig(blocks, workers, longest, batch)
     walk = replace(problem.walk, indices=device.upload(problem.matrix.indices + np.int32(first)), first=first)
     losses = sgd.batch_hogwild(device, *rows, walk, device.upload(order), problem.terms, config)
     users, items, ratings = entries_of(problem.matrix, order)
@@ -309,6 +311,21 @@ def test_float16_storage(device, rank):
     assert all(np.array_equal(a, a.astype(np.float16)) for a in arrays(ours))
 
 
+@pytest.mark.parametrize(("longest", "batch"), [(16, 5), (32, 1), (64, 8)])
+def test_longer_runs_and_other_batches(device, longest, batch):
+    ours, expected, _, _ = hogwild_epoch(device, rows_of(LENGTHS, 80), 5, np.float32, 1, longest=longest, batch=batch)
+    assert relative_error(ours, expected) < 5e-6
+
+
+def test_configurations_that_cannot_work():
+    for change, message in (({"run": 12}, "run must be 8"), ({"batch": 0}, "batch must"), ({"n_workers": 0}, "n_work")):
+        with pytest.raises(ValueError, match=message):
+            HogwildConfig(**{"blocks_per_sm": 3, "n_workers": 1} | change)
+    for chunk, helpers in ((5, 1), (16, 0), (4, 32)):
+        with pytest.raises(ValueError, match="chunk must be 4, 8 or 16 and helpers 1 to 31"):
+            BlockedConfig(32, 4, chunk, helpers)
+
+
 def test_a_row_twice_in_a_row(device):
     """The row of the next run is read ahead, unless it is the one at hand. Columns are a range of a larger matrix."""
     matrix = rows_of((40, 3), 80)
@@ -329,10 +346,11 @@ def test_workers_see_every_entry_once(device, workers):
 def test_workers_of_a_device(device):
     """Few on small problems; as many as a device holds on large ones."""
     spec = replace(device.spec, multiprocessors=132)
-    assert HogwildConfig.default(spec, 128, 2, False, 99_000_000 // sgd.RUN) == HogwildConfig(5, 5 * 132 * 8)
-    assert HogwildConfig.default(spec, 128, 4, True, 10**9) == HogwildConfig(4, 4 * 132 * 4)
-    assert HogwildConfig.default(spec, 32, 2, False, 125_000).n_workers == 125_000 // sgd.ROUNDS
-    assert HogwildConfig.default(spec, 32, 2, False, 3).n_workers == 1
+    most = HogwildConfig.rule(spec, 128, 2, False)
+    assert most.limited(99_000_000 // sgd.RUN) == most == HogwildConfig(5, 5 * 132 * 8)
+    assert HogwildConfig.rule(spec, 128, 4, True).limited(10**9) == HogwildConfig(4, 4 * 132 * 4)
+    assert HogwildConfig.rule(spec, 32, 2, False).limited(125_000).n_workers == 125_000 // sgd.ROUNDS
+    assert HogwildConfig.rule(spec, 32, 2, False).limited(3).n_workers == 1
 
 
 # ---------------------------------------------------------------------------------------------------- solver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import emulated
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -103,8 +104,8 @@ def test_tiles_of_larger_ranks(device, users_per_warp, monkeypatch):
     users, items = real_factors(70, 7, 0), real_factors(300, 7, 1)
     seen = random_seen(70, 300, 2)
     expected = top_k(device, users, items, 10, seen=seen)
-    monkeypatch.setattr(topk.GroupMaxConfig, "users_per_warp", users_per_warp)
-    monkeypatch.setattr(topk.GroupMaxConfig, "tile_groups", 1)
+    chosen = classmethod(lambda cls, padded, spec: cls(padded, users_per_warp, 1))
+    monkeypatch.setattr(topk.GroupMaxConfig, "default", chosen)
     check_equal(top_k(device, users, items, 10, seen=seen), expected)
     check_close(expected, users, items, seen)
 
@@ -364,7 +365,7 @@ def test_wrong_arguments(device):
 
 def test_builds_name_kernels_of_the_file():
     text = (kernel_folder() / topk.SOURCE).read_text()
-    builds = list(topk.default_builds())
+    builds = list(topk.default_builds(emulated.EmulatedDevice().spec))
     assert {file for file, _, _ in builds} == {topk.SOURCE}
     assert all(f"\n{name}(" in text or f" {name}(" in text for _, name, _ in builds)
     assert {constants["PADDED"] for _, name, constants in builds if name == "group_max"} >= {16, 64, 112, 128, 512}

@@ -239,6 +239,7 @@ class HalfSweep:
         self.long = Pieces.cut(np.asarray(indptr, dtype=np.int64), order[:n_long], plan.segment)
         self.short = device.upload(order[n_long:].astype(np.int32))
         self.batch_slots = plan.batch_slots
+        self.config: FusedConfig | None = None  # of the fused kernels; None: the default
         self._all_batches: list[Batch] | None = None
         self.tiles = None
         if plan.assembly == "bals":
@@ -319,7 +320,7 @@ class HalfSweep:
 
     def _solve_fused(self, systems: Systems, table: Array, entries: Entries) -> None:
         plan = self.plan
-        config = FusedConfig.default(plan.rank)
+        config = self.config or FusedConfig.default(plan.rank, self.device.spec, plan.precision, plan.solver)
         method = self._method(table)
 
         def one_batch(batch: Batch) -> None:

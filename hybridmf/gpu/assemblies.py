@@ -7,13 +7,14 @@ that cannot work, so that a tuner can enumerate them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from ..formats import BalsMatrix
+from . import tables
 from .device import Array, Device, DeviceSpec
 from .launch import Entries, ceil_div, check, check_not_host, get_kernel
 
@@ -37,6 +38,7 @@ RESERVED = 1024
 """Bytes of shared memory that CUDA takes from each block."""
 
 Variant = Literal["chip", "local"]
+Config = TypeVar("Config")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -83,6 +85,13 @@ def require_fit(config: Any, spec: DeviceSpec) -> None:
         config.shared_bytes <= spec.shared_bytes,
         f"{config} needs {config.shared_bytes} bytes of shared memory a block, {spec.name} has {spec.shared_bytes}",
     )
+
+
+def _tuned(make: Callable[..., Config], kernel: str, rank: int, itemsize: int, spec: DeviceSpec) -> Config | None:
+    """What the tuned tables say, if it fits in the device's shared memory."""
+    found = tables.best(make, kernel, spec, {"rank": rank, "itemsize": itemsize})
+    config: Any = found[0] if isinstance(found, tuple) else found
+    return found if config is None or config.shared_bytes <= spec.shared_bytes else None
 
 
 def _require_match(config: Any, rank: int, dtype: np.dtype[Any]) -> None:
@@ -171,7 +180,12 @@ class SyrkConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> SyrkConfig:
-        """The choice for a rank: 8 x 8 sums a thread in float32, 8 x 4 in float64, where the rank allows it."""
+        """The tuned choice for a device, or what the rule says."""
+        return _tuned(cls, "sparse_syrk", rank, itemsize, spec) or cls.rule(rank, itemsize, spec)
+
+    @classmethod
+    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> SyrkConfig:
+        """The choice where no table knows better: 8 x 8 sums a thread in float32, 8 x 4 in float64 where it can."""
         double = itemsize == 8
         if rank <= 8:
             nb, dx, dy, dz, blocks = 8, 2, 2, 8, 16
@@ -377,7 +391,13 @@ class MoAlsConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
-        """The choice for a rank: what leaves the fewest lanes idle with enough warps on a multiprocessor."""
+        """The tuned choice for a device, or what the rule says (always without `registers`)."""
+        found = _tuned(cls, "mo_als", rank, itemsize, spec) if registers else None
+        return found or cls.rule(rank, itemsize, spec, registers=registers)
+
+    @classmethod
+    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
+        """The choice where no table knows better: the fewest idle lanes with enough warps on a multiprocessor."""
         tile = _tile_size(rank, itemsize)
         tiles, chunks = _lower_tiles(rank, tile), ceil_div(rank, tile) * tile * itemsize // 16
         resident = _resident_warps(tile, itemsize)
@@ -603,7 +623,21 @@ class BalsConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_cols: int = 1) -> BalsConfig:
-        """The choice for a rank: two blocks on a multiprocessor and two buffers where matrix tiles fit so.
+        """The tuned choice for a device where it holds tiles of `tile_cols` columns, or what the rule says.
+
+        Raises
+        ------
+        ValueError
+            As for `rule`.
+        """
+        found = _tuned(_bals_and_height, "bals", rank, itemsize, spec)
+        if found is not None and found[0].capacity >= tile_cols:
+            return found[0]
+        return cls.rule(rank, itemsize, spec, tile_cols=tile_cols)
+
+    @classmethod
+    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_cols: int = 1) -> BalsConfig:
+        """The choice where no table knows better: two blocks a multiprocessor and two buffers where tiles fit so.
 
         Raises
         ------
@@ -778,15 +812,23 @@ def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec) -> tuple[int, in
     """Height and width of matrix tiles for `bals` (section 4.3): what one block of threads holds.
 
     The paper makes tiles as wide as shared memory holds factor rows, and finds the height by trial. Here a block sums
-    as many rows as its registers hold; taller tiles would only make it load columns that it does not need.
+    as many rows as its registers hold; taller tiles make it load columns that it does not need, and are taken only
+    where a tuned table says so.
 
     Returns
     -------
     (tile_rows, tile_cols)
     """
-    config = BalsConfig.default(rank, itemsize, spec)
+    found = _tuned(_bals_and_height, "bals", rank, itemsize, spec)
+    config, height = found or (BalsConfig.rule(rank, itemsize, spec), 1)
     width = config.capacity
-    return config.rows, width // WARP * WARP if width >= WARP else width
+    return height * config.rows, width // WARP * WARP if width >= WARP else width
+
+
+def _bals_and_height(*, height: int, **fields: int) -> tuple[BalsConfig, int]:
+    """What an entry of a table says: the configuration, and how many times its rows a matrix tile has."""
+    _require(height >= 1, f"height must be at least 1, got {height}")
+    return BalsConfig(**fields), height
 
 
 def bals(

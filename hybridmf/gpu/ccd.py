@@ -16,7 +16,7 @@ from .._plan import Plan
 from .._solver import SWEEP_ORDER
 from .._validate import csr_arrays
 from ..errors import DeviceMemoryError, NonFiniteError
-from . import losses
+from . import losses, tables
 from .als import DeviceFactors, table_width, to_device
 from .device import Array, Device, DeviceSpec, Kernel
 from .launch import ceil_div, check, check_not_host, get_kernel
@@ -31,8 +31,9 @@ SEGMENT = 2048
 """Entries above which a piece is split; a multiple of the 128 that a warp reads together."""
 
 STAGED_THREADS = {4: 768, 8: 512}
-"""Threads of a block that has a multiprocessor for itself, by bytes of a number: as many as registers serve without
-spilling. (1,024, whose passes over three vectors spill, were 7 % faster in a trial on an H200.)"""
+"""Threads of a block that has a multiprocessor for itself, by bytes of a number, where no tuned table says otherwise:
+as many as registers serve without spilling. (1,024, whose passes over three vectors spill, were 7 % faster in a trial
+on an H200; passes over two do not spill.)"""
 
 MEAN_PIECE = 32
 """Entries a row must have in a tile, on average, for tiles to pay: each piece takes 16 bytes, and 8 for its sums."""
@@ -59,6 +60,38 @@ VECTORS: dict[Side, int] = {"item": 2, "user": 3}
 
 
 # ---------------------------------------------------------------------------------------------- layout
+
+
+@dataclass(frozen=True)
+class StagedConfig:
+    """What is tuned of passes whose vectors lie in shared memory.
+
+    Attributes
+    ----------
+    threads : int
+        Of a block, which has a multiprocessor for itself.
+    segment : int
+        Entries above which a piece is split.
+
+    Raises
+    ------
+    ValueError
+        A combination that the kernels cannot work with.
+    """
+
+    threads: int
+    segment: int
+
+    @classmethod
+    def rule(cls, dtype: Any) -> StagedConfig:
+        """The choice where no table knows better."""
+        return cls(STAGED_THREADS[np.dtype(dtype).itemsize], SEGMENT)
+
+    def __post_init__(self) -> None:
+        if self.threads % 32 or not 32 <= self.threads <= 1024:
+            raise ValueError(f"threads must be a multiple of 32 of at most 1024, got {self.threads}")
+        if self.segment < 128 or self.segment % 128:
+            raise ValueError(f"segment must be a multiple of the 128 entries a warp reads together, got {self.segment}")
 
 
 @dataclass(frozen=True)
@@ -92,13 +125,21 @@ class CcdConfig:
 
         Tiles as large as shared memory takes; none where rows would have only a few entries in each.
         """
+        facts = {"itemsize": np.dtype(dtype).itemsize, "vectors": vectors}
+        staged = tables.best(StagedConfig, "ccd", spec, facts, given={}) or StagedConfig.rule(dtype)
+        config = cls.staged_as(staged, n_fixed, vectors, dtype, spec)
+        if config.n_tiles == 1 or nnz >= MEAN_PIECE * n_rows * config.n_tiles:
+            return config
+        # several times what runs at once: the first to end takes the next
+        return cls(False, 16, 1, SEGMENT, 8 * spec.multiprocessors, 256)
+
+    @classmethod
+    def staged_as(cls, staged: StagedConfig, n_fixed: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
+        """With vectors in shared memory, tiles as large as fit."""
         itemsize = np.dtype(dtype).itemsize
         tile = min(spec.shared_bytes // (16 * vectors) * (16 // itemsize), MAX_TILE)
         n_tiles = ceil_div(n_fixed, tile - 16 // itemsize)
-        if n_tiles == 1 or nnz >= MEAN_PIECE * n_rows * n_tiles:
-            return cls(True, tile, n_tiles, SEGMENT, spec.multiprocessors, STAGED_THREADS[itemsize])
-        # several times what runs at once: the first to end takes the next
-        return cls(False, 16, 1, SEGMENT, 8 * spec.multiprocessors, 256)
+        return cls(True, tile, n_tiles, staged.segment, spec.multiprocessors, staged.threads)
 
     def constants(self, vectors: int, dtype: Any) -> dict[str, Any]:
         """What a pass is compiled for; `vectors` is what it gathers."""
@@ -612,15 +653,20 @@ class GpuCCD:
             return total
 
 
-def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of what is compiled; the rank is no constant of these kernels."""
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file, kernel, constants) of what is compiled on a device; the rank is no constant of these kernels."""
     helpers = ("combine", "cut_rows", "place", "subtract_products", "squared_errors", "transpose")
     for real, staged in itertools.product((np.float32, np.float64), (True, False)) if ranks else ():
         dtype = np.dtype(real)
         name = {"REAL": {4: "float", 8: "double"}[dtype.itemsize]}
-        for vectors in (3, 2, 1):
-            threads = STAGED_THREADS[dtype.itemsize] if staged else 256
-            config = CcdConfig(staged, 4096 if staged else 16, 1, SEGMENT, 1, threads)
+        # what gathers three vectors also makes passes over one, and so does what gathers two
+        for gathered, vectors in ((3, 3), (2, 2), (3, 1), (2, 1)) if staged else ((3, 3), (2, 2), (1, 1)):
+            config = CcdConfig(False, 16, 1, SEGMENT, 1, 256)
+            if staged:  # the size of tiles that are counted for is that of the device; its value changes no registers
+                chosen = CcdConfig.choose(1, 1, 1, gathered, dtype, spec)
+                config = CcdConfig(True, 4096, 1, SEGMENT, 1, chosen.threads)
             for kernel in ("rank_one",) if staged else ("rank_one", "interleave"):
                 yield "ccd.cu", kernel, config.constants(vectors, dtype) | name
         for kernel in helpers:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from . import tables
 from .device import Array, Device, DeviceSpec
 from .launch import ceil_div, check, check_not_host, get_kernel
 
@@ -110,7 +111,20 @@ class CholeskyConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
-        """The choice for a rank on a device.
+        """The tuned choice for a device, or what the rule says.
+
+        Raises
+        ------
+        ValueError
+            As for `rule`.
+        """
+        found = tables.best(cls, "cholesky_any", spec, {"rank": rank, "itemsize": itemsize})
+        fits = found is not None and found.shared_bytes <= spec.shared_bytes
+        return found if found is not None and fits else cls.rule(rank, itemsize, spec)
+
+    @classmethod
+    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
+        """The choice for a rank on a device where no table knows better.
 
         Raises
         ------
@@ -228,9 +242,26 @@ class CgConfig:
     resident: bool
     blocks_per_sm: int
 
+    def __post_init__(self) -> None:
+        _require(self.warps in (1, 2, 4, 8, 16, 32), f"warps must be a power of two of at most 32, got {self.warps}")
+        _require(self.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {self.itemsize}")
+
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:
-        """The choice for a rank on a device: resident where two blocks fit, so that one loads while one computes.
+        """The tuned choice for a device, or what the rule says.
+
+        Raises
+        ------
+        ValueError
+            As for `rule`.
+        """
+        found = tables.best(cls, "cg_any", spec, {"rank": rank, "itemsize": itemsize})
+        fits = found is not None and found.shared_bytes <= spec.shared_bytes
+        return found if found is not None and fits else cls.rule(rank, itemsize, spec)
+
+    @classmethod
+    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:
+        """The choice where no table knows better: resident where two blocks fit, one loads while one computes.
 
         Raises
         ------
@@ -367,14 +398,25 @@ class TilesConfig:
     teams: int
     blocks_per_sm: int
 
+    def __post_init__(self) -> None:
+        _require(1 <= self.rank <= 64, f"rank must be in 1 ... 64, got {self.rank}")
+        _require(1 <= self.teams <= WARP, f"teams must be in 1 ... {WARP}, got {self.teams}")
+
     @staticmethod
     def serves(rank: int, dtype: Any, spec: DeviceSpec) -> bool:
         """Whether the kernel can solve systems of a rank and type on a device."""
         return rank <= 64 and np.dtype(dtype) == np.float32 and spec.capability >= (8, 0)
 
     @classmethod
-    def default(cls, rank: int) -> TilesConfig:
-        """The choice for a rank."""
+    def default(cls, rank: int, spec: DeviceSpec) -> TilesConfig:
+        """The tuned choice for a device, or what the rule says."""
+        found = tables.best(cls, "cholesky_tiles", spec, {"rank": rank}, block=16)
+        fits = found is not None and found.shared_bytes <= spec.shared_bytes
+        return found if found is not None and fits else cls.rule(rank)
+
+    @classmethod
+    def rule(cls, rank: int) -> TilesConfig:
+        """The choice for a rank where no table knows better."""
         return cls(rank, 4, {1: 8, 2: 5, 3: 3, 4: 2}[ceil_div(rank, 16)])
 
     @property
@@ -399,7 +441,7 @@ def cholesky_solve(
     slots: Array,
     rows: Array,
     pivot_epsilon: float,
-    config: CholeskyConfig | None = None,
+    config: CholeskyConfig | TilesConfig | None = None,
 ) -> None:
     """Solve the first slot of each system by Cholesky; the matrices are destroyed.
 
@@ -418,7 +460,7 @@ def cholesky_solve(
     rows : int32 array, shape (n,)
         No two of them alike.
     pivot_epsilon : float
-    config : CholeskyConfig, optional
+    config : CholeskyConfig or TilesConfig, optional
 
     Raises
     ------
@@ -431,7 +473,9 @@ def cholesky_solve(
     if not n or not rank:
         return
     if config is None and TilesConfig.serves(rank, dtype, device.spec):
-        tiles = TilesConfig.default(rank)
+        config = TilesConfig.default(rank, device.spec)
+    if isinstance(config, TilesConfig):
+        tiles = config
         kernel = get_kernel(device, "cholesky.cu", "cholesky_tiles", **tiles.constants)
         sizes = [np.int64(solutions.shape[1]), np.int64(n)]
         arguments = (solutions, status, matrices, rhs, slots, rows, *sizes, np.float32(pivot_epsilon))
@@ -503,5 +547,5 @@ def default_builds(
             config = CholeskyConfig.default(rank, itemsize, spec)
             yield "cholesky_any.cu", config.kernel, config.constants
             if TilesConfig.serves(rank, f"f{itemsize}", spec):
-                yield "cholesky.cu", "cholesky_tiles", TilesConfig.default(rank).constants
+                yield "cholesky.cu", "cholesky_tiles", TilesConfig.default(rank, spec).constants
             yield "cg_any.cu", "cg", CgConfig.default(rank, itemsize, spec).constants

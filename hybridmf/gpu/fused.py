@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from . import tables
 from .device import Array, Device, DeviceSpec
 from .launch import Entries, ceil_div, check, check_not_host, get_kernel
 
@@ -33,6 +34,12 @@ def round_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
+def partial_floats(rank: int) -> int:
+    """Floats that a segment of a long row leaves, whatever the configuration."""
+    blocks = ceil_div(rank, BLOCK)
+    return blocks * (blocks + 1) // 2 * BLOCK * BLOCK + blocks * BLOCK
+
+
 @dataclass(frozen=True)
 class FusedConfig:
     """Compile-time choices of cuda/fused_als.cu.
@@ -49,6 +56,11 @@ class FusedConfig:
         Chunks of entries on their way or in use.
     blocks_per_sm : int
         Blocks of threads on a multiprocessor, which bounds the registers of a thread.
+
+    Raises
+    ------
+    ValueError
+        A combination that the kernels cannot work with.
     """
 
     rank: int
@@ -57,9 +69,32 @@ class FusedConfig:
     stages: int
     blocks_per_sm: int
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= MAX_RANK:
+            raise ValueError(f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
+        if self.warps not in (1, 2, 4) or (self.warps > 1 and self.rank16 < 5 * BLOCK):
+            raise ValueError(
+                f"warps must be 1, or 2 or 4 from rank {4 * BLOCK + 1} on; got {self.warps} at rank {self.rank}"
+            )
+        if self.teams < 1 or (self.warps > 1 and self.teams > 1) or self.threads > 1024:
+            raise ValueError(f"teams must be 1, or with warps=1 up to 32; got {self.teams} with warps={self.warps}")
+        if self.stages < 2 or self.blocks_per_sm < 1:
+            raise ValueError(
+                f"stages must be at least 2 and blocks_per_sm 1, got {self.stages} and {self.blocks_per_sm}"
+            )
+
     @classmethod
-    def default(cls, rank: int) -> FusedConfig:
-        """The choice for a rank."""
+    def default(cls, rank: int, spec: DeviceSpec, precision: str = "float32", solver: str = "cholesky") -> FusedConfig:
+        """The tuned choice for a device, or what the rule says."""
+        facts = {"rank": rank, "precision": precision, "solver": solver}
+        found = tables.best(cls, "fused", spec, facts, given={"rank": rank}, block=BLOCK)
+        if found is not None and found.shared_bytes(solver) <= spec.shared_bytes:
+            return found
+        return cls.rule(rank)
+
+    @classmethod
+    def rule(cls, rank: int) -> FusedConfig:
+        """The choice for a rank where no table knows better."""
         blocks = ceil_div(rank, BLOCK)
         warps, teams, stages, blocks_per_sm = {
             1: (1, 4, 4, 6),
@@ -98,8 +133,7 @@ class FusedConfig:
     @property
     def partial_floats(self) -> int:
         """Floats that a segment of a long row leaves."""
-        blocks = self.rank16 // BLOCK
-        return blocks * (blocks + 1) // 2 * BLOCK * BLOCK + self.rank16
+        return partial_floats(self.rank)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -125,8 +159,8 @@ def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float =
         return f"compute capability {spec.capability[0]}.{spec.capability[1]} is below 8.0"
     if unobserved_weight > 1:
         return f"unobserved_weight {unobserved_weight:g} above 1 makes weights negative, whose root does not exist"
-    if FusedConfig.default(rank).shared_bytes("cg") > spec.shared_bytes:
-        return f"rank {rank} needs {FusedConfig.default(rank).shared_bytes('cg')} bytes of shared memory"
+    if FusedConfig.rule(rank).shared_bytes("cg") > spec.shared_bytes:
+        return f"rank {rank} needs {FusedConfig.rule(rank).shared_bytes('cg')} bytes of shared memory"
     return ""
 
 
@@ -194,9 +228,17 @@ def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
     return (max(1, min(ceil_div(work, config.teams), device.spec.multiprocessors * config.blocks_per_sm)),)
 
 
+def build_constants(
+    config: FusedConfig, precision: str, solver: str, implicit: bool = False, offsets: bool = False
+) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES[solver]}
+    return config.constants | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets} | codes
+
+
 def _kernel(device: Device, name: str, config: FusedConfig, entries: Entries, method: Method) -> Any:
-    constants = config.constants | {key: value for key, value in entries.constants.items() if key != "REAL"}
-    constants |= {"ARITHMETIC": PRECISION_CODES[method.precision], "SOLVER": SOLVER_CODES[method.solver]}
+    weights = {"implicit": entries.implicit, "offsets": entries.offsets is not None}
+    constants = build_constants(config, method.precision, method.solver, **weights)
     return get_kernel(device, "fused_als.cu", name, **constants)
 
 
@@ -361,7 +403,9 @@ def solve_partials(
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128)
 
 
-def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of what usual ranks ask for; all three kernels are in each program.
 
     Every precision and solver for rank 64, the default ones for the others.
@@ -370,8 +414,10 @@ def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str,
         precisions = tuple(PRECISION_CODES) if rank == 64 else ("float32",)
         solvers = tuple(SOLVER_CODES) if rank == 64 else ("cholesky",)
         for implicit, offsets in ((False, False), (False, True), (True, False)):
-            weights = {"IMPLICIT": implicit, "HAS_OFFSETS": offsets}
             for precision in precisions:
                 for solver in solvers:
-                    codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES[solver]}
-                    yield "fused_als.cu", "solve_partials", FusedConfig.default(rank).constants | weights | codes
+                    config = FusedConfig.default(rank, spec, precision, solver)
+                    yield (
+                        "fused_als.cu", "solve_partials",
+                        build_constants(config, precision, solver, implicit, offsets),
+                    )  # fmt: skip

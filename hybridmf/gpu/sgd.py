@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from .._sgd_method import SgdMethod, learning_rate_at
 from .._solver import SWEEP_ORDER
 from .._validate import csr_arrays
 from ..cpu.sgd import RISE, diverged
-from . import losses
+from . import losses, tables
 from .als import LOSS_ROWS, DeviceFactors, Pieces, to_device
 from .device import Array, Device, DeviceSpec, Kernel
 from .launch import Entries, ceil_div, check, check_not_host, get_kernel
@@ -44,12 +45,13 @@ DECENTRALIZED_THREADS = 256
 """Of a block of the kernel `decentralized`."""
 
 RUN = 8
-"""Entries of one row that batch-Hogwild keeps together, while the row stays in registers; see cuda/batch_hogwild.cu. An
-epoch of Netflix's shape, f = 128 in float16, took 21.8 ms on an H200; in trials 20.0 with 16 and 17.1 with 32, at the
-same train RMSE. But 32 spills registers at other widths: it wants fewer blocks on a multiprocessor there."""
+"""Entries of one row that batch-Hogwild keeps together, while the row stays in registers, where no tuned table says
+otherwise; see cuda/batch_hogwild.cu. An epoch of Netflix's shape, f = 128 in float16, took 21.8 ms on an H200; in
+trials 20.0 with 16 and 17.1 with 32, at the same train RMSE. But 32 spills registers at other widths: it wants fewer
+blocks on a multiprocessor there, which is for `hybridmf tune` to find."""
 
 BATCH = 32
-"""Runs that a worker takes at a time: 256 entries, as cuMF_SGD."""
+"""Runs that a worker takes at a time, by the rule: 256 entries, as cuMF_SGD."""
 
 ROUNDS = 2000
 """Runs of each worker in an epoch, at least. What is read at the same time is updated once instead of several times;
@@ -188,8 +190,19 @@ class BlockedConfig:
     chunk: int
     helpers: int
 
+    def __post_init__(self) -> None:
+        if self.chunk not in (4, 8, 16) or not 1 <= self.helpers <= 31:
+            raise ValueError(f"chunk must be 4, 8 or 16 and helpers 1 to 31, got {self.chunk} and {self.helpers}")
+
     @classmethod
     def default(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
+        """The tuned choice for a device, or what the rule says."""
+        found = tables.best(cls, "msgd", spec, {"ld": ld, "itemsize": itemsize})
+        fits = found is not None and found.shared_bytes <= spec.shared_bytes
+        return found if found is not None and fits else cls.rule(ld, itemsize, spec)
+
+    @classmethod
+    def rule(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
         """The longest chunks, and the most helpers, that fit in a block's shared memory."""
         sizes = ((16, 3), (8, 3), (8, 2), (4, 3), (4, 1))
         configs = [cls(ld, itemsize, chunk, helpers) for chunk, helpers in sizes]
@@ -359,7 +372,7 @@ class Msgd:
 
 @dataclass(frozen=True)
 class HogwildConfig:
-    """How many work on an epoch of batch-Hogwild.
+    """How many work on an epoch of batch-Hogwild, and on what at a time.
 
     Attributes
     ----------
@@ -367,17 +380,57 @@ class HogwildConfig:
         Blocks on a multiprocessor, which bounds the registers of a thread.
     n_workers : int
         Groups of lanes that take runs.
+    run : int
+        Entries of one row that are kept together at most.
+    batch : int
+        Runs that a worker takes at a time.
+
+    Raises
+    ------
+    ValueError
+        A combination that the kernel cannot work with.
     """
 
     blocks_per_sm: int
     n_workers: int
+    run: int = RUN
+    batch: int = BATCH
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.run not in (8, 16, 32, 64):
+            raise ValueError(f"run must be 8, 16, 32 or 64: it is read in parts of up to 8; got {self.run}")
 
     @classmethod
-    def default(cls, spec: DeviceSpec, ld: int, itemsize: int, biases: bool, n_runs: int) -> HogwildConfig:
-        """As many workers as fit on the device at a time, or fewer where runs are few."""
-        blocks, group = cls.blocks_for(ld, itemsize, biases), group_size(ld, itemsize)
-        most = blocks * spec.multiprocessors * THREADS // group
-        return cls(blocks, max(1, min(most, n_runs // ROUNDS)))
+    def default(cls, spec: DeviceSpec, ld: int, itemsize: int, biases: bool) -> HogwildConfig:
+        """The tuned choice for a device, or what the rule says, with as many workers as fit on it at a time."""
+        facts = {"ld": ld, "itemsize": itemsize, "biases": biases}
+        make = functools.partial(cls.make, spec, ld, itemsize)
+        return tables.best(make, "batch_hogwild", spec, facts, given={}) or cls.rule(spec, ld, itemsize, biases)
+
+    @classmethod
+    def rule(cls, spec: DeviceSpec, ld: int, itemsize: int, biases: bool) -> HogwildConfig:
+        """The choice where no table knows better: as many blocks as registers allow."""
+        return cls.make(spec, ld, itemsize, cls.blocks_for(ld, itemsize, biases))
+
+    @classmethod
+    def make(
+        cls, spec: DeviceSpec, ld: int, itemsize: int, blocks_per_sm: int, run: int = RUN, batch: int = BATCH
+    ) -> HogwildConfig:
+        """With as many workers as fit on a device at a time."""
+        workers = blocks_per_sm * spec.multiprocessors * THREADS // group_size(ld, itemsize)
+        return cls(blocks_per_sm, workers, run, batch)
+
+    def limited(self, n_runs: int) -> HogwildConfig:
+        """With fewer workers where runs are few."""
+        return replace(self, n_workers=max(1, min(self.n_workers, n_runs // ROUNDS)))
+
+    def constants(self, ld: int, float16: bool, biases: bool) -> dict[str, Any]:
+        """What the kernel is compiled for."""
+        widths = {"LD": ld, "RUN": self.run, "BLOCKS_PER_SM": self.blocks_per_sm}
+        return {"REAL": np.dtype(np.float32), "FLOAT16": float16, "HAS_BIASES": biases} | widths
 
     @staticmethod
     def blocks_for(ld: int, itemsize: int, biases: bool) -> int:
@@ -388,15 +441,15 @@ class HogwildConfig:
         return (5 if pieces == 1 else 4 if pieces == 2 else 3) - biases
 
 
-def make_runs(indptr: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
+def make_runs(indptr: np.ndarray, rng: np.random.Generator | None = None, longest: int = RUN) -> np.ndarray:
     """Pieces of rows, in random order (without `rng` in the order of the entries).
 
     Returns
     -------
     int64 array, shape (n_runs, 2)
-        First entry; row times 2^32 plus number of entries, at most `RUN`.
+        First entry; row times 2^32 plus number of entries, at most `longest`.
     """
-    pieces = Pieces.cut(np.asarray(indptr, dtype=np.int64), np.flatnonzero(np.diff(indptr)), RUN)
+    pieces = Pieces.cut(np.asarray(indptr, dtype=np.int64), np.flatnonzero(np.diff(indptr)), longest)
     owners = np.repeat(pieces.rows, np.diff(pieces.slots)).astype(np.int64)
     begin, end = pieces.segments[:, 1], pieces.segments[:, 2]
     runs = np.column_stack((begin, (owners << 32) | (end - begin)))
@@ -415,7 +468,7 @@ def batch_hogwild(
     walk : Walk
         By the rows that are held; begins and ends are not read.
     runs : int64 array, shape (n_runs, 2)
-        See `make_runs`.
+        See `make_runs`; of at most ``config.run`` entries.
     terms : Terms
     config : HogwildConfig
 
@@ -430,18 +483,13 @@ def batch_hogwild(
     check_not_host(device, runs=runs)
     blocks = ceil_div(config.n_workers * group_size(ld, stored.itemsize), THREADS)
     out = device.empty(blocks, np.float64)
-    kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **_hogwild_constants(held, config))
-    sizes = (np.int64(len(runs)), np.int32(config.n_workers), np.int32(BATCH), np.int32(walk.first))
+    float16, biases = stored == np.float16, held.bias is not None
+    kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **config.constants(ld, float16, biases))
+    sizes = (np.int64(len(runs)), np.int32(config.n_workers), np.int32(config.batch), np.int32(walk.first))
     (held_matrix, held_bias), (walked_matrix, walked_bias) = held.arrays, walked.arrays
     arrays = (held_matrix, walked_matrix, held_bias, walked_bias, out, walk.indices, walk.ratings, runs)
     kernel((blocks,), (THREADS,), (*arrays, *sizes, *terms.scalars(np.float32)), 0)
     return out
-
-
-def _hogwild_constants(held: Rows, config: HogwildConfig) -> dict[str, Any]:
-    float16, biases = held.matrix.dtype == np.float16, held.bias is not None
-    widths = {"LD": held.matrix.shape[1], "RUN": RUN, "BLOCKS_PER_SM": config.blocks_per_sm}
-    return {"REAL": np.dtype(np.float32), "FLOAT16": float16, "HAS_BIASES": biases} | widths
 
 
 class BatchHogwild:
@@ -454,23 +502,32 @@ class BatchHogwild:
         The ratings by the rows of each side.
     plan : Plan
     method : SgdMethod
+    config : HogwildConfig, optional
     """
 
-    def __init__(self, device: Device, matrices: dict[Side, sp.csr_array], plan: Plan, method: SgdMethod) -> None:
+    def __init__(
+        self,
+        device: Device,
+        matrices: dict[Side, sp.csr_array],
+        plan: Plan,
+        method: SgdMethod,
+        config: HogwildConfig | None = None,
+    ) -> None:
         self.device = device
         self.stored = np.dtype(plan.precision)
         self.held: Side = "user" if plan.n_users >= plan.n_items else "item"
         matrix = matrices[self.held]
         self.walks = {self.held: Walk.upload(device, matrix)}
-        self.runs = device.upload(make_runs(matrix.indptr, method.rng()))
+        shape = (stored_width(plan.factors, self.stored), self.stored.itemsize)
+        config = config or HogwildConfig.default(device.spec, *shape, plan.rank > plan.factors)
+        self.runs = device.upload(make_runs(matrix.indptr, method.rng(), config.run))
+        self.config = config.limited(len(self.runs))
 
     def run(self, work: dict[Side, Rows], terms: Terms) -> float:
         """See `Epochs`."""
         held, walked = work[self.held], work[other_side(self.held)]
-        ld, itemsize = held.matrix.shape[1], held.matrix.dtype.itemsize
-        config = HogwildConfig.default(self.device.spec, ld, itemsize, held.bias is not None, len(self.runs))
         walk = self.walks[self.held]
-        return float(batch_hogwild(self.device, held, walked, walk, self.runs, terms, config).sum())
+        return float(batch_hogwild(self.device, held, walked, walk, self.runs, terms, self.config).sum())
 
 
 # ---------------------------------------------------------------------------------------------- solver
@@ -622,6 +679,6 @@ def default_builds(
                     yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | config.constants
             for stored in (np.dtype(np.float16), np.dtype(np.float32)):
                 ld = stored_width(factors, stored)
-                rows = Rows(np.empty((0, ld), stored), np.empty(0) if biases else None)
-                chosen = HogwildConfig(HogwildConfig.blocks_for(ld, stored.itemsize, biases), 1)
-                yield "batch_hogwild.cu", "batch_hogwild", _hogwild_constants(rows, chosen)
+                chosen = HogwildConfig.default(spec, ld, stored.itemsize, biases)
+                constants = chosen.constants(ld, stored.itemsize == 2, biases)
+                yield "batch_hogwild.cu", "batch_hogwild", constants

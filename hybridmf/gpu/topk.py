@@ -12,6 +12,7 @@ import scipy.sparse as sp
 
 from .._validate import csr_arrays
 from ..errors import DeviceMemoryError
+from . import tables
 from .device import Array, Device, DeviceSpec
 from .launch import ceil_div, check, check_not_host, get_kernel
 
@@ -60,19 +61,37 @@ class GroupMaxConfig:
     ----------
     padded : int
         The rank rounded up to 16.
+    users_per_warp : {16, 32, 64}
+        Users whose factors a warp keeps in registers.
+    tile_groups : {1, 2, 4, 8}
+        Groups that are copied to shared memory together.
+
+    Raises
+    ------
+    ValueError
+        A combination that the kernel cannot work with.
     """
 
     padded: int
+    users_per_warp: int
+    tile_groups: int
 
-    @property
-    def users_per_warp(self) -> int:
-        """Users whose factors a warp keeps in registers."""
-        return 64 if self.padded <= 128 else 32 if self.padded <= 256 else 16
+    def __post_init__(self) -> None:
+        if self.users_per_warp not in (16, 32, 64):
+            raise ValueError(f"users_per_warp must be 16, 32 or 64, got {self.users_per_warp}")
+        if self.tile_groups not in (1, 2, 4, 8):
+            raise ValueError(f"tile_groups must be 1, 2, 4 or 8: octets end with a tile; got {self.tile_groups}")
 
-    @property
-    def tile_groups(self) -> int:
-        """Groups that are copied to shared memory together."""
-        return 2 if self.padded <= 128 else 1
+    @classmethod
+    def default(cls, padded: int, spec: DeviceSpec) -> GroupMaxConfig:
+        """The tuned choice for a device, or what the rule says."""
+        found = tables.best(cls, "top_k", spec, {"padded": padded})
+        return found if found is not None and found.fits(spec) else cls.rule(padded)
+
+    @classmethod
+    def rule(cls, padded: int) -> GroupMaxConfig:
+        """The choice where no table knows better: as many users as registers hold."""
+        return cls(padded, 64 if padded <= 128 else 32 if padded <= 256 else 16, 2 if padded <= 128 else 1)
 
     @property
     def block_users(self) -> int:
@@ -143,7 +162,7 @@ class PackedItems:
         self.device, self.items = device, items
         self.dtype = np.dtype(items.dtype)
         self.rank = int(items.shape[1])
-        self.config = GroupMaxConfig(round_up(max(self.rank, 1), 16))
+        self.config = GroupMaxConfig.default(round_up(max(self.rank, 1), 16), device.spec)
         on_device = items if device.owns(items) else device.upload(items)
         check("items", on_device, self.dtype, (None, None))
         norms = _row_norms(device, on_device)
@@ -307,10 +326,12 @@ def top_k_on_device(
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
 
-def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(file, kernel, constants) of what usual ranks ask for."""
     for padded in sorted({round_up(rank, 16) for rank in ranks}):
-        yield SOURCE, "group_max", GroupMaxConfig(padded).constants
+        yield SOURCE, "group_max", GroupMaxConfig.default(padded, spec).constants
     packing = ("row_norms", "pack_panels", "prepare_items")
     serving = ("prepare_users", "mark_seen", "score_rows", "drop_seen", "sort_rows")
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
