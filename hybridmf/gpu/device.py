@@ -37,6 +37,22 @@ COPY_CHUNK = 32 << 20
 Array = Any
 """An array on a device; `ndarray` of CuPy, or of NumPy where the device is emulated."""
 
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes of a thread.
+
+    Attributes
+    ----------
+    registers : int
+    local_bytes : int
+        Local memory: registers that were spilled, and arrays that are indexed at run time.
+    """
+
+    registers: int
+    local_bytes: int
+
+
 Kernel = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]
 """``kernel(grid, block, arguments, shared_bytes)``; arguments are device arrays and NumPy scalars."""
 
@@ -99,6 +115,9 @@ class Device(Protocol):
 
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
         """Compiled kernel of a source text."""
+
+    def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
+        """What the compiled kernel takes."""
 
     def matmul(self, a: Array, b: Array) -> Array:
         """Product of two matrices of one dtype, by the device's BLAS."""
@@ -226,6 +245,7 @@ class CudaDevice:
         self._cupy = _cupy()
         self.index = index
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
+        self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self._lock = threading.Lock()
         self._pinned: list[Any] = []
         with self.active():
@@ -393,6 +413,13 @@ class CudaDevice:
             self._kernels[key] = self._compile(source, name, constants)
         return self._kernels[key]
 
+    def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
+        """Registers and local memory of a thread of a compiled kernel."""
+        self.kernel(source, name, constants)
+        function = self._functions[source, name, constants]
+        with self.active():
+            return Resources(int(function.num_regs), int(function.local_size_bytes))
+
     def _compile(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
         cupy = self._cupy
         options = ("-std=c++17", *(f"-D{constant}" for constant in constants))
@@ -410,6 +437,8 @@ class CudaDevice:
                 raise DeviceError(
                     f"CuPy cannot load NVRTC, the run-time compiler of CUDA: {_one_line(error)}; {TOOLKIT}"
                 ) from error
+
+        self._functions[source, name, constants] = function
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
             with self.active():
