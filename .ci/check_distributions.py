@@ -32,7 +32,7 @@ def check_wheel(source: Path, wheel: str) -> list[str]:
         names = archive.namelist()
     metadata = [name for name in names if ".dist-info/" in name]
     modules = [name for name in names if name.endswith((".so", ".pyd"))]
-    package = {path for path in (source / "hybridmf").rglob("*") if path.suffix in (".py", ".pyi", ".typed")}
+    package = {path for path in (source / "hybridmf").rglob("*") if path.suffix in (".py", ".pyi", ".typed", ".json")}
     wanted = {str(path.relative_to(source)) for path in package}
     wanted |= {f"hybridmf/{path.relative_to(source)}" for path in (source / "cuda").rglob("*") if path.is_file()}
     problems = differences("wheel", wanted, set(names) - set(metadata) - set(modules))

@@ -215,8 +215,8 @@ def _enumerate_syrk(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
             continue
         for dz, kb, stages, unroll in itertools.product((1, 2, 4, 8), (8, 16, 24, 32), (2, 3), (1, 2, 4)):
 
-            def make(blocks: int, given: Any = (nb, kb, nb // tx, nb // ty, dz, stages, unroll)) -> Any:
-                return SyrkConfig(rank, itemsize, *given, blocks)
+            def make(blocks: int, shape: Any = (nb, kb, nb // tx, nb // ty, dz, stages, unroll)) -> Any:
+                return SyrkConfig(*(rank, itemsize, *shape, blocks))
 
             for config in _block_counts(make, spec):
                 yield _syrk(config, spec)
@@ -266,8 +266,8 @@ def _enumerate_mo_als(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
             continue
         for size in (4, 6, 8, 12, 16, 24, 32):
 
-            def make(blocks: int, given: Any = (tile, size, groups, part_tiles)) -> Any:
-                return MoAlsConfig(rank, itemsize, *given, blocks)
+            def make(blocks: int, shape: Any = (tile, size, groups, part_tiles)) -> Any:
+                return MoAlsConfig(*(rank, itemsize, *shape, blocks))
 
             for config in _block_counts(make, spec):
                 yield _mo_als(config, spec)
@@ -400,8 +400,8 @@ def _enumerate_cholesky(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
             if height * columns * itemsize > 768:
                 continue  # accumulators of a thread beyond what registers hold
 
-            def make(blocks: int, given: Any = (0, row_threads, height, columns, resident)) -> CholeskyConfig:
-                config = CholeskyConfig(rank, itemsize, *given, blocks)
+            def make(blocks: int, shape: Any = (0, row_threads, height, columns, resident)) -> CholeskyConfig:
+                config = CholeskyConfig(*(rank, itemsize, *shape, blocks))
                 registers = REGISTERS // (config.threads * blocks)
                 if config.tile_rows * config.tile_columns * itemsize // 4 + 40 > min(255, registers):
                     raise ValueError("not enough registers")
@@ -451,10 +451,10 @@ def _enumerate_cg(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
         for registers in (64, 96, 128, 255):
             fewest = REGISTERS // (warps * WARP * registers)
 
-            def make(blocks: int, fewest: int = fewest, given: Any = (warps, resident)) -> CgConfig:
+            def make(blocks: int, fewest: int = fewest, shape: Any = (warps, resident)) -> CgConfig:
                 if blocks > fewest:
                     raise ValueError("not enough registers")
-                return CgConfig(rank, itemsize, *given, blocks)
+                return CgConfig(*(rank, itemsize, *shape, blocks))
 
             for config in _block_counts(make, spec):
                 yield _cg(config, spec)

@@ -391,11 +391,14 @@ class SystemsTrial:
     distinct = 1024
     """Systems that are drawn; the others repeat them, which no kernel can know."""
 
-    def __init__(self, kernel: str, device: Device, sample: Sample, facts: Facts, n: int = 32768) -> None:
+    most = 32768
+    """Systems of a batch."""
+
+    def __init__(self, kernel: str, device: Device, sample: Sample, facts: Facts) -> None:
         self.kernel, self.device, self.rank = kernel, device, facts["rank"]
         dtype = np.dtype(f"f{facts.get('itemsize', 4)}")
         self.dtype = dtype
-        n = max(1, min(n, system_limit(device, self.rank, dtype.itemsize) // 2))
+        n = max(1, min(self.most, system_limit(device, self.rank, dtype.itemsize) // 2))
         rng = np.random.default_rng(0)
         rows = rng.standard_normal((min(n, self.distinct), self.rank, self.rank))
         self.systems = (rows @ rows.transpose(0, 2, 1) / self.rank + 0.5 * np.eye(self.rank)).astype(dtype)

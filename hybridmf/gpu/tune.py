@@ -1,7 +1,7 @@
 """Times the configurations of kernels on this GPU and finds the fastest (Gates et al., section VIII; BALS 4.3).
 
 One job is one kernel with the facts that its choice depends on. Its configurations (`spaces`) are compiled on all
-cores, that of the rule first; what spills more registers than the rule's is dropped. Each is run once and its answer checked
+cores, that of the rule first; what spills more registers than it is dropped. Each is run once and its answer checked
 (`trials`) before it is timed. The best three and the rule's are then timed in turn, and the winner's code for other
 kinds of entries is looked at. Jobs share the time budget; what it cuts off is what was expected least of.
 """
@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FuturesTimeoutError
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
 from .._validate import available_cores, check_choice, check_int, check_real
+from .._version import __version__
 from ..errors import DeviceError, DeviceMemoryError
 from .device import CudaDevice, Device, Resources
 from .launch import constant_texts, source_text
@@ -258,6 +260,22 @@ def table_of(device: Device, jobs: Sequence[Job]) -> Table:
     """The tuned table that jobs make."""
     entries = (job.entry for job in jobs)
     return Table(Gpu.of(device.spec), tuple(entry for entry in entries if entry is not None))
+
+
+def stamp(device: Device) -> dict[str, Any]:
+    """What every record says of GPU and versions."""
+    spec = device.spec
+    gpu: dict[str, Any] = {
+        "name": spec.name,
+        "capability": list(spec.capability),
+        "multiprocessors": spec.multiprocessors,
+    }
+    if isinstance(device, CudaDevice):
+        import cupy
+
+        gpu |= {"cuda": cupy.cuda.runtime.runtimeGetVersion(), "cupy": cupy.__version__}
+    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    return {"gpu": gpu, "versions": {"hybridmf": __version__}, "date": today}
 
 
 def _run_jobs(

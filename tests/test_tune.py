@@ -1,0 +1,780 @@
+"""The tuner: constraints, tables and their order, selection, the command; trials on the emulated device."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import emulated
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_gpu_als import on_a_gpu
+
+from hybridmf._cache import CACHE_DIR
+from hybridmf._version import __version__
+from hybridmf.cli import main
+from hybridmf.errors import DeviceError, DeviceMemoryError
+from hybridmf.gpu import assemblies, spaces, tables, trials, tune, tune_plots
+from hybridmf.gpu.assemblies import BalsConfig, MoAlsConfig, SyrkConfig
+from hybridmf.gpu.ccd import CcdConfig, StagedConfig
+from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, TilesConfig
+from hybridmf.gpu.device import DeviceSpec, Resources
+from hybridmf.gpu.fused import FusedConfig
+from hybridmf.gpu.launch import constant_texts, source_text
+from hybridmf.gpu.sgd import BlockedConfig, HogwildConfig
+from hybridmf.gpu.spaces import SPACES, Candidate
+from hybridmf.gpu.tables import Entry, Gpu, Table
+from hybridmf.gpu.topk import GroupMaxConfig
+from hybridmf.gpu.trials import Part, Sample
+from hybridmf.gpu.tune import Measurement, make_jobs, table_of
+
+GIB = 1 << 30
+H200 = DeviceSpec("NVIDIA H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 141 * GIB, 140 * GIB)
+T4 = DeviceSpec("T4", 0, (7, 5), 40, 64 << 10, 4 << 20, 16 * GIB, 15 * GIB)
+A40 = DeviceSpec("A40", 0, (8, 6), 84, 99 << 10, 6 << 20, 48 * GIB, 47 * GIB)
+UNKNOWN = replace(H200, name="some other GPU", multiprocessors=99)
+
+SAMPLE = Sample.draw(60, 40, 700)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No table of this user, and none that ships."""
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "cache"))
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
+    tables._warn_once.cache_clear()
+    return tmp_path
+
+
+def table(entries: list[Entry], spec: DeviceSpec = H200, **changes: Any) -> Table:
+    return replace(Table(Gpu.of(spec), tuple(entries)), **changes)
+
+
+def entry(kernel: str = "sparse_syrk", facts: dict[str, Any] | None = None, **config: int) -> Entry:
+    return Entry(kernel, facts or {"rank": 64, "itemsize": 4}, config or SYRK, 1.0, 1.5, 9)
+
+
+SYRK = {"nb": 32, "kb": 16, "dx": 4, "dy": 4, "dz": 2, "stages": 2, "unroll": 1, "blocks_per_sm": 4}
+OTHER = SYRK | {"kb": 32}
+
+
+# ---------------------------------------------------------------------------------------------------- spaces
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kernel=st.sampled_from(list(SPACES)),
+    factors=st.integers(1, 300),
+    spec=st.sampled_from([H200, A40, T4]),
+    itemsize=st.sampled_from([4, 8]),
+)
+def test_candidates_satisfy_the_limits_of_the_hardware(
+    kernel: str, factors: int, spec: DeviceSpec, itemsize: int
+) -> None:
+    space = SPACES[kernel]
+    for facts in space.facts(factors, itemsize):
+        try:
+            rule = space.rule(facts, spec)
+        except ValueError:  # the device cannot run this kernel at all
+            continue
+        first, *others = space.candidates(facts, spec)
+        assert first == rule
+        keys = [tuple(one.values.items()) for one in (first, *others)]
+        assert len(set(keys)) == len(keys)
+        threads, _ = spaces.resident_limits(spec)
+        for one in others:
+            shared = getattr(one.config, "shared_bytes", 0)
+            shared = shared("cholesky") if callable(shared) else shared
+            assert shared <= spec.shared_bytes
+            assert getattr(one.config, "threads", 32) <= 1024
+            assert spaces.LEAST_THREADS <= one.threads <= threads
+            assert one.reuse >= spaces.LEAST_REUSE
+
+
+def test_every_shape_comes_before_any_second_of_its_kind() -> None:
+    _, *others = SPACES["sparse_syrk"].candidates({"rank": 64, "itemsize": 4}, H200)
+    families = [one.family for one in others]
+    first_repeat = next(place for place, family in enumerate(families) if family in families[:place])
+    assert set(families[:first_repeat]) == set(families)
+    assert [one.promise for one in others[:first_repeat]] == sorted(
+        (one.promise for one in others[:first_repeat]), reverse=True
+    )
+
+
+def test_correctness_constraints_of_the_paper() -> None:
+    """Gates VIII: nb divisible by dx and dy; kb by what shares it; whole warps."""
+    for one in SPACES["sparse_syrk"].candidates({"rank": 100, "itemsize": 4}, H200):
+        v = one.values
+        assert v["nb"] % v["dx"] == v["nb"] % v["dy"] == v["kb"] % v["dz"] == 0
+        assert v["dx"] * v["dy"] * v["dz"] % 32 == 0
+
+
+def test_known_good_candidates_are_among_them() -> None:
+    """What was faster in trials: long runs with blocks that leave registers, and more threads for two vectors."""
+    hogwild = SPACES["batch_hogwild"].candidates({"ld": 64, "itemsize": 2, "biases": False}, H200)
+    assert {"blocks_per_sm": 4, "run": 32, "batch": 32} in [one.values for one in hogwild]
+    staged = SPACES["ccd"].candidates({"itemsize": 4, "vectors": 2}, H200)
+    assert {"threads": 1024, "segment": 2048} in [one.values for one in staged]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "factors", "itemsize"), [("fused", 129, 4), ("fused", 64, 8), ("cholesky_any", 64, 4), ("top_k", 600, 4)]
+)
+def test_kernels_that_do_not_serve_have_no_facts(kernel: str, factors: int, itemsize: int) -> None:
+    assert SPACES[kernel].facts(factors, itemsize) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "facts", "message"),
+    [
+        ("fused", {"rank": 8, "precision": "float32", "solver": "cg"}, "below 8.0"),
+        ("cholesky_tiles", {"rank": 8}, "below 8.0"),
+        ("msgd", {"ld": 8192, "itemsize": 8}, "shared memory"),
+        ("top_k", {"padded": 512}, "shared memory"),
+    ],
+)
+def test_devices_that_cannot_run_a_kernel(kernel: str, facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SPACES[kernel].candidates(facts, T4)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in SPACES if kernel != "fused"])  # which takes long
+def test_candidates_compile(kernel: str) -> None:
+    compile_tests = pytest.importorskip("test_gpu_compile")
+    facts = SPACES[kernel].facts(100 if kernel == "cholesky_any" else 48, 4)[0]
+    candidates = SPACES[kernel].candidates(facts, H200)
+    for one in (candidates[len(candidates) // 2], candidates[-1]):
+        for file, name, constants in SPACES[kernel].builds(facts, one.config):
+            program = compile_tests.Program(file, constant_texts(constants), 90)
+            log = compile_tests.compile_program(program)
+            assert name in {each.function for each in compile_tests.resources_of(log)}
+
+
+def test_builds_are_what_is_launched(cache: Path) -> None:
+    """A program that a trial compiles once more, alone, would be compiled in the timed part."""
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    device = Recording()
+    space = SPACES["sparse_syrk"]
+    facts = space.facts(5, 4)[0]
+    one = space.candidates(facts, device.spec)[0]
+    trials.MAKERS["sparse_syrk"](device, SAMPLE, facts).error(one)
+    built = {(source_text(file), name, constant_texts(c)) for file, name, c in space.builds(facts, one.config)}
+    assert set(device.asked) == built
+
+
+class Recording(emulated.EmulatedDevice):
+    """Remembers which programs were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, str, tuple[str, ...]]] = []
+
+    def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Any:
+        self.asked.append((source, name, constants))
+        return super().kernel(source, name, constants)
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+def test_silent_tables_leave_it_to_the_rule() -> None:
+    assert SyrkConfig.default(64, 4, H200) == SyrkConfig.rule(64, 4, H200)
+
+
+def test_the_user_comes_before_what_ships() -> None:
+    tables.store(table([entry(**SYRK)]), tables.SHIPPED / "h200.json")
+    assert SyrkConfig.default(64, 4, H200) == SyrkConfig(64, 4, **SYRK)
+    tables.store(table([entry(**OTHER)]), tables.user_file(H200))
+    assert SyrkConfig.default(64, 4, H200) == SyrkConfig(64, 4, **OTHER)
+
+
+def test_an_exact_entry_comes_before_a_near_one() -> None:
+    tables.store(table([entry(facts={"rank": 62, "itemsize": 4}, **OTHER)]), tables.user_file(H200))
+    tables.store(table([entry(**SYRK)]), tables.SHIPPED / "h200.json")
+    assert SyrkConfig.default(64, 4, H200).kb == SYRK["kb"]
+    assert SyrkConfig.default(61, 4, H200).kb == OTHER["kb"]
+
+
+@pytest.mark.parametrize(("rank", "near"), [(57, True), (64, True), (56, False), (65, False)])
+def test_ranks_share_an_entry_within_a_block_of_8(rank: int, near: bool) -> None:
+    tables.store(table([entry(**SYRK)]), tables.user_file(H200))
+    found = SyrkConfig.default(rank, 4, H200)
+    assert found == (SyrkConfig(rank, 4, **SYRK) if near else SyrkConfig.rule(rank, 4, H200))
+
+
+def test_other_facts_must_be_equal() -> None:
+    tables.store(table([entry(**SYRK)]), tables.user_file(H200))
+    assert SyrkConfig.default(64, 8, H200) == SyrkConfig.rule(64, 8, H200)
+
+
+def test_gpus_alike_share_what_ships() -> None:
+    tables.store(table([entry(**SYRK)]), tables.SHIPPED / "h200.json")
+    assert SyrkConfig.default(64, 4, replace(H200, name="NVIDIA H100 80GB HBM3")).kb == SYRK["kb"]
+    assert SyrkConfig.default(64, 4, UNKNOWN) == SyrkConfig.rule(64, 4, UNKNOWN)
+
+
+def test_the_table_of_the_same_name_comes_first() -> None:
+    h100 = replace(H200, name="H100")
+    tables.store(table([entry(**OTHER)], h100), tables.SHIPPED / "a.json")
+    tables.store(table([entry(**SYRK)]), tables.SHIPPED / "b.json")
+    assert SyrkConfig.default(64, 4, H200).kb == SYRK["kb"]
+    assert SyrkConfig.default(64, 4, h100).kb == OTHER["kb"]
+
+
+CORRUPT = {
+    "no JSON": b"{",
+    "no UTF-8": b"\xff\xfe",
+    "something else": b"[1, 2]",
+    "another format": b'{"format": "x"}',
+    "newer": json.dumps({"format": tables.FORMAT, "version": 99}).encode(),
+    "no gpu": json.dumps({"format": tables.FORMAT, "version": 1, "entries": []}).encode(),
+    "gpu": json.dumps({"format": tables.FORMAT, "version": 1, "gpu": 3, "entries": [], "hybridmf": "1"}).encode(),
+    "kernel": table([replace(entry(), kernel=3)]).to_json().encode(),  # type: ignore[arg-type]
+    "rank": table([entry(facts={"rank": "x", "itemsize": 4})]).to_json().encode(),
+    "values": table([entry(nb="wide")]).to_json().encode(),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)
+def test_files_that_are_no_tables_are_ignored_with_a_warning(content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    path = tables.user_file(H200)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING, "hybridmf"):
+        assert SyrkConfig.default(64, 4, H200) == SyrkConfig.rule(64, 4, H200)
+        assert SyrkConfig.default(32, 4, H200) == SyrkConfig.rule(32, 4, H200)
+    assert len(caplog.records) == 1 and "hybridmf tune" in caplog.text and str(path) in caplog.text
+    tables.store(table([entry(**SYRK)]), path)  # writes it anew
+    assert SyrkConfig.default(64, 4, H200).kb == SYRK["kb"]
+
+
+@pytest.mark.parametrize("foreign", [table([entry()], UNKNOWN), table([entry()], version="0.0.1")])
+def test_tables_of_other_gpus_and_versions_are_ignored_with_a_warning(
+    foreign: Table, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables.store(foreign, tables.user_file(H200))
+    with caplog.at_level(logging.WARNING, "hybridmf"):
+        for _ in range(2):
+            assert SyrkConfig.default(64, 4, H200) == SyrkConfig.rule(64, 4, H200)
+    assert len(caplog.records) == 1 and "ignored" in caplog.text
+
+
+def test_entries_that_cannot_work_leave_it_to_the_rule(caplog: pytest.LogCaptureFixture) -> None:
+    broken = entry(**SYRK | {"nb": 30}), entry("fused", {"rank": 64, "precision": "float32", "solver": "cg"}, warps=3)
+    tables.store(table(list(broken)), tables.user_file(H200))
+    with caplog.at_level(logging.WARNING, "hybridmf"):
+        assert SyrkConfig.default(64, 4, H200) == SyrkConfig.rule(64, 4, H200)
+        assert FusedConfig.default(64, H200, "float32", "cg") == FusedConfig.rule(64)
+    assert len(caplog.records) == 2 and "cannot be used" in caplog.text
+
+
+def test_entries_too_large_for_a_device_leave_it_to_the_rule() -> None:
+    """The same name with less shared memory."""
+    small = replace(H200, shared_bytes=20 << 10)
+    wide = {"warps": 1, "teams": 8, "stages": 6, "blocks_per_sm": 1}
+    given = [
+        entry("fused", {"rank": 64, "precision": "float32", "solver": "cholesky"}, **wide),
+        entry(**SYRK | {"stages": 3, "kb": 64, "nb": 64, "dx": 8, "dy": 8}),
+    ]
+    tables.store(table(given), tables.SHIPPED / "h200.json")
+    assert FusedConfig.default(64, H200) == FusedConfig(64, **wide)
+    assert FusedConfig.default(64, small) == FusedConfig.rule(64)
+    assert SyrkConfig.default(64, 4, small) == SyrkConfig.rule(64, 4, small)
+
+
+def test_storing_keeps_entries_for_other_facts() -> None:
+    path = tables.user_file(H200)
+    first, second = entry(**SYRK), entry(facts={"rank": 32, "itemsize": 4}, **SYRK)
+    tables.store(table([first, second]), path)
+    tables.store(table([entry(**OTHER)]), path)
+    assert tables.read_table(path).entries == (entry(**OTHER), second)
+    tables.store(table([first], UNKNOWN), path)  # of another kind: nothing to keep
+    assert tables.read_table(path).entries == (first,)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.builds(
+            Entry,
+            st.text(),
+            st.dictionaries(st.text(), st.integers() | st.booleans() | st.text()).map(
+                lambda facts: {k: v for k, v in facts.items() if k != "rank"}
+            ),
+            st.dictionaries(st.text(), st.integers() | st.booleans()),
+            st.floats(allow_nan=False, allow_infinity=False),
+            st.floats(allow_nan=False, allow_infinity=False),
+            st.integers(),
+        )
+    )
+)
+def test_tables_survive_their_files(tmp_path_factory: pytest.TempPathFactory, entries: list[Entry]) -> None:
+    path = tmp_path_factory.mktemp("table") / "t.json"
+    tables.store(table(entries), path, merge=False)
+    assert tables.read_table(path) == table(entries)
+
+
+def test_every_kernel_takes_its_table() -> None:
+    """What the enumerations store is what each configuration class makes of it."""
+    chosen = {}
+    for kernel, space in SPACES.items():
+        factors = 100 if kernel == "cholesky_any" else 64
+        facts = space.facts(factors, 4)[0]
+        chosen[kernel] = facts, space.candidates(facts, H200)[3]
+    entries = [Entry(kernel, facts, one.values, 1.0, 2.0, 4) for kernel, (facts, one) in chosen.items()]
+    tables.store(table(entries), tables.user_file(H200))
+    found = {
+        "fused": FusedConfig.default(64, H200),
+        "sparse_syrk": SyrkConfig.default(64, 4, H200),
+        "mo_als": MoAlsConfig.default(64, 4, H200),
+        "bals": BalsConfig.default(64, 4, H200),
+        "cholesky_tiles": TilesConfig.default(64, H200),
+        "cholesky_any": CholeskyConfig.default(100, 4, H200),
+        "cg_any": CgConfig.default(64, 4, H200),
+        "msgd": BlockedConfig.default(64, 4, H200),
+        "batch_hogwild": HogwildConfig.default(H200, 64, 2, False),
+        "top_k": GroupMaxConfig.default(64, H200),
+    }
+    assert found == {kernel: one.config for kernel, (_, one) in chosen.items() if kernel != "ccd"}
+    staged = CcdConfig.choose(1000, 1000, 10**6, 2, np.float32, H200)
+    assert StagedConfig(staged.threads, staged.segment) == chosen["ccd"][1].config
+    assert assemblies.bals_tile_sizes(64, 4, H200) == spaces.bals_tile(chosen["bals"][1])
+    wide = found["bals"].capacity + 1  # does not hold such tiles: the rule
+    assert BalsConfig.default(64, 4, H200, tile_cols=wide) == BalsConfig.rule(64, 4, H200, tile_cols=wide)
+
+
+def test_what_ships_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(tables.__file__).with_name("tuned")
+    monkeypatch.setattr(tables, "SHIPPED", folder)
+    for path in folder.glob("*.json"):
+        shipped = tables.read_table(path)
+        gpu = shipped.gpu
+        assert path.name == gpu.file_name
+        spec = replace(H200, **vars(gpu))
+        for one in shipped.entries:
+            space = SPACES[one.kernel]
+            numbers = [one.facts[name] for name in ("rank", "ld", "padded") if name in one.facts]
+            assert one.facts in space.facts(*(numbers or [64]), 4) + space.facts(*(numbers or [64]), 8)
+            assert one.ms <= one.rule_ms
+            assert tables.tuned(one.kernel, spec, one.facts) == (one.config, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (FusedConfig(100, 2, 1, 4, 4), {"rank": 129}, "rank must be in 1 ... 128"),
+        (FusedConfig(100, 2, 1, 4, 4), {"warps": 3}, "warps must be 1, or 2 or 4"),
+        (FusedConfig(100, 2, 1, 4, 4), {"rank": 64}, "warps must be 1, or 2 or 4"),
+        (FusedConfig(100, 2, 1, 4, 4), {"teams": 2}, "teams must be 1"),
+        (FusedConfig(100, 2, 1, 4, 4), {"stages": 1}, "stages must be at least 2"),
+        (TilesConfig(64, 4, 2), {"rank": 65}, "rank must be in 1 ... 64"),
+        (TilesConfig(64, 4, 2), {"teams": 33}, "teams must be in 1 ... 32"),
+        (CgConfig(64, 4, 2, True, 2), {"warps": 3}, "warps must be a power of two"),
+        (CgConfig(64, 4, 2, True, 2), {"itemsize": 2}, "itemsize must be 4"),
+        (StagedConfig(768, 2048), {"threads": 1000}, "threads must be a multiple of 32"),
+        (StagedConfig(768, 2048), {"segment": 100}, "segment must be a multiple of the 128"),
+        (GroupMaxConfig(64, 64, 2), {"users_per_warp": 8}, "users_per_warp must be 16, 32 or 64"),
+        (GroupMaxConfig(64, 64, 2), {"tile_groups": 3}, "tile_groups must be 1, 2, 4 or 8"),
+    ],
+)
+def test_impossible_configurations_say_why(config: Any, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(config, **changes)
+
+
+def test_heights_of_tiles_are_checked() -> None:
+    with pytest.raises(ValueError, match="height must be at least 1"):
+        assemblies._bals_and_height(height=0)
+
+
+# ---------------------------------------------------------------------------------------------------- selection
+
+
+class Acted(emulated.EmulatedDevice):
+    """Compiles nothing, and says what programs take."""
+
+    def __init__(self, spills: dict[int, int] | None = None, broken: tuple[int, ...] = (), dies: bool = False) -> None:
+        super().__init__()
+        self.spills, self.broken, self.dies, self.dead = spills or {}, broken, dies, False
+
+    def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
+        kb = next(int(text[3:]) for text in constants if text.startswith("KB="))
+        if kb in self.broken:
+            raise DeviceError("does not compile")
+        implicit = "IMPLICIT=1" in constants
+        return Resources(64, self.spills.get(-kb if implicit else kb, 0))
+
+    def synchronize(self) -> None:
+        if self.dead:
+            raise DeviceError("illegal address")
+
+
+class ActedTrial:
+    """Answers without a kernel; the parts carry their kb."""
+
+    tolerance = 1e-5
+
+    def __init__(self, wrong: tuple[int, ...] = (), raises: tuple[int, ...] = (), device: Acted | None = None) -> None:
+        self.wrong, self.raises, self.device = wrong, raises, device
+
+    def parts(self, candidate: Candidate) -> dict[str, Part]:
+        run = replace(Part(lambda: None), flops=float(candidate.values["kb"]))
+        return {"user": run, "item": run}
+
+    def error(self, candidate: Candidate) -> float:
+        kb = candidate.values["kb"]
+        if kb in self.raises:
+            if self.device is not None:
+                self.device.dead = self.device.dies
+            raise DeviceError("launch failed")
+        return math.nan if kb in self.wrong else 1e-7
+
+
+FACTS = {"rank": 64, "itemsize": 4}
+KBS = (32, 4, 8, 16)
+"""Of the rule, and of what else is tried."""
+
+
+@pytest.fixture
+def acted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``acted(device, ms, **trial)``: one job over a few configurations that take the given milliseconds."""
+
+    def run(device: Acted, ms: dict[int, float], **trial: Any) -> Any:
+        rule = SPACES["sparse_syrk"].rule(FACTS, H200)
+        others = [replace(rule, config=replace(rule.config, kb=kb), values=rule.values | {"kb": kb}) for kb in KBS]
+        monkeypatch.setattr(spaces.Space, "candidates", lambda self, facts, spec: others)
+        monkeypatch.setitem(trials.MAKERS, "sparse_syrk", lambda *_: ActedTrial(device=device, **trial))
+
+        def timer(_: Any, part: Part, repeats: int) -> list[float]:
+            return [ms[int(part.flops)]] * repeats
+
+        jobs = list(tune.tune(device, ["sparse_syrk"], [64], sample=SAMPLE, timer=timer, num_threads=1))
+        assert len(jobs) == 1
+        return jobs[0]
+
+    return run
+
+
+def statuses(job: Any) -> dict[int, str]:
+    return {one.candidate.values["kb"]: one.status for one in job.measurements}
+
+
+def test_the_fastest_wins(acted: Any) -> None:
+    job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1})
+    assert job.winner.candidate.values["kb"] == 8
+    assert job.entry == Entry("sparse_syrk", FACTS, job.winner.candidate.values, 1.0, 2.0, 4)
+    assert "1.000 ms instead of 2.000" in job.summary()
+    (line,) = [line for line in job.lines() if line["winner"]]
+    assert line["config"]["kb"] == 8 and not line["rule"] and line["gflops"]["user"] == pytest.approx(8 / 1.0 / 1e6)
+    assert json.loads(json.dumps(list(job.lines())))[0]["rule"]
+
+
+def test_the_rule_stays_where_little_is_gained(acted: Any) -> None:
+    job = acted(Acted(), {32: 1.0, 4: 0.995, 8: 1.0, 16: 1.1})
+    assert job.winner is job.measurements[0]
+    assert job.entry.ms == job.entry.rule_ms == 1.0
+    assert "the rule's choice stays" in job.summary()
+
+
+def test_what_spills_fails_or_is_wrong_is_recorded_and_not_chosen(acted: Any) -> None:
+    device = Acted(spills={8: 40}, broken=(4,))
+    job = acted(device, {32: 2.0, 4: 0.1, 8: 0.1, 16: 0.1}, wrong=(16,))
+    assert statuses(job) == {32: "timed", 4: "failed", 8: "spills", 16: "wrong"}
+    reasons = {one.status: one.reason for one in job.measurements}
+    assert "40 bytes of local memory" in reasons["spills"] and "nan beyond" in reasons["wrong"]
+    assert "does not compile" in reasons["failed"]
+    assert job.winner is job.measurements[0]
+
+
+def test_what_the_rule_spills_others_may_too(acted: Any) -> None:
+    job = acted(Acted(spills={32: 44, 8: 44, 4: 48}), {32: 2.0, 4: 0.1, 8: 1.0, 16: 1.5})
+    assert statuses(job)[4] == "spills" and job.winner.candidate.values["kb"] == 8
+
+
+def test_a_winner_must_not_spill_for_other_entries(acted: Any) -> None:
+    job = acted(Acted(spills={-8: 16}), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1})
+    assert job.winner.candidate.values["kb"] == 16
+    assert statuses(job)[8] == "spills"
+
+
+def test_a_failed_launch_is_recorded(acted: Any) -> None:
+    job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1}, raises=(8,))
+    assert statuses(job)[8] == "failed" and job.winner.candidate.values["kb"] == 16
+
+
+def test_a_device_that_does_not_recover_ends_it(acted: Any) -> None:
+    with pytest.raises(DeviceError, match="does not work any more after sparse_syrk, rank 64"):
+        acted(Acted(dies=True), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1}, raises=(8,))
+
+
+def test_a_rule_that_fails_leaves_the_others(acted: Any) -> None:
+    job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1}, wrong=(32,))
+    assert job.winner.candidate.values["kb"] == 8
+    job = acted(Acted(), {32: 2.0}, wrong=KBS)
+    assert job.winner is None and job.entry is None and "nothing could be timed" in job.summary()
+    job = acted(Acted(broken=(32,)), {})
+    assert job.winner is None and "the rule's configuration does not compile" in job.summary()
+    assert not table_of(Acted(), [job]).entries
+
+
+def test_memory_that_does_not_suffice_skips_a_job(acted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise DeviceMemoryError("out of memory")
+
+    monkeypatch.setitem(trials.MAKERS, "mo_als", full)
+    (job,) = tune.tune(emulated.EmulatedDevice(), ["mo_als"], [4], sample=SAMPLE, most=1)
+    assert job.reason == "not tuned: out of memory"
+
+
+def test_a_spent_budget_leaves_the_rule(acted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr("hybridmf.gpu.tune.time.monotonic", lambda: float(next(clock)))
+    job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1})
+    assert statuses(job) == {32: "timed"} and job.candidates == 4
+    assert job.winner is job.measurements[0]
+
+
+def test_the_slow_are_timed_once() -> None:
+    counted: list[int] = []
+
+    def timer(_: Any, part: Part, repeats: int) -> list[float]:
+        counted.append(repeats)
+        return [9.0] * repeats
+
+    runner = tune._Runner(Acted(), make_jobs(["sparse_syrk"], [64], 4)[0], None, timer, 0.0)  # type: ignore[arg-type]
+    runner.best = 1.0
+    one = Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), "timed")
+    runner._time(ActedTrial(), one)
+    assert counted == [1, 1] and one.ms == {"user": 9.0, "item": 9.0}
+
+
+def test_scores_are_geometric_means() -> None:
+    rule = SPACES["sparse_syrk"].rule(FACTS, H200)
+    assert Measurement(rule, "timed", ms={"user": 2.0, "item": 8.0}).score == pytest.approx(4.0)
+    assert Measurement(rule, "failed").score == math.inf
+
+
+def test_jobs_are_made_once() -> None:
+    assert [job.facts for job in make_jobs(["ccd"], [32, 64], 4)] == SPACES["ccd"].facts(32, 4)
+    assert len(make_jobs(["top_k", "top_k"], [97, 112], 4)) == 1
+    kernels = {job.space.kernel for job in make_jobs(None, [32, 128], 4)}
+    assert kernels == set(SPACES) == set(trials.MAKERS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernels": ["sgemm"]}, "kernel must be one of .*fused"),
+        ({"factors": [0]}, "factors must be"),
+        ({"dtype": "float16"}, "dtype must be"),
+        ({"budget": 0}, "budget must be"),
+        ({"most": 0}, "most must be"),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tune.tune(emulated.EmulatedDevice(), **changes)
+
+
+# ---------------------------------------------------------------------------------------------------- trials
+
+
+def test_the_sample_is_what_it_says() -> None:
+    matrix = SAMPLE.user_items
+    assert matrix.shape == (60, 40) and 0 < matrix.nnz <= 700
+    assert set(np.unique(matrix.data)) <= {1.0, 2.0, 3.0, 4.0, 5.0}
+    assert (SAMPLE.item_users != matrix.T).nnz == 0
+    assert matrix.has_canonical_format and matrix.indices.dtype == np.int32
+    doubled = SAMPLE.side("item", 8)
+    assert doubled.dtype == np.float64 and doubled.indices.dtype == np.int32
+    few = trials.subset(matrix, 7)
+    assert few.shape == (7, 40) and few.indices.dtype == np.int32
+    np.testing.assert_array_equal(few.toarray(), matrix.toarray()[np.linspace(0, 59, 7).astype(int)])
+
+
+SMALL = {"sparse_syrk": 5, "bals": 5, "cholesky_tiles": 5, "ccd": 5}
+"""Kernels that are quick to emulate."""
+
+
+@pytest.mark.parametrize("kernel", SMALL)
+def test_trials_know_right_answers_from_wrong_ones(kernel: str, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials.SystemsTrial, "most", 6)
+    space = SPACES[kernel]
+    facts = space.facts(SMALL[kernel], 4)[0]
+    trial = trials.MAKERS[kernel](device, SAMPLE, facts)
+    one = space.candidates(facts, device.spec)[0]
+    error = trial.error(one)
+    assert 0 < error <= trial.tolerance
+    parts = trial.parts(one)
+    assert all(part.flops > 0 for part in parts.values())
+    assert all(ms > 0 for part in parts.values() for ms in tune.event_times(device, part, 1))
+    monkeypatch.setattr(trial, "_run", lambda *_: None)
+    assert not trial.error(one) <= trial.tolerance
+
+
+def test_a_job_on_the_emulated_device(device: Any) -> None:
+    (job,) = tune.tune(device, ["sparse_syrk"], [5], sample=SAMPLE, most=2, num_threads=2)
+    assert [one.status for one in job.measurements] == ["timed", "timed"]
+    assert job.winner in job.measurements
+    assert table_of(device, [job]).gpu == Gpu.of(device.spec)
+
+
+def test_msgd_needs_a_row_to_check() -> None:
+    long = Sample.draw(2000, 2, 4000)
+    with pytest.raises(ValueError, match="no item with 1 to 600 entries"):
+        trials.BlockedTrial(emulated.EmulatedDevice(), long, {"ld": 8, "itemsize": 4})
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kernel", SPACES)
+def test_every_kernel_is_tuned_on_a_gpu(device: Any, kernel: str) -> None:
+    sample = Sample.draw(3000, 500, 60_000)
+    jobs = list(tune.tune(device, [kernel], [100 if kernel == "cholesky_any" else 32], sample=sample, most=3))
+    assert jobs
+    for job in jobs:
+        assert job.winner is not None, job.summary()
+        assert not [one for one in job.measurements if one.status in ("failed", "wrong")], list(job.lines())
+        assert all(one.resources.registers > 0 for one in job.timed)
+    tables.store(table_of(device, jobs), tables.user_file(device.spec))
+    for job in jobs:
+        assert tables.tuned(kernel, device.spec, job.facts) == (job.entry.config, True)
+
+
+@on_a_gpu
+def test_spills_are_seen_on_a_gpu(device: Any) -> None:
+    body = "float a[64] = {}; for (int k = 0; k < 99; ++k) a[k * index & 63] += out[k]; out[0] = a[index & 63];"
+    found = device.resources(f'extern "C" __global__ void f(float* out, int index) {{ {body} }}', "f", ())
+    assert found.local_bytes >= 256 and found.registers > 0
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["tune", *arguments])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device for the command, and a sample that takes no time."""
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    device = emulated.EmulatedDevice()
+    monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda *_: device)
+    monkeypatch.setattr(Sample, "draw", lambda: SAMPLE)
+    return device
+
+
+def test_the_command_keeps_what_it_finds(gpu: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines, plots = tmp_path / "lines.jsonl", tmp_path / "plots"
+    options = ("--kernel", "sparse_syrk", "--factors", "5", "--most", "2", "--lines", str(lines), "--plot", str(plots))
+    result = invoke(*options)
+    assert result.exit_code == 0, result.output
+    path = tables.user_file(gpu.spec)
+    assert f"kept in {path}" in result.output and "sparse_syrk, rank 5" in result.output
+    (kept,) = tables.read_table(path).entries
+    assert kept.facts == {"rank": 5, "itemsize": 4}
+    assert vars(SyrkConfig.default(5, 4, gpu.spec)) == kept.facts | kept.config
+    measured = tune_plots.read_lines(lines)
+    assert len(measured) == 2 and measured[0]["gpu"]["name"] == "emulated"
+    assert measured[0]["versions"] == {"hybridmf": __version__}
+    assert [plot.suffix for plot in plots.iterdir()] == [".svg"]
+    result = invoke("--kernel", "sparse_syrk", "--factors", "5", "--most", "1", "-o", str(tmp_path / "mine.json"))
+    assert result.exit_code == 0 and len(tables.read_table(tmp_path / "mine.json").entries) == 1
+
+
+def test_what_was_found_before_an_interruption_is_kept(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(device: Any, *_: Any, **__: Any) -> Any:
+        job = make_jobs(["sparse_syrk"], [64], 4)[0]
+        job.measurements = [Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), "timed", ms={"user": 1.0})]
+        job.winner = job.measurements[0]
+        yield job
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tune", interrupted)
+    assert invoke().exit_code == 130
+    assert len(tables.read_table(tables.user_file(gpu.spec)).entries) == 1
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise DeviceError("there is no NVIDIA driver")
+
+    monkeypatch.setattr("hybridmf.gpu.device.open_device", none)
+    result = invoke()
+    assert result.exit_code == 2
+    assert "tune measures kernels on a GPU, and none can be used here: there is no NVIDIA driver" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--factors", "32,many"), "must be numbers with commas between"),
+        (("--kernel", "sgemm"), "kernel must be one of"),
+        (("--budget", "0"), "budget must be"),
+        (("-o", "/no/such/folder/x.json"), "does not exist"),
+    ],
+)
+def test_mistakes_of_the_command(gpu: Any, options: tuple[str, ...], message: str) -> None:
+    result = invoke(*options)
+    assert result.exit_code == 2 and message in result.output
+    assert not tables.user_file(gpu.spec).exists()
+
+
+# ---------------------------------------------------------------------------------------------------- figures
+
+
+def cloud_line(factors: int, nb: int, user: float, winner: bool = False, **changes: Any) -> dict[str, Any]:
+    line = {"bench": "tune", "kernel": "sparse_syrk", "factors": factors, "facts": {"rank": factors, "itemsize": 4}}
+    line |= {"config": {"nb": nb, "kb": 8}, "winner": winner, "status": "timed"}
+    return line | {"gflops": {"user": user, "item": 2 * user}} | changes
+
+
+def test_clouds_name_what_is_best_at_some_rank() -> None:
+    lines = [cloud_line(f, nb, 100.0 - abs(f - nb)) for f in (8, 16, 24) for nb in (8, 16, 32)]
+    assert tune_plots.best_at_some_rank(lines, "user") == ["(8, 8)", "(16, 8)"]
+    pytest.importorskip("matplotlib")
+    spilled = cloud_line(8, 99, 1e9, status="spills")
+    figures = tune_plots.clouds([*lines, spilled, {"bench": "tiles"}, cloud_line(8, 8, 1.0, kernel="mo_als")])
+    assert list(figures) == ["sparse_syrk-itemsize-4", "mo_als-itemsize-4"]
+    user, item = figures["sparse_syrk-itemsize-4"].axes
+    assert (user.get_title(), item.get_title()) == ("user", "item")
+    assert len(user.lines) == 3 + 2  # each configuration in gray, the best in color
+
+
+def test_heat_maps_have_a_cell_for_each_tile(tmp_path: Path) -> None:
+    lines = [
+        {"bench": "tiles", "variant": "chip", "shape": "ml-1m", "factors": 32, "order": order, "gates_gflops": 9.0,
+         "tile_rows": rows, "tile_cols": columns, "gflops": float(rows + columns)}
+        for order in ("given", "by degree") for rows in (256, 768) for columns in (144, 160, 176)
+        if (rows, columns) != (768, 160)
+    ]  # fmt: skip
+    heights, widths, grid = tune_plots.as_grid(lines)
+    assert (heights, widths) == ([256, 768], [144, 160, 176])
+    np.testing.assert_array_equal(grid, [[400, 912], [416, np.nan], [432, 944]])
+    pytest.importorskip("matplotlib")
+    paths = tune_plots.save_all(tune_plots.heat_maps(lines), tmp_path / "figures")
+    assert [path.name for path in paths] == ["tiles-chip-ml-1m-32.svg"]
+    assert paths[0].read_text() == tune_plots.save_all(tune_plots.heat_maps(lines), tmp_path)[0].read_text()
+
+
+def test_lines_that_are_none_are_named(tmp_path: Path) -> None:
+    for text in ('{"a": 1}\nno', '{"a": 1}\n[2]'):
+        (tmp_path / "x.jsonl").write_text(text)
+        with pytest.raises(ValueError, match="line 2"):
+            tune_plots.read_lines(tmp_path / "x.jsonl")
+
+
+def test_figures_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"hybridmf\[plot\]"):
+        tune_plots.make_figure(1, 1)
