@@ -1,0 +1,240 @@
+"""Tuning as in the papers: all configurations of sparse-syrk over f (Gates fig. 13), tile sizes (BALS figs. 13-14).
+
+    python bench/paper_tuning.py                   quick: measure both, about 4 minutes on an H200
+    python bench/paper_tuning.py --profile full    more ranks, the papers' whole grids and more data sets; about 20
+    python bench/paper_tuning.py --report          no GPU: figures and tables of docs/evidence/tuning.md from the lines
+
+Task "cloud": for each rank, the configurations of `sparse_syrk` that satisfy the constraints of the tuner, as many as
+the time allows, on users and items; those with 2 stages, 1 entry at a time and 1 group are what Gates' kernel has.
+Task "tiles": BALS over heights xb and widths yb of tiles, f = 32, rows and columns as they come and by degree, in the
+paper's mapping (nb = 16, dx = dy = 4; sums in local memory) and in ours (sums on chip), beside sparse-syrk on the same
+data. Both check answers against float64 NumPy before anything is timed, and append a JSON line for each measurement to
+bench/results/tuning.jsonl.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from common import RESULTS, ROOT, median, record
+
+from hybridmf.datasets import SHAPES
+from hybridmf.errors import DeviceError
+from hybridmf.formats import BalsMatrix, reorder
+from hybridmf.gpu import assemblies, tune_plots
+from hybridmf.gpu.assemblies import BalsConfig, BalsLocalConfig, SyrkConfig
+from hybridmf.gpu.device import Device, open_device
+from hybridmf.gpu.trials import Part, Sample, Sums
+from hybridmf.gpu.tune import event_times, stamp, tune
+
+FILE = "tuning"
+PAGE = ROOT / "docs" / "evidence" / "tuning.md"
+FIGURES = ROOT / "docs" / "evidence" / "figures"
+
+FACTORS = 32
+"""Of BALS figs. 13 and 14."""
+
+CLOUD_RANKS = {
+    "quick": (8, 16, 32, 48, 64, 80, 88, 96),
+    "full": tuple(sorted({*range(8, 104, 8), *range(10, 110, 10), 128})),
+}
+CLOUD_SECONDS = {"quick": 12, "full": 20}
+"""For each rank."""
+
+TILE_ROWS = {"quick": (256, 768, 1280, 2816, 5376), "full": tuple(range(256, 7937, 512))}
+TILE_COLS = {"quick": (144, 192, 256, 320, 384), "full": tuple(range(144, 385, 16))}
+TILE_SHAPES = {"quick": ("ml-10m",), "full": ("ml-10m", "ml-20m")}
+
+TOLERANCE = 2e-5
+REPEATS = 3
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+def run_clouds(device: Device, profile: str) -> None:
+    """Gates fig. 13; data in the shape of the paper's (rec-eachmovie, Table I)."""
+    sample = Sample.draw(61_265, 1_623, 2_811_717)
+    for rank in CLOUD_RANKS[profile]:
+        (job,) = tune(device, ["sparse_syrk"], [rank], budget=CLOUD_SECONDS[profile], sample=sample)
+        click.echo(job.summary())
+        for line in job.lines():
+            record(FILE, line | stamp(device) | {"sample": sample.name})
+
+
+def run_tiles(device: Device, profile: str) -> None:
+    """BALS figs. 13 and 14."""
+    for shape in TILE_SHAPES[profile]:
+        m, n, nnz = SHAPES[shape][:3]
+        given = Sample.draw(m, n, nnz).user_items
+        for order, matrix in (("given", given), ("by degree", reorder(given).matrix)):
+            sums = Sums(device, matrix, FACTORS, 4)
+            gates = gates_gflops(device, sums)
+            click.echo(f"{shape}, {order}: sparse-syrk {gates:,.0f} GFLOP/s")
+            for line in measure_tiles(device, sums, profile):
+                line |= {"shape": shape, "order": order, "gates_gflops": gates, "nnz": len(sums.matrix.data)}
+                record(FILE, line | stamp(device))
+                click.echo(f"  {line['variant']:5s} {line['tile_rows']} x {line['tile_cols']}: {line['gflops']:,.0f}")
+
+
+def gates_gflops(device: Device, sums: Sums) -> float:
+    """Rate of sparse-syrk by the rule, checked."""
+    config = SyrkConfig.rule(FACTORS, 4, device.spec)
+    arrays = (*sums.outputs, sums.factors, sums.entries, sums.segments, FACTORS, config)
+    run = functools.partial(assemblies.sparse_syrk, device, *arrays)
+    return checked_gflops(device, sums, run, by_row=False)
+
+
+def checked_gflops(device: Device, sums: Sums, run: Any, *, by_row: bool) -> float:
+    """Useful work over the median time, after one run whose answer is checked."""
+    outputs = sums.row_outputs if by_row else sums.outputs
+    sums.clear(outputs)
+    run()
+    error = sums.error(outputs, by_row)
+    if not error <= TOLERANCE:
+        raise RuntimeError(f"error {error:.2e} is beyond {TOLERANCE:.0e}: not measured")
+    return sums.flops / median(event_times(device, Part(run), REPEATS)) / 1e6
+
+
+def measure_tiles(device: Device, sums: Sums, profile: str) -> Iterator[dict[str, Any]]:
+    """Both kernels over a grid of tile sizes; what cannot run is left out."""
+    for rows, columns in itertools.product(TILE_ROWS[profile], TILE_COLS[profile]):
+        started = time.perf_counter()
+        bals = BalsMatrix.from_csr(sums.matrix, rows, columns)
+        more = {"build_s": time.perf_counter() - started, "reuse": bals.nnz / max(1, len(bals.tile_colidx))}
+        tiles = assemblies.upload_tiles(device, bals)
+        for variant, config in configurations(device, rows, columns):
+            blocks = -(-len(sums.degrees) // rows)
+            arrays = (*sums.row_outputs, sums.factors, sums.entries, tiles, 0, blocks, FACTORS, rows, columns)
+            run = functools.partial(assemblies.bals, device, *arrays, config, variant)
+            rate = checked_gflops(device, sums, run, by_row=True)
+            yield {
+                "bench": "tiles", "variant": variant, "factors": FACTORS, "tile_rows": rows, "tile_cols": columns,
+                "gflops": rate, "config": vars(config), **more,
+            }  # fmt: skip
+
+
+def configurations(device: Device, rows: int, columns: int) -> Iterator[tuple[str, Any]]:
+    """The paper's mapping with nb = 16 and dx = dy = 4, and ours."""
+    threads = min(1024 // 16, -(-rows // 2) * 2)
+    local = BalsLocalConfig(FACTORS, 4, rows, columns, 16, 4, 4, threads)
+    if local.shared_bytes <= device.spec.shared_bytes:
+        yield "local", local
+    try:
+        yield "chip", BalsConfig.rule(FACTORS, 4, device.spec, tile_cols=columns)
+    except ValueError:  # such wide tiles do not fit
+        return
+
+
+TASKS = {"cloud": run_clouds, "tiles": run_tiles}
+
+
+# ---------------------------------------------------------------------------------------------------- the page
+
+
+def latest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last line of each measurement: a rerun replaces what was there before."""
+    names = ("bench", "variant", "kernel", "shape", "order", "factors", "tile_rows", "tile_cols")
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in lines:
+        key = (*(str(line.get(name)) for name in names), str(line.get("config")))
+        found.pop(key, None)
+        found[key] = line
+    return list(found.values())
+
+
+def cloud_table(lines: Sequence[dict[str, Any]]) -> str:
+    """What was chosen at each rank, and how far the worst is from it."""
+    timed = [line for line in lines if line["bench"] == "tune" and line["status"] == "timed"]
+    rows = ["| f | timed | dropped | chosen (nb, kb, dx, dy, dz, stages, unroll, blocks) | users | items | worst |"]
+    rows.append("| ---: | ---: | ---: | --- | ---: | ---: | ---: |")
+    for f in sorted({line["factors"] for line in timed}):
+        group = [line for line in timed if line["factors"] == f]
+        dropped = sum(line["bench"] == "tune" and line["factors"] == f for line in lines) - len(group)
+        chosen = next((line for line in group if line["winner"]), None)
+        if chosen is None:
+            continue
+        slowest = max(np.sqrt(line["ms"]["user"] * line["ms"]["item"]) for line in group)
+        ratio = slowest / np.sqrt(chosen["ms"]["user"] * chosen["ms"]["item"])
+        rates = (f"{chosen['gflops'][side]:,.0f}" for side in ("user", "item"))
+        text = tune_plots.config_text(chosen["config"])
+        rows.append(f"| {f} | {len(group)} | {dropped} | {text} | {' | '.join(rates)} | {ratio:.1f} x |")
+    return "\n".join(rows)
+
+
+def tile_table(lines: Sequence[dict[str, Any]]) -> str:
+    """The best and the worst tile of each heat map, beside sparse-syrk."""
+    tiles = [line for line in lines if line["bench"] == "tiles"]
+    rows = ["| data | kernel | order | best (xb, yb) | GFLOP/s | worst (xb, yb) | GFLOP/s | sparse-syrk |"]
+    rows.append("| --- | --- | --- | --- | ---: | --- | ---: | ---: |")
+    keys = dict.fromkeys((line["shape"], line["variant"], line["order"]) for line in tiles)
+    for shape, variant, order in keys:
+        group = [line for line in tiles if (line["shape"], line["variant"], line["order"]) == (shape, variant, order)]
+        ends = [choose(group, key=lambda line: line["gflops"]) for choose in (max, min)]
+        cells = (f"({end['tile_rows']}, {end['tile_cols']}) | {end['gflops']:,.0f}" for end in ends)
+        name = {"local": "the paper's mapping", "chip": "sums on chip"}[variant]
+        rows.append(f"| {shape} | {name} | {order} | {' | '.join(cells)} | {ends[0]['gates_gflops']:,.0f} |")
+    return "\n".join(rows)
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """The page with the text between the two comments of a name.
+
+    Raises
+    ------
+    ValueError
+        The page has no such place.
+    """
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page must have {begin} and {end} once")
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+
+
+def figure_links(paths: Sequence[Path]) -> str:
+    """Images of the page."""
+    return "\n\n".join(f"![{path.stem}](figures/{path.name})" for path in paths)
+
+
+def report(lines: Sequence[dict[str, Any]]) -> None:
+    """Draw all figures and put all tables into the page."""
+    lines = latest([line for line in lines if line.get("kernel") in (None, "sparse_syrk")])
+    page = PAGE.read_text(encoding="utf-8")
+    for name, table, figures in (
+        ("cloud", cloud_table, tune_plots.clouds),
+        ("tiles", tile_table, tune_plots.heat_maps),
+    ):
+        drawn = tune_plots.save_all(figures(lines), FIGURES)
+        machine = sorted({line["gpu"]["name"] for line in lines})
+        measured = f"Measured on {', '.join(machine)}.\n\n{table(lines)}\n\n{figure_links(drawn)}"
+        page = filled(page, name, measured if drawn else "Not measured yet.")
+    PAGE.write_text(page, encoding="utf-8")
+
+
+@click.command(help=__doc__)
+@click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
+@click.option("--task", type=click.Choice(list(TASKS)), multiple=True, help="Default: both.")
+@click.option("--report", "only_report", is_flag=True, help="Measure nothing; figures and tables of the page.")
+def main(profile: str, task: tuple[str, ...], only_report: bool) -> None:
+    if not only_report:
+        try:
+            device = open_device()
+        except DeviceError as error:
+            raise click.ClickException(str(error)) from error
+        click.echo(str(device.spec))
+        for name in task or TASKS:
+            TASKS[name](device, profile)
+    path = RESULTS / f"{FILE}.jsonl"
+    report(tune_plots.read_lines(path) if path.is_file() else [])
+
+
+if __name__ == "__main__":
+    main()
