@@ -18,6 +18,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,12 @@ REPEATS = 3
 def run_clouds(device: Device, profile: str) -> None:
     """Gates fig. 13; data in the shape of the paper's (rec-eachmovie, Table I)."""
     sample = Sample.draw(61_265, 1_623, 2_811_717)
+    run = datetime.now(timezone.utc).isoformat(timespec="seconds")
     for rank in CLOUD_RANKS[profile]:
         (job,) = tune(device, ["sparse_syrk"], [rank], budget=CLOUD_SECONDS[profile], sample=sample)
         click.echo(job.summary())
         for line in job.lines():
-            record(FILE, line | stamp(device) | {"sample": sample.name})
+            record(FILE, line | stamp(device) | {"sample": sample.name, "run": run})
 
 
 def run_tiles(device: Device, profile: str) -> None:
@@ -140,7 +142,9 @@ TASKS = {"cloud": run_clouds, "tiles": run_tiles}
 
 
 def latest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last line of each measurement: a rerun replaces what was there before."""
+    """The last line of each measurement; of the configurations of a rank, those of the last run that had it."""
+    last = {line["factors"]: line.get("run") for line in lines if line["bench"] == "tune"}
+    lines = [line for line in lines if line["bench"] != "tune" or line.get("run") == last[line["factors"]]]
     names = ("bench", "variant", "kernel", "shape", "order", "factors", "tile_rows", "tile_cols")
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:

@@ -828,7 +828,9 @@ def _run_tuning(
     try:
         device = open_device()
     except DeviceError as error:
-        raise DeviceError(f"tune measures kernels on a GPU, and none can be used here: {error}") from error
+        raise DeviceError(
+            f"tune measures kernels on a GPU, and none can be used here: {error}. (tune --calibrate works without one)"
+        ) from error
     jobs = tuner.tune(device, kernels or None, ranks, dtype=dtype, budget=budget, most=most)
     path = tables.user_file(device.spec) if output is None else Path(output)
     tables.store(tables.Table(tables.Gpu.of(device.spec)), path)  # a place that cannot be written is told at once

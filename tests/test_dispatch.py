@@ -688,8 +688,6 @@ def test_the_command_measures_keeps_and_shows(simulated, monkeypatch):
     ):
         assert part in result.output
     assert _machine.machine().gpu_name == "NVIDIA H200"
-    result = CliRunner().invoke(main, ["tune"])
-    assert result.exit_code == 2 and "--calibrate" in result.output
 
 
 def test_the_command_says_where_it_cannot_write(tmp_path, monkeypatch):

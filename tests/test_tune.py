@@ -804,6 +804,7 @@ def test_the_page_is_made_from_the_lines(paper: Any, tmp_path: Path) -> None:
     tile = {"bench": "tiles", "shape": "ml-10m", "factors": 32, "order": "given", "gates_gflops": 500.0, **gpu}
     tile |= {"tile_cols": 144}
     lines = [
+        cloud_line(8, 24, 900.0, True, ms={"user": 1.0, "item": 1.0}, run="before", **gpu),
         cloud_line(8, 8, 200.0, True, ms={"user": 1.0, "item": 4.0}, **gpu),
         cloud_line(8, 16, 1.0, ms={"user": 8.0, "item": 32.0}, **gpu),
         cloud_line(8, 24, 1.0, status="spills", **gpu),
