@@ -546,7 +546,7 @@ def _ccd_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
 
 
 def _enumerate_ccd(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    for threads, segment in itertools.product((256, 512, 640, 768, 896, 1024), (1024, 2048, 4096)):
+    for threads, segment in itertools.product((256, 512, 640, 768, 896, 1024), (2048, 1024, 4096)):
         yield _ccd(ccd.StagedConfig(threads, segment), spec)
 
 
@@ -634,7 +634,7 @@ SPACES = {
             lambda facts, config: _msgd_programs(facts, config, True), weight=0.5,
         ),
         Space("batch_hogwild", _hogwild_facts, _hogwild_rule, _enumerate_hogwild, _hogwild_builds, weight=0.5),
-        Space("ccd", _ccd_facts, _ccd_rule, _enumerate_ccd, _ccd_builds, _ccd_variants),
+        Space("ccd", _ccd_facts, _ccd_rule, _enumerate_ccd, _ccd_builds, _ccd_variants, weight=3.0),
         Space(
             "top_k", _top_k_facts, _top_k_rule, _enumerate_top_k,
             lambda facts, config: [("top_k.cu", "group_max", config.constants)], weight=0.5,

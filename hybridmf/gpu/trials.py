@@ -6,6 +6,7 @@ a handful of rows, or update by update, before anything is timed.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -610,7 +611,7 @@ class CcdTrial:
         self.own = [self._vector(rng, self.matrix.shape[0]) for _ in range(2)]
         self.on_device = [device.upload(vector) for vector in (*self.fixed, *self.own)]
         self.solved = device.zeros(len(self.own[0]), self.dtype)
-        self._entries: dict[Any, ccd.Entries] = {}
+        self._entries: dict[int, ccd.Entries] = {}
         self.tolerance = 1e-4 if self.dtype.itemsize == 4 else 1e-12
 
     def _vector(self, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -620,13 +621,12 @@ class CcdTrial:
 
     def entries(self, config: ccd.StagedConfig) -> ccd.Entries:
         """The sample in the layout of a configuration; the residual is the ratings."""
-        if config not in self._entries:
-            while len(self._entries) >= 2:
-                del self._entries[next(iter(self._entries))]
-            n_fixed = self.matrix.shape[1]
-            layout = ccd.CcdConfig.staged_as(config, n_fixed, self.vectors, self.dtype, self.device.spec)
-            self._entries[config] = ccd.Entries(self.device, self.matrix, self.objective, layout)
-        return self._entries[config]
+        layout = ccd.CcdConfig.staged_as(config, self.matrix.shape[1], self.vectors, self.dtype, self.device.spec)
+        if config.segment not in self._entries:
+            self._entries[config.segment] = ccd.Entries(self.device, self.matrix, self.objective, layout)
+        entries = copy.copy(self._entries[config.segment])  # threads do not change where entries lie
+        entries.config, entries._kernels = layout, {}
+        return entries
 
     def _run(self, config: ccd.StagedConfig, pending: bool) -> None:
         before, old, new, own_before, own_old = self.on_device
