@@ -1,4 +1,4 @@
-"""The peers' results, by the mapping of docs/porting.md: `implicit`'s exact solver, serving and loss, LIBMF's minimum."""
+"""By the mapping of docs/porting.md: `implicit`'s exact solver, serving and loss, and the minimum of LIBMF."""
 
 from __future__ import annotations
 
