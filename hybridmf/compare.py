@@ -186,17 +186,8 @@ class Comparison:
             f"DISAGREEMENT: {each}" for each in self.disagreements
         ]
         notes = [textwrap.fill(note, 120, subsequent_indent="  ", break_on_hyphens=False) for note in notes]
-        return "\n\n".join(
-            [
-                head,
-                self._speeds(),
-                LEGEND,
-                self._phases(),
-                LEGEND_OF_PHASES,
-                self._verdict(),
-                *(["\n".join(notes)] if notes else []),
-            ]
-        )
+        parts = [head, self._speeds(), LEGEND, self._phases(), LEGEND_OF_PHASES, self._verdict(), "\n".join(notes)]
+        return "\n\n".join(part for part in parts if part)
 
     def _verdict(self) -> str:
         """What a reader looks for in the tables, in sentences."""
