@@ -163,6 +163,11 @@ ONE_CORE: dict[int, float] = {}
 # ------------------------------------------------------------------------------------------ the paper's kernel
 
 
+def kernel_source() -> str:
+    """The kernel's text with its header in place."""
+    return KERNEL.read_text().replace('#include "common.cuh"', source_text("common.cuh"))
+
+
 class BlockedEpoch:
     """An epoch by the paper's kernel: the items with the users fixed, then the users.
 
@@ -173,9 +178,8 @@ class BlockedEpoch:
 
     def __init__(self, device: Any, data: Split, r: int, warp_sync: bool) -> None:
         self.device, self.r, self.data = device, r, data
-        source = KERNEL.read_text().replace('#include "common.cuh"', source_text("common.cuh"))
         constants = constant_texts({"RANK": r, "WARP_SYNC": warp_sync, "REAL": np.dtype(np.float32)})
-        self.kernel = device.kernel(source, "msgd_blocks", constants)
+        self.kernel = device.kernel(kernel_source(), "msgd_blocks", constants)
         model = sgd(r, "cuda", schedule="msgd")
         solver: Any = make_solver(model, data)
         self.rate = learning_rate_at(solver.method, 0)

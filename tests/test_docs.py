@@ -259,7 +259,10 @@ def referenced_names() -> set[str]:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     names: set[str] = set()
     for name, members in re.findall(r"^\.\. auto\w+:: ([\w.]+)\n(?: +:members: *(.*))?", text, flags=re.MULTILINE):
-        names |= {name, *(f"{name}.{member.strip()}" for member in members.split(",") if member.strip())}
+        listed = [member.strip() for member in members.split(",") if member.strip()]
+        if not listed and inspect.ismodule(getattr(hmf, name.rpartition(".")[2], None)):  # :members: of a module is all
+            listed = [each for each in vars(getattr(hmf, name.rpartition(".")[2])) if not each.startswith("_")]
+        names |= {name, *(f"{name}.{member}" for member in listed)}
     return names
 
 

@@ -138,6 +138,17 @@ def test_the_papers_mapping_is_msgd(device, monkeypatch, r, warp_sync):
             np.testing.assert_allclose(device.download(epoch.tables[side]), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("warp_sync", [0, 1])
+@pytest.mark.parametrize("r", [32, 512])
+def test_the_papers_mapping_compiles(monkeypatch, r, warp_sync):
+    """For the GPU it is timed on, with everything in registers."""
+    compiler = pytest.importorskip("test_gpu_compile", reason="no NVRTC")
+    monkeypatch.setattr(compiler, "source_text", lambda file: paper_msgd.kernel_source())
+    constants = (f"RANK={r}", f"WARP_SYNC={warp_sync}", "REAL=float")
+    (report,) = compiler.resources_of(compiler.compile_program(compiler.Program("msgd_blocks.cu", constants, 90)))
+    assert report.function == "msgd_blocks" and report.local_bytes == 0
+
+
 def test_a_wrong_kernel_is_not_timed(device, monkeypatch):
     monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda name="cuda": device)
     epoch = paper_msgd.BlockedEpoch(device, paper_race.Split.of("ml-1m", 0.02), 32, True)
