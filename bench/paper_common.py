@@ -281,6 +281,7 @@ def draw_histograms(path: Path, lines: Sequence[Line], sides: Sequence[str]) -> 
                 panel.bar(lows, [rows for _, rows in facts["histogram"]], [0.35 * low for low in lows], align="edge")
                 panel.set_xscale("log")
                 panel.set_yscale("log")
+                panel.minorticks_off()
                 panel.set_title(f"{label(line)}, {side}", fontsize=8)
                 panel.set_xlabel("entries", fontsize=8)
                 panel.text(
