@@ -41,7 +41,7 @@ QUANTILES = 3000
 DENSE = 8
 """Rows with more than 1 / DENSE of all columns are drawn without replacement; drawing again would take many rounds."""
 
-GROUPS = 64
+GROUPS = 24
 """Groups of users of like degree for whom the same share of an item's popularity is lost to repetition."""
 
 ROUNDS = 20
@@ -231,8 +231,8 @@ def _weights(users: np.ndarray, items: np.ndarray) -> np.ndarray:
     means = np.array([group.mean() for group in groups if len(group)])
     weights, draws = items / items.sum(), means.copy()
     filled = weights > 0
-    for _ in range(12):
-        for _ in range(3):
+    for _ in range(10):
+        for _ in range(2):
             draws *= means / -np.expm1(-draws[:, None] * weights[filled]).sum(axis=1)
         reached = sizes @ -np.expm1(-draws[:, None] * weights[filled])
         weights[filled] *= items[filled] / reached

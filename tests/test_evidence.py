@@ -131,7 +131,8 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "common", importlib.import_module("common"))
     common = sys.modules["common"]
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    monkeypatch.setattr("hybridmf.compare._ceiling", lambda plan, device: 100.0)  # a product of 8192 x 8192 matrices
+    module = importlib.import_module("hybridmf.compare")
+    monkeypatch.setattr(module, "_ceiling", lambda plan, device: 100.0)  # takes a product of 8192 x 8192 matrices
     for name in ("bals", "gates"):
         (tmp_path / f"{name}.md").write_text((BENCH.parent / "docs" / "evidence" / f"{name}.md").read_text())
     return {name: importlib.import_module(f"paper_{name}") for name in ("common", "bals", "gates")}
@@ -144,9 +145,9 @@ def lines_of(folder, name):
 def tiny_bals(script):
     """Every task on a few hundred ratings."""
     shapes = {"ml-1m": 0.02}
-    work = {task: script.Work(shapes, (3,)) for task in script.TASKS}
-    work["tiles"] = script.Work(shapes, (3,), (16, 64), (32, 64))
-    work["methods"] = script.Work(shapes, (3,), iterations={"ALS": 2, "CCD++": 3, "SGD": 3})
+    work = {task: (script.Work(shapes, (3,)),) for task in script.TASKS}
+    work["tiles"] = (script.Work(shapes, (3,), (16, 64), (32, 64)),)
+    work["methods"] = (script.Work(shapes, (3,), iterations={"ALS": 2, "CCD++": 3, "SGD": 3}),)
     return work
 
 
@@ -188,7 +189,7 @@ def test_bals_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
     if device.spec.name == "emulated":  # what `compare` and fp16 SGD take for granted of CuPy is not emulated
         monkeypatch.setattr(script, "methods", emulated_methods)
         monkeypatch.setattr(script, "PUBLISHED_TILE", (16, 32))
-        work["tiles"] = replace(work["tiles"], heights=(16,))
+        work["tiles"] = (replace(work["tiles"][0], heights=(16,)),)
     monkeypatch.setitem(script.PROFILES, ("cuda", "quick"), work)
     done = CliRunner().invoke(script.main, ["--device", "cuda", "--repeats", "1"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
