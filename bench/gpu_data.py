@@ -67,7 +67,7 @@ def _valued(cp: Any, random: Any, keys: Any, m: int, n: int, rank: int, implicit
 
 
 def published_gpu(shape: str, *, scale: float = 1.0, seed: int = 0, implicit: bool = False) -> Any:
-    """CSR of a shape with its published degrees (`hybridmf.datasets.published_degrees`), values as `synthetic_gpu`'s."""
+    """CSR of a shape with its published degrees (`datasets.published_degrees`), values as in `synthetic_gpu`."""
     import cupy as cp
 
     assert shape in SHAPES

@@ -8,10 +8,13 @@ plots beside it. The same lines give the same bytes.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from hybridmf import datasets
-from hybridmf.formats import transpose
+from hybridmf.formats import reorder, transpose
 
 EVIDENCE = common.ROOT / "docs" / "evidence"
 
@@ -73,6 +76,11 @@ class Drawn:
     def nnz(self) -> int:
         """Number of entries."""
         return len(self.user.data)
+
+    @cached_property
+    def by_degree(self) -> sp.csr_array:
+        """The users' matrix with rows and columns by degree."""
+        return reorder(self.user).matrix
 
     @property
     def line(self) -> Line:
@@ -165,6 +173,45 @@ class Recorder:
         click.echo(f"{time.perf_counter() - self.started:.0f} s")
         if self.problems:
             raise SystemExit("\n".join(["", "not measured:", *self.problems]))
+
+
+def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, implicit: bool) -> None:
+    """Compile the kernels of assemblies in float32 on all cores: the compiler runs unlocked.
+
+    Parameters
+    ----------
+    device : Device
+    ranks : iterable of int
+    methods : sequence of {"fused", "sparse_syrk", "mo_als", "bals"}
+    implicit : bool
+    """
+    import gpu
+
+    from hybridmf.gpu import assemblies
+    from hybridmf.gpu.launch import get_kernel
+
+    entries = {"REAL": np.dtype(np.float32), "IMPLICIT": implicit, "HAS_OFFSETS": False}
+    ranks, spec = sorted(ranks, reverse=True), device.spec  # the largest take longest
+    configs: list[tuple[str, Any, Line]] = []
+    for rank in ranks:
+        if "sparse_syrk" in methods:
+            configs.append(("sparse_syrk", assemblies.SyrkConfig.default(rank, 4, spec), {}))
+        if "mo_als" in methods:
+            switches = {"READ_ONLY": True, "REGISTERS": True}
+            configs.append(("mo_als", assemblies.MoAlsConfig.default(rank, 4, spec), switches))
+        if "bals" in methods:
+            width = assemblies.bals_tile_sizes(rank, 4, spec)[1]
+            configs.append(("bals", assemblies.BalsConfig.default(rank, 4, spec, tile_cols=width), {}))
+
+    def compile_one(job: tuple[str, Any, Line]) -> None:
+        name, config, switches = job
+        get_kernel(device, f"{name}.cu", name, **config.constants, **entries, **switches)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, configs))
+    if "fused" in methods:
+        feedback = "implicit" if implicit else "explicit"
+        gpu.compile_ahead(device, {(rank, feedback, "float32", "cholesky") for rank in ranks})
 
 
 def spread(values: Sequence[float]) -> Line:
@@ -281,6 +328,7 @@ def draw_histograms(path: Path, lines: Sequence[Line], sides: Sequence[str]) -> 
                 panel.bar(lows, [rows for _, rows in facts["histogram"]], [0.35 * low for low in lows], align="edge")
                 panel.set_xscale("log")
                 panel.set_yscale("log")
+                panel.minorticks_off()
                 panel.set_title(f"{label(line)}, {side}", fontsize=8)
                 panel.set_xlabel("entries", fontsize=8)
                 panel.text(

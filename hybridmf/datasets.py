@@ -7,6 +7,7 @@ what is published of each shape (`PUBLISHED`): its longest row and column, how m
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -34,10 +35,13 @@ rows are the films, Yahoo! Song); MovieLens README (1M); Massa and Avesani 2007 
 FITTED_SIGMA = {"users": 1.1, "items": 1.6}
 """Spread of the logarithm of a side's degrees of which nothing but the mean is published."""
 
+QUANTILES = 3000
+"""Places at which a distribution of degrees is fitted."""
+
 DENSE = 8
 """Rows with more than 1 / DENSE of all columns are drawn without replacement; drawing again would take many rounds."""
 
-GROUPS = 64
+GROUPS = 24
 """Groups of users of like degree for whom the same share of an item's popularity is lost to repetition."""
 
 ROUNDS = 20
@@ -57,6 +61,9 @@ class Degrees:
     longest : int, optional
     single : int, optional
         Rows with exactly one entry, where `longest` is not known.
+    balance : float, optional
+        KONECT's balanced inequality ratio P, where `longest` is known: the longest rows, a share P of all, have the
+        share 1 - P of the entries.
     even : bool
         All rows have about the same number of entries.
     """
@@ -65,6 +72,7 @@ class Degrees:
     shortest: int = 1
     longest: int | None = None
     single: int | None = None
+    balance: float | None = None
     even: bool = False
 
 
@@ -87,14 +95,23 @@ class Published:
 
 
 PUBLISHED: dict[str, Published] = {
-    "ml-1m": Published(Degrees(shortest=20, longest=2_314), Degrees(longest=3_428), source="KONECT"),
+    "ml-1m": Published(
+        Degrees(shortest=20, longest=2_314, balance=0.296), Degrees(longest=3_428, balance=0.258), source="KONECT"
+    ),
     "ml-10m": Published(  # four fifths of the ratings, as in BALS table 1
-        Degrees(69_878, 16, 5_887), Degrees(10_677, 1, 27_891), 8_000_044, "BALS table 1; KONECT, times 0.8"
+        Degrees(69_878, 16, 5_887, balance=0.281),
+        Degrees(10_677, 1, 27_891, balance=0.174),
+        8_000_044,
+        "BALS table 1; KONECT, times 0.8",
     ),
-    "ml-20m": Published(
-        Degrees(shortest=20, longest=9_254), Degrees(26_744, 1, 67_310), source="MovieLens README; LensKit codex"
+    "ml-20m": Published(  # the balance of a log-normal distribution with the published Gini coefficient of 0.903
+        Degrees(shortest=20, longest=9_254),
+        Degrees(26_744, 1, 67_310, balance=0.120),
+        source="MovieLens README; LensKit codex",
     ),
-    "netflix": Published(Degrees(longest=17_653), Degrees(shortest=3, longest=232_944), source="KONECT"),
+    "netflix": Published(
+        Degrees(longest=17_653, balance=0.267), Degrees(shortest=3, longest=232_944, balance=0.148), source="KONECT"
+    ),
     "yahoo-r1": Published(Degrees(single=197_277), source="BALS section 3.2: rows with one entry"),
     "sls": Published(Degrees(even=True), Degrees(even=True), source="BALS section 6.5: evenly distributed"),
     "rucci": Published(Degrees(even=True), Degrees(even=True), source="BALS section 6.5: evenly distributed"),
@@ -214,11 +231,10 @@ def _weights(users: np.ndarray, items: np.ndarray) -> np.ndarray:
     means = np.array([group.mean() for group in groups if len(group)])
     weights, draws = items / items.sum(), means.copy()
     filled = weights > 0
-    for _ in range(12):
-        for _ in range(3):
-            share = 1 - np.exp(-draws[:, None] * weights[filled])
-            draws *= means / share.sum(axis=1)
-        reached = sizes @ (1 - np.exp(-draws[:, None] * weights[filled]))
+    for _ in range(10):
+        for _ in range(2):
+            draws *= means / -np.expm1(-draws[:, None] * weights[filled]).sum(axis=1)
+        reached = sizes @ -np.expm1(-draws[:, None] * weights[filled])
         weights[filled] *= items[filled] / reached
     return weights
 
@@ -237,34 +253,82 @@ def _scaled(facts: Degrees, scale: float) -> Degrees:
 def _fitted(count: int, total: int, room: int, facts: Degrees, sigma: float) -> np.ndarray:
     """Degrees of `count` rows with `room` columns that sum up to about `total`, longest first, float64, shape (count,).
 
-    ``shortest - 1 + exp(mu + sigma z)`` at the quantiles z of the normal distribution; sigma is found by bisection such
-    that the longest row, or the number of rows with one entry, is as published.
+    ``shortest - 1 + exp(mu + sigma g(z))`` at the quantiles z of the normal distribution, with ``g(z) = z``, or
+    ``(1 - exp(-c z)) / c`` where the balance is published, too: real popularity has a longer tail of rare items than a
+    log-normal distribution with the same longest. sigma and c are found by bisection.
     """
     used = min(count, facts.used or count)
-    z = -ndtri((np.arange(used) + 0.5) / used)
-    base = min(facts.shortest - 1, total // used)
-
-    def degrees(spread: float) -> np.ndarray:
-        grown = np.exp(spread * z)
-        fitted: np.ndarray = np.minimum(base + (total - base * used) / grown.sum() * grown, room)
-        return fitted
-
-    if facts.even:
-        sigma = 0.0
-    elif facts.longest is not None:
-        sigma = _bisect(lambda spread: bool(degrees(spread)[0] < facts.longest), 0.0, 6.0)
-    elif facts.single is not None:
-        sigma = _bisect(lambda spread: bool(np.count_nonzero(degrees(spread) < 1.5) < facts.single), 0.0, 6.0)
     result = np.zeros(count)
-    result[:used] = degrees(sigma)
     if facts.even:  # whole numbers around the mean
         result[:used] = np.diff(np.rint(np.linspace(0, total, used + 1)))
+        return result
+    ranks = np.unique(np.geomspace(1, used, QUANTILES).astype(np.int64)) - 1
+    sizes = np.diff(np.append(ranks, used))
+    coarse = _Quantiles((ranks + sizes / 2) / used, sizes, total, min(facts.shortest - 1, total // used), room)
+    curve = 0.0
+    if facts.longest is not None and facts.balance is not None:
+        curve = _bisect(partial(coarse.is_too_even, facts), -0.3, 3.0)
+    fine = replace(coarse, places=(np.arange(used) + 0.5) / used, sizes=np.ones(used))
+    result[:used] = fine.degrees(coarse.sigma(facts, curve, sigma), curve)
     return result
+
+
+@dataclass(frozen=True)
+class _Quantiles:
+    """Degrees at some places, longest first, each standing for some rows.
+
+    Attributes
+    ----------
+    places : float64 array
+        Shares of the rows before them.
+    sizes : array
+        Rows each stands for.
+    total, base, room : int
+        Entries of all rows; what every row has, and what none exceeds.
+    """
+
+    places: np.ndarray
+    sizes: np.ndarray
+    total: int
+    base: int
+    room: int
+
+    def degrees(self, sigma: float, curve: float) -> np.ndarray:
+        """Degrees that sum up to the total, but for those that are cut at the room."""
+        z = -ndtri(self.places)
+        bent = sigma * (z if abs(curve) < 1e-9 else -np.expm1(-curve * z) / curve)
+        grown = np.exp(bent - bent[0])
+        share = (self.total - self.base * self.sizes.sum()) / (self.sizes @ grown)
+        fitted: np.ndarray = np.minimum(self.base + share * grown, self.room)
+        return fitted
+
+    def sigma(self, facts: Degrees, curve: float, default: float) -> float:
+        """The spread with the published longest row, or number of rows with one entry."""
+        if facts.longest is not None:
+            longest = facts.longest
+            return _bisect(lambda sigma: bool(self.degrees(sigma, curve)[0] < longest), 0.0, 20.0)
+        if facts.single is not None:
+            single = facts.single
+            return _bisect(lambda sigma: bool(self.sizes @ (self.degrees(sigma, curve) < 1.5) < single), 0.0, 20.0)
+        return default
+
+    def is_too_even(self, facts: Degrees, curve: float) -> bool:
+        """Whether a larger curve would come nearer to the published balance; not where the longest is out of reach."""
+        assert facts.longest is not None and facts.balance is not None
+        sigma = self.sigma(facts, curve, 0.0)
+        reached = bool(self.degrees(sigma, curve)[0] > 0.99 * min(facts.longest, self.room))
+        return reached and self.balance(sigma, curve) > facts.balance
+
+    def balance(self, sigma: float, curve: float) -> float:
+        """The share P of the longest rows that have the share 1 - P of the entries."""
+        entries = self.sizes * self.degrees(sigma, curve)
+        rows = np.cumsum(self.sizes) / self.sizes.sum()
+        return float(np.interp(1.0, rows + np.cumsum(entries) / entries.sum(), rows))
 
 
 def _bisect(is_below: Any, low: float, high: float) -> float:
     """Where `is_below` turns false."""
-    for _ in range(40):
+    for _ in range(30):
         middle = (low + high) / 2
         low, high = (middle, high) if is_below(middle) else (low, middle)
     return low
@@ -322,7 +386,7 @@ def _without_replacement(xp: Any, random: Any, rows: Any, counts: Any, weights: 
 
 
 def _distinct(xp: Any, numbers: Any) -> Any:
-    """The distinct ones, ascending; NumPy's own `unique` hashes, which takes 20 times as long for numbers like these."""
+    """The distinct ones, ascending; NumPy's `unique` hashes, which takes 20 times as long for numbers like these."""
     numbers = xp.sort(numbers)
     first = xp.ones(len(numbers), dtype=bool)
     first[1:] = numbers[1:] != numbers[:-1]
