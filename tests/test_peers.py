@@ -105,9 +105,6 @@ def test_porting_recommendations_are_the_same(same_factors, options):
     model, peer, plays, _ = same_factors
     users = np.array([0, 7, 33])
     ids, scores = model.recommend(users, N=5, **options)
-    if "items" in options:
-        options = options | {"filter_already_liked_items": False}  # the peer refuses the two together
-        ids, scores = model.recommend(users, N=5, **options)
     their_ids, their_scores = peer.recommend(users, sp.csr_matrix(plays)[users], N=5, **options)
     np.testing.assert_array_equal(ids, their_ids)
     np.testing.assert_allclose(scores, their_scores, rtol=1e-5)
