@@ -48,6 +48,15 @@ L2_ACCUMULATORS = 512 * 1024
 L2_TILE = 128 * 1024
 """Bytes of factor rows one BALS tile stages."""
 
+REORDER_BYTES = 4 << 20
+"""Factors of both sides from which degree order helps BALS tiles on the CPU: smaller ones lie in its cache anyway."""
+
+REORDER_DEGREE = 16
+"""Mean entries of a row of either side from which it does: in sparser tiles no two rows share a column, in any order.
+
+Both bounds divide what bench/layouts.py measures (docs/performance.md): BALS gains 3 to 15 % by degree order beyond
+both (ML-10M's shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M's shape below f = 128, Epinions')."""
+
 GRAM_ROWS = 512
 """Rows a thread of `_als.gram` widens to float64 at a time (GRAM_ROWS of cpu/_als.pyx)."""
 
@@ -402,7 +411,7 @@ def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
     plan = replace(
         plan,
         assembly=assembly,
-        reorder=_reordering(plan.reorder, assembly),
+        reorder=_cpu_reordering(plan, assembly),
         precision="float32",
         tile_rows=tile_rows,
         tile_cols=tile_cols,
@@ -411,14 +420,27 @@ def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
     return replace(plan, bytes=_cpu_bytes(plan))
 
 
-def _reordering(asked: str, assembly: str) -> str:
+def _cpu_reordering(plan: Plan, assembly: str) -> str:
     """Degree order lets a row block share its popular columns; the other assemblies read rows one by one anyway."""
-    if asked != "auto":
-        return asked
-    return "both" if assembly == "bals" else "none"
+    if plan.reorder != "auto":
+        return plan.reorder
+    rows = plan.n_users + plan.n_items
+    pays = (
+        assembly == "bals"
+        and plan.nnz >= REORDER_DEGREE * rows
+        and rows * plan.rank * np.dtype(plan.dtype).itemsize >= REORDER_BYTES
+    )
+    return "both" if pays else "none"
 
 
 # ---------------------------------------------------------------------------------------------------- GPU
+
+
+def _gpu_reordering(asked: str, assembly: str) -> str:
+    """Degree order makes a GPU's BALS tiles 1.4 to 1.8 times as fast (docs/performance.md)."""
+    if asked != "auto":
+        return asked
+    return "both" if assembly == "bals" else "none"
 
 
 def gpu_segment(assembly: str) -> int:
@@ -462,7 +484,7 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     plan = replace(
         plan,
         assembly=assembly,
-        reorder=_reordering(plan.reorder, assembly),
+        reorder=_gpu_reordering(plan.reorder, assembly),
         tile_rows=tile_rows,
         tile_cols=tile_cols,
         segment=gpu_segment(assembly),

@@ -252,7 +252,9 @@ def test_negative_feedback_is_a_confident_dislike():
 @pytest.mark.parametrize("name", ["explicit", "explicit-biases", "implicit", "implicit-light"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
 @pytest.mark.parametrize("warm", [False, True])
-def test_cg_is_textbook_conjugate_gradients(name, steps, warm):
+@pytest.mark.parametrize("forms", [0, 100])
+def test_cg_is_textbook_conjugate_gradients(name, steps, warm, forms, monkeypatch):
+    monkeypatch.setattr("hybridmf.cpu.als.CG_FORMS_PER_STEP", forms)  # A never formed; formed for rows beyond the rank
     objective, rank = OBJECTIVES[name], 6
     matrix = planted()
     width = rank + objective.biases
@@ -267,6 +269,19 @@ def test_cg_is_textbook_conjugate_gradients(name, steps, warm):
             first = np.append(start.matrix[row], start.bias[row : row + 1] if objective.biases else [])
         expected = reference.conjugate_gradient(A, b, first, steps)
         np.testing.assert_allclose(solved.matrix[row], expected[:rank], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("rank", [1, 8, 19])
+def test_cg_with_and_without_the_matrix_of_a_row(name, rank, monkeypatch):
+    solved = []
+    for forms in (0, 100):
+        monkeypatch.setattr("hybridmf.cpu.als.CG_FORMS_PER_STEP", forms)
+        solved.append(solve(planted(), OBJECTIVES[name], rank, solver="cg", cg_steps=4)[0].matrix)
+    assert relative_error(solved[0], solved[1]) < 2e-4
+    filled = np.diff(planted().indptr)
+    if (filled > rank + OBJECTIVES[name].biases).any() and rank > 1:
+        assert (solved[0] != solved[1]).any()
 
 
 def test_cg_steps_matter_and_converge_to_the_exact_solution():

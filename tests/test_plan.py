@@ -85,12 +85,28 @@ def test_sizes_and_choices():
 @pytest.mark.parametrize(
     ("assembly", "reorder", "expected"),
     [
-        ("auto", "auto", "none"), ("bals", "auto", "both"), ("bals", "none", "none"), ("bals", False, "none"),
+        ("auto", "auto", "none"), ("bals", "auto", "none"), ("bals", "both", "both"), ("bals", False, "none"),
         ("auto", True, "both"), ("auto", False, "none"), ("rank1", "rows", "rows"), ("auto", "columns", "columns"),
     ],
 )  # fmt: skip
 def test_reordering(assembly, reorder, expected):
     assert plan_of(assembly=assembly, reorder=reorder).reorder == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "nnz", "options", "expected"),
+    [
+        ((71_567, 65_133), 8_491_445, {"factors": 16}, "both"),  # what bench/layouts.py measures, and what won there
+        ((71_567, 65_133), 8_491_445, {"factors": 128}, "both"),
+        ((71_567, 65_133), 8_491_445, {"factors": 128, "assembly": "simd"}, "none"),
+        ((6_040, 3_706), 825_918, {"factors": 64}, "none"),
+        ((6_040, 3_706), 825_918, {"factors": 128}, "both"),
+        ((49_290, 139_738), 660_303, {"factors": 16}, "none"),
+        ((49_290, 139_738), 660_303, {"factors": 128}, "none"),
+    ],
+)
+def test_tiles_are_reordered_where_it_pays(shape, nnz, options, expected):
+    assert plan_of(shape=shape, nnz=nnz, **({"assembly": "bals"} | options)).reorder == expected
 
 
 @pytest.mark.parametrize("factors", [1, 8, 64, 300, 2048])

@@ -83,6 +83,7 @@ def cg_rows(
     alpha: float,
     unobserved: float,
     n_steps: int,
+    form_from: int,
     n_threads: int,
 ) -> None: ...
 def subspace_rows(

@@ -291,18 +291,19 @@ cdef int32_t _finish_system(Py_ssize_t rank, real* a, real* b, real* diagonal, r
 cdef void _apply_system(
         const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
         const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
-        const real* gram_matrix, const real* ridge, double scale,
+        const real* gram_matrix,            # IN   (ld, ld) zero-padded, or NULL
+        const real* ridge, double scale,
         bint residual,                      # out = b - A p instead of A p
         const real* p,
         real* weight,                       # scratch (2 * CG_CHUNK,)
-        real* out) noexcept nogil:          # OUT (rank,)
+        real* out) noexcept nogil:          # OUT (ld,)
     """out = A p, or b - A p, without forming A: one pass over the row's entries and one over the Gram matrix."""
     cdef real sign = <real> (-1.0 if residual else 1.0)
     cdef real* target = weight + CG_CHUNK
-    cdef Py_ssize_t j, k, n, start = 0
-    memset(out, 0, rank * sizeof(real))
+    cdef Py_ssize_t ld = _padded(rank), j, k, n, start = 0
+    memset(out, 0, ld * sizeof(real))
     if gram_matrix != NULL:
-        combine(table, rank, rank, gram_matrix, p, out)
+        combine(table, rank, ld, gram_matrix, p, out)
     for j in range(rank):
         out[j] = sign * (out[j] + <real> (scale * ridge[j]) * p[j])
     while start < n_entries:
@@ -319,29 +320,54 @@ cdef void _apply_system(
         start += n
 
 
+cdef void _form_system(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix, const real* ridge, double scale,
+        real* v,                            # scratch: gathered rows, their roots and targets
+        real* a, real* b) noexcept nogil:   # OUT (ld, ld) both halves, (ld,)
+    """A and b of one row, by the kernels of the exact solver."""
+    cdef Py_ssize_t ld = _padded(rank), i, j
+    _start_padded(rank, gram_matrix, ridge, scale, a, b)
+    _simd_add(table, how, rank, rank, fixed, columns, ratings, offsets, n_entries, NULL, v, a, b)
+    for i in range(rank):
+        for j in range(i):
+            a[i * ld + j] = a[j * ld + i]
+
+
 cdef int32_t _conjugate_gradient(
         const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
         const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
-        const real* gram_matrix, const real* ridge, double scale, int n_steps,
-        real* work,                         # scratch (3 * rank + 2 * CG_CHUNK,)
+        const real* gram_matrix, const real* ridge, double scale, int n_steps, bint formed,
+        real* work,                         # scratch (workspace_size(rank),)
         real* x) noexcept nogil:            # IN OUT (rank,) warm start -> solution
-    """`n_steps` of conjugate gradients on A x = b from the x given; A is never formed.
+    """`n_steps` of conjugate gradients on A x = b from the x given; A is formed once, or a product walks the entries.
 
     Stops early only where the residual has fallen by 1e-10 (squared 1e-20) or is about to underflow. Inner products are
     summed in double.
     """
+    cdef Py_ssize_t ld = _padded(rank), j
     cdef real* r = work
-    cdef real* p = work + rank
-    cdef real* ap = work + 2 * rank
-    cdef real* weight = work + 3 * rank
-    cdef Py_ssize_t j
+    cdef real* p = work + ld
+    cdef real* ap = work + 2 * ld
+    cdef real* weight = work + 3 * ld
+    cdef real* a = work + 3 * ld
+    cdef real* b = a + ld * ld
     cdef int _step
     cdef double rr, rr_first, rr_next, curvature, length
     # a residual this small (squared) would underflow in the products of the next step
     cdef double tiny = 1e-60 if sizeof(real) == 4 else 1e-290
-    _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, True,
-                  <const real*> x, weight, r)
-    memcpy(p, r, rank * sizeof(real))
+    if formed:
+        _form_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, b + ld,
+                     a, b)
+        memset(ap, 0, ld * sizeof(real))
+        combine(table, rank, ld, <const real*> a, <const real*> x, ap)
+        for j in range(ld):
+            r[j] = b[j] - ap[j]
+    else:
+        _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, True,
+                      <const real*> x, weight, r)
+    memcpy(p, r, ld * sizeof(real))
     rr = dot_exact(table, rank, <const real*> r, <const real*> r)
     rr_first = rr
     if not isfinite(rr):
@@ -349,8 +375,12 @@ cdef int32_t _conjugate_gradient(
     for _step in range(n_steps):
         if rr <= 1e-20 * rr_first or rr <= tiny:
             break
-        _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, False,
-                      <const real*> p, weight, ap)
+        if formed:
+            memset(ap, 0, ld * sizeof(real))
+            combine(table, rank, ld, <const real*> a, <const real*> p, ap)
+        else:
+            _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale,
+                          False, <const real*> p, weight, ap)
         curvature = dot_exact(table, rank, <const real*> p, <const real*> ap)
         if curvature <= 0:
             return _NEGATIVE_CURVATURE
@@ -689,8 +719,11 @@ def cg_rows(
         const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
         const int64_t[::1] order, int32_t[::1] status,
         real[:, ::1] workspace,           # as in cholesky_rows
-        bint implicit, double alpha, double unobserved, int n_steps, int n_threads):
-    """`n_steps` conjugate gradient steps from `out` for each row in `order`; rows without entries are set to zero."""
+        bint implicit, double alpha, double unobserved, int n_steps, Py_ssize_t form_from, int n_threads):
+    """`n_steps` conjugate gradient steps from `out` for each row in `order`; rows without entries are set to zero.
+
+    Rows of `form_from` entries and more have their A formed; `gram_matrix` is zero-padded.
+    """
     cdef Weights how = Weights(implicit, alpha, unobserved)
     cdef const hmf_kernel_table* table = hmf_kernels()
     n_threads = hmf_usable_threads(n_threads)
@@ -707,7 +740,7 @@ def cg_rows(
             status[row] = _conjugate_gradient(
                 table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
                 indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], n_steps,
-                &workspace[hmf_thread_id(), 0], &out[row, 0])
+                indptr[row + 1] - indptr[row] >= form_from, &workspace[hmf_thread_id(), 0], &out[row, 0])
 
 
 def subspace_workspace_size(Py_ssize_t rank, Py_ssize_t block, Py_ssize_t itemsize, Py_ssize_t longest):
