@@ -89,10 +89,9 @@ class Drawn:
 
 
 def histogram(degrees: np.ndarray) -> list[list[int]]:
-    """Rows by degree in bins of half a power of two: [smallest degree of the bin, rows]; empty bins are left out."""
-    edges = np.unique(np.floor(2.0 ** (np.arange(0, 65) / 2)).astype(np.int64))
-    counts, _ = np.histogram(degrees[degrees > 0], bins=edges)
-    return [[int(edge), int(count)] for edge, count in zip(edges[:-1], counts, strict=True) if count]
+    """Rows by degree, in bins from each power of two to the next: [smallest degree, rows]; empty bins are left out."""
+    bins = np.bincount(np.frexp(degrees[degrees > 0].astype(np.float64))[1] - 1)
+    return [[1 << power, int(rows)] for power, rows in enumerate(bins) if rows]
 
 
 def degree_summary(degrees: np.ndarray) -> Line:
@@ -325,7 +324,7 @@ def draw_histograms(path: Path, lines: Sequence[Line], sides: Sequence[str]) -> 
             for row, side in enumerate(sides):
                 panel, facts = panels[row][column], line[side]
                 lows = [low for low, _ in facts["histogram"]]
-                panel.bar(lows, [rows for _, rows in facts["histogram"]], [0.35 * low for low in lows], align="edge")
+                panel.bar(lows, [rows for _, rows in facts["histogram"]], [0.9 * low for low in lows], align="edge")
                 panel.set_xscale("log")
                 panel.set_yscale("log")
                 panel.minorticks_off()

@@ -378,7 +378,10 @@ def draw_scaling(path: Path, lines: list[Line]) -> None:
             (curve,) = left.loglog(threads, seconds, marker=".", label=f"{case[0]}, f = {case[1]}, {case[2]}")
             left.loglog(threads, seconds[0] * threads[0] / threads, "--", color=curve.get_color(), linewidth=0.5)
             right.plot(threads, seconds[0] * threads[0] / seconds, marker=".", color=curve.get_color())
-        most = max(line["threads"] for line in lines)
+        counts = sorted({line["threads"] for line in lines})
+        most = counts[-1]
+        left.set_xticks(counts, counts)
+        left.minorticks_off()
         right.plot([1, most], [1, most], "k--", linewidth=0.5)
         for panel, text in ((left, "seconds of an iteration"), (right, "parallel speedup")):
             panel.set_xlabel("threads")

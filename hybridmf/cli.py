@@ -257,8 +257,8 @@ def compare(
     r"""Compare methods and devices on the same ratings, from the same initial factors.
 
     RATINGS is a file (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m, ml-10m, ml-20m, netflix,
-    yahoo-r1, sls, rucci, msd, epinions. Without a GPU the methods of the CPU are compared. The exit code is 1 if two
-    devices disagree on the objective of a method.
+    yahoo-r1, sls, rucci, msd, epinions, eachmovie, yahoo-songs. Without a GPU the methods of the CPU are compared. The
+    exit code is 1 if two devices disagree on the objective of a method.
 
     \b
     als                exact alternating least squares

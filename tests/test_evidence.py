@@ -322,9 +322,7 @@ def test_the_last_line_of_each_case_counts(bench):
 
 def test_histograms_count_each_row_once(bench):
     degrees = np.array([0, 1, 1, 2, 3, 4, 5, 6, 1000])
-    found = bench["common"].histogram(degrees)
-    assert sum(rows for _, rows in found) == 8
-    assert found[0] == [1, 2]
+    assert bench["common"].histogram(degrees) == [[1, 2], [2, 2], [4, 3], [512, 1]]
     summary = bench["common"].degree_summary(degrees)
     assert (summary["rows"], summary["used"], summary["single"], summary["longest"]) == (9, 8, 2, 1000)
     assert summary["mean"] == pytest.approx(degrees.mean())
