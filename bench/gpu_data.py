@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from hybridmf.datasets import SHAPES, draw_pairs, published_degrees
+
 # users, items, entries, sigma of the log-normal user degrees, exponent and shift of the Zipf item popularity
 GPU_SHAPES = {
     "netflix": (480_189, 17_770, 99_072_112, 0.85, 1.0, 65.0),
@@ -21,7 +23,6 @@ def synthetic_gpu(shape: str, *, seed: int = 0, rank: int = 8, implicit: bool = 
     Explicit: ratings 1 to 5. Implicit: counts with a power-law tail. Returns a SciPy csr_array, float32 and int32.
     """
     import cupy as cp
-    import scipy.sparse as sp
 
     m, n, nnz, sigma, exponent, shift = GPU_SHAPES[shape]
     rng = np.random.default_rng(seed)
@@ -40,6 +41,13 @@ def synthetic_gpu(shape: str, *, seed: int = 0, rank: int = 8, implicit: bool = 
         items = names[cp.minimum(cp.searchsorted(edges, random.random(len(users))), n - 1)]
         keys = cp.unique(cp.concatenate([keys, users * n + items]))
         del users, items
+    return _valued(cp, random, keys, m, n, rank, implicit)
+
+
+def _valued(cp: Any, random: Any, keys: Any, m: int, n: int, rank: int, implicit: bool) -> Any:
+    """CSR of pairs ``user * n + item``, ascending, with planted values."""
+    import scipy.sparse as sp
+
     users, items = keys // n, keys % n
     del keys
     taste = random.standard_normal((m, rank), dtype=cp.float32)
@@ -56,6 +64,17 @@ def synthetic_gpu(shape: str, *, seed: int = 0, rank: int = 8, implicit: bool = 
     del users, items, score, noise, values
     cp.get_default_memory_pool().free_all_blocks()
     return matrix
+
+
+def published_gpu(shape: str, *, scale: float = 1.0, seed: int = 0, implicit: bool = False) -> Any:
+    """CSR of a shape with its published degrees (`datasets.published_degrees`), values as in `synthetic_gpu`."""
+    import cupy as cp
+
+    assert shape in SHAPES
+    users, items = published_degrees(shape, scale, np.random.default_rng(seed))
+    random = cp.random.default_rng(seed)
+    pairs = draw_pairs(cp, random, users, items)
+    return _valued(cp, random, pairs, len(users), len(items), 8, implicit)
 
 
 def _repeat(cp: Any, counts: np.ndarray) -> Any:

@@ -89,6 +89,9 @@ enum Accumulators { local, chip };
 #ifndef DZ
 #define DZ 64
 #endif
+#ifndef SKIP_VACANT
+#define SKIP_VACANT 1       // 0: go through the segments of vacant tiles, too, to measure what the test is worth (6.4)
+#endif
 
 constexpr bool ON_CHIP = ACCUMULATORS == chip;
 constexpr int CHUNK = 16 / int(sizeof(real));  // factors of one copy
@@ -415,7 +418,7 @@ __device__ __forceinline__ void sum_rows(real* matrices, real* rhs, const Matrix
     for (int tile = 0; tile < matrix.tiles_across; tile++) {
         const int64 begin = matrix.tile_ptr[tile];
         const int columns = int(matrix.tile_ptr[tile + 1] - begin);
-        if (columns == 0) continue;  // a vacant tile: one test skips all its segments
+        if (SKIP_VACANT && columns == 0) continue;  // a vacant tile: one test skips all its segments
         copy_panel(row_panel, matrix, matrix.tile_colidx + begin, columns, tile_row * NB);
         if (!diagonal) copy_panel(column_panel, matrix, matrix.tile_colidx + begin, columns, tile_column * NB);
         copy_wait_all();

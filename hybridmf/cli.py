@@ -15,6 +15,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
@@ -205,8 +206,6 @@ def demo(seed: int, quick: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- compare
 
-METHODS = tuple(dict.fromkeys(name for kind in FEEDBACK for name in default_models(kind)))
-
 
 @main.command(
     epilog=examples(
@@ -221,13 +220,20 @@ METHODS = tuple(dict.fromkeys(name for kind in FEEDBACK for name in default_mode
     help="explicit: values are ratings to predict. implicit: values are counts or likes, items are ranked.",
 )  # fmt: skip
 @click.option(
-    "--method", "methods", multiple=True, help=f"{', '.join(METHODS)}; repeat it for several.  [default: all]"
-)
+    "--method", "methods", multiple=True, metavar="NAME",
+    help="One of those above; repeat it for several.  [default: all that serve the feedback]",
+)  # fmt: skip
 @click.option("--device", "devices", multiple=True, help="cpu, cuda, cuda:N; repeat it.  [default: cpu and cuda]")
 @click.option("--factors", type=int, default=64, show_default=True, help="Rank.")
-@click.option("--iterations", type=int, default=10, show_default=True)
-@click.option("--test-size", type=float, default=0.1, show_default=True, help="Share held out; 0: none.")
-@click.option("--scale", type=float, default=1.0, show_default=True, help="Of the sides of a synthetic shape.")
+@click.option("--iterations", type=int, default=10, show_default=True, help="Of each method.")
+@click.option("--test-size", type=float, default=0.1, show_default=True, help="Share held out to measure on; 0: none.")
+@click.option(
+    "--scale",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Of the sides of a synthetic shape, up to 1: 0.1 draws a hundredth of its ratings.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), callback=_check_folder, help="Report as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False), callback=_check_folder, help="Figure (needs matplotlib).")
@@ -249,11 +255,21 @@ def compare(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Compare methods and devices on the same ratings, from the same initial factors.
+    r"""Compare methods and devices on the same ratings, from the same initial factors.
 
     RATINGS is a file (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m, ml-10m, ml-20m, netflix,
-    yahoo-r1, sls, rucci, msd, epinions. Without a GPU the methods of the CPU are compared. The exit code is 1 if two
-    devices disagree on the objective of a method.
+    yahoo-r1, sls, rucci, msd, epinions, eachmovie, yahoo-songs. Without a GPU the methods of the CPU are compared. The
+    exit code is 1 if two devices disagree on the objective of a method.
+
+    \b
+    als                exact alternating least squares
+    als-cg             the same with 3 conjugate gradient steps a row
+    als-subspace       the same, 32 coordinates at a time (implicit)
+    sgd-blocks         stochastic gradient descent, blocks without conflicts (CPU)
+    sgd-hogwild        the same without looking out for conflicts (CPU)
+    sgd-msgd           the same, items and users in turn
+    sgd-batch-hogwild  runs of ratings without looking out (GPU)
+    ccd                cyclic coordinate descent, CCD++
     """
     refuse_overwriting(json_file, ratings)
     refuse_overwriting(plot, ratings)
@@ -261,7 +277,9 @@ def compare(
     unknown = [method for method in methods if method not in models]
     if unknown:
         raise click.UsageError(f"--method {unknown[0]} is unknown for {feedback} feedback; known: {', '.join(models)}")
+    started = time.perf_counter()
     given = ratings if ratings == "demo" or ratings in SHAPES else _file_or_shape(ratings, options)
+    read_seconds = time.perf_counter() - started
     result = run_compare(
         given,
         {name: model for name, model in models.items() if not methods or name in methods},
@@ -272,6 +290,8 @@ def compare(
         seed=seed,
         show_progress=not quiet,
     )
+    if given is not ratings:
+        result = replace(result, name=os.path.basename(ratings), load_seconds=read_seconds)
     click.echo(str(result))
     if json_file is not None:
         result.to_json(json_file)

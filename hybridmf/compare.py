@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,15 @@ RACING = ("hogwild", "batch_hogwild")
 """Schedules of SGD whose factors depend on a race: two runs of one device differ."""
 
 RACING_TOLERANCE = 2e-2
+
+LEGEND = """\
+Lower is better for seconds, objective and RMSE; higher for NDCG. An iteration of one method is not the work of another:
+judge methods by what they reach and when, devices by their seconds. speedup: over the slowest row. of gemm: share of
+the speed of a float32 matrix product here. objective: the sum that a method minimizes, on the training part."""
+
+LEGEND_OF_PHASES = """\
+peak: memory beyond what the process held already (what was free to use again does not count). planned: all that a fit
+counts on."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,26 @@ class Run:
         """Fastest and slowest of the same iterations."""
         counted = self.seconds[1:] or self.seconds
         return min(counted), max(counted)
+
+    @property
+    def title(self) -> str:
+        """Method and device as text."""
+        return f"{self.method} on {self.device}"
+
+    def seconds_to(self, rmse: float, slack: float = 1.01) -> float | None:
+        """Seconds from the start of the fit to a held-out RMSE of `slack` times `rmse`; None if it never came there.
+
+        None also of implicit feedback, whose ranking is measured after the last iteration only.
+        """
+        if len(self.scores) != len(self.seconds):
+            return None
+        reached = [number for number, score in enumerate(self.scores, 1) if score <= slack * rmse]
+        return self.before_first + sum(self.seconds[: reached[0]]) if reached else None
+
+    @property
+    def before_first(self) -> float:
+        """Seconds before the first iteration; what it spent compiling is counted there."""
+        return sum(seconds for phase, seconds in self.phases.items() if phase not in ("compile", "solve"))
 
     def as_dict(self) -> dict[str, Any]:
         """What JSON and data frames hold."""
@@ -155,7 +185,35 @@ class Comparison:
         notes = [f"Left out: {each}" for each in self.skipped] + [
             f"DISAGREEMENT: {each}" for each in self.disagreements
         ]
-        return "\n\n".join([head, self._speeds(), self._phases(), *(["\n".join(notes)] if notes else [])])
+        notes = [textwrap.fill(note, 120, subsequent_indent="  ", break_on_hyphens=False) for note in notes]
+        parts = [head, self._speeds(), LEGEND, self._phases(), LEGEND_OF_PHASES, self._verdict(), "\n".join(notes)]
+        return "\n\n".join(part for part in parts if part)
+
+    def _verdict(self) -> str:
+        """What a reader looks for in the tables, in sentences."""
+        fastest = min(self.runs, key=lambda run: run.per_iteration)
+        lowest = min(self.runs, key=lambda run: run.objective[-1])
+        lines = [
+            f"Shortest iteration: {fastest.title}, {_seconds(fastest.per_iteration)} s.",
+            f"Lowest objective: {lowest.title}, {_amount(lowest.objective[-1])}.",
+        ]
+        best = self._best_score()
+        if best is not None:
+            metric = best.metric.upper()
+            lines.append(f"Best held-out {metric}: {best.title}, {best.scores[-1]:.4f}.")
+            reached = {run.title: run.seconds_to(best.scores[-1]) for run in self.runs}
+            soonest = min(((seconds, name) for name, seconds in reached.items() if seconds is not None), default=None)
+            if soonest is not None:
+                seconds, name = soonest
+                lines.append(f"First within 1 % of that {metric}: {name}, {_seconds(seconds)} s, set-up included.")
+        return "\n".join(lines)
+
+    def _best_score(self) -> Run | None:
+        scored = [run for run in self.runs if run.scores]
+        if not scored:
+            return None
+        sign = 1 if scored[0].metric == "rmse" else -1
+        return min(scored, key=lambda run: sign * run.scores[-1])
 
     def _speeds(self) -> str:
         slowest = max(run.per_iteration for run in self.runs)
@@ -173,7 +231,7 @@ class Comparison:
                     f"{run.gflops:,.1f}",
                     f"{run.of_ceiling:.0%}",
                     f"{run.bytes_per_second / 1e9:,.1f}",
-                    f"{run.objective[-1]:.6g}",
+                    _amount(run.objective[-1]),
                     f"{run.scores[-1]:.4f}" if run.scores else "-",
                     "-" if difference is None else f"{difference:.1e}",
                 ]
@@ -181,10 +239,12 @@ class Comparison:
         metrics = " / ".join(dict.fromkeys(run.metric.upper() for run in self.runs))
         header = ["method", "device", "s / iteration", "fastest - slowest", "speedup", "GFLOP/s", "of gemm", "GB/s",
                   "objective", metrics, "factors differ"]  # fmt: skip
-        return format_table(header, rows, "<<>>>>>>>>>", indent=0)
+        if not self.factor_differences:  # one device: nothing to differ from
+            header, rows = header[:-1], [row[:-1] for row in rows]
+        return format_table(header, rows, "<<" + ">" * (len(header) - 2), indent=0)
 
     def _phases(self) -> str:
-        names = list(dict.fromkeys(phase for run in self.runs for phase in run.phases))
+        names = list(dict.fromkeys(phase for run in self.runs for phase, seconds in run.phases.items() if seconds))
         rows = [
             [
                 run.method,
@@ -264,9 +324,8 @@ class Comparison:
         bars.set_xlabel("seconds per iteration")
         by_score = all(len(run.scores) == len(run.seconds) for run in self.runs)
         for run, name in zip(self.runs, names, strict=True):
-            started = sum(run.phases.values()) - run.phases.get("solve", 0.0)
             curve = run.scores if by_score else run.objective
-            curves.plot(started + np.cumsum(run.seconds), curve, marker=".", label=name.replace("\n", ", "))
+            curves.plot(run.before_first + np.cumsum(run.seconds), curve, marker=".", label=name.replace("\n", ", "))
         curves.set_xscale("log")
         curves.set_xlabel("seconds, set-up included")
         curves.set_ylabel("held-out RMSE" if by_score else "objective")
@@ -277,8 +336,12 @@ class Comparison:
         return figure
 
 
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if 1e5 <= value < 1e12 else f"{value:,.6g}"
+
+
 def _seconds(value: float) -> str:
-    return f"{value:.3f}" if value >= 0.0995 else f"{value:.2g}"
+    return f"{value:.3f}" if value >= 0.0995 or value == 0 else f"{value:#.2g}"
 
 
 # ------------------------------------------------------------------------------------------------------- what to run

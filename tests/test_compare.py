@@ -132,6 +132,44 @@ def test_reports(tmp_path):
     assert frame["objective"][1] == result.runs[1].objective[-1]
 
 
+def test_the_report_says_what_the_tables_mean_and_who_is_ahead():
+    result = compare(SMALL, {"long": als(iterations=8), "short": als(iterations=1)}, devices=["cpu"])
+    text = str(result)
+    lowest = min(result.runs, key=lambda run: run.objective[-1])
+    best = min(result.runs, key=lambda run: run.scores[-1])
+    assert f"Lowest objective: {lowest.method} on cpu, {lowest.objective[-1]:,.6g}." in text
+    assert f"Best held-out RMSE: {best.method} on cpu, {best.scores[-1]:.4f}." in text
+    assert "Lower is better for seconds, objective and RMSE" in text and "peak: memory beyond" in text
+    # nothing differs and nothing is compiled on one CPU
+    assert "factors differ" not in text and "compile" not in text
+    run = result.runs[0]
+    number = next(n for n, score in enumerate(run.scores, 1) if score <= 1.01 * best.scores[-1])
+    seconds = sum(run.phases.values()) - run.phases["solve"] + sum(run.seconds[:number])
+    assert run.seconds_to(best.scores[-1]) == pytest.approx(seconds)
+    assert run.seconds_to(0.0) is None
+    assert "First within 1 % of that RMSE: " in text
+    assert "held-out" not in str(compare(SMALL, als(), devices=["cpu"], test_size=0))
+
+
+def test_the_report_of_rankings(monkeypatch):
+    result = compare("ml-1m", feedback="implicit", devices=["cpu"], scale=0.02, iterations=2)
+    best = max(run.scores[-1] for run in result.runs)
+    assert f", {best:.4f}." in str(result) and "Best held-out NDCG@10" in str(result)
+    assert result.runs[0].seconds_to(1.0) is None  # measured after the last iteration only
+    assert "First within" not in str(result)
+
+
+def test_the_command_names_the_file(tmp_path):
+    rng = np.random.default_rng(0)
+    lines = [f"{u},{i},{rng.integers(1, 6)}" for u in range(30) for i in rng.permutation(20)[:8]]
+    (tmp_path / "stars.csv").write_text("\n".join(lines))
+    found = CliRunner().invoke(
+        cli.main, ["compare", str(tmp_path / "stars.csv"), "--method", "als", "--factors", "2", "--quiet"]
+    )
+    assert found.exit_code == 0
+    assert found.output.startswith("stars.csv: 30 users x 20 items, 216 training entries, loaded in ")
+
+
 def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     result = compare(SMALL, als(), devices=["cpu"])
     (tmp_path / "report.json").write_text("old")

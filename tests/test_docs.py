@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import inspect
 import io
 import re
@@ -25,7 +26,7 @@ import hybridmf as hmf
 from hybridmf.cli import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.exists()]
 RUN_ELSEWHERE = ("data.md", "evaluation.md")
 COMMAND_PAGES = ("quickstart.md",)
 LEFT_OUT = re.compile(r"<!-- not run: \S.* -->")
@@ -33,7 +34,7 @@ NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
 
 
 def by_name(page: Path) -> str:
-    return page.name
+    return page.relative_to(ROOT).as_posix()
 
 
 # ------------------------------------------------------------------------------------------------- reading a page
@@ -251,6 +252,33 @@ def test_errors_and_formats_are_documented() -> None:
     code = all_code()
     missing = [name for name in [*classes, *hmf.formats.__all__] if not re.search(rf"\b{name}\b", code)]
     assert classes and not missing
+
+
+def referenced_names() -> set[str]:
+    """Full names that the directives of the API reference name, members of modules included."""
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names: set[str] = set()
+    for name, members in re.findall(r"^\.\. auto\w+:: ([\w.]+)\n(?: +:members: *(.*))?", text, flags=re.MULTILINE):
+        listed = [member.strip() for member in members.split(",") if member.strip()]
+        if not listed and inspect.ismodule(getattr(hmf, name.rpartition(".")[2], None)):  # :members: of a module is all
+            listed = [each for each in vars(getattr(hmf, name.rpartition(".")[2])) if not each.startswith("_")]
+        names |= {name, *(f"{name}.{member}" for member in listed)}
+    return names
+
+
+def test_the_reference_has_every_public_name() -> None:
+    names = referenced_names()
+    wanted = {f"hybridmf.{name}" for name in hmf.__all__} | {f"hybridmf.formats.{name}" for name in hmf.formats.__all__}
+    for module in (hmf.metrics, hmf.datasets):
+        functions = [f for name, f in inspect.getmembers(module, inspect.isfunction) if not name.startswith("_")]
+        wanted |= {f"{f.__module__}.{f.__name__}" for f in functions if f.__module__ == module.__name__}
+    assert wanted - names == {"hybridmf.metrics.evaluate"}  # there as hybridmf.evaluate
+
+
+def test_the_reference_names_what_exists() -> None:
+    for name in referenced_names() - {"hybridmf." + module for module in ("metrics", "formats", "datasets", "errors")}:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
 
 
 @pytest.mark.parametrize("cls", [hmf.ImplicitALS, hmf.ExplicitALS])

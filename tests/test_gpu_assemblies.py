@@ -288,6 +288,19 @@ def test_bals_local_configurations_agree(device, config):
     run_tiles(device, matrix, 20, 19, 12, "implicit", config=config, variant="local")
 
 
+def test_bals_gives_the_same_without_passing_over_vacant_tiles(device):
+    matrix = power_law(61, 50, 0.05)
+    assert BalsMatrix.from_csr(matrix, 16, 10).statistics()["vacant_tiles"] > 0
+    plain, all_tiles = (
+        run_tiles(device, matrix, 7, 16, 10, variant="local", skip_vacant=skip_vacant) for skip_vacant in (True, False)
+    )
+    below = np.tril_indices(7)
+    np.testing.assert_array_equal(plain[0][:, below[0], below[1]], all_tiles[0][:, below[0], below[1]])
+    np.testing.assert_array_equal(plain[1], all_tiles[1])
+    with pytest.raises(ValueError, match="skip_vacant=False needs variant=\"local\", got 'chip'"):
+        run_tiles(device, matrix, 7, 16, 10, skip_vacant=False)
+
+
 def test_bals_with_full_tiles_and_without_entries(device):
     full = sp.csr_array(np.random.default_rng(0).normal(size=(9, 40)).astype(np.float32))
     config = BalsConfig(4, 4, tile=4, rows=4, part_tiles=1, capacity=20)  # 40 entries a row: several lists a stage

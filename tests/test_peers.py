@@ -1,4 +1,4 @@
-"""The peers' results: `implicit`'s exact solver on the same confidence matrix, SciPy's dense solvers."""
+"""By the mapping of docs/porting.md: `implicit`'s exact solver, serving and loss, and the minimum of LIBMF."""
 
 from __future__ import annotations
 
@@ -67,3 +67,110 @@ def test_fold_in_equals_implicits_recalculated_user():
     confidence.data = 1 + confidence.data
     recalculated = np.vstack([peer.recalculate_user(np.arange(5), confidence)])
     np.testing.assert_allclose(model.transform(plays[:5]), recalculated, rtol=2e-3, atol=2e-4)
+
+
+# ------------------------------------------------------------------------------------------ lines of docs/porting.md
+
+
+@pytest.fixture(scope="module")
+def same_factors():
+    """Our model, `implicit`'s with the same factors, and the matrices each is given."""
+    plays = planted(120, 80, 0.15)
+    plays.data = np.ceil(plays.data)
+    model = hmf.ImplicitALS(factors=8, alpha=2.0, regularization=0.1, iterations=3, random_state=0).fit(plays)
+    peer = implicit_model(
+        plays, Factors(model.item_factors), factors=8, alpha=2.0, regularization=0.1, iterations=1, dtype=np.float32
+    )
+    peer.user_factors, peer.item_factors, peer._YtY = model.user_factors, model.item_factors, None
+    confidence = sp.csr_matrix(plays, copy=True)
+    confidence.data = 1 + 2 * confidence.data
+    return model, peer, plays, confidence
+
+
+def test_porting_loss_is_the_objective_over_all_confidences(same_factors):
+    from implicit.cpu._als import calculate_loss
+
+    model, peer, plays, confidence = same_factors
+    loss = calculate_loss(confidence, peer.user_factors, peer.item_factors, 0.1, num_threads=1)
+    total = plays.shape[0] * plays.shape[1] - plays.nnz + confidence.sum()
+    assert loss * total == pytest.approx(model.objective(plays), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"filter_already_liked_items": False}, {"filter_items": [3, 5, 8]}, {"items": np.arange(20, 50)}],
+    ids=lambda options: "".join(options) or "usual",
+)
+def test_porting_recommendations_are_the_same(same_factors, options):
+    model, peer, plays, _ = same_factors
+    users = np.array([0, 7, 33])
+    ids, scores = model.recommend(users, N=5, **options)
+    their_ids, their_scores = peer.recommend(users, sp.csr_matrix(plays)[users], N=5, **options)
+    np.testing.assert_array_equal(ids, their_ids)
+    np.testing.assert_allclose(scores, their_scores, rtol=1e-5)
+
+
+def test_porting_similar_items_are_the_same(same_factors):
+    model, peer, _, _ = same_factors
+    for ours, theirs in ((model.similar_items, peer.similar_items), (model.similar_users, peer.similar_users)):
+        ids, cosines = ours(4, N=6)
+        their_ids, their_cosines = theirs(4, N=6)
+        np.testing.assert_array_equal(ids, their_ids)
+        np.testing.assert_allclose(cosines, their_cosines, rtol=1e-4)
+
+
+def test_porting_nothing_left_to_recommend(same_factors):
+    model, peer, plays, _ = same_factors
+    everything = sp.csr_matrix(np.ones((1, plays.shape[1]), np.float32))
+    ids, scores = model.recommend(0, sp.csr_array(everything), N=3)
+    their_ids, their_scores = peer.recommend(0, everything, N=3)
+    assert (ids == -1).all() and np.isneginf(scores).all()
+    assert (their_ids >= 0).all() and (their_scores < -3e38).all()
+
+
+def test_porting_dislikes_and_stored_zeros(same_factors):
+    """A dislike weighs the same in both; a stored zero is a confidence of 0 there and an unobserved pair here."""
+    model, peer, plays, confidence = same_factors
+    row, theirs = plays[:1].copy(), confidence[:1].copy()
+    row.data[::2] *= -1
+    theirs.data[::2] *= -1
+    np.testing.assert_allclose(model.transform(row)[0], peer.recalculate_user(0, theirs), rtol=2e-3, atol=2e-4)
+    row, theirs = plays[:1].copy(), confidence[:1].copy()
+    row.data[0] = theirs.data[0] = 0
+    without = theirs.copy()
+    without.eliminate_zeros()
+    np.testing.assert_allclose(model.transform(row)[0], peer.recalculate_user(0, without), rtol=2e-3, atol=2e-4)
+    assert np.abs(peer.recalculate_user(0, theirs) - peer.recalculate_user(0, without)).max() > 1e-3
+
+
+def test_porting_libmf_minimizes_the_sum_scaled_by_counts():
+    """LIBMF's factors are near the minimum of the sum with lambda times the count, and of no other lambda."""
+    pytest.importorskip("libmf")
+    from libmf import mf
+
+    ratings = planted(200, 120, 0.3)
+    users, items = ratings.nonzero()
+    triplets = np.column_stack([users, items, ratings.data]).astype(np.float32)
+    engine = mf.MF(
+        fun=mf.P_L2_MFR, k=8, nr_iters=300, eta=0.1, nr_threads=1, nr_bins=20, quiet=True,
+        lambda_p1=0, lambda_q1=0, lambda_p2=0.1, lambda_q2=0.1,
+    )  # fmt: skip
+    engine.fit(triplets)
+    x, y = (np.nan_to_num(np.float64(side)) for side in (engine.p_factors(), engine.q_factors()))
+    assert np.isnan(engine.p_factors()[100]).all()  # the planted empty row
+
+    def objective(lam):
+        squares = (ratings.data - np.einsum("ij,ij->i", x[users], y[items])) ** 2
+        counts = np.bincount(users, minlength=len(x)), np.bincount(items, minlength=len(y))
+        return squares.sum() + lam * (counts[0] @ (x**2).sum(axis=1) + counts[1] @ (y**2).sum(axis=1))
+
+    excess = {
+        lam: objective(lam) / hmf.ExplicitALS(
+            factors=8, regularization=lam, iterations=40, balance=True, dtype="float64", num_threads=1, random_state=0
+        ).fit(ratings).objective(ratings) - 1
+        for lam in (0.05, 0.1, 0.2)
+    }  # fmt: skip
+    assert -1e-3 < excess[0.1] < 0.5 * min(excess[0.05], excess[0.2]), excess
+    seen, strangers = engine.predict(np.array([[users[0], items[0]]])), engine.predict(np.array([[100, items[0]]]))
+    assert seen[0] == pytest.approx(float(x[users[0]] @ y[items[0]]), rel=1e-4)
+    assert strangers[0] == pytest.approx(ratings.data.mean(), rel=1e-3)

@@ -845,6 +845,8 @@ def bals(
     tile_cols: int,
     config: BalsConfig | BalsLocalConfig | None = None,
     variant: Variant = "chip",
+    *,
+    skip_vacant: bool = True,
 ) -> None:
     """Sums of each row of some row blocks by the BALS kernel (Algorithm 2).
 
@@ -870,6 +872,8 @@ def bals(
         Fitting `variant`.
     variant : {"chip", "local"}
         Sums in registers, or as the paper maps them to threads, which puts them into local memory.
+    skip_vacant : bool
+        Pass over a vacant tile after one test; False, with the variant "local" only, shows what that is worth (6.4).
 
     Raises
     ------
@@ -902,9 +906,11 @@ def bals(
             f"config is for tiles of {config.tile_rows} x {config.tile_cols}, these are {tile_rows} x {tile_cols}",
         )
         grid = (n_blocks, config.tiles)
+    _require(skip_vacant or variant == "local", f'skip_vacant=False needs variant="local", got {variant!r}')
     if not rows:
         return
-    kernel = get_kernel(device, "bals.cu", "bals", **config.constants, **entries_of_tiles.constants)
+    switches = {} if skip_vacant else {"SKIP_VACANT": False}
+    kernel = get_kernel(device, "bals.cu", "bals", **config.constants, **entries_of_tiles.constants, **switches)
     offsets = tiles.values if entries_of_tiles.offsets is None else entries_of_tiles.offsets
     arrays = (tiles.values, tiles.tile_colidx, tiles.tile_ptr, tiles.seg_colidx, tiles.seg_ptr, offsets)
     sizes = (np.int64(first_block), np.int64(tiles.shape[0]), np.int32(tiles.tiles_across), np.int32(tile_rows))

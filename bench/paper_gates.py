@@ -1,0 +1,551 @@
+"""Gates, Anzt, Kurzak, Dongarra (IEEE Big Data 2015) measured again: figures 12 and 14 to 17 (13: paper_tuning.py).
+
+    python bench/paper_gates.py                                   CPU, quick: small shapes, about a minute
+    python bench/paper_gates.py --device cpu --profile full --threads 1,2,4,8,16
+    python bench/paper_gates.py --device cuda --profile full      one GPU
+    python bench/paper_gates.py --render                          docs/evidence/gates.md and its plots from the lines
+
+Tasks: "distribution" (fig. 12), "scaling" (figs. 14 and 15: parallel scaling on 1 to N cores), "iteration" (fig. 16: a
+full implicit iteration over the rank; fig. 17, speedups, follows from its lines).
+
+Implicit feedback with alpha = 1 and lambda = 0.01 on data of the published sizes (`hybridmf.datasets`). Methods: their
+Level-2 and Level-3 ALS_CORE ("rank1", "blas3") and ours ("simd") on the CPU; their batched sparse-syrk, Cholesky and
+solve ("sparse_syrk") and ours ("fused") on a GPU; the library implicit, exact and with 3 steps of CG; Spark MLlib where
+pyspark and Java are installed, by the difference of two fits. Spark's penalty is lambda times the row's entries, which
+takes the same time. GraphLab and Mahout cannot be installed any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import itertools
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import common
+import numpy as np
+import paper_common as paper
+import rivals
+from paper_common import Drawn, Line, Recorder
+
+import hybridmf as hmf
+from hybridmf.errors import DeviceError
+
+NAME = "paper_gates"
+
+LAMBDA, ALPHA = 0.01, 1.0
+
+SLACK = 1e-4
+"""Share of the objective that an exact half sweep may still gain after an iteration of an exact method."""
+
+LARGE = {"netflix": 1.0, "msd": 1.0, "yahoo-songs": 1.0}
+
+SMALLER = {"netflix": 0.2, "msd": 0.3, "yahoo-songs": 0.3}
+"""The three with about 4 million entries."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a task runs on: shapes with their scales and ranks, and methods."""
+
+    shapes: dict[str, float]
+    factors: tuple[int, ...] = ()
+    methods: tuple[str, ...] = ()
+
+
+OURS = ("simd", "blas3")
+CPU_METHODS = (*OURS, "implicit CG 3", "implicit exact", "spark")
+GPU_METHODS = ("fused", "sparse_syrk")
+
+PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
+    ("cpu", "quick"): {
+        "distribution": [Work({"eachmovie": 1.0, "msd": 0.2})],
+        "scaling": [
+            Work({"eachmovie": 0.5}, (96,), (*OURS, "implicit exact")),
+            Work({"netflix": 0.1, "msd": 0.1}, (64,), OURS),
+        ],
+        "iteration": [Work({"netflix": 0.1, "msd": 0.1}, (10, 32, 64), CPU_METHODS[:-1])],
+    },
+    ("cpu", "full"): {
+        "distribution": [Work({"eachmovie": 1.0} | SMALLER)],
+        "scaling": [
+            Work({"eachmovie": 1.0}, (96,), (*OURS, "implicit exact")),
+            Work(SMALLER, (64,), OURS),
+        ],
+        "iteration": [
+            Work(SMALLER, (32, 64, 96), ("simd", "blas3", "rank1", "implicit CG 3", "implicit exact")),
+            Work(SMALLER, (10, 20, 48, 80), ("simd", "blas3")),
+            Work(LARGE, (32, 64), ("simd", "blas3", "implicit CG 3")),
+        ],
+    },
+    ("cuda", "quick"): {
+        "distribution": [Work({"eachmovie": 1.0})],
+        "scaling": [],
+        "iteration": [Work({"netflix": 0.1, "msd": 0.1}, (10, 32, 64), GPU_METHODS)],
+    },
+    ("cuda", "full"): {
+        "distribution": [Work({"eachmovie": 1.0} | LARGE)],
+        "scaling": [],
+        "iteration": [
+            Work(LARGE, (10, 16, 32, 48, 64, 80, 100), GPU_METHODS),
+            Work(SMALLER, (32, 64, 96), GPU_METHODS),
+        ],
+    },
+}
+"""What each task runs on, by device and profile; what takes longest comes last, for the sake of a budget."""
+
+
+@dataclass
+class Bench:
+    """What all tasks need."""
+
+    recorder: Recorder
+    threads: tuple[int, ...]
+    repeats: int
+    device: Any = None
+    spark: Spark | None = None
+    started: list[Any] = field(default_factory=list)
+    judges: dict[tuple[str, float, int], rivals.Judge] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """Where it runs."""
+        return "cpu" if self.device is None else "cuda"
+
+    def note(self, task: str, line: Line) -> None:
+        """Record a line and show it in short."""
+        self.recorder.note(task, line | {"device": self.kind})
+        if "seconds" in line:
+            seconds = line["seconds"]["median"]
+            threads = f"{line['threads']:3d} threads" if line.get("threads") else ""
+            where = f"{task:12s} {paper.label(line):18s} f = {line['factors']:3d} {line['method']:16s}"
+            click.echo(f"{where} {threads} {seconds:9.4f} s")
+
+
+# ------------------------------------------------------------------------------------------ methods on a CPU
+
+
+def our_model(f: int, threads: int, **options: Any) -> hmf.ImplicitALS:
+    """Our estimator on the CPU."""
+    return hmf.ImplicitALS(
+        f, regularization=LAMBDA, alpha=ALPHA, num_threads=threads, device="cpu", random_state=0, **options
+    )
+
+
+def prepare(bench: Bench, method: str, data: Drawn, f: int, threads: int) -> Callable[[], Any] | None:
+    """A full iteration of a method, None if the method is not installed.
+
+    A function that returns a float has timed itself.
+    """
+    if method == "spark":
+        return None if bench.spark is None else partial(bench.spark.seconds_per_iteration, data, f, threads)
+    if method.startswith("implicit"):
+        if not rivals.installed("implicit"):
+            return None
+        solver: Any = rivals.Implicit(data.user, f, LAMBDA, ALPHA, threads, use_cg="CG" in method)
+    else:
+        solver = rivals.Ours(our_model(f, threads, assembly=method), data.user)
+    bench.started.append(solver)
+    return solver.step
+
+
+def check_exact(bench: Bench, data: Drawn, f: int) -> None:
+    """After an iteration of each exact method an exact half sweep of ours must gain next to nothing.
+
+    Raises
+    ------
+    AssertionError
+        It does: some method does not minimize the objective.
+    """
+    exact = [each for each in bench.started if isinstance(each, rivals.Ours) or not each.options.get("cg_steps")]
+    key = (data.name, data.scale, f)
+    if exact and key not in bench.judges:
+        bench.judges.clear()
+        bench.judges[key] = rivals.Judge(our_model(f, bench.threads[-1]), data.user)
+    for solver in exact:
+        slack = bench.judges[key].slack(solver.factors())
+        assert slack <= SLACK, (type(solver).__name__, slack)
+
+
+def measure(bench: Bench, data: Drawn, f: int, threads: int, method: str) -> Line | None:
+    """Seconds of an iteration; a single run of what takes long."""
+    bench.started.clear()
+    run = prepare(bench, method, data, f, threads)
+    if run is None:
+        return None
+    started = time.perf_counter()
+    first = run()  # warm-up, and how long to expect
+    expected = first if isinstance(first, float) else time.perf_counter() - started
+    if isinstance(first, float) or expected >= SLOW:
+        values = [expected]
+    else:
+        values = common.alternate({method: run}, bench.repeats)[method]
+    check_exact(bench, data, f)
+    bench.started.clear()
+    gc.collect()
+    return paper.spread(values)
+
+
+SLOW = 4.0
+"""Seconds of an iteration from which the first one counts and no other is waited for."""
+
+
+class Spark:
+    """Spark MLlib's implicit ALS: seconds of an iteration by the difference of two fits.
+
+    Needs pyspark and Java. Ratings go through a Parquet file, which Spark caches before anything is timed.
+    """
+
+    ITERATIONS = (1, 3)
+
+    @staticmethod
+    def installed() -> bool:
+        """Whether pyspark, pyarrow and Java are there."""
+        found = [importlib.util.find_spec(name) is not None for name in ("pyspark", "pyarrow")]
+        return all(found) and shutil.which("java") is not None
+
+    def seconds_per_iteration(self, data: Drawn, f: int, threads: int) -> float:
+        """Difference of fits of 1 and 3 iterations, over 2."""
+        from pyspark.ml.recommendation import ALS
+
+        with self._session(threads) as session, tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "ratings.parquet"
+            write_parquet(path, data)
+            frame = session.read.parquet(str(path)).repartition(threads).cache()
+            frame.count()
+            seconds = []
+            for iterations in self.ITERATIONS:
+                als = ALS(
+                    rank=f, maxIter=iterations, regParam=LAMBDA, alpha=ALPHA, implicitPrefs=True, userCol="user",
+                    itemCol="item", ratingCol="rating", numUserBlocks=threads, numItemBlocks=threads, seed=0,
+                )  # fmt: skip
+                started = time.perf_counter()
+                model = als.fit(frame)
+                model.itemFactors.count()
+                seconds.append(time.perf_counter() - started)
+        few, many = self.ITERATIONS
+        return max(1e-9, (seconds[1] - seconds[0]) / (many - few))
+
+    @contextlib.contextmanager
+    def _session(self, threads: int) -> Iterator[Any]:
+        from pyspark.sql import SparkSession
+
+        builder = SparkSession.builder.master(f"local[{threads}]").config("spark.driver.memory", "8g")
+        session = builder.config("spark.ui.enabled", "false").getOrCreate()
+        session.sparkContext.setLogLevel("ERROR")
+        try:
+            yield session
+        finally:
+            session.stop()
+
+
+def write_parquet(path: Path, data: Drawn) -> None:
+    """Ratings as three columns."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    coo = data.user.tocoo()
+    columns = {"user": coo.row.astype(np.int32), "item": coo.col.astype(np.int32), "rating": coo.data}
+    parquet.write_table(pa.table(columns), path)
+
+
+# ------------------------------------------------------------------------------------------ tasks
+
+
+def run_distribution(bench: Bench, data: Drawn, work: Work) -> None:
+    """Figure 12."""
+    bench.note("distribution", paper.distribution(data))
+
+
+def run_scaling(bench: Bench, data: Drawn, work: Work) -> None:
+    """Figures 14 and 15."""
+    for f, method, threads in itertools.product(work.factors, work.methods, bench.threads):
+        timed_case(bench, "scaling", data, f, threads, method)
+
+
+def run_iteration(bench: Bench, data: Drawn, work: Work) -> None:
+    """Figure 16 on the most threads that are asked for."""
+    for f, method in itertools.product(work.factors, work.methods):
+        timed_case(bench, "iteration", data, f, bench.threads[-1], method)
+
+
+def timed_case(bench: Bench, task: str, data: Drawn, f: int, threads: int, method: str) -> None:
+    """One line, if the method is installed and there is time."""
+    name = f"{task}, {data.name}, f = {f}, {method}, {threads} threads"
+    if not bench.recorder.has_time(name):
+        return
+    with bench.recorder.case(name):
+        seconds = measure(bench, data, f, threads, method)
+        if seconds is not None:
+            line = {"factors": f, "method": method, "threads": threads, "seconds": seconds}
+            bench.note(task, data.line | line | {"gflops": flops(data, f) / seconds["median"] / 1e9})
+
+
+def flops(data: Drawn, f: int) -> float:
+    """Useful work of an exact implicit iteration."""
+    rows = sum(int(np.count_nonzero(np.diff(matrix.indptr))) for matrix in (data.user, data.item))
+    grams = 2.0 * sum(data.user.shape) * f * f
+    return 2.0 * data.nnz * f * (f + 1) + rows * (f**3 / 3 + 2.0 * f * f) + grams
+
+
+def run_gpu_iteration(bench: Bench, data: Drawn, work: Work) -> None:
+    """Figure 16 on a GPU: factors and ratings on the device."""
+    import gpu
+
+    paper.compile_ahead(bench.device, work.factors, work.methods, implicit=True)
+    for f, method in itertools.product(work.factors, work.methods):
+        name = f"iteration, {data.name}, f = {f}, {method}"
+        if not bench.recorder.has_time(name):
+            continue
+        with bench.recorder.case(name):
+            sweeps = gpu.Sweeps.start(bench.device, data, "implicit", f, assembly=method)
+            error = gpu.check_sweeps(sweeps)
+            if not error <= gpu.TOLERANCES["float32"]:
+                raise gpu.WrongAnswerError(f"error {error:.2e}")
+            steps = [partial(sweeps.solve, side) for side in ("item", "user")]
+            rounds = gpu.timed(bench.device, steps, bench.repeats)
+            seconds = {key: value / 1e3 for key, value in paper.spread([sum(times) for times in rounds]).items()}
+            line = {"factors": f, "method": method, "threads": None, "seconds": seconds, "error": error}
+            bench.note("iteration", data.line | line | {"gflops": flops(data, f) / seconds["median"] / 1e9})
+
+
+Task = Callable[[Bench, Drawn, Work], None]
+
+TASKS: dict[str, dict[str, Task]] = {
+    "distribution": {"cpu": run_distribution, "cuda": run_distribution},
+    "scaling": {"cpu": run_scaling},
+    "iteration": {"cpu": run_iteration, "cuda": run_gpu_iteration},
+}
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+
+def render_distribution(lines: list[Line], folder: Path) -> str:
+    """Figure 12, of the largest scale that was drawn of each shape."""
+    scales: dict[str, float] = {}
+    for line in lines:
+        scales[line["shape"]] = max(scales.get(line["shape"], 0.0), line["scale"])
+    chosen = list({paper.label(line): line for line in lines if line["scale"] == scales[line["shape"]]}.values())
+    if not chosen:
+        return ""
+    paper.draw_histograms(folder / "gates-distribution.svg", chosen, ("users", "items"))
+    plot = paper.picture("gates-distribution.svg", "Rows and columns by number of entries")
+    return f"{paper.distribution_table(chosen, ('users', 'items'))}\n\n{plot}"
+
+
+def render_scaling(lines: list[Line], folder: Path) -> str:
+    """Figures 14 and 15: seconds and speedups over threads."""
+
+    def body(name: str, group: list[Line]) -> str:
+        counts = sorted({line["threads"] for line in group})
+        found = {(*case_of(line), line["threads"]): line["seconds"]["median"] for line in group}
+        rows = []
+        for case in dict.fromkeys(case_of(line) for line in group):
+            times = [found.get((*case, count)) for count in counts]
+            base = times[0]
+            cells = [f"{t:.3f} ({base / t:.1f} x)" if t and base else "-" for t in times]
+            rows.append([f"{case[0]}, f = {case[1]}, {case[2]}", *cells])
+        file = f"gates-scaling-{paper.slug(name)}.svg"
+        draw_scaling(folder / file, group)
+        header = ["seconds of an iteration", *(f"{count} threads" for count in counts)]
+        return f"{paper.table(header, rows)}\n\n{paper.picture(file, 'Time over threads, and speedups')}"
+
+    return paper.sections(paper.by_hardware(lines), body)
+
+
+def case_of(line: Line) -> tuple[str, int, str]:
+    """What a curve is of."""
+    return paper.label(line), line["factors"], line["method"]
+
+
+def draw_scaling(path: Path, lines: list[Line]) -> None:
+    """Left as figure 14, right as figure 15."""
+    with paper.figure(path, 9.0, 3.4) as drawing:
+        left, right = drawing.subplots(1, 2)
+        for case in dict.fromkeys(case_of(line) for line in lines):
+            points = sorted((line["threads"], line["seconds"]["median"]) for line in lines if case_of(line) == case)
+            threads, seconds = np.array(points).T
+            (curve,) = left.loglog(threads, seconds, marker=".", label=f"{case[0]}, f = {case[1]}, {case[2]}")
+            left.loglog(threads, seconds[0] * threads[0] / threads, "--", color=curve.get_color(), linewidth=0.5)
+            right.plot(threads, seconds[0] * threads[0] / seconds, marker=".", color=curve.get_color())
+        counts = sorted({line["threads"] for line in lines})
+        most = counts[-1]
+        left.set_xticks(counts, counts)
+        left.minorticks_off()
+        right.plot([1, most], [1, most], "k--", linewidth=0.5)
+        for panel, text in ((left, "seconds of an iteration"), (right, "parallel speedup")):
+            panel.set_xlabel("threads")
+            panel.set_ylabel(text)
+        left.legend(fontsize=6)
+
+
+def render_iteration(lines: list[Line], folder: Path) -> str:
+    """Figure 16: time of an iteration over the rank, all hardware in one table a shape."""
+    parts = []
+    for shape in dict.fromkeys(paper.label(line) for line in lines):
+        those = [line for line in lines if paper.label(line) == shape]
+        series = dict.fromkeys(series_of(line) for line in those)
+        found = {(line["factors"], series_of(line)): line["seconds"]["median"] for line in those}
+        rows = []
+        for f in sorted({line["factors"] for line in those}):
+            times = [found.get((f, each)) for each in series]
+            rows.append([f, *(f"{1e3 * t:,.1f}" if t else "-" for t in times)])
+        file = f"gates-iteration-{paper.slug(shape)}.svg"
+        draw_iterations(folder / file, those)
+        header = [f"{shape}: f", *(f"{method}, {where}, ms" for method, where in series)]
+        parts.append(f"{paper.table(header, rows)}\n\n{paper.picture(file, f'Time of an iteration, {shape}')}")
+    return "\n\n".join(parts)
+
+
+def series_of(line: Line) -> tuple[str, str]:
+    """Method, and where and on how many threads it ran."""
+    where = paper.hardware(line)
+    return line["method"], f"{where}, {line['threads']} threads" if line["threads"] else where
+
+
+def draw_iterations(path: Path, lines: list[Line]) -> None:
+    """Time over the rank, logarithmic and linear, as the paper has it."""
+    with paper.figure(path, 9.0, 3.4) as drawing:
+        for panel, scale in zip(drawing.subplots(1, 2), ("log", "linear"), strict=True):
+            for each in dict.fromkeys(series_of(line) for line in lines):
+                points = sorted((x["factors"], x["seconds"]["median"]) for x in lines if series_of(x) == each)
+                panel.plot(*zip(*points, strict=True), marker=".", label=", ".join(each))
+            panel.set_yscale(scale)
+            panel.set_xlabel("f")
+            panel.set_ylabel("seconds of an iteration")
+        drawing.axes[0].legend(fontsize=5)
+
+
+def render_speedups(lines: list[Line], folder: Path) -> str:
+    """Figure 17: how many times faster than each other method the GPU's two are, on the same shape and rank."""
+    gpu_lines = [line for line in lines if line["device"] == "cuda"]
+    rows = []
+    for other in dict.fromkeys(series_of(line) for line in lines if line["device"] == "cpu"):
+        cpu = {(paper.label(x), x["factors"]): x["seconds"]["median"] for x in lines if series_of(x) == other}
+        cells = []
+        for method in GPU_METHODS:
+            ratios = [
+                cpu[key] / line["seconds"]["median"]
+                for line in gpu_lines
+                if line["method"] == method and (key := (paper.label(line), line["factors"])) in cpu
+            ]
+            mean = float(np.exp(np.mean(np.log(ratios)))) if ratios else None
+            cells.append(f"{min(ratios):.1f} to {max(ratios):.1f}, mean {mean:.1f}" if ratios else "-")
+        rows.append([", ".join(other), *cells])
+    if not gpu_lines or not rows:
+        return ""
+    where = " and ".join(paper.by_hardware(gpu_lines))
+    header = [f"speedup of {where} over", *(f"{method}" for method in GPU_METHODS)]
+    return paper.table(header, rows)
+
+
+KEYS = {
+    "distribution": ("shape", "scale"),
+    "scaling": ("shape", "scale", "factors", "method", "threads"),
+    "iteration": ("shape", "scale", "factors", "method", "threads"),
+}
+"""What tells a task's lines apart."""
+
+RENDERERS: dict[str, tuple[str, Callable[[list[Line], Path], str]]] = {
+    "distribution": ("distribution", render_distribution),
+    "scaling": ("scaling", render_scaling),
+    "iteration": ("iteration", render_iteration),
+    "speedups": ("iteration", render_speedups),
+}
+"""The task whose lines a section is made of."""
+
+
+def render(folder: Path = paper.EVIDENCE) -> None:
+    """Write the sections of gates.md and its plots from the lines."""
+    lines = paper.read_lines(NAME)
+    made = {name: draw(paper.select(lines, task, *KEYS[task]), folder) for name, (task, draw) in RENDERERS.items()}
+    paper.fill(folder / "gates.md", made)
+
+
+# ------------------------------------------------------------------------------------------ command line
+
+
+def run_all(bench: Bench, works: dict[str, list[Work]], tasks: Sequence[str], shapes: Sequence[str]) -> None:
+    """Every task of every shape; a shape is drawn once."""
+    jobs = [(task, work) for task in tasks for work in works[task]]
+    wanted = dict.fromkeys(item for _, work in jobs for item in work.shapes.items())
+    for shape, scale in wanted:
+        if (shapes and shape not in shapes) or not bench.recorder.has_time(shape):
+            continue
+        data = Drawn.of(shape, scale=scale, implicit=True)
+        size = f"{data.user.shape[0]:,} x {data.user.shape[1]:,}"
+        click.echo(f"{shape}, scale {scale:g}: {size}, {data.nnz:,} entries")
+        for task, work in jobs:
+            if work.shapes.get(shape) == scale and bench.recorder.has_time(f"{task}, {shape}"):
+                with bench.recorder.case(f"{task}, {shape}"):
+                    TASKS[task][bench.kind](bench, data, work)
+
+
+def thread_counts(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """Counts of "1,2,4", ascending; powers of two up to all cores if nothing is asked for."""
+    if value is None:
+        cores = hmf.config()["cores"]
+        return tuple(sorted({count for count in (1, 2, 4, 8, 16, 32, 64) if count < cores} | {cores}))
+    try:
+        return tuple(sorted({int(count) for count in value.split(",")}))
+    except ValueError:
+        raise click.BadParameter(f"expected numbers with commas between them, got {value!r}") from None
+
+
+@click.command(help=__doc__)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
+@click.option("--task", type=click.Choice(list(TASKS)), multiple=True, help="Default: all.")
+@click.option("--shape", type=click.Choice(list(common.SHAPES)), multiple=True, help="Only these of the profile's.")
+@click.option("--threads", callback=thread_counts, help="Such as 1,2,4. Default: powers of two and all cores.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--budget", type=float, default=float("inf"), help="Seconds after which no further case begins.")
+@click.option("--spark/--no-spark", "with_spark", default=False, help="Add Spark MLlib, if installed, to iterations.")
+@click.option("--render", "only_render", is_flag=True, help="Write the page from the lines; measure nothing.")
+def main(
+    device: str, profile: str, task: tuple[str, ...], shape: tuple[str, ...], threads: tuple[int, ...], repeats: int,
+    budget: float, with_spark: bool, only_render: bool,
+) -> None:  # fmt: skip
+    if only_render:
+        render()
+        return
+    recorder, opened = Recorder(NAME, budget), None
+    if device == "cuda":
+        import gpu
+
+        from hybridmf.gpu.device import open_device
+
+        try:
+            opened = open_device()
+        except DeviceError as error:
+            raise click.ClickException(str(error)) from error
+        recorder.stamp = gpu.gpu_stamp(opened)
+    spark = Spark() if with_spark and Spark.installed() else None
+    if with_spark and spark is None:
+        recorder.problems.append("spark: pyspark, pyarrow and Java are not all installed")
+    bench = Bench(recorder, threads, repeats, opened, spark)
+    run_all(bench, works_of(device, profile, with_spark), task or tuple(TASKS), shape)
+    recorder.finish()
+
+
+def works_of(device: str, profile: str, with_spark: bool) -> dict[str, list[Work]]:
+    """What runs; Spark joins the ranks of the quick profile's iterations, and the smaller shapes' of the full one."""
+    works = PROFILES[device, profile]
+    if not with_spark or device != "cpu":
+        return works
+    shapes = {shape: scale for work in works["iteration"] for shape, scale in work.shapes.items() if scale < 1}
+    return works | {"iteration": [*works["iteration"], Work(shapes, (64,), ("spark",))]}
+
+
+if __name__ == "__main__":
+    main()

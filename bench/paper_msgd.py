@@ -1,0 +1,572 @@
+"""MSGD's evidence again (Li, Li, An, Li, IEEE TPDS 2017): figs. 9 to 16.
+
+    python bench/paper_msgd.py                                 on the CPU: ML-1M shape; about a minute on 2 cores
+    python bench/paper_msgd.py --profile full                  on the CPU: ML-10M's shape, r up to 512
+    python bench/paper_msgd.py --device cuda                   ML-20M's shape, on a GPU and the CPU beside it
+    python bench/paper_msgd.py --device cuda --profile full    Netflix's as well
+    python bench/paper_msgd.py --render                        docs/evidence/msgd.md from bench/results/paper_msgd.jsonl
+
+Tasks on the CPU: "sequential" (fig. 9), an epoch of plain SGD and of MSGD on one core over the rank r; "cores" (fig.
+15), an iteration of each method on 1, 2, 4 ... cores. On a GPU: "reduction" (fig. 10), the paper's kernel with and
+without barriers in the last steps of a product; "transfer" (fig. 11), an epoch beside the copies to the GPU and back;
+"speedup" (figs. 12 and 13), the paper's kernel with 4 to 32 blocks a multiprocessor, and what fits run, over MSGD on
+one core; "ordering" (fig. 16), an epoch of the four combinations of orientations. On both: "convergence" (fig. 14),
+test RMSE over seconds. The paper's kernel is bench/msgd_blocks.cu: a block of r threads moves a row. Its result is
+compared with float64 before it is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import paper_common
+from common import alternate, median
+from gpu import gpu_stamp, release, timed
+from paper_common import EVIDENCE, Line, Recorder
+from paper_race import Split, draw_race, iterate, make_solver, open_gpu, race, race_table, usual
+
+import hybridmf as hmf
+from hybridmf._objective import SIDES, Side, other_side
+from hybridmf._sgd_method import learning_rate_at
+from hybridmf._validate import csr_arrays
+from hybridmf.gpu.launch import constant_texts, source_text
+
+NAME = "paper_msgd"
+LAMBDA = 0.05
+KERNEL = Path(__file__).with_name("msgd_blocks.cu")
+
+BLOCKS_PER_SM = (4, 8, 16, 32)
+"""The paper's 52 to 416 blocks on 13 multiprocessors, and 60 to 480 on 15."""
+
+CHECKED_ENTRIES = 2000
+"""Rows of up to so many entries are repeated in float64."""
+
+TOLERANCE = 2e-4
+"""Of a row after so many updates in float32, of its largest element."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is measured on what.
+
+    Attributes
+    ----------
+    shapes : tuple of (str, float)
+        Name and scale.
+    ranks : tuple of int
+        The paper's r.
+    factors : int
+        Of "convergence" and "cores".
+    epochs : int
+    seconds : float
+        A method's clock in "convergence".
+    repeats : int
+    budget : float
+        Seconds of the whole command.
+    """
+
+    shapes: tuple[tuple[str, float], ...]
+    ranks: tuple[int, ...]
+    factors: int
+    epochs: int
+    seconds: float
+    repeats: int
+    budget: float
+
+
+RANKS = (32, 64, 128, 256, 512)
+PROFILES = {
+    ("cpu", "quick"): Profile((("ml-1m", 1.0),), (32, 64, 128), 32, 15, 5.0, 2, 150.0),
+    ("cpu", "full"): Profile((("ml-10m", 1.0),), RANKS, 128, 30, 10.0, 2, 240.0),
+    ("cuda", "quick"): Profile((("ml-20m", 1.0),), RANKS, 128, 20, 5.0, 2, 130.0),
+    ("cuda", "full"): Profile((("ml-20m", 1.0), ("netflix", 1.0)), RANKS, 128, 30, 40.0, 3, 900.0),
+}
+
+
+@dataclass
+class Session:
+    """What the tasks share."""
+
+    recorder: Recorder
+    device: Any
+    data: Split
+    profile: Profile
+    threads: int
+
+    def note(self, task: str, line: Line) -> None:
+        """Record a line of the data at hand."""
+        self.recorder.note(task, self.data.line | line)
+
+    def case(self, name: str, run: Callable[[], None]) -> None:
+        """Run what there is time for; failures are named at the end."""
+        whole = f"{name}, {self.data.name}"
+        if self.recorder.has_time(whole):
+            with self.recorder.case(whole):
+                run()
+            if self.device is not None:
+                release(self.device)
+
+
+def sgd(r: int, device: str, **options: Any) -> hmf.SGD:
+    """A model of rank r at the defaults of its schedule."""
+    return hmf.SGD(r, **({"regularization": LAMBDA, "device": device, "random_state": 0} | options))
+
+
+def epoch_ms_cpu(models: dict[str, Any], data: Split, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of iterations of each model, in turn."""
+    solvers = {name: make_solver(model, data) for name, model in models.items()}
+    runs = {name: (lambda solver=solver: iterate(solver)) for name, solver in solvers.items()}
+    return {name: [1e3 * value for value in values] for name, values in alternate(runs, repeats).items()}
+
+
+# ------------------------------------------------------------------------------------------ fig. 9
+
+
+def run_sequential(session: Session) -> None:
+    """Plain SGD (Hogwild! on one thread) and MSGD, one core."""
+    for r in session.profile.ranks:
+        session.case(f"sequential, {r}", lambda r=r: measure_sequential(session, r))  # type: ignore[misc]
+
+
+def measure_sequential(session: Session, r: int) -> None:
+    """One rank."""
+    models = {
+        "SGD": sgd(r, "cpu", schedule="hogwild", num_threads=1),
+        "MSGD": sgd(r, "cpu", schedule="msgd", num_threads=1),
+    }
+    times = epoch_ms_cpu(models, session.data, session.profile.repeats)
+    found = {name: paper_common.spread(values) for name, values in times.items()}
+    session.note("sequential", {"factors": r, "ms": found})
+    click.echo(f"sequential, r = {r}: SGD {found['SGD']['median']:.1f} ms, MSGD {found['MSGD']['median']:.1f} ms")
+
+
+def one_core_ms(session: Session, r: int) -> float:
+    """Milliseconds of an epoch of MSGD on one core, measured once."""
+    if r not in ONE_CORE:
+        solver = make_solver(sgd(r, "cpu", schedule="msgd", num_threads=1), session.data)
+        started = time.perf_counter()
+        iterate(solver)  # seconds long: no warm-up
+        ONE_CORE[r] = 1e3 * (time.perf_counter() - started)
+    return ONE_CORE[r]
+
+
+ONE_CORE: dict[int, float] = {}
+"""Milliseconds by rank, of the data at hand."""
+
+# ------------------------------------------------------------------------------------------ the paper's kernel
+
+
+def kernel_source() -> str:
+    """The kernel's text with its header in place."""
+    return KERNEL.read_text().replace('#include "common.cuh"', source_text("common.cuh"))
+
+
+class BlockedEpoch:
+    """An epoch by the paper's kernel: the items with the users fixed, then the users.
+
+    Attributes
+    ----------
+    tables : dict of arrays, shape (n, r)
+    """
+
+    def __init__(self, device: Any, data: Split, r: int, warp_sync: bool) -> None:
+        self.device, self.r, self.data = device, r, data
+        constants = constant_texts({"RANK": r, "WARP_SYNC": warp_sync, "REAL": np.dtype(np.float32)})
+        self.kernel = device.kernel(kernel_source(), "msgd_blocks", constants)
+        model = sgd(r, "cuda", schedule="msgd")
+        solver: Any = make_solver(model, data)
+        self.rate = learning_rate_at(solver.method, 0)
+        self.start = {side: solver.state.side(side).matrix for side in SIDES}
+        self.tables = {side: device.upload(np.ascontiguousarray(self.start[side])) for side in SIDES}
+        self.layouts = {}
+        for side in SIDES:
+            indptr, indices, ratings = csr_arrays(getattr(data, side))
+            arrays = (indices, ratings, np.asarray(indptr, dtype=np.int64))
+            self.layouts[side] = tuple(map(device.upload, arrays))
+
+    def one_pass(self, side: Side, blocks: int) -> None:
+        """All rows of a side."""
+        moved, fixed = self.tables[side], self.tables[other_side(side)]
+        scalars = (np.int32(len(moved)), np.float32(self.rate), np.float32(1 - self.rate * LAMBDA))
+        self.kernel((blocks,), (self.r,), (moved, fixed, *self.layouts[side], *scalars), 4 * self.r)
+
+    def run(self, blocks: int) -> None:
+        """An epoch."""
+        self.one_pass("item", blocks)
+        self.one_pass("user", blocks)
+
+    def check(self, blocks: int) -> float:
+        """Error of some items after their first pass, repeated in float64.
+
+        Raises
+        ------
+        RuntimeError
+            It is beyond `TOLERANCE`.
+        """
+        self.one_pass("item", blocks)
+        matrix, users = self.data.item, self.start["user"].astype(np.float64)
+        degrees = np.diff(matrix.indptr)
+        rows = np.flatnonzero((degrees > 0) & (degrees <= CHECKED_ENTRIES))
+        chosen = rows[np.argsort(degrees[rows])][np.linspace(0, len(rows) - 1, 5).astype(int)]
+        moved = self.device.download(self.tables["item"][self.device.upload(chosen)])
+        worst = 0.0
+        for row, found in zip(chosen, moved, strict=True):
+            v = self.start["item"][row].astype(np.float64)
+            part = slice(matrix.indptr[row], matrix.indptr[row + 1])
+            for user, rating in zip(matrix.indices[part], matrix.data[part], strict=True):
+                v = (1 - self.rate * LAMBDA) * v + self.rate * (float(rating) - v @ users[user]) * users[user]
+            worst = max(worst, float(np.abs(found - v).max() / np.abs(v).max()))
+        if not worst <= TOLERANCE:
+            raise RuntimeError(f"rows of the paper's kernel are off by {worst:.1e}, beyond {TOLERANCE:.0e}")
+        return worst
+
+
+def run_reduction(session: Session) -> None:
+    """Barriers in all steps, and in all but the last five."""
+    if session.device is None:
+        return
+    for r in session.profile.ranks:
+        session.case(f"reduction, {r}", lambda r=r: measure_reduction(session, r))  # type: ignore[misc]
+
+
+def measure_reduction(session: Session, r: int) -> None:
+    """One rank, 16 blocks a multiprocessor (fewer would leave it idle at small r)."""
+    found = {}
+    blocks = 16 * session.device.spec.multiprocessors
+    for name, warp_sync in (("log2(r) barriers", False), ("log2(r) - 5 barriers", True)):
+        epoch = BlockedEpoch(session.device, session.data, r, warp_sync)
+        error = epoch.check(blocks)
+        times = timed(session.device, [lambda epoch=epoch: epoch.run(blocks)], session.profile.repeats)  # type: ignore[misc]
+        found[name] = paper_common.spread([ms for (ms,) in times])
+    session.note("reduction", {"factors": r, "ms": found, "blocks": blocks, "error": error})
+    click.echo(f"reduction, r = {r}: " + ", ".join(f"{name} {ms['median']:.1f} ms" for name, ms in found.items()))
+
+
+def run_speedup(session: Session) -> None:
+    """The paper's kernel over the number of blocks, and ours, over one core."""
+    if session.device is None:
+        return
+    for r in session.profile.ranks:
+        session.case(f"speedup, {r}", lambda r=r: measure_speedup(session, r))  # type: ignore[misc]
+
+
+def measure_speedup(session: Session, r: int) -> None:
+    """One rank."""
+    base = one_core_ms(session, r)
+    epoch = BlockedEpoch(session.device, session.data, r, True)
+    found = {}
+    for each in BLOCKS_PER_SM:
+        blocks = each * session.device.spec.multiprocessors
+        if each == BLOCKS_PER_SM[0]:
+            epoch.check(blocks)
+        times = timed(session.device, [lambda blocks=blocks: epoch.run(blocks)], session.profile.repeats)  # type: ignore[misc]
+        found[str(blocks)] = median([ms for (ms,) in times])
+    ours = median(epoch_ms_gpu(session, r, "mixed"))
+    session.note("speedup", {"factors": r, "one_core_ms": base, "blocks_ms": found, "ours_ms": ours})
+    texts = [f"{blocks} blocks {base / ms:.0f}" for blocks, ms in found.items()]
+    click.echo(f"speedup over one core, r = {r}: {', '.join(texts)}, ours {base / ours:.0f}")
+
+
+def epoch_ms_gpu(session: Session, r: int, ordering: str) -> list[float]:
+    """Milliseconds of epochs as a fit runs them."""
+    solver = make_solver(sgd(r, "cuda", schedule="msgd", ordering=ordering), session.data)
+    return [ms for (ms,) in timed(session.device, [lambda: iterate(solver)], session.profile.repeats)]
+
+
+# ------------------------------------------------------------------------------------------ figs. 11 and 16
+
+
+def run_transfer(session: Session) -> None:
+    """Both orientations and the factors to the GPU, the factors back, and an epoch."""
+    if session.device is None:
+        return
+    for r in session.profile.ranks:
+        session.case(f"transfer, {r}", lambda r=r: measure_transfer(session, r))  # type: ignore[misc]
+
+
+def measure_transfer(session: Session, r: int) -> None:
+    """One rank."""
+    device, data = session.device, session.data
+    arrays = [np.asarray(array) for side in SIDES for array in csr_arrays(getattr(data, side))]
+    factors = [np.zeros((rows, r), np.float32) for rows in data.user.shape]
+    on_device = [device.upload(array) for array in factors]
+    steps = [
+        lambda: [device.upload(array) for array in arrays + factors],
+        lambda: [device.download(array) for array in on_device],
+    ]
+    rounds = timed(device, steps, session.profile.repeats)
+    there, back = (median(list(times)) for times in zip(*rounds, strict=True))
+    size = sum(array.nbytes for array in arrays + factors)
+    epoch = median(epoch_ms_gpu(session, r, "mixed"))
+    session.note("transfer", {"factors": r, "to_gpu_ms": there, "back_ms": back, "epoch_ms": epoch, "bytes": size})
+    click.echo(f"transfer, r = {r}: to the GPU {there:.1f} ms, back {back:.1f} ms, an epoch {epoch:.1f} ms")
+
+
+ORDERINGS = {
+    "user": "U and V by users",
+    "item": "U and V by items",
+    "crossed": "U by items, V by users",
+    "mixed": "U by users, V by items",
+}
+"""`SGD(ordering=)` in the paper's words (6.4): U are users' factors; a side that is walked by itself is centralized."""
+
+
+def run_ordering(session: Session) -> None:
+    """Epochs of the four combinations."""
+    if session.device is None:
+        return
+    for r in session.profile.ranks:
+        session.case(f"ordering, {r}", lambda r=r: measure_ordering(session, r))  # type: ignore[misc]
+
+
+def measure_ordering(session: Session, r: int) -> None:
+    """One rank."""
+    found = {name: median(epoch_ms_gpu(session, r, name)) for name in ORDERINGS}
+    session.note("ordering", {"factors": r, "ms": found})
+    click.echo(f"ordering, r = {r}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in found.items()))
+
+
+# ------------------------------------------------------------------------------------------ figs. 14 and 15
+
+
+def methods(session: Session, threads: int) -> dict[str, Any]:
+    """Every method on the CPU, by its name in the paper where it has one."""
+    f = session.profile.factors
+    common: dict[str, Any] = {"regularization": LAMBDA, "device": "cpu", "random_state": 0, "num_threads": threads}
+    return {
+        "MSGD": hmf.SGD(f, **common, schedule="msgd"),
+        "Hogwild!": hmf.SGD(f, **common, schedule="hogwild"),
+        "DSGD": hmf.SGD(f, **common, schedule="blocks"),
+        "FPSGD": hmf.SGD(f, **common, schedule="blocks", deterministic=False),
+        "CCD++": hmf.CCD(f, **common),
+        "ALS": hmf.ExplicitALS(f, **common),
+    }
+
+
+def run_convergence(session: Session) -> None:
+    """Test RMSE over seconds: all cores, and a GPU where there is one."""
+    f, profile = session.profile.factors, session.profile
+    models = {f"{name}, CPU": model for name, model in methods(session, session.threads).items()}
+    if session.device is not None:
+        gpu: dict[str, Any] = {"regularization": LAMBDA, "device": "cuda", "random_state": 0}
+        models |= {
+            "CUMSGD": hmf.SGD(f, **gpu, schedule="msgd"),
+            "batch-Hogwild, GPU": hmf.SGD(f, **gpu, schedule="batch_hogwild"),
+            "CCD++, GPU": hmf.CCD(f, **gpu),
+            "ALS, GPU": hmf.ExplicitALS(f, **gpu),
+        }
+    for name, model in models.items():
+        session.case(f"convergence, {name}", lambda name=name, model=model: measure_race(session, name, model))  # type: ignore[misc]
+    click.echo(f"each up to {profile.epochs} iterations or {profile.seconds:g} s")
+
+
+def measure_race(session: Session, name: str, model: Any) -> None:
+    """One method."""
+    found = race(model, session.data, session.profile.epochs, session.profile.seconds)
+    line = {"factors": session.profile.factors, "threads": session.threads, "method": name}
+    session.note("convergence", line | found)
+    lowest = min(found["rmse"], default=float("nan"))
+    click.echo(f"{name:24s} {usual(found['seconds']):9.4f} s / iteration, test RMSE {lowest:.4f}")
+
+
+def run_cores(session: Session) -> None:
+    """Iterations of every method on more and more cores."""
+    counts = [2**k for k in range(12) if 2**k < session.threads] + [session.threads]
+    for threads in counts:
+        session.case(f"cores, {threads}", lambda threads=threads: measure_cores(session, threads))  # type: ignore[misc]
+
+
+def measure_cores(session: Session, threads: int) -> None:
+    """One number of threads."""
+    times = epoch_ms_cpu(methods(session, threads), session.data, session.profile.repeats)
+    found = {name: paper_common.spread(values) for name, values in times.items()}
+    session.note("cores", {"factors": session.profile.factors, "threads": threads, "ms": found})
+    texts = [f"{name} {ms['median']:.0f}" for name, ms in found.items()]
+    click.echo(f"{threads} cores, ms: {', '.join(texts)}")
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+
+def render() -> None:
+    """Tables and plots of docs/evidence/msgd.md."""
+    lines = paper_common.read_lines(NAME)
+    parts: dict[str, Callable[[list[Line]], str]] = {
+        "sequential": sequential_part, "reduction": reduction_part, "transfer": transfer_part,
+        "speedup": speedup_part, "cores": cores_part, "ordering": ordering_part, "convergence": convergence_part,
+    }  # fmt: skip
+    sections = {}
+    for task, part in parts.items():
+        chosen = paper_common.select(lines, task, "shape", "scale", "factors", "method", "threads")
+        groups = paper_common.by_hardware(chosen)
+        texts = []
+        for hardware, group in groups.items():
+            by_shape: dict[str, list[Line]] = {}
+            for line in group:
+                by_shape.setdefault(title_of(line), []).append(line)
+            bodies = [f"{title}:\n\n{part(each)}" for title, each in by_shape.items()]
+            texts.append("\n\n".join([f"**{hardware}**", *bodies, *plot(task, hardware, by_shape)]))
+        sections[task] = "\n\n".join(texts)
+    paper_common.fill(EVIDENCE / "msgd.md", sections)
+
+
+def title_of(line: Line) -> str:
+    """The data of a line."""
+    m, n = line["size"]
+    return f"{paper_common.label(line)}, {m:,} x {n:,}, {line['nnz']:,} ratings"
+
+
+def plot(task: str, hardware: str, groups: dict[str, list[Line]]) -> list[str]:
+    """The plot of a task, if it has one."""
+    name = f"msgd-{task}-{paper_common.slug(hardware)}.svg"
+    if task == "convergence":
+        draw_race(EVIDENCE / name, [(title.split(",")[0], group) for title, group in groups.items()])
+        return [paper_common.picture(name, "Test RMSE over seconds")]
+    if task == "cores":
+        draw_cores(EVIDENCE / name, groups)
+        return [paper_common.picture(name, "Speedup over one core by cores")]
+    return []
+
+
+def draw_cores(path: Path, groups: dict[str, list[Line]]) -> None:
+    """Speedup over one core, a panel for each data set."""
+    with paper_common.figure(path, 4.2 * len(groups), 3.2) as drawing:
+        for panel, (title, lines) in zip(
+            drawing.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
+        ):
+            cores = [line["threads"] for line in lines]
+            for method, first in lines[0]["ms"].items():
+                speedups = [first["median"] / line["ms"][method]["median"] for line in lines]
+                panel.plot(cores, speedups, marker=".", label=method)
+            panel.plot(cores, cores, color="0.8", linewidth=1)
+            panel.set_title(title.split(",")[0], fontsize=8)
+            panel.set_xlabel("cores")
+            panel.set_ylabel("times one core")
+            panel.legend(fontsize=6)
+
+
+def sequential_part(lines: list[Line]) -> str:
+    """Fig. 9."""
+    rows = [
+        [line["factors"], f"{line['ms']['SGD']['median']:.1f}", f"{line['ms']['MSGD']['median']:.1f}",
+         f"{line['ms']['MSGD']['median'] / line['ms']['SGD']['median']:.2f}"]
+        for line in lines
+    ]  # fmt: skip
+    return paper_common.table(["r", "SGD, ms an epoch", "MSGD, ms an epoch", "MSGD / SGD"], rows)
+
+
+def reduction_part(lines: list[Line]) -> str:
+    """Fig. 10."""
+    names = list(lines[0]["ms"])
+    rows = []
+    for line in lines:
+        before, after = (line["ms"][name]["median"] for name in names)
+        rows.append([line["factors"], f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}"])
+    return paper_common.table(["r", *(f"{name}, ms" for name in names), "before / after"], rows)
+
+
+def transfer_part(lines: list[Line]) -> str:
+    """Fig. 11."""
+    rows = [
+        [line["factors"], f"{line['to_gpu_ms']:.1f}", f"{line['back_ms']:.1f}", f"{line['epoch_ms']:.1f}",
+         f"{line['epoch_ms'] / (line['to_gpu_ms'] + line['back_ms']):.2f}"]
+        for line in lines
+    ]  # fmt: skip
+    return paper_common.table(["r", "to the GPU, ms", "back, ms", "epoch, ms", "epoch / copies"], rows)
+
+
+def speedup_part(lines: list[Line]) -> str:
+    """Figs. 12 and 13."""
+    blocks = list(lines[0]["blocks_ms"])
+    rows = [
+        [line["factors"], f"{line['one_core_ms']:,.0f}",
+         *(f"{line['one_core_ms'] / line['blocks_ms'][each]:.0f}" for each in blocks),
+         f"{line['one_core_ms'] / line['ours_ms']:.0f}"]
+        for line in lines
+    ]  # fmt: skip
+    return paper_common.table(["r", "one core, ms", *(f"{each} blocks" for each in blocks), "ours"], rows)
+
+
+def cores_part(lines: list[Line]) -> str:
+    """Fig. 15."""
+    names = list(lines[0]["ms"])
+    rows = []
+    for line in lines:
+        speedups = [
+            f"{line['ms'][name]['median']:.0f} ({lines[0]['ms'][name]['median'] / line['ms'][name]['median']:.1f} x)"
+            for name in names
+        ]
+        rows.append([line["threads"], *speedups])
+    return paper_common.table(["cores", *(f"{name}, ms" for name in names)], rows)
+
+
+def ordering_part(lines: list[Line]) -> str:
+    """Fig. 16."""
+    rows = [[line["factors"], *(f"{line['ms'][name]:.1f}" for name in ORDERINGS)] for line in lines]
+    return paper_common.table(["r", *(f"{text}, ms" for text in ORDERINGS.values())], rows)
+
+
+def convergence_part(lines: list[Line]) -> str:
+    """Fig. 14."""
+    return f"r = {lines[0]['factors']}, {lines[0]['threads']} CPU threads\n\n{race_table(lines)}"
+
+
+# ------------------------------------------------------------------------------------------ command
+
+TASKS: dict[str, Callable[[Session], None]] = {
+    "convergence": run_convergence, "sequential": run_sequential, "cores": run_cores, "speedup": run_speedup,
+    "ordering": run_ordering, "reduction": run_reduction, "transfer": run_transfer,
+}  # fmt: skip
+USUAL_TASKS = {"cpu": ("convergence", "sequential", "cores"),
+               "cuda": ("convergence", "speedup", "ordering", "reduction", "transfer")}  # fmt: skip
+"""Without --task; in order of weight, for a budget may end."""
+
+
+def run(recorder: Recorder, device: Any, profile: Profile, tasks: Sequence[str], threads: int) -> None:
+    """All tasks on all data."""
+    for shape, scale in profile.shapes:
+        if recorder.has_time(shape):
+            ONE_CORE.clear()
+            session = Session(recorder, device, Split.of(shape, scale), profile, threads)
+            for task in tasks:
+                TASKS[task](session)
+
+
+@click.command(help=__doc__)
+@click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--task", "tasks", type=click.Choice(list(TASKS)), multiple=True, help="Default: all that the device is for."
+)
+@click.option("--shape", help="Only this one, of those of the profile or another.")
+@click.option("--scale", type=float, default=1.0, show_default=True, help="Of --shape.")
+@click.option("--factors", type=int, help="In place of the profile's.")
+@click.option("--threads", type=int, help="Most threads of the CPU; default: all cores.")
+@click.option("--render", "only_render", is_flag=True, help="Measure nothing; write the page from the lines.")
+def main(
+    profile: str, device: str, tasks: tuple[str, ...], shape: str | None, scale: float, factors: int | None,
+    threads: int | None, only_render: bool,
+) -> None:  # fmt: skip
+    if only_render:
+        render()
+        return
+    chosen = PROFILES[device, profile]
+    if shape:
+        chosen = replace(chosen, shapes=((shape, scale),))
+    if factors:
+        chosen = replace(chosen, factors=factors, ranks=(factors,))
+    opened = open_gpu() if device == "cuda" else None
+    recorder = Recorder(NAME, chosen.budget, {"device": device} | (gpu_stamp(opened) if opened is not None else {}))
+    run(recorder, opened, chosen, tasks or USUAL_TASKS[device], threads or len(os.sched_getaffinity(0)))
+    recorder.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Test RMSE over seconds of several methods on the same ratings: what cuMF (figs. 6 to 8) and MSGD (fig. 14) show.
+
+Every method starts from the initial factors of a fit. Its clock runs during iterations only: set-up is told apart, and
+the test error is computed beside the clock. On a GPU one iteration goes before, on a solver that is thrown away, so
+that compilation does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import paper_common
+import scipy.sparse as sp
+from paper_common import Line
+
+import hybridmf as hmf
+from hybridmf._objective import State
+from hybridmf._plan import make_plan
+from hybridmf._solver import Solver
+from hybridmf.errors import DeviceError, DivergedError
+from hybridmf.formats import transpose
+
+HELD_OUT = 0.01
+"""Share of the ratings that is held out: a million of Netflix's, as many as its probe set has."""
+
+PIECE = 1 << 18
+"""Ratings whose error is computed at a time."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training ratings in both orientations and held-out ones (the attributes `gpu.Sweeps` wants of its data).
+
+    Attributes
+    ----------
+    name : str
+    scale : float
+    user, item : csr_array
+    test : coo_array
+    """
+
+    name: str
+    scale: float
+    user: sp.csr_array
+    item: sp.csr_array
+    test: sp.coo_array
+
+    @classmethod
+    def of(cls, shape: str, scale: float = 1.0) -> Split:
+        """Draw a shape and hold out a part."""
+        started = time.perf_counter()
+        train, test = hmf.split(paper_common.draw(shape, scale=scale), HELD_OUT, 0)
+        split = cls(shape, scale, train, transpose(train), test.tocoo())
+        click.echo(f"{shape} x {scale:g}: {split.nnz:,} ratings to train on, in {time.perf_counter() - started:.0f} s")
+        return split
+
+    @property
+    def nnz(self) -> int:
+        """Number of training ratings."""
+        return len(self.user.data)
+
+    @property
+    def line(self) -> Line:
+        """What every measurement says of its data."""
+        return {"shape": self.name, "scale": self.scale, "size": list(self.user.shape), "nnz": self.nnz}
+
+
+def make_solver(model: Any, data: Split) -> Solver:
+    """The solver of a fit, before its first iteration."""
+    objective = model._objective()
+    plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
+    state = model._initial_state(data.user, data.item, plan, objective)
+    solver: Solver = model._solver(plan, data.user, data.item, state, 0)
+    return solver
+
+
+def iterate(solver: Any) -> None:
+    """One iteration."""
+    for _ in solver.sweep():
+        pass
+
+
+def synchronize(solver: Any) -> None:
+    """Wait for the GPU of a solver, if it has one."""
+    device = getattr(solver, "device", None)
+    if device is not None:
+        device.synchronize()
+
+
+def held_out_rmse(state: State, test: sp.coo_array) -> float:
+    """Root of the mean squared error on held-out ratings, where the factors are; of a model without biases."""
+    upload, tables = _tables(state)
+    total = 0.0
+    for start in range(0, test.nnz, PIECE):
+        part = slice(start, start + PIECE)
+        users, items, ratings = (upload(array[part]) for array in (test.row, test.col, test.data))
+        scores = (tables[0][users] * tables[1][items]).sum(axis=1)
+        total += float(((ratings - scores) ** 2).sum(dtype=np.float64))
+    return float(np.sqrt(total / test.nnz))
+
+
+def _tables(state: State) -> tuple[Any, tuple[Any, Any]]:
+    """How arrays get to where the factors are, and these; zeros that pad rows on a GPU add nothing."""
+    if hasattr(state.user, "table"):
+        return state.user.device.upload, (state.user.table, state.item.table)
+    return np.asarray, (state.user.matrix, state.item.matrix)
+
+
+def race(model: Any, data: Split, iterations: int, seconds: float = float("inf")) -> Line:
+    """Seconds and test RMSE of each iteration, until `seconds` are spent.
+
+    Returns
+    -------
+    dict
+        "set_up_s", "seconds" (of each iteration), "rmse" (after each), "start_rmse", "diverged" (the message, or None).
+    """
+    diverged = None
+    started = time.perf_counter()
+    solver = make_solver(model, data)
+    synchronize(solver)
+    set_up = time.perf_counter() - started
+    start = held_out_rmse(solver.state, data.test)
+    if hasattr(solver, "device"):
+        with contextlib.suppress(DivergedError):  # told when it is measured
+            iterate(solver)
+        solver = make_solver(model, data)
+    spent: list[float] = []
+    errors: list[float] = []
+    while len(spent) < iterations and sum(spent) < seconds:
+        synchronize(solver)
+        started = time.perf_counter()
+        try:
+            iterate(solver)
+        except DivergedError as error:
+            diverged = str(error)
+            break
+        synchronize(solver)
+        spent.append(time.perf_counter() - started)
+        errors.append(held_out_rmse(solver.state, data.test))
+    return {"set_up_s": set_up, "start_rmse": start, "seconds": spent, "rmse": errors, "diverged": diverged}
+
+
+def open_gpu() -> Any:
+    """The GPU.
+
+    Raises
+    ------
+    click.ClickException
+        There is none.
+    """
+    from hybridmf.gpu import device
+
+    try:
+        return device.open_device("cuda")
+    except DeviceError as error:
+        raise click.ClickException(f"--device cuda: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------ what pages show
+
+
+def seconds_to(line: Line, rmse: float) -> float | None:
+    """Seconds of iterations until a test RMSE was reached."""
+    for number, error in enumerate(line["rmse"], 1):
+        if error <= rmse:
+            return float(sum(line["seconds"][:number]))
+    return None
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """Median of an iteration."""
+    return float(np.median(seconds)) if len(seconds) else float("nan")
+
+
+def race_table(lines: Sequence[Line], slack: float = 1.01) -> str:
+    """One row a method; the aim is the best RMSE of the exact methods of a race, times `slack`."""
+    rows = []
+    best = min((min(line["rmse"]) for line in lines if line["rmse"]), default=float("nan"))
+    for line in lines:
+        reached = seconds_to(line, slack * best)
+        lowest = f"{min(line['rmse']):.4f}" if line["rmse"] else "diverged"
+        rows.append(
+            [line["method"], len(line["seconds"]), f"{usual(line['seconds']):.4g}", lowest,
+             "-" if reached is None else f"{reached:.3g}", f"{line['set_up_s']:.2g}"]
+        )  # fmt: skip
+    header = ["method", "iterations", "s / iteration", "lowest test RMSE", f"s to {slack * best:.4f}", "set-up, s"]
+    return paper_common.table(header, rows)
+
+
+def draw_race(path: Path, groups: Sequence[tuple[str, Sequence[Line]]], key: str = "method") -> None:
+    """Test RMSE over seconds, a panel for each (title, lines)."""
+    with paper_common.figure(path, 4.2 * max(1, len(groups)), 3.4) as drawing:
+        panels = drawing.subplots(1, max(1, len(groups)), squeeze=False)[0]
+        for panel, (title, lines) in zip(panels, groups, strict=False):
+            for line in lines:
+                if line["rmse"]:
+                    panel.plot(np.cumsum(line["seconds"]), line["rmse"], marker=".", markersize=3, label=line[key])
+            panel.set_xscale("log")
+            panel.set_title(title, fontsize=8)
+            panel.set_xlabel("seconds of iterations")
+            panel.set_ylabel("test RMSE")
+            if lines:
+                panel.legend(fontsize=6)

@@ -1,0 +1,80 @@
+"""The documentation site, by Sphinx: ``sphinx-build -c docs . build/site`` in the root of the repository.
+
+The source folder is the root, so that one relative link, such as ../README.md, holds in the checkout, on code hosts and
+on the site. Pages are Markdown; the reference comes from the docstrings.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import hybridmf as hmf  # noqa: E402
+
+project = "hybridmf"
+author = "The hybridmf developers"
+version = release = hmf.__version__
+root_doc = "docs/index"
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md", "docs/**.md"]
+exclude_patterns = ["build", "dist", ".venv*", "venv", ".git", ".*_cache", "**/node_modules"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc", "sphinx.ext.viewcode"]
+myst_heading_anchors = 4  # the anchors that code hosts make, which links between pages use
+default_role = "code"  # `user_items` in a docstring names an argument
+numpydoc_show_class_members = False  # autodoc lists them
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings name types, with shapes
+
+html_theme = "furo"
+html_title = f"hybridmf {version}"
+html_additional_pages = {"index": "to_docs.html"}
+templates_path = ["_templates"]
+html_copy_source = False
+
+CHAPTERS: dict[str, tuple[str, ...]] = {
+    "Start": ("quickstart", "choosing", "porting"),
+    "User guide": ("data", "methods", "sgd", "evaluation", "compare", "dispatch", "gpu", "bals-format", "cli"),
+    "Scale": ("scale", "store", "checkpoints", "cluster"),
+    "Figures": ("performance", "systems", "evidence/index"),
+    "Reference": ("api",),
+    "Project": ("../README", "../CONTRIBUTING", "../CHANGELOG", "../bench/README"),
+}
+"""The navigation. A page that is not there is left out, and one that no chapter names goes under "More"."""
+
+
+def navigation(folder: Path) -> str:
+    """Tables of contents of the index page `folder`/index.md, of what exists: `CHAPTERS` in docs, else all pages."""
+    found = sorted(page.relative_to(folder).with_suffix("").as_posix() for page in folder.glob("*.md"))
+    rest = [page for page in found if page not in ("index", *(name for names in CHAPTERS.values() for name in names))]
+    if folder != ROOT / "docs":
+        return contents("", [page for page in found if page != "index"])
+    chapters = {title: [n for n in names if (folder / f"{n}.md").exists()] for title, names in CHAPTERS.items()}
+    return "".join(contents(title, names) for title, names in (chapters | {"More": rest}).items() if names)
+
+
+def contents(caption: str, names: list[str]) -> str:
+    """One table of contents for the side bar."""
+    head = f":caption: {caption}\n" if caption else ""
+    return "\n\n```{toctree}\n:hidden:\n" + head + "\n" + "\n".join(names) + "\n```\n"
+
+
+def add_navigation(app: Any, name: str, source: list[str]) -> None:
+    """Index pages get the navigation here and not in their text, where code hosts would show it as code."""
+    if Path(name).name == "index":
+        source[0] += navigation((ROOT / name).parent)
+
+
+def is_inherited_plumbing(app: Any, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
+    """Whether a member is scikit-learn's, such as ``set_fit_request``: its own documentation has it."""
+    ours = str(getattr(value, "__module__", "hybridmf")).startswith("hybridmf")
+    return None if ours and not name.endswith("_request") else True
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-skip-member", is_inherited_plumbing)
+    app.connect("source-read", add_navigation)

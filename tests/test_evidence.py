@@ -1,0 +1,354 @@
+"""The papers' evidence: published degrees, what the scripts of bench/ record, pages rendered from the lines alone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import norm
+from test_gpu_als import serve_cuda
+
+from hybridmf import datasets
+from hybridmf.datasets import Degrees, Published
+from hybridmf.formats import BalsMatrix
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+STAMPED = {"bench", "task", "shape", "scale", "size", "nnz", "device", "machine", "versions", "commit",
+           "sources_sha256", "date"}  # fmt: skip
+"""What every line says of itself."""
+
+
+# ---------------------------------------------------------------------------------------------------- degrees
+
+
+def degrees_of(ratings):
+    matrix = ratings.user_items
+    return np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
+
+
+def test_published_degrees_are_reached():
+    """MovieLens 1M, whose medians (96 and 124, from the data) were not fitted."""
+    users, items = degrees_of(datasets.synthetic("ml-1m", degrees="published"))
+    assert users.sum() == pytest.approx(1_000_209, rel=0.002)
+    assert users.max() == pytest.approx(2_314, rel=0.01)
+    assert items.max() == pytest.approx(3_428, rel=0.03)
+    assert users.min() >= 19  # 20, rounded
+    assert np.median(users) == pytest.approx(96, rel=0.1)
+    assert np.median(items[items > 0]) == pytest.approx(124, rel=0.1)
+
+
+def test_ids_that_never_occur_and_rows_with_one_entry():
+    users, items = degrees_of(datasets.synthetic("ml-10m", scale=0.1, degrees="published"))
+    assert np.count_nonzero(users) == pytest.approx(6_988, rel=0.01)
+    assert np.count_nonzero(items) <= 1_068  # as many ids occur; the rarest were not drawn
+    assert users.sum() == pytest.approx(80_000, rel=0.01)  # BALS table 1, not the shape's 9,000,000
+    users, _ = degrees_of(datasets.synthetic("yahoo-r1", scale=0.05, degrees="published"))
+    assert np.count_nonzero(users <= 1) == pytest.approx(0.05 * 197_277, rel=0.05)
+
+
+def test_even_degrees():
+    users, items = degrees_of(datasets.synthetic("rucci", scale=0.1, degrees="published"))
+    assert set(users) <= {0, 1}  # 0.39 on average at this scale
+    assert items.std() == pytest.approx(np.sqrt(items.mean()), rel=0.1)  # as Poisson's
+
+
+def test_a_shape_of_which_nothing_is_published_has_its_sizes():
+    ratings = datasets.synthetic("yahoo-songs", scale=0.05, degrees="published", feedback="implicit")
+    m, n, nnz = datasets.shape_of("yahoo-songs", 0.05)
+    assert ratings.shape == (m, n)
+    assert ratings.nnz == pytest.approx(nnz, rel=0.01)
+    assert set(np.unique(ratings.user_items.data)) > {1, 2, 3}
+
+
+def test_published_degrees_are_drawn_from_the_seed():
+    first, again, other = (
+        datasets.synthetic("ml-1m", scale=0.1, degrees="published", seed=seed).user_items for seed in (1, 1, 2)
+    )
+    assert (first != again).nnz == 0
+    assert (first != other).nnz > 0
+    with pytest.raises(ValueError, match="degrees must be one of"):
+        datasets.synthetic("ml-1m", scale=0.1, degrees="real")
+
+
+@given(
+    count=st.integers(50, 500), mean=st.floats(2, 30), over=st.floats(3, 20), shortest=st.integers(1, 3),
+    balance=st.none() | st.floats(0.15, 0.35),
+)  # fmt: skip
+@settings(deadline=None, max_examples=8)
+def test_fitted_degrees_have_the_mean_and_the_longest(count, mean, over, shortest, balance):
+    total, longest = int(count * (mean + shortest)), int(over * (mean + shortest))
+    facts = Degrees(shortest=shortest, longest=longest, balance=balance)
+    found = datasets._fitted(count, total, 10**9, facts, 1.0)
+    assert found.sum() == pytest.approx(total, rel=1e-6)
+    assert found[0] == pytest.approx(longest, rel=0.1)
+    assert list(found) == sorted(found, reverse=True)
+    assert found[-1] >= shortest - 1
+
+
+def test_balance_is_the_share_of_rows_that_have_the_rest_of_the_entries():
+    """Of a log-normal distribution: the normal distribution at -sigma / 2."""
+    quantiles = datasets._Quantiles((np.arange(200_000) + 0.5) / 200_000, np.ones(200_000), 10**7, 0, 10**9)
+    for sigma in (0.5, 1.0, 2.0):
+        assert quantiles.balance(sigma, 0.0) == pytest.approx(norm.cdf(-sigma / 2), rel=0.01)
+    fitted = datasets._fitted(20_000, 10**6, 10**9, Degrees(longest=4_000, balance=0.2), 1.0)
+    top = np.searchsorted(np.cumsum(fitted) / fitted.sum(), 0.8)
+    assert top / 20_000 == pytest.approx(0.2, abs=0.01)
+
+
+def test_no_pair_twice_and_nobody_beyond_the_items_there_are():
+    rng = np.random.default_rng(0)
+    users, weights = np.array([5, 0, 3, 9, 1]), np.array([1.0, 0, 3, 1, 1, 100])
+    pairs = datasets.draw_pairs(np, rng, users, weights)
+    assert len(set(pairs.tolist())) == len(pairs)
+    assert list(np.bincount(pairs // 6, minlength=5)) == [5, 0, 3, 5, 1]
+    assert not np.any(pairs % 6 == 1)  # weighs nothing
+
+
+def test_facts_are_of_known_shapes():
+    assert set(datasets.PUBLISHED) <= set(datasets.SHAPES)
+    for facts in datasets.PUBLISHED.values():
+        assert isinstance(facts, Published)
+        assert facts.source
+
+
+# ---------------------------------------------------------------------------------------------------- scripts
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """The scripts of bench/, with results and pages in a folder of the test."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setitem(sys.modules, "common", importlib.import_module("common"))
+    common = sys.modules["common"]
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    module = importlib.import_module("hybridmf.compare")
+    monkeypatch.setattr(module, "_ceiling", lambda plan, device: 100.0)  # takes a product of 8192 x 8192 matrices
+    for name in ("bals", "gates"):
+        (tmp_path / f"{name}.md").write_text((BENCH.parent / "docs" / "evidence" / f"{name}.md").read_text())
+    return {name: importlib.import_module(f"paper_{name}") for name in ("common", "bals", "gates")}
+
+
+def lines_of(folder, name):
+    return [json.loads(text) for text in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def tiny_bals(script):
+    """Every task on a few hundred ratings."""
+    shapes = {"ml-1m": 0.02}
+    work = {task: (script.Work(shapes, (3,)),) for task in script.TASKS}
+    work["tiles"] = (script.Work(shapes, (3,), (16, 64), (32, 64)),)
+    work["methods"] = (script.Work(shapes, (3,), iterations={"ALS": 2, "CCD++": 3, "SGD": 3}),)
+    return work
+
+
+BALS_KEYS = {
+    "distribution": {"users", "items", "published"},
+    "vacancies": {"order", "tile", "vacant_tile_share", "vacant_segment_share", "reuse_factor"},
+    "orders": {"factors", "method", "order", "seconds"},
+    "steps": {"factors", "method", "seconds"},
+    "assemblies": {"factors", "method", "seconds", "gflops"},
+    "tiles": {"factors", "method", "order", "tile", "seconds", "gflops"},
+    "methods": {"factors", "runs"},
+}
+
+
+def test_bals_script_on_the_cpu(bench, tmp_path, monkeypatch):
+    script = bench["bals"]
+    monkeypatch.setitem(script.PROFILES, ("cpu", "quick"), tiny_bals(script))
+    done = CliRunner().invoke(script.main, ["--repeats", "1", "--threads", "2"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    check_bals_lines(lines_of(tmp_path, "paper_bals"), "cpu")
+    check_render(script, tmp_path, "bals")
+
+
+def check_bals_lines(lines, device):
+    assert {line["task"] for line in lines} == set(BALS_KEYS)
+    for line in lines:
+        assert line.keys() >= STAMPED | BALS_KEYS[line["task"]], line
+        assert line["device"] == device
+        if isinstance(line.get("seconds"), dict):
+            assert all(value >= 0 for value in line["seconds"].values())
+    assert {line["order"] for line in lines if line["task"] == "vacancies"} == {"given", "by degree"}
+
+
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_bals_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
+    script = bench["bals"]
+    serve_cuda(device, monkeypatch)
+    work = tiny_bals(script)
+    if device.spec.name == "emulated":  # what `compare` and fp16 SGD take for granted of CuPy is not emulated
+        monkeypatch.setattr(script, "methods", emulated_methods)
+        monkeypatch.setattr(script, "PUBLISHED_TILE", (16, 32))
+        work["tiles"] = (replace(work["tiles"][0], heights=(16,)),)
+    monkeypatch.setitem(script.PROFILES, ("cuda", "quick"), work)
+    done = CliRunner().invoke(script.main, ["--device", "cuda", "--repeats", "1"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    lines = lines_of(tmp_path, "paper_bals")
+    check_bals_lines(lines, "cuda")
+    orders = [line["method"] for line in lines if line["task"] == "orders" and line["order"] == "given"]
+    assert orders == ["sparse_syrk", "bals local", "bals local, all tiles", "bals chip"]
+    assert {line["method"] for line in lines if line["task"] == "assemblies"} == set(script.GPU_ASSEMBLIES)
+    check_render(script, tmp_path, "bals")
+
+
+def emulated_methods(bench, f, iterations):
+    import hybridmf as hmf
+
+    return {
+        "ALS, BALS tiles": hmf.ExplicitALS(f, iterations=iterations["ALS"], assembly="bals", random_state=0),
+        "ALS, ours": hmf.ExplicitALS(f, iterations=iterations["ALS"], random_state=0),
+    }
+
+
+def tiny_gates(script):
+    shapes = {"msd": 0.001}
+    ways = ("simd", "blas3", "implicit CG 3", "implicit exact")
+    return {
+        "distribution": [script.Work(shapes)],
+        "scaling": [script.Work(shapes, (3,), ("simd",))],
+        "iteration": [script.Work(shapes, (3, 4), ways)],
+    }
+
+
+GATES_KEYS = {
+    "distribution": {"users", "items", "published"},
+    "scaling": {"factors", "method", "threads", "seconds", "gflops"},
+    "iteration": {"factors", "method", "threads", "seconds", "gflops"},
+}
+
+
+def test_gates_script(bench, tmp_path, monkeypatch):
+    pytest.importorskip("implicit")
+    script = bench["gates"]
+    monkeypatch.setitem(script.PROFILES, ("cpu", "quick"), tiny_gates(script))
+    done = CliRunner().invoke(script.main, ["--repeats", "1", "--threads", "1,2"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    lines = lines_of(tmp_path, "paper_gates")
+    assert {line["task"] for line in lines} == set(GATES_KEYS)
+    for line in lines:
+        assert line.keys() >= STAMPED | GATES_KEYS[line["task"]], line
+    assert [line["threads"] for line in lines if line["task"] == "scaling"] == [1, 2]
+    assert {line["method"] for line in lines if line["task"] == "iteration"} == {
+        "simd", "blas3", "implicit CG 3", "implicit exact",
+    }  # fmt: skip
+    check_render(script, tmp_path, "gates")
+
+
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_gates_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
+    script = bench["gates"]
+    serve_cuda(device, monkeypatch)
+    work = tiny_gates(script) | {"iteration": [script.Work({"msd": 0.001}, (3,), script.GPU_METHODS)], "scaling": []}
+    monkeypatch.setitem(script.PROFILES, ("cuda", "quick"), work)
+    done = CliRunner().invoke(script.main, ["--device", "cuda", "--repeats", "1"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    found = [line["method"] for line in lines_of(tmp_path, "paper_gates") if line["task"] == "iteration"]
+    assert found == list(script.GPU_METHODS)
+
+
+def test_speedups_are_ratios_of_lines_of_one_shape_and_rank(bench, tmp_path):
+    machine = {"processor": "P", "cores": 16, "instruction_set": "avx2"}
+    common = {"shape": "msd", "scale": 1.0, "factors": 32, "machine": machine}
+    lines = [
+        common | {"method": "blas3", "threads": 16, "device": "cpu", "seconds": {"median": 6.0}},
+        common | {"method": "blas3", "threads": 16, "device": "cpu", "factors": 64, "seconds": {"median": 8.0}},
+        common | {"method": "fused", "threads": None, "device": "cuda", "gpu": {"name": "G"},
+                  "seconds": {"median": 0.5}},
+    ]  # fmt: skip
+    text = bench["gates"].render_speedups(lines, tmp_path)
+    assert "| blas3, P, 16 cores (avx2), 16 threads | 12.0 to 12.0, mean 12.0 | - |" in text
+    assert bench["gates"].render_speedups(lines[:2], tmp_path) == ""
+
+
+# ---------------------------------------------------------------------------------------------------- pages
+
+
+def check_render(script, folder, name):
+    """The page and its plots come from the lines alone: the same bytes again, and in another folder."""
+    script.render(folder)
+    first = pages(folder)
+    assert "not measured" not in first[f"{name}.md"].lower() or name == "gates"
+    assert any(file.endswith(".svg") for file in first)
+    script.render(folder)
+    assert pages(folder) == first
+    for file, text in first.items():
+        assert len(text) < 100_000, file
+        assert file.endswith(".md") or f"({file})" in first[f"{name}.md"]
+
+
+def pages(folder):
+    return {path.name: path.read_text() for path in folder.iterdir() if path.suffix in (".md", ".svg")}
+
+
+def test_the_committed_pages_are_those_of_the_committed_lines(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["common"], "RESULTS", BENCH / "results")
+    for name in ("bals", "gates"):
+        bench[name].render(tmp_path)
+        page = BENCH.parent / "docs" / "evidence" / f"{name}.md"
+        assert (tmp_path / f"{name}.md").read_text() == page.read_text(), f"run bench/paper_{name}.py --render"
+
+
+def test_a_page_without_markers_says_which(bench, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n<!-- begin a -->\nold\n<!-- end a -->\n")
+    with pytest.raises(SystemExit, match=r"page.md must have <!-- begin b --> and <!-- end b -->"):
+        bench["common"].fill(page, {"a": "new", "b": "more"})
+    assert "old" in page.read_text()
+    bench["common"].fill(page, {"a": ""})
+    assert page.read_text() == "# Page\n\n<!-- begin a -->\n\nNot measured yet.\n\n<!-- end a -->\n"
+
+
+def test_the_last_line_of_each_case_counts(bench):
+    machine = {"processor": "P", "cores": 2, "instruction_set": "avx2"}
+    lines = [
+        {"task": "t", "f": 1, "v": 1, "machine": machine},
+        {"task": "t", "f": 2, "v": 2, "machine": machine},
+        {"task": "other", "f": 1, "v": 3, "machine": machine},
+        {"task": "t", "f": 1, "v": 4, "machine": machine},
+        {"task": "t", "f": 1, "v": 5, "machine": machine, "gpu": {"name": "G"}},
+    ]
+    assert [line["v"] for line in bench["common"].select(lines, "t", "f")] == [4, 2, 5]
+
+
+def test_histograms_count_each_row_once(bench):
+    degrees = np.array([0, 1, 1, 2, 3, 4, 5, 6, 1000])
+    assert bench["common"].histogram(degrees) == [[1, 2], [2, 2], [4, 3], [512, 1]]
+    summary = bench["common"].degree_summary(degrees)
+    assert (summary["rows"], summary["used"], summary["single"], summary["longest"]) == (9, 8, 2, 1000)
+    assert summary["mean"] == pytest.approx(degrees.mean())
+
+
+def test_seconds_to_an_rmse_are_those_of_the_iterations_until_then(bench):
+    run = {"seconds": [1.0, 2.0, 4.0], "scores": [0.9, 0.8, 0.7]}
+    assert bench["bals"].seconds_to(run, 0.85) == (3.0, 2)
+
+
+def test_vacancies_are_counted_right(bench):
+    """The statistics behind table 3 against a count cell by cell."""
+    rng = np.random.default_rng(0)
+    dense = (rng.random((23, 31)) < 0.04).astype(np.float32)
+    found = BalsMatrix.from_csr(sp.csr_array(dense), 5, 7).statistics()
+    tiles = [dense[i : i + 5, j : j + 7] for i in range(0, 23, 5) for j in range(0, 31, 7)]
+    vacant = [tile for tile in tiles if not tile.any()]
+    segments = sum(int((~tile.any(axis=1)).sum()) for tile in tiles if tile.any())
+    assert (found["vacant_tiles"], found["vacant_segments"]) == (len(vacant), segments)
+
+
+def test_a_budget_and_failures_are_told_at_the_end(bench, capsys):
+    recorder = bench["common"].Recorder("paper_bals", budget=0.0)
+    assert not recorder.has_time("this")
+    with recorder.case("that"):
+        raise ValueError("wrong")
+    with pytest.raises(SystemExit, match=r"this: left out, the budget of 0 s is spent\nthat: ValueError: wrong"):
+        recorder.finish()
+    replace(recorder, problems=[]).finish()
