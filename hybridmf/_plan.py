@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from . import dispatch
+from ._cost import Facts
 from ._validate import (
     MAX_AXIS,
     MAX_FACTORS,
@@ -72,12 +74,16 @@ GPU_SEGMENT = 16384
 GPU_BATCH_BYTES = 2 << 30
 """Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
 
-GPU_WORTHWHILE = 2e10
-"""Work of a whole fit from which `device="auto"` takes the GPU, whose start costs about a second."""
-
 
 class Method(Protocol):
     """How a model that is not ALS computes; a frozen dataclass of checked hyperparameters."""
+
+    kind: ClassVar[str]
+    """Which formulas of `hybridmf._cost` are its own."""
+
+    @property
+    def label(self) -> str:
+        """What runs, in a word or two."""
 
     def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
         """Decide what `base` (sizes, dtype, threads) leaves open. `spec`: the GPU that was found or asked for."""
@@ -191,6 +197,10 @@ class Plan:
         What a reader should know about the choices.
     method : Method or None
         What runs if it is not ALS; `solver`, `assembly` and `reorder` then say nothing.
+    facts : Facts or None
+        What is known of the degrees of the data.
+    estimates : tuple of Estimate
+        What this plan and the other ways to compute are predicted to take; the chosen one first.
     """
 
     device: str
@@ -220,6 +230,8 @@ class Plan:
     bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     method: Method | None = None
+    facts: Facts | None = field(default=None, compare=False, repr=False)
+    estimates: tuple[dispatch.Estimate, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def total_bytes(self) -> int:
@@ -289,6 +301,7 @@ class Plan:
             f"memory    {_mib(self.total_bytes)}: "
             + ", ".join(f"{name} {_mib(size)}" for name, size in self.bytes.items()),
         ]
+        lines += [f"estimate  {text}" for text in dispatch.estimate_lines(self.estimates)]
         return "\n".join(lines + [f"note      {note}" for note in self.notes])
 
     def _kernels(self) -> str:
@@ -306,8 +319,10 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
-    """Decide everything about a fit from its sizes alone.
+def make_plan(
+    objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int, facts: Facts | None = None
+) -> Plan:
+    """Decide everything about a fit from its sizes, and from what is known of the degrees, before any work.
 
     Raises
     ------
@@ -341,44 +356,51 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         balance=settings.balance,
         batch_flops=BATCH_FLOPS * settings.num_threads,
         method=settings.method,
+        facts=facts,
     )
     if settings.method is not None:
-        return settings.method.plan(plan, settings, spec)
-    if spec is None:
-        return _cpu_plan(plan, settings)
-    if settings.device != "auto":
-        return gpu_plan(plan, settings, objective, spec)
-    why_not = _why_not_gpu(plan, settings)
-    if not why_not:
-        on_gpu = gpu_plan(plan, settings, objective, spec)
-        why_not = _memory_lacks(on_gpu)
-        if not why_not or plan.assembly not in ("auto", *CPU_ASSEMBLIES):
-            return on_gpu
-    logger.info("device='auto' chose the CPU: %s", why_not)
-    return _cpu_plan(replace(plan, reason=f"{why_not} ({spec.name} was found)"), settings)
+        decided = settings.method.plan(plan, settings, spec)
+    else:
+        decided = dispatch.choose(_als_request(plan, settings, objective, spec))
+    for note in _instruction_set_notes():
+        if note in decided.notes:
+            logger.warning(note)
+    return decided
 
 
-def _memory_lacks(plan: Plan) -> str:
-    """How much memory a plan needs and its GPU has, if that is too little; empty if it is enough."""
-    assert plan.gpu is not None
-    if plan.total_bytes <= plan.gpu.free_bytes:
-        return ""
-    return (
-        f"the fit needs about {_mib(plan.total_bytes)} on {plan.gpu.name} and {_mib(plan.gpu.free_bytes)} are free "
-        f"({', '.join(f'{name} {_mib(size)}' for name, size in plan.bytes.items())})"
+def _als_request(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> dispatch.Request:
+    """What a fit by ALS asks of the dispatcher."""
+
+    def on_gpu(undecided: Plan) -> Plan:
+        assert spec is not None
+        return gpu_plan(undecided, settings, objective, spec)
+
+    cpu_only = ""
+    if plan.solver not in GPU_SOLVERS:
+        cpu_only = f"solver={plan.solver!r} is the CPU's"
+    elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
+        cpu_only = f"assembly={plan.assembly!r} is the CPU's"
+    return dispatch.Request(
+        plan,
+        settings,
+        spec,
+        on_cpu=lambda undecided: _cpu_plan(undecided, settings),
+        on_gpu=on_gpu,
+        cpu_only=cpu_only,
+        gpu_only=plan.assembly not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
+        others=tuple(_other_ways(plan, spec)),
     )
 
 
-def _why_not_gpu(plan: Plan, settings: Settings) -> str:
-    """Why the CPU serves a request better although there is a GPU; empty if it does not."""
-    if plan.solver not in GPU_SOLVERS:
-        return f"solver={plan.solver!r} is the CPU's"
-    if plan.assembly not in ("auto", *GPU_ASSEMBLIES):
-        return f"assembly={plan.assembly!r} is the CPU's"
-    work = plan.flops_per_iteration * settings.iterations
-    if plan.assembly == "auto" and plan.precision == "float32" and work < GPU_WORTHWHILE:
-        return f"{work / 1e9:,.1f} GFLOP are done before a GPU has started"
-    return ""
+def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
+    """Every assembly, solver and precision there is for the sizes of a plan."""
+    ways = [("simd", solver, "float32") for solver in SOLVERS]
+    ways += [(assembly, "cholesky", "float32") for assembly in CPU_ASSEMBLIES[1:]]
+    if spec is not None:
+        ways += [("fused", solver, precision) for solver in GPU_SOLVERS for precision in PRECISIONS]
+        ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in GPU_SOLVERS]
+    for assembly, solver, precision in dict.fromkeys(ways):
+        yield replace(plan, assembly=assembly, solver=solver, precision=precision)
 
 
 def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
@@ -534,9 +556,7 @@ def _instruction_set_notes() -> list[str]:
     if wanted in ("", used):
         return []
     known = "avx512, avx2, portable"
-    note = f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: {known}); using {used}"
-    logger.warning(note)
-    return [note]
+    return [f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: {known}); using {used}"]
 
 
 def _cpu_bytes(plan: Plan) -> dict[str, int]:
@@ -637,7 +657,7 @@ def _cgroup_memory(folder: str) -> int | None:
 def check_memory(plan: Plan) -> None:
     """Refuse a plan that cannot fit before it allocates anything."""
     if plan.gpu is not None:
-        lack = _memory_lacks(plan)
+        lack = dispatch.memory_lacks(plan)
         if lack:
             raise DeviceMemoryError(
                 f'{lack}; use fewer factors, a GPU with more memory, free what other programs hold, or device="cpu"'
@@ -694,7 +714,9 @@ def plan(
             raise ValueError("give either user_items or shape and nnz, not both")
         matrix = model._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
-        shape, nnz = matrix.shape, matrix.nnz
+        settings = model._settings()
+        facts = Facts.of(matrix, items=settings.method is not None)
+        return make_plan(model._objective(), settings, matrix.shape, matrix.nnz, facts)
     if shape is None or nnz is None:
         raise ValueError("plan needs user_items, or shape and nnz")
     return make_plan(model._objective(), model._settings(), *_check_sizes(shape, nnz))
