@@ -15,6 +15,8 @@ from .ccd import CCD
 from .compare import Comparison, compare
 from .metrics import evaluate
 from .ratings import Ratings, split
+from .scale.convert import convert
+from .scale.store import Store
 from .sgd import SGD
 
 __all__ = [
@@ -25,9 +27,11 @@ __all__ = [
     "ImplicitALS",
     "Plan",
     "Ratings",
+    "Store",
     "__version__",
     "compare",
     "config",
+    "convert",
     "datasets",
     "errors",
     "evaluate",

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from . import _io, dispatch
 from ._cost import Facts
-from ._learned import Learned, align, pattern
+from ._learned import Learned, align, pattern, total_of
 from ._objective import Objective, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan
 from ._serving import ServingMixin
@@ -29,6 +29,7 @@ from .errors import DeviceError, RatingsError
 from .formats import transpose
 from .ratings import Ratings
 from .scale import checkpoint as checkpoints
+from .scale.store import Store, StoreMatrix
 
 logger = logging.getLogger("hybridmf")
 
@@ -42,6 +43,9 @@ class FactorModel(ServingMixin, BaseEstimator):
     iterations: int
     random_state: Any
 
+    _reads_slabs = False
+    """Whether the solvers read a `Store` slab by slab; others get all of it in memory."""
+
     n_iter_: int
     history_: list[Record]
     timings_: dict[str, float]
@@ -53,9 +57,7 @@ class FactorModel(ServingMixin, BaseEstimator):
     def _settings(self) -> Settings:
         raise NotImplementedError
 
-    def _solver(
-        self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
-    ) -> Solver:
+    def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
         """The backend; `completed` iterations lie behind `state`."""
         raise NotImplementedError
 
@@ -67,9 +69,11 @@ class FactorModel(ServingMixin, BaseEstimator):
 
     # ------------------------------------------------------------------------------------------------ input
 
-    def _check_matrix(self, matrix: Any, name: str = "user_items") -> sp.csr_array:
-        """Training data as canonical CSR; explicit zeros are dropped for implicit feedback."""
-        if not sp.issparse(matrix) and not isinstance(matrix, Ratings):
+    def _check_matrix(self, matrix: Any, name: str = "user_items") -> sp.csr_array | StoreMatrix:
+        """Training data as canonical CSR, or as a store; explicit zeros are dropped for implicit feedback."""
+        if isinstance(matrix, Store) and self._reads_slabs:
+            return StoreMatrix(matrix, "user", self._settings().dtype, self._objective().is_implicit)
+        if not sp.issparse(matrix) and not isinstance(matrix, (Ratings, Store)):
             matrix = check_array(matrix, dtype="numeric", input_name=name, estimator=self)
         return as_csr(matrix, name=name, dtype=self._settings().dtype, drop_zeros=self._objective().is_implicit)
 
@@ -90,8 +94,9 @@ class FactorModel(ServingMixin, BaseEstimator):
 
         Parameters
         ----------
-        user_items : Ratings, or sparse or dense matrix, shape (n_users, n_items)
-            Zeros of a dense matrix are absent entries.
+        user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items)
+            Zeros of a dense matrix are absent entries. A store is read slab by slab by ALS, with the same result as
+            in memory, and loaded by the other models.
         y : ignored
             For scikit-learn's sake.
         validation : Ratings or matrix, shape (n_users, n_items), optional
@@ -132,30 +137,35 @@ class FactorModel(ServingMixin, BaseEstimator):
         matrix = self._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
         checked = time.perf_counter()
-        plan = make_plan(
-            objective, settings, matrix.shape, matrix.nnz, Facts.of(matrix, items=settings.method is not None)
-        )
+        stored = isinstance(matrix, StoreMatrix)
+        facts = Facts.of(matrix, items=settings.method is not None)
+        slab = matrix.largest_slab if stored else None
+        plan = make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab)
         check_memory(plan)
         validation = _check_validation(validation, user_items, matrix.shape, objective)
         folder = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)
-        data = checkpoints.fingerprint(matrix) if folder or resume_from is not None else ""
+        data = ""
+        if folder or resume_from is not None:
+            data = matrix.fingerprint() if stored else checkpoints.fingerprint(matrix)
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data)
 
         logger.info("plan:\n%s", plan)
         converting = time.perf_counter()
-        item_users = transpose(matrix, num_threads=plan.num_threads)
+        item_users = matrix.transposed() if stored else transpose(matrix, num_threads=plan.num_threads)
         converted = time.perf_counter()
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         solver = self._solver(plan, matrix, item_users, state, completed)
         ready = time.perf_counter()
-        labels = (user_items.user_ids, user_items.item_ids) if isinstance(user_items, Ratings) else (None, None)
+        labels: tuple[Any, Any] = (None, None)
+        if isinstance(user_items, (Ratings, Store)):
+            labels = (user_items.user_ids, user_items.item_ids)
         learned = Learned(
             objective,
             plan,
             state,
             pattern(matrix),
-            float(matrix.data.sum(dtype=np.float64)),
+            total_of(matrix),
             *labels,
             _io.jsonable(self.get_params(deep=False)),
         )
@@ -172,14 +182,14 @@ class FactorModel(ServingMixin, BaseEstimator):
         }
         return self
 
-    def _initial_state(self, matrix: sp.csr_array, item_users: sp.csr_array, plan: Plan, objective: Objective) -> State:
+    def _initial_state(self, matrix: Any, item_users: Any, plan: Plan, objective: Objective) -> State:
         return initial_state(
             np.diff(matrix.indptr),
             np.diff(item_users.indptr),
             plan.factors,
             matrix.dtype.type,
             objective,
-            float(matrix.data.mean(dtype=np.float64)),
+            total_of(matrix) / matrix.nnz,
             check_rng(self.random_state),
         )
 
@@ -231,7 +241,7 @@ def _check_validation(
     if validation is None:
         return None
     matrix = as_csr(validation, name="validation")
-    if isinstance(validation, Ratings) and isinstance(user_items, Ratings):
+    if isinstance(validation, (Ratings, Store)) and isinstance(user_items, (Ratings, Store)):
         matrix = align(matrix, 0, validation.user_ids, user_items.user_ids, "user")
         matrix = align(matrix, 1, validation.item_ids, user_items.item_ids, "item")
     check_shape("validation", matrix, shape, ("n_users", "n_items"))
@@ -312,7 +322,7 @@ class _Run:
     def _adopt(self) -> None:
         """Make the solver's state the model's; the first time, with all that goes with it."""
         model = self.model
-        named = not sp.issparse(self.given) and not isinstance(self.given, Ratings)
+        named = not sp.issparse(self.given) and not isinstance(self.given, (Ratings, Store))
         if not hasattr(model, "_learned") or model._learned.plan is not self.learned.plan:
             shaped = self.given if named else np.broadcast_to(np.float32(0), self.learned.shape)
             validate_data(model, shaped, skip_check_array=True, reset=True)

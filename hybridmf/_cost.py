@@ -47,6 +47,10 @@ PIECE = 1 << 22
 """Entries whose columns are counted at a time: NumPy widens what it counts."""
 
 
+PINNED_BYTES = 5.5e10
+"""Bytes a second from page-locked memory to a GPU on PCIe 5 (an H200); a guess for others."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """What is known of the degrees, where there are data and not only their sizes.
@@ -263,7 +267,12 @@ def _gpu_setup(plan: Plan, rates: GpuRates, warmth: Warmth) -> dict[str, float]:
 
 def _gpu_iteration(plan: Plan, rates: GpuRates) -> float:
     kind = "als" if plan.method is None else plan.method.kind
-    return {"als": _gpu_als, "sgd": _gpu_sgd, "ccd": _gpu_ccd}[kind](plan, rates)
+    seconds: float = {"als": _gpu_als, "sgd": _gpu_sgd, "ccd": _gpu_ccd}[kind](plan, rates)
+    if not plan.streamed or plan.resident:
+        return seconds
+    # copies go on beside the kernels: the slower of both decides
+    moved = 2 * plan.nnz * (4 + _itemsize(plan))
+    return max(seconds, moved / (PINNED_BYTES if plan.streamed == "host" else rates.upload_bytes))
 
 
 def _gpu_als(plan: Plan, rates: GpuRates) -> float:

@@ -56,7 +56,7 @@ def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
     from .cpu.engine import CpuEngine
 
     if plan.gpu is None:
-        return CpuEngine(plan)
+        return CpuEngine(plan if plan.device == "cpu" else on_cpu(plan))
     if scores >= GPU_SCORES:
         from .gpu.device import open_device
         from .gpu.engine import GpuEngine

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import safetensors
 import safetensors.numpy
+import scipy.sparse as sp
 
 from . import _formats
 from ._files import write_atomically as write_atomically
@@ -63,13 +64,13 @@ def check_storable_labels(name: str, labels: Any) -> list[Any]:
     return plain
 
 
-def _encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
+def encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
     if labels.dtype.kind in "iu":
         return labels.astype(np.uint64 if labels.dtype == np.uint64 else np.int64)
     return np.frombuffer(json.dumps(check_storable_labels(name, labels)).encode(), dtype=np.uint8)
 
 
-def _decode_labels(name: str, tensor: np.ndarray) -> np.ndarray:
+def decode_labels(name: str, tensor: np.ndarray) -> np.ndarray:
     if tensor.dtype != np.uint8:
         return tensor
     plain = json.loads(tensor.tobytes().decode())
@@ -132,12 +133,15 @@ def encode_model(
         tensors |= {"user_bias": state.user.bias, "item_bias": state.item.bias}
     if resumable:
         tensors |= _squares(state)
+    if resumable and not sp.issparse(model._learned.seen):
+        include_seen = False  # a fit that goes on has the store
     if include_seen and model._learned.seen is not None:
-        tensors |= {"seen_indptr": model._learned.seen.indptr, "seen_indices": model._learned.seen.indices}
+        seen = model._learned.seen_matrix()
+        tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
     for name in ("user_ids", "item_ids"):
         labels = getattr(model, f"{name}_")
         if labels is not None:
-            tensors[name] = _encode_labels(name, labels)
+            tensors[name] = encode_labels(name, labels)
     summary = {
         "mean": state.mean,
         "n_iter": model.n_iter_,
@@ -301,7 +305,7 @@ class ModelFile:
             return None
         vector = tensor.ndim == 1 and tensor.dtype in LABEL_DTYPES
         self._require(vector, f"{name} is a tensor of shape {tensor.shape} and dtype {tensor.dtype}")
-        labels = _decode_labels(name, tensor)
+        labels = decode_labels(name, tensor)
         self._require(len(labels) == count, f"{len(labels)} {name} for {count} rows of factors")
         self._require(len(set(labels.tolist())) == count, f"{name} has a label more than once")
         return labels

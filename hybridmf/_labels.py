@@ -46,7 +46,7 @@ class Entries:
         repeats = np.flatnonzero(pairs[order[1:]] == pairs[order[:-1]])
         place = repeats[np.argmin(order[repeats + 1])]
         first, second = int(order[place]), int(order[place + 1])
-        user, item = _label_of(self.user_ids, self.users[first]), _label_of(self.item_ids, self.items[first])
+        user, item = label_of(self.user_ids, self.users[first]), label_of(self.item_ids, self.items[first])
         return DuplicateEntriesError(
             f"{self.source} has more than one entry for the pair (user {user}, item {item}): "
             f"{self.where(first, second)}, values {float(self.values[first]):g} and {float(self.values[second]):g}. "
@@ -59,7 +59,7 @@ def label_kind(ids: np.ndarray | None) -> str:
     return "positions" if ids is None else "str" if ids.dtype.kind == "U" else ids.dtype.name
 
 
-def _label_of(ids: np.ndarray | None, position: int) -> str:
+def label_of(ids: np.ndarray | None, position: int) -> str:
     return f"at position {position}" if ids is None else repr(ids[position : position + 1].tolist()[0])
 
 
@@ -164,7 +164,7 @@ def _known_codes(name: str, ids: np.ndarray, ids_name: str, labels: np.ndarray) 
     unknown = np.flatnonzero(codes < 0)
     if unknown.size:
         raise RatingsError(
-            f"{name} has the label {_label_of(ids, unknown[0])} at entry {unknown[0]}, which is not among the "
+            f"{name} has the label {label_of(ids, unknown[0])} at entry {unknown[0]}, which is not among the "
             f"{len(labels)} {ids_name}"
         )
     return codes
@@ -258,7 +258,7 @@ def look_up(side: str, labels: Any, ids: np.ndarray | None, table: dict[Any, int
     if unknown.size:
         more = f" (and {unknown.size - 1} more)" if unknown.size > 1 else ""
         raise UnknownLabelError(
-            f"unknown {side} label {_label_of(wanted, unknown[0])}{more}; there are {count} {side} labels of type "
+            f"unknown {side} label {label_of(wanted, unknown[0])}{more}; there are {count} {side} labels of type "
             f"{label_kind(ids)}, such as {', '.join(map(repr, ids[:3].tolist()))}"
         )
     return int(positions[0]) if scalar else positions

@@ -10,9 +10,10 @@ import scipy.sparse as sp
 
 from ._objective import Factors, Objective, Side, State
 from ._plan import Plan
-from ._sparse import entry_rows
+from ._sparse import entry_rows, entry_sum
 from ._validate import csr_arrays, from_triplets, make_csr
 from .errors import RatingsError
+from .scale.store import StoredSeen, StoreMatrix
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Learned:
     objective : Objective
     plan : Plan
     state : State
-    seen : csr_array, shape (n_users, n_items), or None
-        int8 ones where a user has an entry; None in a model saved without them.
+    seen : csr_array or StoredSeen, shape (n_users, n_items), or None
+        int8 ones where a user has an entry, or where to read them; None in a model saved without them.
     total : float or None
         Sum of the training values: with `seen`, enough to tell the training data from other data.
     user_ids, item_ids : array or None
@@ -37,7 +38,7 @@ class Learned:
     objective: Objective
     plan: Plan
     state: State
-    seen: sp.csr_array | None
+    seen: sp.csr_array | StoredSeen | None
     total: float | None = None
     user_ids: np.ndarray | None = None
     item_ids: np.ndarray | None = None
@@ -55,29 +56,42 @@ class Learned:
             return replace(self, state=state, seen=seen, total=None, user_ids=labels)
         return replace(self, state=state, seen=seen, total=None, item_ids=labels)
 
+    def seen_matrix(self) -> sp.csr_array | None:
+        """`seen` in memory."""
+        return self.seen.load() if isinstance(self.seen, StoredSeen) else self.seen
+
     def is_training_data(self, matrix: sp.csr_array) -> bool:
         """Whether `matrix` is what the model was fitted on."""
+        if self.seen is None or self.total is None or matrix.shape != self.seen.shape or matrix.nnz != self.seen.nnz:
+            return False
+        seen = self.seen_matrix()
+        assert seen is not None
         return (
-            self.seen is not None
-            and self.total is not None
-            and matrix.shape == self.seen.shape
-            and bool(np.array_equal(matrix.indptr, self.seen.indptr))
-            and bool(np.array_equal(matrix.indices, self.seen.indices))
-            and float(matrix.data.sum(dtype=np.float64)) == self.total
+            bool(np.array_equal(matrix.indptr, seen.indptr))
+            and bool(np.array_equal(matrix.indices, seen.indices))
+            and total_of(matrix) == self.total
         )
 
     def overlaps(self, matrix: sp.csr_array) -> bool:
         """Whether `matrix`, of the training shape, has an entry that the training data have."""
-        if self.seen is None:
+        seen = self.seen_matrix()
+        if seen is None:
             return False
         # keys ascend in canonical CSR, so a merge finds common ones
-        mine, theirs = (entry_rows(part) * matrix.shape[1] + part.indices for part in (matrix, self.seen))
+        mine, theirs = (entry_rows(part) * matrix.shape[1] + part.indices for part in (matrix, seen))
         place = np.minimum(np.searchsorted(theirs, mine), max(len(theirs) - 1, 0))
         return bool(len(theirs)) and bool(np.any(theirs[place] == mine))
 
 
-def pattern(matrix: sp.csr_array) -> sp.csr_array:
-    """A copy of the entries of a matrix as int8 ones."""
+def total_of(matrix: sp.csr_array | StoreMatrix) -> float:
+    """Sum of the values; the same bits for a store and for the same ratings in memory."""
+    return matrix.total if isinstance(matrix, StoreMatrix) else entry_sum([matrix.data])
+
+
+def pattern(matrix: Any) -> Any:
+    """A copy of the entries of a matrix as int8 ones; of a store, where to read them."""
+    if isinstance(matrix, StoreMatrix):
+        return StoredSeen(matrix)
     indptr, indices, _ = csr_arrays(matrix)
     return make_csr(indptr.copy(), indices.copy(), np.ones(len(indices), dtype=np.int8), matrix.shape)
 

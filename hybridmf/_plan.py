@@ -74,6 +74,13 @@ GPU_SEGMENT = 16384
 GPU_BATCH_BYTES = 2 << 30
 """Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
 
+STREAM_BUFFERS = 3
+"""Slabs on a GPU at a time: one is worked on, one is there, one is on its way."""
+
+STREAM_SLAB = 4 << 20
+"""Entries of a slab that ratings in memory are cut to: its copy takes less than a millisecond on a PCIe 5 bus, its
+launches less than its kernels."""
+
 
 class Method(Protocol):
     """How a model that is not ALS computes; a frozen dataclass of checked hyperparameters."""
@@ -197,6 +204,13 @@ class Plan:
         What a reader should know about the choices.
     method : Method or None
         What runs if it is not ALS; `solver`, `assembly` and `reorder` then say nothing.
+    streamed : {"", "host", "disk"}
+        Where ratings come from slab by slab in each half sweep: a store that is not loaded, or, on a GPU, the memory
+        of the host. Empty: they stay where the work is done.
+    slab : int
+        Entries of the largest slab, or what they are cut to; 0 where nothing is streamed.
+    resident : bool
+        The slabs of a store stay on the GPU once they were read.
     facts : Facts or None
         What is known of the degrees of the data.
     estimates : tuple of Estimate
@@ -230,6 +244,9 @@ class Plan:
     bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     method: Method | None = None
+    streamed: str = ""
+    slab: int = 0
+    resident: bool = False
     facts: Facts | None = field(default=None, compare=False, repr=False)
     estimates: tuple[dispatch.Estimate, ...] = field(default=(), compare=False, repr=False)
 
@@ -301,6 +318,9 @@ class Plan:
             f"memory    {_mib(self.total_bytes)}: "
             + ", ".join(f"{name} {_mib(size)}" for name, size in self.bytes.items()),
         ]
+        if self.streamed:
+            once = ", once: they stay on the GPU" if self.resident else ""
+            lines.append(f"streamed  from {self.streamed} in slabs of up to {self.slab:,} entries{once}")
         lines += [f"estimate  {text}" for text in dispatch.estimate_lines(self.estimates)]
         return "\n".join(lines + [f"note      {note}" for note in self.notes])
 
@@ -320,9 +340,16 @@ def _mib(size: int) -> str:
 
 
 def make_plan(
-    objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int, facts: Facts | None = None
+    objective: Objective,
+    settings: Settings,
+    shape: tuple[int, int],
+    nnz: int,
+    facts: Facts | None = None,
+    slab: int | None = None,
 ) -> Plan:
     """Decide everything about a fit from its sizes, and from what is known of the degrees, before any work.
+
+    `slab`: entries of the largest slab of a store, None for ratings in memory.
 
     Raises
     ------
@@ -358,6 +385,8 @@ def make_plan(
         method=settings.method,
         facts=facts,
     )
+    if slab is not None and settings.method is None:
+        plan = _stored(plan, slab)
     if settings.method is not None:
         decided = settings.method.plan(plan, settings, spec)
     else:
@@ -455,6 +484,16 @@ def _cpu_reordering(plan: Plan, assembly: str) -> str:
     return "both" if pays else "none"
 
 
+def _stored(plan: Plan, slab: int) -> Plan:
+    """The plan for ratings that are read from a store."""
+    if plan.reorder not in ("auto", "none"):
+        raise ValueError(
+            f"reorder={plan.reorder!r} needs all ratings in memory, and a store is read slab by slab; "
+            'use reorder="none", or fit store.to_ratings()'
+        )
+    return replace(plan, reorder="none", streamed="disk", slab=slab)
+
+
 # ---------------------------------------------------------------------------------------------------- GPU
 
 
@@ -512,8 +551,67 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
         segment=gpu_segment(assembly),
         notes=tuple(notes),
     )
-    sizes = _gpu_fixed_bytes(plan)
-    slot_bytes = _slot_bytes(plan)
+    whole = _with_batches(replace(plan, streamed="", slab=0), _gpu_fixed_bytes(plan), spec)
+    if plan.streamed:
+        return _gpu_stored(plan, whole, spec)
+    if not dispatch.memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
+        return whole
+    streamed = _gpu_streamed(plan, spec)
+    return whole if dispatch.memory_lacks(streamed) else streamed
+
+
+def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
+    """Where the slabs of a store stay: on the GPU, in the memory of the host, or on the disk; the first that fits."""
+    if plan.tile_rows:
+        raise ValueError(
+            'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '
+            "fit store.to_ratings()"
+        )
+    if not dispatch.memory_lacks(whole):
+        return replace(whole, streamed="disk", slab=plan.slab, resident=True)
+    itemsize = np.dtype(plan.dtype).itemsize
+    loaded = 2 * plan.nnz * (4 + itemsize) + 8 * (plan.n_users + plan.n_items)
+    free = available_memory()
+    # room for the user's other things, and for what page-locking takes away from the system
+    where = "host" if free is not None and 2 * loaded < free else "disk"
+    return _with_batches(replace(plan, streamed=where), _streamed_bytes(plan), spec)
+
+
+def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
+    """The plan of streaming ratings that are in the memory of the host, in slabs that fit."""
+    itemsize = np.dtype(plan.dtype).itemsize
+    left = spec.free_bytes - sum(_streamed_bytes(plan).values())
+    # an entry takes its buffers and its part of the factors of the slab's rows; the other half is for batches
+    entry = (
+        STREAM_BUFFERS * (4 + itemsize) + 8 * _slab_rows(replace(plan, slab=plan.nnz)) * plan.rank * itemsize / plan.nnz
+    )
+    slab = int(np.clip(left / 2 / entry, 1, STREAM_SLAB))
+    plan = replace(plan, streamed="host", slab=min(slab, plan.nnz))
+    note = (
+        f"the ratings do not fit on the GPU: {_mib(2 * plan.nnz * (4 + itemsize))} come from the memory of the host in "
+        "each iteration"
+    )
+    return _with_batches(replace(plan, notes=(*plan.notes, note)), _streamed_bytes(plan), spec)
+
+
+def _streamed_bytes(plan: Plan) -> dict[str, int]:
+    """`_gpu_fixed_bytes` with a few slabs in place of all ratings."""
+    sizes, itemsize = _gpu_fixed_bytes(plan), np.dtype(plan.dtype).itemsize
+    sizes["ratings"] += (STREAM_BUFFERS * plan.slab - 2 * plan.nnz) * (4 + itemsize)
+    width = fused.round_up(plan.rank, 16 // itemsize)
+    sizes["factors"] += _slab_rows(plan) * width * itemsize  # those of a slab, before they join the others
+    return sizes
+
+
+def _slab_rows(plan: Plan) -> int:
+    """A guess at the most rows of a slab: four times the mean."""
+    longest = max(plan.n_users, plan.n_items)
+    return min(plan.slab, longest, 4 * longest * plan.slab // max(1, plan.nnz))
+
+
+def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
+    """The plan with as many systems at a time as memory allows."""
+    assembly, slot_bytes = plan.assembly, _slot_bytes(plan)
     # a row has one slot, and one more for each segment it is cut into; solved at once, only long rows need any
     cuts = plan.nnz // plan.segment
     at_once = assembly == "fused" and plan.rank < fused.SOLVED_APART
@@ -567,7 +665,7 @@ def _cpu_bytes(plan: Plan) -> dict[str, int]:
     # the caller's orientation and its transpose; permuted copies of both
     layouts = 2 if plan.reorder == "none" else 4
     sizes = {
-        "ratings": layouts * nnz * (itemsize + 4) + (m + n) * (pointer + 8),
+        "ratings": layouts * (plan.slab if plan.streamed else nnz) * (itemsize + 4) + (m + n) * (pointer + 8),
         # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
         "factors": (m + n + max(m, n)) * rank * itemsize,
         # one after the other: the Gram matrix is there before the rows are solved
@@ -683,7 +781,7 @@ def plan(
 
     Parameters
     ----------
-    user_items : Ratings or sparse matrix, shape (n_users, n_items), optional
+    user_items : Ratings, Store or sparse matrix, shape (n_users, n_items), optional
         The data; or give `shape` and `nnz` for data you do not have.
     model : estimator
         Default: ``ExplicitALS()``.
@@ -716,7 +814,8 @@ def plan(
         check_nonempty(matrix, "user_items")
         settings = model._settings()
         facts = Facts.of(matrix, items=settings.method is not None)
-        return make_plan(model._objective(), settings, matrix.shape, matrix.nnz, facts)
+        slab = getattr(matrix, "largest_slab", None)
+        return make_plan(model._objective(), settings, matrix.shape, matrix.nnz, facts, slab)
     if shape is None or nnz is None:
         raise ValueError("plan needs user_items, or shape and nnz")
     return make_plan(model._objective(), model._settings(), *_check_sizes(shape, nnz))

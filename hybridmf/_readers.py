@@ -57,22 +57,22 @@ def _check_columns(source: str, wanted: dict[str, Any], names: list[Any]) -> Non
         raise ValueError(f"user, item and value must be different columns, got {named}")
 
 
-def _frame_column(source: str, table: Any, column: Any) -> Any:
+def _frame_column(source: str, table: Any, column: Any, first_row: int = 0) -> Any:
     series = table.get_column(column)
     if series.null_count():
-        row = int(np.flatnonzero(series.is_null().to_numpy())[0])
+        row = first_row + int(np.flatnonzero(series.is_null().to_numpy())[0])
         raise RatingsError(f"column {column!r} of {source} is null at row {row}; remove or fill such rows")
     return series
 
 
-def _frame_ids(source: str, table: Any, column: Any) -> np.ndarray | list[Any]:
-    series = _frame_column(source, table, column)
+def _frame_ids(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray | list[Any]:
+    series = _frame_column(source, table, column, first_row)
     # As a list, strings cost what they are long; a NumPy array pads each one to the longest.
     return series.to_numpy() if series.dtype.is_integer() else series.to_list()
 
 
-def _frame_values(source: str, table: Any, column: Any) -> np.ndarray:
-    given = _frame_column(source, table, column).to_numpy()
+def _frame_values(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray:
+    given = _frame_column(source, table, column, first_row).to_numpy()
     try:
         if given.dtype.kind not in "fiubO":
             raise TypeError(f"its dtype is {given.dtype}")
@@ -82,14 +82,41 @@ def _frame_values(source: str, table: Any, column: Any) -> np.ndarray:
     bad = np.flatnonzero(~(np.abs(values) <= MAX_VALUE))
     if bad.size:
         raise RatingsError(
-            f"column {column!r} of {source} has the value {values[bad[0]]} at row {bad[0]}; values must be finite "
-            "float32 numbers: remove or replace such rows"
+            f"column {column!r} of {source} has the value {values[bad[0]]} at row {first_row + bad[0]}; values must be "
+            "finite float32 numbers: remove or replace such rows"
         )
     return values
 
 
 def read_parquet(path: str, user: int | str, item: int | str, value: int | str | None) -> Entries:
     """Entries of a Parquet file, of which only the named columns are read."""
+    with _parquet(path) as file:
+        selected = _parquet_columns(path, file, (user, item, value))
+        table = file.read(columns=[name for name in selected if name is not None])
+    return frame_entries(table, path, *selected)
+
+
+def parquet_chunks(
+    path: str, user: int | str, item: int | str, value: int | str | None, rows: int
+) -> Iterator[tuple[np.ndarray | list[Any], np.ndarray | list[Any], np.ndarray]]:
+    """Ids (integers as an array, others as a list) and values of some rows of a Parquet file after others."""
+    import narwhals as nw
+    import pyarrow as pa
+
+    with _parquet(path) as file:
+        user, item, value = _parquet_columns(path, file, (user, item, value))
+        first = 0
+        for batch in file.iter_batches(rows, columns=[name for name in (user, item, value) if name is not None]):
+            table = nw.from_native(pa.Table.from_batches([batch]), eager_only=True)
+            users, items = (_frame_ids(path, table, column, first) for column in (user, item))
+            values = np.ones(len(table)) if value is None else _frame_values(path, table, value, first)
+            yield users, items, values
+            first += len(table)
+
+
+@contextlib.contextmanager
+def _parquet(path: str) -> Iterator[Any]:
+    """The open file; what pyarrow has to say of it in our words."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -97,13 +124,14 @@ def read_parquet(path: str, user: int | str, item: int | str, value: int | str |
         raise ImportError(f"reading {path} needs pyarrow, which reads Parquet: pip install pyarrow") from error
     try:
         with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            columns = select_columns(path, tuple(names), len(names), (user, item, value))
-            selected = [None if column is None else names[column] for column in columns]
-            table = file.read(columns=[name for name in selected if name is not None])
+            yield file
     except (pa.ArrowException, OSError) as error:
         raise RatingsError(f"{path} cannot be read as Parquet ({error}); it is damaged or another format") from error
-    return frame_entries(table, path, *selected)
+
+
+def _parquet_columns(path: str, file: Any, columns: tuple[Any, Any, Any]) -> list[Any]:
+    names = file.schema_arrow.names
+    return [None if k is None else names[k] for k in select_columns(path, tuple(names), len(names), columns)]
 
 
 def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:

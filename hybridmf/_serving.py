@@ -5,6 +5,7 @@ Works on positions and on what was `Learned` only, so every estimator and every 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -33,9 +34,12 @@ from ._validate import (
     make_csr,
 )
 from .cpu import _als
-from .errors import MemoryBudgetError, RatingsError
+from .errors import DeviceMemoryError, MemoryBudgetError, RatingsError
 from .formats import transpose
 from .ratings import Ratings
+from .scale.store import Store, StoredSeen
+
+logger = logging.getLogger("hybridmf")
 
 
 def _normalized(factors: np.ndarray) -> np.ndarray:
@@ -218,9 +222,10 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
                     "this model was saved without what its users have seen: pass user_items, "
                     "or filter_already_liked_items=False"
                 )
-            return take_rows(self._learned.seen, users)
+            seen = self._learned.seen
+            return seen.take_rows(users) if isinstance(seen, StoredSeen) else take_rows(seen, users)
         matrix = as_csr(user_items, dtype=np.float32)
-        if isinstance(user_items, Ratings):
+        if isinstance(user_items, (Ratings, Store)):
             matrix = align(matrix, 1, user_items.item_ids, self.item_ids_, "item")
         if matrix.shape[0] == self.n_users != len(users):
             matrix = take_rows(matrix, users)
@@ -297,7 +302,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         """
         check_is_fitted(self)
         if items is None:
-            if not sp.issparse(users) and not isinstance(users, Ratings) and np.ndim(users) < 2:
+            if not sp.issparse(users) and not isinstance(users, (Ratings, Store)) and np.ndim(users) < 2:
                 raise ValueError(
                     f"Expected 2D array, got {np.ndim(users)}D array instead: predict(users, items) takes ids of both, "
                     "predict(matrix) rows of ratings. Reshape your data (array.reshape(1, -1): one row) or pass items"
@@ -325,12 +330,12 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         """A matrix as the fitted model's kernels take it: its dtype, its items; labelled ratings by label."""
         learned = self._learned
         matrix = rows
-        if not sp.issparse(rows) and not isinstance(rows, Ratings):
+        if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
             matrix = check_array(rows, dtype="numeric", input_name=name, estimator=self)
         matrix = as_csr(
             matrix, name=name, dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
         )
-        if isinstance(rows, Ratings):
+        if isinstance(rows, (Ratings, Store)):
             matrix = align(matrix, 1, rows.item_ids, learned.item_ids, "item")
         return matrix
 
@@ -344,14 +349,14 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
                 f"X has {shape[1]} features, but {type(self).__name__} is expecting {n} features as input: "
                 f"{name} has shape {shape}, expected (n_rows, n_items={n}){hint}"
             )
-        if not sp.issparse(rows) and not isinstance(rows, Ratings):
+        if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
             validate_data(self, rows, skip_check_array=True, reset=False)  # names of a frame's columns
         return matrix
 
     def _training_rows(self, rows: Any) -> sp.csr_array:
         """A matrix whose rows are the training users, labelled ratings brought into their order."""
         matrix = self._rows(rows)
-        if isinstance(rows, Ratings):
+        if isinstance(rows, (Ratings, Store)):
             matrix = align(matrix, 0, rows.user_ids, self.user_ids_, "user")
         check_shape("user_items", matrix, (self.n_users, self.n_items), ("n_users", "n_items"))
         return matrix
@@ -393,7 +398,13 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         """
         check_is_fitted(self)
         matrix = self._training_rows(user_items)
-        return engine_for(self.plan_).objective_value(self._learned.objective, matrix, self._learned.state)
+        engine = engine_for(self.plan_)
+        try:
+            return engine.objective_value(self._learned.objective, matrix, self._learned.state)
+        except DeviceMemoryError as error:  # ratings that were streamed to a GPU do not fit on it
+            logger.info("%s; the CPU computes the objective", error)
+            on_cpu = engine_for(replace(self.plan_, gpu=None))
+            return on_cpu.objective_value(self._learned.objective, matrix, self._learned.state)
 
     # ------------------------------------------------------------------------------------------------ updates
 
@@ -464,7 +475,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         old_labels = learned.user_ids if side == "user" else learned.item_ids
         names = _extended_labels(side, old_labels, positions, size, labels)
         factors = known.put(positions, self._fold_in(side, rows), size)
-        seen = learned.seen
+        seen = learned.seen_matrix()
         if seen is not None:
             by_row = seen if side == "user" else pattern(transpose(seen))
             by_row = _replace_rows(by_row, positions, rows, size)
@@ -505,7 +516,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     def _are_training_users(self, given: Any, matrix: sp.csr_array) -> bool:
         learned = self._learned
-        if isinstance(given, Ratings) and given.user_ids is not None and learned.user_ids is not None:
+        if isinstance(given, (Ratings, Store)) and given.user_ids is not None and learned.user_ids is not None:
             return set(given.user_ids.tolist()) <= set(learned.user_ids.tolist())
         if matrix.shape != learned.shape:
             return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -38,3 +40,25 @@ def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
 def as_ones(matrix: sp.csr_array, dtype: Any) -> sp.csr_array:
     """Copy `matrix` with every value 1; the index arrays are shared."""
     return make_csr(matrix.indptr, matrix.indices, np.ones(len(matrix.indices), dtype=dtype), matrix.shape)
+
+
+SUMMED = 1 << 16
+"""Values of one partial sum of `entry_sum`."""
+
+
+def entry_sum(parts: Iterable[np.ndarray]) -> float:
+    """Sum in float64 of values that come in parts; their order counts, not where one part ends and the next begins.
+
+    So a store that is read slab by slab has the bits of the sum, and of the mean, of the same ratings in memory.
+    """
+    sums, rest = [], np.empty(0)
+    for part in parts:
+        at = 0
+        while at < len(part):
+            piece = part[at : at + SUMMED - len(rest)]
+            at += len(piece)
+            rest = np.concatenate((rest, piece.astype(np.float64)))
+            if len(rest) == SUMMED:
+                sums.append(float(rest.sum()))
+                rest = np.empty(0)
+    return math.fsum([*sums, float(rest.sum())])

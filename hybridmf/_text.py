@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import functools
 import io
 import logging
 import os
@@ -35,8 +36,15 @@ SEPARATORS = ("::", "\t", ",", ";", "|", " ")
 BLOCK_CHARS = 1 << 24
 """Text parsed at a time on the fast path: bounds memory whatever the file's size."""
 
+BLOCK_RECORDS = 1 << 20
+"""Records gathered at a time on the slow path."""
+
 SNIFFED_LINES = 50
 INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,19})")  # 007 and +7 are labels of their own, not the number 7
+Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Users, items and values of some entries."""
+
+NOTHING: Chunk = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0))
 ID_COLUMN_NAMES = frozenset({"user", "userid", "users", "uid", "item", "itemid", "items", "iid", "movieid", "artistid"})
 
 
@@ -263,24 +271,40 @@ def read_text(layout: Layout) -> Entries:
     if not len(users):
         raise RatingsError(f"{layout.path} holds no ratings, only a header")
 
-    def where(first: int, second: int) -> str:
-        lines = [lines.number for k, (lines, _) in enumerate(_records(layout)) if k in (first, second)]
-        return f"lines {lines[0]} and {lines[1]}"
-
     shape = (len(user_ids), len(item_ids))
+    where = functools.partial(lines_of, layout)
     return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where)
+
+
+def lines_of(layout: Layout, first: int, second: int) -> str:
+    """Where two entries stand, in words."""
+    lines = [lines.number for k, (lines, _) in enumerate(_records(layout)) if k in (first, second)]
+    return f"lines {lines[0]} and {lines[1]}"
 
 
 def _read_integers(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Users, items (int64) and values (float64) by numpy.loadtxt; None as soon as anything is out of the ordinary."""
+    parts: list[Chunk] = []
+    for part in integer_chunks(layout):
+        if part is None:
+            return None
+        parts.append(part)
+    if not parts:
+        return np.empty(0), np.empty(0), np.empty(0)
+    users, items, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return users, items, values
+
+
+def integer_chunks(layout: Layout, size: int | None = None) -> Iterator[Chunk | None]:
+    """Users, items (int64) and values (float64) of `size` characters after others; None at the first irregularity."""
     kinds = {layout.user: "i8", layout.item: "i8", layout.value: "f8"}
     dtype = np.dtype([(f"f{k}", kinds.get(k, "U1")) for k in range(layout.n_fields)])
     padded = re.compile(rf"(?:\n|{re.escape(layout.separator)})[ \t]*-?0[0-9]")
-    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     header = layout.header
-    for block in _blocks(layout):
+    for block in _blocks(layout, size):
         if "+" in block or padded.search("\n" + block):  # loadtxt would make integers of what `INTEGER` refuses
-            return None
+            yield None
+            return
         lines = _block_lines(block, layout)
         if header:
             lines = [line for line in lines if line.strip()]
@@ -288,22 +312,19 @@ def _read_integers(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray] 
         if not any(lines):
             continue
         table = _parse_block(lines, dtype, layout)
-        if table is None:
-            return None
-        values = np.ones(len(table)) if layout.value is None else table[f"f{layout.value}"]
-        if not np.all(np.abs(values) <= MAX_VALUE):
-            return None
-        parts.append((table[f"f{layout.user}"], table[f"f{layout.item}"], values))
-    if not parts:
-        return np.empty(0), np.empty(0), np.empty(0)
-    users, items, values = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return users, items, values
+        values = None if table is None else np.ones(len(table))
+        if table is not None and layout.value is not None:
+            values = table[f"f{layout.value}"]
+        if table is None or values is None or not np.all(np.abs(values) <= MAX_VALUE):
+            yield None
+            return
+        yield table[f"f{layout.user}"], table[f"f{layout.item}"], values
 
 
-def _blocks(layout: Layout) -> Iterator[str]:
+def _blocks(layout: Layout, size: int | None = None) -> Iterator[str]:
     """Stretches of whole lines."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
-        while block := stream.read(BLOCK_CHARS):
+        while block := stream.read(size or BLOCK_CHARS):
             yield block + stream.readline()
 
 
@@ -354,6 +375,18 @@ def _read_records(
     """((positions, labels) of users, the same of items, values) through the csv module."""
     user_table: dict[str, int] = {}
     item_table: dict[str, int] = {}
+    parts = list(record_chunks(layout, user_table, item_table))
+    users, items, values = (np.concatenate(column) for column in zip(*parts, strict=True)) if parts else NOTHING
+    return sorted_labels(users, list(user_table)), sorted_labels(items, list(item_table)), values
+
+
+def record_chunks(
+    layout: Layout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_RECORDS
+) -> Iterator[Chunk]:
+    """Codes (int32) of users and items and values (float64) of `size` records after others, through the csv module.
+
+    The tables get the code of each new label: labels count in the order of their first appearance.
+    """
     users, items, values = array("i"), array("i"), array("d")
     for lines, row in _records(layout):
         user, item = row[layout.user].strip(), row[layout.item].strip()
@@ -362,11 +395,11 @@ def _read_records(
         users.append(user_table.setdefault(user, len(user_table)))
         items.append(item_table.setdefault(item, len(item_table)))
         values.append(1.0 if layout.value is None else _value(layout, lines, row[layout.value]))
-    return (
-        _sorted_labels(np.array(users, dtype=np.int32), list(user_table)),
-        _sorted_labels(np.array(items, dtype=np.int32), list(item_table)),
-        np.array(values, dtype=np.float64),
-    )
+        if len(values) == size:
+            yield np.array(users, dtype=np.int32), np.array(items, dtype=np.int32), np.array(values, dtype=np.float64)
+            users, items, values = array("i"), array("i"), array("d")
+    if values:
+        yield np.array(users, dtype=np.int32), np.array(items, dtype=np.int32), np.array(values, dtype=np.float64)
 
 
 def _value(layout: Layout, lines: Lines, text: str) -> float:
@@ -393,7 +426,7 @@ def _cut(text: str, length: int = 80) -> str:
     return repr(text if len(text) <= length else text[:length] + "...")
 
 
-def _sorted_labels(codes: np.ndarray, labels: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def sorted_labels(codes: np.ndarray, labels: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Codes and labels brought to sorted order; labels become int64 where every one is such an integer."""
     limits = np.iinfo(np.int64)
     if all(INTEGER.fullmatch(label) and limits.min <= int(label) <= limits.max for label in labels):

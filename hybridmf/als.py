@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import scipy.sparse as sp
-
 from ._base import FactorModel
 from ._objective import Objective, State
 from ._plan import Plan, Settings
 from ._solver import Solver
 from .cpu.als import CpuALS
+from .cpu.stream import StreamedCpuALS
 
 
 class _ALS(FactorModel):
     """What both estimators share: settings and solver."""
+
+    _reads_slabs = True
 
     def _settings(self) -> Settings:
         return Settings.check(
@@ -33,15 +34,19 @@ class _ALS(FactorModel):
             iterations=self.iterations,
         )
 
-    def _solver(
-        self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
-    ) -> Solver:
+    def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
+        arguments = (user_items, item_users, self._objective(), plan, state)
         if plan.gpu is None:
-            return CpuALS(user_items, item_users, self._objective(), plan, state)
-        from .gpu.als import GpuALS
+            return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
         from .gpu.device import open_device
 
-        return GpuALS(open_device(plan.device), user_items, item_users, self._objective(), plan, state)
+        if plan.streamed:
+            from .gpu.stream import StreamedGpuALS
+
+            return StreamedGpuALS(open_device(plan.device), *arguments)
+        from .gpu.als import GpuALS
+
+        return GpuALS(open_device(plan.device), *arguments)
 
 
 class ImplicitALS(_ALS):

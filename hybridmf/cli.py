@@ -36,9 +36,11 @@ from .compare import FEEDBACK, default_models
 from .compare import compare as run_compare
 from .datasets import SHAPES
 from .demo import run_demo
-from .errors import DeviceError, HybridMFError
+from .errors import DeviceError, HybridMFError, MemoryBudgetError
 from .metrics import PopularityRecommender, evaluate
 from .ratings import Ratings, split
+from .scale.convert import convert as convert_to_store
+from .scale.store import Store
 
 USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
 """What the library raises for input it cannot use; anything else is a bug and keeps its traceback."""
@@ -121,8 +123,12 @@ def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def read_ratings(
-    path: str,
+def read_ratings(path: str, **options: Any) -> Ratings:
+    """`Ratings.from_file` with options as the command line has them."""
+    return Ratings.from_file(path, **_reading(**options))
+
+
+def _reading(
     *,
     separator: str | None = None,
     header: bool | None = None,
@@ -130,17 +136,16 @@ def read_ratings(
     item_column: str = "1",
     value_column: str = "2",
     duplicates: str = "error",
-) -> Ratings:
-    """`Ratings.from_file` with options as the command line has them."""
-    return Ratings.from_file(
-        path,
-        separator=_separator(separator),
-        header="auto" if header is None else header,
-        user=_column(user_column),
-        item=_column(item_column),
-        value=None if value_column.lower() == "none" else _column(value_column),
-        duplicates=duplicates,
-    )
+) -> dict[str, Any]:
+    """Arguments of `Ratings.from_file` and `convert` for options of the command line."""
+    return {
+        "separator": _separator(separator),
+        "header": "auto" if header is None else header,
+        "user": _column(user_column),
+        "item": _column(item_column),
+        "value": None if value_column.lower() == "none" else _column(value_column),
+        "duplicates": duplicates,
+    }
 
 
 def _separator(text: str | None) -> str | None:
@@ -156,6 +161,12 @@ def _check_folder(_: click.Context, __: click.Parameter, path: str | None) -> st
     """Refuse an output path that cannot work before any work is done for it."""
     if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
         raise click.BadParameter(f"the folder {os.path.dirname(path)!r} does not exist")
+    return path
+
+
+def _check_folder_above(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """`_check_folder` of what may be a folder itself."""
+    _check_folder(ctx, parameter, None if path is None else path.rstrip("/" + os.sep))
     return path
 
 
@@ -325,7 +336,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
         "hybridmf fit ratings.csv -o model.safetensors --user userId --item movieId --value rating",
     )
 )
-@click.argument("ratings_file", metavar="RATINGS", type=existing_file)
+@click.argument("ratings_file", metavar="RATINGS", type=click.Path(exists=True))
 @output_option("Where the model goes (safetensors).", required=True)
 @click.option(
     "--model", "kind", type=click.Choice(list(MODELS)), default="explicit", show_default=True,
@@ -366,14 +377,19 @@ def fit(
 ) -> None:
     """Train a model on a file of ratings and save it.
 
-    RATINGS is delimited text (CSV, TSV, "::" and others, also gzipped), MatrixMarket, .npz or Parquet. The model file
-    is written only if all went well.
+    RATINGS is delimited text (CSV, TSV, "::" and others, also gzipped), MatrixMarket, .npz or Parquet; or a store
+    that "hybridmf convert" made, which is read slab by slab with --test-size 0 and loaded into memory otherwise. The
+    model file is written only if all went well.
     """
     refuse_overwriting(output, ratings_file)
     say = _silent if quiet else click.echo
     hyperparameters = {name: options.pop(name) for name in HYPERPARAMETERS}
     model = _make_model(kind, hyperparameters | {"alpha": alpha, "biases": biases or None}, seed)
-    ratings = _read_and_say(ratings_file, options, say)
+    ratings: Any
+    if os.path.isdir(ratings_file):
+        ratings = _open_and_say(ratings_file, load=test_size != 0, say=say)
+    else:
+        ratings = _read_and_say(ratings_file, options, say)
     train, test = (ratings, None) if test_size == 0 else split(ratings, _share_or_number(test_size), random_state=seed)
     if test is not None:
         say(f"Held out {test.nnz:,} ratings, training on {train.nnz:,}.")
@@ -382,7 +398,7 @@ def fit(
     say(_training_summary(model))
     if test is not None:
         say(_held_out_summary(kind, model, train, test))
-    model.save(output)
+    _save(model, output, say)
     whole = "" if test is None else f", trained on {train.nnz:,} of {ratings.nnz:,} ratings (--test-size 0 takes all)"
     say(f"Saved {output} ({_file_size(output)}){whole}.")
 
@@ -410,6 +426,22 @@ def _read_and_say(path: str, options: dict[str, Any], say: Callable[[str], Any])
     n_users, n_items = ratings.shape
     say(f"Read {path} in {seconds:.2f} s: {n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings.")
     return ratings
+
+
+def _open_and_say(path: str, load: bool, say: Callable[[str], Any]) -> Ratings | Store:
+    store = Store.open(path)
+    n_users, n_items = store.shape
+    say(f"Opened {path}: {n_users:,} users, {n_items:,} items, {store.nnz:,} ratings.")
+    return store.to_ratings() if load else store
+
+
+def _save(model: Any, output: str, say: Callable[[str], Any]) -> None:
+    """Save a model; without what users have seen where a store has more of that than memory."""
+    try:
+        model.save(output)
+    except MemoryBudgetError as error:
+        say(f"Saved without what users have seen: {error}")
+        model.save(output, include_seen=False)
 
 
 def _share_or_number(test_size: float) -> float | int:
@@ -711,13 +743,15 @@ def with_output(path: str | None, write: Callable[[TextIO], Any]) -> None:
 
 
 @main.command(epilog=examples("hybridmf info", "hybridmf info model.safetensors", "hybridmf info ratings.csv"))
-@click.argument("file", required=False, type=existing_file)
+@click.argument("file", required=False, type=click.Path(exists=True))
 @ratings_options
 @debug_option
 def info(file: str | None, **options: Any) -> None:
-    """Describe this installation, a model or a file of ratings."""
+    """Describe this installation, a model, a file of ratings or a store."""
     if file is None:
         click.echo(_pairs(_installation()))
+    elif os.path.isdir(file):
+        click.echo(_pairs(store_facts(Store.open(file))))
     elif _is_model(file):
         click.echo(_pairs(_model_facts(load(file), file)))
     else:
@@ -781,6 +815,21 @@ def ratings_facts(ratings: Ratings) -> dict[str, Any]:
     facts["ratings per user"] = _degree_text(np.diff(matrix.indptr))
     facts["ratings per item"] = _degree_text(np.bincount(matrix.indices, minlength=n_items))
     return facts
+
+
+def store_facts(store: Store) -> dict[str, Any]:
+    """Sizes, degrees and slabs of a store, as text by name; entries are not read."""
+    n_users, n_items = store.shape
+    return {
+        "users": f"{n_users:,}, {_label_text(store.user_ids)}",
+        "items": f"{n_items:,}, {_label_text(store.item_ids)}",
+        "ratings": f"{store.nnz:,}",
+        "density": f"{store.nnz / max(n_users * n_items, 1):.3%}",
+        "ratings per user": _degree_text(store.degrees("user")),
+        "ratings per item": _degree_text(store.degrees("item")),
+        "slabs": f"{len(store.slabs('user')):,} of users, {len(store.slabs('item')):,} of items",
+        "bytes": f"{store.nbytes / 1e6:,.1f} MB",
+    }
 
 
 def _degree_text(degrees: np.ndarray) -> str:
@@ -886,14 +935,18 @@ def _ranks(text: str) -> list[int]:
         "hybridmf convert ratings.dat ratings.npz",
         "hybridmf convert ratings.csv.gz ratings.mtx",
         "hybridmf convert ratings.npz --to bals-stats --tile-rows 512",
+        "hybridmf convert ratings.csv.gz store/ --memory-limit 4GB",
     )
 )
 @click.argument("ratings_file", metavar="RATINGS", type=existing_file)
-@click.argument("out", required=False, type=click.Path(dir_okay=False, writable=True), callback=_check_folder)
+@click.argument("out", required=False, type=click.Path(writable=True), callback=_check_folder_above)
 @click.option(
-    "--to", "target", type=click.Choice(["npz", "mtx", "csv", "bals-stats"]),
-    help="Format of OUT; bals-stats writes the statistics as JSON.  [default: by the ending of OUT]",
+    "--to", "target", type=click.Choice(["npz", "mtx", "csv", "bals-stats", "store"]),
+    help="Format of OUT; bals-stats writes the statistics as JSON.  [default: by the ending of OUT; store: a folder]",
 )  # fmt: skip
+@click.option("--slab-bytes", default="64MiB", show_default=True, help="Size of a slab of a store.")
+@click.option("--memory-limit", default="1GiB", show_default=True, help="For ratings on their way into a store.")
+@click.option("--overwrite", is_flag=True, help="Replace a store that is there.")
 @click.option("--tile-rows", type=int, default=256, show_default=True, help="Height of a BALS tile.")
 @click.option("--tile-cols", type=int, default=192, show_default=True, help="Width of a BALS tile.")
 @click.option("--num-threads", type=int, help="[default: all cores]")
@@ -907,18 +960,32 @@ def convert(
     tile_rows: int,
     tile_cols: int,
     num_threads: int | None,
+    slab_bytes: str,
+    memory_limit: str,
+    overwrite: bool,
     quiet: bool,
     **options: Any,
 ) -> None:
     """Convert ratings to another format and print statistics.
 
-    npz and csv keep the labels of users and items; mtx has positions only (its rows are the users in sorted order).
+    A folder as OUT becomes a store, from which ALS is fitted slab by slab: text, MatrixMarket and Parquet files may be
+    larger than memory, and a conversion that was stopped goes on when it is started again. npz and csv keep the labels
+    of users and items; mtx has positions only (its rows are the users in sorted order).
     The statistics tell what BALS tiles would save on these ratings, as they are and reordered by degree.
     """
     refuse_overwriting(out, ratings_file)
     target = target or _format_of(out)
     if out is None and target != "bals-stats":
         raise click.UsageError("name a file OUT to write, or say --to bals-stats for statistics only")
+    if target == "store":
+        assert out is not None
+        sizes: dict[str, Any] = {"slab_bytes": slab_bytes, "memory_limit": memory_limit, "overwrite": overwrite}
+        store = convert_to_store(ratings_file, out, **sizes, **_reading(**options))
+        if not quiet:
+            click.echo(_pairs(store_facts(store)))
+        return
+    if out is not None and os.path.isdir(out):
+        raise click.UsageError(f"{out} is a folder, which can only become a store; give the name of a file")
     ratings = read_ratings(ratings_file, **options)
     statistics = {}
     if not quiet or target == "bals-stats":
@@ -935,6 +1002,8 @@ def convert(
 def _format_of(out: str | None) -> str:
     if out is None:
         return ""
+    if out.endswith(("/", os.sep)) or os.path.isdir(out):
+        return "store"
     endings = {".npz": "npz", ".mtx": "mtx", ".mtx.gz": "mtx", ".csv": "csv", ".csv.gz": "csv", ".json": "bals-stats"}
     for ending, target in endings.items():
         if out.lower().endswith(ending):

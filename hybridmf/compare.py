@@ -29,6 +29,7 @@ from .datasets import SHAPES, synthetic
 from .errors import DeviceError, MemoryBudgetError
 from .metrics import evaluate
 from .ratings import Ratings, split
+from .scale.store import Store
 from .sgd import SGD
 
 METRICS = {"explicit": "rmse", "implicit": "ndcg@10"}
@@ -413,6 +414,8 @@ def _ratings(given: Any, feedback: str, scale: float, seed: int) -> tuple[str, R
     """(name, ratings) of a shape's name, a file or an object."""
     if isinstance(given, Ratings):
         return "ratings", given
+    if isinstance(given, Store):
+        return given.path.name, given.to_ratings()
     if isinstance(given, (str, os.PathLike)):
         if isinstance(given, str) and given in SHAPES:
             name = given if scale == 1 else f"{given} x {scale:g}"
@@ -578,8 +581,9 @@ def compare(
 
     Parameters
     ----------
-    user_items : Ratings, matrix, path-like or str
-        Ratings, a file of them, "demo", or the name of a synthetic shape (`hybridmf.datasets.SHAPES`).
+    user_items : Ratings, Store, matrix, path-like or str
+        Ratings, a file of them, "demo", or the name of a synthetic shape (`hybridmf.datasets.SHAPES`). A store is
+        loaded into memory, since it has to be split.
     models : estimator, list or dict of them, optional
         Their `device` is replaced. Default: what serves the feedback, see `default_models`.
     devices : sequence of str

@@ -58,6 +58,26 @@ def _library(source: str, name: str, constants: tuple[str, ...]) -> Any:
     return ctypes.CDLL(str(stem.with_suffix(".so")))
 
 
+class EmulatedCopier:
+    """Has the methods of `hybridmf.gpu.device.CudaCopier`; a copy is complete at once."""
+
+    def pin(self, array: np.ndarray) -> bool:
+        return True
+
+    def after(self, mark: Any) -> None:
+        pass
+
+    def copy(self, target: np.ndarray, source: np.ndarray) -> None:
+        assert target.dtype == source.dtype and source.size <= target.size
+        target[: source.size] = source
+
+    def mark(self) -> Any:
+        return None
+
+    def synchronize(self) -> None:
+        pass
+
+
 class EmulatedDevice:
     """Has the methods of `hybridmf.gpu.device.CudaDevice`; arrays are NumPy's."""
 
@@ -121,6 +141,15 @@ class EmulatedDevice:
     def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
         self.kernel(source, name, constants)  # what does not compile is told here, as on a GPU
         return Resources(0, 0)
+
+    def record(self) -> Any:
+        return None
+
+    def wait(self, mark: Any) -> None:
+        pass
+
+    def copier(self) -> EmulatedCopier:
+        return EmulatedCopier()
 
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Any:
         library = _library(source, name, constants)

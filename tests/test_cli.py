@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import hybridmf as hmf
 from hybridmf import cli, demo
 from hybridmf.cli import main, read_titles
+from hybridmf.errors import MemoryBudgetError
 from hybridmf.formats import BalsMatrix, reorder
 
 ROOT = Path(__file__).parents[1]
@@ -800,6 +801,47 @@ def test_csv_keeps_awkward_labels(tmp_path):
     ratings.save(tmp_path / "r.npz")
     succeed("convert", tmp_path / "r.npz", tmp_path / "r.csv", "--quiet")
     assert same_ratings(ratings, hmf.Ratings.from_file(tmp_path / "r.csv"))
+
+
+def test_a_folder_becomes_a_store_and_is_fitted_from(folder, tmp_path):
+    source, store = folder / "ratings.csv", tmp_path / "store"
+    output = succeed("convert", source, f"{store}/", "--slab-bytes", "4KiB", "--memory-limit", "1MiB")
+    ratings = hmf.Ratings.from_file(source)
+    assert f"{ratings.nnz:,}" in output and " of users, " in output
+    assert np.array_equal(hmf.Store.open(store).to_ratings().user_items.data, ratings.user_items.data)
+    assert "there is a store already" in refuse("convert", source, store)
+    assert succeed("convert", source, store, "--overwrite", "--quiet", "--slab-bytes", "4KiB") == ""
+    assert succeed("info", store) == output
+    options = ("--factors", 4, "--iterations", 3, "--seed", 5, "--quiet", "--device", "cpu")
+    for name, where, size in (("a", store, 0), ("b", source, 0), ("c", store, 0.2), ("d", source, 0.2)):
+        succeed("fit", where, "-o", tmp_path / name, "--test-size", size, *options)
+    for one, other in ("ab", "cd"):
+        found, expected = hmf.load(tmp_path / one), hmf.load(tmp_path / other)
+        assert np.array_equal(found.user_factors, expected.user_factors)
+        assert np.array_equal(found.recommend(3)[0], expected.recommend(3)[0])
+
+
+def test_a_store_whose_seen_items_do_not_fit_is_fitted_all_the_same(folder, tmp_path, monkeypatch):
+    hmf.convert(folder / "ratings.csv", tmp_path / "store")
+    monkeypatch.setattr("hybridmf.scale.store.StoredSeen.load", _no_memory)
+    output = succeed(
+        "fit", tmp_path / "store", "-o", tmp_path / "m", "--test-size", 0, "--factors", 2, "--iterations", 1
+    )
+    assert "Saved without what users have seen: too much" in output
+    assert "not stored" in succeed("info", tmp_path / "m")
+
+
+def _no_memory(self: object) -> None:
+    raise MemoryBudgetError("too much")
+
+
+def test_folders_become_stores_only(folder, tmp_path):
+    assert "can only become a store" in refuse("convert", folder / "ratings.csv", tmp_path, "--to", "npz")
+    assert "does not exist" in refuse("convert", folder / "ratings.csv", tmp_path / "none" / "store" / "")
+    assert "holds other files" in refuse("convert", folder / "ratings.csv", folder)
+    assert "slab_bytes must be a size" in refuse(
+        "convert", folder / "ratings.csv", f"{tmp_path}/s/", "--slab-bytes", "x"
+    )
 
 
 def test_convert_prints_statistics(folder, tmp_path):

@@ -428,11 +428,19 @@ def objective_value(
     num_threads: int,
 ) -> float:
     """The objective in float64 at O(nnz f + (m + n) f^2): unobserved entries enter through the two Gram matrices."""
+    losses = losses_of_rows(objective, csr, state, num_threads)
+    return total_objective(objective, losses, state, user_degrees, item_degrees, num_threads)
+
+
+def losses_of_rows(
+    objective: Objective, csr: tuple[np.ndarray, np.ndarray, np.ndarray], state: State, num_threads: int
+) -> np.ndarray:
+    """What the entries of each user lose, float64, shape (n_users,)."""
     users, items = state.user.matrix, state.item.matrix
     offsets = (np.empty(0), np.empty(0))
     if state.user.bias is not None and state.item.bias is not None:
         offsets = (state.user.bias.astype(np.float64) + state.mean, state.item.bias.astype(np.float64))
-    losses = _als.row_losses(
+    losses: np.ndarray = _als.row_losses(
         users,
         items,
         *csr,
@@ -442,6 +450,19 @@ def objective_value(
         objective.unobserved_weight,
         num_threads,
     )
+    return losses
+
+
+def total_objective(
+    objective: Objective,
+    losses: np.ndarray,
+    state: State,
+    user_degrees: np.ndarray,
+    item_degrees: np.ndarray,
+    num_threads: int,
+) -> float:
+    """The losses of all rows, of the unobserved entries and the penalty."""
+    users, items = state.user.matrix, state.item.matrix
     total = float(losses.sum())
     if objective.is_implicit:
         grams = [_als.gram(factors, num_threads) for factors in (users, items)]

@@ -209,6 +209,8 @@ class HalfSweep:
     plan : Plan
     names : int64 array, shape (n_rows,), optional
         What errors call each row, if not by its position in `matrix`.
+    roots : (float, float), optional
+        `range_of_roots` of all ratings, where `matrix` is a slab of them.
     """
 
     def __init__(
@@ -219,6 +221,7 @@ class HalfSweep:
         objective: Objective,
         plan: Plan,
         names: np.ndarray | None = None,
+        roots: tuple[float, float] | None = None,
     ) -> None:
         self.device, self.side, self.objective, self.plan, self.names = device, side, objective, plan, names
         indptr, indices, ratings = csr_arrays(matrix)
@@ -226,12 +229,12 @@ class HalfSweep:
         self.degrees = np.diff(indptr)
         self.width = table_width(plan.rank, self.dtype)
         self.indptr = device.upload(np.asarray(indptr, dtype=np.int64))
-        self.indices, self.ratings = device.upload(indices), device.upload(ratings)
+        self.indices, self.ratings = self._hold(indices, ratings)
         self.scale = device.upload(objective.row_scale(self.degrees).astype(self.dtype))
         ridge = np.full(plan.rank, objective.regularization, dtype=self.dtype)
         ridge[plan.factors :] = 0  # biases carry no penalty
         self.ridge = device.upload(ridge)
-        self.roots = _range_of_roots(objective, ratings)
+        self.roots = roots or range_of_roots(objective, ratings)
         order = np.argsort(-self.degrees, kind="stable")
         order = order[: int(np.count_nonzero(self.degrees))]
         at_once = plan.assembly == "fused" and plan.rank < fused.SOLVED_APART
@@ -248,6 +251,10 @@ class HalfSweep:
 
     def __len__(self) -> int:
         return len(self.degrees)
+
+    def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
+        """The entries on the device."""
+        return self.device.upload(indices), self.device.upload(ratings)
 
     def solve(
         self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
@@ -285,9 +292,13 @@ class HalfSweep:
             self._solve_tiles(systems, fixed.table, entries)
         else:
             self._solve_batches(systems, fixed.table, entries)
-        if bool(status.any()):
-            check_status(device.download(status), self.side, self.objective, self.names)
+        self._judge(status)
         return self._unpack(solutions)
+
+    def _judge(self, status: Array) -> None:
+        """Raise what went wrong in a row."""
+        if bool(status.any()):
+            check_status(self.device.download(status), self.side, self.objective, self.names)
 
     def _entries(self, fixed: DeviceFactors, mean: float) -> Entries:
         offsets = None
@@ -431,7 +442,7 @@ class HalfSweep:
             cholesky_any.cholesky_solve(device, *arrays, self.epsilon)
 
 
-def _range_of_roots(objective: Objective, ratings: np.ndarray) -> tuple[float, float]:
+def range_of_roots(objective: Objective, ratings: np.ndarray) -> tuple[float, float]:
     """Smallest and largest root of the weight that an entry has beyond the Gram matrix; zeros do not count."""
     if not objective.is_implicit or not len(ratings):
         return 1.0, 1.0
@@ -551,11 +562,17 @@ def objective_value(
 def _objective_value(
     half: HalfSweep, users: DeviceFactors, items: DeviceFactors, mean: float, item_degrees: np.ndarray
 ) -> float:
+    total = float(entry_losses(half, users, items, mean).sum())
+    return total + unobserved_and_penalty(half, users, items, half.degrees, item_degrees)
+
+
+def entry_losses(half: HalfSweep, users: DeviceFactors, items: DeviceFactors, mean: float) -> np.ndarray:
+    """Losses of pieces of rows, in the order of the rows; float64 on the host."""
     device, objective, plan = half.device, half.objective, half.plan
     indptr = device.download(half.indptr)
     pieces = Pieces.cut(indptr, np.flatnonzero(half.degrees), LOSS_ROWS)
     owners = np.repeat(pieces.rows, np.diff(pieces.slots))
-    total = losses.total_loss(
+    return losses.segment_losses(
         device,
         users.table,
         items.table,
@@ -571,10 +588,18 @@ def _objective_value(
         device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64)),
         plan.factors,
     )
+
+
+def unobserved_and_penalty(
+    half: Any, users: DeviceFactors, items: DeviceFactors, user_degrees: np.ndarray, item_degrees: np.ndarray
+) -> float:
+    """What the objective has beside the losses of entries; `half` says device, objective and plan."""
+    device, objective, plan = half.device, half.objective, half.plan
+    total = 0.0
     if objective.is_implicit:
         grams = [exact_gram(device, side.table) for side in (users, items)]
         total += objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
-    for factors, degrees in ((users, half.degrees), (items, item_degrees)):
+    for factors, degrees in ((users, user_degrees), (items, item_degrees)):
         squares = losses.row_squares(device, factors.table, plan.factors)
         total += objective.regularization * float(squares @ objective.row_scale(degrees))
     return total

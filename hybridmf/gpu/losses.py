@@ -36,8 +36,22 @@ def total_loss(
     factors : int
         Columns that are factors.
     """
+    out = segment_losses(device, users, items, entries, user_offsets, segments, factors)
+    return float(out.sum())
+
+
+def segment_losses(
+    device: Device,
+    users: Array,
+    items: Array,
+    entries: Entries,
+    user_offsets: Array | None,
+    segments: Array,
+    factors: int,
+) -> np.ndarray:
+    """Loss of each segment, float64 on the host, shape (n_segments,); see `total_loss`."""
     if not len(segments):
-        return 0.0
+        return np.zeros(0)
     width, real = users.shape[1], users.dtype
     check("users", users, real, (None, width))
     check("items", items, real, (None, width))
@@ -52,7 +66,7 @@ def total_loss(
         (out, users, items, *entries.arrays, offsets, segments, np.int64(len(segments)), *entries.scalars),
         0,
     )
-    return float(device.download(out).sum())
+    return device.download(out)
 
 
 def row_squares(device: Device, table: Array, factors: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from .._files import write_atomically
 from .._io import ModelFile, check_storable_labels, encode_model, jsonable
 from ..errors import ModelFileError
 from ..ratings import Ratings
+from .store import Store
 
 logger = logging.getLogger("hybridmf")
 
@@ -64,7 +65,7 @@ def prepare(
         Labels other than strings and numbers.
     """
     path = Path(directory)
-    if isinstance(ratings, Ratings):
+    if isinstance(ratings, (Ratings, Store)):
         check_storable_labels("user_ids", ratings.user_ids)
         check_storable_labels("item_ids", ratings.item_ids)
     if path.exists() and not path.is_dir():

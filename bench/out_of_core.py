@@ -1,0 +1,170 @@
+"""What it costs to keep ratings outside of the memory they are worked on in: milliseconds an iteration of ALS.
+
+    python bench/out_of_core.py                        on a GPU, Netflix's shape: about 2 minutes on an H200
+    python bench/out_of_core.py --device cpu           on the CPU, ML-10M's shape: about 2 minutes on 2 cores
+    python bench/out_of_core.py --profile full         more ranks, implicit feedback too
+    python bench/out_of_core.py --folder /fast/disk    where the store goes (it is removed at the end)
+
+Alternatives take turns on the same factors: all ratings in the device's memory; slabs from the memory of the host;
+slabs of a store on the disk, which the page cache serves where it is large enough (`--cold` drops the files from it
+before each iteration, by POSIX_FADV_DONTNEED). Before anything is timed, one iteration of each has to end with the same
+bits. "ratio" is against the ratings in the device's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from common import alternate, median, record, synthetic, synthetic_counts
+
+import hybridmf as hmf
+from hybridmf import _plan
+from hybridmf._plan import Plan, make_plan
+from hybridmf._solver import Solver
+from hybridmf.errors import DeviceError
+from hybridmf.scale.store import StoreMatrix
+
+CASES = {
+    "quick": [("explicit", 100)],
+    "full": [("explicit", 64), ("explicit", 100), ("implicit", 64), ("implicit", 100)],
+}
+CPU_FACTORS = 32
+SHAPES = {"cuda": "netflix", "cpu": "ml-10m"}
+
+
+def model_of(feedback: str, factors: int, device: str) -> Any:
+    """The estimator that is measured."""
+    cls = hmf.ExplicitALS if feedback == "explicit" else hmf.ImplicitALS
+    return cls(factors, device=device, random_state=0)
+
+
+def data_of(feedback: str, shape: str, device: str) -> Any:
+    """Ratings of a shape, CSR."""
+    if device == "cpu":
+        return synthetic(shape) if feedback == "explicit" else synthetic_counts(shape)
+    from gpu_data import synthetic_gpu
+
+    return synthetic_gpu(shape, implicit=feedback == "implicit")
+
+
+def plans(model: Any, store: StoreMatrix) -> dict[str, Plan]:
+    """What each alternative runs by; the choices that memory would force are made by hand."""
+    objective, settings = model._objective(), model._settings()
+    memory = make_plan(objective, settings, store.shape, store.nnz)
+    disk = make_plan(objective, settings, store.shape, store.nnz, slab=store.largest_slab)
+    if memory.gpu is None:
+        return {"memory": memory, "disk": disk}
+    streamed = replace(disk, streamed="disk", resident=False, slab=store.largest_slab)
+    host = replace(memory, streamed="host", slab=_plan.STREAM_SLAB)
+    return {"memory": memory, "host": host, "disk": streamed}
+
+
+def solvers(
+    model: Any, matrix: Any, store: StoreMatrix, chosen: dict[str, Plan]
+) -> tuple[dict[str, Solver], dict[str, float]]:
+    """A solver of each alternative at the same initial factors, and the seconds it took to set up."""
+    from hybridmf.formats import transpose
+
+    transposed = transpose(matrix)
+    found, seconds = {}, {}
+    for name, plan in chosen.items():
+        data = (store, store.transposed()) if name == "disk" else (matrix, transposed)
+        state = model._initial_state(*data, plan, model._objective())
+        started = time.perf_counter()
+        found[name] = model._solver(plan, *data, state, 0)
+        seconds[name] = time.perf_counter() - started
+    return found, seconds
+
+
+def iterate(solver: Solver) -> None:
+    """One iteration, to its end."""
+    for _ in solver.sweep():
+        pass
+    device = getattr(solver, "device", None)
+    if device is not None:
+        device.synchronize()
+
+
+def same_bits(found: dict[str, Solver]) -> None:
+    """One iteration each; raise unless all have the same factors."""
+    for solver in found.values():
+        iterate(solver)
+    first, *others = (solver.state for solver in found.values())
+    for name, other in zip(list(found)[1:], others, strict=True):
+        same = [np.array_equal(first.side(side).matrix, other.side(side).matrix) for side in ("user", "item")]
+        if not all(same):
+            raise click.ClickException(f"slabs from {name} give other factors than ratings in memory: not measured")
+
+
+def forget(folder: Path) -> None:
+    """Drop the files of a store from the page cache, so that they come from the disk."""
+    for path in folder.iterdir():
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def measure(feedback: str, factors: int, device: str, shape: str, folder: str, repeats: int, cold: bool) -> None:
+    """One case: convert, check, time, print, record."""
+    matrix, model = data_of(feedback, shape, device), model_of(feedback, factors, device)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="hybridmf-bench-") as place:
+        started = time.perf_counter()
+        store = hmf.convert(matrix, Path(place) / "store")
+        converted = time.perf_counter() - started
+        stored = StoreMatrix(store, "user", np.float32, feedback == "implicit")
+        chosen = plans(model, stored)
+        found, set_up = solvers(model, matrix, stored, chosen)
+        same_bits(found)
+        runs: dict[str, Callable[[], Any]] = {name: lambda s=solver: iterate(s) for name, solver in found.items()}  # type: ignore[misc]
+        if cold:
+
+            def from_the_disk() -> float:
+                forget(store.path)
+                begun = time.perf_counter()
+                iterate(found["disk"])
+                return time.perf_counter() - begun
+
+            runs["disk, cold"] = from_the_disk
+        seconds = alternate(runs, repeats)
+    base = median(seconds["memory"])
+    spec = chosen["memory"].gpu
+    for name, times in seconds.items():
+        one, slab = median(times), chosen[name.split(",")[0]].slab
+        click.echo(f"{shape:8} {feedback:8} {factors:4}  {name:10} {1e3 * one:9.1f} ms  ratio {one / base:5.2f}")
+        line = {
+            "task": "out of core", "device": device if spec is None else str(spec), "shape": shape, "nnz": matrix.nnz,
+            "feedback": feedback, "factors": factors, "from": name, "ms": [1e3 * each for each in times],
+            "ratio": one / base, "bytes_per_iteration": 16 * matrix.nnz, "slab": slab,
+            "set_up_s": set_up.get(name), "convert_s": converted,
+        }  # fmt: skip
+        record("out_of_core", line)
+
+
+@click.command(help=__doc__)
+@click.option("--profile", type=click.Choice(list(CASES)), default="quick", show_default=True)
+@click.option("--device", type=click.Choice(list(SHAPES)), default="cuda", show_default=True)
+@click.option("--shape", help="Of bench/common.py on the CPU, of bench/gpu_data.py on a GPU.")
+@click.option("--folder", type=click.Path(exists=True, file_okay=False), help="[default: the system's temporary one]")
+@click.option("--cold", is_flag=True, help="Also with the files out of the page cache.")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+def main(profile: str, device: str, shape: str | None, folder: str | None, cold: bool, repeats: int) -> None:
+    for feedback, factors in CASES[profile]:
+        try:
+            rank = CPU_FACTORS if device == "cpu" else factors
+            place = folder or tempfile.gettempdir()
+            measure(feedback, rank, device, shape or SHAPES[device], place, repeats, cold)
+        except DeviceError as error:
+            raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""ALS on the CPU over ratings that are read slab by slab; the bits of `hybridmf.cpu.als.CpuALS`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .._objective import SIDES, Factors, Objective, Side, State
+from .._plan import Plan
+from .._validate import csr_arrays
+from ..scale.slabs import Slabs
+from .als import CpuALS, HalfSweep, aligned_zeros, losses_of_rows, total_objective, weighted_gram
+
+
+class StreamedHalf:
+    """One half of a sweep over slabs: `hybridmf.cpu.als.HalfSweep` of one after the other.
+
+    Rows do not depend on each other and no kernel lets a row's bits depend on the rows beside it, so neither do they
+    depend on where slabs end.
+
+    Parameters
+    ----------
+    side : {"user", "item"}
+        The side that is solved.
+    slabs : Slabs
+        One row for each row of the side.
+    objective : Objective
+    plan : Plan
+    """
+
+    def __init__(self, side: Side, slabs: Slabs, objective: Objective, plan: Plan) -> None:
+        self.side, self.slabs, self.objective, self.plan = side, slabs, objective, plan
+        self.degrees = slabs.degrees
+        self.scale = objective.row_scale(self.degrees)
+
+    def solve(self, fixed: Factors, mean: float, start: Factors | None = None) -> Factors:
+        """New factors of the side; see `HalfSweep.solve`."""
+        plan, bounds = self.plan, self.slabs.bounds
+        gram = weighted_gram(np.ascontiguousarray(fixed.matrix), self.objective, plan.num_threads, blas=plan.uses_blas)
+        out = aligned_zeros((len(self.degrees), plan.factors), fixed.matrix.dtype)
+        bias = np.zeros(len(out), dtype=out.dtype) if self.objective.biases else None
+        for k, (first, last) in enumerate(pairwise(bounds)):
+            self.slabs.prefetch(k + 1)
+            rows = slice(int(first), int(last))
+            half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, np.arange(first, last))
+            before = None if start is None else _part(start, rows)
+            solved = half.solve(fixed, mean, before, gram)
+            out[rows] = solved.matrix
+            if bias is not None and solved.bias is not None:
+                bias[rows] = solved.bias
+        return Factors(out, bias)
+
+
+def _part(factors: Factors, rows: slice) -> Factors:
+    return Factors(factors.matrix[rows], None if factors.bias is None else factors.bias[rows])
+
+
+class StreamedCpuALS(CpuALS):
+    """`CpuALS` that reads its ratings slab by slab in each half sweep.
+
+    Parameters
+    ----------
+    user_slabs, item_slabs : Slabs
+        The ratings in both orientations.
+    objective : Objective
+    plan : Plan
+    state : State
+    """
+
+    halves: dict[Side, Any]
+
+    def __init__(self, user_slabs: Slabs, item_slabs: Slabs, objective: Objective, plan: Plan, state: State) -> None:
+        self.objective, self.plan, self.state = objective, plan, state
+        self._reordered = None
+        slabs = {"user": user_slabs, "item": item_slabs}
+        self.halves = {side: StreamedHalf(side, slabs[side], objective, plan) for side in SIDES}
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, in float64."""
+        half, state = self.halves["user"], self.state
+        slabs, losses = half.slabs, np.zeros(len(half.degrees))
+        for k, (first, last) in enumerate(pairwise(slabs.bounds)):
+            slabs.prefetch(k + 1)
+            rows = slice(int(first), int(last))
+            part = State(_part(state.user, rows), state.item, state.mean)
+            csr = csr_arrays(slabs.matrix(k))
+            losses[rows] = losses_of_rows(self.objective, csr, part, self.plan.num_threads)
+        return total_objective(
+            self.objective, losses, state, half.degrees, self.halves["item"].degrees, self.plan.num_threads
+        )

@@ -1,0 +1,295 @@
+"""ALS on a GPU over ratings that do not fit on it: slabs come from the host or the disk while kernels run.
+
+    thread:   slab k + 1 ──> pinned buffers ──> device buffer (k + 1) % 3     a stream of its own
+    kernels:  wait for the copy of slab k; solve its rows; release its buffer
+
+Factors, and what is known of each row (where it begins, which are long), stay on the device: about 30 bytes a row. Only
+the entries come anew in each half sweep, 8 bytes each. The bits are those of `hybridmf.gpu.als.GpuALS`: rows do not
+depend on each other, and what depends on all of them, the scale of float16 parts, is found before they are cut.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator
+from contextlib import closing
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._objective import SIDES, Objective, Side, State
+from .._plan import STREAM_BUFFERS, Plan
+from .._validate import csr_arrays, make_csr
+from ..cpu.als import check_status
+from ..scale.slabs import MemorySlabs, Slabs, slab_entries
+from ..scale.store import StoreMatrix
+from .als import (
+    DeviceFactors,
+    GpuALS,
+    HalfSweep,
+    entry_losses,
+    range_of_roots,
+    table_width,
+    to_device,
+    unobserved_and_penalty,
+    weighted_gram,
+)
+from .device import Array, Device
+
+
+class Pipeline:
+    """Device buffers that take turns, and the thread that fills them.
+
+    Parameters
+    ----------
+    device : Device
+    capacity : int
+        Entries of the largest slab.
+    dtype : dtype
+        Of the ratings.
+    buffers : int
+    """
+
+    def __init__(self, device: Device, capacity: int, dtype: Any, buffers: int = STREAM_BUFFERS) -> None:
+        self.device, self.copier = device, device.copier()
+        self._buffers = [(device.empty(capacity, np.int32), device.empty(capacity, dtype)) for _ in range(buffers)]
+
+    def stream(self, slabs: Slabs) -> Generator[tuple[int, Array, Array], None, None]:
+        """(number, indices, ratings) of each slab in order; the arrays are valid for work launched until the next one.
+
+        Raises
+        ------
+        StoreError, DeviceError, OSError
+            What the thread met with.
+        """
+        free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        begun = self.device.record()  # the last user of the buffers may still be at work
+        for slot in range(len(self._buffers)):
+            free.put((slot, begun))
+        thread = threading.Thread(target=self._load, args=(slabs, free, ready), name="hybridmf-slabs", daemon=True)
+        thread.start()
+        try:
+            for slab in range(len(slabs.bounds) - 1):
+                found = ready.get()
+                if isinstance(found, BaseException):
+                    raise found
+                slot, size, mark = found
+                self.device.wait(mark)
+                indices, ratings = self._buffers[slot]
+                yield slab, indices[:size], ratings[:size]
+                free.put((slot, self.device.record()))
+        finally:
+            free.put(None)
+            thread.join()
+            self.copier.synchronize()
+
+    def _load(self, slabs: Slabs, free: queue.SimpleQueue[Any], ready: queue.SimpleQueue[Any]) -> None:
+        """Fill free buffers with slab after slab."""
+        try:
+            for slab in range(len(slabs.bounds) - 1):
+                slot = free.get()
+                if slot is None:
+                    return
+                number, mark = slot
+                self.copier.after(mark)
+                slabs.prefetch(slab + 1)
+                _, indices, ratings = csr_arrays(slabs.matrix(slab))
+                for target, source in zip(self._buffers[number], (indices, ratings), strict=True):
+                    self.copier.copy(target, source)
+                ready.put((number, len(indices), self.copier.mark()))
+        except BaseException as error:  # the thread that waits for the slab has to hear of it, whatever it is
+            ready.put(error)
+
+
+class SlabHalf(HalfSweep):
+    """`HalfSweep` of a slab: holds what is known of its rows; entries are lent to it for each solve.
+
+    Parameters
+    ----------
+    device, side, objective, plan
+        As for `HalfSweep`.
+    degrees : int64 array, shape (n_rows,)
+    dtype : dtype
+        Of the ratings.
+    roots : (float, float)
+        `range_of_roots` of all ratings.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        side: Side,
+        degrees: np.ndarray,
+        dtype: Any,
+        objective: Objective,
+        plan: Plan,
+        roots: tuple[float, float],
+    ) -> None:
+        indptr = np.concatenate(([0], np.cumsum(degrees)))
+        rows = make_csr(indptr, np.empty(0, np.int32), np.empty(0, dtype), (len(degrees), 1))
+        super().__init__(device, side, rows, objective, plan, roots=roots)
+        self.shared_method: Any = None
+        self.statuses: Array = None
+
+    def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
+        return None, None
+
+    def lend(self, indices: Array, ratings: Array) -> None:
+        """Entries for the next solve."""
+        self.indices, self.ratings = indices, ratings
+
+    def _judge(self, status: Array) -> None:
+        self.statuses[...] = status  # looked at once all slabs are solved: to look is to wait
+
+    def method_for(self, table: Array) -> Any:
+        """Solver and arithmetic for these fixed factors; the same for all slabs."""
+        return super()._method(table)
+
+    def _method(self, table: Array) -> Any:
+        return self.shared_method
+
+
+class StreamedHalf:
+    """One half of a sweep on a device over slabs.
+
+    Parameters
+    ----------
+    device : Device
+    side : {"user", "item"}
+        The side that is solved.
+    slabs : Slabs
+        One row for each row of the side.
+    objective : Objective
+    plan : Plan
+    """
+
+    def __init__(self, device: Device, side: Side, slabs: Slabs, objective: Objective, plan: Plan) -> None:
+        self.device, self.side, self.slabs, self.objective, self.plan = device, side, slabs, objective, plan
+        self.degrees = slabs.degrees
+        self.scale = device.upload(objective.row_scale(self.degrees).astype(slabs.dtype))
+        roots = range_of_roots(objective, slabs.ends)
+        self.rows = [slice(int(a), int(b)) for a, b in pairwise(slabs.bounds)]
+        self.parts = [
+            SlabHalf(device, side, self.degrees[rows], slabs.dtype, objective, plan, roots) for rows in self.rows
+        ]
+        self._kept: list[tuple[Array, Array]] = []
+
+    def entries(self, pipeline: Pipeline | None) -> Generator[tuple[slice, SlabHalf], None, None]:
+        """Rows and half sweep of each slab, entries lent to it until the next one.
+
+        Without a pipeline they stay on the device from the first time on.
+        """
+        if pipeline is None:
+            for slab in range(len(self._kept), len(self.parts)):
+                _, indices, ratings = csr_arrays(self.slabs.matrix(slab))
+                self._kept.append((self.device.upload(indices), self.device.upload(ratings)))
+            lent: Any = ((slab, *arrays) for slab, arrays in enumerate(self._kept))
+        else:
+            lent = pipeline.stream(self.slabs)
+        try:
+            for slab, indices, ratings in lent:
+                self.parts[slab].lend(indices, ratings)
+                yield self.rows[slab], self.parts[slab]
+                self.parts[slab].lend(None, None)
+        finally:
+            lent.close()
+
+    def solve(
+        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None, pipeline: Pipeline | None
+    ) -> DeviceFactors:
+        """New factors of the side; see `HalfSweep.solve`."""
+        with self.device.active():
+            return self._solve(fixed, mean, start, pipeline)
+
+    def _solve(
+        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None, pipeline: Pipeline | None
+    ) -> DeviceFactors:
+        device, plan, n = self.device, self.plan, len(self.degrees)
+        gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
+        table = device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
+        bias = device.zeros(n, table.dtype) if self.objective.biases else None
+        status = device.zeros(n, np.int32)
+        method = self.parts[0].method_for(fixed.table) if plan.assembly == "fused" else None
+        with closing(self.entries(pipeline)) as slabs:  # else a failure would leave the thread at work
+            for rows, part in slabs:
+                part.shared_method, part.statuses = method, status[rows]
+                solved = part.solve(fixed, mean, None if start is None else _part(start, rows), gram)
+                table[rows] = solved.table
+                if bias is not None:
+                    bias[rows] = solved.device_bias
+        if bool(status.any()):
+            check_status(device.download(status), self.side, self.objective)
+        return DeviceFactors(device, table, plan.factors, bias)
+
+
+def _part(factors: DeviceFactors, rows: slice) -> DeviceFactors:
+    bias = None if factors.device_bias is None else factors.device_bias[rows]
+    return DeviceFactors(factors.device, factors.table[rows], factors.factors, bias)
+
+
+class StreamedGpuALS(GpuALS):
+    """`GpuALS` over ratings that come slab by slab.
+
+    Parameters
+    ----------
+    device : Device
+    user_items, item_users : csr_array or StoreMatrix
+        The ratings in both orientations, in memory or in a store.
+    objective : Objective
+    plan : Plan
+        Says where slabs stay: `streamed`, `resident`.
+    state : State
+    """
+
+    halves: dict[Side, Any]
+
+    def __init__(
+        self,
+        device: Device,
+        user_items: sp.csr_array | StoreMatrix,
+        item_users: sp.csr_array | StoreMatrix,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+    ) -> None:
+        self.device, self.objective, self.plan, self.mean = device, objective, plan, state.mean
+        self._reordered = None
+        slabs = {"user": _slabs(user_items, plan), "item": _slabs(item_users, plan)}
+        self.halves = {side: StreamedHalf(device, side, slabs[side], objective, plan) for side in SIDES}
+        self.pipeline: Pipeline | None = None
+        if not plan.resident:
+            capacity = max(int(slab_entries(each.bounds, each.degrees).max(initial=1)) for each in slabs.values())
+            self.pipeline = Pipeline(device, capacity, user_items.dtype)
+            for each in slabs.values():
+                if isinstance(each, MemorySlabs):
+                    self.pipeline.copier.pin(each.csr.indices)
+                    self.pipeline.copier.pin(each.csr.data)
+        width = table_width(plan.rank, user_items.dtype)
+        self.inward = {side: to_device(device, state.side(side), width) for side in SIDES}
+
+    def update(self, side: Side) -> None:
+        """One half sweep; the state changes only once it is complete."""
+        fixed = self.inward["item" if side == "user" else "user"]
+        self.inward[side] = self.halves[side].solve(fixed, self.mean, self.inward[side], self.pipeline)
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, sums in float64."""
+        half, users, items = self.halves["user"], self.inward["user"], self.inward["item"]
+        with self.device.active():
+            with closing(half.entries(self.pipeline)) as slabs:
+                losses = [entry_losses(part, _part(users, rows), items, self.mean) for rows, part in slabs]
+            total = float(np.concatenate(losses).sum())
+            return total + unobserved_and_penalty(half, users, items, half.degrees, self.halves["item"].degrees)
+
+
+def _slabs(matrix: sp.csr_array | StoreMatrix, plan: Plan) -> Slabs:
+    """Where slabs come from, as the plan says."""
+    if not isinstance(matrix, StoreMatrix):
+        return MemorySlabs.cut(matrix, plan.slab)
+    if plan.streamed == "host":
+        return MemorySlabs(matrix.load(), matrix.bounds)
+    return matrix

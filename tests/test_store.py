@@ -1,0 +1,765 @@
+"""Stores: conversion of every format is `Ratings.from_file`, survives kills and full disks; a fit has the same bits."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gzip
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.io
+import scipy.sparse as sp
+from conftest import planted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hybridmf as hmf
+from hybridmf import _plan
+from hybridmf._sparse import SUMMED, entry_sum
+from hybridmf._validate import as_csr
+from hybridmf.errors import DuplicateEntriesError, MemoryBudgetError, ModelFileError, RatingsError, StoreError
+from hybridmf.scale import convert as conversion
+from hybridmf.scale.checkpoint import fingerprint
+from hybridmf.scale.slabs import MemorySlabs, slab_bounds, slab_entries
+from hybridmf.scale.store import StoreMatrix, seal
+
+SLAB = 900
+"""Bytes of a slab here: a few rows."""
+
+
+def assert_same_matrix(found: sp.csr_array, expected: sp.csr_array) -> None:
+    assert found.shape == expected.shape
+    for name in ("indptr", "indices", "data"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert one.dtype == other.dtype, name
+        np.testing.assert_array_equal(one, other)
+
+
+def assert_same_ratings(store: hmf.Store, expected: hmf.Ratings) -> None:
+    """Both orientations, labels and what the manifest says."""
+    found = store.to_ratings()
+    assert_same_matrix(found.user_items, expected.user_items)
+    assert_same_matrix(StoreMatrix(store, "item").load(), expected.item_users)
+    assert (store.shape, store.nnz) == (expected.shape, expected.nnz)
+    for name in ("user_ids", "item_ids"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert (one is None) == (other is None)
+        if other is not None:
+            assert one.dtype == other.dtype
+            assert one.tolist() == other.tolist()
+    np.testing.assert_array_equal(store.degrees(), np.diff(expected.user_items.indptr))
+    np.testing.assert_array_equal(store.degrees("item"), np.diff(expected.item_users.indptr))
+    assert not (store.path / "work").exists() and not (store.path / "unfinished.json").exists()
+    store.verify()
+
+
+def triplets(count: int = 300, seed: int = 0) -> list[tuple[int, int, float]]:
+    rng = np.random.default_rng(seed)
+    pairs = rng.permutation(60 * 40)[:count]
+    return [(int(p // 40) * 7 - 50, int(p % 40) + 3, float(rng.integers(0, 11)) / 2) for p in pairs]
+
+
+def write_text(path: Path, rows: list[tuple[Any, Any, Any]], separator: str = ",", head: str = "") -> Path:
+    text = head + "".join(separator.join(map(str, row)) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------- conversion
+
+
+def _parquet(path: Path, rows: list[tuple[Any, Any, Any]]) -> Path:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    users, items, values = (list(column) for column in zip(*rows, strict=True))
+    wide = isinstance(users[0], int) and users[0] >= 2**62
+    table = pa.table({"u": pa.array(users, pa.uint64()) if wide else users, "i": items, "r": values})
+    pq.write_table(table, path, row_group_size=50)
+    return path
+
+
+def _mtx(path: Path, **options: Any) -> Path:
+    rows, columns, values = (np.array(column) for column in zip(*triplets(), strict=True))
+    matrix = sp.coo_array((values, ((rows + 50) // 7, columns)), shape=(61, 50))
+    scipy.io.mmwrite(path, matrix, **options)
+    return path
+
+
+SOURCES = {
+    "integers": lambda d: write_text(d / "r.csv", triplets()),
+    "header, gzip": lambda d: write_text(d / "r.tsv.gz", triplets(), "\t", "user\titem\trating\n"),
+    "two characters": lambda d: write_text(d / "r.dat", triplets(), "::"),
+    "white space": lambda d: write_text(d / "r.txt", triplets(), " ", "# a comment\n\n"),
+    "strings": lambda d: write_text(d / "r.csv", [(f"u{u}", f"Ünï {i}", r) for u, i, r in triplets()]),
+    "integers until the last line": lambda d: write_text(d / "r.csv", [*triplets(), ("007", 3, 1)]),
+    "integers far apart": lambda d: write_text(d / "r.csv", [(u * 10**15, i, r) for u, i, r in triplets()]),
+    "two columns": lambda d: write_text(d / "r.csv", [row[:2] for row in triplets()]),
+    "quoted": lambda d: write_text(d / "r.csv", [(f'"a,{u}"', i, r) for u, i, r in triplets()]),
+    "parquet": lambda d: _parquet(d / "r.parquet", triplets()),
+    "parquet of strings": lambda d: _parquet(d / "r.parquet", [(f"u{u}", i, r) for u, i, r in triplets()]),
+    "parquet of large integers": lambda d: _parquet(
+        d / "r.parquet", [(2**63 + u + 50, i, r) for u, i, r in triplets()]
+    ),
+    "mtx": lambda d: _mtx(d / "r.mtx"),
+    "mtx pattern": lambda d: _mtx(d / "r.mtx", field="pattern"),
+    "mtx integer": lambda d: _mtx(d / "r.mtx", field="integer"),
+    "mtx array": lambda d: (scipy.io.mmwrite(d / "r.mtx", np.arange(12.0).reshape(3, 4)), d / "r.mtx")[1],
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_format_is_converted_to_what_from_file_reads(source, tmp_path, monkeypatch):
+    path = SOURCES[source](tmp_path)
+    expected = hmf.Ratings.from_file(path)
+    monkeypatch.setattr(conversion, "CHUNK_BYTES", 1 << 14)  # 64 entries of a chunk
+    monkeypatch.setattr(conversion, "BLOCK_CHARS", 500)
+    store = hmf.convert(path, tmp_path / "store", slab_bytes=SLAB, memory_limit="1MiB")
+    assert len(store.slabs("user")) > 1 or source == "mtx array"
+    assert_same_ratings(store, expected)
+    assert repr(store).startswith(f"Store({str(tmp_path / 'store')!r}: {expected.n_users} users x")
+
+
+def test_matrices_and_npz_and_stores_are_converted(tmp_path):
+    ratings = hmf.Ratings.from_matrix(planted(), user_ids=[f"u{k}" for k in range(60)])
+    ratings.save(tmp_path / "r.npz")
+    for name, source in {"ratings": ratings, "npz": tmp_path / "r.npz"}.items():
+        assert_same_ratings(hmf.convert(source, tmp_path / name, slab_bytes=SLAB), ratings)
+    again = hmf.convert(hmf.Store.open(tmp_path / "npz"), tmp_path / "again", slab_bytes=10**9)
+    assert [len(again.slabs(side)) for side in ("user", "item")] == [1, 1]
+    assert_same_ratings(again, ratings)
+    coo = sp.coo_array(([1.0, 2.0], ([0, 0], [1, 1])), shape=(2, 3))
+    assert_same_ratings(
+        hmf.convert(coo, tmp_path / "sum", duplicates="sum"), hmf.Ratings.from_matrix(coo, duplicates="sum")
+    )
+    assert_same_ratings(hmf.convert(np.zeros((3, 4)), tmp_path / "no"), hmf.Ratings(np.zeros((3, 4))))
+    with pytest.raises(DuplicateEntriesError):
+        hmf.convert(coo, tmp_path / "error")
+    assert not (tmp_path / "error").exists()
+
+
+@pytest.mark.parametrize("rule", ["sum", "mean", "last", "max"])
+def test_pairs_that_repeat_are_merged_as_in_memory(rule, tmp_path, monkeypatch):
+    monkeypatch.setattr(conversion, "CHUNK_BYTES", 1 << 14)
+    rng = np.random.default_rng(1)
+    rows = [
+        (int(u), int(i), float(v)) for u, i, v in zip(*rng.integers(0, 12, (2, 500)), rng.normal(size=500), strict=True)
+    ]
+    path = write_text(tmp_path / "r.csv", rows)
+    store = hmf.convert(path, tmp_path / "store", slab_bytes=SLAB, duplicates=rule)
+    assert_same_ratings(store, hmf.Ratings.from_file(path, duplicates=rule))
+
+
+@pytest.mark.parametrize("kind", ["integers", "strings", "parquet"])
+def test_a_pair_that_repeats_is_named_as_in_memory(kind, tmp_path):
+    rows: list[Any] = triplets()
+    rows.insert(200, (*rows[7][:2], 9.0))
+    if kind == "strings":
+        rows = [(f"u{u}", f"i{i}", r) for u, i, r in rows]
+    path = _parquet(tmp_path / "r.parquet", rows) if kind == "parquet" else write_text(tmp_path / "r.csv", rows)
+    with pytest.raises(DuplicateEntriesError) as expected:
+        hmf.Ratings.from_file(path)
+    with pytest.raises(DuplicateEntriesError) as found:
+        hmf.convert(path, tmp_path / "store", slab_bytes=SLAB)
+    assert str(found.value) == str(expected.value)
+    assert not (tmp_path / "store").exists()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7), st.integers(-3, 3)), min_size=1, max_size=60),
+    st.integers(8, 400),
+)
+@settings(deadline=None, max_examples=12)
+def test_any_entries_and_slabs(entries, slab_bytes):
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_text(Path(folder) / "r.csv", entries)
+        store = hmf.convert(path, Path(folder) / "store", slab_bytes=slab_bytes, duplicates="sum")
+        expected = hmf.Ratings.from_file(path, duplicates="sum")
+        assert_same_ratings(store, expected)
+        ratings = StoreMatrix(store, "user", np.float64, drop_zeros=True)
+        assert_same_matrix(ratings.load(), as_csr(expected, dtype=np.float64, drop_zeros=True))
+        assert ratings.fingerprint() == fingerprint(ratings.load())
+
+
+# bad sources: the text's own mistakes are tested with Ratings.from_file; here those that only a stream can meet
+
+COORDINATES = "%%MatrixMarket matrix coordinate real general\n3 3 "
+BAD = {
+    "only a header": ("r.csv", "user,item,rating\n", "holds no ratings, only a header"),
+    "a bad line": ("r.csv", "1,2,3\n1,3,many\n", "line 2"),
+    "too few": ("r.mtx", COORDINATES + "2\n1 1 1.5\n", "it has 1 entries and its header says 2"),
+    "row": ("r.mtx", COORDINATES + "1\n4 1 1.5\n", "entry 0 has the row 4; expected 1 to 3"),
+    "column": ("r.mtx", COORDINATES + "1\n1 0 1.5\n", "the column 0; expected 1 to 3"),
+    "value": ("r.mtx", COORDINATES + "1\n1 1 nan\n", "the value nan; values must be finite"),
+    "garbage": ("r.mtx", COORDINATES + "1\n1 1 x\n", "cannot be read as MatrixMarket"),
+    "overflow": ("r.mtx", COORDINATES + "1\n2 1 1e300\n", "of the users from position 0 on"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_source_leaves_nothing(case, tmp_path):
+    name, text, problem = BAD[case]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RatingsError) as caught:
+        hmf.convert(tmp_path / name, tmp_path / "store")
+    assert problem in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+
+
+def test_an_empty_parquet_file(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"u": pa.array([], pa.int64()), "i": pa.array([], pa.int64())}), tmp_path / "r.parquet")
+    with pytest.raises(RatingsError, match="holds no ratings"):
+        hmf.convert(tmp_path / "r.parquet", tmp_path / "store")
+
+
+def test_a_null_names_its_row_in_any_chunk(tmp_path, monkeypatch):
+    path = _parquet(tmp_path / "r.parquet", [*triplets(), (1, 2, None)])
+    original = conversion._parquet
+    monkeypatch.setattr(conversion, "_parquet", lambda path, columns, rows: original(path, columns, 64))
+    with pytest.raises(RatingsError, match="null at row 300"):
+        hmf.convert(path, tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"slab_bytes": "much"}, "slab_bytes must be a size"),
+        ({"memory_limit": 0}, "memory_limit must be a size"),
+        ({"duplicates": "first"}, "duplicates must be one of"),
+        ({"format": "xml"}, "format must be one of"),
+        ({"header": 3}, "header must be one of"),
+    ],
+)
+def test_options_are_judged_first(options, problem, tmp_path):
+    path = write_text(tmp_path / "r.csv", triplets())
+    with pytest.raises(ValueError, match=problem):
+        hmf.convert(path, tmp_path / "store", **options)
+    assert not (tmp_path / "store").exists()
+
+
+def test_memory_is_bounded(tmp_path):
+    rng = np.random.default_rng(0)
+    pairs = rng.permutation(500 * 400)[:80_000]
+    path = tmp_path / "r.csv"
+    with open(path, "w") as file:
+        file.writelines(f"{p // 400},{p % 400},{p % 5}\n" for p in pairs)
+    hmf.convert(path, tmp_path / "warm", memory_limit="1MiB", slab_bytes="64KiB")  # imports
+    tracemalloc.start()
+    try:
+        hmf.convert(path, tmp_path / "store", memory_limit="1MiB", slab_bytes="64KiB")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * 2**20 < 24 * len(pairs)  # what ids and values alone would take
+
+
+# ------------------------------------------------------------------------------------------------- other folders
+
+
+def test_folders_that_are_not_ours_are_left_alone(tmp_path):
+    path = write_text(tmp_path / "r.csv", triplets())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "letter.txt").write_text("dear")
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError, match=r"holds other files .letter\.txt"):
+            hmf.convert(path, other, overwrite=overwrite)
+    assert [each.name for each in other.iterdir()] == ["letter.txt"]
+    with pytest.raises(FileExistsError, match="there is a file of that name"):
+        hmf.convert(path, path)
+    with pytest.raises(StoreError, match="is a directory, but no store"):
+        hmf.Store.open(other)
+    with pytest.raises(FileNotFoundError, match="no such store"):
+        hmf.Store.open(tmp_path / "none")
+    with pytest.raises(NotADirectoryError, match="a store is a folder"):
+        hmf.Store.open(path)
+
+
+def test_a_store_is_replaced_only_when_asked_to(tmp_path):
+    path = write_text(tmp_path / "r.csv", triplets())
+    hmf.convert(path, tmp_path / "store", slab_bytes=SLAB)
+    write_text(path, triplets(100, seed=2))
+    with pytest.raises(FileExistsError, match="there is a store already"):
+        hmf.convert(path, tmp_path / "store")
+    assert hmf.Store.open(tmp_path / "store").nnz == 300
+    store = hmf.convert(path, tmp_path / "store", overwrite=True)
+    assert_same_ratings(store, hmf.Ratings.from_file(path))
+
+
+# ------------------------------------------------------------------------------------------------- interruptions
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import hybridmf as hmf
+from hybridmf.errors import StoreError
+
+source, folder = sys.argv[1:]
+
+def dies_at(count):
+    left = [count]
+    def dying(function):
+        def call(*arguments, **named):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **named)
+        return call
+    os.fsync = lambda file: None  # a kill loses nothing that was written
+    for name in ("replace", "unlink"):
+        setattr(os, name, dying(getattr(os, name)))
+
+def run(work):
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException as error:
+            print(type(error).__name__, error, flush=True)
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+def convert(path, **options):
+    return hmf.convert(source, path, slab_bytes=1200, duplicates="sum", **options)
+
+def first(count, path):
+    dies_at(count)
+    convert(path)
+
+def again(path):
+    try:
+        hmf.Store.open(path).verify()
+    except StoreError as error:
+        assert "unfinished conversion" in str(error) or "is a directory, but no store" in str(error), error
+    except FileNotFoundError:
+        pass
+    else:
+        return
+    assert convert(path).nnz
+
+for count in range(0, 1000, 2):
+    path = f"{folder}/{count}"
+    status = run(lambda: first(count, path))
+    if not status:
+        print("survived", count)
+        break
+    assert os.WIFSIGNALED(status), status
+    assert run(lambda: again(path)) == 0, count
+"""
+
+
+def test_a_conversion_that_is_killed_anywhere_goes_on_or_begins_anew(tmp_path):
+    path = write_text(tmp_path / "r.csv", triplets(120))
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(path), str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "survived" in done.stdout
+    expected = hmf.Ratings.from_file(path)
+    folders = [folder for folder in tmp_path.iterdir() if folder.is_dir()]
+    assert len(folders) > 15
+    for folder in folders:
+        store = hmf.Store.open(folder)
+        assert_same_matrix(store.to_ratings().user_items, expected.user_items)
+        assert_same_matrix(StoreMatrix(store, "item").load(), expected.item_users)
+
+
+def test_a_stopped_conversion_goes_on_with_the_stage_it_was_in(tmp_path, monkeypatch, caplog):
+    path = write_text(tmp_path / "r.csv", triplets())
+    folder = tmp_path / "store"
+    original = conversion._Streamed._item_slabs
+
+    def interrupted(self: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion._Streamed, "_item_slabs", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hmf.convert(path, folder, slab_bytes=SLAB)
+    with pytest.raises(StoreError, match="unfinished conversion; run the same hybridmf convert again"):
+        hmf.Store.open(folder)
+    monkeypatch.setattr(conversion._Streamed, "_item_slabs", original)
+    monkeypatch.setattr(conversion._Streamed, "_read", None)  # it is not read again
+    with caplog.at_level(logging.INFO, "hybridmf"):
+        assert_same_ratings(hmf.convert(path, folder, slab_bytes=SLAB), hmf.Ratings.from_file(path))
+    assert "going on with a conversion that stopped after stage 'items in buckets'" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["source", "options", "record"])
+def test_an_unfinished_conversion_of_something_else_is_removed(change, tmp_path, monkeypatch, caplog):
+    path = write_text(tmp_path / "r.csv", triplets())
+    folder = tmp_path / "store"
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion._Streamed, "_item_slabs", lambda self: sys.exit(3))
+        with pytest.raises(SystemExit):
+            hmf.convert(path, folder, slab_bytes=SLAB)
+    if change == "source":
+        write_text(path, triplets(250, seed=3))
+    if change == "record":
+        (folder / "unfinished.json").write_text('{"version": 1, "stage": "lunch", "identity": null}')
+    options = {"duplicates": "sum"} if change == "options" else {}
+    with caplog.at_level(logging.INFO, "hybridmf"):
+        assert_same_ratings(hmf.convert(path, folder, slab_bytes=SLAB, **options), hmf.Ratings.from_file(path))
+    assert "an unfinished conversion of something else is removed" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["text", "matrix"])
+def test_a_full_disk_anywhere_is_said_and_leaves_nothing(kind, tmp_path, monkeypatch):
+    path = write_text(tmp_path / "r.csv", triplets(60))
+    source = path if kind == "text" else hmf.Ratings.from_file(path)
+    left = [0]
+
+    def filling(function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return function(*arguments, **named)
+
+        return call
+
+    failures = 0
+    for count in range(1000):
+        left[0] = count
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", filling(os.fsync))
+            try:
+                hmf.convert(source, tmp_path / "store", slab_bytes=600)
+                break
+            except OSError as error:
+                caught = error
+        failures += 1
+        assert caught.errno == errno.ENOSPC
+        assert "the disk is full; a conversion needs up to 48 bytes an entry" in str(caught)
+        assert not (tmp_path / "store").exists(), count
+    assert failures > 15
+
+
+# ------------------------------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture
+def store(tmp_path) -> hmf.Store:
+    """`planted()` with labels, in slabs of a few rows."""
+    ids = {"user_ids": [f"u{k}" for k in range(60)], "item_ids": np.arange(40) * 3}
+    return hmf.convert(hmf.Ratings.from_matrix(planted(), **ids), tmp_path / "store", slab_bytes=SLAB)
+
+
+def rewrite_manifest(store: hmf.Store, **changes: Any) -> None:
+    manifest = json.loads((store.path / "manifest.json").read_text()) | changes
+    manifest["checksum"] = seal(manifest)
+    (store.path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_sizes_are_checked_when_a_store_is_opened(store):
+    path = store.path / "item-000002.indices.npy"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(
+        StoreError, match=r"item-000002\.indices\.npy' is truncated: \d+ bytes, \d+ were written; convert"
+    ):
+        hmf.Store.open(store.path)
+    path.write_bytes(content + b"x")
+    with pytest.raises(StoreError, match=r"item-000002\.indices\.npy' is too long"):
+        hmf.Store.open(store.path)
+    path.unlink()
+    with pytest.raises(StoreError, match=r"item-000002\.indices\.npy' is missing"):
+        hmf.Store.open(store.path)
+
+
+@pytest.mark.parametrize(
+    "name", ["user-000001.indptr.npy", "item-000000.values.npy", "user_ids.npy", "item-degrees.npy"]
+)
+def test_an_altered_byte_is_found_where_it_is_read(name, store):
+    path = store.path / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+    opened = hmf.Store.open(store.path)
+    with pytest.raises(StoreError, match=rf"{name}' was altered \(CRC-32 [0-9a-f]+, [0-9a-f]+ when it was written\)"):
+        opened.verify()
+    with pytest.raises(StoreError, match=rf"{name}' was altered"):
+        hmf.ExplicitALS(factors=2, device="cpu", iterations=1).fit(hmf.Store.open(store.path))
+
+
+def test_what_goes_after_it_was_opened_is_missed(store):
+    (store.path / "user-000001.indices.npy").unlink()
+    with pytest.raises(StoreError, match=r"user-000001\.indices\.npy' cannot be read"):
+        store.verify()
+
+
+def test_manifests_are_checked(store):
+    path = store.path / "manifest.json"
+    whole = json.loads(path.read_text())
+    for text, problem in (
+        ("{", "is no manifest of a store"),
+        ("[]", "is no manifest of a store"),
+        (json.dumps(whole | {"format": "zarr"}), "is a manifest of 'zarr'"),
+        (json.dumps(whole | {"version": 2}), "has version 2; this hybridmf reads version 1: upgrade"),
+        (json.dumps(whole | {"nnz": 3}), "was altered: its checksum does not fit"),
+    ):
+        path.write_text(text)
+        with pytest.raises(StoreError, match=problem):
+            hmf.Store.open(store.path)
+
+
+def replace_array(store: hmf.Store, name: str, array: np.ndarray) -> hmf.Store:
+    """A store one of whose files was replaced, checksum and all."""
+    np.save(store.path / name, array)
+    found = conversion.file_checksum(store.path / name)
+    files = store._manifest["files"] | {name: {"bytes": (store.path / name).stat().st_size, "crc32": found}}
+    rewrite_manifest(store, files=files)
+    return hmf.Store.open(store.path)
+
+
+def test_files_that_contradict_each_other_do_not_reach_a_kernel(store):
+    slab = store.slabs()[0]
+    indices, indptr = np.array(slab.matrix().indices), np.array(slab.matrix().indptr, dtype=np.int64)
+    cases = {
+        "user-000000.indices.npy": [np.full_like(indices, 40), indices[::-1].copy(), indices[:-1], -indices - 1],
+        "user-000000.indptr.npy": [indptr + 1, indptr[:-1], indptr[::-1].copy()],
+    }
+    for name, arrays in cases.items():
+        original = np.load(store.path / name)
+        for array in arrays:
+            with pytest.raises(StoreError, match="contradicts the files beside it"):
+                replace_array(store, name, array).slabs()[0].matrix()
+        store = replace_array(store, name, original)
+    for array in (indices.astype(np.int64), indices[None]):
+        with pytest.raises(StoreError, match="expected a vector of int32"):
+            replace_array(store, "user-000000.indices.npy", array).slabs()[0].matrix()
+    store = replace_array(store, "user-000000.indices.npy", indices)
+    store = replace_array(store, "item_ids.npy", np.arange(2))
+    with pytest.raises(StoreError, match="has 2 labels for 40 rows"):
+        _ = store.item_ids
+    store = replace_array(store, "item_ids.npy", np.zeros(3, np.uint8))
+    with pytest.raises(StoreError, match="holds no labels"):
+        _ = store.item_ids
+    store = replace_array(store, "item-degrees.npy", np.arange(2))
+    with pytest.raises(StoreError, match="has shape"):
+        store.degrees("item")
+    (store.path / "item-degrees.npy").write_bytes(b"no array at all")
+    files = store._manifest["files"]
+    files["item-degrees.npy"] = {"bytes": 15, "crc32": conversion.file_checksum(store.path / "item-degrees.npy")}
+    rewrite_manifest(store, files=files)
+    with pytest.raises(StoreError, match="is no array"):
+        hmf.Store.open(store.path).degrees("item")
+
+
+# ------------------------------------------------------------------------------------------------------- parts
+
+
+@given(st.lists(st.integers(0, 30), max_size=50), st.integers(1, 100))
+@settings(deadline=None, max_examples=100)
+def test_slabs_cover_all_rows(degrees, entries):
+    bounds = slab_bounds(np.array(degrees, dtype=np.int64), entries)
+    assert bounds[0] == 0 and bounds[-1] == len(degrees)
+    assert (np.diff(bounds) > 0).all()
+    sizes = slab_entries(bounds, np.array(degrees, dtype=np.int64))
+    assert sizes.sum() == sum(degrees)
+    assert all(size <= entries or rows == 1 for size, rows in zip(sizes, np.diff(bounds), strict=True))
+
+
+def test_slabs_of_a_matrix_in_memory_are_its_rows():
+    matrix = as_csr(planted())
+    slabs = MemorySlabs.cut(matrix, 50)
+    assert len(slabs.bounds) > 4
+    parts = [slabs.matrix(k) for k in range(len(slabs.bounds) - 1)]
+    assert_same_matrix(as_csr(sp.vstack(parts, format="csr")), matrix)
+    assert all(np.shares_memory(part.data, matrix.data) for part in parts if part.nnz)
+    np.testing.assert_array_equal(slabs.ends, [np.abs(matrix.data).min(), np.abs(matrix.data).max()])
+    assert (slabs.nnz, slabs.dtype, slabs.shape) == (matrix.nnz, np.float32, matrix.shape)
+    assert len(MemorySlabs.cut(as_csr(sp.csr_array((3, 2))), 5).ends) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums_do_not_depend_on_parts(dtype):
+    values = np.random.default_rng(0).normal(size=3 * SUMMED + 77).astype(np.float32).astype(dtype)
+    whole = entry_sum([values])
+    assert whole == pytest.approx(float(values.astype(float).sum()), rel=1e-12)
+    for cuts in ([1, 5, SUMMED], [SUMMED, 2 * SUMMED], [SUMMED - 1, SUMMED - 1, 3 * SUMMED + 3]):
+        assert entry_sum(np.split(values, cuts)) == whole
+    assert entry_sum([]) == 0
+
+
+def test_a_store_is_pickled_by_its_path(store):
+    other = pickle.loads(pickle.dumps(store))
+    assert other.path == store.path and other.nnz == store.nnz
+    assert copy.deepcopy(store).shape == store.shape
+
+
+# ------------------------------------------------------------------------------------------------------- fits
+
+FITS = {
+    "explicit": (hmf.ExplicitALS, {}),
+    "biases": (hmf.ExplicitALS, {"biases": True}),
+    "biases, float64, balance": (hmf.ExplicitALS, {"biases": True, "dtype": "float64", "balance": True}),
+    "explicit cg": (hmf.ExplicitALS, {"solver": "cg", "regularization_scaling": 0.5}),
+    "rank1": (hmf.ExplicitALS, {"assembly": "rank1"}),
+    "bals": (hmf.ExplicitALS, {"assembly": "bals"}),
+    "implicit": (hmf.ImplicitALS, {"alpha": 3.0}),
+    "implicit cg": (hmf.ImplicitALS, {"solver": "cg"}),
+    "implicit blas3": (hmf.ImplicitALS, {"assembly": "blas3"}),
+    "subspace": (hmf.ImplicitALS, {"solver": "subspace", "block_size": 2}),
+    "implicit balance": (hmf.ImplicitALS, {"balance": True, "regularization_scaling": "count"}),
+}
+
+
+def fitted(kind: str, data: Any, fit: dict[str, Any] | None = None, **options: Any) -> Any:
+    cls, own = FITS[kind]
+    common = {"factors": 4, "iterations": 3, "random_state": 0, "device": "cpu"}
+    return cls(**(common | own | options)).fit(data, **(fit or {}))
+
+
+def assert_same_fit(one: Any, other: Any) -> None:
+    np.testing.assert_array_equal(one.user_factors_, other.user_factors_)
+    np.testing.assert_array_equal(one.item_factors_, other.item_factors_)
+    for name in ("user_bias_", "item_bias_"):
+        if getattr(other, name) is not None:
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert one.mean_ == other.mean_
+    hidden = ("seconds",)
+    for mine, theirs in zip(one.history_, other.history_, strict=True):
+        assert {k: v for k, v in mine.items() if k not in hidden} == {
+            k: v for k, v in theirs.items() if k not in hidden
+        }
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_a_fit_on_a_store_has_the_bits_of_one_in_memory(kind, tmp_path):
+    matrix = planted()
+    matrix.data[::9] = 0  # entries for explicit feedback, none for implicit
+    store = hmf.convert(matrix, tmp_path / "store", slab_bytes=SLAB)
+    look = {"callback": lambda model, record: None}
+    model = fitted(kind, store, look)
+    assert model.plan_.streamed == "disk"
+    assert_same_fit(model, fitted(kind, matrix, look, reorder="none"))
+
+
+def test_long_rows_too(tmp_path):
+    from hybridmf.cpu import _als
+
+    matrix = planted(6, _als.LONG_ROW + 500, 0.98)
+    store = hmf.convert(matrix, tmp_path / "store", slab_bytes="64KiB")
+    assert_same_fit(fitted("implicit", store, iterations=1), fitted("implicit", matrix, iterations=1))
+
+
+def test_what_looks_on_and_serves_sees_no_difference(store, tmp_path):
+    ratings = store.to_ratings()
+    train, test = hmf.split(ratings, 0.2, random_state=0)
+    stored = hmf.convert(train, tmp_path / "train", slab_bytes=SLAB)
+    for kind in ("explicit", "implicit"):
+        one, other = (fitted(kind, data, {"validation": test}) for data in (stored, train))
+        assert_same_fit(one, other)
+        users = np.array([59, 0, 7, 30, 7])
+        for found, expected in zip(one.recommend(users, N=5), other.recommend(users, N=5), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert one.score(test) == other.score(test)
+        assert one.score(stored) == other.score(train)
+        assert one.objective(stored) == other.objective(train)
+        np.testing.assert_array_equal(one.transform(stored), other.transform(train))
+        np.testing.assert_array_equal(one.predict(stored), other.predict(train))
+        assert one.user_ids_.tolist() == other.user_ids_.tolist()
+        assert_same_fit(pickle.loads(pickle.dumps(one)), other)
+        for model in (one, other):
+            model.partial_fit_users(3, train.user_items[:1])
+        np.testing.assert_array_equal(one.recommend(3)[0], other.recommend(3)[0])
+
+
+def test_a_model_of_a_store_is_saved_with_what_users_have_seen_if_that_fits(store, tmp_path, monkeypatch):
+    model = fitted("explicit", store)
+    model.save(tmp_path / "model.safetensors")
+    loaded = hmf.load(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(loaded.recommend(4)[0], model.recommend(4)[0])
+    monkeypatch.setattr(_plan, "available_memory", lambda: 100)
+    with pytest.raises(MemoryBudgetError, match=r"what users have seen takes .* include_seen=False"):
+        model.save(tmp_path / "other.safetensors")
+    model.save(tmp_path / "other.safetensors", include_seen=False)
+    with pytest.raises(ValueError, match="without what its users have seen"):
+        hmf.load(tmp_path / "other.safetensors").recommend(4)
+
+
+@pytest.mark.parametrize(("first", "second"), [("store", "memory"), ("memory", "store")])
+def test_a_fit_resumes_on_a_store_and_off_it(first, second, store, tmp_path):
+    data = {"store": store, "memory": store.to_ratings()}
+    for kind in ("biases, float64, balance", "implicit"):
+        folder = tmp_path / f"{kind[:3]}"
+        fitted(kind, data[first], {"checkpoint": folder}, iterations=2)
+        model = fitted(kind, data[second], {"resume_from": folder}, iterations=4)
+        assert model.n_iter_ == 4
+        assert_same_fit(model, fitted(kind, data[first], iterations=4))
+    other = hmf.convert(planted(seed=3), tmp_path / "other")
+    with pytest.raises(ModelFileError, match="was written for other data"):
+        fitted("implicit", other, {"resume_from": tmp_path / "imp"})
+
+
+def test_reordering_needs_all_ratings(store):
+    for how in ("both", "rows", True):
+        with pytest.raises(ValueError, match=r"reorder='\w+' needs all ratings in memory.*store\.to_ratings\(\)"):
+            fitted("explicit", store, reorder=how)
+    assert fitted("bals", store).plan_.reorder == "none"
+
+
+def test_sgd_and_ccd_load_a_store_if_there_is_memory(store, monkeypatch, caplog):
+    ratings = store.to_ratings()
+    for model in (
+        hmf.SGD(factors=3, iterations=2, device="cpu", random_state=0),
+        hmf.CCD(factors=3, iterations=2, device="cpu", random_state=0),
+    ):
+        with caplog.at_level(logging.INFO, "hybridmf"):
+            found = model.fit(store).user_factors.copy()
+        assert "loading the store" in caplog.text
+        assert model.user_ids_.tolist() == ratings.user_ids.tolist()
+        np.testing.assert_array_equal(found, model.fit(ratings).user_factors)
+    monkeypatch.setattr(_plan, "available_memory", lambda: 100)
+    with pytest.raises(MemoryBudgetError, match="ExplicitALS and ImplicitALS fit a store without loading it"):
+        model.fit(store)
+
+
+def test_plan_and_compare_take_a_store(store):
+    plan = hmf.plan(store, hmf.ExplicitALS(factors=4, device="cpu"))
+    largest = max(slab.matrix().nnz for side in ("user", "item") for slab in store.slabs(side))
+    assert (plan.streamed, plan.slab) == ("disk", largest)
+    assert f"streamed  from disk in slabs of up to {largest:,} entries" in str(plan)
+    whole = hmf.plan(store.to_ratings(), hmf.ExplicitALS(factors=4, device="cpu"))
+    assert (whole.streamed, whole.slab) == ("", 0)
+    assert plan.bytes["ratings"] < whole.bytes["ratings"]
+    result = hmf.compare(store, hmf.ExplicitALS(factors=2, iterations=1), devices=["cpu"])
+    assert result.name == "store"
+
+
+def test_a_fit_on_a_store_holds_no_more_than_a_few_slabs(tmp_path):
+    matrix = as_csr(planted(500, 300, 0.7))
+    store = hmf.convert(matrix, tmp_path / "store", slab_bytes="32KiB")
+    fitted("explicit", store, num_threads=1)
+    tracemalloc.start()
+    try:
+        fitted("explicit", store, num_threads=1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * matrix.nnz  # a quarter of both orientations
+
+
+def test_a_store_without_entries_is_refused(tmp_path):
+    store = hmf.convert(sp.csr_array((3, 4)), tmp_path / "store")
+    with pytest.raises(RatingsError, match="has no entries"):
+        fitted("explicit", store)
