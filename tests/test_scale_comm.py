@@ -442,8 +442,8 @@ def test_a_rank_that_hangs_is_not_waited_for():
         communicator.barrier()
 
     answers = texts(over_sockets(3, rank, timeout=0.3))
-    assert len(set(answers)) == 1
-    assert "rank 1 did not answer rank" in answers[0] and "within 0.3 s in barrier" in answers[0]
+    for answer in answers:
+        assert "rank 1 did not answer rank" in answer and "within 0.3 s in barrier" in answer
 
 
 def test_a_rank_that_does_not_read_is_not_waited_for(monkeypatch):
@@ -459,7 +459,7 @@ def test_a_rank_that_does_not_read_is_not_waited_for(monkeypatch):
             time.sleep(1.0)
 
     answers = texts(over_sockets(2, rank, timeout=0.3))
-    assert "cannot be reached by rank 0 in sendrecv" in answers[0] or "did not answer" in answers[0]
+    assert "cannot be reached while rank 0 sends to it in sendrecv" in answers[0] or "did not answer" in answers[0]
 
 
 def test_a_connection_that_ends_stops_all():

@@ -75,10 +75,12 @@ def run(solver, epochs: int, states=None) -> State:
 
 @pytest.fixture(params=["cpu", "emulated"])
 def backend(request, monkeypatch):
-    """CPU ranks; and GPU ranks whose kernels the emulator runs."""
+    """CPU ranks; and GPU ranks whose kernels the emulator runs: in float64 with biases, each compiles for seconds."""
     if request.param == "emulated":
         import emulated
 
+        if request.node.callspec.params.get("biases") is False:
+            pytest.skip("the kernels without biases are tested by themselves")
         if emulated.compiler() is None:
             pytest.skip("no C++ compiler to run kernels on the CPU with")
         monkeypatch.setattr(mcumsgd, "_open_rank", lambda control, name: (control, emulated.EmulatedDevice()))
@@ -135,6 +137,7 @@ def test_one_gpu_rank_is_the_single_device(backend, ratings_matrix):
     import emulated
 
     method = method_of()
+    ratings_matrix = ratings_matrix.astype(np.float64)
     matrix, objective, plan, state = problem(ratings_matrix, method, biases=True, ranks=1)
     alone = gpu_sgd.GpuSGD(emulated.EmulatedDevice(), matrix, transpose(matrix), objective, plan, state, 0)
     solver = multi(ratings_matrix, method, ranks=1, biases=True)
@@ -276,7 +279,7 @@ def test_ranks_must_be_given_the_same(ratings_matrix):
 @pytest.mark.parametrize("rate", [1.0, 8.0])
 def test_divergence_is_found_by_all_ranks(backend, rate, ratings_matrix):
     method = method_of(rate_schedule="constant", learning_rate=rate)
-    solver = multi(ratings_matrix, method, ranks=3)
+    solver = multi(ratings_matrix.astype(np.float64), method, ranks=3, biases=True)
     states = []
     with pytest.raises(DivergedError, match=r"SGD diverged in iteration \d+.*try learning_rate="):
         run(solver, 20, states)

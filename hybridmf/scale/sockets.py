@@ -289,8 +289,10 @@ class Mesh:
                 _write_header(self.peers[dest], header)
                 self.peers[dest].sendall(_bytes_of(array))
         except OSError as error:
-            self.check()  # why it left, if it told
-            self.fail(f"rank {dest} cannot be reached by rank {self.rank} in {what}: {error}")
+            with self.changed:  # who reads from it knows better why it left
+                self.changed.wait_for(lambda: bool(self._cause) or dest in self.silent, FAREWELL)
+            gone = "has closed its communicator" if dest in self.left else "cannot be reached"
+            self.fail(f"rank {dest} {gone} while rank {self.rank} sends to it in {what} ({error})")
             self.check()
 
     def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
@@ -394,6 +396,7 @@ class Mesh:
         """Nothing comes from the rank any more; once nothing goes to it either, the connection is closed."""
         with self.changed:
             self.silent.add(peer)
+            self.changed.notify_all()
             if self._closed:
                 self.peers[peer].close()
 
