@@ -60,7 +60,16 @@ class CcdMethod:
         settings : Settings
         spec : DeviceSpec or None
             The GPU found or asked for.
+
+        Raises
+        ------
+        ValueError
+            Several devices are named.
         """
+        if isinstance(settings.device, tuple):
+            raise ValueError(
+                f"device={list(settings.device)!r}: CCD runs on one device; name one, or use ALS or SGD on several"
+            )
         base = replace(base, precision="float32", reorder="none")
         return dispatch.choose(
             dispatch.Request(

@@ -215,6 +215,8 @@ class Plan:
         What is known of the degrees of the data.
     estimates : tuple of Estimate
         What this plan and the other ways to compute are predicted to take; the chosen one first.
+    devices : tuple of str
+        Of each rank, where there are several; `device` is then the first, which serves the fitted model.
     """
 
     device: str
@@ -249,6 +251,7 @@ class Plan:
     resident: bool = False
     facts: Facts | None = field(default=None, compare=False, repr=False)
     estimates: tuple[dispatch.Estimate, ...] = field(default=(), compare=False, repr=False)
+    devices: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -359,8 +362,11 @@ def make_plan(
         A combination that makes no sense on this device.
     """
     if isinstance(settings.device, tuple):
-        raise DeviceError(f"device={list(settings.device)!r}: several devices are not served yet; name one")
-    spec, reason = dispatch.find_gpu(settings.device)
+        if settings.method is None:
+            raise DeviceError(f"device={list(settings.device)!r}: several devices are not served yet; name one")
+        spec, reason = None, "asked for"  # the method looks at each
+    else:
+        spec, reason = dispatch.find_gpu(settings.device)
     rank = settings.factors + (1 if objective.biases else 0)
     plan = Plan(
         device="cpu",

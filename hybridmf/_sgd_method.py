@@ -134,6 +134,8 @@ class SgdMethod:
         base = replace(base, assembly="simd", reorder="none")
         if base.precision not in ("float32", "float16"):
             raise ValueError(f"precision must be 'float32' or 'float16' for SGD, got {base.precision!r}")
+        if isinstance(settings.device, tuple):
+            return self._ranks_plan(base, settings, settings.device)
         why_not = "" if spec is None else self._why_not_gpu(base)
         if why_not and settings.device != "auto":
             raise ValueError(f'{why_not}; use device="cpu" or device="auto" for it, or change the parameter')
@@ -148,6 +150,37 @@ class SgdMethod:
                 gpu_only=self.schedule not in CPU_SCHEDULES,
             )
         )
+
+    def _ranks_plan(self, base: Plan, settings: Settings, devices: tuple[str, ...]) -> Plan:
+        """A rank on each device: each owns users, and the items travel (MSGD Alg. 4)."""
+        if self.schedule != "msgd":
+            raise ValueError(
+                f"schedule={self.schedule!r} runs on one device, got device={list(devices)!r}; "
+                "use schedule='msgd' on several"
+            )
+        first = replace(settings, device=devices[0])
+        if devices[0] == "cpu":
+            plan = self._cpu_plan(base, first)
+        else:
+            why_not = self._why_not_gpu(base)
+            if why_not:
+                raise ValueError(f"{why_not}; use CPU ranks (device={['cpu'] * len(devices)!r}) for it, or change it")
+            specs = [spec for spec in (dispatch.find_gpu(name)[0] for name in devices) if spec is not None]
+            least = min(spec.free_bytes for spec in specs)
+            plan = self._gpu_plan(base, first, replace(specs[0], free_bytes=least))
+            plan = replace(plan, bytes=self._rank_bytes(plan, len(devices)))
+        note = f"{len(devices)} ranks on {', '.join(devices)}: each owns users, items travel from rank to rank"
+        return replace(plan, devices=devices, notes=(*plan.notes, note))
+
+    def _rank_bytes(self, plan: Plan, ranks: int) -> dict[str, int]:
+        """Of one of several GPUs, if they have equal shares."""
+        m, n, itemsize = plan.n_users, plan.n_items, np.dtype(plan.dtype).itemsize
+        shared = self._gpu_bytes(plan)
+        width = -(-plan.rank // 8) * 8 * itemsize
+        # each block of ratings has tables of its own for this rank's users and the block's items
+        tables = (m + n) * (8 + 4)
+        travelling = 2 * -(-n // ranks) * width
+        return {"ratings": shared["ratings"] // ranks + tables, "factors": shared["factors"] // ranks + travelling}
 
     def _why_not_gpu(self, base: Plan) -> str:
         """What a GPU does not serve; empty if it serves everything."""

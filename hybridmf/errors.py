@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 
 class HybridMFError(Exception):
     """Base of every exception that is particular to this library."""
@@ -37,6 +39,9 @@ class NotPositiveDefiniteError(HybridMFError, ValueError):
     def __init__(self, message: str, *, side: str, row: int, minor: int) -> None:
         super().__init__(message)
         self.side, self.row, self.minor = side, row, minor
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(type(self), side=self.side, row=self.row, minor=self.minor), self.args
 
 
 class NonFiniteError(HybridMFError, ArithmeticError):

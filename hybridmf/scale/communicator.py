@@ -7,8 +7,14 @@ They return new arrays and write to none of their arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import CommunicatorError
 
 Array = Any
 """A NumPy array, or one of the device of the rank."""
@@ -25,10 +31,16 @@ class Communicator(Protocol):
     rank : int
         0 <= rank < size.
     size : int
+    cause : str
+        Why it has failed; empty while it has not. Long computations between two calls may look at it.
     """
 
     rank: int
     size: int
+
+    @property
+    def cause(self) -> str:
+        """Why it has failed."""
 
     def allreduce(self, array: Array) -> Array:
         """Sum over the ranks, on each rank: the same bits everywhere."""
@@ -58,6 +70,63 @@ class Communicator(Protocol):
         """Give back what the transport holds; the communicator cannot be used again."""
 
 
+def start_sendrecv(
+    communicator: Communicator, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
+) -> Callable[[], list[Array]]:
+    """Begin to send arrays to `dest` and to receive others from `source`, while the caller computes.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    arrays : sequence of array
+        Must not change until the answer has been taken; it may be read.
+    dest, source : int
+    likes : sequence of array
+        Shapes and dtypes of what `source` sends.
+
+    Returns
+    -------
+    callable
+        Waits for both and returns what was received; on a GPU it is the current stream that waits.
+
+    Notes
+    -----
+    A communicator may do this by itself (a method of this name: NCCL on a stream of its own). For others a thread sends
+    and receives, beside which the caller may call everything but another `sendrecv`.
+    """
+    own = getattr(communicator, "start_sendrecv", None)
+    if own is not None:
+        return own(arrays, dest, source, likes)
+    courier = ThreadPoolExecutor(1, "hybridmf courier")
+    pairs = list(zip(arrays, likes, strict=True))
+    moved = courier.submit(lambda: [communicator.sendrecv(array, dest, source, like) for array, like in pairs])
+    courier.shutdown(wait=False)  # the thread ends with its task
+    return moved.result
+
+
+def check_agreement(communicator: Communicator, facts: dict[str, object]) -> None:
+    """Refuse to go on where ranks were not given the same; called by all ranks.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    facts : dict
+        By name what has to be equal, told apart by its repr.
+
+    Raises
+    ------
+    CommunicatorError
+        On all ranks; names the fact and a rank that has another than rank 0.
+    """
+    own = np.array([zlib.crc32(repr(fact).encode()) for fact in facts.values()], dtype=np.int64)
+    everyone = communicator.allgatherv(own, [len(own)] * communicator.size).reshape(communicator.size, -1)
+    for rank, theirs in enumerate(everyone):
+        for name, ours, given in zip(facts, everyone[0], theirs, strict=True):
+            if ours != given:
+                here = f" (rank {communicator.rank} has {facts[name]!r})"
+                raise CommunicatorError(f"rank {rank} was given another {name} than rank 0{here}")
+
+
 class Single:
     """The communicator of one rank: nothing moves."""
 
@@ -66,9 +135,12 @@ class Single:
     def __init__(self) -> None:
         self._cause = ""
 
-    def _check(self) -> None:
-        from ..errors import CommunicatorError
+    @property
+    def cause(self) -> str:
+        """Why it was aborted; empty if it was not."""
+        return self._cause
 
+    def _check(self) -> None:
         if self._cause:
             raise CommunicatorError(self._cause)
 
