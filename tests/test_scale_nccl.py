@@ -156,9 +156,10 @@ def test_abort_and_close(fake):
         communicator.split(0)
     communicator.close()
     assert "destroy" not in fake.calls
+    aborts = fake.calls.count("abort")
     forgotten = NcclCommunicator(Single(), 0)
-    del forgotten  # its watch ends by itself
-    time.sleep(0.05)
+    del forgotten  # it waits for nobody, and its watch ends by itself
+    assert fake.calls.count("abort") == aborts + 1
 
 
 def test_gpus_that_cannot_be_connected(fake):

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -354,6 +354,14 @@ class NcclCommunicator:
                 self._cupy.cuda.Device(self.device).synchronize()
                 self._comm.destroy()
         self.control.close()
+
+    def __del__(self) -> None:
+        """Not closed, so perhaps amid a failure that the watch has not seen yet: do not wait for the others."""
+        if hasattr(self, "_comm") and not self._closed.is_set():
+            self._closed.set()
+            if not self._cause:
+                with suppress(Exception), self._on_device():
+                    self._comm.abort()
 
     # ------------------------------------------------------------------------------------------------ in rank order
 
