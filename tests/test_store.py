@@ -196,6 +196,12 @@ def test_any_entries_and_slabs(entries, slab_bytes):
         assert ratings.fingerprint() == fingerprint(ratings.load())
 
 
+def test_real_ratings(data_dir, tmp_path):
+    path = data_dir / "ml-1m" / "ratings_no_timestamps.dat.gz"
+    store = hmf.convert(path, tmp_path / "store", slab_bytes="1MiB", memory_limit="16MiB")
+    assert_same_ratings(store, hmf.Ratings.from_file(path))
+
+
 # bad sources: the text's own mistakes are tested with Ratings.from_file; here those that only a stream can meet
 
 COORDINATES = "%%MatrixMarket matrix coordinate real general\n3 3 "
