@@ -592,7 +592,7 @@ def compile_ahead(device: Any, variants: set[tuple[int, str, str, str]]) -> None
         codes = {"ARITHMETIC": fused.PRECISION_CODES[precision], "SOLVER": fused.SOLVER_CODES[solver]}
         weights = {"IMPLICIT": feedback == "implicit", "HAS_OFFSETS": False}
         constants = fused.FusedConfig.default(rank, device.spec, precision, solver).constants | weights | codes
-        get_kernel(device, "fused_als.cu", "solve_rows", **constants)
+        get_kernel(device, "fused_als.cu", "solve_partials", **constants)  # the one that every rank has
 
     started = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
