@@ -7,7 +7,8 @@ They return new arrays and write to none of their arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 Array = Any
@@ -56,6 +57,40 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Give back what the transport holds; the communicator cannot be used again."""
+
+
+def start_sendrecv(
+    communicator: Communicator, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
+) -> Callable[[], list[Array]]:
+    """Begin to send arrays to `dest` and to receive others from `source`, while the caller computes.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    arrays : sequence of array
+        Must not change until the answer has been taken; it may be read.
+    dest, source : int
+    likes : sequence of array
+        Shapes and dtypes of what `source` sends.
+
+    Returns
+    -------
+    callable
+        Waits for both and returns what was received; on a GPU it is the current stream that waits.
+
+    Notes
+    -----
+    A communicator may do this by itself (a method of this name: NCCL on a stream of its own). For others a thread sends
+    and receives, beside which the caller may call everything but another `sendrecv`.
+    """
+    own = getattr(communicator, "start_sendrecv", None)
+    if own is not None:
+        return own(arrays, dest, source, likes)
+    courier = ThreadPoolExecutor(1, "hybridmf courier")
+    pairs = list(zip(arrays, likes, strict=True))
+    moved = courier.submit(lambda: [communicator.sendrecv(array, dest, source, like) for array, like in pairs])
+    courier.shutdown(wait=False)  # the thread ends with its task
+    return moved.result
 
 
 class Single:

@@ -1,0 +1,289 @@
+"""Ranks that are threads of one process, and what drives them: the first failure stops all and comes out unchanged."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .._validate import check_int
+from ..errors import CommunicatorError
+from .messages import TIMEOUT, MessageCommunicator, check_timeout
+
+logger = logging.getLogger("hybridmf")
+
+Result = TypeVar("Result")
+
+PATIENCE = 10.0
+"""Seconds that ranks get to notice that another has failed; who then still computes is left behind."""
+
+
+class Hub:
+    """Mailboxes between the threads of a process, as `hybridmf.scale.messages.Transport`.
+
+    Parameters
+    ----------
+    size : int
+    timeout : float
+        Seconds.
+    """
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self.changed = threading.Condition()
+        self.boxes: dict[tuple[str, int, int], deque[tuple[str, np.ndarray]]] = {}
+        self.left: dict[int, str] = {}
+        self.failed = threading.Event()
+        self._cause = ""
+
+    def snapshot(self, array: np.ndarray) -> np.ndarray:
+        """A copy: receivers read it whenever they come to it."""
+        return array.copy()
+
+    def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
+        """Put an array into a mailbox."""
+        with self.changed:
+            self._raise_failure()
+            self.boxes.setdefault((context, source, dest), deque()).append((what, array))
+            self.changed.notify_all()
+
+    def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
+        """Take the oldest array out of a mailbox."""
+        key, deadline = (context, source, dest), time.monotonic() + self.timeout
+        with self.changed:
+            while True:
+                self._raise_failure()
+                box = self.boxes.get(key)
+                if box:
+                    return box.popleft()
+                cause, rest = "", deadline - time.monotonic()
+                if source in self.left:
+                    cause = f"rank {source} {self.left[source]} while rank {dest} waits for it in {what}"
+                elif rest <= 0:
+                    cause = f"rank {source} did not answer rank {dest} within {self.timeout:g} s in {what}"
+                if cause:
+                    self.fail(cause)
+                    self._raise_failure()
+                self.changed.wait(rest)
+
+    def fail(self, cause: str) -> None:
+        """Wake all who wait, with the first cause."""
+        with self.changed:
+            self._cause = self._cause or cause or "aborted"
+            self.failed.set()
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what made it fail."""
+        if self.failed.is_set():
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._cause:
+            raise CommunicatorError(self._cause)
+
+    def leave(self, rank: int, how: str) -> None:
+        """Who waits for the rank from now on, fails; what it has sent can still be received."""
+        with self.changed:
+            self.left[rank] = how
+            self.changed.notify_all()
+
+    def close(self, rank: int) -> None:
+        """See `Transport`."""
+        self.leave(rank, "has closed its communicator")
+
+    def unread(self) -> str:
+        """An array that was sent and never received, in words; empty if there is none."""
+        with self.changed:
+            waiting = [(key, box[0][0]) for key, box in self.boxes.items() if box]
+        return "".join(f"rank {key[2]} never received what rank {key[1]} sent in {what}" for key, what in waiting[:1])
+
+
+class ThreadCommunicator(MessageCommunicator):
+    """A rank among threads of this process; NumPy arrays, sums in the order of the ranks.
+
+    `group` makes the ranks; each is used by one thread (and `sendrecv` by one more).
+    """
+
+    @classmethod
+    def group(cls, size: int, *, timeout: float = TIMEOUT) -> list[ThreadCommunicator]:
+        """The communicators of all ranks.
+
+        Parameters
+        ----------
+        size : int
+        timeout : float
+            Seconds that a rank waits for another before all fail.
+        """
+        hub = Hub(check_int("size", size, 1), check_timeout(timeout))
+        return [cls(hub, range(size), rank) for rank in range(size)]
+
+
+class _Run:
+    """What the ranks have returned or raised so far."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.results: list[Any] = [None] * size
+        self.pending = set(range(size))
+        self.error: BaseException | None = None
+
+    def finish(self, rank: int, result: Any, error: BaseException | None) -> None:
+        with self.changed:
+            self.results[rank] = result
+            self.error = self.error or error
+            self.pending.discard(rank)
+            self.changed.notify_all()
+
+    def wait(self, until: Callable[[], bool], seconds: float = float("inf")) -> None:
+        """Wait until something holds; in steps, which Ctrl-C interrupts on every system."""
+        deadline = time.monotonic() + seconds
+        with self.changed:
+            while not until() and time.monotonic() < deadline:
+                self.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+
+
+class RankThreads:
+    """Threads that stay, one a rank: functions run on all of them, one function after the other.
+
+    What belongs to a thread (its OpenMP team, the current device and handles of CUDA) lives as long. Use it as a
+    context manager, or `close` it.
+
+    Parameters
+    ----------
+    size : int
+    timeout : float
+        Seconds that a rank waits for another before all fail.
+
+    Attributes
+    ----------
+    communicators : list of ThreadCommunicator
+        By rank.
+    stopping : threading.Event
+        Set once the ranks are to stop; long computations between two calls of a communicator may look at it.
+    """
+
+    def __init__(self, size: int, *, timeout: float = TIMEOUT) -> None:
+        self._work: list[queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None]] = []
+        self.communicators = ThreadCommunicator.group(size, timeout=timeout)
+        self._hub = self.communicators[0].transport
+        assert isinstance(self._hub, Hub)
+        self.stopping = self._hub.failed
+        for communicator in self.communicators:
+            work: queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None] = queue.SimpleQueue()
+            self._work.append(work)
+            # daemons: a rank that hangs must not keep the interpreter from ending
+            name = f"hybridmf rank {communicator.rank}"
+            threading.Thread(target=_serve, args=(self._hub, communicator, work), name=name, daemon=True).start()
+
+    def run(self, function: Callable[[ThreadCommunicator], Result]) -> list[Result]:
+        """``function(communicator)`` on every rank; the results in the order of the ranks.
+
+        The first failure, or Ctrl-C in the thread that calls this, makes the communicators of all ranks fail, and is
+        raised here as it is. After that the ranks cannot be used again.
+
+        Raises
+        ------
+        CommunicatorError
+            The ranks have failed before; or what one sent was never received.
+        """
+        hub = self._hub
+        assert isinstance(hub, Hub)
+        hub.check()
+        hub.left.clear()
+        run = _Run(len(self.communicators))
+        for work in self._work:
+            work.put((run, function))
+        try:
+            run.wait(lambda: not run.pending or run.error is not None)
+        except BaseException as error:
+            hub.fail(f"stopped by {type(error).__name__}")
+            _let_go(run)
+            raise
+        if run.error is not None:
+            _let_go(run)
+            raise run.error
+        unread = hub.unread()
+        if unread:
+            hub.fail(unread)
+            hub.check()
+        return run.results
+
+    def close(self) -> None:
+        """End the threads; they must not be at work."""
+        for work in self._work:
+            work.put(None)
+        self._work = []
+
+    def __enter__(self) -> RankThreads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _serve(
+    hub: Hub, communicator: ThreadCommunicator, work: queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None]
+) -> None:
+    """A rank's thread."""
+    while (task := work.get()) is not None:
+        run, function = task
+        result, failure = None, None
+        try:
+            result = function(communicator)
+        except BaseException as error:  # whatever it is, the others must not wait
+            failure = error
+        if failure is not None:
+            with run.changed:
+                if run.error is None:  # what the others raise are consequences
+                    run.error = failure
+                    hub.fail(f"rank {communicator.rank} failed: {type(failure).__name__}: {failure}")
+        else:
+            hub.leave(communicator.rank, "has ended")
+        run.finish(communicator.rank, result, failure)
+        del task, run, function, result, failure  # nothing outlives its run
+
+
+def _let_go(run: _Run) -> None:
+    """Wait for ranks that are about to fail, but not for ever."""
+    run.wait(lambda: not run.pending, PATIENCE)
+    if run.pending:
+        logger.warning("ranks %s are still at work %g s after the others have stopped", sorted(run.pending), PATIENCE)
+
+
+def run_ranks(size: int, function: Callable[[ThreadCommunicator], Result], *, timeout: float = TIMEOUT) -> list[Result]:
+    """Run ``function(communicator)`` in a thread for each rank.
+
+    Parameters
+    ----------
+    size : int
+    function : callable
+    timeout : float
+        Seconds that a rank waits for another before all fail.
+
+    Returns
+    -------
+    list
+        What each rank returned.
+
+    Raises
+    ------
+    Exception
+        The first that a rank raised, as it was raised; the other ranks are stopped.
+    KeyboardInterrupt
+        All ranks are stopped.
+    """
+    with RankThreads(size, timeout=timeout) as ranks:
+        return ranks.run(function)
