@@ -26,10 +26,16 @@ class Communicator(Protocol):
     rank : int
         0 <= rank < size.
     size : int
+    cause : str
+        Why it has failed; empty while it has not. Long computations between two calls may look at it.
     """
 
     rank: int
     size: int
+
+    @property
+    def cause(self) -> str:
+        """Why it has failed."""
 
     def allreduce(self, array: Array) -> Array:
         """Sum over the ranks, on each rank: the same bits everywhere."""
@@ -100,6 +106,11 @@ class Single:
 
     def __init__(self) -> None:
         self._cause = ""
+
+    @property
+    def cause(self) -> str:
+        """Why it was aborted; empty if it was not."""
+        return self._cause
 
     def _check(self) -> None:
         from ..errors import CommunicatorError

@@ -1,0 +1,282 @@
+"""NCCL: the laws of the collectives on several GPUs, and on stand-ins of CuPy and NCCL where there are none."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import fake_nccl
+import numpy as np
+import pytest
+from fake_nccl import as_fake, wait_until
+from test_scale_comm import laws
+
+from hybridmf.errors import CommunicatorError, DeviceError
+from hybridmf.gpu import device
+from hybridmf.scale import nccl
+from hybridmf.scale.communicator import Single
+from hybridmf.scale.nccl import NcclCommunicator
+from hybridmf.scale.threads import RankThreads, ThreadCommunicator, run_ranks
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    module = fake_nccl.Nccl()
+    monkeypatch.setattr(nccl, "_modules", lambda: (fake_nccl.fake_cupy(), module))
+    monkeypatch.setattr(nccl, "POLL", 0.01)
+    monkeypatch.delenv(nccl.MULTICAST, raising=False)
+    return module
+
+
+def on_fakes(function, **options):
+    """A rank's function that is given a NcclCommunicator; closed if it ends well."""
+
+    def rank(control: ThreadCommunicator):
+        communicator = NcclCommunicator(control, control.rank, **options)
+        with fake_nccl.Device(control.rank):
+            result = function(communicator)
+        communicator.close()
+        communicator.close()
+        return result
+
+    return rank
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_laws(fake, size, ordered):
+    run = on_fakes(lambda c: laws(c, as_fake, np.asarray, whole=not ordered), ordered=ordered)
+    assert min(run_ranks(size, run, timeout=20)) > 80
+    assert os.environ[nccl.MULTICAST] == "0"
+    kinds = {"send", "recv", "broadcast", "destroy"} if ordered else {"allReduce", "reduce", "reduceScatter"}
+    assert size == 1 or kinds <= set(fake.calls)
+    assert "abort" not in fake.calls
+
+
+def test_numpy_arrays_go_by_the_control(fake):
+    def rank(communicator):
+        checks = laws(communicator)
+        communicator.start_sendrecv([np.zeros(1)], 0, 0, [np.zeros(1)]) if communicator.size == 1 else None
+        return checks
+
+    assert min(run_ranks(2, on_fakes(rank), timeout=20)) > 80
+    assert set(fake.calls) == {"destroy"}
+
+
+def test_users_may_turn_multicast_on(fake, monkeypatch):
+    monkeypatch.setenv(nccl.MULTICAST, "1")
+    run_ranks(1, on_fakes(lambda c: None))
+    assert os.environ[nccl.MULTICAST] == "1"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.allreduce([1.0]), TypeError, r"on cuda:0 or a NumPy array, got list"),
+        (lambda c: c.allreduce(as_fake(np.array([1j]))), TypeError, r"float64 to travel between GPUs, got complex128"),
+        (lambda c: c.reduce_scatter(as_fake(np.zeros(3)), [2]), ValueError, r"add up to the 3 rows"),
+        (lambda c: c.allgatherv(as_fake(np.zeros(3)), [2]), ValueError, r"counts\[0\]=2 rows, got 3"),
+        (lambda c: c.broadcast(as_fake(np.zeros(3)), 1), ValueError, r"0 <= root < 1, got 1"),
+        (lambda c: c.sendrecv(as_fake(np.zeros(3)), 1, 0, as_fake(np.zeros(3))), ValueError, r"0 <= dest < 1, got 1"),
+    ],
+)
+def test_arguments_are_judged(fake, call, error, message):
+    with pytest.raises(error, match=message):
+        call(NcclCommunicator(Single(), 0))
+    with pytest.raises(ValueError, match="timeout must be"):
+        NcclCommunicator(Single(), 0, timeout=0)
+
+
+def test_a_failure_elsewhere_aborts_nccl(fake):
+    """A rank that fails without a call to NCCL: the watch of the others ends what they wait for."""
+
+    def rank(communicator):
+        if communicator.rank == 1:
+            raise ArithmeticError("NaN on rank 1")
+        wait_until(lambda: "abort" in fake.calls)
+        with pytest.raises(CommunicatorError, match="rank 1 failed: ArithmeticError: NaN on rank 1"):
+            communicator.allreduce(as_fake(np.zeros(1)))
+
+    with pytest.raises(ArithmeticError, match="NaN on rank 1"):
+        run_ranks(2, on_fakes(rank), timeout=20)
+
+
+def test_what_nccl_finds_out_stops_all_ranks(fake):
+    def rank(communicator):
+        if communicator.rank == 1:
+            communicator._comm.async_error = "a link is down"
+        wait_until(lambda: communicator.cause)
+        communicator.barrier()
+
+    with pytest.raises(CommunicatorError, match="NCCL failed on rank 1: a link is down"):
+        run_ranks(2, on_fakes(rank), timeout=20)
+    wait_until(lambda: fake.calls.count("abort") == 2)
+
+
+def test_what_nccl_refuses_stops_all_ranks(fake, monkeypatch):
+    def refuse(*_):
+        raise fake.NcclError("invalid usage")
+
+    def rank(communicator):
+        monkeypatch.setattr(communicator._comm.__class__, "allReduce", refuse)
+        communicator.allreduce(as_fake(np.zeros(1)))
+
+    with pytest.raises(CommunicatorError, match=r"NCCL failed on rank \d in allreduce: invalid usage"):
+        run_ranks(2, on_fakes(rank), timeout=20)
+
+
+def test_a_call_that_does_not_end_is_aborted(fake, monkeypatch):
+    monkeypatch.setattr(fake_nccl.Event, "done", False)
+
+    def rank(communicator):
+        communicator.allreduce(as_fake(np.zeros(1)))
+        wait_until(lambda: communicator.cause)
+        communicator.allreduce(as_fake(np.zeros(1)))
+
+    with pytest.raises(CommunicatorError, match=r"rank \d waited 0\.05 s for the others in allreduce"):
+        run_ranks(2, on_fakes(rank, timeout=0.05), timeout=20)
+
+
+def test_a_lost_gpu_stops_all_ranks(fake):
+    def rank(communicator):
+        if communicator.rank == 1:
+            communicator._comm.check_async_error = lambda: 1 / 0
+        wait_until(lambda: communicator.cause)
+        communicator.barrier()
+
+    with pytest.raises(CommunicatorError, match="rank 1 lost its GPU: division by zero"):
+        run_ranks(2, on_fakes(rank), timeout=20)
+
+
+def test_abort_and_close(fake):
+    communicator = NcclCommunicator(Single(), 0)
+    communicator.abort("first")
+    communicator.abort("second")
+    with pytest.raises(CommunicatorError, match="first"):
+        communicator.split(0)
+    communicator.close()
+    assert "destroy" not in fake.calls
+    forgotten = NcclCommunicator(Single(), 0)
+    del forgotten  # its watch ends by itself
+    time.sleep(0.05)
+
+
+def test_gpus_that_cannot_be_connected(fake):
+    fake.broken = 0
+    with pytest.raises(DeviceError, match="NCCL cannot connect rank 0 on cuda:0: no route; NCCL_DEBUG=INFO"):
+        run_ranks(1, on_fakes(lambda c: None))
+
+
+def test_without_nccl(monkeypatch):
+    def missing(name):
+        raise ImportError("libnccl.so.2")
+
+    monkeypatch.setattr(device, "_cupy", lambda: None)
+    monkeypatch.setattr(nccl.importlib, "import_module", missing)
+    with pytest.raises(DeviceError, match=r"several GPUs need NCCL.*libnccl.so.2.*pip install nvidia-nccl-cu13"):
+        nccl._modules()
+
+
+# --------------------------------------------------------------------------------------------- on GPUs
+
+
+def gpus(at_least: int) -> int:
+    from hybridmf.gpu.device import device_count
+
+    try:
+        count = device_count()
+    except DeviceError as error:
+        pytest.skip(f"no GPU: {error}")
+    if count < at_least:
+        pytest.skip(f"needs {at_least} GPUs, there are {count}")
+    return count
+
+
+def on_gpus(function, **options):
+    from hybridmf.gpu.device import open_device
+
+    def rank(control):
+        gpu = open_device(f"cuda:{control.rank}")
+        with gpu.active():
+            communicator = NcclCommunicator(control, control.rank, **options)
+            result = function(communicator, gpu)
+            communicator.close()
+            return result
+
+    return rank
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_laws_on_gpus(size, ordered):
+    gpus(size)
+    run = on_gpus(lambda c, d: laws(c, d.upload, d.download, whole=not ordered), ordered=ordered)
+    assert min(run_ranks(size, run, timeout=120)) > 80
+
+
+@pytest.mark.gpu
+def test_large_arrays_on_gpus():
+    """Longer than a launch, uneven, and sent while the device computes."""
+    size = min(gpus(2), 4)
+
+    def rank(communicator, _):
+        import cupy
+
+        total = sum(range(1, size + 1))
+        counts = [(1 << 22) + 1000 * r for r in range(size)]
+        whole = cupy.full(sum(counts), communicator.rank + 1, dtype=cupy.float32)
+        for _ in range(5):
+            part = communicator.reduce_scatter(whole, counts)
+            assert part.shape == (counts[communicator.rank],)
+            gathered = communicator.allgatherv(part, counts)
+            assert bool((gathered == total).all())
+            after, before = (communicator.rank + 1) % size, (communicator.rank - 1) % size
+            answer = communicator.start_sendrecv([whole, part], after, before, [whole, cupy.empty(counts[before], "f")])
+            busy = whole * 2
+            received, piece = answer()
+            assert bool((received == before + 1).all())
+            assert bool((piece == total).all())
+            assert bool((busy == 2 * communicator.rank + 2).all())
+            communicator.barrier()
+
+    run_ranks(size, on_gpus(rank), timeout=120)
+
+
+@pytest.mark.gpu
+def test_a_rank_that_fails_ends_what_others_wait_for():
+    """Rank 0 waits in a kernel of NCCL for a rank that never comes."""
+    gpus(2)
+
+    def rank(communicator, _):
+        import cupy
+
+        communicator.allreduce(cupy.ones(4))
+        communicator.barrier()
+        if communicator.rank == 1:
+            raise ArithmeticError("NaN on rank 1")
+        communicator.allreduce(cupy.ones(1 << 20))
+        communicator.barrier()
+
+    started = time.monotonic()
+    with RankThreads(2, timeout=120) as ranks, pytest.raises(ArithmeticError, match="NaN on rank 1"):
+        ranks.run(on_gpus(rank))
+    assert time.monotonic() - started < 60  # half the timeout
+    run_ranks(2, on_gpus(lambda c, d: laws(c, d.upload, d.download, whole=True)), timeout=120)
+
+
+@pytest.mark.gpu
+def test_a_rank_that_hangs_ends_what_others_wait_for():
+    gpus(2)
+
+    def rank(communicator, _):
+        import cupy
+
+        if communicator.rank == 0:
+            communicator.allreduce(cupy.ones(1 << 20))
+        else:
+            wait_until(lambda: communicator.cause, 60)
+        communicator.barrier()
+
+    with pytest.raises(CommunicatorError, match=r"rank 0 waited 2 s for the others in allreduce"):
+        run_ranks(2, on_gpus(rank, timeout=2.0), timeout=120)
