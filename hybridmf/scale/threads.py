@@ -199,9 +199,9 @@ class RankThreads:
         hub.check()
         hub.left.clear()
         run = _Run(len(self.communicators))
-        for work in self._work:
-            work.put((run, function))
         try:
+            for work in self._work:
+                work.put((run, function))
             run.wait(lambda: not run.pending or run.error is not None)
         except BaseException as error:
             hub.fail(f"stopped by {type(error).__name__}")
