@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class HybridMFError(Exception):
     """Base of every exception that is particular to this library."""
@@ -37,6 +40,9 @@ class NotPositiveDefiniteError(HybridMFError, ValueError):
     def __init__(self, message: str, *, side: str, row: int, minor: int) -> None:
         super().__init__(message)
         self.side, self.row, self.minor = side, row, minor
+
+    def __reduce__(self) -> Any:
+        return functools.partial(type(self), side=self.side, row=self.row, minor=self.minor), self.args
 
 
 class NonFiniteError(HybridMFError, ArithmeticError):

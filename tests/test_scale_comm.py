@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import pickle
 import signal
+import socket
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridmf.errors import CommunicatorError
-from hybridmf.scale import threads
+from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError
+from hybridmf.scale import processes, sockets, threads
 from hybridmf.scale.communicator import Single, start_sendrecv
 from hybridmf.scale.messages import SMALL, even_counts
+from hybridmf.scale.processes import RankTraceback, run_processes
+from hybridmf.scale.sockets import SocketCommunicator
 from hybridmf.scale.threads import RankThreads, ThreadCommunicator, run_ranks
 
 DTYPES = [np.float32, np.float64, np.int32, np.int64, np.uint8]
@@ -348,3 +356,324 @@ def test_ctrl_c_stops_all_ranks():
     with pytest.raises(KeyboardInterrupt):
         run_ranks(3, rank, timeout=60)
     assert noticed == ["stopped by KeyboardInterrupt"] * 3
+
+
+# --------------------------------------------------------------------------------------------- sockets
+
+
+def free_address() -> tuple[str, int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()
+
+
+def over_sockets(size, function, timeout=20.0, tokens=None, address=None, sizes=None, ranks=None):
+    """As run_ranks, with connections on the loopback; what each rank returned or raised."""
+    address, answers = address or free_address(), [None] * size
+    tokens, sizes, ranks = tokens or ["secret"] * size, sizes or [size] * size, ranks or range(size)
+
+    def run(k):
+        try:
+            communicator = SocketCommunicator.connect(ranks[k], sizes[k], address, token=tokens[k], timeout=timeout)
+            answers[k] = function(communicator)
+            communicator.close()
+        except BaseException as error:
+            answers[k] = error
+
+    workers = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(size)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert not any(worker.is_alive() for worker in workers)
+    return answers
+
+
+def texts(answers) -> list[str]:
+    return [str(answer) if isinstance(answer, CommunicatorError) else repr(answer) for answer in answers]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_laws_of_sockets(size):
+    checks = over_sockets(size, laws)
+    assert all(isinstance(count, int) and count > 80 for count in checks), checks
+
+
+def test_sockets_add_the_bits_that_threads_add():
+    def rank(communicator):
+        large = drawn(communicator.rank, (SMALL + 3,), np.float32)
+        return communicator.allreduce(large), communicator.reduce_scatter(large, [SMALL, 0, 3])
+
+    for ours, theirs in zip(over_sockets(3, rank), run_ranks(3, rank), strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_large_arrays_in_both_directions():
+    """More than the buffers of a connection hold: nobody waits for the other to read first."""
+
+    def rank(communicator):
+        array = np.full(1 << 21, float(communicator.rank))
+        other = 1 - communicator.rank
+        return communicator.sendrecv(array, other, other, array).sum()
+
+    assert over_sockets(2, rank) == [float(1 << 21), 0.0]
+
+
+def test_sockets_abort_with_the_first_cause():
+    def rank(communicator):
+        part = communicator.split(communicator.rank % 2)
+        if communicator.rank == 2:
+            part.abort("NaN on rank 2")
+            part.abort("later")
+        communicator.barrier()
+
+    assert texts(over_sockets(3, rank)) == ["NaN on rank 2"] * 3
+
+
+def test_sockets_tell_different_calls():
+    answers = texts(over_sockets(2, lambda c: c.allreduce(np.zeros(3 - c.rank))))
+    assert answers[0] == answers[1]
+    assert "calls allreduce of float64 (2,) while rank" in answers[0] or "float64 (3,) while rank" in answers[0]
+
+
+def test_a_rank_that_hangs_is_not_waited_for():
+    def rank(communicator):
+        while communicator.rank == 1 and not communicator.cause:
+            time.sleep(0.005)
+        communicator.barrier()
+
+    answers = texts(over_sockets(3, rank, timeout=0.3))
+    assert len(set(answers)) == 1
+    assert "rank 1 did not answer rank" in answers[0] and "within 0.3 s in barrier" in answers[0]
+
+
+def test_a_rank_that_does_not_read_is_not_waited_for(monkeypatch):
+    """Its buffers fill, and the sender's time is up."""
+
+    def rank(communicator):
+        if communicator.rank == 0:
+            communicator.barrier()
+            return communicator.sendrecv(np.zeros(1 << 22), 1, 1, np.zeros(1))
+        lock = communicator.transport.changed
+        with lock:  # the thread that reads cannot hand over the first array
+            communicator.transport.send("", 1, 0, "barrier", np.empty(0, np.uint8))
+            time.sleep(1.0)
+
+    answers = texts(over_sockets(2, rank, timeout=0.3))
+    assert "cannot be reached by rank 0 in sendrecv" in answers[0] or "did not answer" in answers[0]
+
+
+def test_a_connection_that_ends_stops_all():
+    def rank(communicator):
+        communicator.barrier()
+        if communicator.rank == 1:  # as the system does for a process that was killed
+            for connection in communicator.transport.peers.values():
+                connection.shutdown(socket.SHUT_RDWR)
+            return "gone"
+        communicator.allreduce(np.zeros(2))
+
+    answers = texts(over_sockets(3, rank))
+    assert answers[0] == answers[2] == "rank 1 ended without closing its communicator (was it killed?)"
+
+
+def test_who_says_goodbye_is_missed_only_by_those_who_wait():
+    def rank(communicator):
+        if communicator.rank == 1:
+            communicator.allgatherv(np.array([1]), [1, 1])
+            communicator.close()
+            communicator.close()
+            with pytest.raises(CommunicatorError, match="rank 1 has closed this communicator"):
+                communicator.barrier()
+            return "left"
+        time.sleep(0.05)
+        assert communicator.allgatherv(np.array([1]), [1, 1]).sum() == 2
+        communicator.barrier()
+
+    answers = texts(over_sockets(2, rank))
+    assert answers == ["rank 1 has closed its communicator while rank 0 waits for it in barrier", "'left'"]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x00\x00\x00\x02[]",
+        b"\x00\x00\x00\x01{",
+        b'\x00\x00\x00\x27{"dtype":"O","shape":[1],"context":"" } ',
+        b'\x00\x00\x00\x28{"dtype":"f4","shape":[-1],"context":""}',
+    ],
+)
+def test_what_is_no_message_stops_all(frame):
+    def rank(communicator):
+        if communicator.rank == 1:
+            communicator.transport.peers[0].sendall(frame)
+        communicator.barrier()
+
+    assert texts(over_sockets(2, rank))[0].startswith("rank 1 sends what is no message")
+
+
+def test_who_does_not_know_the_token_stays_out(caplog):
+    answers = texts(over_sockets(2, laws, timeout=0.5, tokens=["secret", "guess"]))
+    assert answers[0] == "ranks [1] did not come within 0.5 s"
+    assert "rank 0 refused rank 1: it has another token (HYBRIDMF_TOKEN must be the same everywhere)" in answers[1]
+    assert "a connection from 127.0.0.1 was refused: the other end does not know the token" in caplog.text
+
+
+def test_strangers_are_turned_away(caplog):
+    """They come before the ranks do, say something else or nothing, and the ranks still meet."""
+    address = free_address()
+
+    def disturb():
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                with socket.create_connection(address, timeout=1) as stranger:
+                    stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: scan\r\n")
+                return
+            time.sleep(0.01)
+
+    nuisance = threading.Thread(target=disturb)
+    nuisance.start()
+    answers = [None, None]
+
+    def run(rank):
+        if rank:
+            nuisance.join()
+        communicator = SocketCommunicator.connect(rank, 2, address, token="secret", timeout=20)
+        answers[rank] = communicator.allreduce(np.array([rank + 1]))[0]
+
+    workers = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert answers == [3, 3]
+    assert "was refused" in caplog.text
+
+
+def test_ranks_that_do_not_fit_together():
+    answers = texts(over_sockets(2, laws, timeout=1, sizes=[2, 3]))
+    assert answers == ["rank 1 was started as one of 3 ranks, rank 0 as one of 2"] * 2
+    answers = texts(over_sockets(3, laws, timeout=1, ranks=[0, 1, 1]))
+    assert "there are two ranks 1" in answers
+    with pytest.raises(CommunicatorError, match=r"rank 0 does not answer at 127.0.0.1:\d+"):
+        SocketCommunicator.connect(1, 2, free_address(), token="secret", timeout=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(CommunicatorError, match="rank 0 cannot use"):
+        SocketCommunicator.connect(0, 2, taken.getsockname(), token="secret", timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0, "t", 1), "size must satisfy size >= 1"),
+        ((2, 2, "t", 1), "0 <= rank <= 1, got 2"),
+        ((0, 1, "", 1), "token must be a secret text .*HYBRIDMF_TOKEN.*openssl"),
+        ((0, 1, "t", -1), "timeout must be"),
+    ],
+)
+def test_connect_judges_its_arguments(arguments, message):
+    rank, size, token, timeout = arguments
+    with pytest.raises(ValueError, match=message):
+        SocketCommunicator.connect(rank, size, ("127.0.0.1", 1), token=token, timeout=timeout)
+
+
+def test_environment(monkeypatch):
+    for name in (sockets.RANK, sockets.WORLD_SIZE, sockets.LOCAL_RANK, sockets.MASTER_ADDR, *sockets.SLURM.values()):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(sockets.TOKEN, raising=False)
+    with pytest.raises(ValueError, match=r"HYBRIDMF_RANK \(or SLURM_PROCID\) must be set to an integer >= 0"):
+        SocketCommunicator.from_environment()
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("HYBRIDMF_WORLD_SIZE", "one")
+    with pytest.raises(ValueError, match=r"HYBRIDMF_WORLD_SIZE .*got 'one'"):
+        SocketCommunicator.from_environment()
+    monkeypatch.setenv("HYBRIDMF_WORLD_SIZE", "1")
+    monkeypatch.setenv("HYBRIDMF_MASTER_PORT", "99999")
+    with pytest.raises(ValueError, match="HYBRIDMF_MASTER_PORT"):
+        SocketCommunicator.from_environment()
+    monkeypatch.setenv("HYBRIDMF_MASTER_PORT", str(free_address()[1]))
+    with pytest.raises(ValueError, match="HYBRIDMF_TOKEN is not set"):
+        SocketCommunicator.from_environment()
+    monkeypatch.setenv("HYBRIDMF_TOKEN", "secret")
+    communicator = SocketCommunicator.from_environment(timeout=5)
+    assert (communicator.rank, communicator.size, communicator.timeout) == (0, 1, 5)
+    assert sockets.local_rank() == 0
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    assert sockets.local_rank() == 3
+    monkeypatch.setenv("HYBRIDMF_LOCAL_RANK", "2")
+    assert sockets.local_rank() == 2
+
+
+# --------------------------------------------------------------------------------------------- processes
+
+
+def stages(communicator, folder):
+    """In one go, for a process takes a while to start: laws, then rank 1 is killed and the others say what they saw."""
+    checks = laws(communicator)
+    if communicator.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        communicator.allreduce(np.zeros(2))
+    except CommunicatorError as error:
+        Path(folder, str(communicator.rank)).write_text(f"{checks} {time.monotonic() - started} {error}")
+        raise
+
+
+def test_laws_of_processes_and_a_kill(tmp_path):
+    with pytest.raises(CommunicatorError, match="rank 1 was killed by SIGKILL"):
+        run_processes(3, stages, (str(tmp_path),), timeout=60)
+    for rank in (0, 2):
+        checks, seconds, error = (tmp_path / str(rank)).read_text().split(maxsplit=2)
+        assert int(checks) > 80
+        assert float(seconds) < 30
+        assert error == "rank 1 ended without closing its communicator (was it killed?)"
+
+
+def own_failure(communicator, counts):
+    if communicator.rank == 1:
+        raise NotPositiveDefiniteError("row 3", side="user", row=3, minor=2)
+    return communicator.allgatherv(np.array([communicator.rank]), counts)
+
+
+def test_processes_return_and_fail_as_they_do():
+    assert run_processes(1, own_failure, ([1],), timeout=30)[0].tolist() == [0]
+    with pytest.raises(NotPositiveDefiniteError, match="row 3") as caught:
+        run_processes(2, own_failure, ([1, 1],), timeout=30)
+    assert (caught.value.side, caught.value.row, caught.value.minor) == ("user", 3, 2)
+    assert isinstance(caught.value.__cause__, RankTraceback)
+    assert "own_failure" in str(caught.value.__cause__)
+
+
+def unusual(communicator, how):
+    if how == "exit":
+        os._exit(7)
+    while True:  # hangs
+        time.sleep(1)
+
+
+def test_a_process_that_ends_without_an_answer():
+    with pytest.raises(CommunicatorError, match="rank 0 ended with exit code 7 and no answer"):
+        run_processes(1, unusual, ("exit",), timeout=30)
+
+
+class Unreadable(Exception):
+    def __init__(self, one, two):
+        super().__init__("no memory left")
+
+
+def test_answers_that_cannot_be_pickled():
+    _, error, _ = pickle.loads(processes._packed(threading.Lock(), None, "", 2))
+    assert isinstance(error, TypeError)
+    assert "what rank 2 returned cannot be pickled" in str(error)
+    _, error, text = pickle.loads(processes._packed(None, Unreadable(1, 2), "trace", 2))
+    assert isinstance(error, CommunicatorError)
+    assert (str(error), text) == ("rank 2 failed: Unreadable: no memory left", "trace")
+
+
+def test_ctrl_c_ends_processes():
+    timer = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_processes(1, unusual, ("hang",), timeout=30)
+    assert not multiprocessing.active_children()

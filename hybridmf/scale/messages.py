@@ -124,7 +124,12 @@ class MessageCommunicator:
     def __init__(self, transport: Transport, members: Sequence[int], rank: int, context: str = "") -> None:
         self.transport, self.members, self.rank, self.context = transport, list(members), rank, context
         self.size = len(self.members)
-        self._splits = 0
+        self._splits, self._closed = 0, False
+
+    def _check(self) -> None:
+        if self._closed:
+            raise CommunicatorError(f"rank {self.rank} has closed this communicator")
+        self.transport.check()
 
     # ------------------------------------------------------------------------------------------------ messages
 
@@ -148,7 +153,7 @@ class MessageCommunicator:
 
     def _exchange(self, what: str, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Give piece r to rank r; what each rank gave to this one. Not to be written to."""
-        self.transport.check()
+        self._check()
         for step in range(1, self.size):  # each rank begins with its neighbour, so that not all wait for rank 0
             dest = (self.rank + step) % self.size
             self._send(dest, what, pieces[dest])
@@ -200,7 +205,7 @@ class MessageCommunicator:
         array = check_array(array)
         root = check_peer("root", root, self.size)
         what = f"broadcast of {array.dtype} {array.shape} from rank {root}"
-        self.transport.check()
+        self._check()
         if self.rank != root:
             return self._receive(root, what).copy()
         own = self.transport.snapshot(array)
@@ -213,7 +218,7 @@ class MessageCommunicator:
         """Send to one rank, receive from another (or the same)."""
         array, like = check_array(array), check_array(like)
         dest, source = check_peer("dest", dest, self.size), check_peer("source", source, self.size)
-        self.transport.check()
+        self._check()
         # a channel of its own: it may run beside a collective
         self._send(dest, f"sendrecv of {array.dtype} {array.shape}", self.transport.snapshot(array), "~")
         return self._receive(source, f"sendrecv of {like.dtype} {like.shape}", "~")
@@ -252,6 +257,7 @@ class MessageCommunicator:
 
     def close(self) -> None:
         """Leave; ranks that wait for this one from now on fail. Nothing where this was split from another."""
+        self._closed = True
         if not self.context:
             self.transport.close(self.members[self.rank])
 
