@@ -53,7 +53,16 @@ class CcdMethod:
         settings : Settings
         spec : DeviceSpec or None
             The GPU found or asked for.
+
+        Raises
+        ------
+        ValueError
+            Several devices are named.
         """
+        if isinstance(settings.device, tuple):
+            raise ValueError(
+                f"device={list(settings.device)!r}: CCD runs on one device; name one, or use ALS or SGD on several"
+            )
         base = replace(base, precision="float32", reorder="none")
         if spec is None:
             return _on_cpu(base)

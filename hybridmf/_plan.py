@@ -191,6 +191,8 @@ class Plan:
         What a reader should know about the choices.
     method : Method or None
         What runs if it is not ALS; `solver`, `assembly` and `reorder` then say nothing.
+    devices : tuple of str
+        Of each rank, where there are several; `device` is then the first, which serves the fitted model.
     """
 
     device: str
@@ -220,6 +222,7 @@ class Plan:
     bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     method: Method | None = None
+    devices: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -317,8 +320,11 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         A combination that makes no sense on this device.
     """
     if isinstance(settings.device, tuple):
-        raise DeviceError(f"device={list(settings.device)!r}: several devices are not served yet; name one")
-    spec, reason = dispatch.find_gpu(settings.device)
+        if settings.method is None:
+            raise DeviceError(f"device={list(settings.device)!r}: several devices are not served yet; name one")
+        spec, reason = None, "asked for"  # the method looks at each
+    else:
+        spec, reason = dispatch.find_gpu(settings.device)
     rank = settings.factors + (1 if objective.biases else 0)
     plan = Plan(
         device="cpu",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _plan
+from . import _plan, dispatch
 from ._plan import Plan, Settings
 from ._validate import check_bool, check_choice, check_real, index_pointer_dtype
 from .errors import DeviceError
@@ -127,6 +127,8 @@ class SgdMethod:
         base = replace(base, assembly="simd", reorder="none")
         if base.precision not in ("float32", "float16"):
             raise ValueError(f"precision must be 'float32' or 'float16' for SGD, got {base.precision!r}")
+        if isinstance(settings.device, tuple):
+            return self._ranks_plan(base, settings, settings.device)
         if spec is None:
             return self._cpu_plan(base, settings)
         on_gpu = self._gpu_plan(base, settings, spec)
@@ -145,6 +147,37 @@ class SgdMethod:
             return on_gpu
         logger.info("device='auto' chose the CPU: %s", why_not)
         return self._cpu_plan(replace(base, reason=f"{why_not} ({spec.name} was found)"), settings)
+
+    def _ranks_plan(self, base: Plan, settings: Settings, devices: tuple[str, ...]) -> Plan:
+        """A rank on each device: each owns users, and the items travel (MSGD Alg. 4)."""
+        if self.schedule != "msgd":
+            raise ValueError(
+                f"schedule={self.schedule!r} runs on one device, got device={list(devices)!r}; "
+                "use schedule='msgd' on several"
+            )
+        first = replace(settings, device=devices[0])
+        if devices[0] == "cpu":
+            plan = self._cpu_plan(base, first)
+        else:
+            why_not = self._why_not_gpu(base)
+            if why_not:
+                raise ValueError(f"{why_not}; use CPU ranks (device={['cpu'] * len(devices)!r}) for it, or change it")
+            specs = [spec for spec in (dispatch.find_gpu(name)[0] for name in devices) if spec is not None]
+            least = min(spec.free_bytes for spec in specs)
+            plan = self._gpu_plan(base, first, replace(specs[0], free_bytes=least))
+            plan = replace(plan, bytes=self._rank_bytes(plan, len(devices)))
+        note = f"{len(devices)} ranks on {', '.join(devices)}: each owns users, items travel from rank to rank"
+        return replace(plan, devices=devices, notes=(*plan.notes, note))
+
+    def _rank_bytes(self, plan: Plan, ranks: int) -> dict[str, int]:
+        """Of one of several GPUs, if they have equal shares."""
+        m, n, itemsize = plan.n_users, plan.n_items, np.dtype(plan.dtype).itemsize
+        shared = self._gpu_bytes(plan)
+        width = -(-plan.rank // 8) * 8 * itemsize
+        # each block of ratings has tables of its own for this rank's users and the block's items
+        tables = (m + n) * (8 + 4)
+        travelling = 2 * -(-n // ranks) * width
+        return {"ratings": shared["ratings"] // ranks + tables, "factors": shared["factors"] // ranks + travelling}
 
     def _why_not_gpu(self, base: Plan) -> str:
         """What a GPU does not serve; empty if it serves everything."""

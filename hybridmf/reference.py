@@ -298,14 +298,41 @@ def msgd(
     matrix: Any, state: State, regularization: float, rate: float, sums_width: int = 0, head_only: bool = False
 ) -> State:
     """One epoch of MSGD (Alg. 1): each item walks its users in ascending order, then each user its items."""
+    m, n = sp.coo_array(matrix).shape
+    return mcumsgd(matrix, state, regularization, rate, [0, m], [0, n], sums_width, head_only)
+
+
+def mcumsgd(
+    matrix: Any,
+    state: State,
+    regularization: float,
+    rate: float,
+    user_bounds: Any,
+    item_bounds: Any,
+    sums_width: int = 0,
+    head_only: bool = False,
+) -> State:
+    """One epoch of MCUMSGD (Alg. 4): in step l each range q of users meets range (q + l) mod p of items, as in Alg. 1.
+
+    Parameters
+    ----------
+    user_bounds, item_bounds : int array, shape (p + 1,)
+        Ranges of consecutive users and items.
+    """
     state, coo = _copied(state, sums_width), sp.coo_array(matrix)
-    ratings = coo.data.astype(np.float64)
-    for k in np.lexsort((coo.row, coo.col)):
-        user, item = coo.row[k], coo.col[k]
-        error = _error(state, user, item, ratings[k])
-        _move(state.item, item, error, state.user.matrix[user], rate, regularization, head_only)
-    for k in np.lexsort((coo.col, coo.row)):
-        user, item = coo.row[k], coo.col[k]
-        error = _error(state, user, item, ratings[k])
-        _move(state.user, user, error, state.item.matrix[item], rate, regularization, head_only)
+    ratings, size = coo.data.astype(np.float64), len(user_bounds) - 1
+    for step in range(size):
+        for part in range(size):
+            block = (part + step) % size
+            users = (coo.row >= user_bounds[part]) & (coo.row < user_bounds[part + 1])
+            items = (coo.col >= item_bounds[block]) & (coo.col < item_bounds[block + 1])
+            inside = np.flatnonzero(users & items)
+            for k in inside[np.lexsort((coo.row[inside], coo.col[inside]))]:
+                user, item = coo.row[k], coo.col[k]
+                error = _error(state, user, item, ratings[k])
+                _move(state.item, item, error, state.user.matrix[user], rate, regularization, head_only)
+            for k in inside[np.lexsort((coo.col[inside], coo.row[inside]))]:
+                user, item = coo.row[k], coo.col[k]
+                error = _error(state, user, item, ratings[k])
+                _move(state.user, user, error, state.item.matrix[item], rate, regularization, head_only)
     return state

@@ -71,8 +71,10 @@ class SGD(FactorModel):
         penalty.
     iterations : int
         Epochs.
-    device : {"auto", "cpu", "cuda", "cuda:N"}
-        "auto" takes the best there is for the schedule and logs why.
+    device : {"auto", "cpu", "cuda", "cuda:N"}, or a list such as ["cuda:0", "cuda:1"]
+        "auto" takes the best there is for the schedule and logs why. A list runs "msgd" on a rank for each entry: each
+        owns a part of the users, and the items travel from rank to rank (MCUMSGD, MSGD Alg. 4). The same number of
+        devices gives the same factors, another number others: the order of the updates differs.
     precision : {"float32", "float16"}
         How "batch_hogwild" stores factors on the GPU; arithmetic is in float32.
     deterministic : bool
@@ -125,7 +127,7 @@ class SGD(FactorModel):
         ordering: str = "mixed",
         biases: bool = False,
         iterations: int = 20,
-        device: str = "auto",
+        device: str | list[str] = "auto",
         precision: str = "float32",
         deterministic: bool = True,
         dtype: Any = "float32",
@@ -179,6 +181,10 @@ class SGD(FactorModel):
     ) -> Solver:
         assert isinstance(plan.method, SgdMethod)
         plan = replace(plan, method=replace(plan.method, seed_bits=_shuffle_seed(self.random_state)))
+        if plan.devices:
+            from .scale.mcumsgd import MultiSGD
+
+            return MultiSGD(user_items, item_users, self._objective(), plan, state, completed)
         if plan.gpu is None:
             from .cpu.sgd import CpuSGD
 

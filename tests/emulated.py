@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -31,6 +32,10 @@ extern "C" void emulator_launch(const unsigned* grid, const unsigned* block, uns
 extern "C" int emulator_argument_count() { return int(emulator::count(KERNEL)); }
 extern "C" void emulator_argument_sizes(int* sizes) { emulator::sizes_of(KERNEL, sizes); }
 """
+
+
+ONE_AT_A_TIME = threading.Lock()
+"""A launch: the emulator keeps its threads in one place, and ranks are threads."""
 
 
 def compiler() -> str | None:
@@ -119,7 +124,8 @@ class EmulatedDevice:
         pass
 
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Any:
-        library = _library(source, name, constants)
+        with ONE_AT_A_TIME:
+            library = _library(source, name, constants)
         count = library.emulator_argument_count()
         sizes = (ctypes.c_int * count)()
         library.emulator_argument_sizes(sizes)
@@ -142,11 +148,12 @@ class EmulatedDevice:
                 holders.append(value)
             pointers = (ctypes.c_void_p * count)(*(holder.ctypes.data for holder in holders))
             three = ctypes.c_uint * 3
-            library.emulator_launch(
-                three(*grid, *(1,) * (3 - len(grid))),
-                three(*block, *(1,) * (3 - len(block))),
-                ctypes.c_ulong(shared_bytes),
-                pointers,
-            )
+            with ONE_AT_A_TIME:
+                library.emulator_launch(
+                    three(*grid, *(1,) * (3 - len(grid))),
+                    three(*block, *(1,) * (3 - len(block))),
+                    ctypes.c_ulong(shared_bytes),
+                    pointers,
+                )
 
         return launch

@@ -431,9 +431,8 @@ def test_sockets_abort_with_the_first_cause():
 
 
 def test_sockets_tell_different_calls():
-    answers = texts(over_sockets(2, lambda c: c.allreduce(np.zeros(3 - c.rank))))
-    assert answers[0] == answers[1]
-    assert "calls allreduce of float64 (2,) while rank" in answers[0] or "float64 (3,) while rank" in answers[0]
+    for answer in texts(over_sockets(2, lambda c: c.allreduce(np.zeros(3 - c.rank)))):
+        assert "calls allreduce of float64 (2,) while rank" in answer or "float64 (3,) while rank" in answer
 
 
 def test_a_rank_that_hangs_is_not_waited_for():

@@ -139,32 +139,36 @@ class RowSweeps:
         return np.unique(np.concatenate([[0], inner, [np.count_nonzero(degrees)]]))
 
     def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
-        """See `Schedule`; half of each pass's loss, since an epoch sees every entry twice."""
+        """See `Schedule`."""
         for side in SWEEP_ORDER:
-            moved, fixed = work[side], work[other_side(side)]
-            indptr, columns, ratings = self.csr[side]
-            cuts = self.cuts[side]
-            for pieces in np.array_split(np.arange(len(cuts) - 1), min(_calls(self.plan), len(cuts) - 1)):
-                losses = np.zeros(len(pieces))
-                _sgd.rows(
-                    moved.matrix,
-                    fixed.matrix,
-                    moved.bias,
-                    fixed.bias,
-                    moved.squares,
-                    moved.bias_squares,
-                    self.order[side],
-                    cuts[pieces[0] : pieces[-1] + 2],
-                    indptr[:-1],
-                    indptr[1:],
-                    columns,
-                    ratings,
-                    *terms,
-                    losses,
-                    self.plan.num_threads,
-                    **_sharing(work, epoch),
-                )
-                yield float(losses.sum()) / 2
+            yield from self.one_pass(side, work, terms, epoch)
+
+    def one_pass(self, side: Side, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+        """Move the rows of a side; half of the pass's loss, since an epoch sees every entry twice."""
+        moved, fixed = work[side], work[other_side(side)]
+        indptr, columns, ratings = self.csr[side]
+        cuts = self.cuts[side]
+        for pieces in np.array_split(np.arange(len(cuts) - 1), min(_calls(self.plan), len(cuts) - 1)):
+            losses = np.zeros(len(pieces))
+            _sgd.rows(
+                moved.matrix,
+                fixed.matrix,
+                moved.bias,
+                fixed.bias,
+                moved.squares,
+                moved.bias_squares,
+                self.order[side],
+                cuts[pieces[0] : pieces[-1] + 2],
+                indptr[:-1],
+                indptr[1:],
+                columns,
+                ratings,
+                *terms,
+                losses,
+                self.plan.num_threads,
+                **_sharing(work, epoch),
+            )
+            yield float(losses.sum()) / 2
 
 
 class Stretches:
@@ -291,6 +295,30 @@ def _schedule(user_items: sp.csr_array, item_users: sp.csr_array, plan: Plan, me
     return (Diagonals if method.deterministic else FreeBlocks)(user_items, plan, method)
 
 
+def sums_width(method: SgdMethod, factors: int) -> int:
+    """Sums of squared steps of a row."""
+    return {"adagrad": factors, "rpcs": 2}.get(method.rate_schedule, 0)
+
+
+def starting_state(state: State, method: SgdMethod, factors: int, completed: int) -> State:
+    """The state with the sums of squares that the method goes on from, or without them.
+
+    Raises
+    ------
+    ModelFileError
+        AdaGrad or RPCS resumes from a state without its sums of squares.
+    """
+    width = sums_width(method, factors)
+    if not width:
+        return State(replace(state.user, squares=None), replace(state.item, squares=None), state.mean)
+    if completed and (state.user.squares is None or state.user.squares.matrix.shape[1] != width):
+        raise ModelFileError(
+            f"the checkpoint holds no sums of squares that rate_schedule={method.rate_schedule!r} could "
+            "continue from; start anew, or resume with another rate_schedule"
+        )
+    return state
+
+
 class CpuSGD:
     """Stochastic gradient descent on the CPU: owns the order of the entries and the current factors.
 
@@ -324,15 +352,9 @@ class CpuSGD:
         assert isinstance(plan.method, SgdMethod)
         self.objective, self.plan, self.method = objective, plan, plan.method
         self.csr, self.item_degrees = csr_arrays(user_items), np.diff(item_users.indptr)
-        self.sums_width = {"adagrad": plan.factors, "rpcs": 2}.get(self.method.rate_schedule, 0)
-        if not self.sums_width:
-            state = State(replace(state.user, squares=None), replace(state.item, squares=None), state.mean)
-        elif completed and (state.user.squares is None or state.user.squares.matrix.shape[1] != self.sums_width):
-            raise ModelFileError(
-                f"the checkpoint holds no sums of squares that rate_schedule={self.method.rate_schedule!r} could "
-                "continue from; start anew, or resume with another rate_schedule"
-            )
-        self.state, self.epoch, self.best = state, completed, math.inf
+        self.sums_width = sums_width(self.method, plan.factors)
+        self.state = starting_state(state, self.method, plan.factors, completed)
+        self.epoch, self.best = completed, math.inf
         self.schedule = _schedule(user_items, item_users, plan, self.method)
 
     def sweep(self) -> Iterator[None]:

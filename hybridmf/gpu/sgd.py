@@ -321,10 +321,15 @@ class Msgd:
         The ratings by the rows of each side.
     ordering : str
         See `LAYOUTS`.
+    long_row : int, optional
+        Entries from which a row has a block of its own; default `LONG_ROW`.
     """
 
-    def __init__(self, device: Device, matrices: dict[Side, sp.csr_array], ordering: str) -> None:
+    def __init__(
+        self, device: Device, matrices: dict[Side, sp.csr_array], ordering: str, long_row: int | None = None
+    ) -> None:
         self.device, self.layouts = device, LAYOUTS[ordering]
+        long_row = LONG_ROW if long_row is None else long_row
         self.stored = matrices["user"].dtype
         self.walks = {side: Walk.upload(device, matrices[side]) for side in SIDES if side in self.layouts.values()}
         self.long: dict[Side, Array] = {}
@@ -337,7 +342,7 @@ class Msgd:
                 self.bounds[side] = device.upload(even_ranges(degrees, ranges))
                 continue
             order = np.argsort(-degrees, kind="stable")[: np.count_nonzero(degrees)].astype(np.int32)
-            n_long = int(np.count_nonzero(degrees >= LONG_ROW)) if ordering == "mixed" else 0
+            n_long = int(np.count_nonzero(degrees >= long_row)) if ordering == "mixed" else 0
             self.long[side], self.short[side] = device.upload(order[:n_long]), device.upload(order[n_long:])
 
     def run(self, work: dict[Side, Rows], terms: Terms) -> float:
@@ -346,12 +351,16 @@ class Msgd:
 
     def one_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms) -> float:
         """Move all rows of a side; the training loss."""
+        return float(self.launch_pass(side, moved, fixed, terms))
+
+    def launch_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms) -> Array:
+        """As `one_pass`, but the loss, shape (), stays on the device and is not waited for."""
         walk = self.walks[self.layouts[side]]
         if side in self.bounds:
-            return float(decentralized(self.device, moved, fixed, walk, self.bounds[side], terms).sum())
+            return decentralized(self.device, moved, fixed, walk, self.bounds[side], terms).sum()
         errors = blocked(self.device, moved, fixed, walk, self.long[side], terms)
         rest = centralized(self.device, moved, fixed, walk, self.short[side], terms)
-        return float(errors.sum() + rest.sum())
+        return errors.sum() + rest.sum()
 
 
 # ---------------------------------------------------------------------------------------------- batch-Hogwild
@@ -516,7 +525,7 @@ class GpuSGD:
         width = stored_width(plan.rank, user_items.dtype)
         self.tables = {side: to_device(device, state.side(side), width) for side in SIDES}
         self.mean, self.epoch, self.best = state.mean, completed, math.inf
-        self._segments: Array | None = None
+        self._training_loss = TrainingLoss(device, self.epochs.walks, self.indptr, plan.factors)
 
     @property
     def state(self) -> State:
@@ -541,7 +550,7 @@ class GpuSGD:
         if not math.isfinite(loss):
             self._fail("errors became infinite or NaN")
         tables = {side: self._table(work.pop(side)) for side in SIDES}
-        if not all(map(_is_finite, tables.values())):
+        if not all(map(is_finite, tables.values())):
             self._fail("factors became infinite or NaN")
         if loss > RISE * self.best:
             self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
@@ -552,26 +561,10 @@ class GpuSGD:
         raise diverged(what, self.method, self.epoch)
 
     def _copy(self, side: Side) -> Rows:
-        """Factors of a side to work on: as they are stored during an epoch, and padded for that."""
-        table, factors, stored = self.tables[side], self.plan.factors, self.epochs.stored
-        width = stored_width(factors, stored)
-        if table.device_bias is None and table.table.shape[1] == width:
-            return Rows(table.table.astype(stored))
-        matrix = self.device.zeros((len(table), width), stored)
-        matrix[:, :factors] = table.table[:, :factors]
-        return Rows(matrix, None if table.device_bias is None else table.device_bias.copy())
+        return working_rows(self.tables[side], self.plan.factors, self.epochs.stored)
 
     def _table(self, rows: Rows) -> DeviceFactors:
-        """What was worked on as a state keeps it: float32 or float64, whatever it was stored in."""
-        factors, dtype = self.plan.factors, self.tables["user"].table.dtype
-        width = stored_width(self.plan.rank, dtype)
-        if rows.bias is None and rows.matrix.shape[1] == width:
-            return DeviceFactors(self.device, rows.matrix.astype(dtype, copy=False), factors, None)
-        table = self.device.zeros((len(rows.matrix), width), dtype)
-        table[:, :factors] = rows.matrix[:, :factors]
-        if rows.bias is not None:
-            table[:, factors] = 1
-        return DeviceFactors(self.device, table, factors, rows.bias)
+        return table_of(self.device, rows, self.plan, self.tables["user"].table.dtype)
 
     def objective_value(self) -> float:
         """The objective at the current factors, losses and sums in float64."""
@@ -579,28 +572,77 @@ class GpuSGD:
             return self._loss() + sum(map(self._penalty, SIDES))
 
     def _loss(self) -> float:
-        side: Side = "user" if "user" in self.epochs.walks else "item"
-        walk, own, fixed = self.epochs.walks[side], self.tables[side], self.tables[other_side(side)]
-        offsets = None if own.device_bias is None else own.device_bias + own.table.dtype.type(self.mean)
-        entries = Entries(walk.indices, walk.ratings, fixed.device_bias)
-        segments = self._loss_segments(side)
-        return losses.total_loss(self.device, own.table, fixed.table, entries, offsets, segments, self.plan.factors)
+        return self._training_loss.at(self.tables, self.mean)
 
-    def _loss_segments(self, side: Side) -> Array:
+    def _penalty(self, side: Side) -> float:
+        return penalty(self.tables[side], self.objective, np.diff(self.indptr[side]))
+
+
+def working_rows(table: DeviceFactors, factors: int, stored: Any) -> Rows:
+    """A copy of a side's factors to work on: as they are stored during an epoch, and padded for that."""
+    width = stored_width(factors, stored)
+    if table.device_bias is None and table.table.shape[1] == width:
+        return Rows(table.table.astype(stored))
+    matrix = table.device.zeros((len(table), width), stored)
+    matrix[:, :factors] = table.table[:, :factors]
+    return Rows(matrix, None if table.device_bias is None else table.device_bias.copy())
+
+
+def table_of(device: Device, rows: Rows, plan: Plan, dtype: Any) -> DeviceFactors:
+    """What was worked on as a state keeps it: float32 or float64, whatever it was stored in."""
+    factors, width = plan.factors, stored_width(plan.rank, dtype)
+    if rows.bias is None and rows.matrix.shape[1] == width:
+        return DeviceFactors(device, rows.matrix.astype(dtype, copy=False), factors, None)
+    table = device.zeros((len(rows.matrix), width), dtype)
+    table[:, :factors] = rows.matrix[:, :factors]
+    if rows.bias is not None:
+        table[:, factors] = 1
+    return DeviceFactors(device, table, factors, rows.bias)
+
+
+class TrainingLoss:
+    """Squared errors of the entries of a layout.
+
+    Parameters
+    ----------
+    device : Device
+    walks : dict of Walk
+        Of one side or both.
+    indptr : dict of int64 array
+        Of the same sides' rows.
+    factors : int
+    """
+
+    def __init__(self, device: Device, walks: dict[Side, Walk], indptr: dict[Side, np.ndarray], factors: int) -> None:
+        self.side: Side = "user" if "user" in walks else "item"
+        self.device, self.walk, self.indptr, self.factors = device, walks[self.side], indptr[self.side], factors
+        self._segments: Array | None = None
+
+    def at(self, tables: dict[Side, DeviceFactors], mean: float) -> float:
+        """Their sum, in float64."""
+        walk, own, fixed = self.walk, tables[self.side], tables[other_side(self.side)]
+        offsets = None if own.device_bias is None else own.device_bias + own.table.dtype.type(mean)
+        entries = Entries(walk.indices, walk.ratings, fixed.device_bias)
+        return losses.total_loss(self.device, own.table, fixed.table, entries, offsets, self._cut(), self.factors)
+
+    def _cut(self) -> Array:
         if self._segments is None:
-            indptr = np.asarray(self.indptr[side], dtype=np.int64)
+            indptr = np.asarray(self.indptr, dtype=np.int64)
             pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), LOSS_ROWS)
             owners = np.repeat(pieces.rows, np.diff(pieces.slots))
             self._segments = self.device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
         return self._segments
 
-    def _penalty(self, side: Side) -> float:
-        squares = losses.row_squares(self.device, self.tables[side].table, self.plan.factors)
-        scale = self.objective.row_scale(np.diff(self.indptr[side]))
-        return self.objective.regularization * float(squares @ scale)
+
+def penalty(table: DeviceFactors, objective: Objective, degrees: np.ndarray) -> float:
+    """What the rows of a side pay, in float64."""
+    if not len(table):
+        return 0.0
+    squares = losses.row_squares(table.device, table.table, table.factors)
+    return objective.regularization * float(squares @ objective.row_scale(degrees))
 
 
-def _is_finite(factors: DeviceFactors) -> bool:
+def is_finite(factors: DeviceFactors) -> bool:
     """Whether no factor and no bias is infinite or NaN: one would show in a sum, which in float64 cannot overflow."""
     arrays = [factors.table] if factors.device_bias is None else [factors.table, factors.device_bias]
     return all(math.isfinite(float(array.sum(dtype=np.float64))) for array in arrays)

@@ -7,9 +7,14 @@ They return new arrays and write to none of their arguments.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import CommunicatorError
 
 Array = Any
 """A NumPy array, or one of the device of the rank."""
@@ -99,6 +104,29 @@ def start_sendrecv(
     return moved.result
 
 
+def check_agreement(communicator: Communicator, facts: dict[str, object]) -> None:
+    """Refuse to go on where ranks were not given the same; called by all ranks.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    facts : dict
+        By name what has to be equal, told apart by its repr.
+
+    Raises
+    ------
+    CommunicatorError
+        On all ranks; names the fact and a rank that has another than rank 0.
+    """
+    own = np.array([zlib.crc32(repr(fact).encode()) for fact in facts.values()], dtype=np.int64)
+    everyone = communicator.allgatherv(own, [len(own)] * communicator.size).reshape(communicator.size, -1)
+    for rank, theirs in enumerate(everyone):
+        for name, ours, given in zip(facts, everyone[0], theirs, strict=True):
+            if ours != given:
+                here = f" (rank {communicator.rank} has {facts[name]!r})"
+                raise CommunicatorError(f"rank {rank} was given another {name} than rank 0{here}")
+
+
 class Single:
     """The communicator of one rank: nothing moves."""
 
@@ -113,8 +141,6 @@ class Single:
         return self._cause
 
     def _check(self) -> None:
-        from ..errors import CommunicatorError
-
         if self._cause:
             raise CommunicatorError(self._cause)
 
