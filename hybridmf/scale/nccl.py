@@ -104,11 +104,15 @@ class NcclCommunicator:
         os.environ.setdefault(MULTICAST, "0")
         name = np.zeros(128, dtype=np.int8)
         if self.rank == 0:
-            name[:] = self._nccl.get_unique_id()
+            unique = self._nccl.get_unique_id()  # bytes, or numbers before CuPy 14
+            name[:] = np.frombuffer(unique, dtype=np.int8) if isinstance(unique, bytes) else unique
         name = self.control.broadcast(name, 0)
         self.control.barrier()  # from here on NCCL waits for all, and nothing can wake it
         try:
-            return self._nccl.NcclCommunicator(self.size, tuple(int(value) for value in name), self.rank)
+            try:
+                return self._nccl.NcclCommunicator(self.size, name.tobytes(), self.rank)
+            except TypeError:
+                return self._nccl.NcclCommunicator(self.size, tuple(int(value) for value in name), self.rank)
         except self._nccl.NcclError as error:
             cause = f"NCCL cannot connect rank {self.rank} on cuda:{self.device}: {error}"
             self.control.abort(cause)
