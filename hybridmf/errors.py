@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 
 class HybridMFError(Exception):
@@ -41,7 +40,7 @@ class NotPositiveDefiniteError(HybridMFError, ValueError):
         super().__init__(message)
         self.side, self.row, self.minor = side, row, minor
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return functools.partial(type(self), side=self.side, row=self.row, minor=self.minor), self.args
 
 

@@ -229,6 +229,8 @@ class CpuBackend:
 
     def gather_items(self, communicator: Communicator, factors: Factors, bounds: Bounds) -> list[Factors]:
         """See `Backend`."""
+        if communicator.size == 1:
+            return [factors]
         counts = np.diff(bounds.item).tolist()
         matrix = communicator.allgatherv(factors.matrix, counts)
         bias = None if factors.bias is None else communicator.allgatherv(factors.bias, counts)
@@ -264,6 +266,7 @@ class GpuBackend:
         if long_row is None:
             # a pass over a block takes a ranks-squared-th of one over all, and its longest rows must not take longer
             long_row = max(min(SHORTEST_LONG_ROW, gpu_sgd.LONG_ROW), gpu_sgd.LONG_ROW // len(blocks) ** 2)
+        self.long_row = long_row
         self.epochs = [
             Msgd(device, block, plan.method.ordering, long_row) if block["user"].nnz else None for block in blocks
         ]
@@ -330,6 +333,8 @@ class GpuBackend:
 
     def gather_items(self, communicator: Communicator, factors: Factors, bounds: Bounds) -> list[Factors]:
         """See `Backend`."""
+        if communicator.size == 1:  # which may be one that cannot carry what lies on a device
+            return [factors]
         assert isinstance(factors, DeviceFactors)
         counts = np.diff(bounds.item).tolist()
         table = communicator.allgatherv(factors.table, counts)
@@ -432,8 +437,8 @@ class RankSGD:
         with self.backend.active():
             new, loss, is_finite = self._epoch()
             sums = self.communicator.allreduce(np.array([loss, not is_finite], dtype=np.float64))
-        # NCCL's calls are checked by this, too: nothing is kept of what was computed beside a failure
-        self.communicator.barrier()
+            # NCCL's calls are checked by this, too: nothing is kept of what was computed beside a failure
+            self.communicator.barrier()
         total = float(sums[0])
         if not math.isfinite(total):
             raise diverged("errors became infinite or NaN", self.method, self.epoch)
@@ -536,9 +541,11 @@ class MultiSGD:
         self.mean, self.threads = state.mean, RankThreads(size)
         own_plan = replace(plan, num_threads=max(1, plan.num_threads // size))
         workers: dict[int, RankSGD] = {}
+        opened: dict[int, Communicator] = {}
 
         def begin(control: Communicator) -> None:
             communicator, device = _open_rank(control, plan.devices[control.rank])
+            opened[control.rank] = communicator
             workers[control.rank] = RankSGD(
                 communicator,
                 user_items,
@@ -552,7 +559,7 @@ class MultiSGD:
             )
 
         self.workers = workers
-        self._finish = weakref.finalize(self, _close, self.threads, workers)
+        self._finish = weakref.finalize(self, _close, self.threads, opened)
         self._finish.atexit = False
         self.threads.run(begin)
         self.state = state
@@ -580,11 +587,14 @@ class MultiSGD:
         self._finish()
 
 
-def _close(threads: RankThreads, workers: dict[int, RankSGD]) -> None:
-    if workers and not threads.stopping.is_set():
+def _close(threads: RankThreads, opened: dict[int, Communicator]) -> None:
+    """Close what each rank has opened, on its thread; after a failure, end what waits for ranks that are gone."""
+    if threads.stopping.is_set():
+        for communicator in opened.values():
+            communicator.abort("")
+    else:
         try:
-            threads.run(lambda control: workers[control.rank].communicator.close())
+            threads.run(lambda control: opened[control.rank].close())
         except CommunicatorError as error:
             logger.warning("ranks did not end well: %s", error)
     threads.close()
-    workers.clear()
