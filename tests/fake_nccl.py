@@ -108,6 +108,7 @@ class Nccl:
 
         class NcclCommunicator:
             def __init__(self, size, name, rank):
+                assert type(name) is bytes
                 if module.broken == rank:
                     raise NcclError("no route")
                 with module.lock:
@@ -190,7 +191,7 @@ class Nccl:
         self.NcclCommunicator = NcclCommunicator
 
     def get_unique_id(self):
-        return tuple(np.random.default_rng().integers(-128, 128, 128).tolist())
+        return np.random.default_rng().bytes(128)
 
     def groupStart(self):
         _here.group = []

@@ -102,17 +102,13 @@ class NcclCommunicator:
 
     def _connect(self) -> Any:
         os.environ.setdefault(MULTICAST, "0")
-        name = np.zeros(128, dtype=np.int8)
+        name = np.zeros(128, dtype=np.uint8)
         if self.rank == 0:
-            unique = self._nccl.get_unique_id()  # bytes, or numbers before CuPy 14
-            name[:] = np.frombuffer(unique, dtype=np.int8) if isinstance(unique, bytes) else unique
+            name[:] = np.frombuffer(self._nccl.get_unique_id(), dtype=np.uint8)
         name = self.control.broadcast(name, 0)
         self.control.barrier()  # from here on NCCL waits for all, and nothing can wake it
         try:
-            try:
-                return self._nccl.NcclCommunicator(self.size, name.tobytes(), self.rank)
-            except TypeError:
-                return self._nccl.NcclCommunicator(self.size, tuple(int(value) for value in name), self.rank)
+            return self._nccl.NcclCommunicator(self.size, name.tobytes(), self.rank)
         except self._nccl.NcclError as error:
             cause = f"NCCL cannot connect rank {self.rank} on cuda:{self.device}: {error}"
             self.control.abort(cause)
