@@ -6,9 +6,10 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
+from sklearn.base import clone
 
 from . import dispatch
 from ._validate import (
@@ -27,9 +28,11 @@ from .cpu import _als
 from .errors import DeviceError, DeviceMemoryError, MemoryBudgetError
 from .gpu import assemblies, fused
 from .gpu.device import DeviceSpec, parse_bytes
+from .scale.grid import Grid
+from .scale.planner import H200, Problem, ScalePlan, plan_ranks, plan_scale
 
 if TYPE_CHECKING:
-    from ._objective import Objective
+    from ._objective import Objective, Side
 
 logger = logging.getLogger("hybridmf")
 
@@ -60,6 +63,9 @@ both (ML-10M's shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M'
 GRAM_ROWS = 512
 """Rows a thread of `_als.gram` widens to float64 at a time (GRAM_ROWS of cpu/_als.pyx)."""
 
+MAX_GPUS = 4096
+"""More than any machine has; a bound for `plan`."""
+
 MAX_CG_STEPS = 10_000
 """Exact arithmetic would need `factors` steps, 2048 at most."""
 
@@ -71,6 +77,9 @@ GPU_SEGMENT = 16384
 
 GPU_BATCH_BYTES = 2 << 30
 """Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
+
+CPU_PARTIAL_BYTES = 256 << 20
+"""Systems that a rank on the CPU sums at a time where several ranks share them."""
 
 GPU_WORTHWHILE = 2e10
 """Work of a whole fit from which `device="auto"` takes the GPU, whose start costs about a second."""
@@ -193,6 +202,8 @@ class Plan:
         What runs if it is not ALS; `solver`, `assembly` and `reorder` then say nothing.
     devices : tuple of str
         Of each rank, where there are several; `device` is then the first, which serves the fitted model.
+    scale : ScalePlan or None
+        How ALS spreads over several GPUs.
     """
 
     device: str
@@ -223,6 +234,27 @@ class Plan:
     notes: tuple[str, ...] = ()
     method: Method | None = None
     devices: tuple[str, ...] = ()
+    scale: ScalePlan | None = None
+
+    @property
+    def device_name(self) -> str:
+        """Where it runs, all devices."""
+        return "+".join(self.devices) if self.devices else self.device
+
+    @property
+    def grids(self) -> dict[Side, Grid]:
+        """Of ALS on several devices: how each half sweep spreads over them; model parallel if nothing was planned."""
+        if self.scale is not None:
+            return self.scale.grids
+        grid = Grid(1, max(1, len(self.devices)))
+        return {"user": grid, "item": grid}
+
+    @property
+    def row_cost(self) -> float:
+        """What solving a row costs beside its entries, in entries; ranks get rows of equal cost."""
+        if self.solver != "cholesky":
+            return 0.0
+        return H200.row_cost(self.rank) if self.gpu is not None else self.rank / 3
 
     @property
     def total_bytes(self) -> int:
@@ -282,16 +314,22 @@ class Plan:
             solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
         solver += f"; reorder {self.reorder}" + ("; balanced" if self.balance else "")
         lines = [
-            f"device    {self.device}: {self.reason}",
+            f"device    {self.device_name}: {self.reason}",
             f"problem   {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, "
             f"{self.feedback} feedback",
             f"factors   {self.factors} in {self.dtype}",
             f"solver    {solver if self.method is None else self.method}",
             f"kernels   {self._kernels()}",
             f"work      {self.flops_per_iteration / 1e9:,.1f} GFLOP per iteration",
-            f"memory    {_mib(self.total_bytes)}: "
+            f"memory    {_mib(self.total_bytes)}{' on each' if self.scale else ''}: "
             + ", ".join(f"{name} {_mib(size)}" for name, size in self.bytes.items()),
         ]
+        if self.scale is not None:
+            lines += [str(half) for half in self.scale.halves.values()]
+            lines.append(f"predicted {self.scale.seconds:.3g} s per iteration")
+        elif self.devices and self.method is None:
+            grid = self.grids["user"]
+            lines.append(f"ranks     {grid.splits} x {grid.groups}: each solves its rows with the whole fixed side")
         return "\n".join(lines + [f"note      {note}" for note in self.notes])
 
     def _kernels(self) -> str:
@@ -319,10 +357,15 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
     ValueError
         A combination that makes no sense on this device.
     """
+    devices: tuple[str, ...] = ()
     if isinstance(settings.device, tuple):
-        if settings.method is None:
-            raise DeviceError(f"device={list(settings.device)!r}: several devices are not served yet; name one")
-        spec, reason = None, "asked for"  # the method looks at each
+        devices = settings.device if len(settings.device) > 1 else ()
+        if settings.method is not None:
+            spec, reason = None, "asked for"  # the method looks at each
+        else:
+            spec, reason = _find_ranks(settings.device)
+            if not devices:
+                settings = replace(settings, device=settings.device[0])
     else:
         spec, reason = dispatch.find_gpu(settings.device)
     rank = settings.factors + (1 if objective.biases else 0)
@@ -347,9 +390,12 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         balance=settings.balance,
         batch_flops=BATCH_FLOPS * settings.num_threads,
         method=settings.method,
+        devices=devices,
     )
     if settings.method is not None:
         return settings.method.plan(plan, settings, spec)
+    if devices:
+        return _plan_ranks(plan, replace(settings, device=devices[0]), objective, spec)
     if spec is None:
         return _cpu_plan(plan, settings)
     if settings.device != "auto":
@@ -362,6 +408,44 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
             return on_gpu
     logger.info("device='auto' chose the CPU: %s", why_not)
     return _cpu_plan(replace(plan, reason=f"{why_not} ({spec.name} was found)"), settings)
+
+
+def _find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
+    """The first of several devices, with the memory of the one that has least free; and the reason."""
+    specs = []
+    for name in names:
+        spec, reason = dispatch.find_gpu(name)
+        specs.append(spec)
+    found = [spec for spec in specs if spec is not None]
+    if not found:
+        return None, reason
+    return replace(found[0], free_bytes=min(spec.free_bytes for spec in found)), reason
+
+
+def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
+    """ALS on several devices: each computes as it would alone, on its part."""
+    ranks = len(plan.devices)
+    if spec is None:
+        plan = _cpu_plan(plan, settings)
+        # the ranks share memory: all of them together need the ratings once more, in blocks, and the gathered side
+        sizes = dict(plan.bytes)
+        sizes["gathered"] = ranks * max(plan.n_users, plan.n_items) * plan.rank * np.dtype(plan.dtype).itemsize
+        slots = max(1, CPU_PARTIAL_BYTES // _partial_bytes(plan))
+        return replace(plan, bytes=sizes, batch_slots=slots)
+    plan = gpu_plan(plan, settings, objective, spec)
+    problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, np.dtype(plan.dtype).itemsize)
+    free = plan.gpu.free_bytes if plan.gpu is not None else 0
+    scale = plan_ranks(problem, ranks, free, model_parallel_only=plan.assembly == "bals")
+    fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
+    left = min(GPU_BATCH_BYTES, max(0, free - sum(fullest.bytes.values()) + fullest.bytes["systems"]))
+    slots = max(left // _slot_bytes(plan), plan.tile_rows, 1)
+    return replace(plan, scale=scale, bytes=fullest.bytes, batch_slots=slots)
+
+
+def _partial_bytes(plan: Plan) -> int:
+    """Bytes of a system that is summed on the CPU by several ranks."""
+    width = _als.padded_rank(plan.rank)
+    return (width + 1) * width * np.dtype(plan.dtype).itemsize
 
 
 def _memory_lacks(plan: Plan) -> str:
@@ -658,14 +742,46 @@ def check_memory(plan: Plan) -> None:
         )
 
 
+@overload
 def plan(
     user_items: Any = None,
     model: Any = None,
     *,
     shape: tuple[int, int] | None = None,
-    nnz: int | None = None,
-) -> Plan:
+    nnz: float | None = None,
+    factors: int | None = None,
+) -> Plan: ...
+
+
+@overload
+def plan(
+    user_items: Any = None,
+    model: Any = None,
+    *,
+    shape: tuple[int, int] | None = None,
+    nnz: float | None = None,
+    factors: int | None = None,
+    gpus: int,
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+) -> ScalePlan: ...
+
+
+def plan(
+    user_items: Any = None,
+    model: Any = None,
+    *,
+    shape: tuple[int, int] | None = None,
+    nnz: float | None = None,
+    factors: int | None = None,
+    gpus: int | None = None,
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+) -> Plan | ScalePlan:
     """What fitting `model` would do: device, kernel, threads, memory, and why, without doing it.
+
+    With `gpus` it plans for a machine of so many GPUs, whether it is there or not: how ALS would be partitioned over
+    them, what would be replicated, split or streamed, and how long an iteration would take.
 
     Parameters
     ----------
@@ -675,11 +791,25 @@ def plan(
         Default: ``ExplicitALS()``.
     shape : (n_users, n_items), optional
     nnz : int, optional
-        Number of entries.
+        Number of entries; a float such as 112e9 if it is whole.
+    factors : int, optional
+        Rank, in place of the model's.
+    gpus : int, optional
+        GPUs of a machine to plan for; they are taken for H200s in all but their memory.
+    gpu_memory : int or str, optional
+        Of each of them, such as "80GB". Default: 141 GB.
+    host_memory : int or str, optional
+        Of the machine, which decides between streaming from there and from disk. Default: 2 TB.
 
     Returns
     -------
     Plan
+        Or with `gpus` a `hybridmf.scale.planner.ScalePlan`; both print themselves.
+
+    Raises
+    ------
+    MemoryBudgetError
+        No partition fits on the GPUs; says what would.
 
     Examples
     --------
@@ -703,7 +833,29 @@ def plan(
         shape, nnz = matrix.shape, matrix.nnz
     if shape is None or nnz is None:
         raise ValueError("plan needs user_items, or shape and nnz")
-    return make_plan(model._objective(), model._settings(), *_check_sizes(shape, nnz))
+    if factors is not None:
+        model = clone(model).set_params(factors=factors)
+    sizes = _check_sizes(shape, nnz)
+    if gpus is None:
+        if gpu_memory is not None or host_memory is not None:
+            raise ValueError("gpu_memory and host_memory describe a machine to plan for; give gpus, their number, too")
+        return make_plan(model._objective(), model._settings(), *sizes)
+    return _plan_machine(model, sizes, check_int("gpus", gpus, 1, MAX_GPUS), gpu_memory, host_memory)
+
+
+def _plan_machine(model: Any, sizes: tuple[tuple[int, int], int], gpus: int, memory: Any, host: Any) -> ScalePlan:
+    """ALS on GPUs that need not be there."""
+    objective, settings = model._objective(), model._settings()
+    if settings.method is not None:
+        raise ValueError(f"gpus={gpus} plans ALS; {type(model).__name__} has no planner: name devices that are there")
+    rank = settings.factors + (1 if objective.biases else 0)
+    problem = Problem(*sizes, rank, np.dtype(settings.dtype).itemsize)
+    return plan_scale(
+        problem,
+        gpus,
+        None if memory is None else parse_bytes("gpu_memory", memory),
+        host_bytes=None if host is None else parse_bytes("host_memory", host),
+    )
 
 
 def _check_sizes(shape: Any, nnz: Any) -> tuple[tuple[int, int], int]:
@@ -712,6 +864,8 @@ def _check_sizes(shape: Any, nnz: Any) -> tuple[tuple[int, int], int]:
     except (TypeError, ValueError):
         raise ValueError(f"shape must be two integers (n_users, n_items), got {shape!r}") from None
     rows, columns = check_int("shape[0]", rows, 1, MAX_AXIS), check_int("shape[1]", columns, 1, MAX_AXIS)
+    if isinstance(nnz, (float, np.floating)) and float(nnz).is_integer():
+        nnz = int(nnz)
     nnz = check_int("nnz", nnz, 0)
     if nnz > rows * columns:
         raise ValueError(f"nnz={nnz} entries do not fit in the {rows * columns} places of shape ({rows}, {columns})")

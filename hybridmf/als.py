@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import scipy.sparse as sp
@@ -36,6 +37,10 @@ class _ALS(FactorModel):
     def _solver(
         self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
     ) -> Solver:
+        if plan.devices:
+            from .scale.multi_als import MultiALS
+
+            return MultiALS(user_items, item_users, self._objective(), plan, state)
         if plan.gpu is None:
             return CpuALS(user_items, item_users, self._objective(), plan, state)
         from .gpu.als import GpuALS
@@ -65,8 +70,9 @@ class ImplicitALS(_ALS):
     solver : {"cholesky", "cg", "subspace"}
         Exact; or `cg_steps` conjugate gradient steps from the previous factors; or exact over `block_size` coordinates
         after another (iALS++: Rendle, Krichene, Zhang and Koren 2021), both warm-started.
-    device : {"auto", "cpu", "cuda", "cuda:N"}
-        "auto" takes the best there is and logs why; "cuda" (the first GPU) raises where it cannot be served.
+    device : {"auto", "cpu", "cuda", "cuda:N"}, or list of them
+        "auto" takes the best there is and logs why; "cuda" (the first GPU) raises where it cannot be served. A list
+        names several that work together, one a rank; the first serves the model.
     regularization_scaling : {"none", "count"} or float
         ``s = 1``, the number of entries of the row (ALS-WR), or that number to the given power.
     unobserved_weight : float
@@ -131,7 +137,7 @@ class ImplicitALS(_ALS):
         alpha: float = 1.0,
         iterations: int = 15,
         solver: str = "cholesky",
-        device: str = "auto",
+        device: str | Sequence[str] = "auto",
         regularization_scaling: str | float = "none",
         unobserved_weight: float = 1.0,
         cg_steps: int = 3,
@@ -216,7 +222,7 @@ item_ids_
         biases: bool = False,
         iterations: int = 15,
         solver: str = "cholesky",
-        device: str = "auto",
+        device: str | Sequence[str] = "auto",
         cg_steps: int = 3,
         assembly: str = "auto",
         reorder: str | bool = "auto",
