@@ -17,7 +17,8 @@ from sklearn.utils import Tags, check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 from tqdm.auto import tqdm
 
-from . import _io
+from . import _io, dispatch
+from ._cost import Facts
 from ._learned import Learned, align, pattern
 from ._objective import Objective, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan
@@ -131,7 +132,9 @@ class FactorModel(ServingMixin, BaseEstimator):
         matrix = self._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
         checked = time.perf_counter()
-        plan = make_plan(objective, settings, matrix.shape, matrix.nnz)
+        plan = make_plan(
+            objective, settings, matrix.shape, matrix.nnz, Facts.of(matrix, items=settings.method is not None)
+        )
         check_memory(plan)
         validation = _check_validation(validation, user_items, matrix.shape, objective)
         folder = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)
@@ -161,6 +164,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         if resumed:
             run.resume(completed, list(resumed.summary["history"]))
         run.sweep(iterations, show_progress)
+        dispatch.remember(plan)
         self.timings_ = {
             "check": checked - started,
             "convert": converted - converting,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from . import _plan
+from . import _plan, dispatch
 from ._plan import Plan, Settings
 from ._validate import check_bool, check_int, index_pointer_dtype
 from .cpu import _ccd
@@ -32,8 +32,15 @@ class CcdMethod:
         Coordinates are projected to max(0, .), each the exact minimizer under that constraint.
     """
 
+    kind: ClassVar[str] = "ccd"
+
     inner_iterations: int = 1
     nonnegative: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its name."""
+        return "ccd++"
 
     @classmethod
     def check(cls, *, inner_iterations: Any, nonnegative: Any) -> CcdMethod:
@@ -64,19 +71,15 @@ class CcdMethod:
                 f"device={list(settings.device)!r}: CCD runs on one device; name one, or use ALS or SGD on several"
             )
         base = replace(base, precision="float32", reorder="none")
-        if spec is None:
-            return _on_cpu(base)
-        on_gpu = _on_gpu(base, settings, spec)
-        if settings.device != "auto":
-            return on_gpu
-        work = self.flops_per_iteration(base) * settings.iterations
-        why_not = _plan._memory_lacks(on_gpu)
-        if work < _plan.GPU_WORTHWHILE:
-            why_not = f"{work / 1e9:,.1f} GFLOP are done before a GPU has started"
-        if not why_not:
-            return on_gpu
-        logger.info("device='auto' chose the CPU: %s", why_not)
-        return _on_cpu(replace(base, reason=f"{why_not} ({spec.name} was found)"))
+        return dispatch.choose(
+            dispatch.Request(
+                base,
+                settings,
+                spec,
+                on_cpu=_on_cpu,
+                on_gpu=lambda undecided: _on_gpu(undecided, settings, spec),
+            )
+        )
 
     def flops_per_iteration(self, plan: Plan) -> float:
         """Useful work: for each entry, side and factor 4 flops an inner iteration, 4 for the residual's two changes.
@@ -116,8 +119,9 @@ def _on_cpu(plan: Plan) -> Plan:
     return replace(plan, bytes=sizes, notes=tuple(_plan._instruction_set_notes()))
 
 
-def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec) -> Plan:
+def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
     """`plan` on the GPU."""
+    assert spec is not None
     from .gpu.ccd import memory_bytes  # which imports this module
 
     if settings.gpu_memory_limit is not None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
 
 import numpy as np
 from sklearn.base import clone
 
 from . import dispatch
+from ._cost import Facts
 from ._validate import (
     MAX_AXIS,
     MAX_FACTORS,
@@ -81,12 +83,16 @@ GPU_BATCH_BYTES = 2 << 30
 CPU_PARTIAL_BYTES = 256 << 20
 """Systems that a rank on the CPU sums at a time where several ranks share them."""
 
-GPU_WORTHWHILE = 2e10
-"""Work of a whole fit from which `device="auto"` takes the GPU, whose start costs about a second."""
-
 
 class Method(Protocol):
     """How a model that is not ALS computes; a frozen dataclass of checked hyperparameters."""
+
+    kind: ClassVar[str]
+    """Which formulas of `hybridmf._cost` are its own."""
+
+    @property
+    def label(self) -> str:
+        """What runs, in a word or two."""
 
     def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
         """Decide what `base` (sizes, dtype, threads) leaves open. `spec`: the GPU that was found or asked for."""
@@ -204,6 +210,10 @@ class Plan:
         Of each rank, where there are several; `device` is then the first, which serves the fitted model.
     scale : ScalePlan or None
         How ALS spreads over several GPUs.
+    facts : Facts or None
+        What is known of the degrees of the data.
+    estimates : tuple of Estimate
+        What this plan and the other ways to compute are predicted to take; the chosen one first.
     """
 
     device: str
@@ -235,6 +245,8 @@ class Plan:
     method: Method | None = None
     devices: tuple[str, ...] = ()
     scale: ScalePlan | None = None
+    facts: Facts | None = field(default=None, compare=False, repr=False)
+    estimates: tuple[dispatch.Estimate, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def device_name(self) -> str:
@@ -324,6 +336,7 @@ class Plan:
             f"memory    {_mib(self.total_bytes)}{' on each' if self.scale else ''}: "
             + ", ".join(f"{name} {_mib(size)}" for name, size in self.bytes.items()),
         ]
+        lines += [f"estimate  {text}" for text in dispatch.estimate_lines(self.estimates)]
         if self.scale is not None:
             lines += [str(half) for half in self.scale.halves.values()]
             lines.append(f"predicted {self.scale.seconds:.3g} s per iteration")
@@ -347,8 +360,10 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
-    """Decide everything about a fit from its sizes alone.
+def make_plan(
+    objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int, facts: Facts | None = None
+) -> Plan:
+    """Decide everything about a fit from its sizes, and from what is known of the degrees, before any work.
 
     Raises
     ------
@@ -391,23 +406,18 @@ def make_plan(objective: Objective, settings: Settings, shape: tuple[int, int], 
         batch_flops=BATCH_FLOPS * settings.num_threads,
         method=settings.method,
         devices=devices,
+        facts=facts,
     )
     if settings.method is not None:
-        return settings.method.plan(plan, settings, spec)
-    if devices:
-        return _plan_ranks(plan, replace(settings, device=devices[0]), objective, spec)
-    if spec is None:
-        return _cpu_plan(plan, settings)
-    if settings.device != "auto":
-        return gpu_plan(plan, settings, objective, spec)
-    why_not = _why_not_gpu(plan, settings)
-    if not why_not:
-        on_gpu = gpu_plan(plan, settings, objective, spec)
-        why_not = _memory_lacks(on_gpu)
-        if not why_not or plan.assembly not in ("auto", *CPU_ASSEMBLIES):
-            return on_gpu
-    logger.info("device='auto' chose the CPU: %s", why_not)
-    return _cpu_plan(replace(plan, reason=f"{why_not} ({spec.name} was found)"), settings)
+        decided = settings.method.plan(plan, settings, spec)
+    elif devices:
+        decided = _plan_ranks(plan, replace(settings, device=devices[0]), objective, spec)
+    else:
+        decided = dispatch.choose(_als_request(plan, settings, objective, spec))
+    for note in _instruction_set_notes():
+        if note in decided.notes:
+            logger.warning(note)
+    return decided
 
 
 def _find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
@@ -448,27 +458,39 @@ def _partial_bytes(plan: Plan) -> int:
     return (width + 1) * width * np.dtype(plan.dtype).itemsize
 
 
-def _memory_lacks(plan: Plan) -> str:
-    """How much memory a plan needs and its GPU has, if that is too little; empty if it is enough."""
-    assert plan.gpu is not None
-    if plan.total_bytes <= plan.gpu.free_bytes:
-        return ""
-    return (
-        f"the fit needs about {_mib(plan.total_bytes)} on {plan.gpu.name} and {_mib(plan.gpu.free_bytes)} are free "
-        f"({', '.join(f'{name} {_mib(size)}' for name, size in plan.bytes.items())})"
+def _als_request(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> dispatch.Request:
+    """What a fit by ALS asks of the dispatcher."""
+
+    def on_gpu(undecided: Plan) -> Plan:
+        assert spec is not None
+        return gpu_plan(undecided, settings, objective, spec)
+
+    cpu_only = ""
+    if plan.solver not in GPU_SOLVERS:
+        cpu_only = f"solver={plan.solver!r} is the CPU's"
+    elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
+        cpu_only = f"assembly={plan.assembly!r} is the CPU's"
+    return dispatch.Request(
+        plan,
+        settings,
+        spec,
+        on_cpu=lambda undecided: _cpu_plan(undecided, settings),
+        on_gpu=on_gpu,
+        cpu_only=cpu_only,
+        gpu_only=plan.assembly not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
+        others=tuple(_other_ways(plan, spec)),
     )
 
 
-def _why_not_gpu(plan: Plan, settings: Settings) -> str:
-    """Why the CPU serves a request better although there is a GPU; empty if it does not."""
-    if plan.solver not in GPU_SOLVERS:
-        return f"solver={plan.solver!r} is the CPU's"
-    if plan.assembly not in ("auto", *GPU_ASSEMBLIES):
-        return f"assembly={plan.assembly!r} is the CPU's"
-    work = plan.flops_per_iteration * settings.iterations
-    if plan.assembly == "auto" and plan.precision == "float32" and work < GPU_WORTHWHILE:
-        return f"{work / 1e9:,.1f} GFLOP are done before a GPU has started"
-    return ""
+def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
+    """Every assembly, solver and precision there is for the sizes of a plan."""
+    ways = [("simd", solver, "float32") for solver in SOLVERS]
+    ways += [(assembly, "cholesky", "float32") for assembly in CPU_ASSEMBLIES[1:]]
+    if spec is not None:
+        ways += [("fused", solver, precision) for solver in GPU_SOLVERS for precision in PRECISIONS]
+        ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in GPU_SOLVERS]
+    for assembly, solver, precision in dict.fromkeys(ways):
+        yield replace(plan, assembly=assembly, solver=solver, precision=precision)
 
 
 def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
@@ -624,9 +646,7 @@ def _instruction_set_notes() -> list[str]:
     if wanted in ("", used):
         return []
     known = "avx512, avx2, portable"
-    note = f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: {known}); using {used}"
-    logger.warning(note)
-    return [note]
+    return [f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: {known}); using {used}"]
 
 
 def _cpu_bytes(plan: Plan) -> dict[str, int]:
@@ -727,7 +747,7 @@ def _cgroup_memory(folder: str) -> int | None:
 def check_memory(plan: Plan) -> None:
     """Refuse a plan that cannot fit before it allocates anything."""
     if plan.gpu is not None:
-        lack = _memory_lacks(plan)
+        lack = dispatch.memory_lacks(plan)
         if lack:
             raise DeviceMemoryError(
                 f'{lack}; use fewer factors, a GPU with more memory, free what other programs hold, or device="cpu"'
@@ -821,6 +841,7 @@ def plan(
     from ._base import FactorModel
     from .als import ExplicitALS
 
+    facts = None
     model = ExplicitALS() if model is None else model
     if not isinstance(model, FactorModel):
         hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
@@ -830,6 +851,7 @@ def plan(
             raise ValueError("give either user_items or shape and nnz, not both")
         matrix = model._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
+        facts = Facts.of(matrix, items=model._settings().method is not None)
         shape, nnz = matrix.shape, matrix.nnz
     if shape is None or nnz is None:
         raise ValueError("plan needs user_items, or shape and nnz")
@@ -839,7 +861,7 @@ def plan(
     if gpus is None:
         if gpu_memory is not None or host_memory is not None:
             raise ValueError("gpu_memory and host_memory describe a machine to plan for; give gpus, their number, too")
-        return make_plan(model._objective(), model._settings(), *sizes)
+        return make_plan(model._objective(), model._settings(), *sizes, facts)
     return _plan_machine(model, sizes, check_int("gpus", gpus, 1, MAX_GPUS), gpu_memory, host_memory)
 
 

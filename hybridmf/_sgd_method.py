@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class SgdMethod:
         What shuffles are drawn from, with the number of the epoch; set when a fit begins.
     """
 
+    kind: ClassVar[str] = "sgd"
+
     schedule: str
     ordering: str
     rate_schedule: str
@@ -61,6 +63,11 @@ class SgdMethod:
     decay: float
     deterministic: bool
     seed_bits: int = 0
+
+    @property
+    def label(self) -> str:
+        """The schedule."""
+        return self.schedule
 
     @classmethod
     def check(
@@ -129,24 +136,20 @@ class SgdMethod:
             raise ValueError(f"precision must be 'float32' or 'float16' for SGD, got {base.precision!r}")
         if isinstance(settings.device, tuple):
             return self._ranks_plan(base, settings, settings.device)
-        if spec is None:
-            return self._cpu_plan(base, settings)
-        on_gpu = self._gpu_plan(base, settings, spec)
-        why_not = self._why_not_gpu(base)
-        if settings.device != "auto":
-            if why_not:
-                raise ValueError(f'{why_not}; use device="cpu" or device="auto" for it, or change the parameter')
-            return on_gpu
-        work = self.flops_per_iteration(base) * settings.iterations
-        if not why_not and self.schedule in CPU_SCHEDULES:
-            if work < _plan.GPU_WORTHWHILE:
-                why_not = f"{work / 1e9:,.1f} GFLOP are done before a GPU has started"
-            else:
-                why_not = _plan._memory_lacks(on_gpu)
-        if not why_not:
-            return on_gpu
-        logger.info("device='auto' chose the CPU: %s", why_not)
-        return self._cpu_plan(replace(base, reason=f"{why_not} ({spec.name} was found)"), settings)
+        why_not = "" if spec is None else self._why_not_gpu(base)
+        if why_not and settings.device != "auto":
+            raise ValueError(f'{why_not}; use device="cpu" or device="auto" for it, or change the parameter')
+        return dispatch.choose(
+            dispatch.Request(
+                base,
+                settings,
+                spec,
+                on_cpu=lambda undecided: self._cpu_plan(undecided, settings),
+                on_gpu=lambda undecided: self._gpu_plan(undecided, settings, spec),
+                cpu_only=why_not,
+                gpu_only=self.schedule not in CPU_SCHEDULES,
+            )
+        )
 
     def _ranks_plan(self, base: Plan, settings: Settings, devices: tuple[str, ...]) -> Plan:
         """A rank on each device: each owns users, and the items travel (MSGD Alg. 4)."""
@@ -193,7 +196,8 @@ class SgdMethod:
             return f"precision={base.precision!r} is for schedule='batch_hogwild'"
         return ""
 
-    def _gpu_plan(self, base: Plan, settings: Settings, spec: DeviceSpec) -> Plan:
+    def _gpu_plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+        assert spec is not None
         limit = settings.gpu_memory_limit
         if limit is not None:
             spec = replace(spec, free_bytes=min(spec.free_bytes, limit))

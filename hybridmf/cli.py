@@ -1,4 +1,4 @@
-"""The command line: ``hybridmf demo | fit | recommend | info | convert``.
+"""The command line: ``hybridmf demo | compare | fit | recommend | info | tune | convert``.
 
 Commands are thin: they turn options into calls of the library and results into text. Exit codes: 0, 2 for the user's
 mistakes (one line on stderr; ``--debug`` shows the traceback), 130 after Ctrl-C.
@@ -783,6 +783,26 @@ def _degree_text(degrees: np.ndarray) -> str:
         f"min {degrees.min():,}, median {np.median(degrees):,g}, mean {degrees.mean():,.1f}, max {degrees.max():,}; "
         f"{np.count_nonzero(degrees == 0):,} empty"
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------- tune
+
+
+@main.command(epilog=examples("hybridmf tune --calibrate"))
+@click.option("--calibrate", is_flag=True, help="Measure this machine for the cost model; a minute or two with a GPU.")
+@debug_option
+def tune(calibrate: bool) -> None:
+    """Measure this machine and keep what is found in the user's cache directory.
+
+    With --calibrate: the rates of cores and GPU by which device="auto" picks the device of each fit.
+    """
+    if not calibrate:
+        raise click.UsageError("say what to tune: --calibrate")
+    from ._calibrate import calibrate_and_save
+    from ._machine import constants_text
+
+    machine, path = calibrate_and_save(lambda text: click.echo(text, err=True))
+    click.echo(f"{constants_text(machine)}\nkept in {path}")
 
 
 # ------------------------------------------------------------------------------------------------------------- convert

@@ -545,7 +545,7 @@ def test_auto_takes_the_gpu_where_it_is_worth_it(caplog):
     with caplog.at_level(logging.INFO, "hybridmf"):
         small = plan_of(GPU, 100_000)
     assert small.device == "cpu" and small.gpu is None
-    assert "before a GPU has started (H200 was found)" in small.reason and "chose the CPU" in caplog.text
+    assert "of them set-up (H200 was found)" in small.reason and "chose the CPU" in caplog.text
     assert plan_of(GPU, 100_000, "cuda").device == "cuda:0"
     full = plan_of(replace(GPU, free_bytes=1 << 30), 99_072_112)
     assert full.device == "cpu" and "are free" in full.reason

@@ -27,7 +27,7 @@ from hybridmf.cli import main, read_titles
 from hybridmf.formats import BalsMatrix, reorder
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("demo", "fit", "compare", "recommend", "info", "convert")
+COMMANDS = ("demo", "fit", "compare", "recommend", "info", "tune", "convert")
 
 
 def run(*arguments: object) -> Result:

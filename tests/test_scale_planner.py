@@ -16,6 +16,7 @@ from hybridmf.scale.grid import Grid
 from hybridmf.scale.planner import (
     H200,
     HEADROOM,
+    NEAR,
     HalfPlan,
     Problem,
     ScalePlan,
@@ -74,7 +75,7 @@ def test_more_memory_is_never_slower(problem: Problem, gpus: int, memory: int, t
     turns = {side: half.turns for side, half in plan.halves.items()}
     # fewest turns come first, and in rare cases more of them would have been faster
     if all(half.turns == turns[side] for side, half in more.halves.items()):
-        assert more.seconds <= plan.seconds * 1.0001
+        assert more.seconds <= plan.seconds * NEAR * 1.0001
 
 
 @settings(deadline=None, max_examples=30)

@@ -633,7 +633,7 @@ def plan_on(spec: DeviceSpec | None, monkeypatch, *, shape=(100_000, 20_000), nn
 
 def test_schedules_choose_their_device(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hybridmf")
-    assert plan_on(GPU, monkeypatch).device == "cuda:0"
+    assert plan_on(GPU, monkeypatch, nnz=100_000_000).device == "cuda:0"
     assert plan_on(GPU, monkeypatch, schedule="batch_hogwild", precision="float16").precision == "float16"
     for asked, why in (
         ({"schedule": "hogwild"}, "schedule='hogwild' runs on the CPU only"),
@@ -648,7 +648,7 @@ def test_schedules_choose_their_device(monkeypatch, caplog):
         assert why in caplog.text
         with pytest.raises(ValueError, match='use device="cpu" or device="auto"'):
             plan_on(GPU, monkeypatch, **asked, device="cuda")
-    assert "before a GPU has started" in plan_on(GPU, monkeypatch, shape=(100, 100), nnz=1000).reason
+    assert "on the GPU, " in plan_on(GPU, monkeypatch, shape=(100, 100), nnz=1000).reason
     full = replace(GPU, free_bytes=1 << 20)
     assert "are free" in plan_on(full, monkeypatch).reason
     limited = plan_on(GPU, monkeypatch, device="cuda", gpu_memory_limit="1MB")

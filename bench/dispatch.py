@@ -1,0 +1,302 @@
+"""How well the cost model predicts fits, and how often device="auto" would pick the measured best.
+
+    python bench/dispatch.py                     the grid on all devices: under 6 minutes on 16 cores and a GPU
+    python bench/dispatch.py --profile quick     fewer and smaller cases: under 3 minutes on 2 cores
+    python bench/dispatch.py --report            what the lines of bench/results/dispatch.jsonl say; measures nothing
+
+Each case is a fit of its own on each device: total seconds of the call, and the median of its iterations but the first.
+Kernels have been compiled and the GPU has been started by a fit before it, so that one measurement stands for fits of
+1, 5, 15 and 50 iterations: set-up and that many iterations. Predictions are those of constants measured at the start of
+the run (`hybridmf._calibrate`), which are recorded, and of the built-in ones.
+
+The choice is right where the device predicted to be done first is the measured best, or within 10 % of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+from unittest import mock
+
+import click
+import numpy as np
+from common import RESULTS, record
+
+import hybridmf as hmf
+from hybridmf import _cost, _machine, datasets, dispatch
+from hybridmf._calibrate import calibrate
+from hybridmf._machine import Machine
+from hybridmf.gpu.device import DeviceSpec
+
+ITERATIONS = (1, 5, 15, 50)
+"""What one measurement stands for."""
+
+MEASURED = 4
+"""Iterations of each measured fit."""
+
+TOLERANCE = 0.10
+REQUIRED = 0.95
+
+MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "explicit exact": (hmf.ExplicitALS, {}),
+    "implicit exact": (hmf.ImplicitALS, {}),
+    "explicit CG 3": (hmf.ExplicitALS, {"solver": "cg"}),
+    "implicit CG 3": (hmf.ImplicitALS, {"solver": "cg"}),
+    "MSGD": (hmf.SGD, {}),
+    "CCD++": (hmf.CCD, {}),
+}
+
+FULL = {
+    "explicit exact": (8, 32, 64, 128, 256),
+    "implicit exact": (32, 64, 128),
+    "explicit CG 3": (64,),
+    "implicit CG 3": (32, 128),
+    "MSGD": (32, 128),
+    "CCD++": (16, 64),
+}
+QUICK = {
+    "explicit exact": (8, 32, 64, 128),
+    "implicit exact": (64,),
+    "explicit CG 3": (64,),
+    "implicit CG 3": (64,),
+    "MSGD": (32, 128),
+    "CCD++": (16,),
+}
+
+GRIDS: dict[str, tuple[dict[str, tuple[int, ...]], tuple[tuple[str, float], ...], float]] = {
+    "quick": (QUICK, (("ml-1m", 0.1), ("epinions", 0.5), ("ml-1m", 1.0), ("ml-10m", 0.4)), 150.0),
+    "full": (
+        FULL,
+        (
+            ("ml-1m", 0.1),
+            ("ml-1m", 0.4),
+            ("epinions", 1.0),
+            ("ml-1m", 1.0),
+            ("msd", 0.2),
+            ("ml-20m", 0.4),
+            ("ml-10m", 1.0),
+            ("ml-20m", 1.0),
+        ),
+        240.0,
+    ),
+}
+"""Ranks by model, shapes and their scales, and seconds after which no further case is begun."""
+
+ASSEMBLIES = {"cpu": ("bals", "blas3"), "cuda": ("sparse_syrk", "mo_als", "bals")}
+"""Published assemblies, measured at rank 64 beside ours."""
+
+TOO_LONG = 2.0
+"""Predicted seconds of an iteration that is left out."""
+
+
+# ----------------------------------------------------------------------------------------------------- measurements
+
+
+def cases(ranks: dict[str, tuple[int, ...]], gpu: bool) -> Iterator[tuple[str, int, str, str]]:
+    """(model, factors, device, assembly) of one shape."""
+    devices = ("cpu", "cuda") if gpu else ("cpu",)
+    for name, factors in ranks.items():
+        for f in factors:
+            for device in devices:
+                yield name, f, device, "auto"
+                if name == "explicit exact" and f == 64:
+                    for assembly in ASSEMBLIES[device]:
+                        yield name, f, device, assembly
+
+
+def model_of(name: str, factors: int, device: str, assembly: str = "auto", **options: Any) -> Any:
+    """The estimator of a case."""
+    cls, given = MODELS[name]
+    if assembly != "auto":
+        options["assembly"] = assembly
+    return cls(factors, device=device, random_state=0, **given, **options)
+
+
+def measure(model: Any, matrix: Any) -> dict[str, float]:
+    """Seconds of a fit: an iteration, and all that is not iterations; and of what a first fit adds to it."""
+    cold = None
+    if model.device != "cpu":
+        started = time.perf_counter()
+        model.set_params(iterations=1).fit(matrix)
+        cold = time.perf_counter() - started
+    started = time.perf_counter()
+    model.set_params(iterations=MEASURED).fit(matrix)
+    total = time.perf_counter() - started
+    seconds = [one["seconds"] for one in model.history_]
+    iteration = float(np.median(seconds[1:]))
+    found = {"seconds_per_iteration": iteration, "setup_seconds": max(0.0, total - MEASURED * iteration)}
+    if cold is not None:
+        found["first_fit_adds"] = max(0.0, cold - found["setup_seconds"] - iteration)
+    return found
+
+
+def run(profile: str) -> None:
+    """Measure the grid and record a line a case."""
+    ranks, shapes, limit = GRIDS[profile]
+    spec, reason = dispatch.find_gpu("auto")
+    click.echo(f"GPU: {spec or reason}")
+    machine, gpu = calibrate(say=click.echo)
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
+    record(
+        "dispatch",
+        {"bench": "dispatch", "task": "machine", "run": stamp, "cpu": asdict(machine.cpu), "gpu": asdict(machine.gpu)}
+        | {"gpu_identity": gpu, "spec": None if spec is None else asdict(spec), "profile": profile},
+    )
+    started = time.perf_counter()
+    for shape, scale in shapes:
+        matrix = datasets.synthetic(shape, scale=scale).user_items
+        click.echo(f"{shape} x {scale}: {matrix.shape[0]:,} x {matrix.shape[1]:,}, {matrix.nnz:,} entries")
+        facts = _cost.Facts.of(matrix, items=True)
+        for name, f, device, assembly in cases(ranks, spec is not None):
+            if time.perf_counter() - started > limit:
+                click.echo("time is up: the rest is left out")
+                return
+            model = model_of(name, f, device, assembly)
+            plan = hmf.plan(matrix, model)
+            line = {
+                "bench": "dispatch",
+                "task": "fit",
+                "run": stamp,
+                "model": name,
+                "assembly_asked": assembly,
+                "shape": shape,
+                "scale": scale,
+                "n_users": plan.n_users,
+                "n_items": plan.n_items,
+                "nnz": plan.nnz,
+                "facts": asdict(facts),
+                "factors": f,
+                "threads": plan.num_threads,
+                "device": device,
+                "assembly": plan.assembly if plan.method is None else "",
+            }
+            predicted = cost(line, machine, spec)
+            if predicted.iteration > TOO_LONG:
+                continue
+            line |= measure(model, matrix)
+            ratio = predicted.iteration / line["seconds_per_iteration"]
+            line["predicted"] = {
+                kind: {"seconds_per_iteration": one.iteration, "setup_seconds": sum(one.setup.values())}
+                for kind, one in (("measured", predicted), ("built-in", cost(line, _machine.built_in(), spec)))
+            }
+            record("dispatch", line)
+            click.echo(
+                f"  {name:15s} f={f:<4d}{device:5s}{line['assembly']:12s}"
+                f"{line['seconds_per_iteration'] * 1e3:10.2f} ms an iteration, predicted {ratio:5.2f} x;"
+                f" set-up {line['setup_seconds'] * 1e3:8.1f} ms, predicted "
+                f"{line['predicted']['measured']['setup_seconds'] * 1e3:8.1f}"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------ predictions
+
+
+def cost(line: dict[str, Any], machine: Machine, spec: DeviceSpec | None) -> _cost.Cost:
+    """What the model predicts for a recorded case in a process whose GPU is warm."""
+    model = model_of(
+        line["model"], line["factors"], line["device"], line["assembly_asked"], num_threads=line["threads"]
+    )
+    found = (spec if line["device"] == "cuda" else None, "recorded")
+    with mock.patch("hybridmf.dispatch.find_gpu", return_value=found):
+        plan = hmf.plan(shape=(line["n_users"], line["n_items"]), nnz=line["nnz"], model=model)
+    facts = _cost.Facts(**line["facts"])
+    return _cost.cost_of(replace(plan, facts=facts), machine, _cost.Warmth(started=True, compiled=True))
+
+
+def machine_of(line: dict[str, Any]) -> Machine:
+    """The constants a run has recorded."""
+    return Machine(
+        cpu=_machine.rates_of(_machine.CpuRates, line["cpu"]),
+        gpu=_machine.rates_of(_machine.GpuRates, line["gpu"]),
+        source="recorded",
+        gpu_name=line["gpu_identity"].get("name", ""),
+    )
+
+
+def spec_of(line: dict[str, Any]) -> DeviceSpec | None:
+    """The GPU a run has recorded."""
+    if line["spec"] is None:
+        return None
+    return DeviceSpec(**(line["spec"] | {"capability": tuple(line["spec"]["capability"])}))
+
+
+def read_runs() -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Each run: the line of its machine, and those of its fits."""
+    path = RESULTS / "dispatch.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    for machine in (line for line in lines if line["task"] == "machine"):
+        yield machine, [line for line in lines if line["task"] == "fit" and line["run"] == machine["run"]]
+
+
+def choices(fits: Iterable[dict[str, Any]], machine: Machine, spec: DeviceSpec | None) -> list[tuple[float, str]]:
+    """For each case that both devices ran, and each number of iterations: seconds lost by the choice, as a share."""
+    pairs: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for line in fits:
+        if line["assembly_asked"] == "auto":
+            pairs[line["shape"], line["scale"], line["model"], line["factors"]][line["device"]] = line
+    lost = []
+    for key, pair in pairs.items():
+        if len(pair) < 2:
+            continue
+        predicted = {device: cost(line, machine, spec) for device, line in pair.items()}
+        for count in ITERATIONS:
+            measured = {
+                device: line["setup_seconds"] + count * line["seconds_per_iteration"] for device, line in pair.items()
+            }
+            chosen = min(predicted, key=lambda device: predicted[device].total(count))
+            lost.append((measured[chosen] / min(measured.values()) - 1, f"{key} x {count}: chose {chosen}, {measured}"))
+    return lost
+
+
+def report() -> None:
+    """Accuracy of the predictions, and of the choices, of all recorded runs, as the tables of docs/dispatch.md."""
+    for machine_line, fits in read_runs():
+        spec = spec_of(machine_line)
+        hardware = f"{machine_line['machine']['processor']}, {machine_line['machine']['cores']} cores"
+        click.echo(f"\n{hardware}{', ' + spec.name if spec else ''} ({machine_line['date']}, {len(fits)} fits)\n")
+        click.echo("| model | device | fits | predicted / measured, constants measured here | built-in constants |")
+        click.echo("| --- | --- | --- | --- | --- |")
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        for line in fits:
+            groups[line["model"], line["device"]].append(line)
+        for (model, device), lines in groups.items():
+            cells = [_spread(lines, machine, spec) for machine in (machine_of(machine_line), _machine.built_in())]
+            click.echo(f"| {model} | {device} | {len(lines)} | {cells[0]} | {cells[1]} |")
+        for name, machine in (("measured here", machine_of(machine_line)), ("built-in", _machine.built_in())):
+            lost = choices(fits, machine, spec)
+            if lost:
+                right = sum(share <= TOLERANCE for share, _ in lost)
+                click.echo(f"\nconstants {name}: {right} of {len(lost)} choices right ({right / len(lost):.1%})")
+                for share, words in sorted(lost, reverse=True)[:10]:
+                    if share > TOLERANCE:
+                        click.echo(f"  {share:+.0%}: {words}")
+
+
+def _spread(lines: list[dict[str, Any]], machine: Machine, spec: DeviceSpec | None) -> str:
+    """Median and the middle four fifths of predicted over measured seconds of an iteration."""
+    ratios = [cost(line, machine, spec).iteration / line["seconds_per_iteration"] for line in lines]
+    low, middle, high = np.quantile(ratios, (0.1, 0.5, 0.9))
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+@click.command()
+@click.option("--profile", type=click.Choice(tuple(GRIDS)), default="full", show_default=True)
+@click.option("--report", "only_report", is_flag=True, help="Measure nothing.")
+def main(profile: str, only_report: bool) -> None:
+    """Measure, record, report; exit code 1 if the newest run with a GPU chooses wrongly too often."""
+    if not only_report:
+        run(profile)
+    report()
+    newest = [(line, fits) for line, fits in read_runs() if line["spec"] is not None][-1:]
+    for line, fits in newest:
+        lost = choices(fits, machine_of(line), spec_of(line))
+        if sum(share <= TOLERANCE for share, _ in lost) < REQUIRED * len(lost):
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
