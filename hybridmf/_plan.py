@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
 
 import numpy as np
+from sklearn.base import clone
 
 from . import dispatch
 from ._cost import Facts
@@ -29,9 +30,11 @@ from .cpu import _als
 from .errors import DeviceError, DeviceMemoryError, MemoryBudgetError
 from .gpu import assemblies, fused
 from .gpu.device import DeviceSpec, parse_bytes
+from .scale.grid import Grid
+from .scale.planner import H200, Problem, ScalePlan, plan_ranks, plan_scale
 
 if TYPE_CHECKING:
-    from ._objective import Objective
+    from ._objective import Objective, Side
 
 logger = logging.getLogger("hybridmf")
 
@@ -62,6 +65,9 @@ both (ML-10M's shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M'
 GRAM_ROWS = 512
 """Rows a thread of `_als.gram` widens to float64 at a time (GRAM_ROWS of cpu/_als.pyx)."""
 
+MAX_GPUS = 4096
+"""More than any machine has; a bound for `plan`."""
+
 MAX_CG_STEPS = 10_000
 """Exact arithmetic would need `factors` steps, 2048 at most."""
 
@@ -80,6 +86,8 @@ STREAM_BUFFERS = 3
 STREAM_SLAB = 4 << 20
 """Entries of a slab that ratings in memory are cut to: its copy takes less than a millisecond on a PCIe 5 bus, its
 launches less than its kernels."""
+CPU_PARTIAL_BYTES = 256 << 20
+"""Systems that a rank on the CPU sums at a time where several ranks share them."""
 
 
 class Method(Protocol):
@@ -211,12 +219,14 @@ class Plan:
         Entries of the largest slab, or what they are cut to; 0 where nothing is streamed.
     resident : bool
         The slabs of a store stay on the GPU once they were read.
+    devices : tuple of str
+        Of each rank, where there are several; `device` is then the first, which serves the fitted model.
+    scale : ScalePlan or None
+        How ALS spreads over several GPUs.
     facts : Facts or None
         What is known of the degrees of the data.
     estimates : tuple of Estimate
         What this plan and the other ways to compute are predicted to take; the chosen one first.
-    devices : tuple of str
-        Of each rank, where there are several; `device` is then the first, which serves the fitted model.
     """
 
     device: str
@@ -249,9 +259,30 @@ class Plan:
     streamed: str = ""
     slab: int = 0
     resident: bool = False
+    devices: tuple[str, ...] = ()
+    scale: ScalePlan | None = None
     facts: Facts | None = field(default=None, compare=False, repr=False)
     estimates: tuple[dispatch.Estimate, ...] = field(default=(), compare=False, repr=False)
-    devices: tuple[str, ...] = ()
+
+    @property
+    def device_name(self) -> str:
+        """Where it runs, all devices."""
+        return "+".join(self.devices) if self.devices else self.device
+
+    @property
+    def grids(self) -> dict[Side, Grid]:
+        """Of ALS on several devices: how each half sweep spreads over them; model parallel if nothing was planned."""
+        if self.scale is not None:
+            return self.scale.grids
+        grid = Grid(1, max(1, len(self.devices)))
+        return {"user": grid, "item": grid}
+
+    @property
+    def row_cost(self) -> float:
+        """What solving a row costs beside its entries, in entries; ranks get rows of equal cost."""
+        if self.solver != "cholesky":
+            return 0.0
+        return H200.row_cost(self.rank) if self.gpu is not None else self.rank / 3
 
     @property
     def total_bytes(self) -> int:
@@ -311,20 +342,26 @@ class Plan:
             solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
         solver += f"; reorder {self.reorder}" + ("; balanced" if self.balance else "")
         lines = [
-            f"device    {self.device}: {self.reason}",
+            f"device    {self.device_name}: {self.reason}",
             f"problem   {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, "
             f"{self.feedback} feedback",
             f"factors   {self.factors} in {self.dtype}",
             f"solver    {solver if self.method is None else self.method}",
             f"kernels   {self._kernels()}",
             f"work      {self.flops_per_iteration / 1e9:,.1f} GFLOP per iteration",
-            f"memory    {_mib(self.total_bytes)}: "
+            f"memory    {_mib(self.total_bytes)}{' on each' if self.scale else ''}: "
             + ", ".join(f"{name} {_mib(size)}" for name, size in self.bytes.items()),
         ]
         if self.streamed:
             once = ", once: they stay on the GPU" if self.resident else ""
             lines.append(f"streamed  from {self.streamed} in slabs of up to {self.slab:,} entries{once}")
         lines += [f"estimate  {text}" for text in dispatch.estimate_lines(self.estimates)]
+        if self.scale is not None:
+            lines += [str(half) for half in self.scale.halves.values()]
+            lines.append(f"predicted {self.scale.seconds:.3g} s per iteration")
+        elif self.devices and self.method is None:
+            grid = self.grids["user"]
+            lines.append(f"ranks     {grid.splits} x {grid.groups}: each solves its rows with the whole fixed side")
         return "\n".join(lines + [f"note      {note}" for note in self.notes])
 
     def _kernels(self) -> str:
@@ -361,10 +398,15 @@ def make_plan(
     ValueError
         A combination that makes no sense on this device.
     """
+    devices: tuple[str, ...] = ()
     if isinstance(settings.device, tuple):
-        if settings.method is None:
-            raise DeviceError(f"device={list(settings.device)!r}: several devices are not served yet; name one")
-        spec, reason = None, "asked for"  # the method looks at each
+        devices = settings.device if len(settings.device) > 1 else ()
+        if settings.method is not None:
+            spec, reason = None, "asked for"  # the method looks at each
+        else:
+            spec, reason = _find_ranks(settings.device)
+            if not devices:
+                settings = replace(settings, device=settings.device[0])
     else:
         spec, reason = dispatch.find_gpu(settings.device)
     rank = settings.factors + (1 if objective.biases else 0)
@@ -389,18 +431,64 @@ def make_plan(
         balance=settings.balance,
         batch_flops=BATCH_FLOPS * settings.num_threads,
         method=settings.method,
+        devices=devices,
         facts=facts,
     )
     if slab is not None and settings.method is None:
+        if devices:
+            raise ValueError(
+                f"device={list(devices)!r} cannot share a store; name one device, or let ranks read their parts of it: "
+                "hybridmf.scale.fit, hybridmf.dask.fit; or load it: store.to_ratings()"
+            )
         plan = _stored(plan, slab)
     if settings.method is not None:
         decided = settings.method.plan(plan, settings, spec)
+    elif devices:
+        decided = _plan_ranks(plan, replace(settings, device=devices[0]), objective, spec)
     else:
         decided = dispatch.choose(_als_request(plan, settings, objective, spec))
     for note in _instruction_set_notes():
         if note in decided.notes:
             logger.warning(note)
     return decided
+
+
+def _find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
+    """The first of several devices, with the memory of the one that has least free; and the reason."""
+    specs = []
+    for name in names:
+        spec, reason = dispatch.find_gpu(name)
+        specs.append(spec)
+    found = [spec for spec in specs if spec is not None]
+    if not found:
+        return None, reason
+    return replace(found[0], free_bytes=min(spec.free_bytes for spec in found)), reason
+
+
+def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
+    """ALS on several devices: each computes as it would alone, on its part."""
+    ranks = len(plan.devices)
+    if spec is None:
+        plan = _cpu_plan(plan, settings)
+        # the ranks share memory: all of them together need the ratings once more, in blocks, and the gathered side
+        sizes = dict(plan.bytes)
+        sizes["gathered"] = ranks * max(plan.n_users, plan.n_items) * plan.rank * np.dtype(plan.dtype).itemsize
+        slots = max(1, CPU_PARTIAL_BYTES // _partial_bytes(plan))
+        return replace(plan, bytes=sizes, batch_slots=slots)
+    plan = gpu_plan(plan, settings, objective, spec)
+    problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, np.dtype(plan.dtype).itemsize)
+    free = plan.gpu.free_bytes if plan.gpu is not None else 0
+    scale = plan_ranks(problem, ranks, free, model_parallel_only=plan.assembly == "bals")
+    fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
+    left = min(GPU_BATCH_BYTES, max(0, free - sum(fullest.bytes.values()) + fullest.bytes["systems"]))
+    slots = max(left // _slot_bytes(plan), plan.tile_rows, 1)
+    return replace(plan, scale=scale, bytes=fullest.bytes, batch_slots=slots)
+
+
+def _partial_bytes(plan: Plan) -> int:
+    """Bytes of a system that is summed on the CPU by several ranks."""
+    width = _als.padded_rank(plan.rank)
+    return (width + 1) * width * np.dtype(plan.dtype).itemsize
 
 
 def _als_request(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> dispatch.Request:
@@ -776,14 +864,46 @@ def check_memory(plan: Plan) -> None:
         )
 
 
+@overload
 def plan(
     user_items: Any = None,
     model: Any = None,
     *,
     shape: tuple[int, int] | None = None,
-    nnz: int | None = None,
-) -> Plan:
+    nnz: float | None = None,
+    factors: int | None = None,
+) -> Plan: ...
+
+
+@overload
+def plan(
+    user_items: Any = None,
+    model: Any = None,
+    *,
+    shape: tuple[int, int] | None = None,
+    nnz: float | None = None,
+    factors: int | None = None,
+    gpus: int,
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+) -> ScalePlan: ...
+
+
+def plan(
+    user_items: Any = None,
+    model: Any = None,
+    *,
+    shape: tuple[int, int] | None = None,
+    nnz: float | None = None,
+    factors: int | None = None,
+    gpus: int | None = None,
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+) -> Plan | ScalePlan:
     """What fitting `model` would do: device, kernel, threads, memory, and why, without doing it.
+
+    With `gpus` it plans for a machine of so many GPUs, whether it is there or not: how ALS would be partitioned over
+    them, what would be replicated, split or streamed, and how long an iteration would take.
 
     Parameters
     ----------
@@ -793,11 +913,25 @@ def plan(
         Default: ``ExplicitALS()``.
     shape : (n_users, n_items), optional
     nnz : int, optional
-        Number of entries.
+        Number of entries; a float such as 112e9 if it is whole.
+    factors : int, optional
+        Rank, in place of the model's.
+    gpus : int, optional
+        GPUs of a machine to plan for; they are taken for H200s in all but their memory.
+    gpu_memory : int or str, optional
+        Of each of them, such as "80GB". Default: 141 GB.
+    host_memory : int or str, optional
+        Of the machine, which decides between streaming from there and from disk. Default: 2 TB.
 
     Returns
     -------
     Plan
+        Or with `gpus` a `hybridmf.scale.planner.ScalePlan`; both print themselves.
+
+    Raises
+    ------
+    MemoryBudgetError
+        No partition fits on the GPUs; says what would.
 
     Examples
     --------
@@ -809,6 +943,7 @@ def plan(
     from ._base import FactorModel
     from .als import ExplicitALS
 
+    facts, slab = None, None
     model = ExplicitALS() if model is None else model
     if not isinstance(model, FactorModel):
         hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
@@ -818,13 +953,33 @@ def plan(
             raise ValueError("give either user_items or shape and nnz, not both")
         matrix = model._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
-        settings = model._settings()
-        facts = Facts.of(matrix, items=settings.method is not None)
-        slab = getattr(matrix, "largest_slab", None)
-        return make_plan(model._objective(), settings, matrix.shape, matrix.nnz, facts, slab)
+        facts = Facts.of(matrix, items=model._settings().method is not None)
+        shape, nnz, slab = matrix.shape, matrix.nnz, getattr(matrix, "largest_slab", None)
     if shape is None or nnz is None:
         raise ValueError("plan needs user_items, or shape and nnz")
-    return make_plan(model._objective(), model._settings(), *_check_sizes(shape, nnz))
+    if factors is not None:
+        model = clone(model).set_params(factors=factors)
+    sizes = _check_sizes(shape, nnz)
+    if gpus is None:
+        if gpu_memory is not None or host_memory is not None:
+            raise ValueError("gpu_memory and host_memory describe a machine to plan for; give gpus, their number, too")
+        return make_plan(model._objective(), model._settings(), *sizes, facts, slab)
+    return _plan_machine(model, sizes, check_int("gpus", gpus, 1, MAX_GPUS), gpu_memory, host_memory)
+
+
+def _plan_machine(model: Any, sizes: tuple[tuple[int, int], int], gpus: int, memory: Any, host: Any) -> ScalePlan:
+    """ALS on GPUs that need not be there."""
+    objective, settings = model._objective(), model._settings()
+    if settings.method is not None:
+        raise ValueError(f"gpus={gpus} plans ALS; {type(model).__name__} has no planner: name devices that are there")
+    rank = settings.factors + (1 if objective.biases else 0)
+    problem = Problem(*sizes, rank, np.dtype(settings.dtype).itemsize)
+    return plan_scale(
+        problem,
+        gpus,
+        None if memory is None else parse_bytes("gpu_memory", memory),
+        host_bytes=None if host is None else parse_bytes("host_memory", host),
+    )
 
 
 def _check_sizes(shape: Any, nnz: Any) -> tuple[tuple[int, int], int]:
@@ -833,6 +988,8 @@ def _check_sizes(shape: Any, nnz: Any) -> tuple[tuple[int, int], int]:
     except (TypeError, ValueError):
         raise ValueError(f"shape must be two integers (n_users, n_items), got {shape!r}") from None
     rows, columns = check_int("shape[0]", rows, 1, MAX_AXIS), check_int("shape[1]", columns, 1, MAX_AXIS)
+    if isinstance(nnz, (float, np.floating)) and float(nnz).is_integer():
+        nnz = int(nnz)
     nnz = check_int("nnz", nnz, 0)
     if nnz > rows * columns:
         raise ValueError(f"nnz={nnz} entries do not fit in the {rows * columns} places of shape ({rows}, {columns})")

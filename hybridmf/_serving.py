@@ -109,8 +109,8 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     @property
     def device_(self) -> str:
-        """Device the fit ran on."""
-        return self.plan_.device
+        """Device the fit ran on; several with a plus between them."""
+        return self.plan_.device_name
 
     @property
     def user_ids_(self) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ._base import FactorModel
@@ -36,6 +37,10 @@ class _ALS(FactorModel):
 
     def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
         arguments = (user_items, item_users, self._objective(), plan, state)
+        if plan.devices:
+            from .scale.multi_als import MultiALS
+
+            return MultiALS(*arguments)
         if plan.gpu is None:
             return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
         from .gpu.device import open_device
@@ -70,8 +75,9 @@ class ImplicitALS(_ALS):
     solver : {"cholesky", "cg", "subspace"}
         Exact; or `cg_steps` conjugate gradient steps from the previous factors; or exact over `block_size` coordinates
         after another (iALS++: Rendle, Krichene, Zhang and Koren 2021), both warm-started.
-    device : {"auto", "cpu", "cuda", "cuda:N"}
-        "auto" takes the best there is and logs why; "cuda" (the first GPU) raises where it cannot be served.
+    device : {"auto", "cpu", "cuda", "cuda:N"}, or list of them
+        "auto" takes the best there is and logs why; "cuda" (the first GPU) raises where it cannot be served. A list
+        names several that work together, one a rank; the first serves the model.
     regularization_scaling : {"none", "count"} or float
         ``s = 1``, the number of entries of the row (ALS-WR), or that number to the given power.
     unobserved_weight : float
@@ -136,7 +142,7 @@ class ImplicitALS(_ALS):
         alpha: float = 1.0,
         iterations: int = 15,
         solver: str = "cholesky",
-        device: str = "auto",
+        device: str | Sequence[str] = "auto",
         regularization_scaling: str | float = "none",
         unobserved_weight: float = 1.0,
         cg_steps: int = 3,
@@ -221,7 +227,7 @@ item_ids_
         biases: bool = False,
         iterations: int = 15,
         solver: str = "cholesky",
-        device: str = "auto",
+        device: str | Sequence[str] = "auto",
         cg_steps: int = 3,
         assembly: str = "auto",
         reorder: str | bool = "auto",

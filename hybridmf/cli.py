@@ -234,7 +234,10 @@ def demo(seed: int, quick: bool) -> None:
     "--method", "methods", multiple=True, metavar="NAME",
     help="One of those above; repeat it for several.  [default: all that serve the feedback]",
 )  # fmt: skip
-@click.option("--device", "devices", multiple=True, help="cpu, cuda, cuda:N; repeat it.  [default: cpu and cuda]")
+@click.option(
+    "--device", "devices", multiple=True,
+    help="cpu, cuda, cuda:N, or several as cuda:0,cuda:1; repeat it.  [default: cpu and cuda]",
+)  # fmt: skip
 @click.option("--factors", type=int, default=64, show_default=True, help="Rank.")
 @click.option("--iterations", type=int, default=10, show_default=True, help="Of each method.")
 @click.option("--test-size", type=float, default=0.1, show_default=True, help="Share held out to measure on; 0: none.")
@@ -294,7 +297,7 @@ def compare(
     result = run_compare(
         given,
         {name: model for name, model in models.items() if not methods or name in methods},
-        devices=devices or ("cpu", "cuda"),
+        devices=[device_list(device) for device in devices] or ("cpu", "cuda"),
         feedback=feedback,
         test_size=test_size,
         scale=scale,
@@ -352,7 +355,9 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option(
     "--balance", is_flag=True, default=None, help="Near the minimum in fewer sweeps: change basis before each."
 )
-@click.option("--device", metavar="auto|cpu|cuda|cuda:N", help="Where to compute.  [default: auto]")
+@click.option(
+    "--device", metavar="auto|cpu|cuda|cuda:N", help="Where to compute; several: cuda:0,cuda:1.  [default: auto]"
+)
 @click.option("--precision", metavar="|".join(PRECISIONS), help="Products on a GPU.  [default: float32]")
 @click.option("--dtype", metavar="|".join(DTYPES), help="Precision of the factors.  [default: float32]")
 @click.option("--num-threads", type=int, help="[default: all cores]")
@@ -403,6 +408,11 @@ def fit(
     say(f"Saved {output} ({_file_size(output)}){whole}.")
 
 
+def device_list(text: str) -> str | list[str]:
+    """One device, or several with commas between them."""
+    return text.split(",") if "," in text else text
+
+
 def _silent(_: str) -> None:
     pass
 
@@ -413,6 +423,8 @@ def _make_model(kind: str, given: dict[str, Any], seed: int) -> ExplicitALS | Im
         if given[name] is not None and kind != owner:
             raise click.UsageError(f"--{name} belongs to --model {owner}; this is --model {kind}")
     chosen = {name: value for name, value in given.items() if value is not None}
+    if "device" in chosen:
+        chosen["device"] = device_list(chosen["device"])
     model = MODELS[kind](random_state=_validate.check_int("--seed", seed, 0), **chosen)
     _validate.check_int("iterations", model.iterations, 1)
     plan(shape=(1, 1), nnz=1, model=model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -130,6 +130,7 @@ class HalfSweep:
         names: np.ndarray | None = None,
     ) -> None:
         self.names = names
+        self.check: Callable[[], None] | None = None  # called between batches; what it raises ends the half sweep
         self.side, self.objective, self.plan = side, objective, plan
         self.indptr, self.indices, self.ratings = csr_arrays(matrix)
         self.degrees = np.diff(self.indptr)
@@ -291,7 +292,11 @@ class HalfSweep:
         work = entries[order] * rank * (rank + 1) + rank**3 / 3
         pieces = max(1, int(np.ceil(work.sum() / self.plan.batch_flops)))
         cuts = np.searchsorted(np.cumsum(work), work.sum() * np.arange(1, pieces) / pieces)
-        yield from (piece for piece in np.split(order, cuts) if len(piece))
+        for piece in np.split(order, cuts):
+            if self.check is not None:
+                self.check()
+            if len(piece):
+                yield piece
 
     def _epsilon(self, dtype: np.dtype) -> float:
         return SINGULAR_PIVOT * float(np.finfo(dtype).eps)

@@ -1,0 +1,357 @@
+"""A rank of SU-ALS on a GPU, the twin of `hybridmf.scale.cpu_rank`; see `hybridmf.scale.su_als.Worker`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._objective import Factors, Objective, Side
+from .._plan import Plan
+from ..cpu.als import check_status
+from ..gpu import als, assemblies, fused, losses
+from ..gpu.device import Array, CudaDevice, Device, open_device
+from ..gpu.fused import BLOCK, FusedConfig, Systems, round_up
+from ..gpu.launch import Entries, ceil_div
+from .communicator import Communicator
+from .cpu_rank import InOrder
+from .nccl import NcclCommunicator
+from .su_als import PIECES, Ranges
+
+MOST_SEGMENTS = 32
+"""Pieces that a row is cut into at most: its pieces are added one after the other."""
+
+FEW_SEGMENTS = 4096
+"""Pieces that a batch of few rows may have: enough for all multiprocessors of any GPU, 120 MB at f = 100."""
+
+
+class GpuWorker:
+    """A GPU as a `Worker`; arrays are those of its device.
+
+    Parameters
+    ----------
+    device : Device
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._streams: Streams | None = None
+
+    def active(self) -> AbstractContextManager[None]:
+        """Run on the device."""
+        return self.device.active()
+
+    def own(self, factors: Factors, plan: Plan) -> als.DeviceFactors:
+        """Factors as a table on the device."""
+        return als.to_device(self.device, factors, als.table_width(plan.rank, factors.matrix.dtype))
+
+    def blank(self, like: Array, rows: int) -> Array:
+        """Zeros of the dtype and width of an array."""
+        return self.device.zeros((rows, *like.shape[1:]), like.dtype)
+
+    def arrays(self, factors: als.DeviceFactors) -> list[Array]:
+        """Table, and biases if there are any."""
+        return [factors.table] if factors.device_bias is None else [factors.table, factors.device_bias]
+
+    def factors(self, arrays: list[Array], like: als.DeviceFactors) -> als.DeviceFactors:
+        """Factors made of `arrays`."""
+        return als.DeviceFactors(self.device, arrays[0], like.factors, arrays[1] if len(arrays) > 1 else None)
+
+    def gram(self, factors: als.DeviceFactors, objective: Objective, plan: Plan) -> Array | None:
+        """Weighted Gram matrix of the rows at hand."""
+        if objective.is_implicit and not len(factors):
+            side = round_up(plan.rank, BLOCK)
+            return self.device.zeros((side, side), factors.table.dtype)
+        return als.weighted_gram(self.device, factors.table, plan.rank, objective)
+
+    def exact_gram(self, factors: als.DeviceFactors, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
+        """Gram matrix in float64."""
+        on_device = None if weights is None else self.device.upload(weights)
+        return als.exact_gram(self.device, factors.table, on_device)[: plan.factors, : plan.factors].copy()
+
+    def times(self, factors: als.DeviceFactors, basis: np.ndarray) -> als.DeviceFactors:
+        """Factors in another basis."""
+        table = factors.table.copy()
+        if len(table):
+            on_device = self.device.upload(basis.astype(table.dtype))
+            table[:, : factors.factors] = self.device.matmul(factors.table[:, : factors.factors], on_device)
+        return als.DeviceFactors(self.device, table, factors.factors, factors.device_bias)
+
+    def squares(self, factors: als.DeviceFactors) -> np.ndarray:
+        """Squared lengths in float64."""
+        if not len(factors):
+            return np.zeros(0)
+        return losses.row_squares(self.device, factors.table, factors.factors)
+
+    def whole(
+        self, side: Side, block: sp.csr_array, objective: Objective, plan: Plan, names: np.ndarray
+    ) -> als.HalfSweep:
+        """The half sweep of one device, over a slab of rows."""
+        return als.HalfSweep(self.device, side, block, objective, plan, names)
+
+    def partial(
+        self,
+        side: Side,
+        block: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray,
+        degrees: np.ndarray,
+        batches: list[Ranges],
+        solved: list[Ranges],
+    ) -> PartialRows:
+        """See `PartialRows`."""
+        return PartialRows(self.device, side, block, objective, plan, names, degrees, batches, solved)
+
+    def losses(
+        self,
+        objective: Objective,
+        plan: Plan,
+        half: Any,
+        rows: tuple[int, int],
+        users: als.DeviceFactors,
+        items: als.DeviceFactors,
+        mean: float,
+    ) -> float:
+        """Loss of the entries of some rows."""
+        indptr = self.device.download(half.indptr)[rows[0] : rows[1] + 1]
+        pieces = als.Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), als.LOSS_ROWS)
+        if not len(pieces.rows):
+            return 0.0
+        owners = np.repeat(pieces.rows, np.diff(pieces.slots))
+        return losses.total_loss(
+            self.device,
+            users.table,
+            items.table,
+            Entries(
+                half.indices,
+                half.ratings,
+                items.device_bias,
+                objective.is_implicit,
+                objective.alpha,
+                objective.unobserved_weight,
+            ),
+            None if users.device_bias is None else users.device_bias + users.table.dtype.type(mean),
+            self.device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64)),
+            plan.factors,
+        )
+
+    def pipeline(self) -> AbstractContextManager[Any]:
+        """Reductions on a stream of their own; an emulated device has none."""
+        if not isinstance(self.device, CudaDevice):
+            return nullcontext(InOrder())
+        self._streams = self._streams or Streams(self.device)
+        return nullcontext(self._streams)
+
+
+class Streams:
+    """A `Pipeline` in which reductions have a stream beside the one that computes.
+
+    Memory that one stream frees may be given out again only to that same stream (CuPy's pool), and each reduction waits
+    for what was launched before its batch was assembled: so a reduction never writes over what is still read.
+
+    Parameters
+    ----------
+    device : CudaDevice
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._cuda = device._cupy.cuda
+        self._aside = self._cuda.Stream(non_blocking=True)
+
+    def assembled(self) -> Any:
+        """A mark behind what has been launched so far."""
+        return self._record(self._cuda.get_current_stream())
+
+    def _record(self, stream: Any) -> Any:
+        event = self._cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+    @contextmanager
+    def after(self, mark: Any) -> Iterator[None]:
+        """What is launched in this context waits for the mark only; what is launched after it waits for both."""
+        computing = self._cuda.get_current_stream()
+        self._aside.wait_event(mark)
+        with self._aside:
+            yield
+            done = self._record(self._aside)
+        computing.wait_event(done)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Pieces of rows of a batch on a device.
+
+    Attributes
+    ----------
+    segments : int64 array, shape (n_segments, 3)
+        (slot, begin, end), longest first. The first piece of a row has the slot of the row, the others come behind.
+    n_rows, n_slots : int
+    layers : list of (int64 array, int, int)
+        Slots of rows, and where the slots of their second (third, ...) pieces begin and end.
+    """
+
+    segments: Array
+    n_rows: int
+    n_slots: int
+    layers: list[tuple[Array, int, int]]
+
+    @classmethod
+    def make(cls, device: Device, indptr: np.ndarray, ranges: Ranges, longest: int) -> Cut:
+        """Rows of some ranges, one range after the other, in pieces of at most `longest` entries."""
+        rows = np.concatenate([np.arange(first, last) for first, last in ranges]).astype(np.int64)
+        begins, ends = indptr[rows], indptr[rows + 1]
+        entries, most = int((ends - begins).sum()), max((PIECES - 1) * len(rows), FEW_SEGMENTS)
+        longest = max(longest, ceil_div(entries, most), ceil_div(int((ends - begins).max(initial=0)), MOST_SEGMENTS))
+        pieces = -(-(ends - begins) // longest)
+        segments, layers, slots = [], [], len(rows)
+        for layer in range(int(pieces.max(initial=0))):
+            mine = np.flatnonzero(pieces > layer)
+            begin = begins[mine] + layer * longest
+            at = mine if not layer else np.arange(slots, slots + len(mine))
+            segments.append(np.column_stack((at, begin, np.minimum(begin + longest, ends[mine]))))
+            if layer:
+                layers.append((device.upload(mine), slots, slots + len(mine)))
+                slots += len(mine)
+        joined = np.concatenate(segments) if segments else np.zeros((0, 3))
+        joined = joined[np.argsort(joined[:, 1] - joined[:, 2], kind="stable")]
+        return cls(device.upload(joined.astype(np.int64)), len(rows), slots, layers)
+
+    def add_up(self, sums: Array) -> Array:
+        """Sums of rows from sums of pieces, which are added in order."""
+        for rows, first, last in self.layers:
+            sums[rows] += sums[first:last]
+        return sums[: self.n_rows]
+
+
+class PartialRows(als.HalfSweep):
+    """Sums of the entries at hand, and solutions of systems that all ranks' sums have been added up for.
+
+    Parameters
+    ----------
+    device : Device
+    side, block, objective, plan, names, degrees, batches, solved
+        See `hybridmf.scale.su_als.Worker.partial`.
+
+    Raises
+    ------
+    ValueError
+        A plan whose assembly needs all entries of a row.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        side: Side,
+        block: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray,
+        degrees: np.ndarray,
+        batches: list[Ranges],
+        solved: list[Ranges],
+    ) -> None:
+        if plan.assembly == "bals":
+            raise ValueError(
+                "assembly='bals' needs all entries of a row on one rank; with a split fixed side use 'fused', "
+                "'sparse_syrk' or 'mo_als'"
+            )
+        super().__init__(device, side, block, objective, plan, names)
+        self.scale = device.upload(objective.row_scale(degrees).astype(self.dtype))
+        self.whole_degrees = degrees
+        indptr = np.asarray(block.indptr, dtype=np.int64)
+        self._cuts = [Cut.make(device, indptr, ranges, plan.segment) for ranges in batches]
+        self._to_solve = [self._filled(ranges) for ranges in solved]
+        self._config = None
+        if plan.assembly == "fused":
+            self._config = FusedConfig.default(plan.rank, device.spec, plan.precision, plan.solver)
+
+    def _filled(self, ranges: Ranges) -> tuple[Array, Array] | None:
+        """(slots, rows) of a batch's rows that have entries.
+
+        A row without any has sums of zeros, which the row before it takes along as if they were its own.
+        """
+        rows = np.concatenate([np.arange(first, last) for first, last in ranges] or [np.zeros(0, int)])
+        filled = np.flatnonzero(self.whole_degrees[rows])
+        if not len(filled):
+            return None
+        slots = np.append(filled, len(rows)).astype(np.int64)
+        return self.device.upload(slots), self.device.upload(rows[filled].astype(np.int32))
+
+    def start(self, fixed: als.DeviceFactors, mean: float, start: als.DeviceFactors, gram: Array | None) -> None:
+        """Begin a half sweep."""
+        plan, device, n_rows = self.plan, self.device, len(self.whole_degrees)
+        solutions = device.zeros((n_rows, self.width), self.dtype)
+        if plan.solver != "cholesky" and n_rows:
+            solutions[...] = start.table
+            if start.device_bias is not None:
+                solutions[:, plan.factors] = start.device_bias
+            if not self.whole_degrees.all():
+                solutions[device.upload(np.flatnonzero(self.whole_degrees == 0))] = 0
+        self._table, self._entries_at_hand = fixed.table, self._entries(fixed, mean)
+        self._systems = Systems(solutions, device.zeros(n_rows, np.int32), gram, self.ridge, self.scale)
+        self._how = fused.Method("float32", plan.solver, self.epsilon, plan.cg_steps)
+        if self._config is not None and len(self.ratings):
+            self._how = self._method(fixed.table)
+
+    def assemble(self, batch: int) -> tuple[Array, ...]:
+        """Sums of a batch's entries at hand; zeros for rows without any."""
+        device, cut, rank = self.device, self._cuts[batch], self.plan.rank
+        arguments = (self._table, self._entries_at_hand, cut.segments)
+        if self._config is not None:
+            sums = device.zeros((cut.n_slots, self._config.partial_floats), np.float32)
+            fused.assemble_segments(device, sums, *arguments, self._config, self._how)
+            return (cut.add_up(sums),)
+        matrices = device.zeros((cut.n_slots, rank, rank), self.dtype)
+        rhs = device.zeros((cut.n_slots, rank), self.dtype)
+        assemble = assemblies.sparse_syrk if self.plan.assembly == "sparse_syrk" else assemblies.mo_als
+        if len(cut.segments):
+            assemble(device, matrices, rhs, *arguments, rank)
+        return cut.add_up(matrices), cut.add_up(rhs)
+
+    def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
+        """Complete and solve the systems of a batch."""
+        to_solve = self._to_solve[batch]
+        if to_solve is None:
+            return
+        if self._config is not None:
+            fused.solve_partials(
+                self.device, self._systems, sums[0], *to_solve, self._entries_at_hand, self._config, self._how
+            )
+        else:
+            matrices, rhs = sums
+            self._finish(self._systems, matrices, rhs, *to_solve)
+
+    def result(self) -> als.DeviceFactors:
+        """Factors of the rows solved here."""
+        status = self._systems.status
+        if len(status) and bool(status.any()):
+            check_status(self.device.download(status), self.side, self.objective, self.names)
+        return self._unpack(self._systems.solutions)
+
+
+def gpu_worker(names: Sequence[str], control: Communicator) -> tuple[Communicator, GpuWorker]:
+    """A rank's communicator and worker on the GPU of its name; called by all ranks together.
+
+    Raises
+    ------
+    DeviceError
+    """
+    device = open_device(names[control.rank])
+    return NcclCommunicator(control, device.index), GpuWorker(device)
+
+
+def sockets(names: Sequence[str]) -> list[int]:
+    """Number of the socket of each GPU: those of one reach each other's memory directly, by the driver."""
+    devices = [open_device(name) for name in names]
+    reaches = devices[0]._cupy.cuda.runtime.deviceCanAccessPeer
+    groups: list[int] = []
+    for k, device in enumerate(devices):
+        near = [groups[j] for j in range(k) if reaches(device.index, devices[j].index)]
+        groups.append(near[0] if near else len(set(groups)))
+    return groups

@@ -1,0 +1,215 @@
+"""ALS on several devices as one solver: a thread for each rank, driven by the fit loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._objective import SIDES, Factors, Objective, Side, State
+from .._plan import Plan
+from .._solver import Alternating
+from ..errors import CommunicatorError
+from ..formats import Reordered, reorder, transpose
+from .communicator import Communicator
+from .cpu_rank import CpuWorker
+from .grid import Grid, Layout
+from .su_als import RankALS, ReductionName, Worker, rank_plan
+from .threads import RankThreads
+
+MakeWorker = Callable[[Communicator], tuple[Communicator, Worker]]
+"""What a rank's thread communicates and computes with, from the communicator of the threads."""
+
+
+class ShardedFactors(Factors):
+    """Factors of a side whose ranges of rows lie with their ranks; they come together when somebody looks.
+
+    Parameters
+    ----------
+    parts : sequence of Factors
+        By rank.
+    order : int64 array, shape (n,), optional
+        Row of the input that each row of the parts belongs to, if not the same.
+    """
+
+    def __init__(self, parts: Sequence[Factors], order: np.ndarray | None = None) -> None:
+        object.__setattr__(self, "parts", tuple(parts))
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "_host", None)
+
+    parts: tuple[Factors, ...]
+    order: np.ndarray | None
+    _host: Factors | None
+
+    def on_host(self) -> Factors:
+        """A copy in NumPy arrays, made once."""
+        if self._host is None:
+            parts = [part.on_host() for part in self.parts]
+            biases = [part.bias for part in parts if part.bias is not None]
+            host = Factors(np.concatenate([part.matrix for part in parts]), np.concatenate(biases) if biases else None)
+            if self.order is not None:
+                inverse = np.empty_like(self.order)
+                inverse[self.order] = np.arange(len(self.order))
+                host = host.take(inverse)
+            object.__setattr__(self, "_host", host)
+        host_factors = self._host
+        assert host_factors is not None
+        return host_factors
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """Factors on the host."""
+        return self.on_host().matrix
+
+    @property
+    def bias(self) -> np.ndarray | None:
+        """Biases on the host."""
+        return self.on_host().bias
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def __reduce__(self) -> Any:
+        return Factors, (self.matrix, self.bias)
+
+
+class MultiALS(Alternating):
+    """Alternating least squares over the devices of a plan; see `hybridmf.scale.su_als`.
+
+    Parameters
+    ----------
+    user_items, item_users : csr_array
+        The ratings in both orientations.
+    objective : Objective
+    plan : Plan
+        Of several devices.
+    state : State
+        Where to start.
+    grids : dict of side to Grid, optional
+        Default: those of the plan.
+    reduction : {"scatter", "two_phase", "root"}
+        How partial systems are added up.
+    make_worker : callable, optional
+        Default: what the names of the devices say.
+    topology : sequence of int, optional
+        Socket of each rank, for ``reduction="two_phase"``. Default: read from the driver.
+
+    Raises
+    ------
+    DeviceError
+        A device cannot be served.
+    """
+
+    def __init__(
+        self,
+        user_items: sp.csr_array,
+        item_users: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+        *,
+        grids: Mapping[Side, Grid] | None = None,
+        reduction: ReductionName = "scatter",
+        make_worker: MakeWorker | None = None,
+        topology: Sequence[int] | None = None,
+    ) -> None:
+        self.objective, self.plan, self.mean = objective, plan, state.mean
+        self._reordered: Reordered | None = None
+        if plan.reorder != "none":
+            axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
+            self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
+            user_items = self._reordered.matrix
+            item_users = transpose(user_items, num_threads=plan.num_threads)
+        matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
+        degrees = {side: np.diff(matrices[side].indptr) for side in SIDES}
+        self.layout = Layout.even(degrees, grids or plan.grids, plan.row_cost)
+        self.threads = RankThreads(self.layout.size)
+        self._make_worker = make_worker or worker_maker(plan, self.threads)
+        inward = {side: state.side(side).on_host() for side in SIDES}
+        for side in SIDES:
+            order = self._order(side)
+            if order is not None:
+                inward[side] = inward[side].take(order)
+        known_topology = self._topology(reduction, topology)
+
+        def make(threads: Communicator) -> RankALS:
+            communicator, worker = self._make_worker(threads)
+            rank = threads.rank
+            own = {side: _slice(inward[side], *self.layout.own(side, rank)) for side in SIDES}
+            return RankALS(
+                communicator,
+                self.layout,
+                {side: self.layout.cut(side, rank, matrices[side]) for side in SIDES},
+                objective,
+                rank_plan(plan),
+                State(own["user"], own["item"], state.mean),
+                worker,
+                names={side: self._names(side, rank) for side in SIDES},
+                reduction=reduction,
+                topology=known_topology,
+            )
+
+        self.ranks: list[RankALS] = self._run(make)
+
+    def _order(self, side: Side) -> np.ndarray | None:
+        if self._reordered is None:
+            return None
+        return self._reordered.row_order if side == "user" else self._reordered.col_order
+
+    def _names(self, side: Side, rank: int) -> np.ndarray:
+        first, last = self.layout.own(side, rank)
+        order = self._order(side)
+        return np.arange(first, last, dtype=np.int64) if order is None else order[first:last].astype(np.int64)
+
+    def _topology(self, reduction: str, given: Sequence[int] | None) -> list[int] | None:
+        if given is not None or reduction != "two_phase":
+            return None if given is None else list(given)
+        from .gpu_rank import sockets
+
+        return sockets(self.plan.devices)
+
+    def _run(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Run on all ranks; the first failure comes out as it was raised, and stops them all."""
+        return self.threads.run(function)
+
+    @property
+    def state(self) -> State:
+        """Factors of the last completed half sweep, in the order of the input."""
+        users, items = (ShardedFactors([rank.own[side] for rank in self.ranks], self._order(side)) for side in SIDES)
+        return State(users, items, self.mean)
+
+    def update(self, side: Side) -> None:
+        """One half sweep; the state changes only once it is complete on all ranks."""
+        solved = self._run(lambda threads: self.ranks[threads.rank].solve(side))
+        for rank, factors in zip(self.ranks, solved, strict=True):
+            rank.own[side] = factors
+
+    def balance(self) -> None:
+        """Change both sides to the basis of least penalty; the same predictions."""
+        balanced = self._run(lambda threads: self.ranks[threads.rank].balanced())
+        for rank, own in zip(self.ranks, balanced, strict=True):
+            rank.own = own
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, sums in float64."""
+        return float(self._run(lambda threads: self.ranks[threads.rank].objective_value())[0])
+
+
+def _slice(factors: Factors, first: int, last: int) -> Factors:
+    return Factors(factors.matrix[first:last], None if factors.bias is None else factors.bias[first:last])
+
+
+def worker_maker(plan: Plan, threads: RankThreads) -> MakeWorker:
+    """Workers on the devices of a plan."""
+    if plan.gpu is None:
+
+        def check() -> None:
+            if threads.stopping.is_set():
+                raise CommunicatorError("another rank has failed, or the fit was stopped")
+
+        return lambda communicator: (communicator, CpuWorker(check))
+    from .gpu_rank import gpu_worker
+
+    return lambda communicator: gpu_worker(plan.devices, communicator)

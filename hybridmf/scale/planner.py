@@ -1,0 +1,585 @@
+"""How to partition a problem over GPUs, and what an iteration will take: cuMF eq. 8 extended to our memory.
+
+Pure functions of sizes and of a machine's constants: they plan for machines that are not there. A half sweep cuts the
+fixed side into p parts and the rows to solve into q (cuMF Algorithm 3). p parts lie on as many GPUs of a group as there
+are, else they are loaded one after the other (elasticity, cuMF 4.4); groups take row parts side by side, and each group
+its own one after the other, in waves.
+
+A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 counts ``f`` and ``f^2`` cells instead)
+
+    n/p w i            the part of the fixed side; twice where the next part is loaded meanwhile
+    m/q w i            solutions of the row part; twice where they leave for the host meanwhile
+    nnz/(p q) (4 + i)  entries, twice where the next ones are loaded meanwhile; or all of its share, both orientations
+    systems            a batch (ours are solved batch by batch), or those of the whole row part where parts take turns
+    (m + n)/GPUs w i   its share of both sides, where factors stay on the GPUs
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from .._objective import SIDES, Side
+from ..errors import MemoryBudgetError
+from ..gpu import fused
+from .grid import Grid
+
+HEADROOM = 0.04
+"""Share of a GPU's memory left to what nobody counts (cuMF: 500 MB of 12 GB)."""
+
+BATCH_BYTES = 2 << 30
+"""Systems in a GPU's memory at a time (`hybridmf._plan.GPU_BATCH_BYTES`)."""
+
+SLABS = 8
+"""Pieces that data are loaded in, of which nothing runs beside the first one."""
+
+ROW_BYTES = 20
+"""Offset, order, scale and status of a row."""
+
+NEAR = 1.05
+"""What stays on the GPUs is not moved for a prediction that is better by less."""
+
+MOST_PARTS = 1 << 20
+
+Place = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What predictions need to know of GPUs and of what connects them; rates in bytes a second.
+
+    Attributes
+    ----------
+    name : str
+    memory_bytes : int
+        Of one GPU.
+    copy : float
+        Within the memory of a GPU: read and written.
+    reduce_scatter, all_gather : float
+        Size of the whole array over the time of the collective, on 4 GPUs.
+    host : float
+        Pinned host memory to one GPU; all GPUs at once.
+    disk : float
+        All disks together.
+    host_bytes : int
+        Host memory.
+    latency : float
+        Seconds of a collective of no size, with its launch.
+    launch : float
+        Seconds of a half sweep of no size.
+    cached_bytes : int
+        Factors up to which gathers come from the cache, whose time is in `entry`.
+    gather, gather_far : float
+        Rate of gathered rows of factors beyond that, and beyond `far_bytes`.
+    far_bytes : float
+    entry, solve : tuple of (factors, seconds)
+        Of summing one entry into a system, and of solving one; float32, Cholesky. Between and beyond the points:
+        powers of the rank.
+    """
+
+    name: str
+    memory_bytes: int
+    copy: float
+    reduce_scatter: float
+    all_gather: float
+    host: float
+    disk: float
+    host_bytes: int
+    latency: float
+    launch: float
+    cached_bytes: float
+    gather: float
+    gather_far: float
+    far_bytes: float
+    entry: tuple[tuple[int, float], ...]
+    solve: tuple[tuple[int, float], ...]
+
+    def entry_seconds(self, rank: int) -> float:
+        """Of one entry, factors in the cache."""
+        return _on_powers(self.entry, rank)
+
+    def solve_seconds(self, rank: int) -> float:
+        """Of one system."""
+        return _on_powers(self.solve, rank)
+
+    def row_cost(self, rank: int) -> float:
+        """What a row costs beside its entries, in entries."""
+        return self.solve_seconds(rank) / self.entry_seconds(rank)
+
+    def gather_seconds(self, table_bytes: float, row_bytes: float) -> float:
+        """Of one row of a table of factors, beyond what `entry_seconds` holds."""
+        if table_bytes <= self.cached_bytes:
+            return 0.0
+        return row_bytes / (self.gather if table_bytes <= self.far_bytes else self.gather_far)
+
+
+def _on_powers(points: tuple[tuple[int, float], ...], rank: int) -> float:
+    """Linear between the logarithms of the points, and on from the last two; constant before the first."""
+    ranks, seconds = (np.log(np.array(column, dtype=float)) for column in zip(*points, strict=True))
+    x = math.log(rank)
+    if x <= ranks[-1]:
+        return float(np.exp(np.interp(x, ranks, seconds)))
+    slope = (seconds[-1] - seconds[-2]) / (ranks[-1] - ranks[-2])
+    return float(np.exp(seconds[-1] + slope * (x - ranks[-1])))
+
+
+H200 = Machine(
+    name="H200",
+    memory_bytes=141 * 10**9,
+    copy=4.24e12,
+    # NCCL on 4 GPUs linked all to all, arrays of 1 GB; pinned memory
+    reduce_scatter=265e9,
+    all_gather=254e9,
+    host=55e9,
+    # not measured: a few NVMe disks together, and what such machines have
+    disk=20e9,
+    host_bytes=2 * 10**12,
+    latency=60e-6,
+    launch=300e-6,
+    cached_bytes=50e6,
+    gather=6e12,
+    gather_far=3e12,  # not measured: rows of 400 bytes at random from tens of gigabytes
+    far_bytes=4e9,
+    # bench/results/gpu.jsonl, task als on Netflix's shape: iterations less the solves below and the users' gathers.
+    # Rank 16 and below are not measured: half of rank 32, whose products take three times as many blocks.
+    entry=((16, 17e-12), (32, 33e-12), (64, 77e-12), (96, 175e-12), (100, 193e-12), (128, 413e-12), (256, 1.5e-9)),
+    # bench/results/gpu.jsonl, task cholesky; rank 16 is not measured
+    solve=((16, 1.5e-9), (32, 3.65e-9), (64, 13.7e-9), (100, 63e-9), (128, 78e-9), (256, 391e-9), (512, 2.55e-6)),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes that a partition depends on.
+
+    Attributes
+    ----------
+    shape : (n_users, n_items)
+    nnz : int
+    factors : int
+        Rank of the systems.
+    itemsize : int
+        4 for float32, 8 for float64.
+    """
+
+    shape: tuple[int, int]
+    nnz: int
+    factors: int
+    itemsize: int = 4
+
+    def rows(self, side: Side) -> int:
+        """Rows of a side."""
+        return self.shape[0] if side == "user" else self.shape[1]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of factors."""
+        return fused.round_up(self.factors, 16 // self.itemsize) * self.itemsize
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of an entry in one orientation."""
+        return 4 + self.itemsize
+
+    @property
+    def system_bytes(self) -> int:
+        """Of the sums of a row that wait to be added up or solved."""
+        if self.factors <= fused.MAX_RANK and self.itemsize == 4:
+            return 4 * fused.FusedConfig.rule(self.factors).partial_floats
+        return (self.factors + 1) * self.factors * self.itemsize
+
+
+@dataclass(frozen=True)
+class HalfPlan:
+    """One half sweep.
+
+    Attributes
+    ----------
+    side : {"user", "item"}
+        Solved.
+    parts : int
+        p: parts of the fixed side.
+    batches : int
+        q: parts of the rows to solve.
+    gpus : int
+    buffers : int
+        Parts of the fixed side in memory where they take turns: 2, or 1 if there is no room to load one meanwhile.
+    bytes : dict of str to int
+        Memory of one GPU by purpose.
+    seconds : dict of str to float
+        By purpose; what overlaps is listed and does not add up.
+    total : float
+        Seconds of the half sweep.
+    """
+
+    side: Side
+    parts: int
+    batches: int
+    gpus: int
+    buffers: int = 2
+    bytes: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    total: float = 0.0
+
+    @property
+    def grid(self) -> Grid:
+        """GPUs that hold different parts at a time, and groups of them."""
+        splits = next(d for d in range(min(self.gpus, self.parts), 0, -1) if self.gpus % d == 0)
+        return Grid(splits, self.gpus // splits)
+
+    @property
+    def turns(self) -> int:
+        """Parts of the fixed side that a GPU loads one after the other; 1: it stays."""
+        return -(-self.parts // self.grid.splits)
+
+    @property
+    def waves(self) -> int:
+        """Row parts that a group of GPUs solves one after the other."""
+        return -(-self.batches // self.grid.groups)
+
+    @property
+    def fixed(self) -> str:
+        """Where the fixed side is: "replicated", "split" or "streamed"."""
+        return "streamed" if self.turns > 1 else "split" if self.parts > 1 else "replicated"
+
+    def __str__(self) -> str:
+        grid = self.grid
+        parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in self.seconds.items() if seconds)
+        turns = f" in {self.turns} turns" if self.turns > 1 else ""
+        return (
+            f"{self.side + 's':<9} p = {self.parts}, q = {self.batches}: fixed side {self.fixed}{turns}, "
+            f"{grid.splits} x {grid.groups} GPUs, {self.waves} wave{'s' if self.waves > 1 else ''}; "
+            f"{_size(sum(self.bytes.values()))} a GPU "
+            f"({', '.join(f'{name} {_size(size)}' for name, size in self.bytes.items() if size)}); "
+            f"{self.total:.3g} s ({parts})"
+        )
+
+
+@dataclass(frozen=True)
+class ScalePlan:
+    """A partition of a problem over GPUs, and its predicted time; ``print(plan)`` shows it.
+
+    Attributes
+    ----------
+    problem : Problem
+    machine : Machine
+    gpus : int
+    memory : int
+        Bytes of each GPU that the plan may use.
+    ratings, factors : {"device", "host", "disk"}
+        Where they are between half sweeps.
+    halves : dict of side to HalfPlan
+    """
+
+    problem: Problem
+    machine: Machine
+    gpus: int
+    memory: int
+    ratings: Place
+    factors: Place
+    halves: dict[Side, HalfPlan]
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of an iteration."""
+        return sum(half.total for half in self.halves.values())
+
+    @property
+    def bytes_per_gpu(self) -> int:
+        """Peak memory of a GPU."""
+        return max(sum(half.bytes.values()) for half in self.halves.values())
+
+    @property
+    def grids(self) -> dict[Side, Grid]:
+        """Of each half sweep."""
+        return {side: half.grid for side, half in self.halves.items()}
+
+    def on(self, gpus: int) -> ScalePlan:
+        """The same partition on another number of GPUs: in more waves on fewer, side by side on more (cuMF 4.4).
+
+        Raises
+        ------
+        ValueError
+            No GPU at all.
+        MemoryBudgetError
+            What stays on the GPUs does not fit on so few.
+        """
+        if gpus < 1:
+            raise ValueError(f"gpus must be an integer >= 1, got {gpus!r}")
+        halves = {}
+        for side, half in self.halves.items():
+            moved = replace(half, gpus=gpus)
+            found = fewest_batches(
+                self.problem, self.machine, moved, self.ratings, self.factors, self.memory, least=half.batches
+            )
+            if found is None:
+                sizes = half_bytes(self.problem, replace(moved, buffers=1), self.ratings, self.factors)
+                raise MemoryBudgetError(
+                    f"{side}s cannot be solved with p = {half.parts} on {gpus} GPUs: each has "
+                    f"{_size(self.memory)} and needs {_size(sum(sizes.values()))}; plan for {gpus} GPUs anew"
+                )
+            halves[side] = found
+        return replace(self, gpus=gpus, halves=halves)
+
+    def __str__(self) -> str:
+        problem = self.problem
+        lines = [
+            f"machine   {self.gpus} x {self.machine.name}, {_size(self.memory)} each to plan with",
+            f"problem   {problem.shape[0]:,} users x {problem.shape[1]:,} items, {problem.nnz:,} entries, "
+            f"{problem.factors} factors of {problem.itemsize} bytes",
+            f"places    ratings on {self.ratings}, factors on {self.factors}",
+            *(str(half) for half in self.halves.values()),
+            f"predicted {self.seconds:.3g} s per iteration",
+        ]
+        return "\n".join(lines)
+
+
+def _size(size: float) -> str:
+    for unit, power in (("TB", 12), ("GB", 9), ("MB", 6)):
+        if size >= 10**power:
+            return f"{size / 10**power:,.3g} {unit}"
+    return f"{size / 1000:,.3g} kB"
+
+
+def judged(
+    problem: Problem,
+    half: HalfPlan,
+    ratings: Place = "device",
+    factors: Place = "device",
+    machine: Machine = H200,
+) -> HalfPlan:
+    """A half sweep with its memory and time."""
+    half = replace(half, bytes=half_bytes(problem, half, ratings, factors))
+    seconds = half_seconds(problem, machine, half, ratings, factors)
+    return replace(half, seconds=seconds, total=_total(half, seconds, machine))
+
+
+def half_bytes(problem: Problem, half: HalfPlan, ratings: Place, factors: Place) -> dict[str, int]:
+    """Memory of one GPU in a half sweep, by purpose; see the module."""
+    rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
+    grid, width, on_device = half.grid, problem.row_bytes, factors == "device"
+    part = -(-fixed // half.parts) * width
+    share = -(-(rows + fixed) // half.gpus) * width
+    solved = -(-rows // half.batches) * width
+    if on_device:  # the new rows of a GPU beside the old ones, until the half sweep is complete
+        solved = -(-rows // half.gpus) * width
+    systems = -(-rows // half.batches) * problem.system_bytes
+    if half.turns == 1:
+        systems = min(systems, BATCH_BYTES)
+    entries = 2 * -(-problem.nnz // (half.parts * half.batches)) * problem.entry_bytes
+    if ratings == "device":
+        entries = 2 * -(-problem.nnz // half.gpus) * problem.entry_bytes
+    own_is_part = on_device and grid.groups == 1 and half.turns == 1
+    return {
+        "fixed side": 0 if own_is_part else part * (half.buffers if half.turns > 1 else 1),
+        "solutions": solved * (1 if on_device else 2),
+        "factors": share if on_device else 0,
+        "ratings": entries,
+        "rows": -(-(rows + fixed) // half.gpus) * ROW_BYTES,
+        "systems": systems,
+    }
+
+
+def half_seconds(
+    problem: Problem, machine: Machine, half: HalfPlan, ratings: Place, factors: Place
+) -> dict[str, float]:
+    """Seconds of a half sweep by purpose."""
+    rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
+    gpus, grid, width = half.gpus, half.grid, problem.row_bytes
+    table = fixed / half.parts * width
+    entry = machine.entry_seconds(problem.factors) + machine.gather_seconds(table, width)
+    if problem.itemsize == 8:
+        entry *= 4  # not measured: no tensor cores, twice the bytes
+    seconds = {
+        "assembly": problem.nnz / gpus * entry,
+        "solve": rows / gpus * machine.solve_seconds(problem.factors) * (2 if problem.itemsize == 8 else 1),
+    }
+    if factors == "device" and grid.groups > 1:
+        crossing = table * (grid.groups - 1) / grid.groups
+        seconds["all-gather"] = half.turns * (crossing / (0.75 * machine.all_gather) + machine.latency)
+    if grid.splits > 1:
+        sums = rows / grid.groups * problem.system_bytes * half.turns
+        crossing = sums * (grid.splits - 1) / grid.splits
+        batches = max(4.0, sums / BATCH_BYTES)
+        seconds["reduce-scatter"] = crossing / (0.75 * machine.reduce_scatter) + batches * machine.latency
+    if half.turns > 1:  # sums of a row part are read and written again in each turn
+        again = 2 * half.turns * rows / grid.groups * problem.system_bytes
+        seconds["turns"] = again / machine.copy + half.turns * half.waves * machine.launch
+    load = 0.0
+    if factors != "device":
+        loads = half.waves if half.turns > 1 else 1  # a part that does not stay comes again for each wave of rows
+        load += loads * half.turns * table + rows / gpus * width
+    if ratings != "device":
+        load += problem.nnz / gpus * problem.entry_bytes
+    if load:
+        seconds["from host"] = load / machine.host
+    if ratings == "disk":
+        seconds["from disk"] = problem.nnz * problem.entry_bytes / machine.disk
+    return seconds
+
+
+def _total(half: HalfPlan, seconds: dict[str, float], machine: Machine) -> float:
+    """What overlaps counts once: sums travel while others are made, data are loaded while the last ones are used."""
+    work = seconds["assembly"] + seconds["solve"] + seconds.get("turns", 0.0)
+    reduction = seconds.get("reduce-scatter", 0.0)
+    work = (
+        max(work, reduction) + min(seconds["assembly"], reduction) / 4
+    )  # nothing runs beside the first and last batch
+    loading = max(seconds.get("from host", 0.0), seconds.get("from disk", 0.0))
+    if half.turns > 1 and half.buffers == 1:
+        work += loading
+    else:
+        work = max(work, loading) + min(work, loading) / SLABS
+    return work + seconds.get("all-gather", 0.0) + machine.launch
+
+
+# ------------------------------------------------------------------------------------------------------------ choosing
+
+
+def fewest_batches(
+    problem: Problem,
+    machine: Machine,
+    half: HalfPlan,
+    ratings: Place,
+    factors: Place,
+    memory: float,
+    least: int = 1,
+) -> HalfPlan | None:
+    """The half sweep with the smallest q that fits, as cuMF 4.3 wants it; None if none does.
+
+    q grows by doubling from the number of groups, or from `least` in whole multiples of it. Parts that take turns are
+    loaded while the one before is used, if both fit.
+    """
+    rows, groups = problem.rows(half.side), half.grid.groups
+    for buffers in (2, 1) if half.turns > 1 else (2,):
+        batches = -(-least // groups) * groups
+        while True:
+            candidate = replace(half, batches=batches, buffers=buffers)
+            if sum(half_bytes(problem, candidate, ratings, factors).values()) <= memory:
+                return judged(problem, candidate, ratings, factors, machine)
+            if batches >= rows or batches > MOST_PARTS:
+                break
+            batches *= 2
+    return None
+
+
+def _turns(gpus: int, fixed: int) -> Iterator[list[int]]:
+    """Candidates for p by the number of turns: divisors of the number of GPUs stay there; beyond, turns of all GPUs."""
+    yield [d for d in range(1, gpus + 1) if gpus % d == 0]
+    parts = 2 * gpus
+    while parts <= min(fixed, MOST_PARTS):
+        yield [parts]
+        parts *= 2
+
+
+def _best_half(
+    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, factors: Place, memory: float
+) -> HalfPlan | None:
+    """The fastest of those with the fewest turns: what stays on a GPU need not come again (cuMF 4.3)."""
+    for candidates in _turns(gpus, sum(problem.shape) - problem.rows(side)):
+        halves = [
+            fewest_batches(problem, machine, HalfPlan(side, parts, 1, gpus), ratings, factors, memory)
+            for parts in candidates
+        ]
+        if any(half is not None for half in halves):
+            return min((half for half in halves if half is not None), key=lambda half: half.total)
+    return None
+
+
+def plan_scale(
+    problem: Problem, gpus: int, memory: int | None = None, machine: Machine = H200, host_bytes: int | None = None
+) -> ScalePlan:
+    """The fastest partition that fits; of those that are near, the one that moves least.
+
+    Parameters
+    ----------
+    problem : Problem
+    gpus : int
+    memory : int, optional
+        Bytes of each GPU. Default: the machine's.
+    machine : Machine
+    host_bytes : int, optional
+        Host memory. Default: the machine's.
+
+    Raises
+    ------
+    MemoryBudgetError
+        No partition fits; says what would.
+    """
+    memory = machine.memory_bytes if memory is None else memory
+    host = machine.host_bytes if host_bytes is None else host_bytes
+    plan = _fastest(problem, gpus, memory, machine, host)
+    if plan is not None:
+        return plan
+    needed = memory
+    while (found := _fastest(problem, gpus, needed, machine, host)) is None:
+        needed *= 2
+    raise MemoryBudgetError(
+        f"{problem.shape[0]:,} x {problem.shape[1]:,} with {problem.nnz:,} entries and {problem.factors} factors does "
+        f"not fit on {gpus} GPUs of {_size(memory)} in any partition; it needs {_size(found.bytes_per_gpu)} on each: "
+        f"GPUs of {_size(needed)} would do, or fewer factors"
+    )
+
+
+def _fastest(problem: Problem, gpus: int, memory: int, machine: Machine, host: int) -> ScalePlan | None:
+    usable = int(memory * (1 - HEADROOM))
+    both = 2 * problem.nnz * problem.entry_bytes + 2 * sum(problem.shape) * problem.row_bytes
+    away: Place = "host" if both <= host else "disk"
+    plans = []
+    ratings_on: tuple[Place, Place] = ("device", away)
+    factors_on: tuple[Place, Place] = ("device", "host")
+    for ratings, factors in itertools.product(ratings_on, factors_on):
+        found = {side: _best_half(problem, machine, gpus, side, ratings, factors, usable) for side in SIDES}
+        halves = {side: half for side, half in found.items() if half is not None}
+        if len(halves) == len(SIDES):
+            plans.append(ScalePlan(problem, machine, gpus, usable, ratings, factors, halves))
+    best = min((plan.seconds for plan in plans), default=0.0)
+    return next((plan for plan in plans if plan.seconds <= NEAR * best), None)
+
+
+def plan_ranks(
+    problem: Problem, gpus: int, memory: int, machine: Machine = H200, *, model_parallel_only: bool = False
+) -> ScalePlan:
+    """The fastest grids with everything on the GPUs; if none fits, those that need least memory."""
+    halves: dict[Side, HalfPlan] = {}
+    for side in SIDES:
+        grids = [Grid(1, gpus)] if model_parallel_only else Grid.all_of(gpus)
+        found = [judged(problem, HalfPlan(side, grid.splits, grid.groups, gpus), machine=machine) for grid in grids]
+        fits = [half for half in found if sum(half.bytes.values()) <= memory]
+        halves[side] = (
+            min(fits, key=lambda half: half.total) if fits else min(found, key=lambda half: sum(half.bytes.values()))
+        )
+    return ScalePlan(problem, machine, gpus, memory, "device", "device", halves)
+
+
+def as_record(plan: ScalePlan) -> dict[str, Any]:
+    """What a plan says, as JSON values."""
+    return {
+        "shape": list(plan.problem.shape),
+        "nnz": plan.problem.nnz,
+        "factors": plan.problem.factors,
+        "gpus": plan.gpus,
+        "machine": plan.machine.name,
+        "ratings": plan.ratings,
+        "factors_on": plan.factors,
+        "seconds": plan.seconds,
+        "bytes_per_gpu": plan.bytes_per_gpu,
+        "halves": {
+            side: {
+                "p": half.parts,
+                "q": half.batches,
+                "fixed": half.fixed,
+                "grid": [half.grid.splits, half.grid.groups],
+                "waves": half.waves,
+                "turns": half.turns,
+                "seconds": half.seconds,
+                "total": half.total,
+            }
+            for side, half in plan.halves.items()
+        },
+    }

@@ -1,0 +1,232 @@
+"""SU-ALS on GPUs: the same bodies on emulated devices, whose ranks are threads, and on GPUs over NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import emulated
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from conftest import planted
+from test_scale_als import assert_close, both, sweeps
+
+import hybridmf as hmf
+from hybridmf._objective import SIDES, Factors, State
+from hybridmf._plan import Plan, check_memory, make_plan
+from hybridmf.cpu.als import CpuALS
+from hybridmf.errors import DeviceError, DeviceMemoryError, NotPositiveDefiniteError
+from hybridmf.formats import transpose
+from hybridmf.gpu.als import GpuALS
+from hybridmf.gpu.device import device_count, open_device
+from hybridmf.scale import gpu_rank
+from hybridmf.scale.gpu_rank import Cut, GpuWorker, sockets
+from hybridmf.scale.grid import Grid
+from hybridmf.scale.multi_als import MultiALS
+
+RANK = 7
+"""As in test_gpu_als, so that few kernels are compiled for the emulator."""
+
+SMALL = planted(24, 16, 0.4)
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "explicit": lambda **more: hmf.ExplicitALS(factors=RANK, **more),
+    "biases": lambda **more: hmf.ExplicitALS(factors=RANK - 1, biases=True, **more),
+    "implicit": lambda **more: hmf.ImplicitALS(factors=RANK, alpha=3.0, regularization=0.1, **more),
+    "implicit cg": lambda **more: hmf.ImplicitALS(factors=RANK, alpha=3.0, regularization=0.1, solver="cg", **more),
+}
+
+Machine = Callable[[int], list[str]]
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """Names of so many GPUs; emulated ones know no NCCL."""
+    if request.param == "cuda":
+
+        def real(size: int) -> list[str]:
+            try:
+                count = device_count()
+            except DeviceError as error:
+                pytest.skip(f"no GPU: {error}")
+            if count < size:
+                pytest.skip(f"needs {size} GPUs, there are {count}")
+            return [f"cuda:{k}" for k in range(size)]
+
+        yield real
+        return
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    devices = [emulated.EmulatedDevice() for _ in range(8)]
+
+    def open_emulated(name: str = "cuda") -> Any:
+        return devices[int(name.partition(":")[2] or 0)]
+
+    monkeypatch.setattr("hybridmf.gpu.device.open_device", open_emulated)
+    monkeypatch.setattr(gpu_rank, "open_device", open_emulated)
+    monkeypatch.setattr(
+        gpu_rank, "gpu_worker", lambda names, control: (control, GpuWorker(open_emulated(names[control.rank])))
+    )
+    yield lambda size: [f"cuda:{k}" for k in range(size)]
+
+
+def parts(name: str, devices: Any, matrix: sp.csr_array, **more: Any) -> tuple[Any, ...]:
+    """Arguments of a solver."""
+    model = MODELS[name](device=devices, random_state=0, **more)
+    checked = model._check_matrix(matrix)
+    plan = make_plan(model._objective(), model._settings(), checked.shape, checked.nnz)
+    item_users = transpose(checked, num_threads=1)
+    state = model._initial_state(checked, item_users, plan, model._objective())
+    return checked, item_users, model._objective(), plan, state
+
+
+def changed(arguments: tuple[Any, ...], **changes: Any) -> tuple[Any, ...]:
+    return (*arguments[:3], replace(arguments[3], **changes), arguments[4])
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_give_the_factors_of_one(name: str, grid: tuple[int, int], gpus: Machine) -> None:
+    names = gpus(grid[0] * grid[1])
+    solver = MultiALS(*changed(parts(name, names, SMALL), segment=17, batch_slots=40), grids=both(grid))
+    alone = CpuALS(*parts(name, "cpu", SMALL))
+    assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-2 if "cg" in name else 1e-3)
+    np.testing.assert_allclose(solver.objective_value(), alone.objective_value(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_parallel_is_what_one_gpu_does(name: str, gpus: Machine) -> None:
+    names = gpus(2)
+    solver = MultiALS(*parts(name, names, SMALL), grids=both((1, 2)))
+    alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts(name, "cuda:0", SMALL))
+    assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "assembly", "dtype"), [("biases", "mo_als", "float32"), ("implicit cg", "sparse_syrk", "float64")]
+)
+def test_published_assemblies_over_a_split_side(name: str, assembly: str, dtype: str, gpus: Machine) -> None:
+    more = {"assembly": assembly, "dtype": dtype}
+    solver = MultiALS(*changed(parts(name, gpus(2), SMALL, **more), segment=5, batch_slots=40), grids=both((2, 1)))
+    alone = CpuALS(*parts(name, "cpu", SMALL, dtype=dtype))
+    assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-2 if "cg" in name else 1e-3)
+
+
+@pytest.mark.parametrize("reduction", ["root", "two_phase"])
+def test_reductions_give_the_same(reduction: Any, gpus: Machine) -> None:
+    arguments = changed(parts("biases", gpus(4), SMALL), batch_slots=40)
+    ours = MultiALS(*arguments, grids=both((4, 1)), reduction=reduction, topology=[0, 0, 1, 1])
+    theirs = MultiALS(*arguments, grids=both((4, 1)))
+    assert_close(sweeps(ours, 1), sweeps(theirs, 1), 1e-4)
+
+
+def test_more_ranks_than_rows(gpus: Machine) -> None:
+    matrix = planted(3, 2, density=0.9)
+    for grid in ((1, 4), (4, 1)):
+        solver = MultiALS(*parts("implicit", gpus(4), matrix), grids=both(grid))
+        assert_close(sweeps(solver, 1), sweeps(CpuALS(*parts("implicit", "cpu", matrix)), 1), 1e-3)
+
+
+def test_estimator(gpus: Machine) -> None:
+    names = gpus(2)
+    model = MODELS["explicit"](device=names, random_state=0, iterations=2, balance=True).fit(SMALL)
+    alone = MODELS["explicit"](device="cpu", random_state=0, iterations=2, balance=True).fit(SMALL)
+    np.testing.assert_allclose(model.user_factors_, alone.user_factors_, atol=5e-3)
+    assert model.device_ == "cuda:0+cuda:1" and model.plan_.scale is not None
+    text = str(model.plan_)
+    assert "cuda:0+cuda:1" in text and "predicted" in text and "a GPU" in text
+    assert type(model._learned.state.user) is Factors  # nothing of a device is kept
+    assert model.recommend(0, N=3)[0].shape == (3,)
+    np.testing.assert_allclose(model.objective(SMALL), alone.objective(SMALL), rtol=1e-3)
+
+
+def test_row_that_fails(gpus: Machine) -> None:
+    arguments = parts("explicit", gpus(2), SMALL)
+    objective = replace(arguments[2], regularization=0.0)
+    for grid in ((1, 2), (2, 1)):
+        solver = MultiALS(*arguments[:2], objective, *arguments[3:], grids=both(grid))
+        before = solver.state.on_host()
+        with pytest.raises(NotPositiveDefiniteError) as raised:
+            solver.update("user")
+        assert raised.value.row in np.flatnonzero(np.diff(SMALL.indptr) < RANK)
+        assert_close(solver.state.on_host(), before, 0)
+
+
+def test_one_gpu_out_of_memory(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((2, 1)))
+    device = solver.ranks[1].worker.device  # type: ignore[attr-defined]
+
+    def full(shape: Any, dtype: Any) -> Any:
+        raise DeviceMemoryError("cuda:1 is out of memory")
+
+    before = solver.state.on_host()
+    monkeypatch.setattr(device, "zeros", full)
+    with pytest.raises(DeviceMemoryError, match="cuda:1"):
+        solver.update("item")
+    assert_close(solver.state.on_host(), before, 0)
+
+
+def test_bals_needs_whole_rows(gpus: Machine) -> None:
+    arguments = parts("explicit", gpus(2), SMALL, assembly="bals")
+    assert arguments[3].grids == both((1, 2))
+    with pytest.raises(ValueError, match="assembly='bals' needs all entries of a row"):
+        MultiALS(*arguments, grids=both((2, 1)))
+
+
+def test_plan_of_several_gpus(gpus: Machine) -> None:
+    """The plan takes the memory of the GPU that has least, and says which grids and why not."""
+    plan: Plan = parts("explicit", gpus(2), SMALL)[3]
+    assert plan.devices == ("cuda:0", "cuda:1") and plan.device == "cuda:0"
+    assert plan.total_bytes == sum(plan.bytes.values()) > 0
+    check_memory(plan)
+    assert plan.gpu is not None
+    with pytest.raises(DeviceMemoryError, match="needs about"):
+        check_memory(replace(plan, gpu=replace(plan.gpu, free_bytes=1000)))
+
+
+def test_long_rows_are_cut_and_added_in_order() -> None:
+    indptr = np.array([0, 3, 3, 40, 47])
+    cut = Cut.make(emulated.EmulatedDevice(), indptr, [(0, 2), (2, 4)], 10)
+    covered = sorted((int(b), int(e)) for _, b, e in cut.segments)
+    assert covered == [(0, 3), (3, 13), (13, 23), (23, 33), (33, 40), (40, 47)]
+    assert cut.n_rows == 4 and cut.n_slots == 7 and len(cut.layers) == 3
+    sums = np.zeros((cut.n_slots, 1))
+    for slot, begin, end in cut.segments:
+        sums[slot] = end - begin
+    np.testing.assert_array_equal(cut.add_up(sums)[:, 0], [3, 0, 37, 7])
+
+
+def test_sockets_by_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(deviceCanAccessPeer=lambda a, b: a // 2 == b // 2)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(gpu_rank, "open_device", lambda name: SimpleNamespace(index=int(name[5:]), _cupy=cupy))
+    assert sockets(["cuda:0", "cuda:1", "cuda:2", "cuda:3"]) == [0, 0, 1, 1]
+    assert sockets(["cuda:0", "cuda:2", "cuda:1", "cuda:3"]) == [0, 1, 0, 1]
+
+
+# --------------------------------------------------------------------------------------------------------- larger
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)])
+def test_large_on_gpus(name: str, grid: tuple[int, int], gpus: Machine, request: pytest.FixtureRequest) -> None:
+    """Enough rows for several batches, and for reductions beside assembly."""
+    if "emulated" in request.node.name:
+        pytest.skip("for GPUs")
+    matrix = planted(6000, 900, 0.03, seed=3)
+    names = gpus(grid[0] * grid[1])
+    solver = MultiALS(*changed(parts(name, names, matrix), batch_slots=3000), grids=both(grid))
+    alone = GpuALS(open_device("cuda:0"), *parts(name, "cuda:0", matrix))
+    ours, theirs = sweeps(solver, 3), sweeps(alone, 3)
+    assert_close(ours, theirs, 2e-2 if "cg" in name else 5e-3)
+    np.testing.assert_allclose(solver.objective_value(), alone.objective_value(), rtol=1e-4)
+    again = sweeps(MultiALS(*changed(parts(name, names, matrix), batch_slots=3000), grids=both(grid)), 3)
+    for side in SIDES:  # nothing depends on a race
+        np.testing.assert_allclose(again.side(side).matrix, ours.side(side).matrix, rtol=1e-5, atol=1e-6)
+    state: State = again
+    assert np.isfinite(state.user.matrix).all() and np.isfinite(state.item.matrix).all()
+    assert isinstance(Grid(*grid), Grid)
