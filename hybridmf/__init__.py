@@ -15,11 +15,13 @@ from .ccd import CCD
 from .compare import Comparison, compare
 from .metrics import evaluate
 from .ratings import Ratings, split
+from .scale.checkpoint import Checkpoint
 from .sgd import SGD
 
 __all__ = [
     "CCD",
     "SGD",
+    "Checkpoint",
     "Comparison",
     "ExplicitALS",
     "ImplicitALS",
