@@ -146,8 +146,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
-        seeded = plan if seed_bits is None else replace(plan, method=replace(plan.method, seed_bits=seed_bits))
-        solver = self._solver(seeded, matrix, item_users, state, completed)
+        solver = self._solver(_seeded(plan, seed_bits), matrix, item_users, state, completed)
         ready = time.perf_counter()
         labels = (user_items.user_ids, user_items.item_ids) if isinstance(user_items, Ratings) else (None, None)
         learned = Learned(
@@ -174,7 +173,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         return self
 
     def _seed_bits(self, kept: int | None) -> int | None:
-        """What the iterations draw from: as the checkpoint has it, else by `random_state`; None where nothing is drawn."""
+        """What iterations draw from: as a checkpoint has it, else by `random_state`; None where nothing is drawn."""
         return None
 
     def _initial_state(self, matrix: sp.csr_array, item_users: sp.csr_array, plan: Plan, objective: Objective) -> State:
@@ -230,6 +229,11 @@ class FactorModel(ServingMixin, BaseEstimator):
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])
         self.n_features_in_ = shape[1]
         return self
+
+
+def _seeded(plan: Plan, seed_bits: int | None) -> Plan:
+    method: Any = plan.method
+    return plan if seed_bits is None else replace(plan, method=replace(method, seed_bits=seed_bits))
 
 
 def _check_validation(

@@ -151,7 +151,7 @@ def state_tensors(state: State, *, resumable: bool = False) -> dict[str, np.ndar
 
 def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.ndarray]:
     """Tensors that stay the same while a fit goes on: labels, and what users have seen."""
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     seen = model._learned.seen
     if include_seen and seen is not None:
         tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
@@ -185,7 +185,7 @@ def write_model(file: BinaryIO, metadata: dict[str, str], tensors: dict[str, np.
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _checksums(metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> dict[str, int]:

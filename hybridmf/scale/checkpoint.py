@@ -96,10 +96,10 @@ class Checkpoint:
         TypeError, ValueError
         """
         if not isinstance(checkpoint, cls):
-            if not isinstance(checkpoint, (str, os.PathLike)):
-                kind = type(checkpoint).__name__
-                raise TypeError(f"checkpoint must be the path of a folder, or a hybridmf.Checkpoint, got {kind}")
-            return cls(Path(checkpoint))
+            checkpoint = cls(checkpoint)
+        if not isinstance(checkpoint.directory, (str, os.PathLike)):
+            kind = type(checkpoint.directory).__name__
+            raise TypeError(f"checkpoint must be the path of a folder, or a hybridmf.Checkpoint of one, got {kind}")
         return cls(
             Path(checkpoint.directory),
             check_int("every", checkpoint.every, 1),
@@ -142,7 +142,7 @@ def join_fingerprints(pieces: list[Piece], shape: tuple[int, int]) -> str:
 
 
 def _crc32(array: np.ndarray) -> int:
-    return zlib.crc32(memoryview(np.ascontiguousarray(array).view(np.uint8)))
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
