@@ -489,7 +489,7 @@ def test_the_fingerprint_does_not_depend_on_how_rows_are_cut(cuts, dtype):
     matrix = planted().astype(dtype)
     bounds = [0, *sorted(cuts), 60]
     pieces = [checkpoints.piece_of_fingerprint(matrix[a:b]) for a, b in itertools.pairwise(bounds)]
-    assert checkpoints.join_fingerprints(pieces, matrix.shape) == checkpoints.fingerprint(matrix)
+    assert checkpoints.join_fingerprints(matrix.indptr, pieces, matrix.shape) == checkpoints.fingerprint(matrix)
 
 
 def test_the_fingerprint_sees_where_rows_end():

@@ -13,6 +13,7 @@ import re
 import threading
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,30 +116,29 @@ class Checkpoint:
 
 
 def fingerprint(matrix: sp.csr_array) -> str:
-    """Short identity of the training data: shape, number of entries and a CRC-32 of degrees, columns and values."""
-    return join_fingerprints([piece_of_fingerprint(matrix)], matrix.shape)
+    """Short identity of the training data: shape, number of entries and a CRC-32 of the arrays."""
+    return join_fingerprints(matrix.indptr, [piece_of_fingerprint(matrix)], matrix.shape)
 
 
-Piece = tuple[int, int, int, int, int, int]
-"""Rows and entries of consecutive rows of a matrix, bytes of a value, and CRC-32 of their degrees, columns, values."""
+Piece = tuple[int, int, int, int]
+"""Entries of consecutive rows, bytes of a value, CRC-32 of columns and of values."""
 
 
 def piece_of_fingerprint(rows: sp.csr_array) -> Piece:
     """What consecutive rows add to the fingerprint of their matrix; columns are those of the whole matrix."""
-    degrees = np.diff(rows.indptr).astype(np.int64)
-    crcs = (_crc32(degrees), _crc32(rows.indices.astype(np.int32, copy=False)), _crc32(rows.data))
-    return (rows.shape[0], len(rows.indices), rows.data.itemsize, *crcs)
+    columns, values = rows.indices.astype(np.int32, copy=False), rows.data
+    return len(columns), values.itemsize, _crc32(columns), _crc32(values)
 
 
-def join_fingerprints(pieces: list[Piece], shape: tuple[int, int]) -> str:
-    """Fingerprint of a matrix of that shape from those of its rows, piece after piece."""
-    nnz = sum(piece[1] for piece in pieces)
-    total = [0, 0, 0]
-    for rows, entries, itemsize, *crcs in pieces:
-        sizes = (8 * rows, 4 * entries, itemsize * entries)
-        total = [combine_crc32(a, b, size) for a, b, size in zip(total, crcs, sizes, strict=True)]
-    crc = zlib.crc32(b"".join(part.to_bytes(4, "little") for part in total))
-    return f"{shape[0]}x{shape[1]}-{nnz}-{crc:08x}"
+def join_fingerprints(indptr: np.ndarray, pieces: Sequence[Piece], shape: tuple[int, int]) -> str:
+    """Fingerprint of a matrix of that shape from its row pointers and those of its rows, piece after piece."""
+    columns = values = size = nnz = 0
+    for entries, itemsize, of_columns, of_values in pieces:
+        columns = combine_crc32(columns, of_columns, 4 * entries)
+        values = combine_crc32(values, of_values, itemsize * entries)
+        nnz, size = nnz + entries, itemsize
+    crc = combine_crc32(_crc32(np.asarray(indptr, dtype=np.int64)), columns, 4 * nnz)
+    return f"{shape[0]}x{shape[1]}-{nnz}-{combine_crc32(crc, values, size * nnz):08x}"
 
 
 def _crc32(array: np.ndarray) -> int:
