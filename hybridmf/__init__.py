@@ -40,3 +40,12 @@ __all__ = [
     "show_config",
     "split",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """``hybridmf.dask`` on first use: it imports Dask."""
+    if name == "dask":
+        import importlib
+
+        return importlib.import_module("hybridmf.dask")
+    raise AttributeError(f"module 'hybridmf' has no attribute {name!r}")

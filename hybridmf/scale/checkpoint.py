@@ -236,14 +236,17 @@ class Writer:
                 self._closed = True
                 self._changed.notify_all()
 
+    def due(self, iteration: int) -> bool:
+        """Whether this iteration is one to write: by the schedule, or since the write before has failed."""
+        return self._failed or (time.monotonic() >= self._next_time and iteration % self.checkpoint.every == 0)
+
     def offer(self, model: Any) -> None:
         """Take the model's state, that of a completed iteration, if a checkpoint is due.
 
         Raises what went wrong in the thread, unless it is of the kind that is tried again.
         """
         self._raise()
-        due = time.monotonic() >= self._next_time and model.n_iter_ % self.checkpoint.every == 0
-        if due or self._failed:
+        if self.due(model.n_iter_):
             self._take(model)
 
     def finish(self, model: Any) -> None:
