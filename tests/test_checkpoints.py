@@ -425,7 +425,7 @@ def test_any_altered_byte_is_noticed(tmp_path):
         pytest.fail(f"byte {position} of {len(content)}: {content[position]} became {altered[position]}")
 
 
-def test_an_altered_checkpoint_is_passed_over(tmp_path, caplog):
+def test_an_altered_checkpoint_is_passed_over(tmp_path, in_step, caplog):
     als(4).fit(planted(), checkpoint=hmf.Checkpoint(tmp_path, keep=9))
     kept = iterations_in(tmp_path)
     path = tmp_path / f"checkpoint-{kept[-1]:06d}.safetensors"

@@ -199,6 +199,11 @@ def test_importing_the_library_takes_no_dask():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
+def test_other_names_are_missing_as_usual():
+    with pytest.raises(AttributeError, match="module 'hybridmf' has no attribute 'flask'"):
+        hmf.flask
+
+
 def test_what_to_install_is_said(monkeypatch):
     import importlib
     import sys
