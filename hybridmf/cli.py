@@ -376,28 +376,6 @@ def fit(
     say(f"Saved {output} ({_file_size(output)}){whole}.")
 
 
-def _checkpoint_options(folder: str | None, every: int | None, resume: bool) -> dict[str, Any]:
-    """What `fit` is told about checkpoints; judged before a large file is read.
-
-    A first run has nothing to resume from: the same command serves it and every one after an interruption.
-    """
-    if folder is None:
-        if resume or every is not None:
-            raise click.UsageError(f"{'--resume' if resume else '--checkpoint-every'} needs --checkpoint DIR")
-        return {}
-    found = has_checkpoints(folder)
-    if found and not resume:
-        raise click.UsageError(
-            f"--checkpoint {folder} holds checkpoints of an earlier run; add --resume to continue it, or name another"
-        )
-    options: dict[str, Any] = {
-        "checkpoint": Checkpoint(
-            folder, every=1 if every is None else _validate.check_int("--checkpoint-every", every, 1)
-        )
-    }
-    return options | ({"resume_from": folder} if found else {})
-
-
 def _silent(_: str) -> None:
     pass
 
@@ -457,6 +435,28 @@ def _held_out_summary(kind: str, model: Any, train: Ratings, test: Ratings) -> s
         )
         + "\n"
     )
+
+
+def _checkpoint_options(folder: str | None, every: int | None, resume: bool) -> dict[str, Any]:
+    """What `fit` is told about checkpoints; judged before a large file is read.
+
+    A first run has nothing to resume from: the same command serves it and every one after an interruption.
+    """
+    if folder is None:
+        if resume or every is not None:
+            raise click.UsageError(f"{'--resume' if resume else '--checkpoint-every'} needs --checkpoint DIR")
+        return {}
+    found = has_checkpoints(folder)
+    if found and not resume:
+        raise click.UsageError(
+            f"--checkpoint {folder} holds checkpoints of an earlier run; add --resume to continue it, or name another"
+        )
+    options: dict[str, Any] = {
+        "checkpoint": Checkpoint(
+            folder, every=1 if every is None else _validate.check_int("--checkpoint-every", every, 1)
+        )
+    }
+    return options | ({"resume_from": folder} if found else {})
 
 
 def _file_size(path: str) -> str:
