@@ -90,6 +90,16 @@ def test_an_array_of_triplets(client):
     assert model.user_ids_.tolist() == expected.user_ids_.tolist()
 
 
+def test_a_store_that_every_worker_reads(client, tmp_path):
+    pytest.importorskip("hybridmf.scale.store")
+    store = hmf.convert(hmf.Ratings.from_frame(frame()), tmp_path / "store", slab_bytes=600)
+    expected = hmf.ImplicitALS(**SMALL, iterations=2).fit(hmf.Ratings.from_frame(frame()))
+    for given in (store, tmp_path / "store"):
+        model = hmf_dask.fit(hmf.ImplicitALS(**SMALL, iterations=2), given)
+        assert_close(model, expected)
+        assert model.user_ids_.tolist() == expected.user_ids_.tolist()
+
+
 def test_one_of_the_workers(client):
     address = sorted(client.nthreads())[1]
     model = hmf_dask.fit(hmf.ExplicitALS(**SMALL, iterations=2), partitioned(frame()), workers=[address])

@@ -91,6 +91,28 @@ def test_entries_go_where_a_cut_of_the_matrix_would_have_them(grids):
     run_ranks(4, compare, timeout=30)
 
 
+@pytest.mark.parametrize("drop_zeros", [False, True])
+@pytest.mark.parametrize("grids", [(1, 4), (2, 2)])
+def test_ranks_read_their_part_of_a_store(grids, drop_zeros, tmp_path):
+    stores = pytest.importorskip("hybridmf.scale.store")
+    from hybridmf.scale.shares import StoredRatings
+
+    matrix = planted()
+    matrix.data[::5] = 0
+    hmf.convert(hmf.Ratings.from_matrix(matrix), tmp_path / "store", slab_bytes=600)
+    store, both = stores.Store.open(tmp_path / "store"), {"user": Grid(*grids), "item": Grid(*grids)}
+    whole = as_csr(matrix, name="matrix", drop_zeros=drop_zeros)
+
+    def compare(communicator):
+        stored = StoredRatings(store, np.float32, drop_zeros)
+        layout = Layout.even(stored.degrees(communicator), both, 1.0)
+        for side, rows in (("user", whole), ("item", as_csr(whole.T, name="matrix"))):
+            ours, expected = stored.block(communicator, layout, side), layout.cut(side, communicator.rank, rows)
+            assert ours.shape == expected.shape and ours.nnz == expected.nnz and (ours != expected).nnz == 0
+
+    run_ranks(4, compare, timeout=30)
+
+
 def test_exchange_sends_each_entry_where_it_belongs():
     def move(communicator):
         rank = communicator.rank
