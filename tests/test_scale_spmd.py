@@ -227,3 +227,35 @@ def test_what_ranks_do_not_serve():
 def test_seeds_that_are_no_integers_are_drawn_once():
     model = fit(3, lambda: KINDS["explicit"](iterations=1, random_state=None))
     assert np.isfinite(model.user_factors_).all()
+
+
+# --------------------------------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["explicit", "biases", "implicit"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_on_gpus(kind, size, tmp_path):
+    """A GPU a rank; a checkpoint of theirs resumes in one process on the CPU."""
+    from hybridmf.errors import DeviceError
+    from hybridmf.gpu.device import device_count
+
+    try:
+        if device_count() < size:
+            pytest.skip(f"fewer than {size} GPUs")
+    except DeviceError as error:
+        pytest.skip(f"no GPU: {error}")
+    matrix = planted(300, 200)
+
+    def run(communicator):
+        share, device = entries(matrix, communicator.rank, size), f"cuda:{communicator.rank}"
+        model = KINDS[kind](device="cuda", factors=8, iterations=3)
+        return spmd.fit_rank(model, share, communicator, device=device, checkpoint=tmp_path, track_objective=True)
+
+    model = run_ranks(size, run, timeout=120)[0]
+    expected = KINDS[kind](factors=8, iterations=3).fit(matrix)
+    np.testing.assert_allclose(model.user_factors, expected.user_factors, rtol=5e-3, atol=5e-4)
+    assert model.history_[-1]["objective"] == pytest.approx(expected.objective(matrix), rel=1e-4)
+    resumed = KINDS[kind](factors=8, iterations=5).fit(matrix, resume_from=tmp_path)
+    straight = KINDS[kind](factors=8, iterations=5).fit(matrix)
+    np.testing.assert_allclose(resumed.user_factors, straight.user_factors, rtol=5e-3, atol=5e-4)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -118,22 +119,27 @@ class _Fit:
             logger.info("plan:\n%s", self.plan)
         users, items = (_rows(state.side(side), *self.cut.layout.own(side, communicator.rank)) for side in SIDES)
         own = State(users, items, state.mean)
-        moves, worker = _worker(self.plan, communicator)
-        self.solver = RankALS(moves, self.cut.layout, self.cut.blocks, self.objective, self.plan, own, worker)
+        self.moves, worker = _worker(self.plan, device, communicator)
+        self.solver = RankALS(self.moves, self.cut.layout, self.cut.blocks, self.objective, self.plan, own, worker)
 
     def __enter__(self) -> _Fit:
         if self.writer is not None:
             self.writer.__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        solver = self.solver
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if self.writer is not None:
-                self.writer.__exit__(*exception)
+                self.writer.__exit__(kind, error, trace)
         finally:
-            if exception[0] is None:
-                solver.close()
+            if kind is None:
+                self.solver.close()
+            else:
+                self.moves.abort(f"rank {self.communicator.rank} failed: {kind.__name__}: {error}")
+            if self.moves is not self.communicator:
+                self.moves.close()
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -219,7 +225,7 @@ class _Fit:
             started = time.perf_counter()
             for _ in self.solver.sweep():
                 pass
-            self.communicator.barrier()  # an iteration counts once it is complete on all ranks
+            self.moves.barrier()  # an iteration counts once it is complete on all ranks
             self.completed = iteration
             record: Record = {"iteration": iteration, "seconds": time.perf_counter() - started}
             if track_objective:
@@ -289,8 +295,8 @@ def _rows(factors: Factors, first: int, last: int) -> Factors:
     return Factors(factors.matrix[first:last].copy(), bias)
 
 
-def _worker(plan: Plan, communicator: Communicator) -> tuple[Communicator, Worker]:
-    """What moves arrays and where they are computed with."""
+def _worker(plan: Plan, device: str, communicator: Communicator) -> tuple[Communicator, Worker]:
+    """What moves arrays and where they are computed with; all ranks call it together."""
     if plan.gpu is None:
 
         def check() -> None:
@@ -299,6 +305,6 @@ def _worker(plan: Plan, communicator: Communicator) -> tuple[Communicator, Worke
                 raise CommunicatorError(cause)
 
         return communicator, CpuWorker(check)
-    from .gpu_rank import gpu_worker_maker
+    from .gpu_rank import gpu_worker
 
-    return gpu_worker_maker(plan.devices or (plan.device,))(communicator)
+    return gpu_worker((device,) * communicator.size, communicator)
