@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -163,6 +164,35 @@ def test_the_first_cause_comes_out_as_it_was_raised(client):
 def test_requests_that_cannot_be_served(client, error, match, given, options):
     with pytest.raises(error, match=match):
         hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()) if given is None else given, **options)
+
+
+class Hanging(hmf.ExplicitALS):
+    """Sleeps on one of the workers before it begins."""
+
+    def _objective(self):
+        with contextlib.suppress(ValueError):  # not on a worker
+            if distributed.get_worker().address == self.__dict__.get("victim"):
+                time.sleep(4)
+        return super()._objective()
+
+
+def test_a_rank_that_hangs_stops_all(client):
+    model = Hanging(**SMALL)
+    model.victim = sorted(client.nthreads())[1]
+    with pytest.raises(CommunicatorError, match=r"rank 1 did not answer rank 0 within 1 s in allreduce"):
+        hmf_dask.fit(model, partitioned(frame()), timeout=1.0)
+
+
+def test_an_interrupted_client_stops_the_ranks(client, monkeypatch):
+    def interrupt(*_):
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hmf_dask, "_watch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hmf_dask.fit(hmf.ExplicitALS(**SMALL, iterations=1_000_000), partitioned(frame()))
+    assert hmf_dask.fit(hmf.ExplicitALS(**SMALL, iterations=1), partitioned(frame())).n_iter_ == 1
 
 
 def test_gpus_are_dealt_out_by_the_cluster(client):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -222,6 +226,28 @@ def test_what_ranks_do_not_serve():
         fit(2, lambda: KINDS["explicit"](reorder="both"))
     with pytest.raises(RatingsError, match="nothing to fit"):
         fit(2, KINDS["explicit"], sp.csr_array((5, 4), dtype=np.float32))
+
+
+def test_ranks_that_plan_differently_are_told_why(monkeypatch):
+    """As GPUs with different memory free may."""
+    make_plan, ranks = spmd.make_plan, []
+
+    def differently(*arguments):
+        plan = make_plan(*arguments)
+        ranks.append(plan)
+        grid = Grid(2, 1) if threading.current_thread().name.endswith("1") else Grid(1, 2)
+        return dataclasses.replace(plan, scale=SimpleNamespace(grids={"user": grid, "item": grid}))
+
+    monkeypatch.setattr(spmd, "make_plan", differently)
+    with pytest.raises(CommunicatorError, match=r"rank 1 plans grids of \[2, 2\] splits and rank 0 of \[1, 1\].*limit"):
+        fit(2, KINDS["explicit"])
+
+
+def test_labels_that_cannot_be_stored_fail_before_training(tmp_path):
+    ids = np.empty(60, dtype=object)
+    ids[:] = [("u", k) for k in range(60)]
+    with pytest.raises(TypeError, match="user_ids holds labels of type tuple"):
+        fit(2, KINDS["explicit"], share=lambda *a: entries(*a, user_ids=ids), checkpoint=tmp_path)
 
 
 def test_seeds_that_are_no_integers_are_drawn_once():
