@@ -15,6 +15,7 @@ from .ccd import CCD
 from .compare import Comparison, compare
 from .metrics import evaluate
 from .ratings import Ratings, split
+from .scale.checkpoint import Checkpoint
 from .scale.convert import convert
 from .scale.store import Store
 from .sgd import SGD
@@ -22,6 +23,7 @@ from .sgd import SGD
 __all__ = [
     "CCD",
     "SGD",
+    "Checkpoint",
     "Comparison",
     "ExplicitALS",
     "ImplicitALS",
@@ -42,3 +44,12 @@ __all__ = [
     "show_config",
     "split",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """``hybridmf.dask`` on first use: it imports Dask."""
+    if name == "dask":
+        import importlib
+
+        return importlib.import_module("hybridmf.dask")
+    raise AttributeError(f"module 'hybridmf' has no attribute {name!r}")

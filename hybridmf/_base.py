@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,7 +86,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         validation: Any = None,
         callback: Callable[[Any, Record], Any] | None = None,
         show_progress: bool = False,
-        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint: str | os.PathLike[str] | checkpoints.Checkpoint | None = None,
         resume_from: str | os.PathLike[str] | None = None,
     ) -> Any:
         """Learn user and item factors.
@@ -106,8 +105,10 @@ class FactorModel(ServingMixin, BaseEstimator):
             stops the fit.
         show_progress : bool
             A progress bar on standard error.
-        checkpoint : path-like, optional
-            Folder that gets a checkpoint after each iteration (the newest two are kept).
+        checkpoint : path-like or hybridmf.Checkpoint, optional
+            Folder that gets a checkpoint after each iteration, written in the background while training goes on (the
+            newest two are kept); or a `Checkpoint` that says how often. On return the last iteration is on the disk. A
+            write that fails is logged and tried again after the next iteration.
         resume_from : path-like, optional
             Checkpoint, or folder of them, to continue from; the same data and objective are required.
 
@@ -143,9 +144,9 @@ class FactorModel(ServingMixin, BaseEstimator):
         plan = make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab)
         check_memory(plan)
         validation = _check_validation(validation, user_items, matrix.shape, objective)
-        folder = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)
+        where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)
         data = ""
-        if folder or resume_from is not None:
+        if where or resume_from is not None:
             data = matrix.fingerprint() if stored else checkpoints.fingerprint(matrix)
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data)
 
@@ -155,7 +156,8 @@ class FactorModel(ServingMixin, BaseEstimator):
         converted = time.perf_counter()
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
-        solver = self._solver(plan, matrix, item_users, state, completed)
+        seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
+        solver = self._solver(_seeded(plan, seed_bits), matrix, item_users, state, completed)
         ready = time.perf_counter()
         labels: tuple[Any, Any] = (None, None)
         if isinstance(user_items, (Ratings, Store)):
@@ -169,7 +171,9 @@ class FactorModel(ServingMixin, BaseEstimator):
             *labels,
             _io.jsonable(self.get_params(deep=False)),
         )
-        run = _Run(self, solver, learned, user_items, validation, callback, folder, data)
+        extra = {"data": data, "seed_bits": seed_bits}
+        writer = None if where is None else checkpoints.Writer(where, extra, completed)
+        run = _Run(self, solver, learned, user_items, validation, callback, writer)
         del state, learned  # the factors a fit starts from need not outlive its first sweep
         if resumed:
             run.resume(completed, list(resumed.summary["history"]))
@@ -181,6 +185,10 @@ class FactorModel(ServingMixin, BaseEstimator):
             "set up": ready - converted,
         }
         return self
+
+    def _seed_bits(self, kept: int | None) -> int | None:
+        """What iterations draw from: as a checkpoint has it, else by `random_state`; None where nothing is drawn."""
+        return None
 
     def _initial_state(self, matrix: Any, item_users: Any, plan: Plan, objective: Objective) -> State:
         return initial_state(
@@ -205,7 +213,10 @@ class FactorModel(ServingMixin, BaseEstimator):
             Store which items each user has seen (4 bytes an entry), so that ``recommend`` can leave them out.
         """
         check_is_fitted(self)
-        _io.write_atomically(path, _io.encode_model(self, include_seen=check_bool("include_seen", include_seen)))
+        metadata = _io.model_metadata(self)
+        tensors = _io.lasting_tensors(self, include_seen=check_bool("include_seen", include_seen))
+        tensors |= _io.state_tensors(self._learned.state)
+        _io.write_atomically(path, lambda file: _io.write_model(file, metadata, tensors))
 
     def _restore(self, content: _io.ModelFile) -> Any:
         """Take over what a model file holds."""
@@ -232,6 +243,11 @@ class FactorModel(ServingMixin, BaseEstimator):
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])
         self.n_features_in_ = shape[1]
         return self
+
+
+def _seeded(plan: Plan, seed_bits: int | None) -> Plan:
+    method: Any = plan.method
+    return plan if seed_bits is None else replace(plan, method=replace(method, seed_bits=seed_bits))
 
 
 def _check_validation(
@@ -262,18 +278,18 @@ class _Run:
         given: Any,
         validation: sp.csr_array | None,
         callback: Callable[[Any, Record], Any] | None,
-        folder: Path | None,
-        data: str,
+        writer: checkpoints.Writer | None,
     ) -> None:
         self.model, self.solver, self.learned, self.given = model, solver, learned, given
         self.validation, self.callback = validation, callback
-        self.folder, self.data = folder, data
+        self.writer = writer
         self.completed = 0
+        self.whole = False  # whether the model has the state that iteration `completed` ended with
         self.history: list[Record] = []
 
     def resume(self, completed: int, history: list[Record]) -> None:
         """Count the iterations of a checkpoint as done."""
-        self.completed, self.history = completed, history
+        self.completed, self.history, self.whole = completed, history, True
         self._adopt()
 
     def sweep(self, iterations: int, show_progress: bool) -> None:
@@ -286,25 +302,32 @@ class _Run:
             desc=type(self.model).__name__,
             unit="iteration",
         )
-        try:
-            for iteration in range(self.completed + 1, iterations + 1):
-                seconds = self._one_sweep()
-                self.completed = iteration
-                record: Record = {"iteration": iteration, "seconds": seconds}
-                self.history.append(record)
-                self._adopt()
-                if observed:
-                    self._observe(record)
-                    bar.set_postfix({k: f"{v:.5g}" for k, v in record.items() if k not in ("iteration", "seconds")})
-                bar.update()
-                if self.folder is not None:
-                    checkpoints.write(self.folder, self.model, self.data)
-                if self._asked_to_stop(record):
-                    logger.info("callback stopped the fit after iteration %d", iteration)
-                    break
-        finally:
-            bar.close()
-            self._settle()
+        with checkpoints.writing(self.writer):
+            try:
+                self._iterate(iterations, observed, bar)
+            finally:
+                bar.close()
+                self._settle()
+                if self.writer is not None and self.whole:
+                    self.writer.finish(self.model)
+
+    def _iterate(self, iterations: int, observed: bool, bar: Any) -> None:
+        for iteration in range(self.completed + 1, iterations + 1):
+            seconds = self._one_sweep()
+            self.completed = iteration
+            record: Record = {"iteration": iteration, "seconds": seconds}
+            self.history.append(record)
+            self._adopt()
+            self.whole = True
+            if observed:
+                self._observe(record)
+                bar.set_postfix({k: f"{v:.5g}" for k, v in record.items() if k not in ("iteration", "seconds")})
+            bar.update()
+            if self.writer is not None:
+                self.writer.offer(self.model)
+            if self._asked_to_stop(record):
+                logger.info("callback stopped the fit after iteration %d", iteration)
+                break
 
     def _settle(self) -> None:
         """Bring the factors to the host: a fitted model holds no memory of a device."""
@@ -315,6 +338,7 @@ class _Run:
     def _one_sweep(self) -> float:
         started = time.perf_counter()
         for _ in self.solver.sweep():
+            self.whole = False
             # so that an interruption or a failure from here on finds the model usable
             self._adopt()
         return time.perf_counter() - started

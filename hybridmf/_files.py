@@ -78,7 +78,9 @@ def sniff_format(path: str, head: bytes) -> str:
     return {".npz": "npz", ".parquet": "parquet", ".pq": "parquet", ".mtx": "mtx"}.get(ending, "text")
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], Any]) -> None:
+def write_atomically(
+    path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], Any], *, prefix: str = ".hybridmf-"
+) -> None:
     """Write `path` so that a reader, or a crash, sees the old file or the new one, never a part.
 
     Parameters
@@ -87,6 +89,8 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Bi
         The file gets the permissions that the umask gives to new files.
     content : bytes or callable
         A callable writes to the binary file it is called with, and leaves it open.
+    prefix : str
+        First letters of the temporary file, which a process that is killed leaves behind.
 
     Raises
     ------
@@ -99,7 +103,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Bi
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} does not exist")
     # In the same folder: a rename must not cross file systems. Not named after `path`: the longest names have no room.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".hybridmf-", suffix=".tmp")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             if callable(content):
@@ -115,3 +119,44 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Bi
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in the folder outlast a power failure, where the file system knows how."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # network file systems
+            raise
+    finally:
+        os.close(handle)
+
+
+CRC_POLYNOMIAL = 0xEDB88320
+"""CRC-32's, bits reversed: bit 31 is the coefficient of x^0."""
+
+
+def combine_crc32(first: int, second: int, second_bytes: int) -> int:
+    """CRC-32 of two pieces one after the other, from that of each and the length of the second.
+
+    Appending n bytes multiplies what the CRC of the first piece stands for by x^(8 n), modulo the polynomial.
+    """
+    power, square = 1 << 31, 1 << 23  # x^0, and x^8, which is squared from bit to bit of the exponent
+    while second_bytes:
+        if second_bytes & 1:
+            power = _crc_product(power, square)
+        square = _crc_product(square, square)
+        second_bytes >>= 1
+    return _crc_product(first, power) ^ second
+
+
+def _crc_product(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & 1 << 31:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (CRC_POLYNOMIAL if b & 1 else 0)
+    return product

@@ -3,21 +3,21 @@
 Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biased models); ``user_squares``,
 ``item_squares``, ``user_bias_squares``, ``item_bias_squares`` (checkpoints of AdaGrad); ``seen_indptr``,
 ``seen_indices`` (what users have seen); ``user_ids``, ``item_ids`` (labels: integers as int64 or uint64, others as the
-UTF-8 bytes of a JSON list). Metadata: ``format``, ``version``, ``model`` (class name), ``params``, ``state``, the last
-two JSON objects. Kernels trust a loaded model, so a file that contradicts itself anywhere is refused.
+UTF-8 bytes of a JSON list). Metadata: ``format``, ``version``, ``model`` (class name), ``params``, ``state`` and
+``checksums``, the last three JSON objects. Kernels trust a loaded model, so a file that contradicts itself anywhere is
+refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import safetensors
-import safetensors.numpy
-import scipy.sparse as sp
 
 from . import _formats
 from ._files import write_atomically as write_atomically
@@ -32,6 +32,9 @@ SQUARES = ("user_squares", "item_squares", "user_bias_squares", "item_bias_squar
 TENSORS = frozenset(
     ["user_factors", "item_factors", "user_bias", "item_bias", "seen_indptr", "seen_indices", "user_ids", "item_ids"]
 ) | set(SQUARES)
+DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "int32": "I32", "uint8": "U8"}
+"""NumPy's names of dtypes, and those of safetensors."""
+
 LABEL_DTYPES = (np.int64, np.uint64, np.uint8)
 MAX_COUNT = int(np.iinfo(np.int64).max)
 
@@ -120,21 +123,35 @@ def _squares(state: State) -> dict[str, np.ndarray]:
     return tensors
 
 
-def encode_model(
-    model: Any, extra: dict[str, Any] | None = None, *, include_seen: bool = True, resumable: bool = False
-) -> bytes:
-    """Return a fitted model as the bytes of a model file; `extra` goes into its state.
+def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str, str]:
+    """What a model file says of a fitted model beside its tensors; `extra` goes into its state."""
+    summary = {
+        "mean": model._learned.state.mean,
+        "n_iter": model.n_iter_,
+        "history": model.history_,
+        "nnz": model.plan_.nnz,
+        "total": model._learned.total,
+    } | (extra or {})
+    return {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "model": type(model).__name__,
+        "params": json.dumps(model._learned.params),  # as they were at the fit
+        "state": json.dumps(summary, default=_json_default),
+    }
 
-    `resumable` adds what the fit needs to go on and the model does not.
-    """
-    state: State = model._learned.state
+
+def state_tensors(state: State, *, resumable: bool = False) -> dict[str, np.ndarray]:
+    """Tensors that change while a fit goes on; `resumable` adds what only the fit needs."""
     tensors = {"user_factors": state.user.matrix, "item_factors": state.item.matrix}
     if state.user.bias is not None and state.item.bias is not None:
         tensors |= {"user_bias": state.user.bias, "item_bias": state.item.bias}
-    if resumable:
-        tensors |= _squares(state)
-    if resumable and not sp.issparse(model._learned.seen):
-        include_seen = False  # a fit that goes on has the store
+    return tensors | _squares(state) if resumable else tensors
+
+
+def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.ndarray]:
+    """Tensors that stay the same while a fit goes on: labels, and what users have seen."""
+    tensors: dict[str, np.ndarray] = {}
     if include_seen and model._learned.seen is not None:
         seen = model._learned.seen_matrix()
         tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
@@ -142,31 +159,39 @@ def encode_model(
         labels = getattr(model, f"{name}_")
         if labels is not None:
             tensors[name] = encode_labels(name, labels)
-    summary = {
-        "mean": state.mean,
-        "n_iter": model.n_iter_,
-        "history": model.history_,
-        "nnz": model.plan_.nnz,
-        "total": model._learned.total,
-    } | (extra or {})
-    metadata = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "model": type(model).__name__,
-        "params": json.dumps(model._learned.params),  # as they were at the fit
-        "state": json.dumps(summary, default=_json_default),
-    }
-    return _ordered(safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, metadata))
+    return tensors
 
 
-def _ordered(content: bytes) -> bytes:
-    """A safetensors file with its metadata in order: the library leaves it to a hash map, and one model, one file."""
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+def write_model(file: BinaryIO, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
+    """Write a model file: safetensors, laid out here so that tensors go to the file without a copy of them all.
+
+    One model, one file: names and metadata are in order, which the library leaves to a hash map. The widest elements
+    come first, so that every tensor is aligned.
+    """
+    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    metadata = metadata | {"checksums": json.dumps(_checksums(metadata, tensors), sort_keys=True)}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    end = 0
+    for name in names:
+        array, start = tensors[name], end
+        end += array.nbytes
+        header[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors stay aligned
-    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        file.write(_bytes_of(tensors[name]))
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _checksums(metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> dict[str, int]:
+    """CRC-32 of each tensor, and of what the metadata say, under the name ""."""
+    said = "\0".join(metadata[name] for name in ("model", "params", "state"))
+    return {"": zlib.crc32(said.encode())} | {name: zlib.crc32(_bytes_of(array)) for name, array in tensors.items()}
 
 
 class ModelFile:
@@ -198,6 +223,7 @@ class ModelFile:
                 "upgrade hybridmf or save the model again"
             )
         try:
+            self._check_sums(metadata, tensors)
             self.model = metadata["model"]
             self.params = self._object("params", metadata["params"])
             self.summary = self._object("state", metadata["state"])
@@ -227,6 +253,16 @@ class ModelFile:
             raise self._error(
                 f"is not a complete model file ({error}); it is truncated, altered, or of another format"
             ) from error
+
+    def _check_sums(self, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
+        if "checksums" not in metadata:  # written before there were any
+            return
+        expected = self._object("checksums", metadata["checksums"])
+        found = _checksums(metadata, tensors)
+        for name in sorted(expected.keys() | found.keys()):
+            what = f"{name} was" if name else "its metadata were"
+            same = expected.get(name) == found.get(name)
+            self._require(same, f"{what} altered or damaged after it was written (the checksum differs)")
 
     def _object(self, name: str, text: str) -> dict[str, Any]:
         found = json.loads(text)

@@ -39,6 +39,7 @@ from .demo import run_demo
 from .errors import DeviceError, HybridMFError, MemoryBudgetError
 from .metrics import PopularityRecommender, evaluate
 from .ratings import Ratings, split
+from .scale.checkpoint import Checkpoint, has_checkpoints
 from .scale.convert import convert as convert_to_store
 from .scale.store import Store
 
@@ -366,6 +367,9 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
     "--test-size", type=float, default=0.1, show_default=True,
     help="Share (below 1) or number of ratings held out to measure with; 0 trains on everything.",
 )  # fmt: skip
+@click.option("--checkpoint", metavar="DIR", help="Folder that gets a checkpoint after each iteration.")
+@click.option("--checkpoint-every", type=int, metavar="N", help="After every N iterations.  [default: 1]")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one.")
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No output but errors.")
 @debug_option
@@ -377,6 +381,9 @@ def fit(
     biases: bool,
     seed: int,
     test_size: float,
+    checkpoint: str | None,
+    checkpoint_every: int | None,
+    resume: bool,
     quiet: bool,
     **options: Any,
 ) -> None:
@@ -388,6 +395,7 @@ def fit(
     """
     refuse_overwriting(output, ratings_file)
     say = _silent if quiet else click.echo
+    saving = _checkpoint_options(checkpoint, checkpoint_every, resume)
     hyperparameters = {name: options.pop(name) for name in HYPERPARAMETERS}
     model = _make_model(kind, hyperparameters | {"alpha": alpha, "biases": biases or None}, seed)
     ratings: Any
@@ -399,7 +407,9 @@ def fit(
     if test is not None:
         say(f"Held out {test.nnz:,} ratings, training on {train.nnz:,}.")
     say(f"\nPlan\n{textwrap.indent(str(plan(train, model)), '  ')}\n")
-    model.fit(train, show_progress=not quiet)
+    if resume:
+        say(f"Going on from {checkpoint}.\n" if "resume_from" in saving else f"No checkpoint in {checkpoint} yet.\n")
+    model.fit(train, show_progress=not quiet, **saving)
     say(_training_summary(model))
     if test is not None:
         say(_held_out_summary(kind, model, train, test))
@@ -490,6 +500,28 @@ def _held_out_summary(kind: str, model: Any, train: Ratings, test: Ratings) -> s
         )
         + "\n"
     )
+
+
+def _checkpoint_options(folder: str | None, every: int | None, resume: bool) -> dict[str, Any]:
+    """What `fit` is told about checkpoints; judged before a large file is read.
+
+    A first run has nothing to resume from: the same command serves it and every one after an interruption.
+    """
+    if folder is None:
+        if resume or every is not None:
+            raise click.UsageError(f"{'--resume' if resume else '--checkpoint-every'} needs --checkpoint DIR")
+        return {}
+    found = has_checkpoints(folder)
+    if found and not resume:
+        raise click.UsageError(
+            f"--checkpoint {folder} holds checkpoints of an earlier run; add --resume to continue it, or name another"
+        )
+    options: dict[str, Any] = {
+        "checkpoint": Checkpoint(
+            folder, every=1 if every is None else _validate.check_int("--checkpoint-every", every, 1)
+        )
+    }
+    return options | ({"resume_from": folder} if found else {})
 
 
 def _file_size(path: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from ._objective import Objective, State
 from ._plan import Plan, Settings
 from ._sgd_method import SgdMethod
 from ._solver import Solver
-from ._validate import check_rng
+from ._validate import check_int, check_rng
 
 
 class SGD(FactorModel):
@@ -87,7 +86,7 @@ class SGD(FactorModel):
         Default: OMP_NUM_THREADS, else the cores this process may use.
     random_state : int, Generator or None
         Seed of the initial factors and of every shuffle. A fit resumed from a checkpoint repeats the shuffles of the
-        uninterrupted one if this is an integer.
+        uninterrupted one: the checkpoint has what they are drawn from.
     gpu_memory_limit : int or str, optional
         As for `ImplicitALS`.
 
@@ -176,11 +175,13 @@ class SGD(FactorModel):
             method=method,
         )
 
+    def _seed_bits(self, kept: int | None) -> int:
+        return _shuffle_seed(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
+
     def _solver(
         self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
     ) -> Solver:
         assert isinstance(plan.method, SgdMethod)
-        plan = replace(plan, method=replace(plan.method, seed_bits=_shuffle_seed(self.random_state)))
         if plan.devices:
             from .scale.mcumsgd import MultiSGD
 

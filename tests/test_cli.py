@@ -494,6 +494,36 @@ def test_fit_refuses_files(folder, tmp_path):
     assert "line 2" in refuse("fit", bad, "-o", out)
 
 
+def test_fit_goes_on_from_a_checkpoint(tmp_path):
+    rng = np.random.default_rng(0)
+    lines = [f"{u},{i},{rng.integers(1, 6)}" for u in range(20) for i in range(10) if rng.random() < 0.5]
+    (tmp_path / "r.csv").write_text("\n".join(lines) + "\n")
+    saved = [tmp_path / "a", tmp_path / "b"]
+    common = ("fit", tmp_path / "r.csv", "--factors", 2, "--device", "cpu", "-o")
+    succeed(*common, saved[0], "--iterations", 6)
+    checkpointed = (*common, saved[1], "--checkpoint", tmp_path / "c", "--checkpoint-every", 2, "--resume")
+    assert "No checkpoint in" in succeed(*checkpointed, "--iterations", 3)  # the first time
+    assert sorted(path.name for path in (tmp_path / "c").iterdir())[-1] == "checkpoint-000003.safetensors"
+    assert "Going on from" in succeed(*checkpointed, "--iterations", 6)
+    ours, whole = (hmf.load(path) for path in reversed(saved))
+    np.testing.assert_array_equal(ours.user_factors, whole.user_factors)
+    again = refuse(*common, saved[1], "--checkpoint", tmp_path / "c")
+    assert "add --resume to continue it" in again
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--resume",), "--resume needs --checkpoint DIR"),
+        (("--checkpoint-every", 2), "--checkpoint-every needs --checkpoint DIR"),
+        (("--checkpoint", "c", "--checkpoint-every", 0), "--checkpoint-every must satisfy"),
+    ],
+)
+def test_checkpoint_options_that_make_no_sense(options, said, tmp_path):
+    (tmp_path / "r.csv").write_text("1,2,3\n")
+    assert said in refuse("fit", tmp_path / "r.csv", "-o", tmp_path / "m", *options)
+
+
 # ------------------------------------------------------------------------------------------------------ recommend
 
 

@@ -1,19 +1,38 @@
-"""Checkpoints: one model file per completed iteration, the newest two kept; a fit resumes from one (cuMF 4.4)."""
+"""Checkpoints: a model file every so many iterations, written beside the training; a fit resumes from one (cuMF 4.4).
+
+States are replaced by a fit and never written to, so the thread that writes needs no copy of them: it holds on to the
+one it was given until it is in the file. At most one is being written and one waits; a newer one takes its place.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import threading
+import time
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from .._files import write_atomically
-from .._io import ModelFile, check_storable_labels, encode_model, jsonable
+from .._files import combine_crc32, write_atomically
+from .._io import (
+    ModelFile,
+    check_storable_labels,
+    jsonable,
+    lasting_tensors,
+    model_metadata,
+    state_tensors,
+    write_model,
+)
+from .._objective import State
+from .._validate import check_bool, check_int, check_real
 from ..errors import ModelFileError
 from ..ratings import Ratings
 from .store import Store
@@ -23,7 +42,9 @@ logger = logging.getLogger("hybridmf")
 KEEP = 2
 """Checkpoints kept: the newest, and the one before it in case the newest cannot be read."""
 
-FREE_PARAMS = frozenset({"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state"}) | {
+FREE_PARAMS = frozenset(
+    {"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state", "gpu_memory_limit"}
+) | {
     "learning_rate",  # a run that diverged goes on with shorter steps
     "decay",
     "schedule",
@@ -32,25 +53,108 @@ FREE_PARAMS = frozenset({"iterations", "device", "num_threads", "assembly", "reo
 }
 """Parameters that may differ between the run that stopped and the one that resumes: the objective is the same."""
 
+UNFINISHED = ".checkpoint-"
+"""First letters of a file that is being written."""
+
 _NAME = re.compile(r"checkpoint-(\d{6,})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often ``fit(checkpoint=)`` saves what it has.
+
+    Attributes
+    ----------
+    directory : path-like
+        Folder, made if it does not exist.
+    every : int
+        Iterations from one checkpoint to the next. The last iteration of a fit is always written.
+    minutes : float, optional
+        And at least so many minutes apart.
+    keep : int
+        How many of the newest are kept.
+    include_seen : bool
+        Store what users have seen (4 bytes an entry), so that a checkpoint that is loaded as a model leaves it out of
+        recommendations without being told; resuming does not need it.
+
+    Examples
+    --------
+    >>> import hybridmf as hmf
+    >>> hourly = hmf.Checkpoint("runs/a", minutes=60)
+    """
+
+    directory: str | os.PathLike[str]
+    every: int = 1
+    minutes: float | None = None
+    keep: int = KEEP
+    include_seen: bool = False
+
+    @classmethod
+    def check(cls, checkpoint: Any) -> Checkpoint:
+        """A folder or a `Checkpoint`, judged.
+
+        Raises
+        ------
+        TypeError, ValueError
+        """
+        if not isinstance(checkpoint, cls):
+            checkpoint = cls(checkpoint)
+        if not isinstance(checkpoint.directory, (str, os.PathLike)):
+            kind = type(checkpoint.directory).__name__
+            raise TypeError(f"checkpoint must be the path of a folder, or a hybridmf.Checkpoint of one, got {kind}")
+        return cls(
+            Path(checkpoint.directory),
+            check_int("every", checkpoint.every, 1),
+            None if checkpoint.minutes is None else check_real("minutes", checkpoint.minutes, 0.0),
+            check_int("keep", checkpoint.keep, 1),
+            check_bool("include_seen", checkpoint.include_seen),
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The directory as a path."""
+        return Path(self.directory)
 
 
 def fingerprint(matrix: sp.csr_array) -> str:
     """Short identity of the training data: shape, number of entries and a CRC-32 of the arrays."""
-    crc = 0
-    for array in (matrix.indptr.astype(np.int64, copy=False), matrix.indices, matrix.data):
-        crc = zlib.crc32(np.ascontiguousarray(array).data.cast("B"), crc) if array.size else crc
-    return f"{matrix.shape[0]}x{matrix.shape[1]}-{matrix.nnz}-{crc:08x}"
+    return join_fingerprints(matrix.indptr, [piece_of_fingerprint(matrix)], matrix.shape)
 
 
-def prepare(
-    directory: str | os.PathLike[str], resume_from: str | os.PathLike[str] | None = None, ratings: Any = None
-) -> Path:
-    """Return the checkpoint folder, made if it does not exist; fails before training rather than after.
+Piece = tuple[int, int, int, int]
+"""Entries of consecutive rows, bytes of a value, CRC-32 of columns and of values."""
+
+
+def piece_of_fingerprint(rows: sp.csr_array) -> Piece:
+    """What consecutive rows add to the fingerprint of their matrix; columns are those of the whole matrix."""
+    columns, values = rows.indices.astype(np.int32, copy=False), rows.data
+    return len(columns), values.itemsize, _crc32(columns), _crc32(values)
+
+
+def join_fingerprints(indptr: np.ndarray, pieces: Sequence[Piece], shape: tuple[int, int]) -> str:
+    """Fingerprint of a matrix of that shape from its row pointers and those of its rows, piece after piece."""
+    columns = values = size = nnz = 0
+    for entries, itemsize, of_columns, of_values in pieces:
+        columns = combine_crc32(columns, of_columns, 4 * entries)
+        values = combine_crc32(values, of_values, itemsize * entries)
+        nnz, size = nnz + entries, itemsize
+    crc = combine_crc32(_crc32(np.asarray(indptr, dtype=np.int64)), columns, 4 * nnz)
+    return f"{shape[0]}x{shape[1]}-{nnz}-{combine_crc32(crc, values, size * nnz):08x}"
+
+
+def _crc32(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None, ratings: Any = None) -> Checkpoint:
+    """Judge where checkpoints go and make the folder; fails before training rather than after.
 
     Parameters
     ----------
-    directory : path-like
+    checkpoint : path-like or Checkpoint
     resume_from : path-like, optional
         As given to ``fit``.
     ratings : Ratings or matrix, optional
@@ -64,7 +168,8 @@ def prepare(
     TypeError
         Labels other than strings and numbers.
     """
-    path = Path(directory)
+    checkpoint = Checkpoint.check(checkpoint)
+    path = checkpoint.folder
     if isinstance(ratings, (Ratings, Store)):
         check_storable_labels("user_ids", ratings.user_ids)
         check_storable_labels("item_ids", ratings.item_ids)
@@ -79,16 +184,163 @@ def prepare(
             f"checkpoint folder {str(path)!r} holds checkpoints of an earlier run, the newest {newest[0].name}: "
             f"continue it with resume_from={str(path)!r}, or give another folder"
         )
-    return path
+    for left_behind in path.glob(f"{UNFINISHED}*.tmp"):  # by a run that was killed
+        left_behind.unlink(missing_ok=True)
+    return checkpoint
 
 
-def write(directory: Path, model: Any, data: str) -> None:
-    """Write the model's current state as the newest checkpoint and remove those before its last `KEEP`."""
-    content = encode_model(model, {"data": data}, resumable=True)
-    write_atomically(directory / f"checkpoint-{model.n_iter_:06d}.safetensors", content)
-    # later ones could not be read when this run was resumed from one before them
-    for old in [path for path in _listed(directory) if _iteration(path) <= model.n_iter_][:-KEEP]:
-        old.unlink(missing_ok=True)
+@dataclass(frozen=True)
+class _Snapshot:
+    """One completed iteration: what a model file says of it, and the factors, wherever they are."""
+
+    iteration: int
+    metadata: dict[str, str]
+    state: State
+
+
+class Writer:
+    """Writes checkpoints in a thread of its own, while the fit goes on.
+
+    A write that fails (a full disk, no memory for the copy from a GPU) is logged and tried again with the next
+    iteration; what was written before stays.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        As `prepare` returned it.
+    extra : dict
+        Goes into the state of each file: the fingerprint of the data as "data", and what else a resumed fit needs.
+    completed : int
+        Iterations that a resumed fit has behind it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, extra: dict[str, Any], completed: int = 0) -> None:
+        self.checkpoint, self.extra = checkpoint, extra
+        self._written = completed
+        self._next_time = time.monotonic() + 60 * (checkpoint.minutes or 0)
+        self._lasting: dict[str, np.ndarray] | None = None
+        self._waiting: _Snapshot | None = None
+        self._busy = self._closed = self._failed = False
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Wait until the newest state is on the disk; a second Ctrl-C does not wait."""
+        try:
+            self._wait(report=kind is None)
+        finally:
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+
+    def due(self, iteration: int) -> bool:
+        """Whether this iteration is one to write: by the schedule, or since the write before has failed."""
+        return self._failed or (time.monotonic() >= self._next_time and iteration % self.checkpoint.every == 0)
+
+    def offer(self, model: Any) -> None:
+        """Take the model's state, that of a completed iteration, if a checkpoint is due.
+
+        Raises what went wrong in the thread, unless it is of the kind that is tried again.
+        """
+        self._raise()
+        if self.due(model.n_iter_):
+            self._take(model)
+
+    def finish(self, model: Any) -> None:
+        """Take the state of the last iteration, if it is not written yet."""
+        self._wait(report=False)
+        if model.n_iter_ > self._written:
+            self._take(model)
+
+    def _take(self, model: Any) -> None:
+        if self._lasting is None:
+            self._lasting = lasting_tensors(model, include_seen=self.checkpoint.include_seen)
+        # the history grows while the thread writes: it is put into words here
+        snapshot = _Snapshot(model.n_iter_, model_metadata(model, self.extra), model._learned.state)
+        self._next_time = time.monotonic() + 60 * (self.checkpoint.minutes or 0)
+        with self._changed:
+            self._waiting = snapshot
+            if self._thread is None:
+                # a daemon: a second Ctrl-C ends the process though a disk does not answer
+                self._thread = threading.Thread(target=self._run, name="hybridmf-checkpoint", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _wait(self, *, report: bool) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is None and not self._busy)
+            if report:
+                self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._closed)
+                snapshot, self._waiting = self._waiting, None
+                if snapshot is None:
+                    return
+                self._busy = True
+            try:
+                self._try_to_write(snapshot)
+            finally:
+                del snapshot  # what it holds of a device is free again
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _try_to_write(self, snapshot: _Snapshot) -> None:
+        try:
+            self._write(snapshot)
+            self._failed, self._written = False, snapshot.iteration
+        except (OSError, MemoryError) as error:
+            self._failed = True
+            good = f"iteration {self._written} is the newest that is safe" if self._written else "there is none yet"
+            logger.warning(
+                "the checkpoint of iteration %d could not be written to %r (%s: %s); training goes on, %s; "
+                "the next iteration tries again",
+                snapshot.iteration,
+                str(self.checkpoint.folder),
+                type(error).__name__,
+                error,
+                good,
+            )
+        except Exception as error:  # a device that failed, a fault of ours: for the fit to raise
+            self._error = error
+
+    def _write(self, snapshot: _Snapshot) -> None:
+        """Write the file, then remove those before the last ones that are kept."""
+        folder, lasting = self.checkpoint.folder, self._lasting
+        assert lasting is not None
+        tensors = state_tensors(snapshot.state.on_host(), resumable=True) | lasting
+        write_atomically(
+            folder / f"checkpoint-{snapshot.iteration:06d}.safetensors",
+            lambda file: write_model(file, snapshot.metadata, tensors),
+            prefix=UNFINISHED,
+        )
+        # later ones could not be read when this run was resumed from one before them
+        for old in [path for path in _listed(folder) if _iteration(path) <= snapshot.iteration][
+            : -self.checkpoint.keep
+        ]:
+            old.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(writer: Writer | None) -> Any:
+    """The writer, closed in the end; or nothing."""
+    if writer is None:
+        yield None
+        return
+    with writer:
+        yield writer
 
 
 def _iteration(path: Path) -> int:
@@ -99,6 +351,14 @@ def _iteration(path: Path) -> int:
 
 def _listed(directory: Path) -> list[Path]:
     return sorted((path for path in directory.iterdir() if _iteration(path) >= 0), key=_iteration)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
+    """Whether there is anything to resume from in a folder, which need not exist."""
+    return Path(directory).is_dir() and bool(_listed(Path(directory)))
 
 
 def read(path: str | os.PathLike[str], model: Any, data: str) -> ModelFile:

@@ -1,0 +1,546 @@
+"""Fits on the workers of a Dask cluster: each worker is a rank, and ranks talk over Dask's own connections.
+
+One task is pinned to each worker and holds it until the fit is over; a lock over all of them keeps two fits from each
+taking half of the workers and waiting for the rest. This is the way XGBoost takes on Dask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ._labels import factorize, label_table
+from ._readers import frame_entries
+from ._validate import check_choice
+from .errors import CommunicatorError, RatingsError
+from .scale.messages import TIMEOUT, MessageCommunicator, check_timeout
+from .scale.shares import RankRatings, SharedEntries, StoredRatings
+from .scale.spmd import fit_rank
+
+try:
+    import distributed
+    from distributed.protocol.serialize import to_serialize
+except ImportError as missing:
+    raise ImportError(f'hybridmf.dask needs Dask ({missing}): pip install "hybridmf[dask]"') from missing
+
+logger = logging.getLogger("hybridmf")
+
+MERGE_RULES = ("error", "sum", "mean", "max")
+"""What may become of repeated pairs. No "last": partitions have no order among workers."""
+
+LOOK = 0.5
+"""Seconds between two looks at whether all workers are there, by the client; and by a rank that waits for another."""
+
+PATIENCE = 10.0
+"""Seconds that ranks get to end once one of them has failed; and a worker to answer whether it is alive."""
+
+
+# ----------------------------------------------------------------------------------------------------------- messages
+
+
+@dataclass
+class Inbox:
+    """What has arrived at one rank of one fit, and whether the fit has failed."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    boxes: dict[tuple[str, int], dict[int, tuple[str, np.ndarray]]] = field(default_factory=dict)
+    cause: str = ""
+    ended: bool = False
+
+    def fail(self, cause: str) -> None:
+        """Wake who waits; the first cause stays."""
+        with self.changed:
+            self.cause = self.cause or cause
+            self.changed.notify_all()
+
+
+_inboxes: dict[str, Inbox] = {}
+"""Of this worker, by the name of the fit."""
+
+
+def _receive(job: str, context: str, source: int, number: int, what: str, array: np.ndarray) -> str:
+    """A message from another worker."""
+    inbox = _inboxes.get(job)
+    if inbox is None:
+        return "gone"
+    with inbox.changed:
+        inbox.boxes.setdefault((context, source), {})[number] = (what, array)
+        inbox.changed.notify_all()
+    return "taken"
+
+
+def _state(job: str) -> str:
+    """What a waiting rank wants to know of this one: "" while it is at work."""
+    inbox = _inboxes.get(job)
+    if inbox is None or inbox.ended:
+        return "has ended"
+    return inbox.cause
+
+
+def _fail(job: str, cause: str) -> None:
+    inbox = _inboxes.get(job)
+    if inbox is not None:
+        inbox.fail(cause)
+
+
+def _open_inbox(job: str, dask_worker: Any = None) -> None:
+    """Runs on a worker before any rank begins: messages may come before its own rank does."""
+    handlers = {"hybridmf_receive": _receive, "hybridmf_state": _state, "hybridmf_fail": _fail}
+    dask_worker.handlers.update(handlers)
+    _inboxes[job] = Inbox()
+
+
+def _close_inbox(job: str) -> None:
+    _inboxes.pop(job, None)
+
+
+class WorkerTransport:
+    """Messages between the workers of a fit, as `hybridmf.scale.messages.Transport`.
+
+    Parameters
+    ----------
+    worker : distributed.Worker
+        This one.
+    job : str
+        Name of the fit.
+    rank : int
+    addresses : sequence of str
+        Of the worker of each rank.
+    timeout : float
+        Seconds a rank waits for another.
+    """
+
+    def __init__(self, worker: Any, job: str, rank: int, addresses: Sequence[str], timeout: float) -> None:
+        self.worker, self.job, self.rank, self.addresses = worker, job, rank, list(addresses)
+        self.timeout = check_timeout(timeout)
+        self.inbox = _inboxes[job]
+        self._sent: dict[tuple[str, int], int] = {}
+        self._taken: dict[tuple[str, int], int] = {}
+
+    def _in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.worker.loop.asyncio_loop)
+
+    def snapshot(self, array: np.ndarray) -> np.ndarray:
+        """A copy: it leaves in its own time."""
+        return array.copy()
+
+    def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
+        """Send by the worker's event loop; numbered, since messages may overtake each other."""
+        self.check()
+        if dest == self.rank:
+            _receive(self.job, context, source, self._number(self._sent, context, dest), what, array)
+            return
+        number = self._number(self._sent, context, dest)
+        self._in_loop(self._deliver(dest, context, source, number, what, array))
+
+    async def _deliver(self, dest: int, context: str, source: int, number: int, what: str, array: np.ndarray) -> None:
+        address = self.addresses[dest]
+        try:
+            answer = await self.worker.rpc(address).hybridmf_receive(
+                job=self.job, context=context, source=source, number=number, what=what, array=to_serialize(array)
+            )
+            if answer != "taken":
+                raise CommunicatorError("it has ended")
+        except Exception as error:  # whatever it is, the others must not wait
+            self.fail(f"rank {self.rank} cannot reach rank {dest} at {address}: {type(error).__name__}: {error}")
+
+    @staticmethod
+    def _number(counters: dict[tuple[str, int], int], context: str, peer: int) -> int:
+        number = counters.get((context, peer), 0)
+        counters[context, peer] = number + 1
+        return number
+
+    def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
+        """Wait for the next message of a rank; look now and then whether it lives."""
+        number, deadline = self._number(self._taken, context, source), time.monotonic() + self.timeout
+        with self.inbox.changed:
+            while True:
+                self.check()
+                message = self.inbox.boxes.get((context, source), {}).pop(number, None)
+                if message is not None:
+                    called, array = message
+                    return called, array if array.flags.writeable else array.copy()
+                if time.monotonic() > deadline:
+                    self.fail(f"rank {source} did not answer rank {self.rank} within {self.timeout:g} s in {what}")
+                elif not self.inbox.changed.wait(LOOK):
+                    self._look(context, source, number, what)
+
+    def _look(self, context: str, source: int, number: int, what: str) -> None:
+        """Fail if the rank that is waited for is not at work any more."""
+        address = self.addresses[source]
+        self.inbox.changed.release()
+        try:
+            answer = self._in_loop(self._ask(address)).result()
+        finally:
+            self.inbox.changed.acquire()
+        arrived = number in self.inbox.boxes.get((context, source), {})
+        if answer and not arrived:
+            self.fail(f"rank {source} at {address} {answer} while rank {self.rank} waits for it in {what}")
+
+    async def _ask(self, address: str) -> str:
+        try:
+            return str(await asyncio.wait_for(self.worker.rpc(address).hybridmf_state(job=self.job), PATIENCE))
+        except asyncio.TimeoutError:
+            return ""  # busy; `timeout` has the last word
+        except Exception as error:
+            return f"is lost ({type(error).__name__}: {error})"
+
+    def fail(self, cause: str) -> None:
+        """Make every later call on every rank fail."""
+        first = not self.inbox.cause
+        self.inbox.fail(cause)
+        if first:
+            for rank, address in enumerate(self.addresses):
+                if rank != self.rank:
+                    self._in_loop(self._tell(address, cause))
+
+    async def _tell(self, address: str, cause: str) -> None:
+        with contextlib.suppress(Exception):  # it may be the one that is lost
+            await self.worker.rpc(address).hybridmf_fail(job=self.job, cause=cause)
+
+    def check(self) -> None:
+        """Raise what made it fail."""
+        if self.inbox.cause:
+            raise CommunicatorError(self.inbox.cause)
+
+    def close(self, rank: int) -> None:
+        """Who waits for this rank from now on, fails."""
+        self.inbox.ended = True
+
+
+# ------------------------------------------------------------------------------------------------------------ ratings
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Entries of one partition; labels are this partition's own, sorted."""
+
+    users: np.ndarray
+    items: np.ndarray
+    values: np.ndarray
+    user_ids: np.ndarray
+    item_ids: np.ndarray
+
+
+def _chunk_of_frame(partition: Any, user: str, item: str, value: str | None) -> Chunk:
+    found = frame_entries(partition, "a partition of the ratings", user, item, value)
+    assert found.user_ids is not None and found.item_ids is not None
+    return Chunk(found.users, found.items, found.values, found.user_ids, found.item_ids)
+
+
+def _chunk_of_array(block: Any) -> Chunk:
+    rows = np.atleast_2d(np.asarray(block))
+    if rows.ndim != 2 or rows.shape[1] != 3:
+        raise RatingsError(f"a Dask array of ratings has the columns user, item, value; got a block of {rows.shape}")
+    if not np.all(rows[:, :2] == np.rint(rows[:, :2])):
+        raise RatingsError("users and items of a Dask array must be whole numbers; use a Dask DataFrame for others")
+    users, user_ids = factorize("user", rows[:, 0].astype(np.int64), "row")
+    items, item_ids = factorize("item", rows[:, 1].astype(np.int64), "row")
+    return Chunk(users, items, rows[:, 2], user_ids, item_ids)
+
+
+def _labels_of(chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
+    return chunk.user_ids, chunk.item_ids
+
+
+def _merged(name: str, parts: list[np.ndarray]) -> np.ndarray:
+    """Sorted union of the labels of partitions."""
+    alike = all(part.dtype.kind in "iu" for part in parts)
+    every = np.concatenate(parts) if alike else [label for part in parts for label in part.tolist()]
+    return factorize(f"column {name!r} of the ratings", every, "label")[1]
+
+
+def _positions(ids: np.ndarray, labels: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Positions among `ids` of a partition's entries."""
+    if ids.dtype.kind in "iu" and labels.dtype.kind in "iu":
+        return np.searchsorted(ids, labels)[codes]
+    table = label_table(ids)
+    return np.fromiter((table[label] for label in labels.tolist()), np.int64, len(labels))[codes]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the client asks of each rank."""
+
+    job: str
+    addresses: tuple[str, ...]
+    model: Any
+    device: str
+    timeout: float
+    duplicates: str
+    options: dict[str, Any]
+
+
+def _rank_ratings(request: _Request, chunks: list[Chunk], labels: Any, store: str | None) -> RankRatings:
+    model = request.model
+    dtype, implicit = model._settings().dtype, model._objective().is_implicit
+    if store is not None:
+        from .scale.store import Store
+
+        return StoredRatings(Store.open(store), dtype, implicit)
+    user_ids, item_ids = labels
+    users = [_positions(user_ids, chunk.user_ids, chunk.users) for chunk in chunks]
+    items = [_positions(item_ids, chunk.item_ids, chunk.items) for chunk in chunks]
+    return SharedEntries(
+        np.concatenate([np.empty(0, np.int64), *users]),
+        np.concatenate([np.empty(0, np.int64), *items]),
+        np.concatenate([np.empty(0), *(np.asarray(chunk.values, dtype=np.float64) for chunk in chunks)]),
+        (len(user_ids), len(item_ids)),
+        dtype=dtype,
+        drop_zeros=implicit,
+        duplicates=request.duplicates,
+        user_ids=user_ids,
+        item_ids=item_ids,
+    )
+
+
+def _run_rank(request: _Request, rank: int, chunks: list[Chunk], labels: Any, store: str | None) -> Any:
+    """The task of one worker."""
+    worker = distributed.get_worker()
+    transport = WorkerTransport(worker, request.job, rank, request.addresses, request.timeout)
+    communicator = MessageCommunicator(transport, range(len(request.addresses)), rank)
+    threads = worker.state.nthreads if request.model.num_threads is None else None
+    try:
+        ratings = _rank_ratings(request, chunks, labels, store)
+        return fit_rank(
+            request.model, ratings, communicator, device=request.device, num_threads=threads, **request.options
+        )
+    except BaseException as error:
+        communicator.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
+        raise
+    finally:
+        communicator.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- client
+
+
+def fit(
+    model: Any,
+    ratings: Any,
+    *,
+    client: Any = None,
+    user: str = "user",
+    item: str = "item",
+    value: str | None = "rating",
+    duplicates: str = "error",
+    workers: Sequence[str] | None = None,
+    checkpoint: Any = None,
+    resume_from: str | os.PathLike[str] | None = None,
+    track_objective: bool = False,
+    timeout: float = TIMEOUT,
+) -> Any:
+    """Fit ALS on the workers of a Dask cluster.
+
+    Parameters
+    ----------
+    model : ImplicitALS or ExplicitALS
+        With ``device="cuda"`` each worker uses the GPU that dask-cuda gave it; with "auto" if all have one.
+    ratings : Dask DataFrame, Dask array, Store or path of one
+        Entries in columns `user`, `item`, `value`; an array has them as its three columns, users and items as whole
+        numbers; a store lies where every worker can read it. Nothing of it comes to the client but labels.
+    client : distributed.Client, optional
+        Default: the current one.
+    user, item : str
+        Columns of a DataFrame; ids become labels, sorted, whatever partition they are in.
+    value : str or None
+        None makes every entry 1.
+    duplicates : {"error", "sum", "mean", "max"}
+        What to do with a pair that occurs more than once, in any partitions.
+    workers : sequence of str, optional
+        Addresses; all workers if not given. Each is busy until the fit is over; another fit on any of them waits.
+    checkpoint : path-like or Checkpoint, optional
+        As for ``fit`` of a model; on a disk that the workers share. The first rank writes.
+    resume_from : path-like, optional
+        Also a checkpoint of a fit elsewhere, on other devices.
+    track_objective : bool
+        Put the objective of each iteration into ``history_``.
+    timeout : float
+        Seconds a rank waits for another.
+
+    Returns
+    -------
+    model
+        The one that was given, fitted. What users have seen is not kept: ``recommend`` wants `user_items`.
+
+    Raises
+    ------
+    CommunicatorError
+        A worker was lost or hangs. All ranks have stopped; with a checkpoint, call it again with `resume_from`.
+    Exception
+        What went wrong on a rank, as it was raised there.
+    """
+    check_choice("duplicates", duplicates, MERGE_RULES)
+    check_timeout(timeout)
+    client = client or distributed.default_client()
+    known = client.nthreads()
+    addresses = tuple(workers or sorted(known))
+    strangers = [address for address in addresses if address not in known]
+    if strangers or not addresses:
+        have = ", ".join(sorted(known)) or "no workers"
+        raise ValueError(f"workers: the cluster does not have {', '.join(strangers) or 'any'}; it has {have}")
+    store, chunks, labels = None, [], None
+    if _is_store(ratings):
+        store = str(getattr(ratings, "path", ratings))
+    else:
+        chunks = _chunks(client, addresses, ratings, user, item, value)
+        labels = _labels(client, addresses, chunks)
+    options = {"checkpoint": checkpoint, "resume_from": resume_from, "track_objective": track_objective}
+    job = uuid.uuid4().hex
+    with distributed.MultiLock([f"hybridmf {address}" for address in addresses], client=client):
+        device = _device(client, addresses, model)
+        request = _Request(job, addresses, model, device, timeout, duplicates, options)
+        with _inboxes_on(client, addresses, job):
+            fitted = _run(client, request, _by_worker(client, addresses, chunks), labels, store)
+    model.__dict__.update(fitted.__dict__)
+    return model
+
+
+def _is_store(ratings: Any) -> bool:
+    return isinstance(ratings, (str, os.PathLike)) or type(ratings).__name__ == "Store"
+
+
+def _chunks(client: Any, addresses: Sequence[str], ratings: Any, user: str, item: str, value: str | None) -> list[Any]:
+    """Futures of the entries of each partition, where its data are."""
+    where = {"workers": list(addresses), "allow_other_workers": False, "pure": False}
+    if hasattr(ratings, "to_delayed") and hasattr(ratings, "columns"):
+        parts = client.compute(ratings.to_delayed(), workers=list(addresses))
+        return [client.submit(_chunk_of_frame, part, user, item, value, **where) for part in parts]
+    if hasattr(ratings, "to_delayed") and hasattr(ratings, "chunks"):
+        blocks = ratings.rechunk({1: -1}) if ratings.ndim == 2 else ratings
+        parts = client.compute(list(np.ravel(blocks.to_delayed())), workers=list(addresses))
+        return [client.submit(_chunk_of_array, part, **where) for part in parts]
+    raise TypeError(
+        f"ratings must be a Dask DataFrame, a Dask array or the path of a store, got {type(ratings).__name__}; "
+        "fit what is in memory with model.fit, or bring it to the cluster with dask.dataframe.from_pandas"
+    )
+
+
+def _labels(client: Any, addresses: Sequence[str], chunks: list[Any]) -> Any:
+    """Labels of all users and items, on all workers."""
+    parts = client.gather([client.submit(_labels_of, chunk, pure=False) for chunk in chunks])
+    merged = tuple(_merged(name, [part[k] for part in parts]) for k, name in enumerate(("user", "item")))
+    return client.scatter([merged], workers=list(addresses), broadcast=True)[0]
+
+
+def _by_worker(client: Any, addresses: Sequence[str], chunks: list[Any]) -> list[list[Any]]:
+    """Chunks for each rank: those its worker has, as far as workers have them."""
+    holders = client.who_has(chunks) if chunks else {}
+    dealt: list[list[Any]] = [[] for _ in addresses]
+    for k, chunk in enumerate(chunks):
+        there = [address for address in holders.get(chunk.key, ()) if address in addresses]
+        dealt[addresses.index(there[0]) if there else k % len(addresses)].append(chunk)
+    return dealt
+
+
+def _has_gpu() -> bool:
+    from .dispatch import gpu_status
+
+    return gpu_status()[0]
+
+
+def _device(client: Any, addresses: Sequence[str], model: Any) -> str:
+    """Where ranks compute: dask-cuda shows each worker its own GPU first."""
+    asked = model._settings().device
+    if asked == "cpu":
+        return "cpu"
+    if not isinstance(asked, str) or asked.startswith("cuda:"):
+        raise ValueError(f'device={asked!r} names GPUs; a cluster deals them out: use device="cuda", "cpu" or "auto"')
+    if asked == "cuda" or all(client.run(_has_gpu, workers=list(addresses)).values()):
+        return "cuda:0"
+    return "cpu"
+
+
+@contextlib.contextmanager
+def _inboxes_on(client: Any, addresses: Sequence[str], job: str) -> Iterator[None]:
+    client.run(_open_inbox, job, workers=list(addresses))
+    try:
+        yield
+    finally:
+        alive = [address for address in addresses if address in client.nthreads()]
+        if alive:
+            client.run(_close_inbox, job, workers=alive, on_error="ignore")
+
+
+def _run(client: Any, request: _Request, chunks: list[list[Any]], labels: Any, store: str | None) -> Any:
+    """Run all ranks; the first failure stops them."""
+    futures = [
+        client.submit(
+            _run_rank,
+            request,
+            rank,
+            chunks[rank],
+            labels,
+            store,
+            workers=[address],
+            allow_other_workers=False,
+            pure=False,
+            retries=0,
+            key=f"hybridmf-rank-{rank}-{request.job}",
+        )
+        for rank, address in enumerate(request.addresses)
+    ]
+    try:
+        lost = _watch(client, request.addresses, futures)
+        failed = [future.exception() for future in futures if future.status == "error"]
+        if not lost and not failed:
+            return futures[0].result()
+        _stop(client, request, futures, lost or f"{type(failed[0]).__name__}: {failed[0]}")
+        if lost:
+            raise CommunicatorError(_lost(request, lost))
+        raise _first_cause([future.exception() for future in futures if future.status == "error"])
+    except KeyboardInterrupt:
+        _stop(client, request, futures, "stopped by KeyboardInterrupt")
+        raise
+    finally:
+        client.cancel(futures)
+
+
+def _watch(client: Any, addresses: Sequence[str], futures: list[Any]) -> str:
+    """Wait until all ranks are done or one has failed; which worker went, "" if none did."""
+    while True:
+        with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+            distributed.wait(futures, timeout=LOOK, return_when="FIRST_COMPLETED")
+        if all(future.status == "finished" for future in futures):
+            return ""
+        there = client.nthreads()
+        for address, future in zip(addresses, futures, strict=True):
+            if address not in there and future.status != "finished":
+                return f"the worker of rank {addresses.index(address)} at {address} was lost"
+        if any(future.status in ("error", "cancelled", "lost") for future in futures):
+            return ""
+        time.sleep(LOOK / 10)
+
+
+def _stop(client: Any, request: _Request, futures: list[Any], cause: str) -> None:
+    """Make the ranks that are left fail, and wait a little for them."""
+    there = client.nthreads()
+    alive = [address for address in request.addresses if address in there]
+    if alive:
+        client.run(_fail, request.job, cause, workers=alive, on_error="ignore")
+    left = [future for address, future in zip(request.addresses, futures, strict=True) if address in alive]
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and any(future.status == "pending" for future in left):
+        time.sleep(LOOK / 10)
+
+
+def _lost(request: _Request, lost: str) -> str:
+    way_out = "start the fit again"
+    if request.options["checkpoint"] is not None:
+        way_out = "start it again with resume_from= the folder of the checkpoints"
+    return f"{lost}; all ranks have stopped: {way_out}"
+
+
+def _first_cause(errors: list[BaseException]) -> BaseException:
+    """What made the others fail; those only tell of it."""
+    return next((error for error in errors if not isinstance(error, CommunicatorError)), errors[0])
