@@ -4,8 +4,8 @@
     python bench/dispatch.py --profile quick     fewer and smaller cases: under 3 minutes on 2 cores
     python bench/dispatch.py --report            what the lines of bench/results/dispatch.jsonl say; measures nothing
 
-Each case is a fit of its own on each device, several times where it is short: the fastest counts, with the fastest of
-all iterations but the first of each fit. Threads of a shared machine wait for others now and then, and that is no
+Each case is a fit of its own on each device, several times where it is short. Of each part the fastest counts: of all
+iterations but the first, of first iterations, and of what is around them. Threads of a shared machine wait for others now and then, and that is no
 property of a method. On a GPU the same fit comes once before, so that its kernels are compiled and loaded; what that
 adds is recorded. One measurement stands for fits of 1, 5, 15 and 50 iterations: set-up and that many iterations.
 Predictions are those of constants measured at the start of the run (`hybridmf._calibrate`), which are recorded, and of

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,14 +94,14 @@ def iteration_seconds(model: FactorModel, matrix: sp.csr_array) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """Seconds of a fit, the fastest of some.
+    """Seconds of a fit, each part the fastest of some fits.
 
     Attributes
     ----------
     iteration : float
-        Of the fastest but the first of each fit.
+        Of all but the first of each fit.
     setup : float
-        All that is not iterations: of the fastest fit, less as many iterations.
+        Around the iterations, and what the first iteration takes longer than the others.
     before : float
         Before the first iteration of the first fit.
     """
@@ -122,15 +123,17 @@ def time_fits(model: FactorModel, matrix: sp.csr_array, enough: Callable[[list[f
         Told the seconds of each fit so far.
     """
     totals: list[float] = []
-    iteration, before = np.inf, 0.0
+    firsts, others, around, before = [], [], [], 0.0
     while not totals or not enough(totals):
         started = time.perf_counter()
         model.fit(matrix)
         totals.append(time.perf_counter() - started)
-        seconds = [record["seconds"] for record in model.history_]
-        iteration = min(iteration, *seconds[1:])
+        first, *rest = [record["seconds"] for record in model.history_]
+        firsts.append(first)
+        others += rest
+        around.append(totals[-1] - first - sum(rest))
         before = before or sum(model.timings_.values())
-    return Fit(iteration, max(0.0, min(totals) - len(seconds) * iteration), before)
+    return Fit(min(others), min(around) + max(0.0, min(firsts) - min(others)), before)
 
 
 def _fit(model: FactorModel, matrix: sp.csr_array) -> Fit:
@@ -235,8 +238,13 @@ def _measure_cpu(say: Say) -> CpuRates:
         built_in().cpu, assembly=_curve(CPU_RANKS, _assembly, entries), solve=_curve(CPU_RANKS, _solve, rows)
     )
     say("cores: conjugate gradients, SGD, CCD++")
-    steps = [_twice(ExplicitALS(f, solver="cg", **options), long) / (2 * long.nnz) for f in CPU_RANKS]
-    blocks = _twice(ExplicitALS(64, solver="subspace", block_size=32, **options), long)
+
+    def without_rows(model: FactorModel) -> float:
+        seconds = _twice(model, long)
+        return max(seconds - sum(long.shape) * rates.row, 0.1 * seconds)
+
+    steps = [without_rows(ExplicitALS(f, solver="cg", **options)) / (2 * long.nnz) for f in CPU_RANKS]
+    blocks = without_rows(ExplicitALS(64, solver="subspace", block_size=32, **options))
     rates = replace(
         rates,
         cg=_curve(CPU_RANKS, lambda f: 16 * f, steps),  # 3 steps pass 4 times
@@ -256,14 +264,21 @@ def _twice(model: FactorModel, matrix: sp.csr_array) -> float:
     return min(iteration_seconds(model, matrix) for _ in range(2))
 
 
+def _idle(machine: Machine, model: FactorModel, matrix: sp.csr_array) -> float:
+    """Seconds of an iteration beyond those that a machine's constants know of."""
+    return max(0.0, _twice(model, matrix) - cost_of(plan(matrix, model), machine).iteration)
+
+
 def _measure_overheads(rates: CpuRates) -> CpuRates:
     """What all threads take for next to no work: parallel regions, half sweeps and fits."""
     options: dict[str, Any] = {"device": "cpu", "num_threads": available_cores(), "random_state": 0}
     options["iterations"] = TINY_ITERATIONS
+    rates = replace(rates, region=0.0, sweep=0.0, gram=0.0, fresh=0.0)
     tiny, small = regular(*TINY), regular(*SMALL)
-    als, ccd = (_twice(model, tiny) for model in (ExplicitALS(8, **options), CCD(16, **options)))
+    idle = partial(_idle, Machine(cpu=rates))
+    als, ccd = idle(ExplicitALS(8, **options), tiny), idle(CCD(16, **options), tiny)
     region = max(0.0, ccd - als) / (16 * 4 - 4)  # 4 regions a factor, and 4 of an ALS
-    explicit, implicit = (_twice(cls(64, **options), small) for cls in (ExplicitALS, ImplicitALS))
+    explicit, implicit = (idle(cls(64, **options), small) for cls in (ExplicitALS, ImplicitALS))
     fit = _fit(ExplicitALS(8, **(options | {"iterations": 2})), tiny)
     return replace(
         rates,
@@ -373,7 +388,7 @@ def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
     )
     rates = _measure_launches(rates, tiny, options)
     long, short = regular(*GPU_LONG), regular(*GPU_SHORT)
-    rates = _measure_setup(rates, tiny, device)
+    rates = _measure_setup(rates, device)
     say(f"{spec.name}: normal equations and their solution")
     if fused:
         entries, rows = _gpu_als(GPU_RANKS, "fused", long, short, options, rates)
@@ -401,10 +416,12 @@ def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
 def _measure_launches(rates: GpuRates, tiny: sp.csr_array, options: dict[str, Any]) -> GpuRates:
     """What half sweeps and launches take with no work."""
     options = options | {"iterations": TINY_ITERATIONS}
-    explicit = iteration_seconds(ExplicitALS(40, assembly="sparse_syrk", **options), tiny)
-    implicit = iteration_seconds(ImplicitALS(40, assembly="sparse_syrk", **options), tiny)
-    sgd = iteration_seconds(SGD(61, **options), tiny)
-    few, many = (iteration_seconds(CCD(f, **options), tiny) for f in (16, 61))
+    none = {"als": 0.0, "sgd": 0.0, "ccd": 0.0}
+    idle = partial(_idle, Machine(gpu=replace(rates, sweep=none, gram=0.0, launch=0.0, serial_update=0.0)))
+    explicit = idle(ExplicitALS(40, assembly="sparse_syrk", **options), tiny)
+    implicit = idle(ImplicitALS(40, assembly="sparse_syrk", **options), tiny)
+    sgd = idle(SGD(61, **options), tiny)
+    few, many = (idle(CCD(f, **options), tiny) for f in (16, 61))
     launch = max(1e-7, (many - few) / (45 * 6))
     sweep = {"als": explicit / 2, "sgd": sgd / 2, "ccd": max(1e-5, few / 2 - 16 * 3 * launch)}
     return replace(rates, sweep=sweep, gram=max(0.0, implicit - explicit) / 2, launch=launch)
@@ -440,7 +457,7 @@ def _gpu_als(
     return entries, rows
 
 
-def _measure_setup(rates: GpuRates, tiny: sp.csr_array, device: str) -> GpuRates:
+def _measure_setup(rates: GpuRates, device: str) -> GpuRates:
     """Bytes/s of an upload, and what a fit takes beside its iterations beyond what it takes on the CPU."""
     opened = open_device(device)
     data = np.ones(1 << 26, dtype=np.float32)
@@ -454,7 +471,7 @@ def _measure_setup(rates: GpuRates, tiny: sp.csr_array, device: str) -> GpuRates
     none = dict.fromkeys(("als", "sgd", "ccd"), 0.0)
     rates = replace(rates, upload_bytes=data.nbytes / min(seconds), row_setup=0.0, factor_setup=0.0)
     rates = replace(rates, fit=none, entry_setup=dict.fromkeys(rates.entry_setup, 0.0))
-    models = {"als": ExplicitALS(SPARSE_RANKS[0]), "sgd": SGD(61), "ccd": CCD(16)}
+    tiny, models = regular(*TINY), {"als": ExplicitALS(SPARSE_RANKS[0]), "sgd": SGD(61), "ccd": CCD(16)}
     rates = replace(
         rates, fit={kind: max(1e-4, _beyond_cpu(model, tiny, device, rates)) for kind, model in models.items()}
     )

@@ -30,6 +30,9 @@ CHECK_ENTRY = 6e-9
 TRANSPOSE_ENTRY = 9e-9
 """Seconds of one core to transpose one (bench/layouts.py)."""
 
+METHOD_ENTRY = {"als": 0.0, "sgd": 5e-9, "ccd": 8e-9}
+"""Seconds on any device to prepare one for a method, beyond that (bench/dispatch.py, 16 cores)."""
+
 TILE_ENTRY = 1.2e-8
 """Seconds of one core to put one into a BALS tile (bench/layouts.py)."""
 
@@ -40,7 +43,7 @@ CHAIN = 16_384
 """Entries of a row that MSGD on a GPU works through one by one; longer rows have a block of their own
 (gpu/sgd.py, LONG_ROW)."""
 
-FRESH_TABLES = {"als": 1.0, "sgd": 0.2, "ccd": 2.0}
+FRESH_TABLES = {"als": 1.0, "sgd": 0.2, "ccd": 3.0}
 """Factors that an iteration writes to new memory, as a share of all: CCD++ lays them out by column and by row again."""
 
 PIECE = 1 << 22
@@ -129,7 +132,7 @@ def cost_of(plan: Plan, machine: Machine, warmth: Warmth | None = None) -> Cost:
     warmth : Warmth, optional
         Default: a fresh process whose kernels have been compiled before.
     """
-    entry = CHECK_ENTRY + TRANSPOSE_ENTRY / machine.cpu.speedup(plan.num_threads)
+    entry = CHECK_ENTRY + TRANSPOSE_ENTRY / machine.cpu.speedup(plan.num_threads) + METHOD_ENTRY[_kind(plan)]
     drawn = (plan.n_users + plan.n_items) * plan.factors * machine.cpu.draw
     host = {"input and start": plan.nnz * entry + drawn + machine.cpu.fit}
     if plan.gpu is None:
@@ -186,7 +189,9 @@ def _cpu_iteration(plan: Plan, rates: CpuRates) -> float:
     # vector registers hold half as many float64, and memory moves twice the bytes
     wider = _itemsize(plan) / 4
     shared = work * wider / rates.speedup(plan.num_threads)
-    fresh = FRESH_TABLES[_kind(plan)] * (plan.n_users + plan.n_items) * plan.rank * rates.fresh * wider
+    fresh = 0.0
+    if max(_tables(plan)) > rates.cache:  # smaller ones get memory that has been used before
+        fresh = FRESH_TABLES[_kind(plan)] * (plan.n_users + plan.n_items) * plan.rank * rates.fresh * wider
     gram = 2.0 * rates.gram if plan.feedback == "implicit" else 0.0
     return max(shared, _cpu_serial(plan, rates) * wider) + fresh + passes * rates.region + 2 * rates.sweep + gram
 

@@ -98,7 +98,7 @@ class CpuRates:
     gram : float
         Seconds that a half sweep of implicit feedback takes beyond that, whatever its size.
     fresh : float
-        Seconds, on all cores together, for a factor that is written to memory nobody has touched.
+        Seconds, on all cores together, for a factor that is written to new memory, where the cache is too small.
     draw : float
         Seconds of one core to draw an initial factor and to keep the learned one.
     fit : float
@@ -113,9 +113,9 @@ class CpuRates:
         sigma of ``speedup(T) = T / (1 + sigma (T - 1))``.
     """
 
-    assembly: Curve = ((16, 4.0e10), (32, 8.0e10), (64, 1.12e11), (128, 1.35e11))
-    solve: Curve = ((16, 4.5e9), (32, 1.6e10), (64, 5.2e10), (128, 1.1e11))
-    cg: Curve = ((32, 2.4e10), (64, 3.5e10), (128, 4.2e10))
+    assembly: Curve = ((8, 8.5e9), (16, 4.0e10), (32, 8.0e10), (64, 1.12e11), (128, 1.35e11))
+    solve: Curve = ((8, 1.6e9), (16, 4.5e9), (32, 1.6e10), (64, 5.2e10), (128, 1.1e11))
+    cg: Curve = ((8, 1.0e10), (16, 2.0e10), (32, 2.4e10), (64, 3.5e10), (128, 4.2e10))
     dense: float = 5.0e10
     subspace: float = 4.7e10
     sgd: dict[str, Curve] = field(
@@ -129,7 +129,7 @@ class CpuRates:
     ccd_row: float = 2.5e-8
     slower: dict[str, float] = field(default_factory=lambda: {"simd": 1.0, "bals": 1.95, "blas3": 4.2, "rank1": 6.0})
     row: float = 3.0e-7
-    region: float = 5.0e-6
+    region: float = 1.0e-5
     sweep: float = 8.0e-5
     gram: float = 2.0e-4
     fresh: float = 5.0e-10
@@ -203,10 +203,10 @@ class GpuRates:
     """
 
     multiprocessors: int = 132
-    assembly: Curve = ((32, 2.4e13), (64, 4.4e13), (100, 4.4e13), (128, 5.2e13))
+    assembly: Curve = ((32, 3.0e13), (64, 4.8e13), (100, 4.6e13), (128, 5.5e13))
     solve: Curve = ((32, 3.5e12), (64, 6.4e12), (100, 5.6e12), (128, 5.3e12), (256, 1.46e13), (512, 1.8e13))
-    cg: float = 3.0e12
-    cg_step: float = 1.5e-9
+    cg: float = 3.4e12
+    cg_step: float = 1.0e-9
     published: dict[str, Curve] = field(
         default_factory=lambda: {
             "sparse_syrk": ((32, 1.69e13), (64, 1.78e13), (256, 4.2e13)),
@@ -226,7 +226,7 @@ class GpuRates:
     )
     serial_update: float = 1.2e-7
     solved_update: float = 2.0e-8
-    ccd: float = 2.46e12
+    ccd: float = 3.1e12
     ccd_row: float = 2.5e-10
     launch: float = 9.0e-6
     sweep: dict[str, float] = field(default_factory=lambda: {"als": 7.0e-4, "sgd": 3.5e-4, "ccd": 5.0e-4})
