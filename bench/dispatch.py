@@ -5,11 +5,11 @@
     python bench/dispatch.py --report            what the lines of bench/results/dispatch.jsonl say; measures nothing
 
 Each case is a fit of its own on each device, several times where it is short. Of each part the fastest counts: of all
-iterations but the first, of first iterations, and of what is around them. Threads of a shared machine wait for others now and then, and that is no
-property of a method. On a GPU the same fit comes once before, so that its kernels are compiled and loaded; what that
-adds is recorded. One measurement stands for fits of 1, 5, 15 and 50 iterations: set-up and that many iterations.
-Predictions are those of constants measured at the start of the run (`hybridmf._calibrate`), which are recorded, and of
-the built-in ones.
+iterations but the first, of first iterations, and of what is around them. Threads of a shared machine wait for others
+now and then, and that is no property of a method. On a GPU the same fit comes once before, so that its kernels are
+compiled and loaded; what that adds is recorded. One measurement stands for fits of 1, 5, 15 and 50 iterations: set-up
+and that many iterations. Predictions are those of constants measured at the start of the run (`hybridmf._calibrate`),
+which are recorded, and of the built-in ones.
 
 The choice is right where the device predicted to be done first is the measured best, or within 10 % of it.
 """
@@ -20,7 +20,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 from unittest import mock
 
@@ -255,11 +255,13 @@ def spec_of(line: dict[str, Any]) -> DeviceSpec | None:
 
 
 def read_runs() -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Each run: the line of its machine, and those of its fits."""
+    """Each run: the line of its machine, and those of its fits; not those of a version with other constants."""
     path = RESULTS / "dispatch.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    known = [{one.name for one in fields(rates)} for rates in (_machine.CpuRates, _machine.GpuRates)]
     for machine in (line for line in lines if line["task"] == "machine"):
-        yield machine, [line for line in lines if line["task"] == "fit" and line["run"] == machine["run"]]
+        if [set(machine["cpu"]), set(machine["gpu"])] == known:
+            yield machine, [line for line in lines if line["task"] == "fit" and line["run"] == machine["run"]]
 
 
 def choices(fits: Iterable[dict[str, Any]], machine: Machine, spec: DeviceSpec | None) -> list[tuple[float, str]]:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +195,19 @@ def test_the_benchmark_covers_what_it_promises():
             assert len(both) == 2 * len(only_cpu) and {case[0] for case in both} <= set(bench.MODELS)
     published = {case[2:] for case in bench.cases(bench.FULL, gpu=True, assemblies=True) if case[3] != "auto"}
     assert published == {(device, name) for device, names in bench.ASSEMBLIES.items() for name in names}
+
+
+def test_the_benchmark_leaves_out_runs_with_other_constants(tmp_path, monkeypatch):
+    bench = load_bench()
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    assert list(bench.read_runs()) == []
+    now = {"task": "machine", "run": "now", "cpu": asdict(CpuRates()), "gpu": asdict(GpuRates()), "gpu_identity": {}}
+    then = now | {"run": "then", "cpu": {"serial": 0.1}}
+    lines = [then, {"task": "fit", "run": "then"}, now, {"task": "fit", "run": "now", "model": "MSGD"}]
+    (tmp_path / "dispatch.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    ((machine, fits),) = bench.read_runs()
+    assert fits == lines[-1:]
+    assert bench.machine_of(machine) == Machine(source="recorded")
 
 
 def test_the_benchmark_judges_choices(monkeypatch):
