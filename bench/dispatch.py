@@ -42,9 +42,9 @@ MEASURED, MEASURED_LONG = 4, 2
 
 LONG = 0.25
 
-FITS, SHORT_FIT, SPENT = (3, 10), 0.3, 0.15
+FITS, SHORT_FIT, LONG_FIT, SPENT = (3, 10), 0.3, 0.8, 0.15
 """Times that a fit of less than SHORT_FIT seconds is repeated: at least, and at most as long as all together have not
-taken SPENT seconds. Longer ones are measured once."""
+taken SPENT seconds. Longer ones are measured twice, those of LONG_FIT seconds once."""
 
 TOLERANCE = 0.10
 REQUIRED = 0.95
@@ -158,8 +158,8 @@ def measure(model: Any, matrix: Any, iterations: int = MEASURED) -> dict[str, fl
 def enough(totals: list[float]) -> bool:
     """Whether a fit has been repeated often enough."""
     least, most = FITS
-    if min(totals) >= SHORT_FIT and len(totals) == 1:
-        return True
+    if min(totals) >= SHORT_FIT:
+        return len(totals) > 1 or totals[0] >= LONG_FIT
     return len(totals) >= least and (sum(totals) >= SPENT or len(totals) >= most)
 
 
