@@ -252,8 +252,11 @@ def _measure_cpu(say: Say) -> CpuRates:
         sgd={name: _sgd_curve(name, long, options) for name in ("msgd", "hogwild", "blocks")},
         slower={"simd": 1.0} | {name: _slower(name, long, options, rates) for name in ("bals", "blas3", "rank1")},
     )
-    ccd = [_twice(CCD(16, **options), problem) / 16 / 2 for problem in (long, short)]
-    entry, row = entry_and_row((ccd[0], ccd[1]), (long, short))
+    sparse = regular(*SPARSE)  # with rows as they are in memory, not in a cache
+    waiting = _idle(Machine(cpu=replace(rates, sgd_row=0.0)), SGD(32, **options), sparse)
+    rates = replace(rates, sgd_row=waiting / sum(sparse.shape))
+    ccd = [_twice(CCD(16, **options), problem) / 16 / 2 for problem in (long, sparse)]
+    entry, row = entry_and_row((ccd[0], ccd[1]), (long, sparse))
     say("cores: together")
     rates = replace(rates, ccd_entry=4 * entry, ccd_row=2 * row, serial=_serial(options))
     return _measure_memory(_measure_overheads(rates))

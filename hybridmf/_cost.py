@@ -30,7 +30,7 @@ CHECK_ENTRY = 6e-9
 TRANSPOSE_ENTRY = 9e-9
 """Seconds of one core to transpose one (bench/layouts.py)."""
 
-METHOD_ENTRY = {"als": 0.0, "sgd": 5e-9, "ccd": 8e-9}
+METHOD_ENTRY = {"als": 0.0, "sgd": 3e-9, "ccd": 4e-9}
 """Seconds on any device to prepare one for a method, beyond that (bench/dispatch.py, 16 cores)."""
 
 TILE_ENTRY = 1.2e-8
@@ -43,7 +43,7 @@ CHAIN = 16_384
 """Entries of a row that MSGD on a GPU works through one by one; longer rows have a block of their own
 (gpu/sgd.py, LONG_ROW)."""
 
-FRESH_TABLES = {"als": 1.0, "sgd": 0.2, "ccd": 3.0}
+FRESH_TABLES = {"als": 1.0, "sgd": 0.2, "ccd": 2.0}
 """Factors that an iteration writes to new memory, as a share of all: CCD++ lays them out by column and by row again."""
 
 PIECE = 1 << 22
@@ -239,7 +239,7 @@ def _cpu_sgd(plan: Plan, rates: CpuRates) -> tuple[float, float]:
     # blocks keep the rows they move in a core's cache
     near = method.schedule == "blocks"
     floor = 0.0 if near else max(_gather(plan, rates), _memory_floor(moved, plan, rates))
-    return max(plan.nnz * entry, floor), 4.0
+    return max(plan.nnz * entry, floor) + _rows(plan) * rates.sgd_row, 4.0
 
 
 def _cpu_serial(plan: Plan, rates: CpuRates) -> float:

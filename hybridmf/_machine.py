@@ -85,6 +85,8 @@ class CpuRates:
         Flop/s of iALS++.
     sgd : dict of str to Curve
         Flop/s of an epoch by schedule, in the units of `SgdMethod.flops_per_iteration`.
+    sgd_row : float
+        Seconds for a row of an epoch, beside its entries.
     ccd_entry, ccd_row : float
         Seconds for one factor of an entry and of a row of CCD++, one inner iteration.
     slower : dict of str to float
@@ -125,6 +127,7 @@ class CpuRates:
             "blocks": ((16, 2.4e10), (32, 3.9e10), (64, 5.4e10), (128, 6.4e10)),
         }
     )
+    sgd_row: float = 6.0e-8
     ccd_entry: float = 1.2e-9
     ccd_row: float = 2.5e-8
     slower: dict[str, float] = field(default_factory=lambda: {"simd": 1.0, "bals": 1.95, "blas3": 4.2, "rank1": 6.0})
