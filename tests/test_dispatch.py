@@ -616,7 +616,7 @@ TRUE_CPU = CpuRates(
     assembly=((8, 1e10), (16, 3e10), (32, 5e10), (64, 9e10), (128, 1e11)),
     solve=((8, 1e9), (16, 2e9), (32, 8e9), (64, 2e10), (128, 6e10)),
     cg=((8, 8e9), (16, 1e10), (32, 2e10), (64, 3e10), (128, 4e10)), subspace=3e10, ccd_entry=2e-9, ccd_row=5e-8,
-    serial=0.07, sgd_row=2e-9, region=2e-7, gather_bytes=1e14, cached_bytes=1e14, sweep=1e-5, gram=4e-5, fresh=2e-9,
+    serial=0.07, sgd_row=2e-8, region=2e-7, gather_bytes=1e14, cached_bytes=1e14, sweep=1e-5, gram=4e-5, fresh=2e-9,
     draw=2e-8, fit=5e-3,
     slower={"simd": 1.0, "bals": 2.5, "blas3": 4, "rank1": 8},
     sgd=dict.fromkeys(("msgd", "hogwild", "blocks"), ((8, 8e9), (16, 1e10), (32, 2e10), (64, 3e10), (128, 4e10))),
@@ -679,14 +679,14 @@ def test_calibration_finds_the_constants_of_a_simulated_machine(simulated):
     assert machine.source.startswith("measured on 20")
     for name in ("assembly", "solve", "cg"):
         np.testing.assert_allclose(getattr(machine.cpu, name), getattr(TRUE_CPU, name), rtol=0.02, err_msg=name)
-    assert machine.cpu.sgd["msgd"] == pytest.approx(np.array(TRUE_CPU.sgd["msgd"]), rel=0.02)
+    np.testing.assert_allclose(machine.cpu.sgd["msgd"], TRUE_CPU.sgd["msgd"], rtol=0.1)
     for name in ("subspace", "ccd_entry", "ccd_row", "serial"):
         assert getattr(machine.cpu, name) == pytest.approx(getattr(TRUE_CPU, name), rel=0.02), name
     assert machine.cpu.slower == pytest.approx(TRUE_CPU.slower, rel=0.02)
     for name in ("region", "sweep", "gram", "draw", "fit", "fresh"):
         assert getattr(machine.cpu, name) == pytest.approx(getattr(TRUE_CPU, name), rel=0.1), name
-    # the problem of the curve has rows, too, a few per cent of its time
-    assert machine.cpu.sgd_row == pytest.approx(TRUE_CPU.sgd_row, rel=0.4)
+    # rows take part of the time that the curve is made of
+    assert machine.cpu.sgd_row == pytest.approx(TRUE_CPU.sgd_row, rel=0.15)
     found, true = machine.gpu, TRUE_GPU
     np.testing.assert_allclose(found.assembly, true.assembly, rtol=0.05)
     np.testing.assert_allclose(found.solve[:5], true.solve[:5], rtol=0.05)
