@@ -27,14 +27,11 @@ if TYPE_CHECKING:
 CHECK_ENTRY = 6e-9
 """Seconds of one core to check an entry of the input, on any device (as_csr, 18 million entries)."""
 
-HOST_FIT = 2e-3
-"""Seconds of the Python around a fit of any size."""
-
 TRANSPOSE_ENTRY = 9e-9
 """Seconds of one core to transpose one (bench/layouts.py)."""
 
-DRAW_FACTOR = 1.2e-8
-"""Seconds to draw one initial factor, on the host whatever the device."""
+METHOD_ENTRY = {"als": 0.0, "sgd": 3e-9, "ccd": 4e-9}
+"""Seconds on any device to prepare one for a method, beyond that (bench/dispatch.py, 16 cores)."""
 
 TILE_ENTRY = 1.2e-8
 """Seconds of one core to put one into a BALS tile (bench/layouts.py)."""
@@ -42,6 +39,12 @@ TILE_ENTRY = 1.2e-8
 TRIPLET_ENTRY = 3e-8
 """Seconds of one core to bring one into the order of a schedule of SGD on the CPU."""
 
+CHAIN = 16_384
+"""Entries of a row that MSGD on a GPU works through one by one; longer rows have a block of their own
+(gpu/sgd.py, LONG_ROW)."""
+
+FRESH_TABLES = {"als": 1.0, "sgd": 0.2, "ccd": 2.0}
+"""Factors that an iteration writes to new memory, as a share of all: CCD++ lays them out by column and by row again."""
 
 PIECE = 1 << 22
 """Entries whose columns are counted at a time: NumPy widens what it counts."""
@@ -89,11 +92,14 @@ class Warmth:
     started : bool
         The GPU has worked in this process.
     compiled : bool
-        The kernels of this plan lie compiled on disk, or in this process.
+        The kernels of this plan lie compiled on disk.
+    loaded : bool
+        They have run in this process.
     """
 
     started: bool = False
     compiled: bool = False
+    loaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,9 @@ def cost_of(plan: Plan, machine: Machine, warmth: Warmth | None = None) -> Cost:
     warmth : Warmth, optional
         Default: a fresh process whose kernels have been compiled before.
     """
-    entry = CHECK_ENTRY + TRANSPOSE_ENTRY / machine.cpu.speedup(plan.num_threads)
-    host = {"input and start": plan.nnz * entry + (plan.n_users + plan.n_items) * plan.factors * DRAW_FACTOR + HOST_FIT}
+    entry = CHECK_ENTRY + TRANSPOSE_ENTRY / machine.cpu.speedup(plan.num_threads) + METHOD_ENTRY[_kind(plan)]
+    drawn = (plan.n_users + plan.n_items) * plan.factors * machine.cpu.draw
+    host = {"input and start": plan.nnz * entry + drawn + machine.cpu.fit}
     if plan.gpu is None:
         return Cost(_cpu_iteration(plan, machine.cpu), host | _cpu_setup(plan, machine.cpu))
     rates = machine.gpu_rates(plan.gpu.name, plan.gpu.multiprocessors, plan.gpu.capability)
@@ -145,6 +152,10 @@ def _solve_flops(f: float) -> float:
 
 def _itemsize(plan: Plan) -> int:
     return np.dtype(plan.dtype).itemsize
+
+
+def _kind(plan: Plan) -> str:
+    return "als" if plan.method is None else plan.method.kind
 
 
 def _rows(plan: Plan) -> int:
@@ -174,12 +185,15 @@ def _cpu_setup(plan: Plan, rates: CpuRates) -> dict[str, float]:
 
 
 def _cpu_iteration(plan: Plan, rates: CpuRates) -> float:
-    kind = "als" if plan.method is None else plan.method.kind
-    work, passes = {"als": _cpu_als, "sgd": _cpu_sgd, "ccd": _cpu_ccd}[kind](plan, rates)
+    work, passes = {"als": _cpu_als, "sgd": _cpu_sgd, "ccd": _cpu_ccd}[_kind(plan)](plan, rates)
     # vector registers hold half as many float64, and memory moves twice the bytes
     wider = _itemsize(plan) / 4
     shared = work * wider / rates.speedup(plan.num_threads)
-    return max(shared, _cpu_serial(plan, rates) * wider) + passes * rates.region
+    fresh = 0.0
+    if max(_tables(plan)) > rates.cache:  # smaller ones get memory that has been used before
+        fresh = FRESH_TABLES[_kind(plan)] * (plan.n_users + plan.n_items) * plan.rank * rates.fresh * wider
+    gram = 2.0 * rates.gram if plan.feedback == "implicit" else 0.0
+    return max(shared, _cpu_serial(plan, rates) * wider) + fresh + passes * rates.region + 2 * rates.sweep + gram
 
 
 def _gather(plan: Plan, rates: CpuRates) -> float:
@@ -225,7 +239,7 @@ def _cpu_sgd(plan: Plan, rates: CpuRates) -> tuple[float, float]:
     # blocks keep the rows they move in a core's cache
     near = method.schedule == "blocks"
     floor = 0.0 if near else max(_gather(plan, rates), _memory_floor(moved, plan, rates))
-    return max(plan.nnz * entry, floor), 4.0
+    return max(plan.nnz * entry, floor) + _rows(plan) * rates.sgd_row, 4.0
 
 
 def _cpu_serial(plan: Plan, rates: CpuRates) -> float:
@@ -248,15 +262,20 @@ def _cpu_ccd(plan: Plan, rates: CpuRates) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------------------------------- GPU
 
 
+def _kernel_seconds(name: str, rates: GpuRates, warmth: Warmth) -> float:
+    if warmth.loaded:
+        return 0.0
+    return rates.load if warmth.compiled else rates.compile[name]
+
+
 def _gpu_setup(plan: Plan, rates: GpuRates, warmth: Warmth) -> dict[str, float]:
     name = plan.assembly if plan.method is None else plan.method.label
-    ratings, factors = plan.bytes.get("ratings", 0), sum(_tables(plan))
+    ratings, tables, rows = plan.bytes.get("ratings", 0), sum(_tables(plan)), plan.n_users + plan.n_items
     setup = {
-        "transfer": (ratings + 2 * factors) / rates.upload_bytes,
-        "layouts": (plan.n_users + plan.n_items) * rates.row_setup
-        if plan.method is None
-        else plan.nnz * rates.entry_setup[name],
-        "kernels": rates.load if warmth.compiled else rates.compile[name],
+        "transfer": (ratings + 2 * tables) / rates.upload_bytes + rows * plan.rank * rates.factor_setup,
+        "layouts": rows * rates.row_setup + plan.nnz * rates.entry_setup.get(name, 0.0),
+        "fit": rates.fit[_kind(plan)],
+        "kernels": _kernel_seconds(name, rates, warmth),
     }
     if plan.tile_rows:
         setup["tiles"] = 2 * plan.nnz * TILE_ENTRY
@@ -266,8 +285,8 @@ def _gpu_setup(plan: Plan, rates: GpuRates, warmth: Warmth) -> dict[str, float]:
 
 
 def _gpu_iteration(plan: Plan, rates: GpuRates) -> float:
-    kind = "als" if plan.method is None else plan.method.kind
-    seconds: float = {"als": _gpu_als, "sgd": _gpu_sgd, "ccd": _gpu_ccd}[kind](plan, rates)
+    seconds: float = {"als": _gpu_als, "sgd": _gpu_sgd, "ccd": _gpu_ccd}[_kind(plan)](plan, rates)
+    seconds += 2 * (rates.sweep[_kind(plan)] + (rates.gram if plan.feedback == "implicit" else 0.0))
     if not plan.streamed or plan.resident:
         return seconds
     # copies go on beside the kernels: the slower of both decides
@@ -290,11 +309,13 @@ def _gpu_als(plan: Plan, rates: GpuRates) -> float:
     )
     row = seconds_at(rates.solve, _solve_flops, f) * wider
     if plan.solver == "cg":  # exact where its steps cost more than the factorization
-        row = min(row, (plan.cg_steps + 1) * 2 * f * f / rates.cg * wider)
+        row = min(row, (plan.cg_steps + 1) * (2 * f * f / rates.cg + rates.cg_step) * wider)
     if plan.assembly != "fused":  # systems go through memory
         row += 2 * f * (f + 1) * _itemsize(plan) / rates.gather_bytes
-    gram = 2.0 * rows * f * f / rate_at(rates.assembly, f) * wider if plan.feedback == "implicit" else 0.0
-    return sides + rows * row + gram + 2 * rates.sweep
+    gram = 0.0
+    if plan.feedback == "implicit":  # summed over all rows, then read again for each
+        gram = rows * (2.0 * f * f / rate_at(rates.assembly, f) * wider + f * f * _itemsize(plan) / rates.cached_bytes)
+    return sides + rows * row + gram
 
 
 def _gpu_sgd(plan: Plan, rates: GpuRates) -> float:
@@ -302,11 +323,18 @@ def _gpu_sgd(plan: Plan, rates: GpuRates) -> float:
     itemsize = 2 if plan.precision == "float16" else _itemsize(plan)
     seconds = plan.nnz * seconds_at(rates.sgd[method.schedule], lambda f: 4 * f * itemsize, plan.rank)
     if plan.facts is not None and method.schedule == "msgd":
-        seconds = max(seconds, max(plan.facts.longest_user, plan.facts.longest_item) * rates.serial_update)
-    return seconds + 2 * rates.sweep
+        seconds = max(seconds, sum(_chain(one, rates) for one in (plan.facts.longest_user, plan.facts.longest_item)))
+    return seconds
+
+
+def _chain(longest: int, rates: GpuRates) -> float:
+    """Seconds of the longest row of a pass of MSGD, whose updates wait for each other."""
+    alone = min(longest, CHAIN)
+    return alone * rates.serial_update + (longest - alone) * rates.solved_update
 
 
 def _gpu_ccd(plan: Plan, rates: GpuRates) -> float:
     method: Any = plan.method
     launches = plan.factors * (2.0 * method.inner_iterations + 4.0)
-    return method.bytes_per_iteration(plan) / rates.ccd + launches * rates.launch + 2 * rates.sweep
+    once = method.bytes_per_iteration(plan) / rates.ccd + _rows(plan) * plan.factors * rates.ccd_row
+    return once + launches * rates.launch

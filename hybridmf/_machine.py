@@ -28,7 +28,7 @@ logger = logging.getLogger("hybridmf")
 
 CACHE_VARIABLE = "HYBRIDMF_CACHE_DIR"
 
-FORMAT = 1
+FORMAT = 2
 """Of the file; a change of its meaning takes the next number."""
 
 Curve = tuple[tuple[float, float], ...]
@@ -85,6 +85,8 @@ class CpuRates:
         Flop/s of iALS++.
     sgd : dict of str to Curve
         Flop/s of an epoch by schedule, in the units of `SgdMethod.flops_per_iteration`.
+    sgd_row : float
+        Seconds for a row of an epoch, beside its entries.
     ccd_entry, ccd_row : float
         Seconds for one factor of an entry and of a row of CCD++, one inner iteration.
     slower : dict of str to float
@@ -92,7 +94,17 @@ class CpuRates:
     row : float
         Seconds for a row of a solver that builds no system.
     region : float
-        Seconds to start and end one parallel region, and the Python around it.
+        Seconds to start and end one parallel region.
+    sweep : float
+        Seconds of a half sweep with no work: the Python around it.
+    gram : float
+        Seconds that a half sweep of implicit feedback takes beyond that, whatever its size.
+    fresh : float
+        Seconds, on all cores together, for a factor that is written to new memory, where the cache is too small.
+    draw : float
+        Seconds of one core to draw an initial factor and to keep the learned one.
+    fit : float
+        Seconds of the Python around a fit of any size.
     gather_bytes, cached_bytes : float
         Bytes/s of gathered rows of factors beyond the cache, and within.
     cache : float
@@ -103,9 +115,9 @@ class CpuRates:
         sigma of ``speedup(T) = T / (1 + sigma (T - 1))``.
     """
 
-    assembly: Curve = ((16, 4.0e10), (32, 8.0e10), (64, 1.12e11), (128, 1.35e11))
-    solve: Curve = ((16, 4.5e9), (32, 1.6e10), (64, 5.2e10), (128, 1.1e11))
-    cg: Curve = ((32, 2.4e10), (64, 3.5e10), (128, 4.2e10))
+    assembly: Curve = ((8, 8.5e9), (16, 4.0e10), (32, 8.0e10), (64, 1.12e11), (128, 1.35e11))
+    solve: Curve = ((8, 1.6e9), (16, 4.5e9), (32, 1.6e10), (64, 5.2e10), (128, 1.1e11))
+    cg: Curve = ((8, 1.0e10), (16, 2.0e10), (32, 2.4e10), (64, 3.5e10), (128, 4.2e10))
     dense: float = 5.0e10
     subspace: float = 4.7e10
     sgd: dict[str, Curve] = field(
@@ -115,11 +127,17 @@ class CpuRates:
             "blocks": ((16, 2.4e10), (32, 3.9e10), (64, 5.4e10), (128, 6.4e10)),
         }
     )
+    sgd_row: float = 6.0e-8
     ccd_entry: float = 1.2e-9
     ccd_row: float = 2.5e-8
     slower: dict[str, float] = field(default_factory=lambda: {"simd": 1.0, "bals": 1.95, "blas3": 4.2, "rank1": 6.0})
     row: float = 3.0e-7
-    region: float = 2.0e-5
+    region: float = 1.0e-5
+    sweep: float = 8.0e-5
+    gram: float = 2.0e-4
+    fresh: float = 5.0e-10
+    draw: float = 1.6e-8
+    fit: float = 4.0e-3
     gather_bytes: float = 1.2e10
     cached_bytes: float = 5.0e10
     cache: float = 1.6e7
@@ -145,6 +163,8 @@ class GpuRates:
         Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row.
     cg : float
         Flop/s of conjugate gradients, 2 f^2 a row and pass.
+    cg_step : float
+        Seconds a row for the sums over threads of a pass, whatever f.
     published : dict of str to Curve
         Flop/s of the other assemblies.
     precision : dict of str to float
@@ -155,36 +175,45 @@ class GpuRates:
         Bytes/s of an epoch by schedule, in the units of `SgdMethod.bytes_per_iteration`.
     serial_update : float
         Seconds for an update of MSGD that waits for the one before it.
+    solved_update : float
+        The same in the part of a row that is solved several entries at a time.
     ccd : float
         Bytes/s of CCD++, in the units of `CcdMethod.bytes_per_iteration`.
+    ccd_row : float
+        Seconds for one factor of a row of CCD++.
     launch : float
         Seconds to launch a kernel.
-    sweep : float
-        Seconds of a half sweep with no work: launches, and the Python around them.
+    sweep : dict of str to float
+        Seconds of a half sweep with no work, by kind of method: launches, and the Python around them.
+    gram : float
+        Seconds that a half sweep of implicit feedback takes beyond that, whatever its size.
     gather_bytes, cached_bytes : float
         Bytes/s of gathered rows of factors from memory, and from the L2 cache.
     upload_bytes : float
         Bytes/s from the caller's arrays to the GPU, through pinned buffers.
-    row_setup : float
-        Seconds on the host for a row of ALS before the first iteration.
+    fit : dict of str to float
+        Seconds around a fit of any size beyond the CPU's, by kind of method.
+    row_setup, factor_setup : float
+        Seconds on the host for a row and for a factor beyond the CPU's and the bytes that are copied.
     entry_setup : dict of str to float
-        Seconds on the host for an entry of SGD or CCD++ before the first iteration.
+        The same for an entry of SGD or CCD++.
     start : float
         Seconds of the first use in a process: libraries, pinned buffers.
     compile : dict of str to float
         Seconds to compile the kernels of a new number of factors, by assembly or method.
     load : float
-        Seconds to load them where they have been compiled before.
+        Seconds to load them where another process has compiled them.
     """
 
     multiprocessors: int = 132
-    assembly: Curve = ((32, 2.4e13), (64, 4.4e13), (100, 4.4e13), (128, 5.2e13))
+    assembly: Curve = ((32, 3.0e13), (64, 4.8e13), (100, 4.6e13), (128, 5.5e13))
     solve: Curve = ((32, 3.5e12), (64, 6.4e12), (100, 5.6e12), (128, 5.3e12), (256, 1.46e13), (512, 1.8e13))
-    cg: float = 3.0e12
+    cg: float = 3.4e12
+    cg_step: float = 1.0e-9
     published: dict[str, Curve] = field(
         default_factory=lambda: {
-            "sparse_syrk": ((32, 1.69e13), (64, 1.78e13)),
-            "mo_als": ((32, 1.80e13), (64, 1.87e13)),
+            "sparse_syrk": ((32, 1.69e13), (64, 1.78e13), (256, 4.2e13)),
+            "mo_als": ((32, 1.80e13), (64, 1.87e13), (256, 3.8e13)),
             "bals": ((32, 1.18e13), (64, 1.78e13)),
         }
     )
@@ -198,16 +227,21 @@ class GpuRates:
             "batch_hogwild": ((32, 3.0e12), (128, 4.5e12)),
         }
     )
-    serial_update: float = 2.0e-8
-    ccd: float = 2.46e12
-    launch: float = 5.0e-6
-    sweep: float = 5.0e-4
+    serial_update: float = 1.2e-7
+    solved_update: float = 2.0e-8
+    ccd: float = 3.1e12
+    ccd_row: float = 2.5e-10
+    launch: float = 9.0e-6
+    sweep: dict[str, float] = field(default_factory=lambda: {"als": 7.0e-4, "sgd": 3.5e-4, "ccd": 5.0e-4})
+    gram: float = 4.0e-4
     gather_bytes: float = 5.4e12
     cached_bytes: float = 9.3e12
     upload_bytes: float = 1.0e10
-    row_setup: float = 2.2e-7
+    fit: dict[str, float] = field(default_factory=lambda: {"als": 3.8e-3, "sgd": 1.2e-3, "ccd": 2.0e-3})
+    row_setup: float = 9.0e-8
+    factor_setup: float = 3.0e-9
     entry_setup: dict[str, float] = field(
-        default_factory=lambda: {"msgd": 1.1e-8, "batch_hogwild": 2.6e-8, "ccd++": 1.3e-8}
+        default_factory=lambda: {"msgd": 2.0e-9, "batch_hogwild": 2.4e-8, "ccd++": 8.0e-9}
     )
     start: float = 0.4
     compile: dict[str, float] = field(
@@ -248,6 +282,7 @@ class GpuRates:
             published=curves(self.published),
             sgd=curves(self.sgd),
             ccd=self.ccd * share,
+            ccd_row=self.ccd_row / share,
             gather_bytes=self.gather_bytes * share,
             cached_bytes=self.cached_bytes * share,
         )

@@ -340,7 +340,7 @@ def _estimates_of(other: Plan, request: Request) -> Iterable[Estimate]:
 # ------------------------------------------------------------------------------------------- what has been done before
 
 _started: set[str] = set()
-_compiled: set[str] = set()
+_loaded: set[str] = set()
 
 
 def _signature(plan: Plan) -> str:
@@ -355,8 +355,9 @@ def _warmth(plan: Plan) -> _cost.Warmth:
     if plan.gpu is None:
         return _cost.Warmth()
     signature = _signature(plan)
-    compiled = signature in _compiled or (_machine.cache_folder() / "compiled" / signature).exists()
-    return _cost.Warmth(plan.device in _started, compiled)
+    loaded = signature in _loaded
+    compiled = loaded or (_machine.cache_folder() / "compiled" / signature).exists()
+    return _cost.Warmth(plan.device in _started, compiled, loaded)
 
 
 def remember(plan: Plan) -> None:
@@ -365,7 +366,7 @@ def remember(plan: Plan) -> None:
         return
     _started.add(plan.device)
     signature = _signature(plan)
-    _compiled.add(signature)
+    _loaded.add(signature)
     mark = _machine.cache_folder() / "compiled" / signature
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
