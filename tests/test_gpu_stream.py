@@ -225,6 +225,7 @@ def test_copies_arrive_whole_however_they_go(device, monkeypatch, caplog):
         np.testing.assert_array_equal(found[: len(source)], source)
         assert not found[len(source) :].any()
         part = device.zeros(100, np.int32)
+        copier.after(device.record())
         copier.copy(part, source[1000:1100])
         copier.copy(part, source[:0])
         copier.synchronize()

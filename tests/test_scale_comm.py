@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -677,3 +678,13 @@ def test_ctrl_c_ends_processes():
     with pytest.raises(KeyboardInterrupt):
         run_processes(1, unusual, ("hang",), timeout=30)
     assert not multiprocessing.active_children()
+
+
+def test_ranks_take_quick_turns_while_they_work() -> None:
+    usual = sys.getswitchinterval()
+    within = run_ranks(2, lambda communicator: sys.getswitchinterval())
+    assert max(within) < 1e-3 <= usual
+    assert sys.getswitchinterval() == usual
+    with pytest.raises(ArithmeticError):
+        run_ranks(1, lambda communicator: (_ for _ in ()).throw(ArithmeticError))
+    assert sys.getswitchinterval() == usual

@@ -48,9 +48,9 @@ def test_laws(fake, size, ordered):
     run = on_fakes(lambda c: laws(c, as_fake, np.asarray, whole=not ordered), ordered=ordered)
     assert min(run_ranks(size, run, timeout=20)) > 80
     assert os.environ[nccl.MULTICAST] == "0"
-    kinds = {"send", "recv", "broadcast", "destroy"} if ordered else {"allReduce", "reduce", "reduceScatter"}
+    kinds = {"send", "recv", "broadcast"} if ordered else {"allReduce", "reduce", "reduceScatter"}
     assert size == 1 or kinds <= set(fake.calls)
-    assert "abort" not in fake.calls
+    assert "destroy" not in fake.calls  # it waits for other threads with the interpreter locked
 
 
 def test_numpy_arrays_go_by_the_control(fake):
@@ -60,7 +60,7 @@ def test_numpy_arrays_go_by_the_control(fake):
         return checks
 
     assert min(run_ranks(2, on_fakes(rank), timeout=20)) > 80
-    assert set(fake.calls) == {"destroy"}
+    assert set(fake.calls) == {"abort"}  # by close
 
 
 def test_users_may_turn_multicast_on(fake, monkeypatch):

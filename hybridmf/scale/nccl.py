@@ -352,7 +352,11 @@ class NcclCommunicator:
         if not self._cause:
             with self._on_device():
                 self._cupy.cuda.Device(self.device).synchronize()
-                self._comm.destroy()
+                with suppress(CommunicatorError):  # others have failed: nothing of theirs is waited for
+                    self.control.barrier()
+                # Not destroy: it waits for the other ranks, and CuPy calls it with the interpreter locked, which ranks
+                # that are threads of this process then never leave. Nothing is under way any more on any rank.
+                self._comm.abort()
         self.control.close()
 
     def __del__(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,6 +22,10 @@ from .messages import TIMEOUT, MessageCommunicator, check_timeout
 logger = logging.getLogger("hybridmf")
 
 Result = TypeVar("Result")
+
+TURN = 1e-4
+"""Seconds a rank computes in Python before another gets its turn. With Python's 5 ms, a rank that has to launch a kernel
+may leave its GPU idle for as long: about what the kernels of a half sweep take on several GPUs."""
 
 PATIENCE = 10.0
 """Seconds that ranks get to notice that another has failed; who then still computes is left behind."""
@@ -150,6 +156,31 @@ class _Run:
                 self.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
 
 
+class _Turns:
+    """How many runs are under way, and the switch interval to go back to after the last."""
+
+    lock = threading.Lock()
+    runs = 0
+    usual = 0.0
+
+
+@contextmanager
+def _quick_turns() -> Iterator[None]:
+    """Have threads take turns in Python every TURN seconds."""
+    with _Turns.lock:
+        if not _Turns.runs:
+            _Turns.usual = sys.getswitchinterval()
+            sys.setswitchinterval(min(TURN, _Turns.usual))
+        _Turns.runs += 1
+    try:
+        yield
+    finally:
+        with _Turns.lock:
+            _Turns.runs -= 1
+            if not _Turns.runs:
+                sys.setswitchinterval(_Turns.usual)
+
+
 class RankThreads:
     """Threads that stay, one a rank: functions run on all of them, one function after the other.
 
@@ -200,9 +231,10 @@ class RankThreads:
         hub.left.clear()
         run = _Run(len(self.communicators))
         try:
-            for work in self._work:
-                work.put((run, function))
-            run.wait(lambda: not run.pending or run.error is not None)
+            with _quick_turns():
+                for work in self._work:
+                    work.put((run, function))
+                run.wait(lambda: not run.pending or run.error is not None)
         except BaseException as error:
             hub.fail(f"stopped by {type(error).__name__}")
             _let_go(run)
