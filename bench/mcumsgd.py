@@ -6,9 +6,9 @@
 "one GPU" is the solver of `device="cuda:0"`. Before anything is timed, GPU ranks are compared with CPU ranks on a small
 shape: they update in the same order. Another number of ranks is another order, with another path to the minimum: the
 RMSEs are reported beside the times; one that is no lower than at the start makes the exit code 1. Times are from before
-the first launch to after the last rank has finished, the median of the epochs after a warm-up. "balance" is the mean over the
-largest of the entries that ranks have in a step, averaged over the steps of an epoch: no speed-up can be more than
-that many times the ranks. Data: gpu_data.py.
+the first launch to after the last rank has finished, the median of the epochs after a warm-up. "balance" is the mean
+over the largest of the entries that ranks have in a step, averaged over the steps of an epoch: no speed-up can be more
+than that many times the ranks. Data: gpu_data.py.
 """
 
 from __future__ import annotations

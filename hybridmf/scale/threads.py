@@ -24,8 +24,10 @@ logger = logging.getLogger("hybridmf")
 Result = TypeVar("Result")
 
 TURN = 1e-4
-"""Seconds a rank computes in Python before another gets its turn. With Python's 5 ms, a rank that has to launch a kernel
-may leave its GPU idle for as long: about what the kernels of a half sweep take on several GPUs."""
+"""Seconds a rank computes in Python before another gets its turn.
+
+With Python's 5 ms, a rank that has to launch a kernel may leave its GPU idle for about as long as the kernels of a half
+sweep take on several GPUs."""
 
 PATIENCE = 10.0
 """Seconds that ranks get to notice that another has failed; who then still computes is left behind."""
