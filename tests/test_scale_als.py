@@ -272,7 +272,7 @@ def test_rank_out_of_memory(monkeypatch: pytest.MonkeyPatch, ratings_matrix: sp.
     assert_close(solver.state.on_host(), before, 0)
 
 
-def rank_of(comm: Any, layout: Layout, matrix: sp.csr_array, **changes: Any) -> RankALS:
+def rank_of(comm: Any, layout: Layout, matrix: sp.csr_array, columns: int | None = None, **changes: Any) -> RankALS:
     model, plan, checked, state = problem("explicit", matrix, 2)
     both_ways = {"user": checked, "item": transpose(checked, num_threads=1)}
     own = {}
@@ -280,6 +280,8 @@ def rank_of(comm: Any, layout: Layout, matrix: sp.csr_array, **changes: Any) -> 
         first, last = layout.own(side, comm.rank)
         own[side] = Factors(state.side(side).matrix[first:last])
     blocks = {side: layout.cut(side, comm.rank, both_ways[side]) for side in SIDES}
+    if columns is not None:
+        blocks["user"] = blocks["user"][:, :columns]
     plan = su_als.replace(plan, **changes)
     return RankALS(comm, layout, blocks, model._objective(), plan, State(own["user"], own["item"]), CpuWorker())
 
@@ -332,8 +334,10 @@ def test_bad_calls(ratings_matrix: sp.csr_array) -> None:
     layout = layout_of(ratings_matrix, (1, 2))
     with pytest.raises(ValueError, match="the layout is of 2 ranks, the communicator of 1"):
         rank_of(Single(), layout, ratings_matrix)
-    with pytest.raises(RatingsError, match=r"user block of rank 0 has shape .* cut it with Layout.cut"):
+    with pytest.raises(RatingsError, match=r"by user have shape \(60, 39\), the layout is of \(60, 40\)"):
         run_ranks(2, lambda comm: rank_of(comm, layout, ratings_matrix[:, :-1]))
+    with pytest.raises(RatingsError, match=r"user block of rank . has shape .* cut it with Layout.cut"):
+        run_ranks(2, lambda comm: rank_of(comm, layout, ratings_matrix, columns=-1))
     with pytest.raises(ValueError, match="same number of ranks"):
         Layout(layout.bounds, {"user": Grid(1, 2), "item": Grid(3, 1)})
     with pytest.raises(ValueError, match="at least 1 x 1"):

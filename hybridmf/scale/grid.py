@@ -16,6 +16,7 @@ import scipy.sparse as sp
 
 from .._objective import Side, other_side
 from .._validate import csr_arrays
+from ..errors import RatingsError
 from .partition import even_bounds
 
 
@@ -145,7 +146,17 @@ class Layout:
         -------
         csr_array
             The rows of `ranges`, one range after the other; columns count from the first of `columns`.
+
+        Raises
+        ------
+        RatingsError
+            The matrix has another shape than the layout.
         """
+        shape = (int(self.bounds[side][-1]), int(self.bounds[other_side(side)][-1]))
+        if matrix.shape != shape:
+            raise RatingsError(
+                f"ratings by {side} have shape {matrix.shape}, the layout is of {shape}; give all ranks the same"
+            )
         pieces = [rows_of(matrix, first, last) for first, last in self.ranges(side, rank)]
         if self.grids[side].splits == 1:
             return pieces[0]
