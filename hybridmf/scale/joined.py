@@ -24,22 +24,31 @@ class JoinedFactors(Factors):
     ----------
     parts : sequence of Factors
         Of each rank, wherever it keeps them; not to be written to.
+    order : int64 array, shape (n,), optional
+        Row of the input that each row of the parts belongs to, if not the same.
     """
 
-    def __init__(self, parts: Sequence[Factors]) -> None:
+    def __init__(self, parts: Sequence[Factors], order: np.ndarray | None = None) -> None:
         object.__setattr__(self, "parts", tuple(parts))
+        object.__setattr__(self, "order", order)
         object.__setattr__(self, "_host", None)
 
     parts: tuple[Factors, ...]
+    order: np.ndarray | None
     _host: Factors | None
 
     def on_host(self) -> Factors:
         """A copy in NumPy arrays, made once."""
         if self._host is None:
-            object.__setattr__(self, "_host", _joined([part.on_host() for part in self.parts]))
-        host = self._host
-        assert host is not None
-        return host
+            host = _joined([part.on_host() for part in self.parts])
+            if self.order is not None:
+                inverse = np.empty_like(self.order)
+                inverse[self.order] = np.arange(len(self.order))
+                host = host.take(inverse)
+            object.__setattr__(self, "_host", host)
+        joined = self._host
+        assert joined is not None
+        return joined
 
     @property
     def matrix(self) -> np.ndarray:

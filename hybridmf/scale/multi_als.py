@@ -16,63 +16,12 @@ from ..formats import Reordered, reorder, transpose
 from .communicator import Communicator
 from .cpu_rank import CpuWorker
 from .grid import Grid, Layout
+from .joined import JoinedFactors
 from .su_als import RankALS, ReductionName, Worker, rank_plan
 from .threads import RankThreads
 
 MakeWorker = Callable[[Communicator], tuple[Communicator, Worker]]
 """What a rank's thread communicates and computes with, from the communicator of the threads."""
-
-
-class ShardedFactors(Factors):
-    """Factors of a side whose ranges of rows lie with their ranks; they come together when somebody looks.
-
-    Parameters
-    ----------
-    parts : sequence of Factors
-        By rank.
-    order : int64 array, shape (n,), optional
-        Row of the input that each row of the parts belongs to, if not the same.
-    """
-
-    def __init__(self, parts: Sequence[Factors], order: np.ndarray | None = None) -> None:
-        object.__setattr__(self, "parts", tuple(parts))
-        object.__setattr__(self, "order", order)
-        object.__setattr__(self, "_host", None)
-
-    parts: tuple[Factors, ...]
-    order: np.ndarray | None
-    _host: Factors | None
-
-    def on_host(self) -> Factors:
-        """A copy in NumPy arrays, made once."""
-        if self._host is None:
-            parts = [part.on_host() for part in self.parts]
-            biases = [part.bias for part in parts if part.bias is not None]
-            host = Factors(np.concatenate([part.matrix for part in parts]), np.concatenate(biases) if biases else None)
-            if self.order is not None:
-                inverse = np.empty_like(self.order)
-                inverse[self.order] = np.arange(len(self.order))
-                host = host.take(inverse)
-            object.__setattr__(self, "_host", host)
-        host_factors = self._host
-        assert host_factors is not None
-        return host_factors
-
-    @property
-    def matrix(self) -> np.ndarray:
-        """Factors on the host."""
-        return self.on_host().matrix
-
-    @property
-    def bias(self) -> np.ndarray | None:
-        """Biases on the host."""
-        return self.on_host().bias
-
-    def __len__(self) -> int:
-        return sum(len(part) for part in self.parts)
-
-    def __reduce__(self) -> Any:
-        return Factors, (self.matrix, self.bias)
 
 
 class MultiALS(Alternating):
@@ -177,7 +126,7 @@ class MultiALS(Alternating):
     @property
     def state(self) -> State:
         """Factors of the last completed half sweep, in the order of the input."""
-        users, items = (ShardedFactors([rank.own[side] for rank in self.ranks], self._order(side)) for side in SIDES)
+        users, items = (JoinedFactors([rank.own[side] for rank in self.ranks], self._order(side)) for side in SIDES)
         return State(users, items, self.mean)
 
     def update(self, side: Side) -> None:
