@@ -520,6 +520,32 @@ def test_who_does_not_know_the_token_stays_out(caplog):
     assert "a connection from 127.0.0.1 was refused: the other end does not know the token" in caplog.text
 
 
+def test_who_came_to_a_meeting_that_failed_is_let_go(monkeypatch):
+    meetings = []
+    meet = sockets._Meeting.host
+    monkeypatch.setattr(sockets._Meeting, "host", lambda self, listener: meetings.append(self) or meet(self, listener))
+    answers = texts(over_sockets(2, laws, timeout=0.5, sizes=[3, 3]))
+    assert answers == ["ranks [2] did not come within 0.5 s", "rank 0 ended, or waits for ranks that do not come"]
+    assert [connection.fileno() for connection in meetings[0].peers.values()] == [-1]
+
+
+def test_a_message_that_stops_in_its_header_stops_all():
+    ours, theirs = _loopback()
+    with ours, theirs:
+        mesh = sockets.Mesh(0, {1: ours}, 0.1)
+        theirs.sendall(b"\0\0")
+        with mesh.changed:
+            assert mesh.changed.wait_for(lambda: bool(mesh._cause), 20)
+        with pytest.raises(CommunicatorError, match="rank 1 ended without closing"):
+            mesh.check()
+
+
+def _loopback() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname()[:2])
+        return listener.accept()[0], theirs
+
+
 def test_strangers_are_turned_away(caplog):
     """They come before the ranks do, say something else or nothing, and the ranks still meet."""
     address = free_address()

@@ -98,7 +98,7 @@ class _Crew:
         deadline = float("inf")
         while len(self.answers) < len(self.processes) and time.monotonic() < deadline:
             self._listen(min(1.0, max(0.0, deadline - time.monotonic())))
-            if deadline == float("inf") and any(error for _, error in self.answers.values()):
+            if deadline == float("inf") and any(error is not None for _, error in self.answers.values()):
                 deadline = time.monotonic() + PATIENCE
         errors = [error for _, error in self.answers.values() if error is not None]
         if errors:

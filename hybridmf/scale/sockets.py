@@ -234,13 +234,20 @@ class _Meeting:
         try:
             other = _greet(connection, self.token, True, greeting)
         except (OSError, EOFError, ValueError, struct.error) as error:
+            connection.close()
             raise CommunicatorError(
                 f"rank {rank} refused rank {self.rank}: it has another token ({TOKEN} must be the same everywhere), or "
                 f"something else listens there ({str(error) or type(error).__name__})"
             ) from error
         if other.get("rank") != rank:
+            connection.close()
             raise CommunicatorError(f"rank {other.get('rank')} answers where rank {rank} should")
         self.peers[rank] = connection
+
+    def leave(self) -> None:
+        """Hang up on those who came: they must not wait for a meeting that has failed."""
+        for connection in self.peers.values():
+            connection.close()
 
 
 # ---------------------------------------------------------------------------------------------- transport
@@ -386,11 +393,15 @@ class Mesh:
             self._release(peer)
 
     def _next_header(self, connection: socket.socket) -> dict[str, Any]:
-        while True:
-            with suppress(TimeoutError):  # nothing has to come for as long as ranks compute
-                if not connection.recv(1, socket.MSG_PEEK):
-                    raise EOFError
-                return _read_header(connection)
+        begun = b""
+        while not begun:
+            try:
+                begun = connection.recv(1, socket.MSG_PEEK)
+            except TimeoutError:  # nothing has to come for as long as ranks compute
+                continue
+            if not begun:
+                raise EOFError
+        return _read_header(connection)  # what has begun must come on
 
     def _release(self, peer: int) -> None:
         """Nothing comes from the rank any more; once nothing goes to it either, the connection is closed."""
@@ -460,8 +471,11 @@ class SocketCommunicator(MessageCommunicator):
         meeting = _Meeting(rank, size, address, token, check_timeout(timeout))
         try:
             peers = meeting.host(listener) if rank == 0 else meeting.join()
-        except OSError as error:
-            raise CommunicatorError(f"rank {rank} cannot use {address[0]}:{address[1]}: {error}") from error
+        except BaseException as error:
+            meeting.leave()
+            if isinstance(error, OSError):
+                raise CommunicatorError(f"rank {rank} cannot use {address[0]}:{address[1]}: {error}") from error
+            raise
         return cls(Mesh(rank, peers, meeting.timeout), range(size), rank)
 
     @classmethod
