@@ -193,7 +193,7 @@ def test_any_entries_and_slabs(entries, slab_bytes):
         assert_same_ratings(store, expected)
         ratings = StoreMatrix(store, "user", np.float64, drop_zeros=True)
         assert_same_matrix(ratings.load(), as_csr(expected, dtype=np.float64, drop_zeros=True))
-        assert ratings.fingerprint() == fingerprint(ratings.load())
+        assert fingerprint(ratings) == fingerprint(ratings.load())
 
 
 def test_real_ratings(data_dir, tmp_path):
@@ -308,6 +308,14 @@ def test_a_store_is_replaced_only_when_asked_to(tmp_path):
     assert hmf.Store.open(tmp_path / "store").nnz == 300
     store = hmf.convert(path, tmp_path / "store", overwrite=True)
     assert_same_ratings(store, hmf.Ratings.from_file(path))
+
+
+def test_a_store_is_cut_anew_in_its_own_folder(tmp_path):
+    path = write_text(tmp_path / "r.csv", triplets())
+    store = hmf.convert(path, tmp_path / "store", slab_bytes=SLAB)
+    again = hmf.convert(store, tmp_path / "store", overwrite=True)
+    assert len(again.slabs()) < len(store.slabs())
+    assert_same_ratings(again, hmf.Ratings.from_file(path))
 
 
 # ------------------------------------------------------------------------------------------------- interruptions

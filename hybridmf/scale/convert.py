@@ -141,12 +141,14 @@ def convert(
         reader = _reader_of(os.fsdecode(source), options, limit)
     identity = json.loads(json.dumps(identity if reader is not None else None))
     goes_on = folder.judge(check_bool("overwrite", overwrite), identity)
+    # read before anything is removed: the source may be the store that is replaced
+    loaded = None if reader is not None else _in_memory(source, options)
     with folder.cleaning_up():
         if not goes_on:
             folder.begin(identity)
-        if reader is None:
-            _convert_matrix(_in_memory(source, options), folder, entries)
-        else:
+        if loaded is not None:
+            _convert_matrix(loaded, folder, entries)
+        elif reader is not None:
             _Streamed(folder, reader, duplicates, entries, max(1, limit // CHUNK_BYTES)).run()
     return Store.open(path)
 
