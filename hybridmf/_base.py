@@ -147,7 +147,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)
         data = ""
         if where or resume_from is not None:
-            data = matrix.fingerprint() if stored else checkpoints.fingerprint(matrix)
+            data = checkpoints.fingerprint(matrix)
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data)
 
         logger.info("plan:\n%s", plan)
@@ -223,11 +223,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         objective, settings = self._objective(), self._settings()
         shape = (len(content.state.user), len(content.state.item))
         nnz = int(content.summary.get("nnz", 0))
-        try:
-            plan = make_plan(objective, settings, shape, nnz)
-        except DeviceError as error:  # serving needs no device: a model fitted on a GPU is of use without one
-            logger.warning("%s; the loaded model is served by the CPU", error)
-            plan = make_plan(objective, replace(settings, device="auto"), shape, nnz)
+        plan = _plan_to_serve(objective, settings, shape, nnz)
         self._learn(
             Learned(
                 objective,
@@ -243,6 +239,17 @@ class FactorModel(ServingMixin, BaseEstimator):
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])
         self.n_features_in_ = shape[1]
         return self
+
+
+def _plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
+    """The plan of a fit that may not be possible here: a model fitted on a GPU is of use without one."""
+    try:
+        return make_plan(objective, settings, shape, nnz)
+    except DeviceError as error:
+        logger.warning("%s; the loaded model is served without it", error)
+    # what only some GPU has was for the fit; new rows are solved exactly, whatever the method was
+    anywhere = replace(settings, device="auto", assembly="auto", precision="float32", method=None)
+    return make_plan(objective, anywhere, shape, nnz)
 
 
 def _seeded(plan: Plan, seed_bits: int | None) -> Plan:

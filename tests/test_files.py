@@ -7,6 +7,7 @@ import json
 import os
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import safetensors
 import safetensors.numpy
 import scipy.sparse as sp
 from conftest import planted
+from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 import hybridmf as hmf
@@ -122,6 +124,30 @@ def test_a_model_comes_back_bit_for_bit(kind, labels, tmp_path):
     loaded.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
     assert loaded.fit(planted()).n_iter_ == 5
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        hmf.ExplicitALS(factors=3, iterations=2, random_state=0),
+        hmf.SGD(factors=3, iterations=2, random_state=0),
+    ],
+)
+def test_a_model_of_what_only_gpus_have_is_served_without_one(model, tmp_path, monkeypatch):
+    def none(name):
+        raise DeviceError("there is none")
+
+    monkeypatch.setattr("hybridmf.gpu.device.open_device", none)
+    fitted = clone(model).set_params(device="cpu").fit(planted())
+    wanted = fitted.recommend([0, 1], N=3)
+    own = {"precision": "bf16x3", "assembly": "fused"} if isinstance(model, hmf.ExplicitALS) else {}
+    fitted.set_params(device="cuda", **(own or {"schedule": "batch_hogwild", "precision": "float16"}))
+    fitted._learned = replace(fitted._learned, params=fitted.get_params(deep=False))
+    fitted.save(tmp_path / "model.safetensors")
+    loaded = hmf.load(tmp_path / "model.safetensors")
+    assert loaded.device_ == "cpu"
+    np.testing.assert_array_equal(loaded.recommend([0, 1], N=3)[0], wanted[0])
+    assert loaded.transform(planted()).shape[1] == 3
 
 
 def test_a_loaded_model_takes_updates(tmp_path):
