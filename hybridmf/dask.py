@@ -26,6 +26,7 @@ from .errors import CommunicatorError, RatingsError
 from .scale.messages import TIMEOUT, MessageCommunicator, check_timeout
 from .scale.shares import RankRatings, SharedEntries, StoredRatings
 from .scale.spmd import fit_rank
+from .scale.store import Store
 
 try:
     import distributed
@@ -285,8 +286,6 @@ def _rank_ratings(request: _Request, chunks: list[Chunk], labels: Any, store: st
     model = request.model
     dtype, implicit = model._settings().dtype, model._objective().is_implicit
     if store is not None:
-        from .scale.store import Store
-
         return StoredRatings(Store.open(store), dtype, implicit)
     user_ids, item_ids = labels
     users = [_positions(user_ids, chunk.user_ids, chunk.users) for chunk in chunks]
@@ -407,7 +406,7 @@ def fit(
 
 
 def _is_store(ratings: Any) -> bool:
-    return isinstance(ratings, (str, os.PathLike)) or type(ratings).__name__ == "Store"
+    return isinstance(ratings, (str, os.PathLike, Store))
 
 
 def _chunks(client: Any, addresses: Sequence[str], ratings: Any, user: str, item: str, value: str | None) -> list[Any]:

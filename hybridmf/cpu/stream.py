@@ -10,6 +10,7 @@ import numpy as np
 from .._objective import SIDES, Factors, Objective, Side, State
 from .._plan import Plan
 from .._validate import csr_arrays
+from ..scale.joined import part_of
 from ..scale.slabs import Slabs
 from .als import CpuALS, HalfSweep, aligned_zeros, losses_of_rows, total_objective, weighted_gram
 
@@ -41,20 +42,16 @@ class StreamedHalf:
         gram = weighted_gram(np.ascontiguousarray(fixed.matrix), self.objective, plan.num_threads, blas=plan.uses_blas)
         out = aligned_zeros((len(self.degrees), plan.factors), fixed.matrix.dtype)
         bias = np.zeros(len(out), dtype=out.dtype) if self.objective.biases else None
-        for k, (first, last) in enumerate(pairwise(bounds)):
+        for k, (first, last) in enumerate(pairwise(bounds.tolist())):
             self.slabs.prefetch(k + 1)
-            rows = slice(int(first), int(last))
+            rows = slice(first, last)
             half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, np.arange(first, last))
-            before = None if start is None else _part(start, rows)
+            before = None if start is None else part_of(start, first, last)
             solved = half.solve(fixed, mean, before, gram)
             out[rows] = solved.matrix
             if bias is not None and solved.bias is not None:
                 bias[rows] = solved.bias
         return Factors(out, bias)
-
-
-def _part(factors: Factors, rows: slice) -> Factors:
-    return Factors(factors.matrix[rows], None if factors.bias is None else factors.bias[rows])
 
 
 class StreamedCpuALS(CpuALS):
@@ -81,10 +78,10 @@ class StreamedCpuALS(CpuALS):
         """The objective at the current factors, in float64."""
         half, state = self.halves["user"], self.state
         slabs, losses = half.slabs, np.zeros(len(half.degrees))
-        for k, (first, last) in enumerate(pairwise(slabs.bounds)):
+        for k, (first, last) in enumerate(pairwise(slabs.bounds.tolist())):
             slabs.prefetch(k + 1)
-            rows = slice(int(first), int(last))
-            part = State(_part(state.user, rows), state.item, state.mean)
+            rows = slice(first, last)
+            part = State(part_of(state.user, first, last), state.item, state.mean)
             csr = csr_arrays(slabs.matrix(k))
             losses[rows] = losses_of_rows(self.objective, csr, part, self.plan.num_threads)
         return total_objective(

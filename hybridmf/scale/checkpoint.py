@@ -35,7 +35,7 @@ from .._objective import State
 from .._validate import check_bool, check_int, check_real
 from ..errors import ModelFileError
 from ..ratings import Ratings
-from .store import Store
+from .store import Store, StoreMatrix
 
 logger = logging.getLogger("hybridmf")
 
@@ -116,9 +116,10 @@ class Checkpoint:
         return Path(self.directory)
 
 
-def fingerprint(matrix: sp.csr_array) -> str:
+def fingerprint(matrix: sp.csr_array | StoreMatrix) -> str:
     """Short identity of the training data: shape, number of entries and a CRC-32 of the arrays."""
-    return join_fingerprints(matrix.indptr, [piece_of_fingerprint(matrix)], matrix.shape)
+    parts = matrix.matrices() if isinstance(matrix, StoreMatrix) else [matrix]
+    return join_fingerprints(matrix.indptr, [piece_of_fingerprint(part) for part in parts], matrix.shape)
 
 
 Piece = tuple[int, int, int, int]

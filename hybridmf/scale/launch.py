@@ -18,6 +18,7 @@ from .messages import TIMEOUT
 from .shares import RankRatings, StoredRatings, WholeRatings
 from .sockets import SocketCommunicator, local_rank
 from .spmd import fit_rank
+from .store import Store
 
 logger = logging.getLogger("hybridmf")
 
@@ -88,13 +89,8 @@ def _share(model: Any, ratings: Any) -> RankRatings:
     """What a rank has of the ratings."""
     settings, implicit = model._settings(), model._objective().is_implicit
     if isinstance(ratings, (str, os.PathLike)):
-        if Path(ratings).is_dir():
-            from .store import Store
-
-            ratings = Store.open(ratings)
-        else:
-            ratings = Ratings.from_file(os.fspath(ratings))
-    if type(ratings).__name__ == "Store":
+        ratings = Store.open(ratings) if Path(ratings).is_dir() else Ratings.from_file(os.fspath(ratings))
+    if isinstance(ratings, Store):
         return StoredRatings(ratings, settings.dtype, implicit)
     if not sp.issparse(ratings) and not isinstance(ratings, Ratings):
         kind = type(ratings).__name__

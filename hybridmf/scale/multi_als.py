@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import SIDES, Factors, Objective, Side, State
+from .._objective import SIDES, Objective, Side, State
 from .._plan import Plan
 from .._solver import Alternating
 from ..errors import CommunicatorError
@@ -16,7 +16,7 @@ from ..formats import Reordered, reorder, transpose
 from .communicator import Communicator
 from .cpu_rank import CpuWorker
 from .grid import Grid, Layout
-from .joined import JoinedFactors
+from .joined import JoinedFactors, part_of
 from .su_als import RankALS, ReductionName, Worker, rank_plan
 from .threads import RankThreads
 
@@ -86,7 +86,7 @@ class MultiALS(Alternating):
         def make(threads: Communicator) -> RankALS:
             communicator, worker = self._make_worker(threads)
             rank = threads.rank
-            own = {side: _slice(inward[side], *self.layout.own(side, rank)) for side in SIDES}
+            own = {side: part_of(inward[side], *self.layout.own(side, rank)) for side in SIDES}
             return RankALS(
                 communicator,
                 self.layout,
@@ -144,10 +144,6 @@ class MultiALS(Alternating):
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
         return float(self._run(lambda threads: self.ranks[threads.rank].objective_value())[0])
-
-
-def _slice(factors: Factors, first: int, last: int) -> Factors:
-    return Factors(factors.matrix[first:last], None if factors.bias is None else factors.bias[first:last])
 
 
 def worker_maker(plan: Plan, threads: RankThreads) -> MakeWorker:

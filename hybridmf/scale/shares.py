@@ -19,6 +19,7 @@ from ..formats import transpose
 from .checkpoint import Piece, fingerprint, join_fingerprints, piece_of_fingerprint
 from .communicator import Communicator
 from .grid import Grid, Layout, columns_of, rows_of, stacked
+from .store import Store, StoreMatrix
 
 FINGERPRINT_BYTES = 96
 """Room for a fingerprint on its way to the other ranks."""
@@ -103,13 +104,11 @@ class StoredRatings:
         Leave out explicit zeros.
     """
 
-    def __init__(self, store: Any, dtype: Any, drop_zeros: bool) -> None:
-        from .store import StoreMatrix
-
+    def __init__(self, store: Store, dtype: Any, drop_zeros: bool) -> None:
         users = StoreMatrix(store, "user", dtype, drop_zeros)
         self.shape: tuple[int, int] = store.shape
         self.user_ids, self.item_ids = store.user_ids, store.item_ids
-        self._sides: dict[Side, Any] = {"user": users, "item": users.transposed()}
+        self._sides: dict[Side, StoreMatrix] = {"user": users, "item": users.transposed()}
         self._identity = f"store {store._manifest['checksum']}"
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:

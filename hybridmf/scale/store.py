@@ -424,16 +424,6 @@ class StoreMatrix:
             at += part.nnz
         return make_csr(self.indptr, indices, data, self.shape)
 
-    def fingerprint(self) -> str:
-        """What `hybridmf.scale.checkpoint.fingerprint` says of the same ratings in memory."""
-        indptr = self.indptr
-        crc = zlib.crc32(indptr.data.cast("B"))
-        for name in ("indices", "data"):
-            for part in self.matrices():
-                array = np.ascontiguousarray(getattr(part, name))
-                crc = zlib.crc32(array.data.cast("B"), crc) if array.size else crc
-        return f"{self.shape[0]}x{self.shape[1]}-{self.nnz}-{crc:08x}"
-
 
 class StoredSeen:
     """What users have seen, read from a store when it is asked for; serves as `Learned.seen`.
