@@ -6,7 +6,7 @@ import contextlib
 import errno
 import gzip
 import os
-import tempfile
+import secrets
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,7 +103,10 @@ def write_atomically(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} does not exist")
     # In the same folder: a rename must not cross file systems. Not named after `path`: the longest names have no room.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".tmp")
+    temporary = path.parent / f"{prefix}{secrets.token_hex(8)}.tmp"
+    # not mkstemp: its files are their owner's alone, and to undo that needs the umask, which can be read only by
+    # setting it, for all threads
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             if callable(content):
@@ -112,12 +115,9 @@ def write_atomically(
                 file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp's 0600 would keep others from reading the file
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
 
