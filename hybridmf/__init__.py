@@ -8,7 +8,8 @@ comparisons of methods and devices.
 from . import datasets, errors, formats, metrics
 from ._config import config, show_config
 from ._io import load
-from ._plan import Plan, plan
+from ._plan import Plan
+from ._preview import plan
 from ._version import __version__
 from .als import ExplicitALS, ImplicitALS
 from .ccd import CCD

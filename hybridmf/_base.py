@@ -159,24 +159,13 @@ class FactorModel(ServingMixin, BaseEstimator):
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
         solver = self._solver(_seeded(plan, seed_bits), matrix, item_users, state, completed)
         ready = time.perf_counter()
-        labels: tuple[Any, Any] = (None, None)
-        if isinstance(user_items, (Ratings, Store)):
-            labels = (user_items.user_ids, user_items.item_ids)
-        learned = Learned(
-            objective,
-            plan,
-            state,
-            pattern(matrix),
-            total_of(matrix),
-            *labels,
-            _io.jsonable(self.get_params(deep=False)),
-        )
+        learned = self._learned_from(user_items, matrix, objective, plan, state)
         extra = {"data": data, "seed_bits": seed_bits}
         writer = None if where is None else checkpoints.Writer(where, extra, completed)
         run = _Run(self, solver, learned, user_items, validation, callback, writer)
-        del state, learned  # the factors a fit starts from need not outlive its first sweep
         if resumed:
             run.resume(completed, list(resumed.summary["history"]))
+        del state, learned, resumed  # the factors a fit starts from need not outlive its first sweep
         run.sweep(iterations, show_progress)
         dispatch.remember(plan)
         self.timings_ = {
@@ -185,6 +174,20 @@ class FactorModel(ServingMixin, BaseEstimator):
             "set up": ready - converted,
         }
         return self
+
+    def _learned_from(self, given: Any, matrix: Any, objective: Objective, plan: Plan, state: State) -> Learned:
+        """What is known before the first iteration of a fit on `given`, `matrix` once checked."""
+        labelled = isinstance(given, (Ratings, Store))
+        return Learned(
+            objective,
+            plan,
+            state,
+            pattern(matrix),
+            total_of(matrix),
+            given.user_ids if labelled else None,
+            given.item_ids if labelled else None,
+            _io.jsonable(self.get_params(deep=False)),
+        )
 
     def _seed_bits(self, kept: int | None) -> int | None:
         """What iterations draw from: as a checkpoint has it, else by `random_state`; None where nothing is drawn."""

@@ -23,7 +23,7 @@ from . import _machine, dispatch
 from ._base import FactorModel
 from ._cost import Warmth, cost_of
 from ._machine import CpuRates, Curve, GpuRates, Machine, built_in
-from ._plan import plan
+from ._preview import plan
 from ._validate import available_cores
 from .als import ExplicitALS, ImplicitALS
 from .ccd import CCD

@@ -13,7 +13,7 @@ import sklearn
 from threadpoolctl import threadpool_info
 
 from . import _formats, dispatch
-from ._plan import available_memory
+from ._memory import available_memory
 from ._validate import available_cores, check_threads
 from ._version import __version__
 from .cpu import _als

@@ -7,31 +7,26 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
-from sklearn.base import clone
 
 from . import dispatch
 from ._cost import Facts
+from ._memory import available_memory, cpu_bytes, mib, system_bytes, tile_pointers
 from ._validate import (
-    MAX_AXIS,
     MAX_FACTORS,
-    cgroup_folders,
     check_bool,
     check_choice,
     check_int,
-    check_nonempty,
     check_threads,
-    index_pointer_dtype,
-    system_words,
 )
 from .cpu import _als
 from .errors import DeviceError, DeviceMemoryError, MemoryBudgetError
 from .gpu import assemblies, fused
 from .gpu.device import DeviceSpec, parse_bytes
 from .scale.grid import Grid
-from .scale.planner import H200, Problem, ScalePlan, plan_ranks, plan_scale
+from .scale.planner import H200, Problem, ScalePlan, plan_ranks
 
 if TYPE_CHECKING:
     from ._objective import Objective, Side
@@ -62,12 +57,6 @@ REORDER_DEGREE = 16
 Both bounds divide what bench/layouts.py measures (docs/performance.md): BALS gains 3 to 15 % by degree order beyond
 both (ML-10M's shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M's shape below f = 128, Epinions')."""
 
-GRAM_ROWS = 512
-"""Rows a thread of `_als.gram` widens to float64 at a time (GRAM_ROWS of cpu/_als.pyx)."""
-
-MAX_GPUS = 4096
-"""More than any machine has; a bound for `plan`."""
-
 MAX_CG_STEPS = 10_000
 """Exact arithmetic would need `factors` steps, 2048 at most."""
 
@@ -86,6 +75,7 @@ STREAM_BUFFERS = 3
 STREAM_SLAB = 4 << 20
 """Entries of a slab that ratings in memory are cut to: its copy takes less than a millisecond on a PCIe 5 bus, its
 launches less than its kernels."""
+
 CPU_PARTIAL_BYTES = 256 << 20
 """Systems that a rank on the CPU sums at a time where several ranks share them."""
 
@@ -349,8 +339,8 @@ class Plan:
             f"solver    {solver if self.method is None else self.method}",
             f"kernels   {self._kernels()}",
             f"work      {self.flops_per_iteration / 1e9:,.1f} GFLOP per iteration",
-            f"memory    {_mib(self.total_bytes)}{' on each' if self.scale else ''}: "
-            + ", ".join(f"{name} {_mib(size)}" for name, size in self.bytes.items()),
+            f"memory    {mib(self.total_bytes)}{' on each' if self.scale else ''}: "
+            + ", ".join(f"{name} {mib(size)}" for name, size in self.bytes.items()),
         ]
         if self.streamed:
             once = ", once: they stay on the GPU" if self.resident else ""
@@ -373,10 +363,6 @@ class Plan:
             f"{self.gpu}, {self.precision} products, rows cut after {self.segment:,} entries, "
             f"{self.batch_slots:,} systems at a time"
         )
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
 
 
 def make_plan(
@@ -409,10 +395,27 @@ def make_plan(
                 settings = replace(settings, device=settings.device[0])
     else:
         spec, reason = dispatch.find_gpu(settings.device)
+    plan = replace(_undecided(objective, settings, shape, nnz), reason=reason, devices=devices, facts=facts)
+    if slab is not None and settings.method is None:
+        plan = _stored(plan, slab)
+    if settings.method is not None:
+        decided = settings.method.plan(plan, settings, spec)
+    elif devices:
+        decided = _plan_ranks(plan, replace(settings, device=devices[0]), objective, spec)
+    else:
+        decided = dispatch.choose(_als_request(plan, settings, objective, spec))
+    for note in _instruction_set_notes():
+        if note in decided.notes:
+            logger.warning(note)
+    return decided
+
+
+def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
+    """What was asked for, "auto" included."""
     rank = settings.factors + (1 if objective.biases else 0)
-    plan = Plan(
+    return Plan(
         device="cpu",
-        reason=reason,
+        reason="",
         n_users=shape[0],
         n_items=shape[1],
         nnz=nnz,
@@ -431,26 +434,7 @@ def make_plan(
         balance=settings.balance,
         batch_flops=BATCH_FLOPS * settings.num_threads,
         method=settings.method,
-        devices=devices,
-        facts=facts,
     )
-    if slab is not None and settings.method is None:
-        if devices:
-            raise ValueError(
-                f"device={list(devices)!r} cannot share a store; name one device, or let ranks read their parts of it: "
-                "hybridmf.scale.fit, hybridmf.dask.fit; or load it: store.to_ratings()"
-            )
-        plan = _stored(plan, slab)
-    if settings.method is not None:
-        decided = settings.method.plan(plan, settings, spec)
-    elif devices:
-        decided = _plan_ranks(plan, replace(settings, device=devices[0]), objective, spec)
-    else:
-        decided = dispatch.choose(_als_request(plan, settings, objective, spec))
-    for note in _instruction_set_notes():
-        if note in decided.notes:
-            logger.warning(note)
-    return decided
 
 
 def _find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
@@ -473,7 +457,7 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
         # the ranks share memory: all of them together need the ratings once more, in blocks, and the gathered side
         sizes = dict(plan.bytes)
         sizes["gathered"] = ranks * max(plan.n_users, plan.n_items) * plan.rank * np.dtype(plan.dtype).itemsize
-        slots = max(1, CPU_PARTIAL_BYTES // _partial_bytes(plan))
+        slots = max(1, CPU_PARTIAL_BYTES // system_bytes(plan))
         return replace(plan, bytes=sizes, batch_slots=slots)
     plan = gpu_plan(plan, settings, objective, spec)
     problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, np.dtype(plan.dtype).itemsize)
@@ -483,12 +467,6 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
     left = min(GPU_BATCH_BYTES, max(0, free - sum(fullest.bytes.values()) + fullest.bytes["systems"]))
     slots = max(left // _slot_bytes(plan), plan.tile_rows, 1)
     return replace(plan, scale=scale, bytes=fullest.bytes, batch_slots=slots)
-
-
-def _partial_bytes(plan: Plan) -> int:
-    """Bytes of a system that is summed on the CPU by several ranks."""
-    width = _als.padded_rank(plan.rank)
-    return (width + 1) * width * np.dtype(plan.dtype).itemsize
 
 
 def _als_request(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> dispatch.Request:
@@ -550,8 +528,7 @@ def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
     itemsize = np.dtype(plan.dtype).itemsize
     tile_rows = tile_cols = 0
     if assembly == "bals":
-        width = _als.padded_rank(plan.rank)
-        tile_rows = int(np.clip(L2_ACCUMULATORS // ((width + 1) * width * itemsize), 4, 256))
+        tile_rows = int(np.clip(L2_ACCUMULATORS // system_bytes(plan), 4, 256))
         tile_cols = int(np.clip(L2_TILE // (plan.rank * itemsize), 32, 4096))
     plan = replace(
         plan,
@@ -562,7 +539,7 @@ def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
         tile_cols=tile_cols,
         notes=tuple(notes),
     )
-    return replace(plan, bytes=_cpu_bytes(plan))
+    return replace(plan, bytes=cpu_bytes(plan))
 
 
 def _cpu_reordering(plan: Plan, assembly: str) -> str:
@@ -580,6 +557,11 @@ def _cpu_reordering(plan: Plan, assembly: str) -> str:
 
 def _stored(plan: Plan, slab: int) -> Plan:
     """The plan for ratings that are read from a store."""
+    if plan.devices:
+        raise ValueError(
+            f"device={list(plan.devices)!r} cannot share a store; name one device, or let ranks read their parts of "
+            "it: hybridmf.scale.fit, hybridmf.dask.fit; or load it: store.to_ratings()"
+        )
     if plan.reorder not in ("auto", "none"):
         raise ValueError(
             f"reorder={plan.reorder!r} needs all ratings in memory, and a store is read slab by slab; "
@@ -682,7 +664,7 @@ def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
     slab = int(np.clip(left / 2 / entry, 1, STREAM_SLAB))
     plan = replace(plan, streamed="host", slab=min(slab, plan.nnz))
     note = (
-        f"the ratings do not fit on the GPU: {_mib(2 * plan.nnz * (4 + itemsize))} come from the memory of the host in "
+        f"the ratings do not fit on the GPU: {mib(2 * plan.nnz * (4 + itemsize))} come from the memory of the host in "
         "each iteration"
     )
     return _with_batches(replace(plan, notes=(*plan.notes, note)), _streamed_bytes(plan), spec)
@@ -735,11 +717,11 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
         "factors": (m + n + max(m, n)) * width * itemsize,
     }
     if plan.tile_rows:
-        sizes["tiles"] = 2 * nnz * (8 + itemsize) + 8 * (_tile_pointers(m, n, plan) + _tile_pointers(n, m, plan))
+        sizes["tiles"] = 2 * nnz * (8 + itemsize) + 8 * (tile_pointers(m, n, plan) + tile_pointers(n, m, plan))
     return sizes
 
 
-# ---------------------------------------------------------------------------------------------------- CPU
+# ---------------------------------------------------------------------------------------------------- both
 
 
 def _instruction_set_notes() -> list[str]:
@@ -749,101 +731,6 @@ def _instruction_set_notes() -> list[str]:
         return []
     known = "avx512, avx2, portable"
     return [f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: {known}); using {used}"]
-
-
-def _cpu_bytes(plan: Plan) -> dict[str, int]:
-    """Memory by purpose."""
-    m, n, nnz, rank = plan.n_users, plan.n_items, plan.nnz, plan.rank
-    itemsize = np.dtype(plan.dtype).itemsize
-    pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
-    # the caller's orientation and its transpose; permuted copies of both
-    layouts = 2 if plan.reorder == "none" else 4
-    sizes = {
-        "ratings": layouts * (plan.slab if plan.streamed else nnz) * (itemsize + 4) + (m + n) * (pointer + 8),
-        # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
-        "factors": (m + n + max(m, n)) * rank * itemsize,
-        # one after the other: the Gram matrix is there before the rows are solved
-        "workspace": max(
-            plan.num_threads * _row_scratch(plan, itemsize) * itemsize + _segment_bytes(plan, itemsize),
-            _gram_bytes(plan),
-        ),
-    }
-    if plan.tile_rows:
-        pointers = _tile_pointers(m, n, plan) + _tile_pointers(n, m, plan)
-        # the kernels' int64 pointers are copies where those of the format are int32
-        sizes["tiles"] = 2 * nnz * (itemsize + 8) + pointers * (8 if pointer == 8 else pointer + 8)
-    return sizes
-
-
-def _row_scratch(plan: Plan, itemsize: int) -> int:
-    """Elements of scratch of one thread that solves rows."""
-    if plan.tile_rows:
-        return _als.bals_workspace_size(plan.rank, itemsize, plan.tile_rows, plan.tile_cols)
-    if plan.solver == "subspace":
-        longest = min(plan.nnz, max(plan.n_users, plan.n_items))  # a bound: sizes do not tell
-        return _als.subspace_workspace_size(plan.rank, plan.block_size, itemsize, longest)
-    return _als.workspace_size(plan.rank, itemsize)
-
-
-def _segment_bytes(plan: Plan, itemsize: int) -> int:
-    """Partial systems of rows so long that threads share them, if there can be such rows."""
-    if plan.assembly != "simd" or plan.solver != "cholesky":
-        return 0
-    if min(plan.nnz, max(plan.n_users, plan.n_items)) <= _als.LONG_ROW:
-        return 0
-    width = _als.padded_rank(plan.rank)
-    return _als.SEGMENTS * (width + 1) * width * itemsize
-
-
-def _gram_bytes(plan: Plan) -> int:
-    """Float64 scratch of `_als.gram`, which implicit feedback needs: rows of each thread, up to 256 partial sums."""
-    if plan.feedback == "explicit":
-        return 0
-    width = _als.padded_rank(plan.rank)
-    parts = min(256, -(-max(plan.n_users, plan.n_items) // GRAM_ROWS)) + 3  # the sum, its halves put together
-    return (plan.num_threads * GRAM_ROWS + parts * width) * width * 8
-
-
-def _tile_pointers(rows: int, columns: int, plan: Plan) -> int:
-    """Elements of seg_ptr and tile_ptr of one orientation."""
-    return (rows + -(-rows // plan.tile_rows)) * -(-columns // plan.tile_cols)
-
-
-def available_memory() -> int | None:
-    """Bytes this process can still get, by machine and control groups; None where the system does not say."""
-    sizes = [_free_memory(), *map(_cgroup_memory, cgroup_folders("memory"))]
-    return min((size for size in sizes if size is not None), default=None)
-
-
-def _free_memory() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-_CGROUP_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def _cgroup_memory(folder: str) -> int | None:
-    """What is left of the limit of one control group (v2 or v1), None without a limit; cached files make way."""
-    for limit, usage, cache in _CGROUP_FILES:
-        words = system_words(f"{folder}/{limit}") + system_words(f"{folder}/{usage}")
-        if len(words) == 2 and words[0].isdecimal():  # not "max"
-            statistics = system_words(f"{folder}/memory.stat")
-            cached = dict(zip(statistics[::2], statistics[1::2], strict=False)).get(cache, "0")
-            return max(0, int(words[0]) - int(words[1]) + int(cached))
-    return None
 
 
 def check_memory(plan: Plan) -> None:
@@ -858,139 +745,7 @@ def check_memory(plan: Plan) -> None:
     free = available_memory()
     if free is not None and plan.total_bytes > free:
         raise MemoryBudgetError(
-            f"the fit needs about {_mib(plan.total_bytes)} and {_mib(free)} are free "
-            f"({', '.join(f'{name} {_mib(size)}' for name, size in plan.bytes.items())}); "
+            f"the fit needs about {mib(plan.total_bytes)} and {mib(free)} are free "
+            f"({', '.join(f'{name} {mib(size)}' for name, size in plan.bytes.items())}); "
             "use fewer factors, dtype='float32', fewer threads, or a larger machine"
         )
-
-
-@overload
-def plan(
-    user_items: Any = None,
-    model: Any = None,
-    *,
-    shape: tuple[int, int] | None = None,
-    nnz: float | None = None,
-    factors: int | None = None,
-) -> Plan: ...
-
-
-@overload
-def plan(
-    user_items: Any = None,
-    model: Any = None,
-    *,
-    shape: tuple[int, int] | None = None,
-    nnz: float | None = None,
-    factors: int | None = None,
-    gpus: int,
-    gpu_memory: str | int | None = None,
-    host_memory: str | int | None = None,
-) -> ScalePlan: ...
-
-
-def plan(
-    user_items: Any = None,
-    model: Any = None,
-    *,
-    shape: tuple[int, int] | None = None,
-    nnz: float | None = None,
-    factors: int | None = None,
-    gpus: int | None = None,
-    gpu_memory: str | int | None = None,
-    host_memory: str | int | None = None,
-) -> Plan | ScalePlan:
-    """What fitting `model` would do: device, kernel, threads, memory, and why, without doing it.
-
-    With `gpus` it plans for a machine of so many GPUs, whether it is there or not: how ALS would be partitioned over
-    them, what would be replicated, split or streamed, and how long an iteration would take.
-
-    Parameters
-    ----------
-    user_items : Ratings, Store or sparse matrix, shape (n_users, n_items), optional
-        The data; or give `shape` and `nnz` for data you do not have.
-    model : estimator
-        Default: ``ExplicitALS()``.
-    shape : (n_users, n_items), optional
-    nnz : int, optional
-        Number of entries; a float such as 112e9 if it is whole.
-    factors : int, optional
-        Rank, in place of the model's.
-    gpus : int, optional
-        GPUs of a machine to plan for; they are taken for H200s in all but their memory.
-    gpu_memory : int or str, optional
-        Of each of them, such as "80GB". Default: 141 GB.
-    host_memory : int or str, optional
-        Of the machine, which decides between streaming from there and from disk. Default: 2 TB.
-
-    Returns
-    -------
-    Plan
-        Or with `gpus` a `hybridmf.scale.planner.ScalePlan`; both print themselves.
-
-    Raises
-    ------
-    MemoryBudgetError
-        No partition fits on the GPUs; says what would.
-
-    Examples
-    --------
-    >>> import hybridmf as hmf
-    >>> plan = hmf.plan(shape=(480_189, 17_770), nnz=99_072_112, model=hmf.ExplicitALS(factors=100, device="cpu"))
-    >>> plan.n_users
-    480189
-    """
-    from ._base import FactorModel
-    from .als import ExplicitALS
-
-    facts, slab = None, None
-    model = ExplicitALS() if model is None else model
-    if not isinstance(model, FactorModel):
-        hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
-        raise TypeError(f"model must be an estimator such as ExplicitALS(factors=64), got {model!r}{hint}")
-    if user_items is not None:
-        if shape is not None or nnz is not None:
-            raise ValueError("give either user_items or shape and nnz, not both")
-        matrix = model._check_matrix(user_items)
-        check_nonempty(matrix, "user_items")
-        facts = Facts.of(matrix, items=model._settings().method is not None)
-        shape, nnz, slab = matrix.shape, matrix.nnz, getattr(matrix, "largest_slab", None)
-    if shape is None or nnz is None:
-        raise ValueError("plan needs user_items, or shape and nnz")
-    if factors is not None:
-        model = clone(model).set_params(factors=factors)
-    sizes = _check_sizes(shape, nnz)
-    if gpus is None:
-        if gpu_memory is not None or host_memory is not None:
-            raise ValueError("gpu_memory and host_memory describe a machine to plan for; give gpus, their number, too")
-        return make_plan(model._objective(), model._settings(), *sizes, facts, slab)
-    return _plan_machine(model, sizes, check_int("gpus", gpus, 1, MAX_GPUS), gpu_memory, host_memory)
-
-
-def _plan_machine(model: Any, sizes: tuple[tuple[int, int], int], gpus: int, memory: Any, host: Any) -> ScalePlan:
-    """ALS on GPUs that need not be there."""
-    objective, settings = model._objective(), model._settings()
-    if settings.method is not None:
-        raise ValueError(f"gpus={gpus} plans ALS; {type(model).__name__} has no planner: name devices that are there")
-    rank = settings.factors + (1 if objective.biases else 0)
-    problem = Problem(*sizes, rank, np.dtype(settings.dtype).itemsize)
-    return plan_scale(
-        problem,
-        gpus,
-        None if memory is None else parse_bytes("gpu_memory", memory),
-        host_bytes=None if host is None else parse_bytes("host_memory", host),
-    )
-
-
-def _check_sizes(shape: Any, nnz: Any) -> tuple[tuple[int, int], int]:
-    try:
-        rows, columns = shape
-    except (TypeError, ValueError):
-        raise ValueError(f"shape must be two integers (n_users, n_items), got {shape!r}") from None
-    rows, columns = check_int("shape[0]", rows, 1, MAX_AXIS), check_int("shape[1]", columns, 1, MAX_AXIS)
-    if isinstance(nnz, (float, np.floating)) and float(nnz).is_integer():
-        nnz = int(nnz)
-    nnz = check_int("nnz", nnz, 0)
-    if nnz > rows * columns:
-        raise ValueError(f"nnz={nnz} entries do not fit in the {rows * columns} places of shape ({rows}, {columns})")
-    return (rows, columns), nnz

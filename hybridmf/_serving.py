@@ -16,9 +16,9 @@ from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from . import _plan
 from ._engine import engine_for
 from ._learned import Learned, align, pattern
+from ._memory import available_memory
 from ._objective import Factors, Side
 from ._plan import Plan
 from ._sparse import keep_entries, take_rows
@@ -466,7 +466,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         learned = self._learned
         known = learned.state.side(side)
         size = max(len(known), int(positions.max()) + 1)
-        free, needed = _plan.available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
+        free, needed = available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
         if free is not None and needed > free:
             raise MemoryBudgetError(
                 f"ids has {positions.max()}, so the model would need {size} {side}s and {needed / 2**20:,.0f} MiB; "

@@ -28,7 +28,8 @@ from . import _validate, formats
 from ._config import config
 from ._files import open_bytes, reading, write_atomically
 from ._io import load
-from ._plan import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS, plan
+from ._plan import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS
+from ._preview import plan
 from ._table import format_table
 from ._version import __version__
 from .als import ExplicitALS, ImplicitALS

@@ -533,7 +533,7 @@ class _Result:
 
 def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratings | None, bar: Any) -> _Result:
     """Fit once, looking on after each iteration; looking takes no part in the times."""
-    from ._plan import plan as make
+    from ._preview import plan as make
 
     plan = make(train, model)
     metric = METRICS[model._objective().feedback]
@@ -659,7 +659,7 @@ def _cases(
     named: dict[str, FactorModel], devices: Sequence[str], iterations: int | None, seed: int, train: Ratings
 ) -> tuple[list[tuple[str, str, FactorModel]], list[str]]:
     """(what runs, what does not and why); judged by plans, before any work."""
-    from ._plan import plan as make
+    from ._preview import plan as make
 
     cases, skipped = [], []
     missing = {}

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ._plan import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS, plan
+from ._plan import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS
+from ._preview import plan
 from ._table import format_table
 from ._validate import check_int
 from .als import ExplicitALS, ImplicitALS

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from . import _cost, _machine
+from ._memory import mib
 from ._version import __version__
 from .errors import DeviceError
 
@@ -293,15 +294,11 @@ def memory_lacks(plan: Plan) -> str:
     """How much memory a plan needs and its GPU has, if that is too little; empty if it is enough."""
     if plan.gpu is None or plan.total_bytes <= plan.gpu.free_bytes:
         return ""
-    parts = ", ".join(f"{name} {_mib(size)}" for name, size in plan.bytes.items())
+    parts = ", ".join(f"{name} {mib(size)}" for name, size in plan.bytes.items())
     return (
-        f"the fit needs about {_mib(plan.total_bytes)} on {plan.gpu.name} and {_mib(plan.gpu.free_bytes)} are free "
+        f"the fit needs about {mib(plan.total_bytes)} on {plan.gpu.name} and {mib(plan.gpu.free_bytes)} are free "
         f"({parts})"
     )
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
 
 
 def _with_estimates(plan: Plan, request: Request, rejected: Plan | None = None) -> Plan:

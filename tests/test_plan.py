@@ -13,8 +13,9 @@ import scipy.sparse as sp
 from conftest import planted
 
 import hybridmf as hmf
-from hybridmf import _config, _plan, _validate, dispatch
-from hybridmf._plan import Plan, available_memory, check_memory
+from hybridmf import _config, _memory, _plan, _validate, dispatch
+from hybridmf._memory import available_memory
+from hybridmf._plan import Plan, check_memory
 from hybridmf.cpu import _als
 from hybridmf.errors import MemoryBudgetError, RatingsError
 from hybridmf.formats import BalsMatrix
@@ -364,8 +365,8 @@ def test_available_memory(monkeypatch):
 def test_available_memory_honours_control_groups(monkeypatch, tmp_path, files, left):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(_plan, "_free_memory", lambda: 9000)
-    monkeypatch.setattr(_plan, "cgroup_folders", lambda controller: [str(tmp_path / "none"), str(tmp_path)])
+    monkeypatch.setattr(_memory, "_free_memory", lambda: 9000)
+    monkeypatch.setattr(_memory, "cgroup_folders", lambda controller: [str(tmp_path / "none"), str(tmp_path)])
     assert available_memory() == left
 
 

@@ -27,7 +27,7 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 import hybridmf as hmf
-from hybridmf import _plan, _serving, _validate, reference
+from hybridmf import _serving, _validate, reference
 from hybridmf._base import FactorModel
 from hybridmf._learned import pattern
 from hybridmf._objective import Factors, State
@@ -724,7 +724,7 @@ def test_an_update_is_all_or_nothing(method, monkeypatch):
 
 def test_an_id_that_does_not_fit_in_memory_is_refused(monkeypatch):
     model = fitted()
-    monkeypatch.setattr(_plan, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(_serving, "available_memory", lambda: 10_000)
     with pytest.raises(MemoryBudgetError, match="ids"):
         model.partial_fit_users([100_000], np.ones((1, N_ITEMS)))
 
@@ -1170,12 +1170,12 @@ def test_a_refit_replaces_everything():
 def test_memory_is_checked_before_the_work(monkeypatch):
     model = fitted()
     before = snapshot(model)
-    monkeypatch.setattr(_plan, "available_memory", lambda: 1000)
+    monkeypatch.setattr("hybridmf._plan.available_memory", lambda: 1000)
     with pytest.raises(MemoryBudgetError, match=says("the fit needs about", "are free", "use fewer factors")) as caught:
         model.fit(planted())
     assert isinstance(caught.value, MemoryError)
     assert_same(before, snapshot(model))
-    monkeypatch.setattr(_plan, "available_memory", lambda: None)  # a system that does not say
+    monkeypatch.setattr("hybridmf._plan.available_memory", lambda: None)  # a system that does not say
     assert model.fit(planted()).n_iter_ == 3
 
 

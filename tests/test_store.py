@@ -24,7 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import _plan
 from hybridmf._sparse import SUMMED, entry_sum
 from hybridmf._validate import as_csr
 from hybridmf.errors import DuplicateEntriesError, MemoryBudgetError, ModelFileError, RatingsError, StoreError
@@ -703,7 +702,7 @@ def test_a_model_of_a_store_is_saved_with_what_users_have_seen_if_that_fits(stor
     model.save(tmp_path / "model.safetensors")
     loaded = hmf.load(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(loaded.recommend(4)[0], model.recommend(4)[0])
-    monkeypatch.setattr(_plan, "available_memory", lambda: 100)
+    monkeypatch.setattr("hybridmf.scale.store.available_memory", lambda: 100)
     with pytest.raises(MemoryBudgetError, match=r"what users have seen takes .* include_seen=False"):
         model.save(tmp_path / "other.safetensors")
     model.save(tmp_path / "other.safetensors", include_seen=False)
@@ -743,7 +742,7 @@ def test_sgd_and_ccd_load_a_store_if_there_is_memory(store, monkeypatch, caplog)
         assert "loading the store" in caplog.text
         assert model.user_ids_.tolist() == ratings.user_ids.tolist()
         np.testing.assert_array_equal(found, model.fit(ratings).user_factors)
-    monkeypatch.setattr(_plan, "available_memory", lambda: 100)
+    monkeypatch.setattr("hybridmf.scale.store.available_memory", lambda: 100)
     with pytest.raises(MemoryBudgetError, match="ExplicitALS and ImplicitALS fit a store without loading it"):
         model.fit(store)
 

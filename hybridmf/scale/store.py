@@ -34,6 +34,7 @@ import scipy.sparse as sp
 
 from .. import _formats
 from .._io import decode_labels
+from .._memory import available_memory
 from .._objective import SIDES, Side, other_side
 from .._sparse import take_rows
 from .._validate import check_choice, csr_arrays, make_csr
@@ -223,8 +224,6 @@ class Store:
         MemoryBudgetError
             They do not fit.
         """
-        from .._plan import available_memory
-
         needed, free = 8 * self.nnz + 16 * self.n_users, available_memory()
         if free is not None and needed > free:
             raise MemoryBudgetError(
@@ -459,8 +458,6 @@ class StoredSeen:
         MemoryBudgetError
             They do not fit.
         """
-        from .._plan import available_memory
-
         needed, free = 10 * self.nnz, available_memory()
         if free is not None and needed > free:
             raise MemoryBudgetError(
