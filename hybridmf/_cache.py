@@ -21,4 +21,5 @@ def cache_dir() -> Path:
         (``~/.cache`` on Linux).
     """
     named = os.environ.get(CACHE_DIR, "").strip()
-    return Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("hybridmf", appauthor=False))
+    # unlike pathlib's, it leaves a user nobody knows as it is
+    return Path(os.path.expanduser(named)) if named else Path(platformdirs.user_cache_dir("hybridmf", appauthor=False))

@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ._cache import CACHE_DIR, cache_dir
 from ._files import write_atomically
 from ._version import __version__
 from .cpu import _als
 
 logger = logging.getLogger("hybridmf")
 
-CACHE_VARIABLE = "HYBRIDMF_CACHE_DIR"
 
 FORMAT = 2
 """Of the file; a change of its meaning takes the next number."""
@@ -355,19 +355,9 @@ def _constant_text(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------- the file
 
 
-def cache_folder() -> Path:
-    """Where measured constants are kept: HYBRIDMF_CACHE_DIR, else the user's cache directory."""
-    given = os.environ.get(CACHE_VARIABLE, "").strip()
-    if given:
-        return Path(given)
-    import platformdirs  # at first need
-
-    return Path(platformdirs.user_cache_dir("hybridmf", appauthor=False))
-
-
 def calibration_file() -> Path:
     """The file `save` writes and `machine` reads."""
-    return cache_folder() / "machine.json"
+    return cache_dir() / "machine.json"
 
 
 def processor() -> str:
@@ -407,7 +397,7 @@ def prepare() -> Path:
             pass
     except OSError as error:
         raise OSError(
-            f"constants cannot be kept in {path.parent} ({error}); set {CACHE_VARIABLE} to a folder you can write to"
+            f"constants cannot be kept in {path.parent} ({error}); set {CACHE_DIR} to a folder you can write to"
         ) from error
     return path
 

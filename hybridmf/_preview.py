@@ -74,7 +74,7 @@ def plan(
     gpus : int, optional
         GPUs of a machine to plan for; they are taken for H200s in all but their memory.
     gpu_memory : int or str, optional
-        Of each of them, such as "80GB". Default: 141 GB.
+        Of each of them, such as "80GB". Default: the model's `gpu_memory_limit`, else 141 GB.
     host_memory : int or str, optional
         Of the machine, which decides between streaming from there and from disk. Default: 2 TB.
 
@@ -129,7 +129,7 @@ def _plan_machine(model: Any, sizes: tuple[tuple[int, int], int], gpus: int, mem
     return plan_scale(
         problem,
         gpus,
-        None if memory is None else parse_bytes("gpu_memory", memory),
+        settings.gpu_memory_limit if memory is None else parse_bytes("gpu_memory", memory),
         host_bytes=None if host is None else parse_bytes("host_memory", host),
     )
 

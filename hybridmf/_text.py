@@ -109,6 +109,8 @@ def find_layout(
     codec = _text_encoding(path, head, encoding)
     if separator is not None:
         _check_separator(separator)
+    if comment is not None and not isinstance(comment, str):
+        raise TypeError(f"comment must be the text that comments begin with, or None, got {comment!r}")
     with reading(path, codec), io.TextIOWrapper(open_bytes(path), encoding=codec) as stream:
         lines = [line for line, _ in zip(Lines(stream, comment), range(SNIFFED_LINES), strict=False)]
     if not lines:

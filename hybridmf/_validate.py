@@ -90,6 +90,21 @@ def check_choice(name: str, value: Any, known: Sequence[Any], hint: str = "") ->
     raise ValueError(f"{name} must be one of {names}; got {value!r}{'. ' + hint if hint else ''}")
 
 
+def check_path(name: str, value: Any) -> str:
+    """Return a path as text; "" is refused, which pathlib takes for the current folder.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(path, str):
+        raise TypeError(f"{name} must be a path (str or os.PathLike), got {value!r} of type {type(value).__name__}")
+    if not path or "\0" in path:
+        raise ValueError(f'{name} must be a path without zero bytes, got {path!r}; "." is the current folder')
+    return path
+
+
 def check_rng(random_state: Any) -> np.random.Generator:
     """A Generator from None, an int seed, a Generator, a SeedSequence or a legacy RandomState."""
     if isinstance(random_state, np.random.Generator):

@@ -42,7 +42,7 @@ from .metrics import PopularityRecommender, evaluate
 from .ratings import Ratings, split
 from .scale.checkpoint import Checkpoint, has_checkpoints
 from .scale.convert import convert as convert_to_store
-from .scale.store import Store
+from .scale.store import MANIFEST, Store
 
 USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
 """What the library raises for input it cannot use; anything else is a bug and keeps its traceback."""
@@ -177,6 +177,9 @@ def refuse_overwriting(output: str | None, *inputs: str | None) -> None:
     for path in inputs:
         if output and path and os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path):
             raise click.UsageError(f"the output {output!r} is a file that is read; give another name")
+        is_store = output and path and os.path.exists(os.path.join(path, MANIFEST))
+        if is_store and os.path.samefile(os.path.dirname(output or "") or ".", path or ""):
+            raise click.UsageError(f"the output {output!r} lies in the store that is read; give another folder")
 
 
 def output_option(text: str, *, required: bool = False) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from ._validate import check_choice
 from .errors import CommunicatorError, RatingsError
 from .scale.messages import TIMEOUT, MessageCommunicator, check_timeout
 from .scale.shares import RankRatings, SharedEntries, StoredRatings
-from .scale.spmd import fit_rank
+from .scale.spmd import check_model, fit_rank
 from .scale.store import Store
 
 try:
@@ -381,9 +381,13 @@ def fit(
     """
     check_choice("duplicates", duplicates, MERGE_RULES)
     check_timeout(timeout)
-    client = client or distributed.default_client()
+    check_model(model)
+    client = _client() if client is None else client
+    if not isinstance(client, distributed.Client):
+        raise TypeError(f"client must be a distributed.Client of the cluster, got {client!r}")
     known = client.nthreads()
-    addresses = tuple(workers or sorted(known))
+    workers = [workers] if isinstance(workers, str) else workers
+    addresses = tuple(sorted(known) if workers is None else workers)
     strangers = [address for address in addresses if address not in known]
     if strangers or not addresses:
         have = ", ".join(sorted(known)) or "no workers"
@@ -405,6 +409,16 @@ def fit(
     return model
 
 
+def _client() -> Any:
+    try:
+        return distributed.default_client()
+    except ValueError as error:
+        raise ValueError(
+            "client: there is no Dask client yet; make one with distributed.Client(address of the scheduler), or "
+            "distributed.Client() for a cluster on this machine"
+        ) from error
+
+
 def _is_store(ratings: Any) -> bool:
     return isinstance(ratings, (str, os.PathLike, Store))
 
@@ -416,8 +430,9 @@ def _chunks(client: Any, addresses: Sequence[str], ratings: Any, user: str, item
         parts = client.compute(ratings.to_delayed(), workers=list(addresses))
         return [client.submit(_chunk_of_frame, part, user, item, value, **where) for part in parts]
     if hasattr(ratings, "to_delayed") and hasattr(ratings, "chunks"):
-        blocks = ratings.rechunk({1: -1}) if ratings.ndim == 2 else ratings
-        parts = client.compute(list(np.ravel(blocks.to_delayed())), workers=list(addresses))
+        if ratings.ndim != 2:
+            raise RatingsError(f"a Dask array of ratings has the columns user, item, value; got shape {ratings.shape}")
+        parts = client.compute(list(np.ravel(ratings.rechunk({1: -1}).to_delayed())), workers=list(addresses))
         return [client.submit(_chunk_of_array, part, **where) for part in parts]
     raise TypeError(
         f"ratings must be a Dask DataFrame, a Dask array or the path of a store, got {type(ratings).__name__}; "

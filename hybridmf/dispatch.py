@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from . import _cost, _machine
+from ._cache import cache_dir
 from ._memory import mib
 from ._version import __version__
 from .errors import DeviceError
@@ -353,7 +354,7 @@ def _warmth(plan: Plan) -> _cost.Warmth:
         return _cost.Warmth()
     signature = _signature(plan)
     loaded = signature in _loaded
-    compiled = loaded or (_machine.cache_folder() / "compiled" / signature).exists()
+    compiled = loaded or (cache_dir() / "compiled" / signature).exists()
     return _cost.Warmth(plan.device in _started, compiled, loaded)
 
 
@@ -364,7 +365,7 @@ def remember(plan: Plan) -> None:
     _started.add(plan.device)
     signature = _signature(plan)
     _loaded.add(signature)
-    mark = _machine.cache_folder() / "compiled" / signature
+    mark = cache_dir() / "compiled" / signature
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

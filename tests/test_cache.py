@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridmf._cache import CACHE_DIR, cache_dir
+from hybridmf._machine import calibration_file
 
 
 def test_the_environment_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -19,6 +20,9 @@ def test_the_home_folder_may_be_abbreviated(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(CACHE_DIR, "~/mine")
     assert cache_dir() == tmp_path / "mine"
+    assert calibration_file() == tmp_path / "mine" / "machine.json"
+    monkeypatch.setenv(CACHE_DIR, "~nobody-of-that-name/mine")
+    assert cache_dir() == Path("~nobody-of-that-name/mine")
 
 
 @pytest.mark.parametrize("value", ["", "  ", None])

@@ -97,6 +97,8 @@ def test_how_often_and_how_many(options, expected, tmp_path, monkeypatch, in_ste
         (ValueError, "keep must satisfy keep >= 1, got 0", hmf.Checkpoint("a", keep=0)),
         (TypeError, "include_seen must be", hmf.Checkpoint("a", include_seen=1)),
         (TypeError, "must be the path of a folder, .* got int", hmf.Checkpoint(3)),
+        (ValueError, "checkpoint must be a path without zero bytes, got ''", ""),
+        (ValueError, "checkpoint must be a path without zero bytes", "a\0b"),
     ],
 )
 def test_what_is_no_checkpoint_schedule(error, match, checkpoint, tmp_path, monkeypatch):
@@ -104,6 +106,23 @@ def test_what_is_no_checkpoint_schedule(error, match, checkpoint, tmp_path, monk
     with pytest.raises(error, match=match):
         als().fit(planted(), checkpoint=checkpoint)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", [3, True, b"a", [], ""])
+def test_what_is_no_path_to_resume_from(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for saving in ({}, {"checkpoint": "a"}):
+        with pytest.raises((TypeError, ValueError), match="resume_from must be a path"):
+            als().fit(planted(), resume_from=place, **saving)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_is_no_folder_of_checkpoints(tmp_path):
+    store = hmf.convert(planted(), tmp_path / "store")
+    before = sorted(path.name for path in store.path.iterdir())
+    with pytest.raises(FileExistsError, match="is a store of ratings; give another folder"):
+        als().fit(store, checkpoint=store.path)
+    assert sorted(path.name for path in store.path.iterdir()) == before
 
 
 def test_a_checkpoint_may_hold_what_users_have_seen(tmp_path):

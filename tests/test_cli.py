@@ -975,3 +975,10 @@ def test_documentation_names_real_options_and_commands():
         )
         unknown = {option for option in options if option not in helps[command]}
         assert not unknown, (command, unknown)
+
+
+def test_a_model_is_not_written_into_the_store_that_is_read(tmp_path):
+    store = hmf.convert(sp.csr_array(np.ones((4, 3))), tmp_path / "store")
+    for name in ("manifest.json", "model.safetensors"):
+        assert "lies in the store that is read" in refuse("fit", store.path, "-o", store.path / name)
+    hmf.Store.open(store.path).verify()

@@ -156,7 +156,12 @@ def test_the_first_cause_comes_out_as_it_was_raised(client):
         (TypeError, "ratings must be a Dask DataFrame, .* got DataFrame.*model.fit", frame(), {}),
         (ValueError, "duplicates must be", None, {"duplicates": "last"}),
         (ValueError, "the cluster does not have tcp://1.2.3.4:5; it has", None, {"workers": ["tcp://1.2.3.4:5"]}),
+        (ValueError, "the cluster does not have tcp://1.2.3.4:5; it has", None, {"workers": "tcp://1.2.3.4:5"}),
+        (ValueError, "the cluster does not have any; it has", None, {"workers": []}),
         (ValueError, "timeout must be a finite number", None, {"timeout": 0}),
+        (TypeError, "timeout must be a number of seconds, got '9'", None, {"timeout": "9"}),
+        (TypeError, "client must be a distributed.Client of the cluster, got 'here'", None, {"client": "here"}),
+        (RatingsError, "columns user, item, value; got shape", dask_array.ones(3), {}),
         (RatingsError, "columns user, item, value; got a block of", dask_array.ones((4, 2)), {}),
         (RatingsError, "must be whole numbers", dask_array.ones((4, 3)) / 2, {}),
     ],
@@ -164,6 +169,20 @@ def test_the_first_cause_comes_out_as_it_was_raised(client):
 def test_requests_that_cannot_be_served(client, error, match, given, options):
     with pytest.raises(error, match=match):
         hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()) if given is None else given, **options)
+
+
+def test_what_is_no_model(client):
+    with pytest.raises(TypeError, match=r"model must be an estimator .* make one: ExplicitALS\(\)"):
+        hmf_dask.fit(hmf.ExplicitALS, partitioned(frame()))
+
+
+def test_without_a_client_one_is_asked_for(monkeypatch):
+    def none():
+        raise ValueError("No clients found")
+
+    monkeypatch.setattr(distributed, "default_client", none)
+    with pytest.raises(ValueError, match=r"client: there is no Dask client yet; make one with"):
+        hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()))
 
 
 class Hanging(hmf.ExplicitALS):

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import _calibrate, _cost, _machine, dispatch
+from hybridmf import _cache, _calibrate, _cost, _machine, dispatch
 from hybridmf._cost import Facts, Warmth, cost_of
 from hybridmf._machine import CpuRates, GpuRates, Machine, rate_at, seconds_at
 from hybridmf.cli import main
@@ -458,7 +458,7 @@ def test_without_a_gpu_it_says_so_and_costs_nothing(monkeypatch):
     model = hmf.ExplicitALS(4, iterations=2, random_state=0).fit(planted())
     assert model.plan_.reason.startswith("no GPU: CuPy is not installed")
     assert {one.device for one in model.plan_.estimates} == {"cpu"}
-    assert not (_machine.cache_folder()).exists()
+    assert not _cache.cache_dir().exists()
 
 
 def test_estimates_do_not_tell_plans_apart():

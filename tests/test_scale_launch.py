@@ -100,6 +100,9 @@ def test_what_ranks_may_be_given(tmp_path):
     assert alone.n_users == 59  # one of them has no ratings
     with pytest.raises(TypeError, match=r"ratings must be the path of a store or file, a Store, .* got int"):
         hmf.scale.fit(hmf.ExplicitALS(**SMALL), 3, Single())
+    for model in (None, "als", hmf.ExplicitALS):
+        with pytest.raises(TypeError, match="model must be an estimator"):
+            hmf.scale.fit(model, planted(), Single())
 
 
 def test_devices_of_ranks(monkeypatch):
@@ -125,3 +128,15 @@ def test_a_rank_without_an_environment_says_what_to_set(monkeypatch):
         hmf.scale.fit(hmf.ExplicitALS(**SMALL), planted())
     with pytest.raises(AttributeError, match="nothing"):
         hmf.scale.nothing
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "match"),
+    [("2", "2", "HYBRIDMF_RANK must satisfy 0 <= HYBRIDMF_RANK <= 1, got 2"), ("0", "0", "HYBRIDMF_WORLD_SIZE must")],
+)
+def test_a_variable_that_contradicts_another_is_named(rank, size, match, monkeypatch):
+    monkeypatch.setenv("HYBRIDMF_RANK", rank)
+    monkeypatch.setenv("HYBRIDMF_WORLD_SIZE", size)
+    monkeypatch.setenv("HYBRIDMF_TOKEN", "secret")
+    with pytest.raises(ValueError, match=match):
+        hmf.scale.fit(hmf.ExplicitALS(**SMALL), planted())

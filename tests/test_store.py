@@ -212,6 +212,7 @@ BAD = {
     "column": ("r.mtx", COORDINATES + "1\n1 0 1.5\n", "the column 0; expected 1 to 3"),
     "value": ("r.mtx", COORDINATES + "1\n1 1 nan\n", "the value nan; values must be finite"),
     "garbage": ("r.mtx", COORDINATES + "1\n1 1 x\n", "cannot be read as MatrixMarket"),
+    "negative sizes": ("r.mtx", COORDINATES.replace("3 3", "-3 3") + "1\n1 1 5\n", "header says -3 rows, 3 columns"),
     "overflow": ("r.mtx", COORDINATES + "1\n2 1 1e300\n", "of the users from position 0 on"),
 }
 
@@ -224,6 +225,41 @@ def test_a_bad_source_leaves_nothing(case, tmp_path):
         hmf.convert(tmp_path / name, tmp_path / "store")
     assert problem in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+
+
+def test_rows_that_cannot_be_counted_in_memory_are_refused_before(tmp_path, monkeypatch):
+    (tmp_path / "r.mtx").write_text(COORDINATES.replace("3 3", "2000000000 3") + "1\n1 1 5\n")
+    monkeypatch.setattr(conversion, "available_memory", lambda: 2**30)
+    with pytest.raises(MemoryBudgetError, match=r"2,000,000,000 rows and 3 columns by its header.*1,024 MiB are free"):
+        hmf.convert(tmp_path / "r.mtx", tmp_path / "store")
+    assert [path.name for path in tmp_path.iterdir()] == ["r.mtx"]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"store", "", "a\0b"])
+def test_what_is_no_path_of_a_store(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for act in (lambda: hmf.convert(planted(), path), lambda: hmf.Store.open(path)):
+        with pytest.raises((TypeError, ValueError), match="path must be a path"):
+            act()
+    assert not list(tmp_path.iterdir())
+
+
+def test_replacing_a_store_by_what_cannot_be_converted_leaves_it(tmp_path):
+    store = hmf.convert(planted(), tmp_path / "store")
+    with pytest.raises(ValueError, match=r"is the store that is converted; .*source.to_ratings"):
+        hmf.convert(store, tmp_path / "store", overwrite=True)
+    with pytest.raises(RatingsError, match="nan"):
+        hmf.convert(np.array([[1.0, np.nan]]), tmp_path / "store", overwrite=True)
+    hmf.Store.open(tmp_path / "store").verify()
+    again = hmf.convert(store.to_ratings(), tmp_path / "store", overwrite=True)
+    assert_same_matrix(again.user_items, as_csr(planted()))
+
+
+def test_a_comment_is_text(tmp_path):
+    path = write_text(tmp_path / "r.csv", triplets())
+    for read in (hmf.Ratings.from_file, lambda path, **options: hmf.convert(path, tmp_path / "store", **options)):
+        with pytest.raises(TypeError, match="comment must be the text that comments begin with, or None, got 3"):
+            read(path, comment=3)
 
 
 def test_an_empty_parquet_file(tmp_path):
@@ -307,14 +343,6 @@ def test_a_store_is_replaced_only_when_asked_to(tmp_path):
     assert hmf.Store.open(tmp_path / "store").nnz == 300
     store = hmf.convert(path, tmp_path / "store", overwrite=True)
     assert_same_ratings(store, hmf.Ratings.from_file(path))
-
-
-def test_a_store_is_cut_anew_in_its_own_folder(tmp_path):
-    path = write_text(tmp_path / "r.csv", triplets())
-    store = hmf.convert(path, tmp_path / "store", slab_bytes=SLAB)
-    again = hmf.convert(store, tmp_path / "store", overwrite=True)
-    assert len(again.slabs()) < len(store.slabs())
-    assert_same_ratings(again, hmf.Ratings.from_file(path))
 
 
 # ------------------------------------------------------------------------------------------------- interruptions

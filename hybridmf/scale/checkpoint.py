@@ -32,10 +32,10 @@ from .._io import (
     write_model,
 )
 from .._objective import State
-from .._validate import check_bool, check_int, check_real
+from .._validate import check_bool, check_int, check_path, check_real
 from ..errors import ModelFileError
 from ..ratings import Ratings
-from .store import Store, StoreMatrix
+from .store import MANIFEST, Store, StoreMatrix
 
 logger = logging.getLogger("hybridmf")
 
@@ -103,7 +103,7 @@ class Checkpoint:
             kind = type(checkpoint.directory).__name__
             raise TypeError(f"checkpoint must be the path of a folder, or a hybridmf.Checkpoint of one, got {kind}")
         return cls(
-            Path(checkpoint.directory),
+            Path(check_path("checkpoint", checkpoint.directory)),
             check_int("every", checkpoint.every, 1),
             None if checkpoint.minutes is None else check_real("minutes", checkpoint.minutes, 0.0),
             check_int("keep", checkpoint.keep, 1),
@@ -165,17 +165,21 @@ def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None, 
     ------
     NotADirectoryError, PermissionError
     FileExistsError
-        The folder holds checkpoints that this run does not continue: two runs would replace each other's.
+        The folder holds checkpoints that this run does not continue: two runs would replace each other's. Or it is a
+        store of ratings.
     TypeError
         Labels other than strings and numbers.
     """
     checkpoint = Checkpoint.check(checkpoint)
     path = checkpoint.folder
+    resume_from = None if resume_from is None else check_path("resume_from", resume_from)
     if isinstance(ratings, (Ratings, Store)):
         check_storable_labels("user_ids", ratings.user_ids)
         check_storable_labels("item_ids", ratings.item_ids)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"checkpoint {str(path)!r} is a file; give a folder")
+    if (path / MANIFEST).exists():
+        raise FileExistsError(f"checkpoint folder {str(path)!r} is a store of ratings; give another folder")
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
         raise PermissionError(f"checkpoint folder {str(path)!r} cannot be written to")
@@ -372,6 +376,7 @@ def read(path: str | os.PathLike[str], model: Any, data: str) -> ModelFile:
     ModelFileError
         It belongs to other data or other parameters, which are named, or cannot be read.
     """
+    path = check_path("resume_from", path)
     content = _newest(Path(path)) if Path(path).is_dir() else ModelFile(path)
     name = str(content.path)
     if "data" not in content.summary:

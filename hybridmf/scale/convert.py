@@ -32,6 +32,7 @@ import scipy.sparse as sp
 from .._files import FORMATS, open_bytes, read_head, reading, sniff_format, write_atomically
 from .._io import decode_labels, encode_labels
 from .._labels import MAX_POSITION, factorize_objects, label_of
+from .._memory import available_memory
 from .._objective import SIDES, Side
 from .._readers import parquet_chunks
 from .._sparse import entry_rows, entry_sum
@@ -45,8 +46,8 @@ from .._text import (
     record_chunks,
     sorted_labels,
 )
-from .._validate import MERGE_RULES, check_bool, check_choice, from_triplets
-from ..errors import DuplicateEntriesError, RatingsError
+from .._validate import MERGE_RULES, check_bool, check_choice, check_path, from_triplets
+from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 from ..formats import transpose
 from ..gpu.device import parse_bytes
 from ..ratings import Ratings
@@ -64,6 +65,9 @@ CHUNK_BYTES = 128
 
 SORT_BYTES = 112
 """Memory that one entry of a bucket takes while it is sorted."""
+
+ROW_BYTES = 64
+"""Memory of a row while its entries are counted."""
 
 _TEMPORARY = re.compile(r"\.hybridmf-.*\.tmp")  # of `write_atomically`, which was killed
 _OURS = re.compile(
@@ -134,23 +138,32 @@ def convert(
         "format": format, "separator": separator, "header": header, "user": user, "item": item, "value": value,
         "duplicates": duplicates, "encoding": encoding, "comment": comment,
     }  # fmt: skip
-    folder = _Folder(Path(path))
+    folder = _Folder(Path(check_path("path", path)))
+    _refuse_itself(source, folder.path)
     identity = {"source": _identity(source), "slab_entries": entries, "options": options}
     reader: Callable[[], _Reader] | None = None
     if isinstance(source, (str, os.PathLike)):
         reader = _reader_of(os.fsdecode(source), options, limit)
     identity = json.loads(json.dumps(identity if reader is not None else None))
     goes_on = folder.judge(check_bool("overwrite", overwrite), identity)
-    # read before anything is removed: the source may be the store that is replaced
-    loaded = None if reader is not None else _in_memory(source, options)
+    ratings = _in_memory(source, options) if reader is None else None  # a bad one costs no store that is there
     with folder.cleaning_up():
         if not goes_on:
             folder.begin(identity)
-        if loaded is not None:
-            _convert_matrix(loaded, folder, entries)
-        elif reader is not None:
+        if reader is None:
+            assert ratings is not None
+            _convert_matrix(ratings, folder, entries)
+        else:
             _Streamed(folder, reader, duplicates, entries, max(1, limit // CHUNK_BYTES)).run()
     return Store.open(path)
+
+
+def _refuse_itself(source: Any, path: Path) -> None:
+    """A store that is replaced is removed first: it cannot be read meanwhile."""
+    if isinstance(source, Store) and path.exists() and path.samefile(source.path):
+        raise ValueError(
+            f"path {str(path)!r} is the store that is converted; give another folder, or convert source.to_ratings()"
+        )
 
 
 def _identity(source: Any) -> Any:
@@ -605,12 +618,17 @@ def _matrix_market_header(path: str, head: bytes) -> tuple[str, int, int, int] |
                     rows, columns, entries = map(int, line.split())
                 except ValueError:
                     return None
+                if min(rows, columns, entries) < 0:
+                    raise RatingsError(
+                        f"{path} is damaged: its header says {rows} rows, {columns} columns, {entries} entries"
+                    )
                 return (words[3], rows, columns, entries) if max(rows, columns) <= MAX_POSITION else None
     return None
 
 
 def _matrix_market(path: str, header: tuple[str, int, int, int], limit: int) -> _Reader:
     kind, n_rows, n_columns, count = header
+    _check_memory(path, n_rows, n_columns)
     fields = [("row", np.int64), ("column", np.int64)] + ([] if kind == "pattern" else [("value", np.float64)])
 
     def chunks() -> Iterator[Chunk]:
@@ -636,6 +654,17 @@ def _matrix_market(path: str, header: tuple[str, int, int, int], limit: int) -> 
 
     sides = (_Positions(n_rows), _Positions(n_columns))
     return _Reader(chunks(), sides, lambda first, second: f"entries {first} and {second}", path)
+
+
+def _check_memory(path: str, n_rows: int, n_columns: int) -> None:
+    """Refuse a header whose rows and columns, though empty, are too many to be counted in memory."""
+    needed, free = ROW_BYTES * (n_rows + n_columns), available_memory()
+    if free is not None and needed > free:
+        raise MemoryBudgetError(
+            f"{path} has {n_rows:,} rows and {n_columns:,} columns by its header: to count their entries takes "
+            f"{needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; number users and items anew, "
+            "without gaps"
+        )
 
 
 def _check_coordinates(path: str, table: np.ndarray, shape: tuple[int, int], done: int) -> None:

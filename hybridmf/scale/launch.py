@@ -17,7 +17,7 @@ from .communicator import Communicator
 from .messages import TIMEOUT
 from .shares import RankRatings, StoredRatings, WholeRatings
 from .sockets import SocketCommunicator, local_rank
-from .spmd import fit_rank
+from .spmd import check_model, fit_rank
 from .store import Store
 
 logger = logging.getLogger("hybridmf")
@@ -63,6 +63,7 @@ def fit(
     Exception
         What went wrong on this rank.
     """
+    check_model(model)
     own = communicator is None
     ranks = SocketCommunicator.from_environment(timeout=timeout) if communicator is None else communicator
     try:

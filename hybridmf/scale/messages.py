@@ -7,6 +7,7 @@ rerun, and over every transport.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -267,8 +268,10 @@ def check_timeout(timeout: float) -> float:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
     """
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r} of type {type(timeout).__name__}")
     if not (timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout must be a finite number of seconds > 0, got {timeout!r}")
     return float(timeout)

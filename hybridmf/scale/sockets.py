@@ -493,6 +493,7 @@ class SocketCommunicator(MessageCommunicator):
             A variable is missing or no number.
         """
         rank, size = _number(RANK), _number(WORLD_SIZE)
+        check_int(RANK, rank, 0, check_int(WORLD_SIZE, size, 1) - 1)
         host, port = os.environ.get(MASTER_ADDR) or "127.0.0.1", _number(MASTER_PORT, PORT)
         check_int(MASTER_PORT, port, 1, 65535)
         token = os.environ.get(TOKEN, "")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import _io
+from .._base import FactorModel
 from .._learned import Learned
 from .._objective import SIDES, Factors, Objective, Side, State, initial_state
 from .._plan import Plan, make_plan
@@ -87,6 +88,18 @@ def fit_rank(
     except BaseException as error:
         communicator.abort(f"rank {communicator.rank} failed: {type(error).__name__}: {error}")
         raise
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no estimator before ranks are started for it.
+
+    Raises
+    ------
+    TypeError
+    """
+    if not isinstance(model, FactorModel):
+        hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
+        raise TypeError(f"model must be an estimator such as ImplicitALS(factors=64), got {model!r}{hint}")
 
 
 class _Fit:

@@ -37,7 +37,7 @@ from .._io import decode_labels
 from .._memory import available_memory
 from .._objective import SIDES, Side, other_side
 from .._sparse import take_rows
-from .._validate import check_choice, csr_arrays, make_csr
+from .._validate import check_choice, check_path, csr_arrays, make_csr
 from ..errors import MemoryBudgetError, StoreError
 from ..ratings import Ratings
 from .slabs import slab_entries
@@ -136,7 +136,7 @@ class Store:
         StoreError
             An interrupted conversion, a file that is missing or has another size, or another folder.
         """
-        folder = Path(path)
+        folder = Path(check_path("path", path))
         if not folder.exists():
             raise FileNotFoundError(errno.ENOENT, "there is no such store; hybridmf convert makes one", str(path))
         if not folder.is_dir():
