@@ -44,7 +44,6 @@ FINAL_ROUNDS = 7
 GAIN = 0.01
 """Part of the time that a configuration must save to replace the rule's: less is noise."""
 
-STATUSES = ("timed", "spills", "failed", "wrong")
 
 Timer = Callable[[Device, Part, int], list[float]]
 """``(device, part, repeats)`` to milliseconds."""
