@@ -21,7 +21,7 @@ from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import DeviceError, DeviceMemoryError, NotPositiveDefiniteError
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
-from hybridmf.gpu.device import device_count, open_device
+from hybridmf.gpu.device import Device, device_count, open_device
 from hybridmf.scale import gpu_rank
 from hybridmf.scale.gpu_rank import Cut, GpuWorker, sockets
 from hybridmf.scale.grid import Grid
@@ -187,16 +187,19 @@ def test_plan_of_several_gpus(gpus: Machine) -> None:
         check_memory(replace(plan, gpu=replace(plan.gpu, free_bytes=1000)))
 
 
-def test_long_rows_are_cut_and_added_in_order() -> None:
+def test_long_rows_are_cut_and_added_in_order(device: Device) -> None:
     indptr = np.array([0, 3, 3, 40, 47])
-    cut = Cut.make(emulated.EmulatedDevice(), indptr, [(0, 2), (2, 4)], 10)
-    covered = sorted((int(b), int(e)) for _, b, e in cut.segments)
+    cut = Cut.make(device, indptr, [(0, 2), (2, 4)], 10)
+    segments = device.download(cut.segments)
+    covered = sorted((int(b), int(e)) for _, b, e in segments)
     assert covered == [(0, 3), (3, 13), (13, 23), (23, 33), (33, 40), (40, 47)]
-    assert cut.n_rows == 4 and cut.n_slots == 7 and len(cut.layers) == 3
-    sums = np.zeros((cut.n_slots, 1))
-    for slot, begin, end in cut.segments:
+    assert cut.n_rows == 4 and cut.n_slots == 7
+    assert sorted(segments[:, 2] - segments[:, 1], reverse=True) == (segments[:, 2] - segments[:, 1]).tolist()
+    sums = np.full((cut.n_slots, 5), np.nan, np.float32)
+    for slot, begin, end in segments:
         sums[slot] = end - begin
-    np.testing.assert_array_equal(cut.add_up(sums)[:, 0], [3, 0, 37, 7])
+    added = device.download(cut.add_up(device, device.upload(sums)))
+    np.testing.assert_array_equal(added[:, 4], [3, 0, 37, 7])
 
 
 def test_sockets_by_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:

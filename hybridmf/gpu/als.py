@@ -22,6 +22,7 @@ from . import assemblies, cholesky_any, fused, losses
 from .device import Array, Device
 from .fused import BLOCK, FusedConfig, Systems, round_up
 from .launch import Entries, ceil_div
+from .rows import row_range
 
 logger = logging.getLogger("hybridmf")
 
@@ -352,10 +353,8 @@ class HalfSweep:
         plan, (smallest, largest) = self.plan, self.roots
         precision, scale = plan.precision, 1.0
         if precision == "float32":
-            peaks = abs(table).max(axis=1)
-            peak = float(peaks.max())
-            peaks[peaks == 0] = peak  # rows of zeros lose nothing
-            if largest * peak > fused.WIDEST * smallest * float(peaks.min()):
+            peak, least = row_range(self.device, table)
+            if largest * peak > fused.WIDEST * smallest * least:
                 precision = "float32_wide"
             else:
                 scale = fused.entry_scale(peak, largest)
