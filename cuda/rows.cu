@@ -5,10 +5,11 @@
 //           its other pieces lie. A listed row without other pieces has none at all and becomes zeros.
 //   order : pieces in their order, so a rerun gives the same bits
 // row_range
-//   grid  : any number of blocks     block : THREADS, a warp a row     shapes: table (n_rows, width)  range (2,), zeros
-//   result: range[0] = bits of the largest |element|; range[1] = LARGEST_BITS minus the bits of the least of the rows'
-//           own largest |element|, rows of zeros left out. Bits of numbers that are not negative are ordered as the
-//           numbers are, and a NaN is above all.
+//   grid  : any number of blocks     block : THREADS, a warp a row
+//   shapes: table (n_rows, width)  status (n_solved,)  found (3,), zeros
+//   result: found[0] = bits of the largest |element|; found[1] = LARGEST_BITS minus the bits of the least of the rows'
+//           own largest |element|, rows of zeros left out; found[2] = 1 if any status is not 0. Bits of numbers that are
+//           not negative are ordered as the numbers are, and a NaN is above all.
 // traffic: each piece once in, each row once out; the table once in
 #include "common.cuh"
 
@@ -44,7 +45,8 @@ add_pieces(real* __restrict__ sums, const int64* __restrict__ rows, const int64*
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-row_range(unsigned* __restrict__ range, const float* __restrict__ table, int64 n_rows, int width) {
+row_range(unsigned* __restrict__ found, const float* __restrict__ table, int64 n_rows, int width,
+          const int* __restrict__ status, int64 n_solved) {
     const int lane = threadIdx.x % WARP;
     const int64 stride = int64(gridDim.x) * (THREADS / WARP);
     unsigned largest = 0, room = 0;
@@ -63,7 +65,9 @@ row_range(unsigned* __restrict__ range, const float* __restrict__ table, int64 n
         if (peak && LARGEST_BITS - peak > room) room = LARGEST_BITS - peak;
     }
     if (lane == 0 && largest) {
-        atomicMax(&range[0], largest);
-        atomicMax(&range[1], room);
+        atomicMax(&found[0], largest);
+        atomicMax(&found[1], room);
     }
+    for (int64 row = int64(blockIdx.x) * THREADS + threadIdx.x; row < n_solved; row += int64(gridDim.x) * THREADS)
+        if (status[row]) atomicMax(&found[2], 1u);
 }

@@ -22,7 +22,7 @@ from hybridmf.errors import DeviceError, DeviceMemoryError, NotPositiveDefiniteE
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.device import Device, device_count, open_device
-from hybridmf.scale import gpu_rank
+from hybridmf.scale import gpu_rank, su_als
 from hybridmf.scale.gpu_rank import Cut, GpuWorker, sockets
 from hybridmf.scale.grid import Grid
 from hybridmf.scale.multi_als import MultiALS
@@ -185,6 +185,31 @@ def test_plan_of_several_gpus(gpus: Machine) -> None:
     assert plan.gpu is not None
     with pytest.raises(DeviceMemoryError, match="needs about"):
         check_memory(replace(plan, gpu=replace(plan.gpu, free_bytes=1000)))
+
+
+@pytest.mark.parametrize("grids", [((1, 2), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (1, 2))])
+def test_factors_gathered_ahead_are_those_of_the_next_half_sweep(grids: Any, gpus: Machine, monkeypatch: Any) -> None:
+    """The same bits with and without, also after factors have changed between two half sweeps."""
+    factors = []
+    for room in (True, False):
+        monkeypatch.setattr(su_als, "has_room_for_both", lambda plan, room=room: room)
+        arguments = parts("biases", gpus(2), SMALL)
+        solver = MultiALS(*arguments, grids={side: Grid(*grid) for side, grid in zip(SIDES, grids, strict=True)})
+        solver.update("user")
+        solver.update("item")
+        assert (solver.ranks[0]._ahead is not None) == room
+        solver.balance()
+        solver.update("user")
+        solver.update("item")
+        factors.append((solver.state.user.matrix, solver.state.item.matrix, solver.objective_value()))
+    for ahead, not_ahead in zip(*factors, strict=True):
+        np.testing.assert_array_equal(ahead, not_ahead)
+
+
+def test_nothing_is_gathered_ahead_without_room_for_it(gpus: Machine) -> None:
+    plan = parts("explicit", gpus(2), SMALL)[3]
+    assert plan.gpu is not None and su_als.has_room_for_both(plan)
+    assert not su_als.has_room_for_both(replace(plan, gpu=replace(plan.gpu, free_bytes=plan.scale.bytes_per_gpu)))
 
 
 def test_long_rows_are_cut_and_added_in_order(device: Device) -> None:

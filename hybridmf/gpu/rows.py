@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,30 +48,49 @@ def vector_of(length: int, itemsize: int) -> int:
     return 16 // itemsize if length * itemsize % 16 == 0 else 1
 
 
-def row_range(device: Device, table: Array) -> tuple[float, float]:
-    """The largest absolute value of a table, and the least of its rows' largest; rows of zeros do not count.
+@dataclass(frozen=True)
+class RowRange:
+    """How large the rows of a table are.
+
+    Attributes
+    ----------
+    largest, least : float
+        The largest absolute value, and the least of the rows' own largest; rows of zeros do not count. Both 0 for a
+        table of zeros; `largest` is NaN if any element is.
+    """
+
+    largest: float
+    least: float
+
+
+def row_range(device: Device, table: Array, status: Array | None = None) -> tuple[RowRange, bool]:
+    """The range of a table's rows, and whether any status is not 0; waits for what computes them, once.
 
     Parameters
     ----------
     table : float32 array, shape (n, width)
-
-    Returns
-    -------
-    tuple of float
-        Twice the same for a table of zeros. Both NaN if an element of each row is; the first one if any is.
+    status : int32 array, shape (n_solved,), optional
     """
     check("table", table, np.float32, (None, None))
     check_not_host(device, table=table)
-    found = device.zeros(2, np.uint32)
-    if table.size:
-        blocks = min(ceil_div(len(table), THREADS // 32), BLOCKS_PER_SM * device.spec.multiprocessors)
+    found = device.zeros(3, np.uint32)
+    n_solved = 0 if status is None else len(status)
+    if status is not None:
+        check("status", status, np.int32, (None,))
+        check_not_host(device, status=status)
+    if table.size or n_solved:
+        blocks = min(ceil_div(max(len(table), n_solved), THREADS // 32), BLOCKS_PER_SM * device.spec.multiprocessors)
         kernel = get_kernel(device, "rows.cu", "row_range", REAL=table.dtype, THREADS=THREADS)
-        kernel((blocks,), (THREADS,), (found, table, np.int64(len(table)), np.int32(table.shape[1])), 0)
-    largest, room = device.download(found).tolist()
+        sizes = (np.int64(len(table)), np.int32(table.shape[1]))
+        # any pointer does where there is no status to read
+        kernel(
+            (blocks,), (THREADS,), (found, table, *sizes, found if status is None else status, np.int64(n_solved)), 0
+        )
+    largest, room, failed = device.download(found).tolist()
     if not largest:
-        return 0.0, 0.0
+        return RowRange(0.0, 0.0), bool(failed)
     ends = np.array([largest, LARGEST_BITS - room], dtype=np.uint32).view(np.float32)
-    return float(ends[0]), float(ends[1])
+    return RowRange(float(ends[0]), float(ends[1])), bool(failed)
 
 
 def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:

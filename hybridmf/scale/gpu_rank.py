@@ -12,7 +12,6 @@ import scipy.sparse as sp
 
 from .._objective import Factors, Objective, Side
 from .._plan import Plan
-from ..cpu.als import check_status
 from ..gpu import als, assemblies, fused, losses
 from ..gpu.device import Array, CudaDevice, Device, open_device
 from ..gpu.fused import BLOCK, FusedConfig, Systems, round_up
@@ -21,7 +20,7 @@ from ..gpu.rows import add_pieces
 from .communicator import Communicator
 from .cpu_rank import InOrder
 from .nccl import NcclCommunicator
-from .su_als import PIECES, Ranges
+from .su_als import PIECES, Ranges, Then
 
 MOST_SEGMENTS = 32
 """Pieces that a row is cut into at most: its pieces are added one after the other."""
@@ -93,6 +92,14 @@ class GpuWorker:
     ) -> als.HalfSweep:
         """The half sweep of one device, over a slab of rows."""
         return als.HalfSweep(self.device, side, block, objective, plan, names)
+
+    gathers_ahead = True
+
+    def solve(
+        self, half: als.HalfSweep, fixed: als.DeviceFactors, mean: float, start: als.DeviceFactors, then: Then | None
+    ) -> als.DeviceFactors:
+        """New factors of the rows of `whole`."""
+        return half.solve(fixed, mean, start, then=then)
 
     def partial(
         self,
@@ -305,7 +312,7 @@ class PartialRows(als.HalfSweep):
         self._systems = Systems(solutions, device.zeros(n_rows, np.int32), gram, self.ridge, self.scale)
         self._how = fused.Method("float32", plan.solver, self.epsilon, plan.cg_steps)
         if self._config is not None and len(self.ratings):
-            self._how = self._method(fixed.table)
+            self._how = self._method(fixed)
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
         """Sums of a batch's entries at hand; zeros for rows without any."""
@@ -336,12 +343,11 @@ class PartialRows(als.HalfSweep):
             matrices, rhs = sums
             self._finish(self._systems, matrices, rhs, *to_solve)
 
-    def result(self) -> als.DeviceFactors:
+    def result(self, then: Then | None = None) -> als.DeviceFactors:
         """Factors of the rows solved here."""
-        status = self._systems.status
-        if len(status) and bool(status.any()):
-            check_status(self.device.download(status), self.side, self.objective, self.names)
-        return self._unpack(self._systems.solutions)
+        solved = self._unpack(self._systems.solutions)
+        self._judge(self._systems.status, solved if then is None else then(solved))
+        return solved
 
 
 def gpu_worker(names: Sequence[str], control: Communicator) -> tuple[Communicator, GpuWorker]:
