@@ -24,7 +24,7 @@ import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ import rivals
 from paper_common import Drawn, Line, Recorder
 
 import hybridmf as hmf
-from hybridmf.errors import DeviceError
 
 NAME = "paper_gates"
 
@@ -116,14 +115,9 @@ class Bench:
     started: list[Any] = field(default_factory=list)
     judges: dict[tuple[str, float, int], rivals.Judge] = field(default_factory=dict)
 
-    @property
-    def kind(self) -> str:
-        """Where it runs."""
-        return "cpu" if self.device is None else "cuda"
-
     def note(self, task: str, line: Line) -> None:
         """Record a line and show it in short."""
-        self.recorder.note(task, line | {"device": self.kind})
+        self.recorder.note(task, line)
         if "seconds" in line:
             seconds = line["seconds"]["median"]
             threads = f"{line['threads']:3d} threads" if line.get("threads") else ""
@@ -332,15 +326,8 @@ TASKS: dict[str, dict[str, Task]] = {
 
 def render_distribution(lines: list[Line], folder: Path) -> str:
     """Figure 12, of the largest scale that was drawn of each shape."""
-    scales: dict[str, float] = {}
-    for line in lines:
-        scales[line["shape"]] = max(scales.get(line["shape"], 0.0), line["scale"])
-    chosen = list({paper.label(line): line for line in lines if line["scale"] == scales[line["shape"]]}.values())
-    if not chosen:
-        return ""
-    paper.draw_histograms(folder / "gates-distribution.svg", chosen, ("users", "items"))
-    plot = paper.picture("gates-distribution.svg", "Rows and columns by number of entries")
-    return f"{paper.distribution_table(chosen, ('users', 'items'))}\n\n{plot}"
+    file, sides = folder / "gates-distribution.svg", ("users", "items")
+    return paper.distribution_part(lines, file, sides, "Rows and columns by number of entries")
 
 
 def render_scaling(lines: list[Line], folder: Path) -> str:
@@ -475,22 +462,6 @@ def render(folder: Path = paper.EVIDENCE) -> None:
 # ------------------------------------------------------------------------------------------ command line
 
 
-def run_all(bench: Bench, works: dict[str, list[Work]], tasks: Sequence[str], shapes: Sequence[str]) -> None:
-    """Every task of every shape; a shape is drawn once."""
-    jobs = [(task, work) for task in tasks for work in works[task]]
-    wanted = dict.fromkeys(item for _, work in jobs for item in work.shapes.items())
-    for shape, scale in wanted:
-        if (shapes and shape not in shapes) or not bench.recorder.has_time(shape):
-            continue
-        data = Drawn.of(shape, scale=scale, implicit=True)
-        size = f"{data.user.shape[0]:,} x {data.user.shape[1]:,}"
-        click.echo(f"{shape}, scale {scale:g}: {size}, {data.nnz:,} entries")
-        for task, work in jobs:
-            if work.shapes.get(shape) == scale and bench.recorder.has_time(f"{task}, {shape}"):
-                with bench.recorder.case(f"{task}, {shape}"):
-                    TASKS[task][bench.kind](bench, data, work)
-
-
 def thread_counts(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
     """Counts of "1,2,4", ascending; powers of two up to all cores if nothing is asked for."""
     if value is None:
@@ -503,38 +474,25 @@ def thread_counts(context: click.Context, parameter: click.Parameter, value: str
 
 
 @click.command(help=__doc__)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
-@click.option("--task", type=click.Choice(list(TASKS)), multiple=True, help="Default: all.")
-@click.option("--shape", type=click.Choice(list(common.SHAPES)), multiple=True, help="Only these of the profile's.")
+@paper.options(TASKS, render)
+@paper.shapes_options
 @click.option("--threads", callback=thread_counts, help="Such as 1,2,4. Default: powers of two and all cores.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--budget", type=float, default=float("inf"), help="Seconds after which no further case begins.")
 @click.option("--spark/--no-spark", "with_spark", default=False, help="Add Spark MLlib, if installed, to iterations.")
-@click.option("--render", "only_render", is_flag=True, help="Write the page from the lines; measure nothing.")
 def main(
-    device: str, profile: str, task: tuple[str, ...], shape: tuple[str, ...], threads: tuple[int, ...], repeats: int,
-    budget: float, with_spark: bool, only_render: bool,
+    device: str, profile: str, tasks: tuple[str, ...], budget: float | None, shapes: tuple[str, ...], repeats: int,
+    threads: tuple[int, ...], with_spark: bool,
 ) -> None:  # fmt: skip
-    if only_render:
-        render()
-        return
-    recorder, opened = Recorder(NAME, budget), None
-    if device == "cuda":
-        import gpu
-
-        from hybridmf.gpu.device import open_device
-
-        try:
-            opened = open_device()
-        except DeviceError as error:
-            raise click.ClickException(str(error)) from error
-        recorder.stamp = gpu.gpu_stamp(opened)
+    recorder, opened = Recorder.begin(NAME, device, budget)
     spark = Spark() if with_spark and Spark.installed() else None
     if with_spark and spark is None:
         recorder.problems.append("spark: pyspark, pyarrow and Java are not all installed")
     bench = Bench(recorder, threads, repeats, opened, spark)
-    run_all(bench, works_of(device, profile, with_spark), task or tuple(TASKS), shape)
+
+    def run(task: str, data: Drawn, work: Work) -> None:
+        TASKS[task][device](bench, data, work)
+
+    works = works_of(device, profile, with_spark)
+    paper.run_works(recorder, works, tasks or tuple(TASKS), shapes, run, implicit=True)
     recorder.finish()
 
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -19,6 +20,7 @@ from test_gpu_als import serve_cuda
 
 from hybridmf import datasets
 from hybridmf.datasets import Degrees, Published
+from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -133,9 +135,13 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     module = importlib.import_module("hybridmf.compare")
     monkeypatch.setattr(module, "_ceiling", lambda plan, device: 100.0)  # takes a product of 8192 x 8192 matrices
-    for name in ("bals", "gates"):
-        (tmp_path / f"{name}.md").write_text((BENCH.parent / "docs" / "evidence" / f"{name}.md").read_text())
-    return {name: importlib.import_module(f"paper_{name}") for name in ("common", "bals", "gates")}
+    for page in PAGES.values():
+        (tmp_path / page).write_text((BENCH.parent / "docs" / "evidence" / page).read_text())
+    return {name: importlib.import_module(f"paper_{name}") for name in ("common", *PAGES)}
+
+
+PAGES = {"bals": "bals.md", "gates": "gates.md", "cumf": "cumf.md", "msgd": "msgd.md"}
+"""The page of each script bench/paper_<name>.py."""
 
 
 def lines_of(folder, name):
@@ -168,7 +174,7 @@ def test_bals_script_on_the_cpu(bench, tmp_path, monkeypatch):
     done = CliRunner().invoke(script.main, ["--repeats", "1", "--threads", "2"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     check_bals_lines(lines_of(tmp_path, "paper_bals"), "cpu")
-    check_render(script, tmp_path, "bals")
+    check_render(script, tmp_path, "bals.md")
 
 
 def check_bals_lines(lines, device):
@@ -198,7 +204,7 @@ def test_bals_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
     orders = [line["method"] for line in lines if line["task"] == "orders" and line["order"] == "given"]
     assert orders == ["sparse_syrk", "bals local", "bals local, all tiles", "bals chip"]
     assert {line["method"] for line in lines if line["task"] == "assemblies"} == set(script.GPU_ASSEMBLIES)
-    check_render(script, tmp_path, "bals")
+    check_render(script, tmp_path, "bals.md")
 
 
 def emulated_methods(bench, f, iterations):
@@ -241,7 +247,7 @@ def test_gates_script(bench, tmp_path, monkeypatch):
     assert {line["method"] for line in lines if line["task"] == "iteration"} == {
         "simd", "blas3", "implicit CG 3", "implicit exact",
     }  # fmt: skip
-    check_render(script, tmp_path, "gates")
+    check_render(script, tmp_path, "gates.md")
 
 
 @pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
@@ -254,6 +260,99 @@ def test_gates_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     found = [line["method"] for line in lines_of(tmp_path, "paper_gates") if line["task"] == "iteration"]
     assert found == list(script.GPU_METHODS)
+
+
+CUMF_KEYS = {
+    "convergence": {"factors", "method", "seconds", "rmse", "set_up_s"},
+    "switches": {"factors", "variant", "seconds", "rmse", "assembly_ms"},
+    "cost": {"factors", "side", "rows", "predicted", "hermitian_ms", "solve_ms"},
+}
+MSGD_KEYS = {
+    "convergence": {"factors", "method", "seconds", "rmse", "threads"},
+    "sequential": {"factors", "ms"},
+    "cores": {"factors", "ms", "threads"},
+    "speedup": {"factors", "one_core_ms", "blocks_ms", "ours_ms"},
+    "ordering": {"factors", "ms"},
+    "reduction": {"factors", "ms", "blocks", "error"},
+    "transfer": {"factors", "to_gpu_ms", "back_ms", "epoch_ms", "bytes"},
+}
+
+
+def run_script(script, folder, keys, *options):
+    """The lines of a run, each of which says what it must."""
+    done = CliRunner().invoke(script.main, list(options), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    lines = lines_of(folder, script.NAME)
+    for line in lines:
+        assert line.keys() >= STAMPED | keys[line["task"]], line
+    return lines
+
+
+def test_cumf_script_on_the_cpu(bench, tmp_path, monkeypatch):
+    script = bench["cumf"]
+    tiny = script.Profile((("ml-1m", 0.05),), 3, (3, 4), 2, 1.0, 1, 100.0)
+    monkeypatch.setitem(script.PROFILES, ("cpu", "quick"), tiny)
+    lines = run_script(script, tmp_path, CUMF_KEYS, "--threads", "2")
+    assert {line["task"] for line in lines} == {"convergence", "cost"}  # a CPU has no switches
+    assert [(line["factors"], line["side"]) for line in lines if line["task"] == "cost"] == [
+        (3, "user"), (3, "item"), (4, "user"), (4, "item"),
+    ]  # fmt: skip
+    check_render(script, tmp_path, "cumf.md")
+
+
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_cumf_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
+    script = bench["cumf"]
+    serve_cuda(device, monkeypatch)
+    tiny = script.Profile((("ml-1m", 0.02),), 3, (3,), 2, 1.0, 1, 300.0)
+    monkeypatch.setitem(script.PROFILES, ("cuda", "quick"), tiny)
+    options = ("--device", "cuda", "--task", "cost", "--task", "switches", "--threads", "2")
+    lines = run_script(script, tmp_path, CUMF_KEYS, *options)
+    assert [line["variant"] for line in lines if line["task"] == "switches"] == list(script.SWITCHES)
+    assert [line["side"] for line in lines if line["task"] == "cost"] == ["user", "item"]
+    check_render(script, tmp_path, "cumf.md")
+
+
+def test_msgd_script_on_the_cpu(bench, tmp_path, monkeypatch):
+    script = bench["msgd"]
+    tiny = script.Profile((("ml-1m", 0.05),), (3, 4), 3, 2, 1.0, 1, 100.0)
+    monkeypatch.setitem(script.PROFILES, ("cpu", "quick"), tiny)
+    lines = run_script(script, tmp_path, MSGD_KEYS, "--threads", "2")
+    assert {line["task"] for line in lines} == set(script.USUAL_TASKS["cpu"])
+    assert [line["factors"] for line in lines if line["task"] == "sequential"] == [3, 4]
+    assert [line["threads"] for line in lines if line["task"] == "cores"] == [1, 2]
+    check_render(script, tmp_path, "msgd.md")
+
+
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_msgd_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
+    script = bench["msgd"]
+    serve_cuda(device, monkeypatch)
+    tiny = script.Profile((("ml-1m", 0.02),), (32,), 3, 2, 1.0, 1, 300.0)
+    monkeypatch.setitem(script.PROFILES, ("cuda", "quick"), tiny)
+    tasks = [task for task in script.USUAL_TASKS["cuda"] if task != "convergence"]  # fp16 SGD is not emulated
+    options = [text for task in tasks for text in ("--task", task)]
+    lines = run_script(script, tmp_path, MSGD_KEYS, "--device", "cuda", *options)
+    assert [line["task"] for line in lines] == tasks
+    check_render(script, tmp_path, "msgd.md", plots=False)
+
+
+@pytest.mark.parametrize("name", ["bals", "gates", "cumf", "msgd"])
+def test_scripts_without_a_gpu_say_so(bench, name, monkeypatch):
+    def none(*_):
+        raise DeviceError("there is no NVIDIA driver")
+
+    monkeypatch.setattr("hybridmf.gpu.device.open_device", none)
+    done = CliRunner().invoke(bench[name].main, ["--device", "cuda"])
+    assert done.exit_code == 1 and "--device cuda: there is no NVIDIA driver" in done.output
+
+
+@pytest.mark.parametrize("name", ["bals", "gates", "cumf", "msgd"])
+def test_scripts_render_and_end(bench, name, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench["common"], "fill", lambda page, sections: click.echo(f"{page.name}: {list(sections)}"))
+    done = CliRunner().invoke(bench[name].main, ["--render"])
+    assert done.exit_code == 0 and done.output.startswith(f"{name}.md: [")
+    assert not list(tmp_path.glob("*.jsonl"))
 
 
 def test_speedups_are_ratios_of_lines_of_one_shape_and_rank(bench, tmp_path):
@@ -273,17 +372,20 @@ def test_speedups_are_ratios_of_lines_of_one_shape_and_rank(bench, tmp_path):
 # ---------------------------------------------------------------------------------------------------- pages
 
 
-def check_render(script, folder, name):
+def check_render(script, folder, page, plots=True):
     """The page and its plots come from the lines alone: the same bytes again, and in another folder."""
     script.render(folder)
     first = pages(folder)
-    assert "not measured" not in first[f"{name}.md"].lower() or name == "gates"
-    assert any(file.endswith(".svg") for file in first)
+    tasks = {line["task"] for line in lines_of(folder, script.NAME)}
+    for task in tasks:
+        section = first[page].split(f"<!-- begin {task} -->")[1].split("<!-- end")[0]
+        assert "not measured" not in section.lower(), task
+    assert any(file.endswith(".svg") for file in first) == plots
     script.render(folder)
     assert pages(folder) == first
     for file, text in first.items():
         assert len(text) < 100_000, file
-        assert file.endswith(".md") or f"({file})" in first[f"{name}.md"]
+        assert file.endswith(".md") or f"({file})" in first[page]
 
 
 def pages(folder):
@@ -292,10 +394,12 @@ def pages(folder):
 
 def test_the_committed_pages_are_those_of_the_committed_lines(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["common"], "RESULTS", BENCH / "results")
-    for name in ("bals", "gates"):
+    committed = BENCH.parent / "docs" / "evidence"
+    for name, page in PAGES.items():
         bench[name].render(tmp_path)
-        page = BENCH.parent / "docs" / "evidence" / f"{name}.md"
-        assert (tmp_path / f"{name}.md").read_text() == page.read_text(), f"run bench/paper_{name}.py --render"
+        assert (tmp_path / page).read_text() == (committed / page).read_text(), f"run bench/paper_{name}.py --render"
+    for file in tmp_path.glob("*.svg"):
+        assert (committed / file.name).is_file(), f"{file.name} is not committed"
 
 
 def test_a_page_without_markers_says_which(bench, tmp_path):
