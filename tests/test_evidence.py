@@ -140,7 +140,7 @@ def bench(monkeypatch, tmp_path):
     return {name: importlib.import_module(f"paper_{name}") for name in ("common", *PAGES)}
 
 
-PAGES = {"bals": "bals.md", "gates": "gates.md", "cumf": "cumf.md", "msgd": "msgd.md"}
+PAGES = {"bals": "bals.md", "gates": "gates.md", "cumf": "cumf.md", "msgd": "msgd.md", "scale": "multi-gpu.md"}
 """The page of each script bench/paper_<name>.py."""
 
 
@@ -353,6 +353,101 @@ def test_scripts_render_and_end(bench, name, monkeypatch, tmp_path):
     done = CliRunner().invoke(bench[name].main, ["--render"])
     assert done.exit_code == 0 and done.output.startswith(f"{name}.md: [")
     assert not list(tmp_path.glob("*.jsonl"))
+
+
+# ---------------------------------------------------------------------------------------------------- several GPUs
+
+
+def write_lines(folder, name, lines):
+    stamp = {"machine": {"processor": "P", "cores": 64, "instruction_set": "avx512"}, "gpu": "G"}
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line | stamp) + "\n" for line in lines))
+
+
+def scale_line(gpus, seconds, predicted, **more):
+    halves = {"user": 0.75 * seconds, "item": 0.25 * seconds}
+    line = {"shape": "netflix", "nnz": 99_000_000, "factors": 100, "gpus": gpus, "seconds": seconds, "halves": halves}
+    line |= {"grids": {"user": [1, gpus], "item": [1, gpus]}, "predicted": predicted, "speedup": 0.08 / seconds}
+    return line | {"predicted_halves": {"user": 0.75 * predicted, "item": 0.25 * predicted}} | more
+
+
+def epoch_line(ranks, ms, **more):
+    line = {"shape": "netflix", "nnz": 99_000_000, "factors": 128, "ranks": ranks, "ms": ms, "speed_up": 24 / ms}
+    return line | {"balance": 0.9 if ranks > 1 else 1.0, "rmse": 0.59, "epochs": 7} | more
+
+
+def section_of(folder, name):
+    return (folder / "multi-gpu.md").read_text().split(f"<!-- begin {name} -->")[1].split("<!-- end")[0]
+
+
+def test_the_page_of_several_gpus_has_the_newest_line_of_each_case(bench, tmp_path):
+    split = {"user": [4, 1], "item": [4, 1]}
+    write_lines(
+        tmp_path, "scale",
+        [
+            scale_line(1, 0.08, 0.08),
+            scale_line(4, 0.04, 0.02, objective_difference=2e-9),
+            scale_line(4, 0.025, 0.02, objective_difference=3e-9),  # measured again
+            scale_line(4, 0.16, 0.04, grids=split, reduction="scatter"),
+            scale_line(4, 0.20, 0.04, grids=split, reduction="root"),
+            scale_line(1, 0.2, 0.15, shape="hugewiki x 0.5"),
+        ],
+    )  # fmt: skip
+    bench["scale"].render(tmp_path)
+    scaling = section_of(tmp_path, "scaling")
+    assert "| netflix, 99 million entries, f = 100 | 4 | 18.8 (1 x 4) | 6.2 (1 x 4) | 25.0 | 3.20 | 3e-09 |" in scaling
+    assert "| 40.0 |" not in scaling and "(multi-gpu-scaling-g.svg)" in scaling and "hugewiki" not in scaling
+    assert "| 4 | on all GPUs at a time | 120.0 | 40.0 | 160.0 | 1.25 |" in section_of(tmp_path, "reduction")
+    wiki = section_of(tmp_path, "hugewiki")
+    assert "hugewiki x 0.5" in wiki and ".svg" not in wiki  # a single number of GPUs is no curve
+    prediction = section_of(tmp_path, "prediction")
+    assert "| 1 | users 1 x 1, items 1 x 1 | 80.0 | 80.0 | 1.00 |" in prediction
+    assert "added up on one GPU | 200.0 | 40.0 | 0.20 |" in prediction
+    assert "Of 5 iterations, 1 (20%) within 15% and 3 (60%) within 30%." in prediction
+    assert "Of 10 half sweeps, 2 (20%) within 15% and 6 (60%) within 30%." in prediction
+
+
+def test_predictions_within_the_limits_are_counted(bench):
+    told = bench["scale"].near([1.0, 1.14, 0.84, 1.31, 0.72], "things")
+    assert told == "Of 5 things, 2 (40%) within 15% and 4 (80%) within 30%."
+
+
+def test_epochs_of_several_gpus_have_a_curve(bench, tmp_path):
+    write_lines(tmp_path, "mcumsgd", [epoch_line(0, 24.0), epoch_line(1, 24.5)])
+    bench["scale"].render(tmp_path)
+    alone = section_of(tmp_path, "mcumsgd")
+    assert "On several GPUs: not measured yet." in alone and ".svg" not in alone
+    lines = [epoch_line(0, 24.0), epoch_line(1, 24.5), epoch_line(2, 19.0), epoch_line(2, 15.0)]
+    write_lines(tmp_path, "mcumsgd", [*lines, epoch_line(2, 16.0, variant="split")])
+    bench["scale"].render(tmp_path)
+    several = section_of(tmp_path, "mcumsgd")
+    assert "| 2 by MCUMSGD | 15.0 | 1.60 | 0.90 | 0.5900 (7) |" in several and "| 19.0 |" not in several
+    assert "| 2 by MCUMSGD, split | 16.0 | 1.50 |" in several
+    assert "(multi-gpu-mcumsgd-g.svg)" in several and "not measured" not in several
+
+
+def test_a_page_without_lines_says_so(bench, tmp_path):
+    bench["scale"].render(tmp_path)
+    for name in ("scaling", "hugewiki", "reduction", "large", "prediction", "mcumsgd"):
+        assert section_of(tmp_path, name).strip() == "Not measured yet."
+
+
+def test_large_problems_are_planned_and_shown(bench, tmp_path):
+    script = bench["scale"]
+    done = CliRunner().invoke(script.main, ["--planner"], catch_exceptions=False)
+    assert done.exit_code == 0 and "Factorbird" in done.output
+    lines = lines_of(tmp_path, "scale_planner")
+    assert {line["problem"] for line in lines} == set(script.PROBLEMS)
+    assert {(line["gpus"], line["host_memory"]) for line in lines if line["problem"] == "SparkALS"} == {
+        (1, "2 TB"), (4, "2 TB"), (8, "2 TB"),
+    }  # fmt: skip
+    script.render(tmp_path)
+    large = section_of(tmp_path, "large")
+    assert large.count("| SparkALS | 240 s, 50 nodes | 24 s |") == 3 and "(multi-gpu-large.svg)" in large
+
+
+def test_planning_or_rendering_must_be_asked_for(bench):
+    done = CliRunner().invoke(bench["scale"].main, [])
+    assert done.exit_code == 2 and "--planner, --render or both must be given" in done.output
 
 
 def test_speedups_are_ratios_of_lines_of_one_shape_and_rank(bench, tmp_path):
