@@ -471,26 +471,13 @@ def gpu_tiles(bench: Bench, data: Drawn, work: Work) -> None:
         measure("sparse_syrk", None, partial(prepared.by_rows, "sparse_syrk"))
         own = assemblies.bals_tile_sizes(f, 4, bench.device.spec)
         measure("bals chip", own, partial(tiles_step, prepared, own, "chip"))
-        compile_tiles(bench, f, work)
-        for tile in itertools.product(work.heights, work.widths):
+        grid = list(itertools.product(work.heights, work.widths))
+        sizes = ({"tile_rows": height, "tile_cols": width} for height, width in grid)
+        local = [assemblies.BalsLocalConfig.default(f, 4, bench.device.spec, **size) for size in sizes]
+        paper.compile_bals(bench.device, local)
+        for tile in grid:
             if bench.recorder.has_time(f"tiles, {data.name}, {order}, {tile}"):
                 measure("bals local", tile, partial(tiles_step, prepared, tile, "local"))
-
-
-def compile_tiles(bench: Bench, f: int, work: Work) -> None:
-    """Compile the kernels of all tile sizes on all cores: the compiler runs unlocked."""
-    import os
-    from concurrent.futures import ThreadPoolExecutor
-
-    from hybridmf.gpu.launch import get_kernel
-
-    def compile_one(tile: tuple[int, int]) -> None:
-        config = assemblies.BalsLocalConfig.default(f, 4, bench.device.spec, tile_rows=tile[0], tile_cols=tile[1])
-        entries = {"REAL": np.dtype(np.float32), "IMPLICIT": False, "HAS_OFFSETS": False}
-        get_kernel(bench.device, "bals.cu", "bals", **config.constants, **entries)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, itertools.product(work.heights, work.widths)))
 
 
 # ------------------------------------------------------------------------------------------ on either

@@ -7,6 +7,7 @@ plots beside it. The same lines give the same bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -188,10 +189,15 @@ class Recorder:
 
     def has_time(self, name: str) -> bool:
         """Whether a case may begin; it is named at the end if not."""
-        if time.perf_counter() - self.started < self.budget:
+        if self.seconds_left > 0:
             return True
         self.problems.append(f"{name}: left out, the budget of {self.budget:g} s is spent")
         return False
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the budget."""
+        return self.budget - (time.perf_counter() - self.started)
 
     def finish(self) -> None:
         """Name what is missing; the exit code is 1 if anything is."""
@@ -233,11 +239,13 @@ def run_works(
 ) -> None:  # fmt: skip
     """Every task on every shape that it is for; a shape is drawn once.
 
+    The first work of each task comes before the second of any, so that a budget leaves out what matters least.
+
     Parameters
     ----------
     recorder : Recorder
     works : dict of str to works
-        By task.
+        By task, what matters most first.
     tasks : sequence of str
     shapes : sequence of str
         Only these; all if there are none.
@@ -246,19 +254,35 @@ def run_works(
     implicit : bool
         Which ratings are drawn.
     """
-    jobs = [(task, work) for task in tasks for work in works[task]]
-    for shape, scale in dict.fromkeys(item for _, work in jobs for item in work.shapes.items()):
-        if (shapes and shape not in shapes) or not recorder.has_time(shape):
-            continue
-        started = time.perf_counter()
-        data = Drawn.of(shape, scale=scale, implicit=implicit)
-        size = f"{data.user.shape[0]:,} x {data.user.shape[1]:,}"
-        seconds = time.perf_counter() - started
-        click.echo(f"{shape}, scale {scale:g}: {size}, {data.nnz:,} entries, in {seconds:.0f} s")
-        for task, work in jobs:
-            if work.shapes.get(shape) == scale and recorder.has_time(f"{task}, {shape}"):
-                with recorder.case(f"{task}, {shape}"):
-                    run(task, data, work)
+    turns = list(itertools.zip_longest(*([(task, work) for work in works[task]] for task in tasks)))
+    wanted = [_shapes_of(turn, shapes) for turn in turns]
+    kept: dict[tuple[str, float], Drawn] = {}
+    for place, turn in enumerate(turns):
+        for shape, scale in wanted[place]:
+            if not recorder.has_time(shape):
+                continue
+            data = kept.pop((shape, scale), None) or _drawn(shape, scale, implicit)
+            for task, work in filter(None, turn):
+                if work.shapes.get(shape) == scale and recorder.has_time(f"{task}, {shape}"):
+                    with recorder.case(f"{task}, {shape}"):
+                        run(task, data, work)
+            if any((shape, scale) in later for later in wanted[place + 1 :]):
+                kept[shape, scale] = data
+
+
+def _shapes_of(turn: Iterable[tuple[str, Work] | None], shapes: Sequence[str]) -> list[tuple[str, float]]:
+    """(shape, scale) of some works, each once; of these shapes alone if there are any."""
+    items = dict.fromkeys(item for _, work in filter(None, turn) for item in work.shapes.items())
+    return [(shape, scale) for shape, scale in items if not shapes or shape in shapes]
+
+
+def _drawn(shape: str, scale: float, implicit: bool) -> Drawn:
+    started = time.perf_counter()
+    data = Drawn.of(shape, scale=scale, implicit=implicit)
+    size = f"{data.user.shape[0]:,} x {data.user.shape[1]:,}"
+    seconds = time.perf_counter() - started
+    click.echo(f"{shape}, scale {scale:g}: {size}, {data.nnz:,} entries, in {seconds:.0f} s")
+    return data
 
 
 def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, implicit: bool) -> None:
@@ -298,6 +322,18 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
     if "fused" in methods:
         feedback = "implicit" if implicit else "explicit"
         gpu.compile_ahead(device, {(rank, feedback, "float32", "cholesky") for rank in ranks})
+
+
+def compile_bals(device: Any, configs: Iterable[Any]) -> None:
+    """Compile the BALS kernels of these configurations (explicit, no offsets) on all cores."""
+    from hybridmf.gpu.launch import get_kernel
+
+    def compile_one(config: Any) -> None:
+        entries = {"REAL": np.dtype(np.float32), "IMPLICIT": False, "HAS_OFFSETS": False}
+        get_kernel(device, "bals.cu", "bals", **config.constants, **entries)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, configs))
 
 
 def spread(values: Sequence[float]) -> Line:

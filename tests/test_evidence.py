@@ -543,6 +543,60 @@ def test_vacancies_are_counted_right(bench):
     assert (found["vacant_tiles"], found["vacant_segments"]) == (len(vacant), segments)
 
 
+class Clock:
+    """Seconds that pass when a task says so."""
+
+    def __init__(self, monkeypatch, common):
+        self.now = 0.0
+        monkeypatch.setattr(common.time, "perf_counter", lambda: self.now)
+
+
+def test_what_matters_most_is_run_first_and_shapes_are_drawn_once(bench, monkeypatch):
+    common, work = bench["common"], bench["gates"].Work
+    clock, drawn, done = Clock(monkeypatch, common), [], []
+    monkeypatch.setattr(common, "_drawn", lambda shape, scale, implicit: drawn.append(shape) or shape)
+    works = {
+        "scaling": [work({"msd": 1.0}, (1,)), work({"msd": 1.0}, (3,)), work({"netflix": 1.0}, (4,))],
+        "iteration": [work({"netflix": 1.0, "msd": 1.0}, (2,))],
+    }
+
+    def run(task, data, work):
+        done.append((task, data, *work.factors))
+        clock.now += 1.0
+
+    whole = [
+        ("scaling", "msd", 1), ("iteration", "msd", 2), ("iteration", "netflix", 2), ("scaling", "msd", 3),
+        ("scaling", "netflix", 4),
+    ]  # fmt: skip
+    common.run_works(common.Recorder("x"), works, ("scaling", "iteration"), (), run)
+    assert done == whole and drawn == ["msd", "netflix"]
+    done.clear()
+    recorder = common.Recorder("x", budget=2.5, started=clock.now)
+    common.run_works(recorder, works, ("scaling", "iteration"), (), run)
+    assert done == whole[:3]
+    assert recorder.problems == [
+        "msd: left out, the budget of 2.5 s is spent", "netflix: left out, the budget of 2.5 s is spent",
+    ]  # fmt: skip
+    done.clear()
+    common.run_works(common.Recorder("x"), works, ("iteration",), ("netflix",), run)
+    assert done == [("iteration", "netflix", 2)]
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(0.1, 4), (1.0, 3), (2.0, 2), (3.0, 1)])
+def test_slow_iterations_are_repeated_less(bench, monkeypatch, seconds, runs):
+    gates, counted = bench["gates"], []
+    clock = Clock(monkeypatch, gates)
+
+    def step():
+        counted.append(None)
+        clock.now += seconds
+
+    monkeypatch.setattr(gates, "prepare", lambda *_: step)
+    monkeypatch.setattr(gates, "check_exact", lambda *_: None)
+    found = gates.measure(gates.Bench(bench["common"].Recorder("x"), (1,), 3), None, 8, 1, "simd")
+    assert len(counted) == runs and found["median"] == pytest.approx(seconds)
+
+
 def test_a_budget_and_failures_are_told_at_the_end(bench, capsys):
     recorder = bench["common"].Recorder("paper_bals", budget=0.0)
     assert not recorder.has_time("this")

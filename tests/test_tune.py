@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import logging
@@ -17,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_gpu_als import on_a_gpu
+from test_gpu_als import on_a_gpu, serve_cuda
 
 from hybridmf._cache import CACHE_DIR
 from hybridmf._version import __version__
@@ -997,12 +998,11 @@ def test_the_page_is_made_from_the_lines(paper: Any, tmp_path: Path) -> None:
 
 
 def test_tiles_are_measured_and_checked(paper: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paper, "FACTORS", 5)
-    for name, values in (("TILE_ROWS", (20,)), ("TILE_COLS", (16,))):
-        monkeypatch.setattr(paper, name, {"quick": values})
+    tiny_papers(paper, monkeypatch)
+    recorder = paper.Recorder("tuning")
     sums = trials.Sums(device, SAMPLE.user_items, 5, 4)
     assert paper.gates_gflops(device, sums) > 0
-    lines = list(paper.measure_tiles(device, sums, "quick"))
+    lines = list(paper.measure_tiles(recorder, device, sums, "quick"))
     assert [(line["variant"], line["tile_rows"], line["tile_cols"]) for line in lines] == [
         ("local", 20, 16),
         ("chip", 20, 16),
@@ -1011,3 +1011,35 @@ def test_tiles_are_measured_and_checked(paper: Any, device: Any, monkeypatch: py
     monkeypatch.setattr(paper, "TOLERANCE", -1.0)
     with pytest.raises(RuntimeError, match="not measured"):
         paper.gates_gflops(device, sums)
+    assert not list(paper.measure_tiles(recorder, device, sums, "quick"))
+    assert [text.split(":")[0] for text in recorder.problems] == ["tiles, local, 20 x 16", "tiles, chip, 20 x 16"]
+
+
+def tiny_papers(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both tasks in a few seconds."""
+    monkeypatch.setattr(paper, "FACTORS", 5)
+    tiny = {"TILE_ROWS": (20,), "TILE_COLS": (16,), "TILE_SHAPES": ("ml-1m",), "CLOUD_RANKS": (5,)}
+    for name, values in (tiny | {"CLOUD_SECONDS": 3}).items():
+        monkeypatch.setattr(paper, name, {"quick": values})
+
+
+def test_the_script_measures_both_and_the_page_takes_its_lines(
+    paper: Any, device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    serve_cuda(device, monkeypatch)
+    tiny_papers(paper, monkeypatch)
+    monkeypatch.setattr(Sample, "draw", lambda *_: SAMPLE)
+    monkeypatch.setattr(paper, "tune", functools.partial(tune.tune, most=1))
+    for module in (paper, importlib.import_module("common")):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    done = CliRunner().invoke(paper.main, ["--budget", "600"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    lines = tune_plots.read_lines(tmp_path / "tuning.jsonl")
+    assert {line["factors"] for line in lines if line["bench"] == "tune"} == {5}
+    assert [line["order"] for line in lines if line["bench"] == "tiles"] == ["given"] * 2 + ["by degree"] * 2
+    assert "Not measured yet." in paper.PAGE.read_text(encoding="utf-8")  # measuring leaves the page alone
+    done = CliRunner().invoke(paper.main, ["--report"], catch_exceptions=False)
+    assert done.exit_code == 0 and "Not measured yet." not in paper.PAGE.read_text(encoding="utf-8")
+    done = CliRunner().invoke(paper.main, ["--budget", "1e-9", "--task", "cloud"])
+    assert done.exit_code == 1 and "cloud, f = 5: left out" in done.output
