@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import numpy as np
@@ -591,10 +592,15 @@ def test_slow_iterations_are_repeated_less(bench, monkeypatch, seconds, runs):
         counted.append(None)
         clock.now += seconds
 
+    checked = []
     monkeypatch.setattr(gates, "prepare", lambda *_: step)
-    monkeypatch.setattr(gates, "check_exact", lambda *_: None)
-    found = gates.measure(gates.Bench(bench["common"].Recorder("x"), (1,), 3), None, 8, 1, "simd")
+    monkeypatch.setattr(gates, "check_exact", lambda bench, data, f: checked.append(f))
+    session, data = gates.Bench(bench["common"].Recorder("x"), (1, 2), 3), SimpleNamespace(name="msd", scale=1.0)
+    found = gates.measure(session, data, 8, 1, "simd")
     assert len(counted) == runs and found["median"] == pytest.approx(seconds)
+    gates.measure(session, data, 8, 2, "simd")
+    gates.measure(session, data, 8, 2, "blas3")
+    assert checked == [8, 8]  # each method once, however many threads
 
 
 def test_a_budget_and_failures_are_told_at_the_end(bench, capsys):
