@@ -948,9 +948,11 @@ def _run_tuning(
         raise DeviceError(
             f"tune measures kernels on a GPU, and none can be used here: {error}. (tune --calibrate works without one)"
         ) from error
-    jobs = tuner.tune(device, kernels or None, ranks, dtype=dtype, budget=budget, most=most)
+    gpu = tables.Gpu.of(device.spec)
     path = tables.user_file(device.spec) if output is None else Path(output)
-    tables.store(tables.Table(tables.Gpu.of(device.spec)), path)  # a place that cannot be written is told at once
+    there = tables.stored(path, gpu)
+    jobs = tuner.tune(device, kernels or None, ranks, dtype=dtype, budget=budget, most=most, table=there)
+    tables.store(tables.Table(gpu), path)  # a place that cannot be written is told at once
     click.echo(f"{device.spec}: drawing ratings, then {budget:g} s", err=True)
     measured: list[dict[str, Any]] = []
     for job in jobs:
