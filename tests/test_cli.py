@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf import cli, demo
-from hybridmf.cli import main, read_titles
+from hybridmf.cli import main
+from hybridmf.cli.titles import read_titles
 from hybridmf.errors import MemoryBudgetError
 from hybridmf.formats import BalsMatrix, reorder
 
@@ -104,35 +105,35 @@ def test_version_as_a_process():
 
 @pytest.mark.parametrize("error", [ValueError("no\ngood"), TypeError("no good"), hmf.errors.DeviceError("no good")])
 def test_a_library_error_is_one_line(monkeypatch, error):
-    monkeypatch.setattr(cli, "run_demo", _raising(error))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(error))
     assert refuse("demo") == "Error: no good"
 
 
 def test_an_error_without_words_is_named(monkeypatch):
-    monkeypatch.setattr(cli, "run_demo", _raising(ValueError()))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(ValueError()))
     assert refuse("demo") == "Error: ValueError"
 
 
 def test_a_file_error_names_the_file(monkeypatch):
-    monkeypatch.setattr(cli, "run_demo", _raising(PermissionError(13, "Permission denied", "some/file")))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(PermissionError(13, "Permission denied", "some/file")))
     assert refuse("demo") == "Error: some/file: Permission denied"
 
 
 @pytest.mark.parametrize("arguments", [("--debug", "demo"), ("demo", "--debug")])
 def test_debug_shows_the_traceback(monkeypatch, arguments):
-    monkeypatch.setattr(cli, "run_demo", _raising(ValueError("no good")))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(ValueError("no good")))
     assert isinstance(run(*arguments).exception, ValueError)
 
 
 def test_a_bug_is_not_taken_for_a_mistake(monkeypatch):
-    monkeypatch.setattr(cli, "run_demo", _raising(RuntimeError("a bug")))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(RuntimeError("a bug")))
     result = run("demo")
     assert result.exit_code == 1
     assert isinstance(result.exception, RuntimeError)
 
 
 def test_interruption_exits_130(monkeypatch):
-    monkeypatch.setattr(cli, "run_demo", _raising(KeyboardInterrupt()))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(KeyboardInterrupt()))
     result = run("demo")
     assert result.exit_code == 130
     assert result.output.strip() == "Interrupted."
@@ -480,7 +481,7 @@ def test_fit_refuses(folder, tmp_path, options, message):
 
 
 def test_fit_judges_options_before_it_reads(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "read_ratings", _raising(RuntimeError("read all the same")))
+    monkeypatch.setattr(cli.fit, "read_ratings", _raising(RuntimeError("read all the same")))
     assert "factors" in refuse("fit", folder / "ratings.csv", "-o", tmp_path / "m", "--factors", 0)
 
 
@@ -555,7 +556,7 @@ def test_recommend_csv_for_all_users_leaves_out_what_they_have(folder, monkeypat
     assert [row["item"] for row in rows] == model.item_ids_[ids].ravel().tolist()
     assert [row["rank"] for row in rows] == ["1", "2", "3"] * model.n_users
     np.testing.assert_allclose([float(row["score"]) for row in rows], scores.ravel(), rtol=1e-6)
-    monkeypatch.setattr(cli, "BLOCK_USERS", 7)
+    monkeypatch.setattr(cli.recommend, "BLOCK_USERS", 7)
     assert succeed(*arguments) == output
     with_titles = list(csv.DictReader(io.StringIO(succeed(*arguments, "--titles", folder / "titles.csv"))))
     assert all(row["title"] for row in with_titles)
@@ -743,12 +744,12 @@ def test_info_of_the_installation(monkeypatch):
     assert known["gpu_reason"] in shown["GPU"]
     assert "GiB" in shown["memory free"]
     other = known | {"gpu": "H200", "gpu_reason": "H200; fine", "memory_available": None, "blas": [], "cupy": "14.0"}
-    monkeypatch.setattr(cli, "config", lambda: dict(other))
+    monkeypatch.setattr(cli.info, "config", lambda: dict(other))
     shown = facts(succeed("info"))
     assert (shown["GPU"], shown["memory free"], shown["blas"], shown["CuPy"]) == (
         "H200; fine", "unknown", "none found", "14.0",
     )  # fmt: skip
-    monkeypatch.setattr(cli, "config", lambda: other | {"gpu": None, "gpu_reason": "no driver"})
+    monkeypatch.setattr(cli.info, "config", lambda: other | {"gpu": None, "gpu_reason": "no driver"})
     assert facts(succeed("info"))["GPU"] == "none: no driver"
 
 
