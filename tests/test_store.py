@@ -227,11 +227,14 @@ def test_a_bad_source_leaves_nothing(case, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [name]
 
 
-def test_rows_that_cannot_be_counted_in_memory_are_refused_before(tmp_path, monkeypatch):
-    (tmp_path / "r.mtx").write_text(COORDINATES.replace("3 3", "2000000000 3") + "1\n1 1 5\n")
-    monkeypatch.setattr(conversion, "available_memory", lambda: 2**30)
+@pytest.mark.parametrize("read", [hmf.Ratings.from_file, lambda path: hmf.convert(path, path.parent / "store")])
+@pytest.mark.parametrize("kind", ["general", "symmetric"])
+def test_rows_that_cannot_be_counted_in_memory_are_refused_before(read, kind, tmp_path, monkeypatch):
+    head = COORDINATES.replace("3 3", "2000000000 3").replace("general", kind)
+    (tmp_path / "r.mtx").write_text(head + "1\n1 1 5\n")
+    monkeypatch.setattr("hybridmf._readers.available_memory", lambda: 2**30)
     with pytest.raises(MemoryBudgetError, match=r"2,000,000,000 rows and 3 columns by its header.*1,024 MiB are free"):
-        hmf.convert(tmp_path / "r.mtx", tmp_path / "store")
+        read(tmp_path / "r.mtx")
     assert [path.name for path in tmp_path.iterdir()] == ["r.mtx"]
 
 

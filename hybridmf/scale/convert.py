@@ -32,9 +32,8 @@ import scipy.sparse as sp
 from .._files import FORMATS, open_bytes, read_head, reading, sniff_format, write_atomically
 from .._io import decode_labels, encode_labels
 from .._labels import MAX_POSITION, factorize_objects, label_of
-from .._memory import available_memory
 from .._objective import SIDES, Side
-from .._readers import parquet_chunks
+from .._readers import MarketHeader, check_market_rows, market_header, parquet_chunks
 from .._sparse import entry_rows, entry_sum
 from .._text import (
     BLOCK_CHARS,
@@ -47,7 +46,7 @@ from .._text import (
     sorted_labels,
 )
 from .._validate import MERGE_RULES, check_bool, check_choice, check_path, from_triplets
-from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
+from ..errors import DuplicateEntriesError, RatingsError
 from ..formats import transpose
 from ..gpu.device import parse_bytes
 from ..ratings import Ratings
@@ -65,9 +64,6 @@ CHUNK_BYTES = 128
 
 SORT_BYTES = 112
 """Memory that one entry of a bucket takes while it is sorted."""
-
-ROW_BYTES = 64
-"""Memory of a row while its entries are counted."""
 
 _TEMPORARY = re.compile(r"\.hybridmf-.*\.tmp")  # of `write_atomically`, which was killed
 _OURS = re.compile(
@@ -547,8 +543,10 @@ def _reader_of(path: str, options: dict[str, Any], limit: int) -> Callable[[], _
     if format == "npz":
         return None
     if format == "mtx":
-        header = _matrix_market_header(path, head)
-        return None if header is None else lambda: _matrix_market(path, header, limit)
+        header = market_header(path, head)
+        if header is None or not _streamable(header):
+            return None
+        return lambda: _matrix_market(path, header, limit)
     if format == "parquet":
         return lambda: _parquet(path, columns, max(1, limit // 256))
     separator = {"csv": ",", "tsv": "\t"}.get(format) if options["separator"] is None else options["separator"]
@@ -604,31 +602,18 @@ def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int) -> _Reader:
     return _Reader(chunks(), (sides[0], sides[1]), lambda first, second: f"rows {first} and {second}", path)
 
 
-def _matrix_market_header(path: str, head: bytes) -> tuple[str, int, int, int] | None:
-    """(field, rows, columns, entries) of a general matrix of real coordinates; None for what SciPy has to read."""
-    words = head.split(b"\n", 1)[0].decode("latin-1").lower().split()
-    if words[:3] != ["%%matrixmarket", "matrix", "coordinate"] or words[4:] != ["general"]:
-        return None
-    if words[3] not in ("real", "integer", "pattern", "double", "unsigned-integer"):
-        return None
-    with reading(path), open_bytes(path) as stream:
-        for line in stream:
-            if line.strip() and not line.lstrip().startswith(b"%"):
-                try:
-                    rows, columns, entries = map(int, line.split())
-                except ValueError:
-                    return None
-                if min(rows, columns, entries) < 0:
-                    raise RatingsError(
-                        f"{path} is damaged: its header says {rows} rows, {columns} columns, {entries} entries"
-                    )
-                return (words[3], rows, columns, entries) if max(rows, columns) <= MAX_POSITION else None
-    return None
+def _streamable(header: MarketHeader) -> bool:
+    """Whether a MatrixMarket file is a general matrix of real coordinates; SciPy has to read others."""
+    return (
+        (header.layout, header.symmetry) == ("coordinate", "general")
+        and header.field in ("real", "integer", "pattern", "double", "unsigned-integer")
+        and max(header.n_rows, header.n_columns) <= MAX_POSITION
+    )
 
 
-def _matrix_market(path: str, header: tuple[str, int, int, int], limit: int) -> _Reader:
-    kind, n_rows, n_columns, count = header
-    _check_memory(path, n_rows, n_columns)
+def _matrix_market(path: str, header: MarketHeader, limit: int) -> _Reader:
+    kind, n_rows, n_columns, count = header.field, header.n_rows, header.n_columns, header.entries
+    check_market_rows(path, header)
     fields = [("row", np.int64), ("column", np.int64)] + ([] if kind == "pattern" else [("value", np.float64)])
 
     def chunks() -> Iterator[Chunk]:
@@ -654,17 +639,6 @@ def _matrix_market(path: str, header: tuple[str, int, int, int], limit: int) -> 
 
     sides = (_Positions(n_rows), _Positions(n_columns))
     return _Reader(chunks(), sides, lambda first, second: f"entries {first} and {second}", path)
-
-
-def _check_memory(path: str, n_rows: int, n_columns: int) -> None:
-    """Refuse a header whose rows and columns, though empty, are too many to be counted in memory."""
-    needed, free = ROW_BYTES * (n_rows + n_columns), available_memory()
-    if free is not None and needed > free:
-        raise MemoryBudgetError(
-            f"{path} has {n_rows:,} rows and {n_columns:,} columns by its header: to count their entries takes "
-            f"{needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; number users and items anew, "
-            "without gaps"
-        )
 
 
 def _check_coordinates(path: str, table: np.ndarray, shape: tuple[int, int], done: int) -> None:
