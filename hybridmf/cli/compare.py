@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,7 +15,7 @@ from ..compare import compare as run_compare
 from ..datasets import SHAPES
 from ..ratings import Ratings
 from .options import check_folder, debug_option, device_list, examples, refuse_overwriting
-from .sources import ratings_options, read_ratings
+from .sources import ratings_options, read_ratings, refuse_reading_options
 
 
 @click.command(
@@ -71,9 +72,9 @@ def command(
 ) -> None:
     r"""Compare methods and devices on the same ratings, from the same initial factors.
 
-    RATINGS is a file (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m, ml-10m, ml-20m, netflix,
-    yahoo-r1, sls, rucci, msd, epinions, eachmovie, yahoo-songs. Without a GPU the methods of the CPU are compared. The
-    exit code is 1 if two devices disagree on the objective of a method.
+    RATINGS is a file or a store (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m, ml-10m,
+    ml-20m, netflix, yahoo-r1, sls, rucci, msd, epinions, eachmovie, yahoo-songs. Without a GPU the methods of the CPU
+    are compared. The exit code is 1 if two devices disagree on the objective of a method.
 
     \b
     als                exact alternating least squares
@@ -92,7 +93,7 @@ def command(
     if unknown:
         raise click.UsageError(f"--method {unknown[0]} is unknown for {feedback} feedback; known: {', '.join(models)}")
     started = time.perf_counter()
-    given = ratings if ratings == "demo" or ratings in SHAPES else _file_or_shape(ratings, options)
+    given = _source(ratings, options)
     read_seconds = time.perf_counter() - started
     result = run_compare(
         given,
@@ -105,7 +106,7 @@ def command(
         show_progress=not quiet,
     )
     if given is not ratings:
-        result = replace(result, name=os.path.basename(ratings), load_seconds=read_seconds)
+        result = replace(result, name=Path(ratings).name, load_seconds=read_seconds)
     click.echo(str(result))
     if json_file is not None:
         result.to_json(json_file)
@@ -115,7 +116,12 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-def _file_or_shape(path: str, options: dict[str, Any]) -> Ratings:
-    if not os.path.exists(path):
-        raise click.UsageError(f"{path!r} is neither a file nor a known shape; shapes: demo, {', '.join(SHAPES)}")
-    return read_ratings(path, **options)
+def _source(name: str, options: dict[str, Any]) -> str | Ratings:
+    """Name of what is drawn; ratings of a file or a store."""
+    if name == "demo" or name in SHAPES:
+        refuse_reading_options(f"{name} is drawn from a seed")
+        return name
+    if not os.path.exists(name):
+        shapes = ", ".join(SHAPES)
+        raise click.UsageError(f"{name!r} is neither a file or store nor a known shape; shapes: demo, {shapes}")
+    return read_ratings(name, **options)

@@ -21,7 +21,7 @@ from ..ratings import Ratings
 from ..scale.convert import convert as convert_to_store
 from .options import check_folder_above, debug_option, examples, refuse_overwriting
 from .report import file_size, names_of, pairs, ratings_facts, store_facts, with_output
-from .sources import existing_file, ratings_options, read_ratings, reading_arguments
+from .sources import open_store, ratings_options, read_ratings, reading_arguments
 
 
 @click.command(
@@ -31,9 +31,10 @@ from .sources import existing_file, ratings_options, read_ratings, reading_argum
         "hybridmf convert ratings.csv.gz ratings.mtx",
         "hybridmf convert ratings.npz --to bals-stats --tile-rows 512",
         "hybridmf convert ratings.csv.gz store/ --memory-limit 4GB",
+        "hybridmf convert store/ finer/ --slab-bytes 4MiB",
     ),
 )
-@click.argument("ratings_file", metavar="RATINGS", type=existing_file)
+@click.argument("ratings_file", metavar="RATINGS", type=click.Path(exists=True))
 @click.argument("out", required=False, type=click.Path(writable=True), callback=check_folder_above)
 @click.option(
     "--to", "target", type=click.Choice(["npz", "mtx", "csv", "bals-stats", "store"]),
@@ -63,9 +64,10 @@ def command(
 ) -> None:
     """Convert ratings to another format and print statistics.
 
-    A folder as OUT becomes a store, from which ALS is fitted slab by slab: text, MatrixMarket and Parquet files may be
-    larger than memory, and a conversion that was stopped goes on when it is started again. npz and csv keep the labels
-    of users and items; mtx has positions only (its rows are the users in sorted order).
+    RATINGS is a file, as for "hybridmf fit", or a store. A folder as OUT becomes a store, from which ALS is fitted
+    slab by slab: text, MatrixMarket and Parquet files, and stores, may be larger than memory, and a conversion that
+    was stopped goes on when it is started again. npz and csv keep the labels of users and items; mtx has positions
+    only (its rows are the users in sorted order).
     The statistics tell what BALS tiles would save on these ratings, as they are and reordered by degree.
     """
     refuse_overwriting(out, ratings_file)
@@ -75,7 +77,8 @@ def command(
     if target == "store":
         assert out is not None
         sizes: dict[str, Any] = {"slab_bytes": slab_bytes, "memory_limit": memory_limit, "overwrite": overwrite}
-        store = convert_to_store(ratings_file, out, **sizes, **reading_arguments(**options))
+        source = open_store(ratings_file) if os.path.isdir(ratings_file) else ratings_file
+        store = convert_to_store(source, out, **sizes, **reading_arguments(**options))
         if not quiet:
             click.echo(pairs(store_facts(store)))
         return

@@ -22,7 +22,7 @@ from ..scale.checkpoint import Checkpoint, has_checkpoints
 from ..scale.store import Store
 from .options import debug_option, device_list, examples, output_option, refuse_overwriting
 from .report import file_size
-from .sources import ratings_options, read_ratings
+from .sources import open_store, ratings_options, read_ratings
 
 MODELS: dict[str, type[ExplicitALS] | type[ImplicitALS]] = {"explicit": ExplicitALS, "implicit": ImplicitALS}
 METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
@@ -147,7 +147,7 @@ def _read_and_say(path: str, options: dict[str, Any], say: Callable[[str], Any])
 
 
 def _open_and_say(path: str, load: bool, say: Callable[[str], Any]) -> Ratings | Store:
-    store = Store.open(path)
+    store = open_store(path)
     n_users, n_items = store.shape
     say(f"Opened {path}: {n_users:,} users, {n_items:,} items, {store.nnz:,} ratings.")
     return store.to_ratings() if load else store

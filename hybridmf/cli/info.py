@@ -9,10 +9,9 @@ import click
 
 from .._config import config
 from .._io import load
-from ..scale.store import Store
 from .options import debug_option, examples
 from .report import file_size, label_text, pairs, ratings_facts, store_facts
-from .sources import ratings_options, read_ratings
+from .sources import open_store, ratings_options, read_ratings, refuse_reading_options
 
 
 @click.command("info", epilog=examples("hybridmf info", "hybridmf info model.safetensors", "hybridmf info ratings.csv"))
@@ -22,10 +21,12 @@ from .sources import ratings_options, read_ratings
 def command(file: str | None, **options: Any) -> None:
     """Describe this installation, a model, a file of ratings or a store."""
     if file is None:
+        refuse_reading_options("none is given")
         click.echo(pairs(_installation()))
     elif os.path.isdir(file):
-        click.echo(pairs(store_facts(Store.open(file))))
+        click.echo(pairs(store_facts(open_store(file))))
     elif _is_model(file):
+        refuse_reading_options(f"{file} is a model")
         click.echo(pairs(_model_facts(load(file), file)))
     else:
         click.echo(pairs(ratings_facts(read_ratings(file, **options))))

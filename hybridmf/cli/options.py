@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -70,12 +71,15 @@ def check_folder_above(ctx: click.Context, parameter: click.Parameter, path: str
 
 
 def refuse_overwriting(output: str | None, *inputs: str | None) -> None:
-    """An output that is one of the inputs would destroy it."""
+    """An output that is one of the inputs, or lies in a store that is one, would destroy it."""
     for path in inputs:
-        if output and path and os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path):
-            raise click.UsageError(f"the output {output!r} is a file that is read; give another name")
-        is_store = output and path and os.path.exists(os.path.join(path, MANIFEST))
-        if is_store and os.path.samefile(os.path.dirname(output or "") or ".", path or ""):
+        if not output or not path or not os.path.exists(path):
+            continue
+        store = os.path.exists(os.path.join(path, MANIFEST))
+        what, other = ("store", "folder") if store else ("file", "name")
+        if os.path.exists(output) and os.path.samefile(output, path):
+            raise click.UsageError(f"the output {output!r} is a {what} that is read; give another {other}")
+        if store and Path(path).resolve() in Path(output).resolve().parents:
             raise click.UsageError(f"the output {output!r} lies in the store that is read; give another folder")
 
 

@@ -17,7 +17,7 @@ from .._table import format_table
 from ..ratings import Ratings
 from .options import debug_option, examples, output_option, refuse_overwriting
 from .report import names_of, with_output
-from .sources import existing_file, spelled_separator
+from .sources import existing_file, read_ratings, spelled_separator
 from .titles import read_titles, warn_if_strangers
 
 BLOCK_USERS = 8_192
@@ -40,8 +40,8 @@ Recommendations = Iterator[tuple[Any, list[tuple[Any, float]]]]
 @click.option("-N", "count", type=int, default=10, show_default=True, help="Recommendations for each user.")
 @click.option("--include-seen", is_flag=True, help="Also recommend what a user already has.")
 @click.option(
-    "--ratings", "ratings_file", type=existing_file,
-    help="What users have seen, in place of the ratings the model was trained on.",
+    "--ratings", "ratings_file", type=click.Path(exists=True),
+    help="What users have seen (file or store), in place of the ratings the model was trained on.",
 )  # fmt: skip
 @click.option("--titles", "titles_file", type=existing_file, help="Text file of item id, title, ...; may be gzipped.")
 @click.option("--titles-separator", help='Between its fields: ",", "::", "|", "tab".  [default: found out]')
@@ -74,7 +74,7 @@ def command(
     refuse_overwriting(output, model_file, ratings_file, titles_file)
     model = load(model_file)
     positions = np.arange(model.n_users) if all_users else find_users(model, users)
-    seen = None if ratings_file is None else seen_matrix(model, Ratings.from_file(ratings_file), ratings_file)
+    seen = None if ratings_file is None else seen_matrix(model, read_ratings(ratings_file), ratings_file)
     titles = None
     if titles_file is not None:
         titles = read_titles(titles_file, spelled_separator(titles_separator), titles_encoding)

@@ -1,14 +1,18 @@
-"""Where ratings come from: a file and how it is read."""
+"""Where ratings come from: a file, and the options that say how it is read; or a store, which needs none."""
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from .. import _validate
 from ..ratings import Ratings
+from ..scale.store import Store
 
 existing_file = click.Path(exists=True, dir_okay=False)
 
@@ -43,8 +47,27 @@ def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_ratings(path: str, **options: Any) -> Ratings:
-    """`Ratings.from_file` with options as the command line has them."""
+    """Ratings in memory: of a file, read as options of the command line say; or of a store."""
+    if os.path.isdir(path):
+        return open_store(path).to_ratings()
     return Ratings.from_file(path, **reading_arguments(**options))
+
+
+def open_store(path: str) -> Store:
+    """Open a store; options that say how a file is read are refused."""
+    store = Store.open(path)
+    refuse_reading_options(f"{path} is a store")
+    return store
+
+
+def refuse_reading_options(why: str) -> None:
+    """Refuse what was given of `ratings_options` to the command that runs, because nothing is left for it to say."""
+    context = click.get_current_context()
+    names = inspect.signature(reading_arguments).parameters
+    for option in context.command.params:
+        if option.name in names and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT:
+            spelled = option.secondary_opts if context.params[option.name] is False else option.opts
+            raise click.UsageError(f"{spelled[0]} says how a file of ratings is read, and {why}; leave it out")
 
 
 def reading_arguments(
