@@ -123,5 +123,5 @@ def _source(name: str, options: dict[str, Any]) -> str | Ratings:
         return name
     if not os.path.exists(name):
         shapes = ", ".join(SHAPES)
-        raise click.UsageError(f"{name!r} is neither a file or store nor a known shape; shapes: demo, {shapes}")
+        raise click.UsageError(f"{name!r} is neither a file nor a known shape; shapes: demo, {shapes}")
     return read_ratings(name, **options)
