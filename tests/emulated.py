@@ -153,6 +153,9 @@ class EmulatedDevice:
     def wait(self, mark: Any) -> None:
         pass
 
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def copier(self) -> EmulatedCopier:
         return EmulatedCopier()
 

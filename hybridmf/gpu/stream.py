@@ -142,14 +142,14 @@ class SlabHalf(HalfSweep):
         """Entries for the next solve."""
         self.indices, self.ratings = indices, ratings
 
-    def _judge(self, status: Array) -> None:
+    def _judge(self, status: Array, solved: DeviceFactors) -> None:
         self.statuses[...] = status  # looked at once all slabs are solved: to look is to wait
 
-    def method_for(self, table: Array) -> Any:
+    def method_for(self, fixed: DeviceFactors) -> Any:
         """Solver and arithmetic for these fixed factors; the same for all slabs."""
-        return super()._method(table)
+        return super()._method(fixed)
 
-    def _method(self, table: Array) -> Any:
+    def _method(self, fixed: DeviceFactors) -> Any:
         return self.shared_method
 
 
@@ -213,7 +213,7 @@ class StreamedHalf:
         table = device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
         status = device.zeros(n, np.int32)
-        method = self.parts[0].method_for(fixed.table) if plan.assembly == "fused" else None
+        method = self.parts[0].method_for(fixed) if plan.assembly == "fused" else None
         with closing(self.entries(pipeline)) as slabs:  # else a failure would leave the thread at work
             for rows, part in slabs:
                 part.shared_method, part.statuses = method, status[rows]
@@ -221,9 +221,10 @@ class StreamedHalf:
                 table[rows] = solved.table
                 if bias is not None:
                     bias[rows] = solved.device_bias
-        if bool(status.any()):
+        solved = DeviceFactors(device, table, plan.factors, bias)
+        if solved.look(status):
             check_status(device.download(status), self.side, self.objective)
-        return DeviceFactors(device, table, plan.factors, bias)
+        return solved
 
 
 def _part(factors: DeviceFactors, rows: slice) -> DeviceFactors:
