@@ -7,9 +7,10 @@
 "one GPU" is the solver of `device="cuda:0"`. Before anything is timed, GPU ranks are compared with CPU ranks on a small
 shape: they update in the same order. Another number of ranks begins rows' walks elsewhere: the RMSEs are reported
 beside the times. Where one is no lower than at the start, or of "passes" more than 5 % above that of one GPU after as
-many epochs (six or more), the exit code is 1. Times are from before the first launch to after the last rank has finished, the median
-of the epochs after a warm-up. "balance" is the mean over the largest of the entries that ranks have in a step, averaged
-over the steps of an epoch: no speed-up can be more than that many times the ranks. Data: gpu_data.py.
+many epochs (six or more), the exit code is 1. Times are from before the first launch to after the last rank has
+finished, the median of the epochs after a warm-up. "balance" is the mean over the largest of the entries that ranks
+have in a step, averaged over the steps of an epoch: no speed-up can be more than that many times the ranks. Data:
+gpu_data.py.
 
 Variants: the order ("passes", "blocks": see hybridmf/scale/mcumsgd.py); long rows beside the others (two streams) or
 before them (one); entries from which a row is long, half and double those of the rule. One more epoch shows where the
