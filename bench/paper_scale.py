@@ -281,27 +281,44 @@ def draw_large(path: Path, lines: Sequence[Line]) -> None:
 # ------------------------------------------------------------------------------------------ MSGD fig. 17
 
 
+def epoch_case(line: Line) -> Line:
+    """What tells lines of mcumsgd.jsonl apart: beside the data, how an epoch is spread. Older lines lack some of it."""
+    usual = {"order": "passes", "streams": 2 if line["ranks"] else 1}
+    return usual | {
+        key: line[key] for key in ("shape", "factors", "ranks", "order", "streams", "long_row") if key in line
+    }
+
+
 def mcumsgd_part(folder: Path, hardware: str, lines: Sequence[Line]) -> str:
     """Epochs of MCUMSGD by the number of GPUs, beside the solver of one."""
     rows = []
     for line in sorted(lines, key=lambda line: (data_of(line), line["ranks"])):
         who = f"{line['ranks']} by MCUMSGD" if line["ranks"] else "1"
-        who += f", {line['variant']}" if "variant" in line else ""
-        times = f"{line['ms']:.1f}", f"{line['speed_up']:.2f}"
+        way = [line.get("order", "-") if line["ranks"] else "-", line.get("streams", "-"), f"{line['long_row']:,}"]
+        passes = line.get("ms_passes")
+        spent = " / ".join(f"{passes[name]:.1f}" for name in ("item", "user", "between")) if passes else "-"
+        times = f"{line['ms']:.1f}", spent, f"{line['speed_up']:.2f}"
         rmse = f"{line['rmse']:.4f} ({line['epochs']})"
-        rows.append([data_of(line), who, *times, f"{line['balance']:.2f}", rmse])
-    header = ["", "GPUs", "epoch, ms", "times one GPU", "balance", "RMSE (epochs)"]
+        rows.append([data_of(line), who, *way, *times, f"{line['balance']:.2f}", rmse])
+    header = ["", "GPUs", "order", "streams", "long rows from", "epoch, ms", "items / users / between, ms",
+              "times one GPU", "balance", "RMSE (epochs)"]  # fmt: skip
     parts = [paper.table(header, rows)]
-    several = [line | {"gpus": line["ranks"]} for line in lines if line["ranks"]]
-    curves = grouped(several, lambda line: ", ".join(filter(None, (data_of(line), line.get("variant")))))
+    curves = grouped(fastest(lines), lambda line: f"{data_of(line)}, {epoch_case(line)['order']}")
     curves = {name: group for name, group in curves.items() if max(line["gpus"] for line in group) > 1}
     if curves:
         file = f"multi-gpu-mcumsgd-{paper.slug(hardware)}.svg"
         draw_speedups(folder / file, curves, "speed_up", PUBLISHED["mcumsgd"])
-        parts.append(paper.picture(file, "Speed-up of MCUMSGD over one GPU"))
+        parts.append(paper.picture(file, "Speed-up of MCUMSGD over one GPU, the fastest variant of each order"))
     else:
         parts.append(f"On several GPUs: {paper.NOT_MEASURED[0].lower()}{paper.NOT_MEASURED[1:]}")
     return "\n\n".join(parts)
+
+
+def fastest(lines: Sequence[Line]) -> list[Line]:
+    """Of MCUMSGD's lines the fastest of each data, order and number of GPUs."""
+    several = [line | {"gpus": line["ranks"]} for line in lines if line["ranks"]]
+    groups = grouped(several, lambda line: (data_of(line), epoch_case(line)["order"], line["ranks"]))
+    return [min(group, key=lambda line: line["ms"]) for group in groups.values()]
 
 
 # ------------------------------------------------------------------------------------------ the page
@@ -311,15 +328,13 @@ def render(folder: Path = paper.EVIDENCE) -> None:
     """Write the sections of multi-gpu.md and its plots from the lines."""
     lines = measured("scale", scale_task)
     whole = [line | {"task": "prediction"} for line in lines]
-    epochs = measured("mcumsgd", lambda line: "mcumsgd")
+    epochs = [line | {"case": epoch_case(line)} for line in measured("mcumsgd", lambda line: "mcumsgd")]
     plans = {(line["problem"], line["gpus"], line["host_memory"]): line for line in paper.read_lines("scale_planner")}
     parts: dict[str, tuple[Callable[[str, list[Line]], str], list[Line]]] = {
         "scaling": (partial(scaling_part, "scaling", folder), paper.select(lines, "scaling", *CASE)),
         "hugewiki": (partial(scaling_part, "hugewiki", folder), paper.select(lines, "hugewiki", *CASE)),
         "reduction": (reduction_part, paper.select(lines, "reduction", *CASE)),
-        "mcumsgd": (
-            partial(mcumsgd_part, folder), paper.select(epochs, "mcumsgd", "shape", "factors", "ranks", "variant")
-        ),
+        "mcumsgd": (partial(mcumsgd_part, folder), paper.select(epochs, "mcumsgd", "case")),
         "prediction": (partial(prediction_part, folder), paper.select(whole, "prediction", *CASE)),
     }  # fmt: skip
     made = {name: paper.sections(paper.by_hardware(group), part) for name, (part, group) in parts.items()}

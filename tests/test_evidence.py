@@ -373,7 +373,9 @@ def scale_line(gpus, seconds, predicted, **more):
 
 def epoch_line(ranks, ms, **more):
     line = {"shape": "netflix", "nnz": 99_000_000, "factors": 128, "ranks": ranks, "ms": ms, "speed_up": 24 / ms}
-    return line | {"balance": 0.9 if ranks > 1 else 1.0, "rmse": 0.59, "epochs": 7} | more
+    line |= {"order": "passes", "streams": 2 if ranks else 1, "long_row": 16384 // max(1, ranks)}
+    line |= {"balance": 0.9 if ranks > 1 else 1.0, "rmse": 0.59, "epochs": 7}
+    return line | {"ms_passes": {"item": 5.0, "user": 6.0, "between": 1.5, "launch": 0.4}} | more
 
 
 def section_of(folder, name):
@@ -413,17 +415,31 @@ def test_predictions_within_the_limits_are_counted(bench):
 
 
 def test_epochs_of_several_gpus_have_a_curve(bench, tmp_path):
-    write_lines(tmp_path, "mcumsgd", [epoch_line(0, 24.0), epoch_line(1, 24.5)])
+    older = epoch_line(1, 24.5)
+    for key in ("order", "streams", "ms_passes"):  # which lines of earlier versions lack
+        del older[key]
+    write_lines(tmp_path, "mcumsgd", [epoch_line(0, 24.0), older])
     bench["scale"].render(tmp_path)
     alone = section_of(tmp_path, "mcumsgd")
     assert "On several GPUs: not measured yet." in alone and ".svg" not in alone
-    lines = [epoch_line(0, 24.0), epoch_line(1, 24.5), epoch_line(2, 19.0), epoch_line(2, 15.0)]
-    write_lines(tmp_path, "mcumsgd", [*lines, epoch_line(2, 16.0, variant="split")])
+    assert "| 1 by MCUMSGD | - | - | 16,384 | 24.5 | - | 0.98 |" in alone
+    lines = [epoch_line(0, 24.0), older, epoch_line(1, 24.2), epoch_line(2, 19.0), epoch_line(2, 15.0)]
+    write_lines(tmp_path, "mcumsgd", [*lines, epoch_line(2, 16.0, order="blocks"), epoch_line(2, 12.0, long_row=4096)])
     bench["scale"].render(tmp_path)
     several = section_of(tmp_path, "mcumsgd")
-    assert "| 2 by MCUMSGD | 15.0 | 1.60 | 0.90 | 0.5900 (7) |" in several and "| 19.0 |" not in several
-    assert "| 2 by MCUMSGD, split | 16.0 | 1.50 |" in several
+    assert "| 2 by MCUMSGD | passes | 2 | 8,192 | 15.0 | 5.0 / 6.0 / 1.5 | 1.60 | 0.90 | 0.5900 (7) |" in several
+    assert "| 19.0 |" not in several and "| 24.5 |" not in several  # measured again
+    assert "| 2 by MCUMSGD | blocks | 2 | 8,192 | 16.0 |" in several
+    assert "| 2 by MCUMSGD | passes | 2 | 4,096 | 12.0 |" in several
     assert "(multi-gpu-mcumsgd-g.svg)" in several and "not measured" not in several
+
+
+def test_curves_are_of_the_fastest_variant(bench):
+    lines = [epoch_line(0, 1.0), epoch_line(2, 15.0), epoch_line(2, 12.0, long_row=4096), epoch_line(4, 9.0)]
+    lines.append(epoch_line(2, 16.0, order="blocks"))
+    assert [(line["gpus"], line["order"], line["ms"]) for line in bench["scale"].fastest(lines)] == [
+        (2, "passes", 12.0), (4, "passes", 9.0), (2, "blocks", 16.0),
+    ]  # fmt: skip
 
 
 def test_a_page_without_lines_says_so(bench, tmp_path):

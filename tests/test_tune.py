@@ -688,6 +688,23 @@ def test_jobs_that_come_too_late_are_named(timetable: Any) -> None:
         assert "not tuned: the budget of 5 s is spent" in job.summary()
 
 
+def test_the_next_rule_is_compiled_ahead_of_other_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    class Watched(Acted):
+        def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
+            compiled.append(name)
+            return Resources(64, 0)
+
+    for kernel in ("sparse_syrk", "mo_als"):
+        monkeypatch.setitem(trials.MAKERS, kernel, lambda *_: ActedTrial())
+    monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": Part(lambda: None)})
+    monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
+    timer = Clock(monkeypatch).timer(1.0)
+    list(tune.tune(Watched(), ["sparse_syrk", "mo_als"], [16], sample=SAMPLE, timer=timer, num_threads=1, most=3))
+    assert compiled[:4] == ["sparse_syrk", "mo_als", "sparse_syrk", "sparse_syrk"]
+
+
 def test_what_was_timed_alone_is_not_kept(timetable: Any) -> None:
     job, *_ = timetable(["sparse_syrk"], 1.0)
     assert len(job.timed) == 1 and job.winner is job.measurements[0]

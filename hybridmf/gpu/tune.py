@@ -183,7 +183,7 @@ class Job:
             return None
         times = round(self.winner.score, 5), round(self.rule_ms, 5)
         values = self.winner.candidate.values
-        return Entry(self.space.kernel, self.facts, values, *times, timed, tuple(self.known))
+        return Entry(self.space.kernel, self.facts, values, *times, timed, rivals=tuple(self.known))
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """A record of each configuration, what plots are made of."""
@@ -507,10 +507,8 @@ class _Runner:
             return
         rule = job.measurements[0]
         best, *others = job.timed
-        finalists = [
-            best,
-            *(one for k, one in enumerate(others, 1) if k < FINALISTS or one is rule or job.is_known(one)),
-        ]
+        kept = (one for k, one in enumerate(others, 1) if k < FINALISTS or one is rule or job.is_known(one))
+        finalists = [best, *kept]
         if len(finalists) > 1:
             self._time_in_turn(trial, finalists)
         limit = rule.score * (1 - GAIN) if rule.status == "timed" else math.inf
