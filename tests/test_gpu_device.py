@@ -7,6 +7,7 @@ import ctypes
 import logging
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +58,9 @@ class CompileException(Exception):
 
 class Array(np.ndarray):
     """An array on the first device, which is the host."""
+
+    def get(self) -> np.ndarray:
+        return np.array(self)
 
     @property
     def device(self) -> Any:  # type: ignore[override]
@@ -482,6 +486,7 @@ def test_memory_limit_of_a_model() -> None:
 
 def test_arrays_go_to_the_device_and_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "COPY_CHUNK", 64)
+    monkeypatch.setattr(devices, "SMALL_COPY", 0)
     module = machine()
     device = open_device()
     for array in (
@@ -499,6 +504,24 @@ def test_arrays_go_to_the_device_and_back(machine: Machine, monkeypatch: pytest.
     np.testing.assert_array_equal(device.zeros(3, np.int32), [0, 0, 0])
     device.synchronize()
     np.testing.assert_array_equal(device.matmul(np.eye(2), np.ones((2, 2))), np.ones((2, 2)))
+
+
+def test_a_look_at_a_few_bytes_waits_for_no_large_copy(machine: Machine) -> None:
+    machine()
+    device = open_device()
+    few, many = device.upload(np.arange(5)), device.upload(np.arange(devices.SMALL_COPY))
+    results: list[np.ndarray] = []
+    threads = [
+        threading.Thread(target=lambda a=a: results.append(device.download(a)), daemon=True) for a in (few, many)
+    ]
+    with device._lock:  # as in the midst of a large copy
+        for thread in threads:
+            thread.start()
+        threads[0].join(10)
+        assert len(results) == 1
+        np.testing.assert_array_equal(results[0], np.arange(5))
+    threads[1].join(10)
+    assert len(results[1]) == devices.SMALL_COPY
 
 
 def test_work_beside_other_work(machine: Machine) -> None:
@@ -532,8 +555,8 @@ def test_arrays_of_others_are_not_the_devices(machine: Machine) -> None:
         ("zeros", lambda device: device.zeros(3, np.float32)),
         ("empty", lambda device: device.upload(np.ones(3))),
         ("copy", lambda device: device.upload(np.ones(3))),
-        ("copy", lambda device: device.download(device.zeros(3, np.float32))),
-        ("synchronize", lambda device: device.download(device.zeros(3, np.float32))),
+        ("copy", lambda device: device.download(device.zeros(devices.SMALL_COPY, np.float32))),
+        ("synchronize", lambda device: device.download(device.zeros(devices.SMALL_COPY, np.float32))),
         ("synchronize", lambda device: device.synchronize()),
         ("matmul", lambda device: device.matmul(np.eye(2), np.eye(2))),
         ("launch", lambda device: device.kernel("text", "f", ())((1,), (32,), (), 0)),

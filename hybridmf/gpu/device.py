@@ -36,6 +36,10 @@ TOOLKIT = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]"), or install 
 COPY_CHUNK = 32 << 20
 """Bytes of one pinned buffer; two of them take turns."""
 
+SMALL_COPY = 64 << 10
+"""Bytes up to which an array comes to the host without the pinned buffers, which another thread may be using: a fit
+that looks at a status must not wait until a checkpoint of all factors has come over."""
+
 Array = Any
 """An array on a device; `ndarray` of CuPy, or of NumPy where the device is emulated."""
 
@@ -391,9 +395,12 @@ class CudaDevice:
         return target
 
     def download(self, array: Array) -> np.ndarray:
-        """Copy to the host through pinned buffers; waits for what computes it."""
+        """Copy to the host, through pinned buffers where it is large; waits for what computes it."""
         with self.active():
             source = self._cupy.ascontiguousarray(array)
+            if source.nbytes <= SMALL_COPY:
+                small: np.ndarray = source.get()  # which waits for the current stream
+                return small
             target = np.empty(source.shape, dtype=source.dtype)
             self._cupy.cuda.get_current_stream().synchronize()
             if not target.size:
