@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from .grid import Grid, Layout
 from .joined import JoinedFactors, part_of
 from .su_als import RankALS, ReductionName, Worker, rank_plan
 from .threads import RankThreads
+
+logger = logging.getLogger("hybridmf")
 
 MakeWorker = Callable[[Communicator], tuple[Communicator, Worker]]
 """What a rank's thread communicates and computes with, from the communicator of the threads."""
@@ -74,18 +77,21 @@ class MultiALS(Alternating):
         matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
         degrees = {side: np.diff(matrices[side].indptr) for side in SIDES}
         self.layout = Layout.even(degrees, grids or plan.grids, plan.row_cost)
-        self.threads = RankThreads(self.layout.size)
-        self._make_worker = make_worker or worker_maker(plan, self.threads)
         inward = {side: state.side(side).on_host() for side in SIDES}
         for side in SIDES:
             order = self._order(side)
             if order is not None:
                 inward[side] = inward[side].take(order)
         known_topology = self._topology(reduction, topology)
+        self.threads = RankThreads(self.layout.size)
+        to_worker = make_worker or worker_maker(plan, self.threads)
+        opened: dict[int, Communicator] = {}
+        self._opened, self._closed = opened, False
 
         def make(threads: Communicator) -> RankALS:
-            communicator, worker = self._make_worker(threads)
+            communicator, worker = to_worker(threads)
             rank = threads.rank
+            opened[rank] = communicator
             own = {side: part_of(inward[side], *self.layout.own(side, rank)) for side in SIDES}
             return RankALS(
                 communicator,
@@ -100,7 +106,12 @@ class MultiALS(Alternating):
                 topology=known_topology,
             )
 
-        self.ranks: list[RankALS] = self._run(make)
+        self.ranks: list[RankALS] = []
+        try:
+            self.ranks = self._run(make)
+        except BaseException:
+            self.close()
+            raise
 
     def _order(self, side: Side) -> np.ndarray | None:
         if self._reordered is None:
@@ -121,6 +132,8 @@ class MultiALS(Alternating):
 
     def _run(self, function: Callable[[Any], Any]) -> list[Any]:
         """Run on all ranks; the first failure comes out as it was raised, and stops them all."""
+        if self._closed:
+            raise CommunicatorError("the ranks were closed; make another solver")
         return self.threads.run(function)
 
     @property
@@ -144,6 +157,28 @@ class MultiALS(Alternating):
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
         return float(self._run(lambda threads: self.ranks[threads.rank].objective_value())[0])
+
+    def close(self) -> None:
+        """End the threads and connections of the ranks; `state` stays readable. Closing once more does nothing."""
+        if self._closed:
+            return
+        try:
+            if self.threads.stopping.is_set():
+                for communicator in self._opened.values():  # a rank may wait in one of them for another that is gone
+                    communicator.abort("the fit has ended")
+            else:
+                self._run(lambda threads: _close_rank(self.ranks[threads.rank], self._opened[threads.rank]))
+        except CommunicatorError as error:
+            logger.warning("ranks did not end well: %s", error)
+        finally:
+            self._closed = True
+            self.threads.close()
+
+
+def _close_rank(rank: RankALS, communicator: Communicator) -> None:
+    """Close what a rank has connected, on its thread."""
+    rank.close()
+    communicator.close()
 
 
 def worker_maker(plan: Plan, threads: RankThreads) -> MakeWorker:
