@@ -18,7 +18,9 @@ from .communicator import Communicator
 from .cpu_rank import CpuWorker
 from .grid import Grid, Layout
 from .joined import JoinedFactors, part_of
-from .su_als import RankALS, ReductionName, Worker, rank_plan
+from .slabs import RangeSlabs
+from .store import StoreMatrix
+from .su_als import Block, RankALS, ReductionName, Worker, rank_plan
 from .threads import RankThreads
 
 logger = logging.getLogger("hybridmf")
@@ -32,11 +34,12 @@ class MultiALS(Alternating):
 
     Parameters
     ----------
-    user_items, item_users : csr_array
-        The ratings in both orientations.
+    user_items, item_users : csr_array or StoreMatrix
+        The ratings in both orientations, in memory or in a store, of which each rank reads its own rows.
     objective : Objective
     plan : Plan
-        Of several devices.
+        Of several devices; its `scale` says in which waves ratings are streamed, and may be `ScalePlan.on` of the one
+        that was made for another number of GPUs.
     state : State
         Where to start.
     grids : dict of side to Grid, optional
@@ -52,12 +55,16 @@ class MultiALS(Alternating):
     ------
     DeviceError
         A device cannot be served.
+    DeviceMemoryError
+        A rank has no room for its part.
+    ValueError
+        A partition that no fit serves.
     """
 
     def __init__(
         self,
-        user_items: sp.csr_array,
-        item_users: sp.csr_array,
+        user_items: sp.csr_array | StoreMatrix,
+        item_users: sp.csr_array | StoreMatrix,
         objective: Objective,
         plan: Plan,
         state: State,
@@ -68,13 +75,15 @@ class MultiALS(Alternating):
         topology: Sequence[int] | None = None,
     ) -> None:
         self.objective, self.plan, self.mean = objective, plan, state.mean
+        if plan.scale is not None:
+            plan.scale.check_served(len(plan.devices))
         self._reordered: Reordered | None = None
         if plan.reorder != "none":
             axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
             self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
             user_items = self._reordered.matrix
             item_users = transpose(user_items, num_threads=plan.num_threads)
-        matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
+        matrices: dict[Side, sp.csr_array | StoreMatrix] = {"user": user_items, "item": item_users}
         degrees = {side: np.diff(matrices[side].indptr) for side in SIDES}
         self.layout = Layout.even(degrees, grids or plan.grids, plan.row_cost)
         inward = {side: state.side(side).on_host() for side in SIDES}
@@ -96,7 +105,7 @@ class MultiALS(Alternating):
             return RankALS(
                 communicator,
                 self.layout,
-                {side: self.layout.cut(side, rank, matrices[side]) for side in SIDES},
+                {side: block_of(self.layout, side, rank, matrices[side]) for side in SIDES},
                 objective,
                 rank_plan(plan),
                 State(own["user"], own["item"], state.mean),
@@ -173,6 +182,25 @@ class MultiALS(Alternating):
         finally:
             self._closed = True
             self.threads.close()
+
+
+def block_of(layout: Layout, side: Side, rank: int, matrix: sp.csr_array | StoreMatrix) -> Block:
+    """A rank's entries while `side` is solved: cut out of ratings in memory, or where to read them.
+
+    Raises
+    ------
+    ValueError
+        A store, and a grid in which ranks share rows.
+    """
+    if not isinstance(matrix, StoreMatrix):
+        return layout.cut(side, rank, matrix)
+    grid = layout.grids[side]
+    if grid.splits > 1:
+        raise ValueError(
+            f"a store is read row by row, and a grid of {grid.splits} x {grid.groups} splits the rows of {side}s; use "
+            f"1 x {grid.size}, or load it: store.to_ratings()"
+        )
+    return RangeSlabs(matrix, *layout.own(side, rank))
 
 
 def _close_rank(rank: RankALS, communicator: Communicator) -> None:
