@@ -14,22 +14,29 @@ import test_scale_gpu_als
 from conftest import planted
 from test_scale_als import both
 from test_scale_gpu_als import MODELS, Machine
+from test_scale_spmd import entries
 
 import hybridmf as hmf
 from hybridmf import _plan
+from hybridmf._memory import rank_bytes
 from hybridmf._objective import SIDES
 from hybridmf._plan import check_memory, make_plan
 from hybridmf.errors import (
+    CommunicatorError,
     DeviceMemoryError,
+    MemoryBudgetError,
     NotPositiveDefiniteError,
     StoreError,
 )
 from hybridmf.formats import transpose
 from hybridmf.gpu.stream import StreamedHalf
+from hybridmf.scale import gpu_rank, spmd
 from hybridmf.scale.multi_als import MultiALS
 from hybridmf.scale.planner import SLAB_BUFFERS
+from hybridmf.scale.shares import StoredRatings
 from hybridmf.scale.slabs import RangeSlabs, loaded, slab_entries
 from hybridmf.scale.store import StoreMatrix
+from hybridmf.scale.threads import run_ranks
 
 gpus = test_scale_gpu_als.gpus
 
@@ -315,3 +322,120 @@ def test_more_ranks_than_rows(gpus: Machine, tmp_path: Any) -> None:
     store = hmf.convert(matrix, tmp_path / "store")
     model, alone = (fitted("implicit", data, devices) for data, devices in ((store, gpus(4)), (matrix, "cuda")))
     np.testing.assert_array_equal(model.user_factors, alone.user_factors)
+
+
+# ------------------------------------------------------------------------------------------------- ranks by themselves
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_ranks_of_processes_stream_their_part_of_a_store(
+    device: str,
+    store: hmf.Store,
+    gpus: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> None:
+    names = gpus(2)
+    monkeypatch.setattr(spmd, "_worker", _on(names) if device != "cpu" else spmd._worker)
+    free = 10**6 if device == "cpu" else 1000  # too little to hold the store for the GPUs
+    monkeypatch.setattr(_plan, "available_memory", lambda: free)
+    monkeypatch.setattr(StoreMatrix, "load", None)
+    options = {"iterations": 2, "random_state": 0, "device": "cpu"}
+    limited = {"gpu_memory_limit": LIMIT} if device != "cpu" else {}
+
+    def run(communicator: Any) -> Any:
+        ratings = StoredRatings(store, np.float32, drop_zeros=False)
+        monkeypatch.setattr(ratings, "block", None)  # nobody may bring a whole share into memory
+        model = MODELS["explicit"](**options, **limited)
+        return spmd.fit_rank(model, ratings, communicator, device=device, checkpoint=tmp_path, track_objective=True)
+
+    model = run_ranks(2, run, timeout=60)[0]
+    assert model.plan_.streamed == "disk" and no_loaders()
+    monkeypatch.setattr(_plan, "available_memory", lambda: 10**9)
+    kind = {"device": device.partition(":")[0]}
+    alone = MODELS["explicit"](**options | kind).fit(MATRIX, callback=lambda model, record: None)
+    np.testing.assert_array_equal(model.user_factors_, alone.user_factors_)
+    assert model.history_[-1]["objective"] == pytest.approx(alone.history_[-1]["objective"], rel=1e-5)
+    resumed = MODELS["explicit"](**options | {"iterations": 3}).fit(MATRIX, resume_from=tmp_path)  # the same data
+    assert resumed.n_iter_ == 3
+
+
+def test_ranks_on_gpus_with_room_have_their_part_of_a_store_on_them(
+    store: hmf.Store, gpus: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any grid: only what is streamed has to be model parallel."""
+    names = gpus(2)
+    monkeypatch.setattr(spmd, "_worker", _on(names))
+    kinds: list[type] = []
+    cut = spmd.Cut
+
+    def seen(*arguments: Any) -> Any:
+        found = cut(*arguments)
+        kinds.extend(type(block) for block in found.blocks.values())
+        return found
+
+    monkeypatch.setattr(spmd, "Cut", seen)
+
+    def run(communicator: Any) -> Any:
+        ratings = StoredRatings(store, np.float32, drop_zeros=False)
+        model = MODELS["explicit"](device="cpu", random_state=0, iterations=1)
+        return spmd.fit_rank(model, ratings, communicator, device="cuda:0")
+
+    assert run_ranks(2, run, timeout=60)[0].plan_.streamed == ""
+    assert kinds == [sp.csr_array] * 4
+
+
+def _on(names: list[str]) -> Any:
+    """`spmd._worker` on emulated GPUs, or the real ones."""
+
+    def worker(plan: Any, device: str, communicator: Any) -> Any:
+        return gpu_rank.gpu_worker(names, communicator)
+
+    return worker
+
+
+@pytest.mark.parametrize("share", ["entries", "store"])
+def test_ranks_of_processes_look_at_their_memory_first(
+    share: str, store: hmf.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that has no room says so as a single fit does; the others hear of it."""
+    free = {"hybridmf rank 1": 1000}
+    monkeypatch.setattr(_plan, "available_memory", lambda: free.get(threading.current_thread().name, 10**9))
+    causes: dict[int, Exception] = {}
+
+    def run(communicator: Any) -> None:
+        stored = StoredRatings(store, np.float32, drop_zeros=False)
+        ratings = stored if share == "store" else entries(MATRIX, communicator.rank, 2)
+        try:
+            spmd.fit_rank(hmf.ExplicitALS(factors=5, device="cpu"), ratings, communicator)
+        except Exception as error:
+            causes[communicator.rank] = error
+            raise
+
+    with pytest.raises(MemoryBudgetError, match=r"the fit needs about .* are free \(ratings .*use fewer factors"):
+        run_ranks(2, run, timeout=30)
+    assert isinstance(causes[0], CommunicatorError) and "the fit needs about" in str(causes[0])
+
+
+def test_ranks_on_gpus_look_at_their_memory_first(gpus: Machine) -> None:
+    gpus(2)
+
+    def run(communicator: Any) -> None:
+        model = MODELS["explicit"](device="cpu", gpu_memory_limit=2000)
+        spmd.fit_rank(model, entries(MATRIX, communicator.rank, 2), communicator, device="cuda:0")
+
+    with pytest.raises(DeviceMemoryError, match=r"the fit needs about .* are free"):
+        run_ranks(2, run, timeout=30)
+
+
+def test_memory_of_a_rank_shrinks_with_their_number() -> None:
+    model = hmf.ImplicitALS(factors=64, device="cpu")
+    plan = hmf.plan(shape=(10**6, 10**5), nnz=10**8, model=model)
+    sizes = {ranks: rank_bytes(plan, ranks) for ranks in (1, 2, 8)}
+    assert sizes[1]["ratings"] == plan.bytes["ratings"]
+    for purpose in ("ratings", "factors"):
+        assert sizes[1][purpose] > sizes[2][purpose] > sizes[8][purpose]
+    row = 64 * 4
+    assert sizes[8]["factors"] + sizes[8]["gathered"] >= (1_100_000 + 10**6) * row
+    streamed = rank_bytes(replace(plan, streamed="disk", slab=1000), 2)
+    assert streamed["ratings"] < sizes[8]["ratings"]
