@@ -10,7 +10,7 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf._objective import Factors, Objective, State
 from hybridmf.formats import transpose
-from hybridmf.gpu import ccd, cholesky_any, sgd, topk
+from hybridmf.gpu import ccd, cholesky_any, rows, sgd, topk
 from hybridmf.gpu.device import Device, open_device
 
 
@@ -54,6 +54,7 @@ def main() -> None:
     for rank, dtype in ((20, np.float32), (60, np.float32), (40, np.float64), (200, np.float32), (300, np.float32)):
         solve_systems(device, rng, rank, dtype)
     ccd_layouts(device, matrix)
+    add_pieces(device)
     users = rng.standard_normal((70, 20)).astype(np.float32)
     items = rng.standard_normal((300, 20)).astype(np.float32)
     for n in (5, 200):
@@ -74,6 +75,13 @@ def sgd_cases(matrix: sp.csr_array) -> None:
         hmf.SGD(rank, ordering=ordering, dtype=dtype, biases=True, **common).fit(matrix).objective(matrix)
     for rank, precision, biases in itertools.product((6, 140), ("float32", "float16"), (False, True)):
         hmf.SGD(rank, schedule="batch_hogwild", precision=precision, biases=biases, **common).fit(matrix)
+
+
+def add_pieces(device: Device) -> None:
+    """Rows in several pieces, in one and in none, of whole 16 bytes and not."""
+    at, slots = (device.upload(np.array(values)) for values in ([0, 2], [4, 7, 7]))
+    for length, dtype in ((5, np.float32), (64, np.float32), (64, np.float64)):
+        rows.add_pieces(device, device.upload(np.ones((7, length), dtype)), at, slots)
 
 
 def ccd_layouts(device: Device, matrix: sp.csr_array, rank: int = 3) -> None:

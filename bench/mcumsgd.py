@@ -2,20 +2,29 @@
 
     python bench/mcumsgd.py                                   Netflix and Yahoo R1 shape, f = 64 and 128
     python bench/mcumsgd.py --shape netflix --factors 128 --ranks 1,2 --long-row 2048
+    python bench/mcumsgd.py --compare                         all variants on Netflix's shape, f = 128, 2 and 4 GPUs
 
 "one GPU" is the solver of `device="cuda:0"`. Before anything is timed, GPU ranks are compared with CPU ranks on a small
-shape: they update in the same order. Another number of ranks is another order, with another path to the minimum: the
-RMSEs are reported beside the times; one that is no lower than at the start makes the exit code 1. Times are from before
-the first launch to after the last rank has finished, the median of the epochs after a warm-up. "balance" is the mean
-over the largest of the entries that ranks have in a step, averaged over the steps of an epoch: no speed-up can be more
-than that many times the ranks. Data: gpu_data.py.
+shape: they update in the same order. Another number of ranks begins rows' walks elsewhere: the RMSEs are reported
+beside the times. Where one is no lower than at the start, or of "passes" more than 5 % above that of one GPU after as
+many epochs (six or more), the exit code is 1. Times are from before the first launch to after the last rank has
+finished, the median of the epochs after a warm-up. "balance" is the mean over the largest of the entries that ranks
+have in a step, averaged over the steps of an epoch: no speed-up can be more than that many times the ranks. Data:
+gpu_data.py.
+
+Variants: the order ("passes", "blocks": see hybridmf/scale/mcumsgd.py); long rows beside the others (two streams) or
+before them (one); entries from which a row is long, half and double those of the rule. One more epoch shows where the
+time goes: milliseconds of the passes over items and users on the GPU (the mean of the ranks), of all that lies between
+them there (waits and exchanges), and how long the slowest rank takes in Python until all is launched.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import click
@@ -29,10 +38,16 @@ from hybridmf._plan import make_plan
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.gpu.device import device_count
-from hybridmf.scale.mcumsgd import Bounds, MultiSGD
+from hybridmf.scale.mcumsgd import ORDERS, Bounds, MultiSGD
 
 SAMPLE = 1 << 20
 """Entries whose errors give the RMSE."""
+
+WARM_UP = 2
+"""Epochs that are not timed."""
+
+NEAR, SETTLED = 1.05, 6
+"""RMSE of "passes" relative to that of one GPU, at most; epochs until when it falls so fast that this says nothing."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,7 @@ class Data:
         return cls(shape, matrix, transpose(matrix), sample)
 
     def rmse(self, solver: Any) -> float:
-        """On the sample, in float64."""
+        """Of a solver's state on the sample, in float64."""
         users, items, ratings = self.sample
         state, squares = solver.state.on_host(), 0.0
         for start in range(0, len(ratings), 1 << 17):
@@ -66,15 +81,46 @@ class Data:
         return float(np.sqrt(squares / len(ratings)))
 
 
-def solver_of(data: Data, factors: int, device: Any, long_row: int | None = None) -> Any:
-    """The solver of a fit, before its first epoch."""
-    model = hmf.SGD(factors=factors, device=device, random_state=0)
-    objective = model._objective()
-    plan = make_plan(objective, model._settings(), data.user.shape, data.user.nnz)
-    state = model._initial_state(data.user, data.item, plan, objective)
-    if long_row is not None and isinstance(device, list):
-        return MultiSGD(data.user, data.item, objective, plan, state, 0, long_row=long_row)
-    return model._solver(plan, data.user, data.item, state, 0)
+@dataclass(frozen=True)
+class Variant:
+    """How an epoch is spread; 0 ranks: the solver of one GPU."""
+
+    ranks: int
+    order: str = "passes"
+    beside: bool = True
+    long_row: int | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where all variants start: the same factors."""
+
+    data: Data
+    factors: int
+
+    @cached_property
+    def model(self) -> Any:
+        """An estimator of one GPU."""
+        return hmf.SGD(factors=self.factors, device="cuda:0", random_state=0)
+
+    @cached_property
+    def state(self) -> Any:
+        """Initial factors."""
+        objective = self.model._objective()
+        plan = make_plan(objective, self.model._settings(), self.data.user.shape, self.data.user.nnz)
+        return self.model._initial_state(self.data.user, self.data.item, plan, objective)
+
+    def solver(self, devices: Any, variant: Variant) -> Any:
+        """The solver of a fit, before its first epoch."""
+        model, data = hmf.SGD(factors=self.factors, device=devices, random_state=0), self.data
+        objective = model._objective()
+        plan = make_plan(objective, model._settings(), data.user.shape, data.user.nnz)
+        if isinstance(devices, list):
+            options = {"order": variant.order, "long_row": variant.long_row, "beside": variant.beside}
+            return MultiSGD(data.user, data.item, objective, plan, self.state, 0, **options)
+        solver = model._solver(plan, data.user, data.item, self.state, 0)
+        solver.epochs.beside = variant.beside
+        return solver
 
 
 def epochs(solver: Any, count: int) -> list[float]:
@@ -88,10 +134,57 @@ def epochs(solver: Any, count: int) -> list[float]:
     return seconds
 
 
-def check(ranks: int) -> float:
+@dataclass(frozen=True)
+class Mark:
+    """A pass of a rank: side, events of the GPU around it, and when Python had launched it."""
+
+    side: str
+    begin: Any
+    end: Any
+    launched: float
+
+    def milliseconds(self, since: Mark | None = None) -> float:
+        """From its begin, or that of another, to its end."""
+        import cupy
+
+        return float(cupy.cuda.get_elapsed_time((since or self).begin, self.end))
+
+
+def passes_of_an_epoch(solver: Any) -> dict[str, float]:
+    """Where the time of one more epoch goes; see the top."""
+    import cupy
+
+    ranks = [worker.backend.epochs for worker in solver.workers.values()] if hasattr(solver, "workers") else []
+    marks: list[list[Mark]] = []
+    for own in ranks or [[solver.epochs]]:
+        marks.append([])
+        for msgd in own:
+            msgd.launch_pass = _marked(msgd.launch_pass, marks[-1], cupy.cuda.Event)
+    started = time.perf_counter()
+    epochs(solver, 1)
+    found: dict[str, float] = {"launch": max(own[-1].launched for own in marks) - started}
+    found["launch"] *= 1e3
+    for side in ("item", "user"):
+        found[side] = statistics.mean(sum(mark.milliseconds() for mark in own if mark.side == side) for own in marks)
+    spans = [own[-1].milliseconds(since=own[0]) for own in marks]
+    return found | {"between": statistics.mean(spans) - found["item"] - found["user"]}
+
+
+def _marked(launch_pass: Callable[..., None], marks: list[Mark], event: Callable[[], Any]) -> Callable[..., None]:
+    def marked(side: str, *operands: Any) -> None:
+        begin, end = event(), event()
+        begin.record()
+        launch_pass(side, *operands)
+        end.record()
+        marks.append(Mark(side, begin, end, time.perf_counter()))
+
+    return marked
+
+
+def check(ranks: int, order: str) -> float:
     """Largest difference between factors of GPU ranks and of CPU ranks after three epochs, relative to the largest."""
-    data = Data.draw("ml-1m")
-    ours, theirs = (solver_of(data, 32, [name.format(k) for k in range(ranks)]) for name in ("cuda:{}", "cpu"))
+    start, variant = Start(Data.draw("ml-1m"), 32), Variant(ranks, order)
+    ours, theirs = (start.solver([name.format(k) for k in range(ranks)], variant) for name in ("cuda:{}", "cpu"))
     for solver in (ours, theirs):
         epochs(solver, 3)
     pairs = [
@@ -112,34 +205,57 @@ def balance(data: Data, ranks: int) -> float:
     return float(sum(np.mean(step) for step in steps) / sum(max(step) for step in steps))
 
 
-def measure(data: Data, factors: int, ranks: int, count: int, long_row: int | None) -> dict[str, Any]:
-    """One line: milliseconds and RMSE on so many GPUs; 0 ranks: the solver of one GPU."""
-    device = [f"cuda:{rank}" for rank in range(ranks)] if ranks else "cuda:0"
+def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
+    """One line: milliseconds, where they go, and the RMSE."""
+    data, ranks = start.data, variant.ranks
     started = time.perf_counter()
-    solver = solver_of(data, factors, device, long_row)
+    solver = start.solver([f"cuda:{rank}" for rank in range(ranks)] if ranks else "cuda:0", variant)
     set_up = time.perf_counter() - started
-    before = data.rmse(solver)
-    seconds = epochs(solver, count + 2)[2:]
+    seconds = epochs(solver, WARM_UP + count)[WARM_UP:]
     line = {
         "bench": "mcumsgd",
         "shape": data.shape,
         "users": data.user.shape[0],
         "items": data.user.shape[1],
         "nnz": int(data.user.nnz),
-        "factors": factors,
+        "factors": start.factors,
         "ranks": ranks,
-        "long_row": long_row or (gpu_sgd.LONG_ROW if ranks < 2 else solver.workers[0].backend.long_row),
+        "order": variant.order,
+        "streams": 1 + variant.beside,
+        "long_row": solver.workers[0].backend.long_row if ranks else gpu_sgd.LONG_ROW,
         "ms": 1e3 * statistics.median(seconds),
         "ms_all": [round(1e3 * value, 3) for value in seconds],
         "set_up_s": round(set_up, 3),
-        "epochs": count + 2,
-        "rmse_before": before,
+        "epochs": WARM_UP + count,
         "rmse": data.rmse(solver),
         "balance": balance(data, ranks) if ranks else 1.0,
+        "ms_passes": {name: round(value, 3) for name, value in passes_of_an_epoch(solver).items()},
     }
     if ranks:
         solver.close()
     return line
+
+
+def variants(numbers: list[int], orders: tuple[str, ...], long_rows: tuple[int, ...], one: bool) -> Iterator[Variant]:
+    """What is measured; the solver of one GPU comes first."""
+    yield Variant(0, beside=False)
+    if one:
+        yield Variant(0)
+    for ranks in numbers:
+        for order in orders:
+            for long_row in long_rows or (None,):
+                yield Variant(ranks, order, long_row=long_row)
+        if one:
+            yield Variant(ranks, beside=False)
+
+
+def all_variants(numbers: list[int]) -> Iterator[Variant]:
+    """Of --compare: one thing other than usual at a time."""
+    yield from variants(numbers, ORDERS, (), True)
+    for ranks in numbers:
+        rule = gpu_sgd.LONG_ROW // ranks
+        yield Variant(ranks, long_row=rule // 2)
+        yield Variant(ranks, long_row=rule * 2)
 
 
 def gpu_names() -> list[str]:
@@ -148,40 +264,78 @@ def gpu_names() -> list[str]:
     return [open_device(f"cuda:{index}").spec.name for index in range(device_count())]
 
 
+HEADER = (
+    f"{'shape':10} {'f':>4} {'GPUs':>5} {'order':>7} {'streams':>7} {'long row':>8} {'ms':>9} {'speed-up':>9} "
+    f"{'balance':>8} {'RMSE':>8} {'set-up s':>9} {'items':>7} {'users':>7} {'between':>8} {'launch':>7}"
+)
+
+
+def print_line(line: dict[str, Any], sound: bool) -> None:
+    """A row of the table."""
+    passes = line["ms_passes"]
+    print(
+        f"{line['shape']:10} {line['factors']:4d} {line['ranks'] or 'one':>5} {line['order']:>7} {line['streams']:7d} "
+        f"{line['long_row']:8d} {line['ms']:9.2f} {line['speed_up']:9.2f} {line['balance']:8.2f} {line['rmse']:8.4f} "
+        f"{line['set_up_s']:9.1f} {passes['item']:7.2f} {passes['user']:7.2f} {passes['between']:8.2f} "
+        f"{passes['launch']:7.2f}" + ("" if sound else "  WRONG"),
+        flush=True,
+    )
+
+
+def is_sound(line: dict[str, Any]) -> bool:
+    """Whether the RMSE is what it should be; see the top."""
+    comparable = line["order"] == "passes" and line["epochs"] >= SETTLED
+    return bool(line["rmse"] < (NEAR * line["rmse_of_one"] if comparable else line["rmse_before"]))
+
+
 @click.command(help=__doc__)
 @click.option(
     "--shape", "shapes", multiple=True, type=click.Choice(list(GPU_SHAPES)), help="default: netflix, yahoo-r1"
 )
 @click.option("--factors", multiple=True, type=int, help="default: 64 and 128")
-@click.option("--ranks", default="1,2,4", help="numbers of GPUs; those that are not there are left out")
-@click.option("--epochs", "count", default=10, help="timed")
-@click.option("--long-row", default=None, type=int, help="entries from which a row has a block of its own")
-def main(shapes: tuple[str, ...], factors: tuple[int, ...], ranks: str, count: int, long_row: int | None) -> None:
+@click.option("--ranks", default=None, help="numbers of GPUs; those that are not there are left out; default: 1,2,4")
+@click.option("--epochs", "count", default=5, help="timed")
+@click.option("--order", "orders", multiple=True, type=click.Choice(ORDERS), help="default: passes")
+@click.option(
+    "--long-row", "long_rows", multiple=True, type=int, help="entries from which a row has a block of its own"
+)
+@click.option("--one-stream", is_flag=True, help="on one GPU and on several with the other number of streams, too")
+@click.option("--compare", is_flag=True, help="all variants; by default Netflix's shape, f = 128, 2 and 4 GPUs")
+def main(
+    shapes: tuple[str, ...],
+    factors: tuple[int, ...],
+    ranks: str | None,
+    count: int,
+    orders: tuple[str, ...],
+    long_rows: tuple[int, ...],
+    one_stream: bool,
+    compare: bool,
+) -> None:
     names = gpu_names()
-    numbers = [number for number in map(int, ranks.split(",")) if number <= len(names)]
-    for number in numbers:
-        if number > 1:
-            difference = check(number)
-            print(f"{number} GPUs beside {number} CPU ranks: factors differ by {difference:.1e}")
-            if difference > 1e-3:
-                raise SystemExit(f"wrong answer on {number} GPUs")
+    wanted = ranks or ("2,4" if compare else "1,2,4")
+    numbers = [number for number in map(int, wanted.split(",")) if number <= len(names)]
+    orders = ORDERS if compare else orders or ("passes",)
+    for number, order in ((number, order) for number in numbers if number > 1 for order in orders):
+        difference = check(number, order)
+        print(f"{number} GPUs beside {number} CPU ranks, {order}: factors differ by {difference:.1e}")
+        if difference > 1e-3:
+            raise SystemExit(f"wrong answer on {number} GPUs")
+    chosen = list(all_variants(numbers) if compare else variants(numbers, orders, long_rows, one_stream))
     failed = False
-    print(f"{'shape':10} {'f':>4} {'GPUs':>5} {'ms':>9} {'speed-up':>9} {'balance':>8} {'RMSE':>8} {'set-up s':>9}")
-    for shape in shapes or ("netflix", "yahoo-r1"):
+    print(HEADER)
+    for shape in shapes or (("netflix",) if compare else ("netflix", "yahoo-r1")):
         data = Data.draw(shape)
-        for f in factors or (64, 128):
-            alone = measure(data, f, 0, count, None)
-            for line in [alone, *(measure(data, f, number, count, long_row) for number in numbers)]:
-                line |= {"gpu": names[0], "speed_up": alone["ms"] / line["ms"], "rmse_of_one": alone["rmse"]}
-                # the order of updates is another one, so is the path to the minimum; what has diverged is wrong
-                sound = line["rmse"] < line["rmse_before"]
+        for f in factors or ((128,) if compare else (64, 128)):
+            start = Start(data, f)
+            facts: dict[str, Any] = {"gpu": names[0], "rmse_before": data.rmse(start)}
+            for variant in chosen:
+                line = measure(start, variant, count)
+                if "rmse_of_one" not in facts:
+                    facts |= {"ms_of_one": line["ms"], "rmse_of_one": line["rmse"]}
+                line |= facts | {"speed_up": facts["ms_of_one"] / line["ms"]}
+                sound = is_sound(line)
                 failed |= not sound
-                print(
-                    f"{shape:10} {f:4d} {line['ranks'] or 'one':>5} {line['ms']:9.2f} {line['speed_up']:9.2f} "
-                    f"{line['balance']:8.2f} {line['rmse']:8.4f} {line['set_up_s']:9.1f}"
-                    + ("" if sound else "  WRONG"),
-                    flush=True,
-                )
+                print_line(line, sound)
                 if sound:
                     record("mcumsgd", line)
     raise SystemExit(int(failed))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,6 @@ from hybridmf._objective import Factors, Objective
 from hybridmf._plan import Plan, Settings, make_plan
 from hybridmf._validate import make_csr
 from hybridmf.cpu.als import HalfSweep
-from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix
 from hybridmf.gpu import assemblies, cholesky_any
 
@@ -136,8 +135,7 @@ class Bench:
 
     def note(self, task: str, line: Line) -> None:
         """Record a line and show it in short."""
-        more = {"device": self.kind} | ({"threads": self.threads} if self.device is None else {})
-        self.recorder.note(task, line | more)
+        self.recorder.note(task, line | ({"threads": self.threads} if self.device is None else {}))
         hidden = ("users", "items", "published", "runs")
         shown = {key: value for key, value in line.items() if key not in hidden}
         click.echo(f"{task:13s} " + ", ".join(f"{key} {brief(value)}" for key, value in shown.items()))
@@ -473,26 +471,13 @@ def gpu_tiles(bench: Bench, data: Drawn, work: Work) -> None:
         measure("sparse_syrk", None, partial(prepared.by_rows, "sparse_syrk"))
         own = assemblies.bals_tile_sizes(f, 4, bench.device.spec)
         measure("bals chip", own, partial(tiles_step, prepared, own, "chip"))
-        compile_tiles(bench, f, work)
-        for tile in itertools.product(work.heights, work.widths):
+        grid = list(itertools.product(work.heights, work.widths))
+        sizes = ({"tile_rows": height, "tile_cols": width} for height, width in grid)
+        local = [assemblies.BalsLocalConfig.default(f, 4, bench.device.spec, **size) for size in sizes]
+        paper.compile_bals(bench.device, local)
+        for tile in grid:
             if bench.recorder.has_time(f"tiles, {data.name}, {order}, {tile}"):
                 measure("bals local", tile, partial(tiles_step, prepared, tile, "local"))
-
-
-def compile_tiles(bench: Bench, f: int, work: Work) -> None:
-    """Compile the kernels of all tile sizes on all cores: the compiler runs unlocked."""
-    import os
-    from concurrent.futures import ThreadPoolExecutor
-
-    from hybridmf.gpu.launch import get_kernel
-
-    def compile_one(tile: tuple[int, int]) -> None:
-        config = assemblies.BalsLocalConfig.default(f, 4, bench.device.spec, tile_rows=tile[0], tile_cols=tile[1])
-        entries = {"REAL": np.dtype(np.float32), "IMPLICIT": False, "HAS_OFFSETS": False}
-        get_kernel(bench.device, "bals.cu", "bals", **config.constants, **entries)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, itertools.product(work.heights, work.widths)))
 
 
 # ------------------------------------------------------------------------------------------ on either
@@ -560,21 +545,7 @@ first has a dash; the other two have the averages that the paper states (8.32 an
 
 def render_distribution(lines: list[Line], folder: Path) -> str:
     """Table 1 and figure 5, of the largest scale that was drawn of each shape."""
-    chosen = largest(lines)
-    if not chosen:
-        return ""
-    paper.draw_histograms(folder / "bals-distribution.svg", chosen, ("users",))
-    plot = paper.picture("bals-distribution.svg", "Users by number of entries")
-    return f"{paper.distribution_table(chosen, ('users', 'items'))}\n\n{plot}"
-
-
-def largest(lines: Sequence[Line]) -> list[Line]:
-    """Of each shape the lines of the largest scale."""
-    scales: dict[str, float] = {}
-    for line in lines:
-        scales[line["shape"]] = max(scales.get(line["shape"], 0.0), line["scale"])
-    kept = {paper.label(line): line for line in lines if line["scale"] == scales[line["shape"]]}
-    return list(kept.values())
+    return paper.distribution_part(lines, folder / "bals-distribution.svg", ("users",), "Users by number of entries")
 
 
 def render_vacancies(lines: list[Line], folder: Path) -> str:
@@ -820,51 +791,21 @@ def render(folder: Path = paper.EVIDENCE) -> None:
 # ------------------------------------------------------------------------------------------ command line
 
 
-def run_all(bench: Bench, works: dict[str, tuple[Work, ...]], tasks: Sequence[str], shapes: Sequence[str]) -> None:
-    """Every task of every shape; a shape is drawn once."""
-    jobs = [(task, work) for task in tasks for work in works[task]]
-    wanted = dict.fromkeys(item for task, work in jobs for item in work.shapes.items())
-    for shape, scale in wanted:
-        if (shapes and shape not in shapes) or not bench.recorder.has_time(shape):
-            continue
-        data = Drawn.of(shape, scale=scale)
-        size = f"{data.user.shape[0]:,} x {data.user.shape[1]:,}"
-        click.echo(f"{shape}, scale {scale:g}: {size}, {data.nnz:,} entries")
-        for task, work in jobs:
-            if work.shapes.get(shape) == scale and bench.recorder.has_time(f"{task}, {shape}"):
-                with bench.recorder.case(f"{task}, {shape}"):
-                    TASKS[task][bench.kind](bench, data, work)
-
-
 @click.command(help=__doc__)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
-@click.option("--task", type=click.Choice(list(TASKS)), multiple=True, help="Default: all.")
-@click.option("--shape", type=click.Choice(list(common.SHAPES)), multiple=True, help="Only these of the profile's.")
-@click.option("--threads", type=click.IntRange(1), help="Default: all cores.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--budget", type=float, default=float("inf"), help="Seconds after which no further case begins.")
-@click.option("--render", "only_render", is_flag=True, help="Write the page from the lines; measure nothing.")
+@paper.options(TASKS, render)
+@paper.shapes_options
+@paper.threads_option
 def main(
-    device: str, profile: str, task: tuple[str, ...], shape: tuple[str, ...], threads: int | None, repeats: int,
-    budget: float, only_render: bool,
+    device: str, profile: str, tasks: tuple[str, ...], budget: float | None, shapes: tuple[str, ...], repeats: int,
+    threads: int,
 ) -> None:  # fmt: skip
-    if only_render:
-        render()
-        return
-    recorder, opened = Recorder(NAME, budget), None
-    if device == "cuda":
-        import gpu
+    recorder, opened = Recorder.begin(NAME, device, budget)
+    bench = Bench(recorder, threads, repeats, opened)
 
-        from hybridmf.gpu.device import open_device
+    def run(task: str, data: Drawn, work: Work) -> None:
+        TASKS[task][device](bench, data, work)
 
-        try:
-            opened = open_device()
-        except DeviceError as error:
-            raise click.ClickException(str(error)) from error
-        recorder.stamp = gpu.gpu_stamp(opened)
-    bench = Bench(recorder, threads or hmf.config()["cores"], repeats, opened)
-    run_all(bench, PROFILES[device, profile], task or tuple(TASKS), shape)
+    paper.run_works(recorder, PROFILES[device, profile], tasks or tuple(TASKS), shapes, run)
     recorder.finish()
 
 

@@ -7,23 +7,27 @@ plots beside it. The same lines give the same bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import click
 import common
 import numpy as np
 import scipy.sparse as sp
 
+import hybridmf as hmf
 from hybridmf import datasets
+from hybridmf.errors import DeviceError
 from hybridmf.formats import reorder, transpose
 
 EVIDENCE = common.ROOT / "docs" / "evidence"
@@ -35,7 +39,6 @@ Line = dict[str, Any]
 
 def draw(shape: str, *, scale: float = 1.0, implicit: bool = False, seed: int = 0) -> sp.csr_array:
     """Ratings of a shape with its published degrees; drawn on a GPU where there is one, which takes seconds."""
-    from hybridmf.errors import DeviceError
     from hybridmf.gpu.device import CudaDevice, open_device
 
     try:
@@ -138,10 +141,34 @@ class Recorder:
     """
 
     name: str
-    budget: float = float("inf")
+    budget: float = math.inf
     stamp: Line = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def begin(cls, name: str, device: str, budget: float | None) -> tuple[Recorder, Any]:
+        """(recorder, GPU): its lines name the device; there is None on the CPU.
+
+        Parameters
+        ----------
+        name : str
+        device : {"cpu", "cuda"}
+        budget : float or None
+            No limit.
+
+        Raises
+        ------
+        click.ClickException
+            There is no GPU.
+        """
+        opened = open_gpu() if device == "cuda" else None
+        stamp: Line = {"device": device}
+        if opened is not None:
+            import gpu
+
+            stamp |= gpu.gpu_stamp(opened)
+        return cls(name, math.inf if budget is None else budget, stamp), opened
 
     def note(self, task: str, line: Line) -> None:
         """Append a line."""
@@ -162,16 +189,100 @@ class Recorder:
 
     def has_time(self, name: str) -> bool:
         """Whether a case may begin; it is named at the end if not."""
-        if time.perf_counter() - self.started < self.budget:
+        if self.seconds_left > 0:
             return True
         self.problems.append(f"{name}: left out, the budget of {self.budget:g} s is spent")
         return False
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the budget."""
+        return self.budget - (time.perf_counter() - self.started)
 
     def finish(self) -> None:
         """Name what is missing; the exit code is 1 if anything is."""
         click.echo(f"{time.perf_counter() - self.started:.0f} s")
         if self.problems:
             raise SystemExit("\n".join(["", "not measured:", *self.problems]))
+
+
+def open_gpu() -> Any:
+    """The GPU.
+
+    Raises
+    ------
+    click.ClickException
+        There is none.
+    """
+    from hybridmf.gpu.device import open_device
+
+    try:
+        return open_device("cuda")
+    except DeviceError as error:
+        raise click.ClickException(f"--device cuda: {error}") from error
+
+
+class Work(Protocol):
+    """What a task runs on: shapes with their scales, and more that the task knows."""
+
+    @property
+    def shapes(self) -> dict[str, float]:
+        """Name to scale."""
+
+
+AnyWork = TypeVar("AnyWork", bound=Work)
+
+
+def run_works(
+    recorder: Recorder, works: Mapping[str, Sequence[AnyWork]], tasks: Sequence[str], shapes: Sequence[str],
+    run: Callable[[str, Drawn, AnyWork], None], *, implicit: bool = False,
+) -> None:  # fmt: skip
+    """Every task on every shape that it is for; a shape is drawn once.
+
+    The first work of each task comes before the second of any, so that a budget leaves out what matters least.
+
+    Parameters
+    ----------
+    recorder : Recorder
+    works : dict of str to works
+        By task, what matters most first.
+    tasks : sequence of str
+    shapes : sequence of str
+        Only these; all if there are none.
+    run : callable
+        ``(task, data, work)``.
+    implicit : bool
+        Which ratings are drawn.
+    """
+    turns = list(itertools.zip_longest(*([(task, work) for work in works[task]] for task in tasks)))
+    wanted = [_shapes_of(turn, shapes) for turn in turns]
+    kept: dict[tuple[str, float], Drawn] = {}
+    for place, turn in enumerate(turns):
+        for shape, scale in wanted[place]:
+            if not recorder.has_time(shape):
+                continue
+            data = kept.pop((shape, scale), None) or _drawn(shape, scale, implicit)
+            for task, work in filter(None, turn):
+                if work.shapes.get(shape) == scale and recorder.has_time(f"{task}, {shape}"):
+                    with recorder.case(f"{task}, {shape}"):
+                        run(task, data, work)
+            if any((shape, scale) in later for later in wanted[place + 1 :]):
+                kept[shape, scale] = data
+
+
+def _shapes_of(turn: Iterable[tuple[str, Work] | None], shapes: Sequence[str]) -> list[tuple[str, float]]:
+    """(shape, scale) of some works, each once; of these shapes alone if there are any."""
+    items = dict.fromkeys(item for _, work in filter(None, turn) for item in work.shapes.items())
+    return [(shape, scale) for shape, scale in items if not shapes or shape in shapes]
+
+
+def _drawn(shape: str, scale: float, implicit: bool) -> Drawn:
+    started = time.perf_counter()
+    data = Drawn.of(shape, scale=scale, implicit=implicit)
+    size = f"{data.user.shape[0]:,} x {data.user.shape[1]:,}"
+    seconds = time.perf_counter() - started
+    click.echo(f"{shape}, scale {scale:g}: {size}, {data.nnz:,} entries, in {seconds:.0f} s")
+    return data
 
 
 def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, implicit: bool) -> None:
@@ -213,9 +324,94 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
         gpu.compile_ahead(device, {(rank, feedback, "float32", "cholesky") for rank in ranks})
 
 
+def compile_bals(device: Any, configs: Iterable[Any]) -> None:
+    """Compile the BALS kernels of these configurations (explicit, no offsets) on all cores."""
+    from hybridmf.gpu.launch import get_kernel
+
+    def compile_one(config: Any) -> None:
+        entries = {"REAL": np.dtype(np.float32), "IMPLICIT": False, "HAS_OFFSETS": False}
+        get_kernel(device, "bals.cu", "bals", **config.constants, **entries)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, configs))
+
+
 def spread(values: Sequence[float]) -> Line:
     """Median, smallest and largest of repeats."""
     return {"median": common.median(list(values)), "least": min(values), "most": max(values)}
+
+
+# ------------------------------------------------------------------------------------------ command line
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def options(tasks: Iterable[str], render: Callable[[], None]) -> Callable[[Command], Command]:
+    """What every script takes: --device, --profile, --task, --budget, and --render, which ends it.
+
+    Parameters
+    ----------
+    tasks : iterable of str
+        Names of tasks; the command gets those that are asked for as `tasks`.
+    render : callable
+        Writes the page from the lines.
+    """
+
+    def write_page(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+        if asked:
+            render()
+            context.exit()
+
+    return _all_of(
+        click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True),
+        click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True),
+        click.option("--task", "tasks", type=click.Choice(list(tasks)), multiple=True, help="Default: all."),
+        click.option(
+            "--budget", type=click.FloatRange(min=0, min_open=True),
+            help="Seconds after which no further case begins.",
+        ),
+        click.option(
+            "--render", is_flag=True, is_eager=True, expose_value=False, callback=write_page,
+            help="Write the page from the lines; measure nothing.",
+        ),
+    )  # fmt: skip
+
+
+def shapes_options(command: Command) -> Command:
+    """For scripts whose tasks have shapes of their own: --shape, several times, and --repeats."""
+    return _all_of(
+        click.option(
+            "--shape", "shapes", type=click.Choice(list(common.SHAPES)), multiple=True,
+            help="Only these of the profile's.",
+        ),
+        click.option("--repeats", type=click.IntRange(1), default=3, show_default=True),
+    )(command)  # fmt: skip
+
+
+def data_options(command: Command) -> Command:
+    """For scripts whose tasks share their data: --shape, --scale and --factors in place of the profile's."""
+    return _all_of(
+        click.option("--shape", type=click.Choice(list(common.SHAPES)), help="In place of the profile's."),
+        click.option("--scale", type=float, default=1.0, show_default=True, help="Of --shape."),
+        click.option("--factors", type=click.IntRange(1), help="In place of the profile's."),
+    )(command)
+
+
+def threads_option(command: Command) -> Command:
+    """--threads; all cores by default."""
+    cores = hmf.config()["cores"]
+    return click.option("--threads", type=click.IntRange(1), default=cores, help="Of the CPU.  [default: all cores]")(
+        command
+    )
+
+
+def _all_of(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
 
 
 # ------------------------------------------------------------------------------------------ lines
@@ -257,6 +453,15 @@ def by_hardware(lines: Sequence[Line]) -> dict[str, list[Line]]:
 def label(line: Line) -> str:
     """Shape, and its scale if it is not whole."""
     return str(line["shape"]) if line["scale"] == 1 else f"{line['shape']} x {line['scale']:g}"
+
+
+def largest(lines: Sequence[Line]) -> list[Line]:
+    """Of each shape the lines of the largest scale."""
+    scales: dict[str, float] = {}
+    for line in lines:
+        scales[line["shape"]] = max(scales.get(line["shape"], 0.0), line["scale"])
+    kept = {label(line): line for line in lines if line["scale"] == scales[line["shape"]]}
+    return list(kept.values())
 
 
 # ------------------------------------------------------------------------------------------ pages
@@ -336,6 +541,15 @@ def draw_histograms(path: Path, lines: Sequence[Line], sides: Sequence[str]) -> 
                     f"max {facts['longest']:,}",
                     transform=panel.transAxes, ha="right", va="top", fontsize=7,
                 )  # fmt: skip
+
+
+def distribution_part(lines: Sequence[Line], file: Path, sides: Sequence[str], alt: str) -> str:
+    """Table and histograms (of `sides`) of the largest scale that was drawn of each shape."""
+    chosen = largest(lines)
+    if not chosen:
+        return ""
+    draw_histograms(file, chosen, sides)
+    return f"{distribution_table(chosen, ('users', 'items'))}\n\n{picture(file.name, alt)}"
 
 
 def distribution_table(lines: Sequence[Line], sides: Sequence[str]) -> str:

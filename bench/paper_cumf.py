@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 import paper_common
-from gpu import elapsed_ms, gpu_stamp, mark, release
+from gpu import elapsed_ms, mark, release
 from paper_common import EVIDENCE, Line, Recorder
 from paper_race import (
     Split,
@@ -31,7 +33,6 @@ from paper_race import (
     held_out_rmse,
     iterate,
     make_solver,
-    open_gpu,
     race,
     race_table,
     synchronize,
@@ -89,7 +90,7 @@ PROFILES = {
 # ------------------------------------------------------------------------------------------ fig. 6
 
 
-def contestants(device: str, f: int, iterations: int, threads: int | None) -> dict[str, tuple[Any, int]]:
+def contestants(device: str, f: int, iterations: int, threads: int) -> dict[str, tuple[Any, int]]:
     """Method to (model, iterations)."""
     als: dict[str, Any] = {"regularization": LAMBDA, "device": device, "random_state": 0, "num_threads": threads}
     sgd = als | {"device": "cpu"}
@@ -114,7 +115,7 @@ def contestants(device: str, f: int, iterations: int, threads: int | None) -> di
     return found
 
 
-def run_convergence(recorder: Recorder, device: Any, data: Split, profile: Profile, threads: int | None) -> None:
+def run_convergence(recorder: Recorder, device: Any, data: Split, profile: Profile, threads: int) -> None:
     """Each method from the same initial factors."""
     name = "cpu" if device is None else "cuda"
     for method, (model, iterations) in contestants(name, profile.factors, profile.iterations, threads).items():
@@ -176,7 +177,7 @@ class Assembly:
         return total
 
 
-def run_switches(recorder: Recorder, device: Any, data: Split, profile: Profile, threads: int | None) -> None:
+def run_switches(recorder: Recorder, device: Any, data: Split, profile: Profile, threads: int) -> None:
     """Iterations of MO-ALS in each of the four combinations; they compute the same, so that one RMSE curve serves all.
 
     Raises
@@ -230,7 +231,7 @@ def predicted(nnz: int, rows: int, f: int) -> Line:
     return {"hermitian": nnz * f * (f + 1) / 2, "rhs": nnz + nnz * f + 2 * rows * f, "solve": rows * f**3}
 
 
-def run_cost(recorder: Recorder, device: Any, data: Split, profile: Profile, threads: int | None) -> None:
+def run_cost(recorder: Recorder, device: Any, data: Split, profile: Profile, threads: int) -> None:
     """The two phases of half sweeps over f."""
     for f in profile.ranks:
         for side in SIDES:
@@ -250,7 +251,7 @@ def run_cost(recorder: Recorder, device: Any, data: Split, profile: Profile, thr
                     release(device)
 
 
-def measure_phases_gpu(device: Any, data: Split, f: int, side: Side, repeats: int, threads: int | None) -> Line:
+def measure_phases_gpu(device: Any, data: Split, f: int, side: Side, repeats: int, threads: int) -> Line:
     """Assembly of MO-ALS and all the rest of a half sweep: completion and Cholesky."""
     model = hmf.ExplicitALS(f, regularization=LAMBDA, device="cuda", assembly="mo_als", random_state=0)
     assembly = Assembly(device)
@@ -271,7 +272,7 @@ def measure_phases_gpu(device: Any, data: Split, f: int, side: Side, repeats: in
     return {"hermitian_ms": hermitian, "solve_ms": whole - hermitian} | memory
 
 
-def measure_phases_cpu(device: Any, data: Split, f: int, side: Side, repeats: int, threads: int | None) -> Line:
+def measure_phases_cpu(device: Any, data: Split, f: int, side: Side, repeats: int, threads: int) -> Line:
     """Half sweeps over all ratings and over a quarter of them: what changes with their number is Get_Hermitian's."""
     from hybridmf.formats import transpose
 
@@ -294,20 +295,14 @@ def measure_phases_cpu(device: Any, data: Split, f: int, side: Side, repeats: in
 # ------------------------------------------------------------------------------------------ the page
 
 
-def render() -> None:
-    """Tables and plots of docs/evidence/cumf.md."""
+def render(folder: Path = EVIDENCE) -> None:
+    """Tables and plots of cumf.md."""
     lines = paper_common.read_lines(NAME)
-    races = paper_common.select(lines, "convergence", "shape", "scale", "factors", "method")
-    switches = paper_common.select(lines, "switches", "shape", "scale", "factors", "variant")
-    costs = paper_common.select(lines, "cost", "shape", "scale", "factors", "side")
-    paper_common.fill(
-        EVIDENCE / "cumf.md",
-        {
-            "convergence": paper_common.sections(paper_common.by_hardware(races), convergence_part),
-            "switches": paper_common.sections(paper_common.by_hardware(switches), switches_part),
-            "cost": paper_common.sections(paper_common.by_hardware(costs), cost_part),
-        },
-    )
+    made = {}
+    for task, (part, *keys) in PARTS.items():
+        groups = paper_common.by_hardware(paper_common.select(lines, task, "shape", "scale", "factors", *keys))
+        made[task] = paper_common.sections(groups, partial(part, folder))
+    paper_common.fill(folder / "cumf.md", made)
 
 
 def by_data(lines: Sequence[Line]) -> dict[str, list[Line]]:
@@ -320,16 +315,16 @@ def by_data(lines: Sequence[Line]) -> dict[str, list[Line]]:
     return groups
 
 
-def convergence_part(hardware: str, lines: list[Line]) -> str:
+def convergence_part(folder: Path, hardware: str, lines: list[Line]) -> str:
     """Tables and the plot of fig. 6."""
     groups = by_data(lines)
     name = f"cumf-convergence-{paper_common.slug(hardware)}.svg"
-    draw_race(EVIDENCE / name, [(title.split(",")[0], group) for title, group in groups.items()])
+    draw_race(folder / name, [(title.split(",")[0], group) for title, group in groups.items()])
     tables = [f"{title}:\n\n{race_table(group)}" for title, group in groups.items()]
     return "\n\n".join([*tables, paper_common.picture(name, "Test RMSE over seconds")])
 
 
-def switches_part(hardware: str, lines: list[Line]) -> str:
+def switches_part(folder: Path, hardware: str, lines: list[Line]) -> str:
     """Tables and the plot of figs. 7 and 8."""
     parts = []
     curves = []
@@ -350,13 +345,13 @@ def switches_part(hardware: str, lines: list[Line]) -> str:
               for line in group])
         )  # fmt: skip
     name = f"cumf-switches-{paper_common.slug(hardware)}.svg"
-    draw_race(EVIDENCE / name, curves)
+    draw_race(folder / name, curves)
     return "\n\n".join(
         [*parts, paper_common.picture(name, "Test RMSE over seconds with and without the optimizations")]
     )
 
 
-def cost_part(hardware: str, lines: list[Line]) -> str:
+def cost_part(folder: Path, hardware: str, lines: list[Line]) -> str:
     """Predicted and measured shares, and the rates that the counts mean."""
     parts = []
     for title, group in by_data(lines).items():
@@ -382,40 +377,37 @@ def rate(operations: float, ms: float) -> str:
     return f"{operations / ms / 1e6:,.0f}" if ms > 0 else "-"
 
 
+PARTS: dict[str, tuple[Any, ...]] = {
+    "convergence": (convergence_part, "method"),
+    "switches": (switches_part, "variant"),
+    "cost": (cost_part, "side"),
+}
+"""How each task's lines become a section, and what tells lines apart beside data and rank."""
+
 # ------------------------------------------------------------------------------------------ command
 
 TASKS = {"convergence": run_convergence, "switches": run_switches, "cost": run_cost}
 
 
 @click.command(help=__doc__)
-@click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--task", "tasks", type=click.Choice(list(TASKS)), multiple=True, help="Default: all.")
-@click.option("--shape", help="Only this one, of those of the profile or another.")
-@click.option("--scale", type=float, default=1.0, show_default=True, help="Of --shape.")
-@click.option("--factors", type=int, help="In place of the profile's.")
-@click.option("--threads", type=int, help="Of the CPU; default: all.")
-@click.option("--render", "only_render", is_flag=True, help="Measure nothing; write the page from the lines.")
+@paper_common.options(TASKS, render)
+@paper_common.data_options
+@paper_common.threads_option
 def main(
-    profile: str, device: str, tasks: tuple[str, ...], shape: str | None, scale: float, factors: int | None,
-    threads: int | None, only_render: bool,
+    device: str, profile: str, tasks: tuple[str, ...], budget: float | None, shape: str | None, scale: float,
+    factors: int | None, threads: int,
 ) -> None:  # fmt: skip
-    if only_render:
-        render()
-        return
-    from dataclasses import replace
-
     chosen = PROFILES[device, profile]
+    if shape:
+        chosen = replace(chosen, shapes=((shape, scale),))
     if factors:
         chosen = replace(chosen, factors=factors, ranks=(factors,))
-    opened = open_gpu() if device == "cuda" else None
-    recorder = Recorder(NAME, chosen.budget, {"device": device} | (gpu_stamp(opened) if opened is not None else {}))
-    for where, size in [(shape, scale)] if shape else chosen.shapes:
-        if not recorder.has_time(where):
-            continue
-        data = Split.of(where, size)
-        for task in tasks or TASKS:
-            TASKS[task](recorder, opened, data, chosen, threads)
+    recorder, opened = Recorder.begin(NAME, device, budget or chosen.budget)
+    for where, size in chosen.shapes:
+        if recorder.has_time(where):
+            data = Split.of(where, size)
+            for task in tasks or TASKS:
+                TASKS[task](recorder, opened, data, chosen, threads)
     recorder.finish()
 
 

@@ -24,21 +24,19 @@ import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import common
 import numpy as np
 import paper_common as paper
 import rivals
 from paper_common import Drawn, Line, Recorder
 
 import hybridmf as hmf
-from hybridmf.errors import DeviceError
 
 NAME = "paper_gates"
 
@@ -63,6 +61,7 @@ class Work:
 
 
 OURS = ("simd", "blas3")
+SLOWER = ("rank1", "implicit CG 3", "implicit exact")
 CPU_METHODS = (*OURS, "implicit CG 3", "implicit exact", "spark")
 GPU_METHODS = ("fused", "sparse_syrk")
 
@@ -78,13 +77,18 @@ PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
     ("cpu", "full"): {
         "distribution": [Work({"eachmovie": 1.0} | SMALLER)],
         "scaling": [
-            Work({"eachmovie": 1.0}, (96,), (*OURS, "implicit exact")),
-            Work(SMALLER, (64,), OURS),
+            Work({"eachmovie": 1.0}, (96,), OURS),
+            Work({"netflix": 0.2}, (64,), OURS),
+            Work({"msd": 0.3}, (64,), OURS),
+            Work({"eachmovie": 1.0}, (96,), ("implicit exact",)),
+            Work({"yahoo-songs": 0.3}, (64,), OURS),
         ],
         "iteration": [
-            Work(SMALLER, (32, 64, 96), ("simd", "blas3", "rank1", "implicit CG 3", "implicit exact")),
-            Work(SMALLER, (10, 20, 48, 80), ("simd", "blas3")),
-            Work(LARGE, (32, 64), ("simd", "blas3", "implicit CG 3")),
+            Work(SMALLER, (32, 64, 96), OURS),
+            Work(SMALLER, (64,), SLOWER),
+            Work(SMALLER, (32, 96), SLOWER),
+            Work(SMALLER, (10, 20, 48, 80), OURS),
+            Work(LARGE, (32, 64), (*OURS, "implicit CG 3")),
         ],
     },
     ("cuda", "quick"): {
@@ -101,7 +105,7 @@ PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
         ],
     },
 }
-"""What each task runs on, by device and profile; what takes longest comes last, for the sake of a budget."""
+"""What each task runs on, by device and profile; what matters least comes last, for the sake of a budget."""
 
 
 @dataclass
@@ -115,15 +119,11 @@ class Bench:
     spark: Spark | None = None
     started: list[Any] = field(default_factory=list)
     judges: dict[tuple[str, float, int], rivals.Judge] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> str:
-        """Where it runs."""
-        return "cpu" if self.device is None else "cuda"
+    checked: set[tuple[str, float, int, str]] = field(default_factory=set)
 
     def note(self, task: str, line: Line) -> None:
         """Record a line and show it in short."""
-        self.recorder.note(task, line | {"device": self.kind})
+        self.recorder.note(task, line)
         if "seconds" in line:
             seconds = line["seconds"]["median"]
             threads = f"{line['threads']:3d} threads" if line.get("threads") else ""
@@ -177,26 +177,31 @@ def check_exact(bench: Bench, data: Drawn, f: int) -> None:
 
 
 def measure(bench: Bench, data: Drawn, f: int, threads: int, method: str) -> Line | None:
-    """Seconds of an iteration; a single run of what takes long."""
+    """Seconds of an iteration: as many after the first as `PATIENCE` allows, or the first of what takes longer."""
     bench.started.clear()
     run = prepare(bench, method, data, f, threads)
     if run is None:
         return None
     started = time.perf_counter()
     first = run()  # warm-up, and how long to expect
-    expected = first if isinstance(first, float) else time.perf_counter() - started
-    if isinstance(first, float) or expected >= SLOW:
-        values = [expected]
-    else:
-        values = common.alternate({method: run}, bench.repeats)[method]
-    check_exact(bench, data, f)
+    values = [first if isinstance(first, float) else time.perf_counter() - started]
+    if not isinstance(first, float) and values[0] < PATIENCE:
+        count = min(bench.repeats, int(PATIENCE / values.pop()))
+        for _ in range(count):
+            started = time.perf_counter()
+            run()
+            values.append(time.perf_counter() - started)
+    case = (data.name, data.scale, f, method)
+    if case not in bench.checked:  # the number of threads makes no other factors
+        check_exact(bench, data, f)
+        bench.checked.add(case)
     bench.started.clear()
     gc.collect()
     return paper.spread(values)
 
 
-SLOW = 4.0
-"""Seconds of an iteration from which the first one counts and no other is waited for."""
+PATIENCE = 2.5
+"""Seconds that all iterations after the first may take; if the first alone takes longer, it counts."""
 
 
 class Spark:
@@ -332,15 +337,8 @@ TASKS: dict[str, dict[str, Task]] = {
 
 def render_distribution(lines: list[Line], folder: Path) -> str:
     """Figure 12, of the largest scale that was drawn of each shape."""
-    scales: dict[str, float] = {}
-    for line in lines:
-        scales[line["shape"]] = max(scales.get(line["shape"], 0.0), line["scale"])
-    chosen = list({paper.label(line): line for line in lines if line["scale"] == scales[line["shape"]]}.values())
-    if not chosen:
-        return ""
-    paper.draw_histograms(folder / "gates-distribution.svg", chosen, ("users", "items"))
-    plot = paper.picture("gates-distribution.svg", "Rows and columns by number of entries")
-    return f"{paper.distribution_table(chosen, ('users', 'items'))}\n\n{plot}"
+    file, sides = folder / "gates-distribution.svg", ("users", "items")
+    return paper.distribution_part(lines, file, sides, "Rows and columns by number of entries")
 
 
 def render_scaling(lines: list[Line], folder: Path) -> str:
@@ -475,22 +473,6 @@ def render(folder: Path = paper.EVIDENCE) -> None:
 # ------------------------------------------------------------------------------------------ command line
 
 
-def run_all(bench: Bench, works: dict[str, list[Work]], tasks: Sequence[str], shapes: Sequence[str]) -> None:
-    """Every task of every shape; a shape is drawn once."""
-    jobs = [(task, work) for task in tasks for work in works[task]]
-    wanted = dict.fromkeys(item for _, work in jobs for item in work.shapes.items())
-    for shape, scale in wanted:
-        if (shapes and shape not in shapes) or not bench.recorder.has_time(shape):
-            continue
-        data = Drawn.of(shape, scale=scale, implicit=True)
-        size = f"{data.user.shape[0]:,} x {data.user.shape[1]:,}"
-        click.echo(f"{shape}, scale {scale:g}: {size}, {data.nnz:,} entries")
-        for task, work in jobs:
-            if work.shapes.get(shape) == scale and bench.recorder.has_time(f"{task}, {shape}"):
-                with bench.recorder.case(f"{task}, {shape}"):
-                    TASKS[task][bench.kind](bench, data, work)
-
-
 def thread_counts(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
     """Counts of "1,2,4", ascending; powers of two up to all cores if nothing is asked for."""
     if value is None:
@@ -503,38 +485,25 @@ def thread_counts(context: click.Context, parameter: click.Parameter, value: str
 
 
 @click.command(help=__doc__)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
-@click.option("--task", type=click.Choice(list(TASKS)), multiple=True, help="Default: all.")
-@click.option("--shape", type=click.Choice(list(common.SHAPES)), multiple=True, help="Only these of the profile's.")
+@paper.options(TASKS, render)
+@paper.shapes_options
 @click.option("--threads", callback=thread_counts, help="Such as 1,2,4. Default: powers of two and all cores.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--budget", type=float, default=float("inf"), help="Seconds after which no further case begins.")
 @click.option("--spark/--no-spark", "with_spark", default=False, help="Add Spark MLlib, if installed, to iterations.")
-@click.option("--render", "only_render", is_flag=True, help="Write the page from the lines; measure nothing.")
 def main(
-    device: str, profile: str, task: tuple[str, ...], shape: tuple[str, ...], threads: tuple[int, ...], repeats: int,
-    budget: float, with_spark: bool, only_render: bool,
+    device: str, profile: str, tasks: tuple[str, ...], budget: float | None, shapes: tuple[str, ...], repeats: int,
+    threads: tuple[int, ...], with_spark: bool,
 ) -> None:  # fmt: skip
-    if only_render:
-        render()
-        return
-    recorder, opened = Recorder(NAME, budget), None
-    if device == "cuda":
-        import gpu
-
-        from hybridmf.gpu.device import open_device
-
-        try:
-            opened = open_device()
-        except DeviceError as error:
-            raise click.ClickException(str(error)) from error
-        recorder.stamp = gpu.gpu_stamp(opened)
+    recorder, opened = Recorder.begin(NAME, device, budget)
     spark = Spark() if with_spark and Spark.installed() else None
     if with_spark and spark is None:
         recorder.problems.append("spark: pyspark, pyarrow and Java are not all installed")
     bench = Bench(recorder, threads, repeats, opened, spark)
-    run_all(bench, works_of(device, profile, with_spark), task or tuple(TASKS), shape)
+
+    def run(task: str, data: Drawn, work: Work) -> None:
+        TASKS[task][device](bench, data, work)
+
+    works = works_of(device, profile, with_spark)
+    paper.run_works(recorder, works, tasks or tuple(TASKS), shapes, run, implicit=True)
     recorder.finish()
 
 

@@ -17,7 +17,6 @@ compared with float64 before it is timed.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +27,9 @@ import click
 import numpy as np
 import paper_common
 from common import alternate, median
-from gpu import gpu_stamp, release, timed
+from gpu import release, timed
 from paper_common import EVIDENCE, Line, Recorder
-from paper_race import Split, draw_race, iterate, make_solver, open_gpu, race, race_table, usual
+from paper_race import Split, draw_race, iterate, make_solver, race, race_table, usual
 
 import hybridmf as hmf
 from hybridmf._objective import SIDES, Side, other_side
@@ -395,8 +394,8 @@ def measure_cores(session: Session, threads: int) -> None:
 # ------------------------------------------------------------------------------------------ the page
 
 
-def render() -> None:
-    """Tables and plots of docs/evidence/msgd.md."""
+def render(folder: Path = EVIDENCE) -> None:
+    """Tables and plots of msgd.md."""
     lines = paper_common.read_lines(NAME)
     parts: dict[str, Callable[[list[Line]], str]] = {
         "sequential": sequential_part, "reduction": reduction_part, "transfer": transfer_part,
@@ -412,9 +411,9 @@ def render() -> None:
             for line in group:
                 by_shape.setdefault(title_of(line), []).append(line)
             bodies = [f"{title}:\n\n{part(each)}" for title, each in by_shape.items()]
-            texts.append("\n\n".join([f"**{hardware}**", *bodies, *plot(task, hardware, by_shape)]))
+            texts.append("\n\n".join([f"**{hardware}**", *bodies, *plot(task, hardware, by_shape, folder)]))
         sections[task] = "\n\n".join(texts)
-    paper_common.fill(EVIDENCE / "msgd.md", sections)
+    paper_common.fill(folder / "msgd.md", sections)
 
 
 def title_of(line: Line) -> str:
@@ -423,14 +422,14 @@ def title_of(line: Line) -> str:
     return f"{paper_common.label(line)}, {m:,} x {n:,}, {line['nnz']:,} ratings"
 
 
-def plot(task: str, hardware: str, groups: dict[str, list[Line]]) -> list[str]:
+def plot(task: str, hardware: str, groups: dict[str, list[Line]], folder: Path) -> list[str]:
     """The plot of a task, if it has one."""
     name = f"msgd-{task}-{paper_common.slug(hardware)}.svg"
     if task == "convergence":
-        draw_race(EVIDENCE / name, [(title.split(",")[0], group) for title, group in groups.items()])
+        draw_race(folder / name, [(title.split(",")[0], group) for title, group in groups.items()])
         return [paper_common.picture(name, "Test RMSE over seconds")]
     if task == "cores":
-        draw_cores(EVIDENCE / name, groups)
+        draw_cores(folder / name, groups)
         return [paper_common.picture(name, "Speedup over one core by cores")]
     return []
 
@@ -540,31 +539,20 @@ def run(recorder: Recorder, device: Any, profile: Profile, tasks: Sequence[str],
 
 
 @click.command(help=__doc__)
-@click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option(
-    "--task", "tasks", type=click.Choice(list(TASKS)), multiple=True, help="Default: all that the device is for."
-)
-@click.option("--shape", help="Only this one, of those of the profile or another.")
-@click.option("--scale", type=float, default=1.0, show_default=True, help="Of --shape.")
-@click.option("--factors", type=int, help="In place of the profile's.")
-@click.option("--threads", type=int, help="Most threads of the CPU; default: all cores.")
-@click.option("--render", "only_render", is_flag=True, help="Measure nothing; write the page from the lines.")
+@paper_common.options(TASKS, render)
+@paper_common.data_options
+@paper_common.threads_option
 def main(
-    profile: str, device: str, tasks: tuple[str, ...], shape: str | None, scale: float, factors: int | None,
-    threads: int | None, only_render: bool,
+    device: str, profile: str, tasks: tuple[str, ...], budget: float | None, shape: str | None, scale: float,
+    factors: int | None, threads: int,
 ) -> None:  # fmt: skip
-    if only_render:
-        render()
-        return
     chosen = PROFILES[device, profile]
     if shape:
         chosen = replace(chosen, shapes=((shape, scale),))
     if factors:
         chosen = replace(chosen, factors=factors, ranks=(factors,))
-    opened = open_gpu() if device == "cuda" else None
-    recorder = Recorder(NAME, chosen.budget, {"device": device} | (gpu_stamp(opened) if opened is not None else {}))
-    run(recorder, opened, chosen, tasks or USUAL_TASKS[device], threads or len(os.sched_getaffinity(0)))
+    recorder, opened = Recorder.begin(NAME, device, budget or chosen.budget)
+    run(recorder, opened, chosen, tasks or USUAL_TASKS[device], threads)
     recorder.finish()
 
 

@@ -24,7 +24,7 @@ import hybridmf as hmf
 from hybridmf._objective import State
 from hybridmf._plan import make_plan
 from hybridmf._solver import Solver
-from hybridmf.errors import DeviceError, DivergedError
+from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
 
 HELD_OUT = 0.01
@@ -145,22 +145,6 @@ def race(model: Any, data: Split, iterations: int, seconds: float = float("inf")
         spent.append(time.perf_counter() - started)
         errors.append(held_out_rmse(solver.state, data.test))
     return {"set_up_s": set_up, "start_rmse": start, "seconds": spent, "rmse": errors, "diverged": diverged}
-
-
-def open_gpu() -> Any:
-    """The GPU.
-
-    Raises
-    ------
-    click.ClickException
-        There is none.
-    """
-    from hybridmf.gpu import device
-
-    try:
-        return device.open_device("cuda")
-    except DeviceError as error:
-        raise click.ClickException(f"--device cuda: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------ what pages show

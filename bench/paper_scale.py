@@ -1,28 +1,68 @@
-"""The large problems of cuMF (table 5, fig. 11) on paper: what the planner does with them on H200s.
+"""Several GPUs: cuMF's figs. 9 to 11 and section 4.2, MSGD's fig. 17, and what the planner predicts.
 
-    python bench/paper_scale.py --planner              a table, and bench/results/scale_planner.jsonl
+    python bench/paper_scale.py --planner      fig. 11 on paper: bench/results/scale_planner.jsonl; no GPU needed
+    python bench/paper_scale.py --render       docs/evidence/multi-gpu.md and its plots from the lines
 
-cuMF reports seconds per iteration on four GK210 (two K80 boards) in one machine; the planner's are predictions, not
+What is measured on GPUs comes from scale.py (figs. 9 and 10, section 4.2) and mcumsgd.py (fig. 17); the newest line of
+each case counts. Of cuMF's large problems (its table 5, fig. 11) the planner says what H200s would do: predictions, not
 measurements. A machine's host memory decides between host and disk; both are given where it matters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
+import paper_common as paper
 from common import record
+from paper_common import Line
 
 from hybridmf.scale.planner import Problem, ScalePlan, as_record, plan_scale
 
-PROBLEMS: dict[str, tuple[Problem, str, float]] = {
-    "SparkALS": (Problem((660_000_000, 2_400_000), 3_500_000_000, 10), "24 s", 24.0),
-    "Factorbird": (Problem((229_000_000, 195_000_000), 38_500_000_000, 5), "92 s", 92.0),
-    "Facebook": (Problem((1_056_000_000, 48_000_000), 112_000_000_000, 16), "746 s", 746.0),
-    "Facebook, f = 100": (Problem((1_056_000_000, 48_000_000), 112_000_000_000, 100), "3.8 h", 3.8 * 3600),
+
+@dataclass(frozen=True)
+class Large:
+    """One of the problems of cuMF's section 5.5.
+
+    Attributes
+    ----------
+    problem : Problem
+    cumf : str
+        Seconds of an iteration on four GK210, in words.
+    cumf_seconds : float
+    original : str
+        Of the system that the problem is from.
+    """
+
+    problem: Problem
+    cumf: str
+    cumf_seconds: float
+    original: str
+
+
+PROBLEMS = {
+    "SparkALS": Large(Problem((660_000_000, 2_400_000), 3_500_000_000, 10), "24 s", 24.0, "240 s, 50 nodes"),
+    "Factorbird": Large(Problem((229_000_000, 195_000_000), 38_500_000_000, 5), "92 s", 92.0, "563 s, 50 nodes"),
+    "Facebook": Large(Problem((1_056_000_000, 48_000_000), 112_000_000_000, 16), "746 s", 746.0, "not told"),
+    "Facebook, f = 100": Large(
+        Problem((1_056_000_000, 48_000_000), 112_000_000_000, 100), "3.8 h", 3.8 * 3600, "never tried"
+    ),
 }
 GPUS = (1, 4, 8)
 HOSTS = {"2 TB": 2 * 10**12, "4 TB": 4 * 10**12}
+
+PUBLISHED = {"scaling": (4, 3.8), "mcumsgd": (2, 70 / 50)}
+"""GPUs and speed-up over one: Netflix (cuMF, section 5.4); 70 times one core over 50 times (MSGD, section 7)."""
+
+WITHIN = (0.15, 0.30)
+"""Relative errors of predictions that are counted."""
+
+# ------------------------------------------------------------------------------------------ the planner
 
 
 def places(plan: ScalePlan) -> str:
@@ -31,35 +71,273 @@ def places(plan: ScalePlan) -> str:
     return f"ratings on {plan.ratings}, factors on {plan.factors}; {', '.join(halves)}"
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
-
-
-def lines() -> list[dict[str, Any]]:
-    """One for each problem, number of GPUs and host memory that makes a difference."""
+def planned() -> list[Line]:
+    """A line for each problem, number of GPUs and host memory that makes a difference."""
     found = []
-    for name, (problem, words, seconds) in PROBLEMS.items():
+    for name, large in PROBLEMS.items():
         for gpus in GPUS:
-            plans = {host: plan_scale(problem, gpus, host_bytes=size) for host, size in HOSTS.items()}
+            plans = {host: plan_scale(large.problem, gpus, host_bytes=size) for host, size in HOSTS.items()}
             if len({(plan.ratings, plan.seconds) for plan in plans.values()}) == 1:
                 plans = {"2 TB": plans["2 TB"]}
             for host, plan in plans.items():
                 line = {"bench": "planner", "problem": name, "host_memory": host, "places": places(plan)}
-                found.append(line | as_record(plan) | {"cumf": words, "cumf_seconds": seconds})
+                found.append(line | as_record(plan) | {"cumf": large.cumf, "cumf_seconds": large.cumf_seconds})
     return found
 
 
-@click.command()
-@click.option("--planner", is_flag=True, required=True, help="Predictions of the planner; needs no GPU.")
-@click.option("--table", is_flag=True, help="Print the table of docs/scale.md and record nothing.")
-def main(planner: bool, table: bool) -> None:
-    """The large problems of cuMF on H200s, by the planner."""
-    click.echo("| problem | cuMF, 4 GK210 | GPUs | host memory | predicted | plan |\n|---|---|---|---|---|---|")
-    for line in lines():
-        cells = (line["problem"], line["cumf"], line["gpus"], line["host_memory"], _seconds(line["seconds"]))
-        click.echo(f"| {' | '.join(map(str, cells))} | {line['places']} |")
-        if not table:
-            record("scale_planner", line)
+def seconds_text(seconds: float) -> str:
+    """Three digits, or whole seconds of long ones."""
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
+
+
+# ------------------------------------------------------------------------------------------ lines
+
+
+def measured(name: str, task: Callable[[Line], str]) -> list[Line]:
+    """Lines of a file of results, with their task and GPU as `paper.select` reads them."""
+    return [line | {"task": task(line), "gpu": {"name": line["gpu"]}} for line in paper.read_lines(name)]
+
+
+def scale_task(line: Line) -> str:
+    """Which section shows a line of scale.jsonl."""
+    if "reduction" in line:
+        return "reduction"
+    return "hugewiki" if line["shape"].startswith("hugewiki") else "scaling"
+
+
+CASE = ("shape", "factors", "gpus", "grids", "reduction")
+"""What tells lines of scale.jsonl apart."""
+
+
+def data_of(line: Line) -> str:
+    """Shape, entries and rank."""
+    return f"{line['shape']}, {line['nnz'] / 1e6:,.0f} million entries, f = {line['factors']}"
+
+
+def grid_of(line: Line, side: str) -> str:
+    """p x q of a half sweep."""
+    p, q = line["grids"][side]
+    return f"{p} x {q}"
+
+
+def grouped(lines: Iterable[Line], key: Callable[[Line], Any]) -> dict[Any, list[Line]]:
+    """Lines by a key, in order of first appearance."""
+    groups: dict[Any, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(key(line), []).append(line)
+    return groups
+
+
+# ------------------------------------------------------------------------------------------ figs. 9, 10, section 4.2
+
+
+def scaling_part(name: str, folder: Path, hardware: str, lines: Sequence[Line]) -> str:
+    """Half sweeps and iterations by the number of GPUs, and the speed-up over one in the same run."""
+    rows = []
+    for line in sorted(lines, key=lambda line: (data_of(line), line["gpus"])):
+        halves = [f"{1e3 * line['halves'][side]:.1f} ({grid_of(line, side)})" for side in ("user", "item")]
+        spent = f"{1e3 * line['seconds']:.1f}"
+        difference = line.get("objective_difference")
+        speedup = f"{line['speedup']:.2f}" if "speedup" in line else "-"
+        rows.append([data_of(line), line["gpus"], *halves, spent, speedup, f"{difference:.0e}" if difference else "0"])
+    header = ["", "GPUs", "users, ms (grid)", "items, ms (grid)", "iteration, ms", "times one GPU",
+              "objective, from one GPU's"]  # fmt: skip
+    parts = [paper.table(header, rows)]
+    curves = {data: group for data, group in grouped(lines, data_of).items() if len({x["gpus"] for x in group}) > 1}
+    if curves:
+        file = f"multi-gpu-{name}-{paper.slug(hardware)}.svg"
+        draw_speedups(folder / file, curves, "speedup", PUBLISHED.get(name))
+        parts.append(paper.picture(file, "Speed-up over one GPU"))
+    return "\n\n".join(parts)
+
+
+def draw_speedups(path: Path, curves: dict[str, list[Line]], key: str, published: tuple[int, float] | None) -> None:
+    """Speed-up over the number of GPUs, one curve a problem; a star at what the paper has."""
+    with paper.figure(path, 5.0, 3.2) as drawing:
+        panel = drawing.subplots()
+        most = 1
+        for data, lines in curves.items():
+            points = sorted((line["gpus"], line[key]) for line in lines if key in line)
+            panel.plot(*zip(*points, strict=True), marker=".", label=data)
+            most = max(most, points[-1][0])
+        panel.plot([1, most], [1, most], "k--", linewidth=0.5, label="linear")
+        if published is not None:
+            panel.plot(*published, "k*", label=f"the paper: {published[1]:.2g}")
+            most = max(most, published[0])
+        panel.set_xticks(range(1, most + 1))
+        panel.set_xlim(0.8, most + 0.2)
+        panel.set_xlabel("GPUs")
+        panel.set_ylabel("times one GPU")
+        panel.set_ylim(bottom=0)
+        panel.legend(fontsize=7)
+
+
+REDUCTIONS = {"scatter": "on all GPUs at a time", "two_phase": "in two phases", "root": "on one GPU"}
+
+
+def reduction_part(hardware: str, lines: Sequence[Line]) -> str:
+    """Ways to add up partial systems, and how many times as fast as on one GPU an iteration is."""
+    rows = []
+    for (data, gpus), group in grouped(lines, lambda line: (data_of(line), line["gpus"])).items():
+        found = {line["reduction"]: line for line in group}
+        root = found.get("root")
+        for name, text in REDUCTIONS.items():
+            if name in found:
+                line = found[name]
+                spent = [f"{1e3 * line['halves'][side]:.1f}" for side in ("user", "item")]
+                ratio = f"{root['seconds'] / line['seconds']:.2f}" if root else "-"
+                rows.append([data, gpus, text, *spent, f"{1e3 * line['seconds']:.1f}", ratio])
+    header = ["", "GPUs", "added up", "users, ms", "items, ms", "iteration, ms", "times as fast as on one GPU"]
+    return paper.table(header, rows)
+
+
+# ------------------------------------------------------------------------------------------ predictions
+
+
+def prediction_part(folder: Path, hardware: str, lines: Sequence[Line]) -> str:
+    """Every case of scale.jsonl beside what the planner said of it, and how many are near."""
+    rows = []
+    for line in sorted(lines, key=lambda line: (data_of(line), line["gpus"])):
+        grids = ", ".join(f"{side}s {grid_of(line, side)}" for side in ("user", "item"))
+        if "reduction" in line:
+            grids += f", added up {REDUCTIONS[line['reduction']]}"
+        ratio = line["predicted"] / line["seconds"]
+        times = f"{1e3 * line['seconds']:.1f}", f"{1e3 * line['predicted']:.1f}"
+        rows.append([data_of(line), line["gpus"], grids, *times, f"{ratio:.2f}"])
+    header = ["", "GPUs", "grids", "measured, ms", "predicted, ms", "predicted / measured"]
+    iterations = [line["predicted"] / line["seconds"] for line in lines]
+    halves = [line["predicted_halves"][side] / line["halves"][side] for line in lines for side in line["halves"]]
+    file = f"multi-gpu-prediction-{paper.slug(hardware)}.svg"
+    draw_predictions(folder / file, lines)
+    told = f"{near(iterations, 'iterations')} {near(halves, 'half sweeps')}"
+    return "\n\n".join([paper.table(header, rows), told, paper.picture(file, "Predicted against measured")])
+
+
+def near(ratios: Sequence[float], what: str) -> str:
+    """How many predictions are within the limits, in words."""
+    errors = np.abs(np.array(ratios) - 1)
+    counts = [int(np.count_nonzero(errors <= limit)) for limit in WITHIN]
+    texts = [f"{n} ({n / len(errors):.0%}) within {limit:.0%}" for n, limit in zip(counts, WITHIN, strict=True)]
+    return f"Of {len(errors)} {what}, {' and '.join(texts)}."
+
+
+def draw_predictions(path: Path, lines: Sequence[Line]) -> None:
+    """Predicted over measured milliseconds, both axes logarithmic; bands of the errors that are counted."""
+    with paper.figure(path, 4.6, 4.0) as drawing:
+        panel = drawing.subplots()
+        kinds: dict[str, Callable[[Line], tuple[float, float]]] = {
+            "iteration": lambda line: (line["seconds"], line["predicted"]),
+            "users": lambda line: (line["halves"]["user"], line["predicted_halves"]["user"]),
+            "items": lambda line: (line["halves"]["item"], line["predicted_halves"]["item"]),
+        }
+        for marker, (kind, times) in zip("o^v", kinds.items(), strict=True):
+            points = 1e3 * np.array([times(line) for line in lines])
+            panel.loglog(*points.T, marker, markersize=4, label=kind)
+        ends = np.array([panel.get_xlim()[0], panel.get_xlim()[1]])
+        panel.loglog(ends, ends, "k-", linewidth=0.5)
+        for limit, shade in zip(WITHIN, ("0.75", "0.9"), strict=True):
+            band = (1 - limit) * ends, (1 + limit) * ends
+            panel.fill_between(ends, *band, color=shade, zorder=-limit, label=f"within {limit:.0%}")
+        panel.set_xlabel("measured, ms")
+        panel.set_ylabel("predicted, ms")
+        panel.legend(fontsize=7)
+
+
+# ------------------------------------------------------------------------------------------ fig. 11
+
+
+def large_part(folder: Path, lines: Sequence[Line]) -> str:
+    """cuMF's large problems: its seconds, those of the original systems, and the planner's for H200s."""
+    if not lines:
+        return ""
+    rows = [
+        [line["problem"], PROBLEMS[line["problem"]].original, line["cumf"], line["gpus"], line["host_memory"],
+         seconds_text(line["seconds"]), line["places"]]
+        for line in lines
+    ]  # fmt: skip
+    header = ["problem", "original", "cuMF, 4 GK210", "GPUs", "host memory", "predicted", "plan"]
+    draw_large(folder / "multi-gpu-large.svg", lines)
+    return f"{paper.table(header, rows)}\n\n{paper.picture('multi-gpu-large.svg', 'Seconds of an iteration')}"
+
+
+def draw_large(path: Path, lines: Sequence[Line]) -> None:
+    """Seconds of an iteration: cuMF's, and the planner's on each number of GPUs with the larger host memory."""
+    names = list(dict.fromkeys(line["problem"] for line in lines))
+    series = {"cuMF, 4 GK210": {name: PROBLEMS[name].cumf_seconds for name in names}}
+    for line in lines:  # the larger host memory comes last
+        series.setdefault(f"{line['gpus']} x H200, predicted", {})[line["problem"]] = line["seconds"]
+    with paper.figure(path, 7.0, 3.2) as drawing:
+        panel = drawing.subplots()
+        width = 0.8 / len(series)
+        for place, (text, seconds) in enumerate(series.items()):
+            at = np.arange(len(names)) + (place - (len(series) - 1) / 2) * width
+            panel.bar(at, [seconds.get(name, np.nan) for name in names], width, label=text)
+        panel.set_yscale("log")
+        panel.set_xticks(range(len(names)), names, fontsize=8)
+        panel.set_ylabel("seconds of an iteration")
+        panel.legend(fontsize=7)
+
+
+# ------------------------------------------------------------------------------------------ MSGD fig. 17
+
+
+def mcumsgd_part(folder: Path, hardware: str, lines: Sequence[Line]) -> str:
+    """Epochs of MCUMSGD by the number of GPUs, beside the solver of one."""
+    rows = []
+    for line in sorted(lines, key=lambda line: (data_of(line), line["ranks"])):
+        who = f"{line['ranks']} by MCUMSGD" if line["ranks"] else "1"
+        who += f", {line['variant']}" if "variant" in line else ""
+        times = f"{line['ms']:.1f}", f"{line['speed_up']:.2f}"
+        rmse = f"{line['rmse']:.4f} ({line['epochs']})"
+        rows.append([data_of(line), who, *times, f"{line['balance']:.2f}", rmse])
+    header = ["", "GPUs", "epoch, ms", "times one GPU", "balance", "RMSE (epochs)"]
+    parts = [paper.table(header, rows)]
+    several = [line | {"gpus": line["ranks"]} for line in lines if line["ranks"]]
+    curves = grouped(several, lambda line: ", ".join(filter(None, (data_of(line), line.get("variant")))))
+    curves = {name: group for name, group in curves.items() if max(line["gpus"] for line in group) > 1}
+    if curves:
+        file = f"multi-gpu-mcumsgd-{paper.slug(hardware)}.svg"
+        draw_speedups(folder / file, curves, "speed_up", PUBLISHED["mcumsgd"])
+        parts.append(paper.picture(file, "Speed-up of MCUMSGD over one GPU"))
+    else:
+        parts.append(f"On several GPUs: {paper.NOT_MEASURED[0].lower()}{paper.NOT_MEASURED[1:]}")
+    return "\n\n".join(parts)
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+
+def render(folder: Path = paper.EVIDENCE) -> None:
+    """Write the sections of multi-gpu.md and its plots from the lines."""
+    lines = measured("scale", scale_task)
+    whole = [line | {"task": "prediction"} for line in lines]
+    epochs = measured("mcumsgd", lambda line: "mcumsgd")
+    plans = {(line["problem"], line["gpus"], line["host_memory"]): line for line in paper.read_lines("scale_planner")}
+    parts: dict[str, tuple[Callable[[str, list[Line]], str], list[Line]]] = {
+        "scaling": (partial(scaling_part, "scaling", folder), paper.select(lines, "scaling", *CASE)),
+        "hugewiki": (partial(scaling_part, "hugewiki", folder), paper.select(lines, "hugewiki", *CASE)),
+        "reduction": (reduction_part, paper.select(lines, "reduction", *CASE)),
+        "mcumsgd": (
+            partial(mcumsgd_part, folder), paper.select(epochs, "mcumsgd", "shape", "factors", "ranks", "variant")
+        ),
+        "prediction": (partial(prediction_part, folder), paper.select(whole, "prediction", *CASE)),
+    }  # fmt: skip
+    made = {name: paper.sections(paper.by_hardware(group), part) for name, (part, group) in parts.items()}
+    paper.fill(folder / "multi-gpu.md", made | {"large": large_part(folder, list(plans.values()))})
+
+
+@click.command(help=__doc__)
+@click.option("--planner", is_flag=True, help="Record the planner's predictions for cuMF's large problems.")
+@click.option("--render", "wanted", is_flag=True, help="Write the page from the lines.")
+def main(planner: bool, wanted: bool) -> None:
+    if not planner and not wanted:
+        raise click.UsageError("--planner, --render or both must be given")
+    for line in planned() if planner else ():
+        record("scale_planner", line)
+        gpus = f"{line['gpus']} H200, host {line['host_memory']}"
+        click.echo(f"{line['problem']:18s} {gpus:20s} {seconds_text(line['seconds']):>9s}  {line['places']}")
+    if wanted:
+        render()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Tuning as in the papers: all configurations of sparse-syrk over f (Gates fig. 13), tile sizes (BALS figs. 13-14).
 
-    python bench/paper_tuning.py                   quick: measure both, about 4 minutes on an H200
+    python bench/paper_tuning.py                   quick: measure both, 3 minutes on an H200
     python bench/paper_tuning.py --profile full    more ranks, the papers' whole grids and more data sets; about 20
+    python bench/paper_tuning.py --budget 90       that many seconds in all, the ranks' shares of "cloud" equal
     python bench/paper_tuning.py --report          no GPU: figures and tables of docs/evidence/tuning.md from the lines
 
 Task "cloud": for each rank, the configurations of `sparse_syrk` that satisfy the constraints of the tuner, as many as
@@ -25,13 +26,13 @@ from typing import Any
 import click
 import numpy as np
 from common import RESULTS, ROOT, median, record
+from paper_common import Recorder, compile_bals
 
 from hybridmf.datasets import SHAPES
-from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix, reorder
 from hybridmf.gpu import assemblies, tune_plots
 from hybridmf.gpu.assemblies import BalsConfig, BalsLocalConfig, SyrkConfig
-from hybridmf.gpu.device import Device, open_device
+from hybridmf.gpu.device import Device
 from hybridmf.gpu.trials import Part, Sample, Sums
 from hybridmf.gpu.tune import event_times, stamp, tune
 
@@ -60,30 +61,37 @@ REPEATS = 3
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def run_clouds(device: Device, profile: str) -> None:
+def run_clouds(recorder: Recorder, device: Device, profile: str) -> None:
     """Gates fig. 13; data in the shape of the paper's (rec-eachmovie, Table I)."""
     sample = Sample.draw(61_265, 1_623, 2_811_717)
     run = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    for rank in CLOUD_RANKS[profile]:
-        (job,) = tune(device, ["sparse_syrk"], [rank], budget=CLOUD_SECONDS[profile], sample=sample)
-        click.echo(job.summary())
-        for line in job.lines():
-            record(FILE, line | stamp(device) | {"sample": sample.name, "run": run})
+    ranks = CLOUD_RANKS[profile]
+    for place, rank in enumerate(ranks):
+        if not recorder.has_time(f"cloud, f = {rank}"):
+            continue
+        share = min(CLOUD_SECONDS[profile], recorder.seconds_left / (len(ranks) - place))
+        with recorder.case(f"cloud, f = {rank}"):
+            (job,) = tune(device, ["sparse_syrk"], [rank], budget=share, sample=sample)
+            click.echo(job.summary())
+            for line in job.lines():
+                record(FILE, line | stamp(device) | {"sample": sample.name, "run": run})
 
 
-def run_tiles(device: Device, profile: str) -> None:
+def run_tiles(recorder: Recorder, device: Device, profile: str) -> None:
     """BALS figs. 13 and 14."""
     for shape in TILE_SHAPES[profile]:
         m, n, nnz = SHAPES[shape][:3]
         given = Sample.draw(m, n, nnz).user_items
         for order, matrix in (("given", given), ("by degree", reorder(given).matrix)):
-            sums = Sums(device, matrix, FACTORS, 4)
-            gates = gates_gflops(device, sums)
-            click.echo(f"{shape}, {order}: sparse-syrk {gates:,.0f} GFLOP/s")
-            for line in measure_tiles(device, sums, profile):
-                line |= {"shape": shape, "order": order, "gates_gflops": gates, "nnz": len(sums.matrix.data)}
-                record(FILE, line | stamp(device))
-                click.echo(f"  {line['variant']:5s} {line['tile_rows']} x {line['tile_cols']}: {line['gflops']:,.0f}")
+            with recorder.case(f"tiles, {shape}, {order}"):
+                sums = Sums(device, matrix, FACTORS, 4)
+                gates = gates_gflops(device, sums)
+                click.echo(f"{shape}, {order}: sparse-syrk {gates:,.0f} GFLOP/s")
+                more = {"shape": shape, "order": order, "gates_gflops": gates, "nnz": len(sums.matrix.data)}
+                for line in measure_tiles(recorder, device, sums, profile):
+                    record(FILE, line | more | stamp(device))
+                    tile = f"{line['tile_rows']} x {line['tile_cols']}"
+                    click.echo(f"  {line['variant']:5s} {tile}: {line['gflops']:,.0f}")
 
 
 def gates_gflops(device: Device, sums: Sums) -> float:
@@ -105,9 +113,13 @@ def checked_gflops(device: Device, sums: Sums, run: Any, *, by_row: bool) -> flo
     return sums.flops / median(event_times(device, Part(run), REPEATS)) / 1e6
 
 
-def measure_tiles(device: Device, sums: Sums, profile: str) -> Iterator[dict[str, Any]]:
-    """Both kernels over a grid of tile sizes; what cannot run is left out."""
-    for rows, columns in itertools.product(TILE_ROWS[profile], TILE_COLS[profile]):
+def measure_tiles(recorder: Recorder, device: Device, sums: Sums, profile: str) -> Iterator[dict[str, Any]]:
+    """Both kernels over a grid of tile sizes; what cannot run is left out, what fails is named at the end."""
+    grid = list(itertools.product(TILE_ROWS[profile], TILE_COLS[profile]))
+    compile_bals(device, [config for tile in grid for _, config in configurations(device, *tile)])
+    for rows, columns in grid:
+        if not recorder.has_time(f"tiles, {rows} x {columns}"):
+            continue
         started = time.perf_counter()
         bals = BalsMatrix.from_csr(sums.matrix, rows, columns)
         more = {"build_s": time.perf_counter() - started, "reuse": bals.nnz / max(1, len(bals.tile_colidx))}
@@ -116,11 +128,12 @@ def measure_tiles(device: Device, sums: Sums, profile: str) -> Iterator[dict[str
             blocks = -(-len(sums.degrees) // rows)
             arrays = (*sums.row_outputs, sums.factors, sums.entries, tiles, 0, blocks, FACTORS, rows, columns)
             run = functools.partial(assemblies.bals, device, *arrays, config, variant)
-            rate = checked_gflops(device, sums, run, by_row=True)
-            yield {
-                "bench": "tiles", "variant": variant, "factors": FACTORS, "tile_rows": rows, "tile_cols": columns,
-                "gflops": rate, "config": vars(config), **more,
-            }  # fmt: skip
+            with recorder.case(f"tiles, {variant}, {rows} x {columns}"):
+                rate = checked_gflops(device, sums, run, by_row=True)
+                yield {
+                    "bench": "tiles", "variant": variant, "factors": FACTORS, "tile_rows": rows, "tile_cols": columns,
+                    "gflops": rate, "config": vars(config), **more,
+                }  # fmt: skip
 
 
 def configurations(device: Device, rows: int, columns: int) -> Iterator[tuple[str, Any]]:
@@ -226,18 +239,18 @@ def report(lines: Sequence[dict[str, Any]]) -> None:
 @click.command(help=__doc__)
 @click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
 @click.option("--task", type=click.Choice(list(TASKS)), multiple=True, help="Default: both.")
+@click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds after which no case begins.")
 @click.option("--report", "only_report", is_flag=True, help="Measure nothing; figures and tables of the page.")
-def main(profile: str, task: tuple[str, ...], only_report: bool) -> None:
-    if not only_report:
-        try:
-            device = open_device()
-        except DeviceError as error:
-            raise click.ClickException(str(error)) from error
-        click.echo(str(device.spec))
-        for name in task or TASKS:
-            TASKS[name](device, profile)
-    path = RESULTS / f"{FILE}.jsonl"
-    report(tune_plots.read_lines(path) if path.is_file() else [])
+def main(profile: str, task: tuple[str, ...], budget: float | None, only_report: bool) -> None:
+    if only_report:
+        path = RESULTS / f"{FILE}.jsonl"
+        report(tune_plots.read_lines(path) if path.is_file() else [])
+        return
+    recorder, device = Recorder.begin(FILE, "cuda", budget)
+    click.echo(str(device.spec))
+    for name in task or TASKS:
+        TASKS[name](recorder, device, profile)
+    recorder.finish()
 
 
 if __name__ == "__main__":

@@ -369,6 +369,16 @@ def _is_canonical(indptr: np.ndarray, indices: np.ndarray, shape: tuple[int, int
     )
 
 
+def stored_iteration(path: str | os.PathLike[str]) -> int | None:
+    """Iterations behind the model of a file by its header, which alone is read; None where it does not tell."""
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            found = json.loads((file.metadata() or {})["state"])["n_iter"]
+    except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return found if type(found) is int and found >= 0 else None
+
+
 def load(path: str | os.PathLike[str]) -> Any:
     """Read a model that ``model.save(path)`` wrote.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.io
@@ -12,11 +13,15 @@ import scipy.sparse as sp
 
 from ._files import open_bytes, reading
 from ._labels import MAX_VALUE, Entries, factorize
+from ._memory import available_memory
 from ._text import select_columns
-from .errors import DuplicateEntriesError, RatingsError
+from .errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 
 Labels = dict[str, np.ndarray]
 """``user_ids`` and ``item_ids``, as far as a file has them."""
+
+ROW_BYTES = 64
+"""Memory of a row while its entries are counted."""
 
 
 def frame_entries(frame: Any, source: str, user: Any, item: Any, value: Any) -> Entries:
@@ -153,19 +158,99 @@ def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
     return matrix, ids
 
 
+class MarketHeader(NamedTuple):
+    """What a MatrixMarket file says of itself; an "array" has all its entries, row by column."""
+
+    layout: str
+    field: str
+    symmetry: str
+    n_rows: int
+    n_columns: int
+    entries: int
+
+
+def market_header(path: str, head: bytes) -> MarketHeader | None:
+    """First lines of a MatrixMarket file; None where they say too little for the sizes to be known.
+
+    Raises
+    ------
+    RatingsError
+        A negative size.
+    """
+    words = head.split(b"\n", 1)[0].decode("latin-1").lower().split()
+    if len(words) != 5 or words[1] != "matrix" or words[2] not in ("coordinate", "array"):
+        return None
+    layout, field, symmetry = words[2:]
+    try:
+        sizes = _sizes_of(path)
+        rows, columns, entries = sizes if layout == "coordinate" else [*sizes, math.prod(sizes)]
+    except ValueError:
+        return None
+    if min(rows, columns, entries) < 0:
+        raise RatingsError(f"{path} is damaged: its header says {rows} rows, {columns} columns, {entries} entries")
+    return MarketHeader(layout, field, symmetry, rows, columns, entries)
+
+
+def _sizes_of(path: str) -> list[int]:
+    """Numbers of the first line of a MatrixMarket file that is neither comment nor blank."""
+    with reading(path), open_bytes(path) as stream:
+        lines = (line for line in stream if line.strip() and not line.lstrip().startswith(b"%"))
+        return [int(word) for word in next(lines, b"").split()]
+
+
+def check_market_rows(path: str, header: MarketHeader) -> None:
+    """Refuse a header whose rows and columns, though empty, are too many to be counted in memory.
+
+    Raises
+    ------
+    MemoryBudgetError
+    """
+    _check_memory(
+        path, f"{header.n_rows:,} rows and {header.n_columns:,} columns", "count their entries",
+        ROW_BYTES * (header.n_rows + header.n_columns), "number users and items anew, without gaps",
+    )  # fmt: skip
+
+
+def _check_memory(path: str, what: str, work: str, needed: int, way_out: str) -> None:
+    free = available_memory()
+    if free is not None and needed > free:
+        raise MemoryBudgetError(
+            f"{path} has {what} by its header: to {work} takes {needed / 2**20:,.0f} MiB of memory and "
+            f"{free / 2**20:,.0f} MiB are free; {way_out}"
+        )
+
+
 def read_matrix_market(path: str, head: bytes) -> tuple[Any, Labels]:
     """Matrix of a MatrixMarket file, which has no labels."""
     if not head.startswith(b"%%MatrixMarket"):
         raise RatingsError(f"{path} is no MatrixMarket file: line 1 must start with %%MatrixMarket, got {head[:40]!r}")
     if b"complex" in head.split(b"\n", 1)[0].lower():
         raise RatingsError(f"{path} holds complex values; ratings must be real (real, integer or pattern)")
+    header = market_header(path, head)
+    if header is not None:
+        check_market_rows(path, header)
+        needed = header.entries * (8 if header.layout == "array" else 16)
+        way_out = "hybridmf.convert reads coordinates of general matrices in bounded memory"
+        _check_memory(path, f"{header.entries:,} entries", "hold them", needed, way_out)
     try:
         with reading(path), open_bytes(path) as stream:
-            return scipy.io.mmread(stream), {}
+            return _mmread(stream), {}
     except RatingsError:
         raise
     except (ValueError, TypeError, OverflowError) as error:
         raise RatingsError(f"{path} cannot be read as MatrixMarket: {error}") from error
+
+
+def _mmread(stream: Any) -> Any:
+    """`scipy.io.mmread` whose errors hold on to nothing.
+
+    Its reader goes back in the stream when it is destroyed, and ends the process if the stream is closed by then.
+    """
+    try:
+        return scipy.io.mmread(stream)
+    except Exception as error:
+        problem = error.with_traceback(None)
+    raise problem
 
 
 @contextlib.contextmanager

@@ -177,8 +177,8 @@ class SgdMethod:
         m, n, itemsize = plan.n_users, plan.n_items, np.dtype(plan.dtype).itemsize
         shared = self._gpu_bytes(plan)
         width = -(-plan.rank // 8) * 8 * itemsize
-        # each block of ratings has tables of its own for this rank's users and the block's items
-        tables = (m + n) * (8 + 4)
+        # each block of ratings has tables of its own for this rank's users and the block's items: bounds, order, sums
+        tables = (m + n) * (8 + 4 + 8)
         travelling = 2 * -(-n // ranks) * width
         return {"ratings": shared["ratings"] // ranks + tables, "factors": shared["factors"] // ranks + travelling}
 

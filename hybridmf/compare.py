@@ -424,6 +424,8 @@ def _ratings(given: Any, feedback: str, scale: float, seed: int) -> tuple[str, R
             return "invented films", _demo(feedback, seed)
         if not Path(given).exists():
             raise ValueError(f"{str(given)!r} is neither a file nor a known shape; shapes: demo, {', '.join(SHAPES)}")
+        if Path(given).is_dir():
+            return Path(given).name, Store.open(given).to_ratings()
         return Path(given).name, Ratings.from_file(given)
     return "matrix", Ratings.from_matrix(given)
 
@@ -585,8 +587,8 @@ def compare(
     Parameters
     ----------
     user_items : Ratings, Store, matrix, path-like or str
-        Ratings, a file of them, "demo", or the name of a synthetic shape (`hybridmf.datasets.SHAPES`). A store is
-        loaded into memory, since it has to be split.
+        Ratings, a file of them, the folder of a store, "demo", or the name of a synthetic shape
+        (`hybridmf.datasets.SHAPES`). A store is loaded into memory, since it has to be split.
     models : estimator, list or dict of them, optional
         Their `device` is replaced. Default: what serves the feedback, see `default_models`.
     devices : sequence of str or list of str

@@ -269,6 +269,8 @@ class Ratings:
             The content cannot be used; for text the message names the line, counted from 1.
         DuplicateEntriesError
             A repeated pair under ``duplicates="error"``.
+        MemoryBudgetError
+            The header of a MatrixMarket file names more rows, columns or entries than fit into memory.
         FileNotFoundError, IsADirectoryError
             There is no such file.
         ImportError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ._objective import Factors, Objective, State
+from ._objective import Factors, Objective, Side, State
 
 
 def _weights(objective: Objective, ratings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -311,28 +311,53 @@ def mcumsgd(
     item_bounds: Any,
     sums_width: int = 0,
     head_only: bool = False,
+    order: str = "passes",
 ) -> State:
-    """One epoch of MCUMSGD (Alg. 4): in step l each range q of users meets range (q + l) mod p of items, as in Alg. 1.
+    """One epoch of MCUMSGD: in step l each range q of users meets range (q + l) mod p of items (Alg. 4).
 
     Parameters
     ----------
     user_bounds, item_bounds : int array, shape (p + 1,)
         Ranges of consecutive users and items.
+    order : {"passes", "blocks"}
+        "passes": the items move in steps 0 ... p - 1, the users in steps p - 1 ... 2 p - 2, so that an epoch is one of
+        Alg. 1; "blocks": both in each of p steps, as Alg. 4 has it.
     """
-    state, coo = _copied(state, sums_width), sp.coo_array(matrix)
-    ratings, size = coo.data.astype(np.float64), len(user_bounds) - 1
-    for step in range(size):
-        for part in range(size):
+    sides: tuple[Side, Side] = ("item", "user")
+    state, size = _copied(state, sums_width), len(user_bounds) - 1
+    cycle = range(size)
+    if order == "passes":
+        moves: list[tuple[int, Side]] = [(step, "item") for step in cycle]
+        moves += [(size - 1 + step, "user") for step in cycle]
+    else:
+        moves = [(step, side) for step in cycle for side in sides]
+    for step, side in moves:
+        for part in cycle:
             block = (part + step) % size
-            users = (coo.row >= user_bounds[part]) & (coo.row < user_bounds[part + 1])
-            items = (coo.col >= item_bounds[block]) & (coo.col < item_bounds[block + 1])
-            inside = np.flatnonzero(users & items)
-            for k in inside[np.lexsort((coo.row[inside], coo.col[inside]))]:
-                user, item = coo.row[k], coo.col[k]
-                error = _error(state, user, item, ratings[k])
-                _move(state.item, item, error, state.user.matrix[user], rate, regularization, head_only)
-            for k in inside[np.lexsort((coo.col[inside], coo.row[inside]))]:
-                user, item = coo.row[k], coo.col[k]
-                error = _error(state, user, item, ratings[k])
-                _move(state.user, user, error, state.item.matrix[item], rate, regularization, head_only)
+            users, items = slice(*user_bounds[part : part + 2]), slice(*item_bounds[block : block + 2])
+            _walk_block(matrix, state, side, (users, items), regularization, rate, head_only)
     return state
+
+
+def _walk_block(
+    matrix: Any,
+    state: State,
+    side: Side,
+    block: tuple[slice, slice],
+    regularization: float,
+    rate: float,
+    head_only: bool,
+) -> None:
+    """Each row of a side walks its entries of a block in ascending order, the other side fixed."""
+    coo, (users, items) = sp.coo_array(matrix), block
+    rows, columns, ratings = coo.row, coo.col, coo.data.astype(np.float64)
+    within = (rows >= users.start) & (rows < users.stop) & (columns >= items.start) & (columns < items.stop)
+    inside = np.flatnonzero(within)
+    keys = (rows[inside], columns[inside]) if side == "item" else (columns[inside], rows[inside])
+    for k in inside[np.lexsort(keys)]:
+        user, item = rows[k], columns[k]
+        error = _error(state, user, item, ratings[k])
+        if side == "item":
+            _move(state.item, item, error, state.user.matrix[user], rate, regularization, head_only)
+        else:
+            _move(state.user, user, error, state.item.matrix[item], rate, regularization, head_only)

@@ -73,7 +73,7 @@ class SGD(FactorModel):
     device : {"auto", "cpu", "cuda", "cuda:N"}, or a list such as ["cuda:0", "cuda:1"]
         "auto" takes the best there is for the schedule and logs why. A list runs "msgd" on a rank for each entry: each
         owns a part of the users, and the items travel from rank to rank (MCUMSGD, MSGD Alg. 4). The same number of
-        devices gives the same factors, another number others: the order of the updates differs.
+        devices gives the same factors, another number others, as another seed would: rows begin elsewhere.
     precision : {"float32", "float16"}
         How "batch_hogwild" stores factors on the GPU; arithmetic is in float32.
     deterministic : bool

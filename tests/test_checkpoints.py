@@ -458,6 +458,28 @@ def test_an_altered_checkpoint_is_passed_over(tmp_path, in_step, caplog):
     assert "checkpoint passed over" in caplog.text
 
 
+def test_the_newest_is_told_by_what_it_holds_whatever_it_is_called(tmp_path, in_step):
+    """A copy of an old one under a high name neither shadows newer ones nor is taken for one that has had its time."""
+    als(3).fit(planted(), checkpoint=hmf.Checkpoint(tmp_path, keep=9))
+    renamed = (tmp_path / "checkpoint-000001.safetensors").rename(tmp_path / "checkpoint-000900.safetensors")
+    gone_on = []
+    als(5).fit(planted(), resume_from=tmp_path, callback=lambda _, record: gone_on.append(record["iteration"]))
+    assert gone_on == [4, 5]
+    with pytest.raises(FileExistsError, match=r"the newest checkpoint-000003.safetensors"):
+        als(5).fit(planted(), checkpoint=tmp_path, resume_from=renamed)
+    als(6).fit(planted(), checkpoint=tmp_path, resume_from=tmp_path)
+    assert iterations_in(tmp_path) == [5, 6, 900]
+
+
+def test_a_checkpoint_that_does_not_tell_its_iteration_has_that_of_its_name(tmp_path, caplog):
+    als(2).fit(planted(), checkpoint=tmp_path)
+    for name, content in (("000007", b""), ("000008", (8).to_bytes(8, "little") + b"{}      ")):
+        (tmp_path / f"checkpoint-{name}.safetensors").write_bytes(content)
+    assert als(3).fit(planted(), resume_from=tmp_path).n_iter_ == 3
+    first, second = caplog.messages
+    assert "checkpoint-000008" in first and "checkpoint-000007" in second
+
+
 def test_altered_metadata_are_noticed(tmp_path):
     als(4).fit(planted()).save(tmp_path / "model")
     content = (tmp_path / "model").read_bytes()

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf import cli, demo
-from hybridmf.cli import main, read_titles
+from hybridmf.cli import main
+from hybridmf.cli.titles import read_titles
 from hybridmf.errors import MemoryBudgetError
 from hybridmf.formats import BalsMatrix, reorder
 
@@ -104,35 +105,35 @@ def test_version_as_a_process():
 
 @pytest.mark.parametrize("error", [ValueError("no\ngood"), TypeError("no good"), hmf.errors.DeviceError("no good")])
 def test_a_library_error_is_one_line(monkeypatch, error):
-    monkeypatch.setattr(cli, "run_demo", _raising(error))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(error))
     assert refuse("demo") == "Error: no good"
 
 
 def test_an_error_without_words_is_named(monkeypatch):
-    monkeypatch.setattr(cli, "run_demo", _raising(ValueError()))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(ValueError()))
     assert refuse("demo") == "Error: ValueError"
 
 
 def test_a_file_error_names_the_file(monkeypatch):
-    monkeypatch.setattr(cli, "run_demo", _raising(PermissionError(13, "Permission denied", "some/file")))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(PermissionError(13, "Permission denied", "some/file")))
     assert refuse("demo") == "Error: some/file: Permission denied"
 
 
 @pytest.mark.parametrize("arguments", [("--debug", "demo"), ("demo", "--debug")])
 def test_debug_shows_the_traceback(monkeypatch, arguments):
-    monkeypatch.setattr(cli, "run_demo", _raising(ValueError("no good")))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(ValueError("no good")))
     assert isinstance(run(*arguments).exception, ValueError)
 
 
 def test_a_bug_is_not_taken_for_a_mistake(monkeypatch):
-    monkeypatch.setattr(cli, "run_demo", _raising(RuntimeError("a bug")))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(RuntimeError("a bug")))
     result = run("demo")
     assert result.exit_code == 1
     assert isinstance(result.exception, RuntimeError)
 
 
 def test_interruption_exits_130(monkeypatch):
-    monkeypatch.setattr(cli, "run_demo", _raising(KeyboardInterrupt()))
+    monkeypatch.setattr(cli.demo, "run_demo", _raising(KeyboardInterrupt()))
     result = run("demo")
     assert result.exit_code == 130
     assert result.output.strip() == "Interrupted."
@@ -480,7 +481,7 @@ def test_fit_refuses(folder, tmp_path, options, message):
 
 
 def test_fit_judges_options_before_it_reads(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "read_ratings", _raising(RuntimeError("read all the same")))
+    monkeypatch.setattr(cli.fit, "read_ratings", _raising(RuntimeError("read all the same")))
     assert "factors" in refuse("fit", folder / "ratings.csv", "-o", tmp_path / "m", "--factors", 0)
 
 
@@ -555,7 +556,7 @@ def test_recommend_csv_for_all_users_leaves_out_what_they_have(folder, monkeypat
     assert [row["item"] for row in rows] == model.item_ids_[ids].ravel().tolist()
     assert [row["rank"] for row in rows] == ["1", "2", "3"] * model.n_users
     np.testing.assert_allclose([float(row["score"]) for row in rows], scores.ravel(), rtol=1e-6)
-    monkeypatch.setattr(cli, "BLOCK_USERS", 7)
+    monkeypatch.setattr(cli.recommend, "BLOCK_USERS", 7)
     assert succeed(*arguments) == output
     with_titles = list(csv.DictReader(io.StringIO(succeed(*arguments, "--titles", folder / "titles.csv"))))
     assert all(row["title"] for row in with_titles)
@@ -743,12 +744,12 @@ def test_info_of_the_installation(monkeypatch):
     assert known["gpu_reason"] in shown["GPU"]
     assert "GiB" in shown["memory free"]
     other = known | {"gpu": "H200", "gpu_reason": "H200; fine", "memory_available": None, "blas": [], "cupy": "14.0"}
-    monkeypatch.setattr(cli, "config", lambda: dict(other))
+    monkeypatch.setattr(cli.info, "config", lambda: dict(other))
     shown = facts(succeed("info"))
     assert (shown["GPU"], shown["memory free"], shown["blas"], shown["CuPy"]) == (
         "H200; fine", "unknown", "none found", "14.0",
     )  # fmt: skip
-    monkeypatch.setattr(cli, "config", lambda: other | {"gpu": None, "gpu_reason": "no driver"})
+    monkeypatch.setattr(cli.info, "config", lambda: other | {"gpu": None, "gpu_reason": "no driver"})
     assert facts(succeed("info"))["GPU"] == "none: no driver"
 
 
@@ -849,6 +850,86 @@ def test_a_folder_becomes_a_store_and_is_fitted_from(folder, tmp_path):
         found, expected = hmf.load(tmp_path / one), hmf.load(tmp_path / other)
         assert np.array_equal(found.user_factors, expected.user_factors)
         assert np.array_equal(found.recommend(3)[0], expected.recommend(3)[0])
+
+
+@pytest.fixture
+def store(folder, tmp_path) -> Path:
+    """A store of ratings.csv."""
+    return hmf.convert(folder / "ratings.csv", tmp_path / "store", slab_bytes="4KiB").path
+
+
+@pytest.mark.parametrize("name", ["r.npz", "r.csv.gz", "r.mtx"])
+def test_a_store_becomes_a_file(folder, store, name, tmp_path):
+    output = succeed("convert", store, tmp_path / name)
+    assert "BALS tiles of 256 x 192" in output and f"Wrote {tmp_path / name}" in output
+    before, after = hmf.Store.open(store).to_ratings(), hmf.Ratings.from_file(tmp_path / name)
+    assert same_ratings(before, after, labels="mtx" not in name)
+    assert "reuse factor" in succeed("convert", store, "--to", "bals-stats")
+
+
+def test_a_store_becomes_another_store(store, tmp_path):
+    output = succeed("convert", store, f"{tmp_path}/finer/", "--slab-bytes", "1KiB", "--memory-limit", "1MiB")
+    before, after = hmf.Store.open(store), hmf.Store.open(tmp_path / "finer")
+    assert same_ratings(before.to_ratings(), after.to_ratings())
+    assert f"slabs             {len(after.slabs('user'))} of users" in output
+    assert len(after.slabs("user")) > len(before.slabs("user"))
+    assert "is a store that is read" in refuse("convert", store, f"{store}/", "--overwrite")
+    for inside in ("finer/", "r.npz"):
+        assert "lies in the store that is read" in refuse("convert", store, f"{store}/{inside}")
+    assert before.verify() is None
+
+
+def test_a_store_that_does_not_fit_into_memory_becomes_a_store_only(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("hybridmf.scale.store.available_memory", lambda: 100)
+    assert "MiB of memory as a matrix" in refuse("convert", store, tmp_path / "r.npz")
+    succeed("convert", store, f"{tmp_path}/other/", "--quiet")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "store"]
+
+
+def test_methods_are_compared_on_a_store(store):
+    options = ("--method", "als", "--device", "cpu", "--factors", 2, "--iterations", 2, "--quiet")
+    assert succeed("compare", f"{store}/", *options).startswith("store: 90 users x 60 items, ")
+
+
+def test_seen_items_are_read_from_a_store(folder, store):
+    arguments = ("recommend", folder / "model.safetensors", "--user", "u3", "--format", "csv", "--ratings")
+    assert succeed(*arguments, store) == succeed(*arguments, folder / "ratings.csv")
+
+
+READING_OPTIONS = [
+    ("--separator", ","), ("--header",), ("--no-header",), ("--user", 0), ("--item", 1), ("--value", "none"),
+    ("--duplicates", "error"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", READING_OPTIONS, ids=lambda option: option[0])
+def test_options_that_say_how_a_file_is_read_are_refused_of_what_is_no_such_file(folder, store, tmp_path, option):
+    out = tmp_path / "m.safetensors"
+    for command, why in (
+        (("fit", store, "-o", out), "is a store"),
+        (("fit", store, "-o", out, "--test-size", 0), "is a store"),
+        (("info", store), "is a store"),
+        (("info", folder / "model.safetensors"), "is a model"),
+        (("info",), "none is given"),
+        (("compare", store), "is a store"),
+        (("compare", "demo"), "is drawn from a seed"),
+        (("convert", store, tmp_path / "r.npz"), "is a store"),
+        (("convert", store, f"{tmp_path}/other/"), "is a store"),
+    ):
+        message = refuse(*command, *option)
+        assert message.startswith(f"Error: {option[0]} says how a file of ratings is read, and ")
+        assert message.endswith(f"{why}; leave it out")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_folder_that_is_no_store_is_named(folder, tmp_path):
+    for arguments in (
+        ("fit", tmp_path, "-o", tmp_path / "m"), ("info", tmp_path), ("compare", tmp_path),
+        ("convert", tmp_path, tmp_path / "r.npz"), ("convert", tmp_path, f"{tmp_path}/store/"),
+        ("recommend", folder / "model.safetensors", "--user", "u3", "--ratings", tmp_path),
+    ):  # fmt: skip
+        assert "is a directory, but no store (no manifest.json)" in refuse(*arguments)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_store_whose_seen_items_do_not_fit_is_fitted_all_the_same(folder, tmp_path, monkeypatch):

@@ -7,7 +7,9 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -19,6 +21,7 @@ from test_gpu_als import serve_cuda
 
 from hybridmf import datasets
 from hybridmf.datasets import Degrees, Published
+from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -133,9 +136,13 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     module = importlib.import_module("hybridmf.compare")
     monkeypatch.setattr(module, "_ceiling", lambda plan, device: 100.0)  # takes a product of 8192 x 8192 matrices
-    for name in ("bals", "gates"):
-        (tmp_path / f"{name}.md").write_text((BENCH.parent / "docs" / "evidence" / f"{name}.md").read_text())
-    return {name: importlib.import_module(f"paper_{name}") for name in ("common", "bals", "gates")}
+    for page in PAGES.values():
+        (tmp_path / page).write_text((BENCH.parent / "docs" / "evidence" / page).read_text())
+    return {name: importlib.import_module(f"paper_{name}") for name in ("common", *PAGES)}
+
+
+PAGES = {"bals": "bals.md", "gates": "gates.md", "cumf": "cumf.md", "msgd": "msgd.md", "scale": "multi-gpu.md"}
+"""The page of each script bench/paper_<name>.py."""
 
 
 def lines_of(folder, name):
@@ -168,7 +175,7 @@ def test_bals_script_on_the_cpu(bench, tmp_path, monkeypatch):
     done = CliRunner().invoke(script.main, ["--repeats", "1", "--threads", "2"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     check_bals_lines(lines_of(tmp_path, "paper_bals"), "cpu")
-    check_render(script, tmp_path, "bals")
+    check_render(script, tmp_path, "bals.md")
 
 
 def check_bals_lines(lines, device):
@@ -198,7 +205,7 @@ def test_bals_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
     orders = [line["method"] for line in lines if line["task"] == "orders" and line["order"] == "given"]
     assert orders == ["sparse_syrk", "bals local", "bals local, all tiles", "bals chip"]
     assert {line["method"] for line in lines if line["task"] == "assemblies"} == set(script.GPU_ASSEMBLIES)
-    check_render(script, tmp_path, "bals")
+    check_render(script, tmp_path, "bals.md")
 
 
 def emulated_methods(bench, f, iterations):
@@ -241,7 +248,7 @@ def test_gates_script(bench, tmp_path, monkeypatch):
     assert {line["method"] for line in lines if line["task"] == "iteration"} == {
         "simd", "blas3", "implicit CG 3", "implicit exact",
     }  # fmt: skip
-    check_render(script, tmp_path, "gates")
+    check_render(script, tmp_path, "gates.md")
 
 
 @pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
@@ -254,6 +261,194 @@ def test_gates_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     found = [line["method"] for line in lines_of(tmp_path, "paper_gates") if line["task"] == "iteration"]
     assert found == list(script.GPU_METHODS)
+
+
+CUMF_KEYS = {
+    "convergence": {"factors", "method", "seconds", "rmse", "set_up_s"},
+    "switches": {"factors", "variant", "seconds", "rmse", "assembly_ms"},
+    "cost": {"factors", "side", "rows", "predicted", "hermitian_ms", "solve_ms"},
+}
+MSGD_KEYS = {
+    "convergence": {"factors", "method", "seconds", "rmse", "threads"},
+    "sequential": {"factors", "ms"},
+    "cores": {"factors", "ms", "threads"},
+    "speedup": {"factors", "one_core_ms", "blocks_ms", "ours_ms"},
+    "ordering": {"factors", "ms"},
+    "reduction": {"factors", "ms", "blocks", "error"},
+    "transfer": {"factors", "to_gpu_ms", "back_ms", "epoch_ms", "bytes"},
+}
+
+
+def run_script(script, folder, keys, *options):
+    """The lines of a run, each of which says what it must."""
+    done = CliRunner().invoke(script.main, list(options), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    lines = lines_of(folder, script.NAME)
+    for line in lines:
+        assert line.keys() >= STAMPED | keys[line["task"]], line
+    return lines
+
+
+def test_cumf_script_on_the_cpu(bench, tmp_path, monkeypatch):
+    script = bench["cumf"]
+    tiny = script.Profile((("ml-1m", 0.05),), 3, (3, 4), 2, 1.0, 1, 100.0)
+    monkeypatch.setitem(script.PROFILES, ("cpu", "quick"), tiny)
+    lines = run_script(script, tmp_path, CUMF_KEYS, "--threads", "2")
+    assert {line["task"] for line in lines} == {"convergence", "cost"}  # a CPU has no switches
+    assert [(line["factors"], line["side"]) for line in lines if line["task"] == "cost"] == [
+        (3, "user"), (3, "item"), (4, "user"), (4, "item"),
+    ]  # fmt: skip
+    check_render(script, tmp_path, "cumf.md")
+
+
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_cumf_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
+    script = bench["cumf"]
+    serve_cuda(device, monkeypatch)
+    tiny = script.Profile((("ml-1m", 0.02),), 3, (3,), 2, 1.0, 1, 300.0)
+    monkeypatch.setitem(script.PROFILES, ("cuda", "quick"), tiny)
+    options = ("--device", "cuda", "--task", "cost", "--task", "switches", "--threads", "2")
+    lines = run_script(script, tmp_path, CUMF_KEYS, *options)
+    assert [line["variant"] for line in lines if line["task"] == "switches"] == list(script.SWITCHES)
+    assert [line["side"] for line in lines if line["task"] == "cost"] == ["user", "item"]
+    check_render(script, tmp_path, "cumf.md")
+
+
+def test_msgd_script_on_the_cpu(bench, tmp_path, monkeypatch):
+    script = bench["msgd"]
+    tiny = script.Profile((("ml-1m", 0.05),), (3, 4), 3, 2, 1.0, 1, 100.0)
+    monkeypatch.setitem(script.PROFILES, ("cpu", "quick"), tiny)
+    lines = run_script(script, tmp_path, MSGD_KEYS, "--threads", "2")
+    assert {line["task"] for line in lines} == set(script.USUAL_TASKS["cpu"])
+    assert [line["factors"] for line in lines if line["task"] == "sequential"] == [3, 4]
+    assert [line["threads"] for line in lines if line["task"] == "cores"] == [1, 2]
+    check_render(script, tmp_path, "msgd.md")
+
+
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_msgd_script_on_a_gpu(bench, device, tmp_path, monkeypatch):
+    script = bench["msgd"]
+    serve_cuda(device, monkeypatch)
+    tiny = script.Profile((("ml-1m", 0.02),), (32,), 3, 2, 1.0, 1, 300.0)
+    monkeypatch.setitem(script.PROFILES, ("cuda", "quick"), tiny)
+    tasks = [task for task in script.USUAL_TASKS["cuda"] if task != "convergence"]  # fp16 SGD is not emulated
+    options = [text for task in tasks for text in ("--task", task)]
+    lines = run_script(script, tmp_path, MSGD_KEYS, "--device", "cuda", *options)
+    assert [line["task"] for line in lines] == tasks
+    check_render(script, tmp_path, "msgd.md", plots=False)
+
+
+@pytest.mark.parametrize("name", ["bals", "gates", "cumf", "msgd"])
+def test_scripts_without_a_gpu_say_so(bench, name, monkeypatch):
+    def none(*_):
+        raise DeviceError("there is no NVIDIA driver")
+
+    monkeypatch.setattr("hybridmf.gpu.device.open_device", none)
+    done = CliRunner().invoke(bench[name].main, ["--device", "cuda"])
+    assert done.exit_code == 1 and "--device cuda: there is no NVIDIA driver" in done.output
+
+
+@pytest.mark.parametrize("name", ["bals", "gates", "cumf", "msgd"])
+def test_scripts_render_and_end(bench, name, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench["common"], "fill", lambda page, sections: click.echo(f"{page.name}: {list(sections)}"))
+    done = CliRunner().invoke(bench[name].main, ["--render"])
+    assert done.exit_code == 0 and done.output.startswith(f"{name}.md: [")
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+# ---------------------------------------------------------------------------------------------------- several GPUs
+
+
+def write_lines(folder, name, lines):
+    stamp = {"machine": {"processor": "P", "cores": 64, "instruction_set": "avx512"}, "gpu": "G"}
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line | stamp) + "\n" for line in lines))
+
+
+def scale_line(gpus, seconds, predicted, **more):
+    halves = {"user": 0.75 * seconds, "item": 0.25 * seconds}
+    line = {"shape": "netflix", "nnz": 99_000_000, "factors": 100, "gpus": gpus, "seconds": seconds, "halves": halves}
+    line |= {"grids": {"user": [1, gpus], "item": [1, gpus]}, "predicted": predicted, "speedup": 0.08 / seconds}
+    return line | {"predicted_halves": {"user": 0.75 * predicted, "item": 0.25 * predicted}} | more
+
+
+def epoch_line(ranks, ms, **more):
+    line = {"shape": "netflix", "nnz": 99_000_000, "factors": 128, "ranks": ranks, "ms": ms, "speed_up": 24 / ms}
+    return line | {"balance": 0.9 if ranks > 1 else 1.0, "rmse": 0.59, "epochs": 7} | more
+
+
+def section_of(folder, name):
+    return (folder / "multi-gpu.md").read_text().split(f"<!-- begin {name} -->")[1].split("<!-- end")[0]
+
+
+def test_the_page_of_several_gpus_has_the_newest_line_of_each_case(bench, tmp_path):
+    split = {"user": [4, 1], "item": [4, 1]}
+    write_lines(
+        tmp_path, "scale",
+        [
+            scale_line(1, 0.08, 0.08),
+            scale_line(4, 0.04, 0.02, objective_difference=2e-9),
+            scale_line(4, 0.025, 0.02, objective_difference=3e-9),  # measured again
+            scale_line(4, 0.16, 0.04, grids=split, reduction="scatter"),
+            scale_line(4, 0.20, 0.04, grids=split, reduction="root"),
+            scale_line(1, 0.2, 0.15, shape="hugewiki x 0.5"),
+        ],
+    )  # fmt: skip
+    bench["scale"].render(tmp_path)
+    scaling = section_of(tmp_path, "scaling")
+    assert "| netflix, 99 million entries, f = 100 | 4 | 18.8 (1 x 4) | 6.2 (1 x 4) | 25.0 | 3.20 | 3e-09 |" in scaling
+    assert "| 40.0 |" not in scaling and "(multi-gpu-scaling-g.svg)" in scaling and "hugewiki" not in scaling
+    assert "| 4 | on all GPUs at a time | 120.0 | 40.0 | 160.0 | 1.25 |" in section_of(tmp_path, "reduction")
+    wiki = section_of(tmp_path, "hugewiki")
+    assert "hugewiki x 0.5" in wiki and ".svg" not in wiki  # a single number of GPUs is no curve
+    prediction = section_of(tmp_path, "prediction")
+    assert "| 1 | users 1 x 1, items 1 x 1 | 80.0 | 80.0 | 1.00 |" in prediction
+    assert "added up on one GPU | 200.0 | 40.0 | 0.20 |" in prediction
+    assert "Of 5 iterations, 1 (20%) within 15% and 3 (60%) within 30%." in prediction
+    assert "Of 10 half sweeps, 2 (20%) within 15% and 6 (60%) within 30%." in prediction
+
+
+def test_predictions_within_the_limits_are_counted(bench):
+    told = bench["scale"].near([1.0, 1.14, 0.84, 1.31, 0.72], "things")
+    assert told == "Of 5 things, 2 (40%) within 15% and 4 (80%) within 30%."
+
+
+def test_epochs_of_several_gpus_have_a_curve(bench, tmp_path):
+    write_lines(tmp_path, "mcumsgd", [epoch_line(0, 24.0), epoch_line(1, 24.5)])
+    bench["scale"].render(tmp_path)
+    alone = section_of(tmp_path, "mcumsgd")
+    assert "On several GPUs: not measured yet." in alone and ".svg" not in alone
+    lines = [epoch_line(0, 24.0), epoch_line(1, 24.5), epoch_line(2, 19.0), epoch_line(2, 15.0)]
+    write_lines(tmp_path, "mcumsgd", [*lines, epoch_line(2, 16.0, variant="split")])
+    bench["scale"].render(tmp_path)
+    several = section_of(tmp_path, "mcumsgd")
+    assert "| 2 by MCUMSGD | 15.0 | 1.60 | 0.90 | 0.5900 (7) |" in several and "| 19.0 |" not in several
+    assert "| 2 by MCUMSGD, split | 16.0 | 1.50 |" in several
+    assert "(multi-gpu-mcumsgd-g.svg)" in several and "not measured" not in several
+
+
+def test_a_page_without_lines_says_so(bench, tmp_path):
+    bench["scale"].render(tmp_path)
+    for name in ("scaling", "hugewiki", "reduction", "large", "prediction", "mcumsgd"):
+        assert section_of(tmp_path, name).strip() == "Not measured yet."
+
+
+def test_large_problems_are_planned_and_shown(bench, tmp_path):
+    script = bench["scale"]
+    done = CliRunner().invoke(script.main, ["--planner"], catch_exceptions=False)
+    assert done.exit_code == 0 and "Factorbird" in done.output
+    lines = lines_of(tmp_path, "scale_planner")
+    assert {line["problem"] for line in lines} == set(script.PROBLEMS)
+    assert {(line["gpus"], line["host_memory"]) for line in lines if line["problem"] == "SparkALS"} == {
+        (1, "2 TB"), (4, "2 TB"), (8, "2 TB"),
+    }  # fmt: skip
+    script.render(tmp_path)
+    large = section_of(tmp_path, "large")
+    assert large.count("| SparkALS | 240 s, 50 nodes | 24 s |") == 3 and "(multi-gpu-large.svg)" in large
+
+
+def test_planning_or_rendering_must_be_asked_for(bench):
+    done = CliRunner().invoke(bench["scale"].main, [])
+    assert done.exit_code == 2 and "--planner, --render or both must be given" in done.output
 
 
 def test_speedups_are_ratios_of_lines_of_one_shape_and_rank(bench, tmp_path):
@@ -273,17 +468,20 @@ def test_speedups_are_ratios_of_lines_of_one_shape_and_rank(bench, tmp_path):
 # ---------------------------------------------------------------------------------------------------- pages
 
 
-def check_render(script, folder, name):
+def check_render(script, folder, page, plots=True):
     """The page and its plots come from the lines alone: the same bytes again, and in another folder."""
     script.render(folder)
     first = pages(folder)
-    assert "not measured" not in first[f"{name}.md"].lower() or name == "gates"
-    assert any(file.endswith(".svg") for file in first)
+    tasks = {line["task"] for line in lines_of(folder, script.NAME)}
+    for task in tasks:
+        section = first[page].split(f"<!-- begin {task} -->")[1].split("<!-- end")[0]
+        assert "not measured" not in section.lower(), task
+    assert any(file.endswith(".svg") for file in first) == plots
     script.render(folder)
     assert pages(folder) == first
     for file, text in first.items():
         assert len(text) < 100_000, file
-        assert file.endswith(".md") or f"({file})" in first[f"{name}.md"]
+        assert file.endswith(".md") or f"({file})" in first[page]
 
 
 def pages(folder):
@@ -292,10 +490,12 @@ def pages(folder):
 
 def test_the_committed_pages_are_those_of_the_committed_lines(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["common"], "RESULTS", BENCH / "results")
-    for name in ("bals", "gates"):
+    committed = BENCH.parent / "docs" / "evidence"
+    for name, page in PAGES.items():
         bench[name].render(tmp_path)
-        page = BENCH.parent / "docs" / "evidence" / f"{name}.md"
-        assert (tmp_path / f"{name}.md").read_text() == page.read_text(), f"run bench/paper_{name}.py --render"
+        assert (tmp_path / page).read_text() == (committed / page).read_text(), f"run bench/paper_{name}.py --render"
+    for file in tmp_path.glob("*.svg"):
+        assert (committed / file.name).is_file(), f"{file.name} is not committed"
 
 
 def test_a_page_without_markers_says_which(bench, tmp_path):
@@ -342,6 +542,65 @@ def test_vacancies_are_counted_right(bench):
     vacant = [tile for tile in tiles if not tile.any()]
     segments = sum(int((~tile.any(axis=1)).sum()) for tile in tiles if tile.any())
     assert (found["vacant_tiles"], found["vacant_segments"]) == (len(vacant), segments)
+
+
+class Clock:
+    """Seconds that pass when a task says so."""
+
+    def __init__(self, monkeypatch, common):
+        self.now = 0.0
+        monkeypatch.setattr(common.time, "perf_counter", lambda: self.now)
+
+
+def test_what_matters_most_is_run_first_and_shapes_are_drawn_once(bench, monkeypatch):
+    common, work = bench["common"], bench["gates"].Work
+    clock, drawn, done = Clock(monkeypatch, common), [], []
+    monkeypatch.setattr(common, "_drawn", lambda shape, scale, implicit: drawn.append(shape) or shape)
+    works = {
+        "scaling": [work({"msd": 1.0}, (1,)), work({"msd": 1.0}, (3,)), work({"netflix": 1.0}, (4,))],
+        "iteration": [work({"netflix": 1.0, "msd": 1.0}, (2,))],
+    }
+
+    def run(task, data, work):
+        done.append((task, data, *work.factors))
+        clock.now += 1.0
+
+    whole = [
+        ("scaling", "msd", 1), ("iteration", "msd", 2), ("iteration", "netflix", 2), ("scaling", "msd", 3),
+        ("scaling", "netflix", 4),
+    ]  # fmt: skip
+    common.run_works(common.Recorder("x"), works, ("scaling", "iteration"), (), run)
+    assert done == whole and drawn == ["msd", "netflix"]
+    done.clear()
+    recorder = common.Recorder("x", budget=2.5, started=clock.now)
+    common.run_works(recorder, works, ("scaling", "iteration"), (), run)
+    assert done == whole[:3]
+    assert recorder.problems == [
+        "msd: left out, the budget of 2.5 s is spent", "netflix: left out, the budget of 2.5 s is spent",
+    ]  # fmt: skip
+    done.clear()
+    common.run_works(common.Recorder("x"), works, ("iteration",), ("netflix",), run)
+    assert done == [("iteration", "netflix", 2)]
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(0.1, 4), (1.0, 3), (2.0, 2), (3.0, 1)])
+def test_slow_iterations_are_repeated_less(bench, monkeypatch, seconds, runs):
+    gates, counted = bench["gates"], []
+    clock = Clock(monkeypatch, gates)
+
+    def step():
+        counted.append(None)
+        clock.now += seconds
+
+    checked = []
+    monkeypatch.setattr(gates, "prepare", lambda *_: step)
+    monkeypatch.setattr(gates, "check_exact", lambda bench, data, f: checked.append(f))
+    session, data = gates.Bench(bench["common"].Recorder("x"), (1, 2), 3), SimpleNamespace(name="msd", scale=1.0)
+    found = gates.measure(session, data, 8, 1, "simd")
+    assert len(counted) == runs and found["median"] == pytest.approx(seconds)
+    gates.measure(session, data, 8, 2, "simd")
+    gates.measure(session, data, 8, 2, "blas3")
+    assert checked == [8, 8]  # each method once, however many threads
 
 
 def test_a_budget_and_failures_are_told_at_the_end(bench, capsys):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hybridmf._validate import available_cores
-from hybridmf.gpu import assemblies, ccd, cholesky_any, fused, losses, sgd, topk
+from hybridmf.gpu import assemblies, ccd, cholesky_any, fused, losses, rows, sgd, topk
 from hybridmf.gpu.device import DeviceSpec
 from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
 
@@ -27,7 +27,7 @@ nvrtc = pytest.importorskip(
 ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
 USUAL_RANKS = (16, 64, 100, 128)
 
-MODULES = (fused, assemblies, cholesky_any, topk, losses, ccd, sgd)
+MODULES = (fused, assemblies, cholesky_any, topk, losses, rows, ccd, sgd)
 
 GIB = 1 << 30
 SPECS = {
@@ -86,6 +86,8 @@ class Resources:
 
 def builds_of(module: Any, spec: DeviceSpec, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of a module's launchers on a device; ranks None stands for all it knows."""
+    if module is rows:
+        return module.default_builds()
     chosen = {} if ranks is None else {"ranks": tuple(rank for rank in ranks if rank in module.COMPILED_RANKS)}
     return module.default_builds(**chosen) if module is losses else module.default_builds(spec, **chosen)
 

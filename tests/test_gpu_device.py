@@ -93,6 +93,40 @@ class Function:
         self.module.launches.append((grid, block, arguments, shared_mem, self.max_dynamic_shared_size_bytes))
 
 
+class Event:
+    """Knows the stream it was recorded on."""
+
+    stream: Any = None
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Stream:
+    """A stream; inside of it, it is the current one."""
+
+    ptr = 7
+
+    def __init__(self, module: FakeCupy, priority: int) -> None:
+        self.module, self.priority = module, priority
+
+    def synchronize(self) -> None:
+        self.module.fail("synchronize")
+
+    def wait_event(self, event: Event) -> None:
+        self.module.waits.append((self, event.stream))
+
+    def __enter__(self) -> Stream:
+        self.module.streams.append(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.module.streams.pop()
+
+
 class FakeCupy(types.ModuleType):
     """As much of CuPy as `CudaDevice` uses; `errors` says what raises what."""
 
@@ -116,11 +150,12 @@ class FakeCupy(types.ModuleType):
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             compiler=SimpleNamespace(CompileException=CompileException),
             Device=lambda index: contextlib.nullcontext(),
-            Stream=lambda non_blocking: SimpleNamespace(ptr=7, synchronize=lambda: None, wait_event=self.waits.append),
-            Event=lambda disable_timing: SimpleNamespace(record=lambda stream: None, synchronize=lambda: None),
+            Stream=lambda non_blocking, priority=0: Stream(self, priority),
+            Event=lambda disable_timing: Event(),
             alloc_pinned_memory=bytearray,
-            get_current_stream=lambda: SimpleNamespace(synchronize=lambda: self.fail("synchronize")),
+            get_current_stream=lambda: self.streams[-1],
         )
+        self.streams = [Stream(self, 0)]
 
     def fail(self, name: str) -> None:
         if name in self.errors:
@@ -466,6 +501,21 @@ def test_arrays_go_to_the_device_and_back(machine: Machine, monkeypatch: pytest.
     np.testing.assert_array_equal(device.zeros(3, np.int32), [0, 0, 0])
     device.synchronize()
     np.testing.assert_array_equal(device.matmul(np.eye(2), np.ones((2, 2))), np.ones((2, 2)))
+
+
+def test_work_beside_other_work(machine: Machine) -> None:
+    """It begins behind what was launched before; who waits for its mark waits for all of it."""
+    module = machine()
+    device, first = open_device(), module.streams[0]
+    for _ in range(2):
+        with device.beside():
+            second = module.streams[-1]
+            mark = device.record()
+        assert module.streams == [first]
+        device.wait(mark)
+    assert second is not first
+    assert second.priority < 0
+    assert module.waits == [(second, first), (first, second)] * 2
 
 
 def test_arrays_of_others_are_not_the_devices(machine: Machine) -> None:

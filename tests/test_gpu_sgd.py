@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import emulated
 import numpy as np
 import pytest
 import scipy.sparse as sp
 from conftest import planted
+from emulated import EmulatedDevice
 from test_gpu_als import on_a_gpu, rows_of, serve_cuda
 from test_sgd import arrays, relative_error
 
 import hybridmf as hmf
 from hybridmf import reference
-from hybridmf._objective import Factors, Objective, State, initial_state
+from hybridmf._objective import SIDES, Factors, Objective, State, initial_state
 from hybridmf._plan import Settings, make_plan
 from hybridmf._sgd_method import SgdMethod, learning_rate_at
 from hybridmf._validate import as_csr
@@ -351,6 +356,62 @@ def test_workers_of_a_device(device):
     assert HogwildConfig.rule(spec, 128, 4, True).limited(10**9) == HogwildConfig(4, 4 * 132 * 4)
     assert HogwildConfig.rule(spec, 32, 2, False).limited(125_000).n_workers == 125_000 // sgd.ROUNDS
     assert HogwildConfig.rule(spec, 32, 2, False).limited(3).n_workers == 1
+
+
+# ---------------------------------------------------------------------------------------------------- passes
+
+
+class LateSecondStream(EmulatedDevice):
+    """What is launched beside the rest begins only once it is waited for: as late as streams allow."""
+
+    inside = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Any] = []
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    def kernel(self, source, name, constants):
+        launch = super().kernel(source, name, constants)
+        return lambda *arguments: self.waiting.append((launch, arguments)) if self.inside else launch(*arguments)
+
+    def record(self):
+        assert self.inside, "the mark is behind the work of the second stream"
+        return "mark"
+
+    def wait(self, mark):
+        assert mark == "mark"
+        while self.waiting:
+            launch, arguments = self.waiting.pop(0)
+            launch(*arguments)
+
+
+@pytest.mark.parametrize("long_row", [1, 7, 1000])
+def test_long_rows_beside_the_others(long_row):
+    """The same bits, and nothing is left to do behind a pass; only where there are rows of both kinds."""
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    results = []
+    for device, beside in ((EmulatedDevice(), False), (LateSecondStream(), True)):
+        problem = Pass(device, SMALL, 5)
+        matrices = {"user": problem.matrix, "item": transpose(problem.matrix)}
+        msgd = sgd.Msgd(device, matrices, "mixed", long_row, beside)
+        work = dict(zip(SIDES, map(problem.rows, problem.factors), strict=True))
+        losses = [msgd.one_pass(side, work[side], work[other], TERMS) for side, other in pairwise(("item", "user") * 2)]
+        assert not getattr(device, "waiting", [])
+        results.append((losses, *(work[side].matrix for side in ("user", "item")), device.launches))
+    (losses, *factors, launches), (late_losses, *late_factors, late_launches) = results
+    assert late_losses == losses
+    for ours, theirs in zip(late_factors, factors, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    both = ["centralized", "blocked"] * 3
+    assert late_launches == (both if long_row == 7 else launches)
+    assert launches == {1: ["blocked"] * 3, 7: both[::-1], 1000: ["centralized"] * 3}[long_row]
 
 
 # ---------------------------------------------------------------------------------------------------- solver

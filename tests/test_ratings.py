@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridmf import _text
-from hybridmf.errors import DuplicateEntriesError, HybridMFError, RatingsError, UnknownLabelError
+from hybridmf.errors import DuplicateEntriesError, HybridMFError, MemoryBudgetError, RatingsError, UnknownLabelError
 from hybridmf.ratings import Ratings, split
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -674,6 +674,10 @@ def test_matrix_market_by_scipy(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("%%MatrixMarket vector coordinate real general\n3 1\n1 1\n", "cannot be read as MatrixMarket: Vector"),
+        ("%%MatrixMarket matrix coordinate real general\n-2 2 1\n1 1 1\n", "its header says -2 rows, 2 columns, 1 "),
+        ("%%MatrixMarket matrix coordinate real general\n2 x 1\n1 1 1\n", "cannot be read as MatrixMarket: Invalid"),
+        ("%%MatrixMarket matrix coordinate real general\n", "cannot be read as MatrixMarket"),
         ("%%MatrixMarket matrix coordinate complex general\n1 1 1\n1 1 1 2\n", "complex values"),
         ("%%MatrixMarket matrix coordinate real general\n2 2 2\n1 1 1\n", "cannot be read as MatrixMarket.*runcated"),
         ("%%MatrixMarket matrix coordinate real general\n2 2 1\n3 1 1\n", "cannot be read as MatrixMarket.*Line 3"),
@@ -684,6 +688,16 @@ def test_matrix_market_by_scipy(tmp_path):
 def test_bad_matrix_market(tmp_path, text, words):
     with pytest.raises(RatingsError, match=words):
         read(tmp_path, text, "m.mtx")
+
+
+@pytest.mark.parametrize(
+    ("head", "entries"),
+    [("coordinate real general\n3 3 20000000", "20,000,000"), ("array real general\n50000 3000", "150,000,000")],
+)
+def test_entries_that_do_not_fit_into_memory_are_refused_before(tmp_path, monkeypatch, head, entries):
+    monkeypatch.setattr("hybridmf._readers.available_memory", lambda: 2**28)
+    with pytest.raises(MemoryBudgetError, match=f"m.mtx has {entries} entries by its header.*256 MiB are free"):
+        read(tmp_path, f"%%MatrixMarket matrix {head}\n1 1 5\n", "m.mtx")
 
 
 def test_matrix_market_duplicates_and_truncation(tmp_path):

@@ -469,8 +469,11 @@ def test_batches_fit_and_leave_something_to_overlap() -> None:
         MODELS["explicit"]()._objective(), MODELS["explicit"](device=["cpu"] * 2)._settings(), (10, 10), 50
     )
     assert batch_rows(su_als.replace(plan, batch_slots=14_000), 2, 10**6) == 1000
-    assert batch_rows(su_als.replace(plan, batch_slots=10**6), 2, 4000) == 1000
-    assert batch_rows(su_als.replace(plan, batch_slots=10**6), 2, 100) == su_als.LEAST_ROWS
+    large = su_als.replace(plan, batch_slots=10**9)
+    assert batch_rows(large, 2, 4 * 10**7) == 10**7
+    few = batch_rows(large, 2, 100)  # not worth while to cut
+    sums = 2 * few * plan.rank * (plan.rank + 1) // 2 * 4
+    assert su_als.BATCH_BYTES <= sums < 1.1 * su_als.BATCH_BYTES
     assert batch_rows(su_als.replace(plan, batch_slots=1), 2, 100) == 1
 
 

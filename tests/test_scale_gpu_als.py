@@ -21,8 +21,8 @@ from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import DeviceError, DeviceMemoryError, NotPositiveDefiniteError
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
-from hybridmf.gpu.device import device_count, open_device
-from hybridmf.scale import gpu_rank
+from hybridmf.gpu.device import Device, device_count, open_device
+from hybridmf.scale import gpu_rank, su_als
 from hybridmf.scale.gpu_rank import Cut, GpuWorker, sockets
 from hybridmf.scale.grid import Grid
 from hybridmf.scale.multi_als import MultiALS
@@ -187,16 +187,44 @@ def test_plan_of_several_gpus(gpus: Machine) -> None:
         check_memory(replace(plan, gpu=replace(plan.gpu, free_bytes=1000)))
 
 
-def test_long_rows_are_cut_and_added_in_order() -> None:
+@pytest.mark.parametrize("grids", [((1, 2), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (1, 2))])
+def test_factors_gathered_ahead_are_those_of_the_next_half_sweep(grids: Any, gpus: Machine, monkeypatch: Any) -> None:
+    """The same bits with and without, also after factors have changed between two half sweeps."""
+    factors = []
+    for room in (True, False):
+        monkeypatch.setattr(su_als, "has_room_for_both", lambda plan, room=room: room)
+        arguments = parts("biases", gpus(2), SMALL)
+        solver = MultiALS(*arguments, grids={side: Grid(*grid) for side, grid in zip(SIDES, grids, strict=True)})
+        solver.update("user")
+        solver.update("item")
+        assert (solver.ranks[0]._ahead is not None) == room
+        solver.balance()
+        solver.update("user")
+        solver.update("item")
+        factors.append((solver.state.user.matrix, solver.state.item.matrix, solver.objective_value()))
+    for ahead, not_ahead in zip(*factors, strict=True):
+        np.testing.assert_array_equal(ahead, not_ahead)
+
+
+def test_nothing_is_gathered_ahead_without_room_for_it(gpus: Machine) -> None:
+    plan = parts("explicit", gpus(2), SMALL)[3]
+    assert plan.gpu is not None and su_als.has_room_for_both(plan)
+    assert not su_als.has_room_for_both(replace(plan, gpu=replace(plan.gpu, free_bytes=plan.scale.bytes_per_gpu)))
+
+
+def test_long_rows_are_cut_and_added_in_order(device: Device) -> None:
     indptr = np.array([0, 3, 3, 40, 47])
-    cut = Cut.make(emulated.EmulatedDevice(), indptr, [(0, 2), (2, 4)], 10)
-    covered = sorted((int(b), int(e)) for _, b, e in cut.segments)
+    cut = Cut.make(device, indptr, [(0, 2), (2, 4)], 10)
+    segments = device.download(cut.segments)
+    covered = sorted((int(b), int(e)) for _, b, e in segments)
     assert covered == [(0, 3), (3, 13), (13, 23), (23, 33), (33, 40), (40, 47)]
-    assert cut.n_rows == 4 and cut.n_slots == 7 and len(cut.layers) == 3
-    sums = np.zeros((cut.n_slots, 1))
-    for slot, begin, end in cut.segments:
+    assert cut.n_rows == 4 and cut.n_slots == 7
+    assert sorted(segments[:, 2] - segments[:, 1], reverse=True) == (segments[:, 2] - segments[:, 1]).tolist()
+    sums = np.full((cut.n_slots, 5), np.nan, np.float32)
+    for slot, begin, end in segments:
         sums[slot] = end - begin
-    np.testing.assert_array_equal(cut.add_up(sums)[:, 0], [3, 0, 37, 7])
+    added = device.download(cut.add_up(device, device.upload(sums)))
+    np.testing.assert_array_equal(added[:, 4], [3, 0, 37, 7])
 
 
 def test_sockets_by_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,19 +48,19 @@ def problem(matrix, method, rank=5, *, biases=False, threads=2, ranks=2, device=
     return matrix, objective, plan, initial_state(*degrees, rank, matrix.dtype.type, objective, mean, rng)
 
 
-def multi(matrix, method, completed=0, state=None, **options) -> MultiSGD:
+def multi(matrix, method, completed=0, state=None, order="passes", **options) -> MultiSGD:
     matrix, objective, plan, start = problem(matrix, method, **options)
-    return MultiSGD(matrix, transpose(matrix), objective, plan, state or start, completed)
+    return MultiSGD(matrix, transpose(matrix), objective, plan, state or start, completed, order=order)
 
 
-def twin(matrix, method, state: State, ranks: int, epochs: int) -> State:
+def twin(matrix, method, state: State, ranks: int, epochs: int, order: str = "passes") -> State:
     """The same epochs in float64, one rank after the other."""
     matrix = as_csr(matrix, dtype=matrix.dtype)
     bounds, width = Bounds.even(matrix, ranks), sums_width(method, state.user.matrix.shape[1])
     for epoch in range(epochs):
         rate = _sgd_method.learning_rate_at(method, epoch)
         head_only = method.rate_schedule == "rpcs" and epoch == 0
-        state = reference.mcumsgd(matrix, state, 0.05, rate, bounds.user, bounds.item, width, head_only)
+        state = reference.mcumsgd(matrix, state, 0.05, rate, bounds.user, bounds.item, width, head_only, order)
     return state
 
 
@@ -93,22 +93,45 @@ def backend(request, monkeypatch):
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_cyclic_order(backend, ranks, biases, ratings_matrix):
+@pytest.mark.parametrize("order", mcumsgd.ORDERS)
+def test_the_cyclic_order(backend, order, ranks, biases, ratings_matrix):
     method = method_of()
-    solver = multi(ratings_matrix.astype(np.float64), method, ranks=ranks, biases=biases)
+    solver = multi(ratings_matrix.astype(np.float64), method, ranks=ranks, biases=biases, order=order)
     start = solver.state
     state = run(solver, 2)
-    assert relative_error(state, twin(ratings_matrix, method, start, ranks, 2)) < 1e-12
+    assert relative_error(state, twin(ratings_matrix, method, start, ranks, 2, order)) < 1e-12
     solver.close()
+
+
+def test_an_epoch_of_several_ranks_brings_as_much_as_one_of_one_device():
+    """Items walk long here. In Alg. 4's order each range of users gets factors of its own, and RMSEs are far apart."""
+    matrix = planted(3000, 60, 0.5, 4, seed=1)
+
+    def rmse_after_six(ranks, order):
+        solver = multi(matrix, method_of(learning_rate=0.03), rank=8, ranks=ranks, order=order)
+        state, entries = run(solver, 6).on_host(), matrix.tocoo()
+        scores = state.mean + np.einsum("ij,ij->i", state.user.matrix[entries.row], state.item.matrix[entries.col])
+        return np.sqrt(np.mean((entries.data - scores) ** 2))
+
+    alone = rmse_after_six(1, "passes")
+    for ranks in (2, 3, 4):
+        assert rmse_after_six(ranks, "passes") == pytest.approx(alone, rel=0.05), ranks
+    assert rmse_after_six(2, "blocks") > 2 * alone
+
+
+def test_orders_have_names(ratings_matrix):
+    with pytest.raises(ValueError, match="order must be one of 'passes', 'blocks'; got 'block'"):
+        multi(ratings_matrix, method_of(), order="block")
 
 
 @pytest.mark.parametrize("rate_schedule", RATE_SCHEDULES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_sums_of_squares_travel(rate_schedule, dtype):
+@pytest.mark.parametrize("order", mcumsgd.ORDERS)
+def test_sums_of_squares_travel(order, rate_schedule, dtype):
     method, matrix = method_of(rate_schedule=rate_schedule), planted().astype(dtype)
-    solver = multi(matrix, method, rank=11, biases=True, ranks=3)
+    solver = multi(matrix, method, rank=11, biases=True, ranks=3, order=order)
     start = solver.state
-    expected = twin(matrix, method, start, 3, 3)
+    expected = twin(matrix, method, start, 3, 3, order)
     assert relative_error(run(solver, 3), expected) < (1e-12 if dtype == np.float64 else 2e-5)
     assert (expected.user.squares is not None) == (rate_schedule != "power")
 
@@ -235,9 +258,13 @@ def test_a_single_communicator(ratings_matrix):
     assert_same_bits(State(factors["user"], factors["item"]), alone)
 
 
-def test_items_travel_while_users_move(monkeypatch, ratings_matrix):
-    """Rank 0 moves users only once rank 1 has its items: the sends do not wait for the users."""
-    arrived = threading.Event()
+@pytest.mark.parametrize(("order", "first"), [("passes", 2), ("blocks", 1)])
+def test_items_travel_while_users_move(monkeypatch, order, first, ratings_matrix):
+    """Rank 0 moves users only once rank 1 has its items: the sends do not wait for the users.
+
+    By "passes" a range of items arrives before any users move, and the second one then.
+    """
+    arrived, arrivals = threading.Event(), []
     original = mcumsgd.CpuBackend.move
 
     def move(self, block, side, work, terms, epoch):
@@ -249,14 +276,46 @@ def test_items_travel_while_users_move(monkeypatch, ratings_matrix):
 
     def note(self, moved):
         if threading.current_thread().name == "hybridmf rank 1":
-            arrived.set()
+            arrivals.append(1)
+            if len(arrivals) == first:
+                arrived.set()
         return received(self, moved)
 
     monkeypatch.setattr(mcumsgd.CpuBackend, "move", move)
     monkeypatch.setattr(mcumsgd.CpuBackend, "arrived", note)
-    solver = multi(ratings_matrix, method_of())
+    solver = multi(ratings_matrix, method_of(), order=order)
     run(solver, 1)
-    assert arrived.is_set()
+    assert len(arrivals) == 2
+
+
+def test_no_epoch_after_the_first_reads_files(monkeypatch, ratings_matrix):
+    """Configurations are looked up once: ranks are threads, which wait for each other while one computes in Python."""
+    import emulated
+
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    monkeypatch.setattr(mcumsgd, "_open_rank", lambda control, name: (control, emulated.EmulatedDevice()))
+    found, looked_up = gpu_sgd.tables.best, []
+    monkeypatch.setattr(gpu_sgd.tables, "best", lambda *args, **kw: looked_up.append(1) or found(*args, **kw))
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), biases=True)
+    run(solver, 1)
+    assert looked_up
+    looked_up.clear()
+    run(solver, 1)
+    assert not looked_up
+
+
+def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
+    """In proportion to the ranks; rows that are short in any case have no block of the GPU."""
+    import emulated
+
+    matrix, objective, plan, _ = problem(ratings_matrix, method_of())
+    blocks = cut_share(matrix, Bounds.even(matrix, 4), 0, 1)
+    rows = [mcumsgd.GpuBackend(emulated.EmulatedDevice(), blocks[:n], objective, plan).long_row for n in (1, 2, 4)]
+    assert rows == [gpu_sgd.LONG_ROW, gpu_sgd.LONG_ROW // 2, gpu_sgd.LONG_ROW // 4]
+    monkeypatch.setattr(gpu_sgd, "LONG_ROW", 2 * mcumsgd.SHORTEST_LONG_ROW)
+    backend = mcumsgd.GpuBackend(emulated.EmulatedDevice(), blocks, objective, plan)
+    assert backend.long_row == mcumsgd.SHORTEST_LONG_ROW
 
 
 # --------------------------------------------------------------------------------------------- failures
@@ -273,6 +332,8 @@ def test_ranks_must_be_given_the_same(ratings_matrix):
         run_ranks(2, lambda c: spmd(c, parts[c.rank]))
     with pytest.raises(CommunicatorError, match="another number of completed epochs"):
         run_ranks(2, lambda c: spmd(c, parts[0], completed=c.rank))
+    with pytest.raises(CommunicatorError, match="rank 1 was given another order than rank 0"):
+        run_ranks(2, lambda c: spmd(c, parts[0], order=mcumsgd.ORDERS[c.rank]))
     check_agreement(Single(), {"data": 3})
 
 
@@ -291,14 +352,17 @@ def test_divergence_is_found_by_all_ranks(backend, rate, ratings_matrix):
 
 
 def test_factors_that_become_infinite_are_found(monkeypatch, ratings_matrix):
-    monkeypatch.setattr(mcumsgd.CpuBackend, "is_finite", lambda self, factors: len(factors) != 40)
+    monkeypatch.setattr(mcumsgd.CpuBackend, "is_finite", lambda self, *sides: {len(side) for side in sides} == {60})
     solver = multi(ratings_matrix, method_of(), ranks=1)
     with pytest.raises(DivergedError, match="factors became infinite or NaN"):
         list(solver.sweep())
 
 
 def test_nan_on_one_rank_only(monkeypatch, ratings_matrix):
-    monkeypatch.setattr(mcumsgd.CpuBackend, "is_finite", lambda self, factors: np.isfinite(factors.matrix).all())
+    def is_finite(self, *sides):
+        return all(np.isfinite(side.matrix).all() for side in sides)
+
+    monkeypatch.setattr(mcumsgd.CpuBackend, "is_finite", is_finite)
     solver = multi(ratings_matrix, method_of(), ranks=3)
     run(solver, 1)
     before = solver.state
@@ -443,14 +507,15 @@ def test_plans_of_gpus(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_cyclic_order_on_gpus(ranks, biases, ratings_matrix, monkeypatch):
+@pytest.mark.parametrize(("order", "beside"), [("passes", True), ("passes", False), ("blocks", True)])
+def test_the_cyclic_order_on_gpus(order, beside, ranks, biases, ratings_matrix, monkeypatch):
     gpus(ranks)
     monkeypatch.setattr(gpu_sgd, "LONG_ROW", 12)
     matrix, objective, plan, state = problem(ratings_matrix.astype(np.float64), method_of(), biases=biases, ranks=ranks)
     plan = replace(plan, devices=tuple(f"cuda:{rank}" for rank in range(ranks)))
-    solver = MultiSGD(matrix, transpose(matrix), objective, plan, state, 0)
+    solver = MultiSGD(matrix, transpose(matrix), objective, plan, state, 0, order=order, beside=beside)
     result = run(solver, 3).on_host()
-    assert relative_error(result, twin(matrix, method_of(), state, ranks, 3)) < 1e-12
+    assert relative_error(result, twin(matrix, method_of(), state, ranks, 3, order)) < 1e-12
     expected = reference.objective_value(matrix, result, objective)
     assert solver.objective_value() == pytest.approx(expected, rel=1e-12)
     solver.close()

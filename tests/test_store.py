@@ -227,11 +227,14 @@ def test_a_bad_source_leaves_nothing(case, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [name]
 
 
-def test_rows_that_cannot_be_counted_in_memory_are_refused_before(tmp_path, monkeypatch):
-    (tmp_path / "r.mtx").write_text(COORDINATES.replace("3 3", "2000000000 3") + "1\n1 1 5\n")
-    monkeypatch.setattr(conversion, "available_memory", lambda: 2**30)
+@pytest.mark.parametrize("read", [hmf.Ratings.from_file, lambda path: hmf.convert(path, path.parent / "store")])
+@pytest.mark.parametrize("kind", ["general", "symmetric"])
+def test_rows_that_cannot_be_counted_in_memory_are_refused_before(read, kind, tmp_path, monkeypatch):
+    head = COORDINATES.replace("3 3", "2000000000 3").replace("general", kind)
+    (tmp_path / "r.mtx").write_text(head + "1\n1 1 5\n")
+    monkeypatch.setattr("hybridmf._readers.available_memory", lambda: 2**30)
     with pytest.raises(MemoryBudgetError, match=r"2,000,000,000 rows and 3 columns by its header.*1,024 MiB are free"):
-        hmf.convert(tmp_path / "r.mtx", tmp_path / "store")
+        read(tmp_path / "r.mtx")
     assert [path.name for path in tmp_path.iterdir()] == ["r.mtx"]
 
 
@@ -244,10 +247,62 @@ def test_what_is_no_path_of_a_store(path, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("kind", ["strings", "mtx", "parquet of large integers"])
+def test_a_store_becomes_another_one_in_chunks(kind, tmp_path, monkeypatch):
+    """The store that its file would have become."""
+    path = SOURCES[kind](tmp_path)
+    straight = hmf.convert(path, tmp_path / "straight", slab_bytes=SLAB)
+    monkeypatch.setattr(hmf.Store, "user_items", property(lambda self: pytest.fail("loaded into memory")))
+    coarse = hmf.convert(path, tmp_path / "coarse", slab_bytes="1MiB")
+    monkeypatch.setattr(conversion, "_stored", chunk_by_chunk(conversion._stored, 7))
+    for number, source in enumerate((coarse, coarse.path, str(coarse.path))):
+        again = hmf.convert(source, tmp_path / f"again{number}", slab_bytes=SLAB)
+        assert again.checksum == straight.checksum != coarse.checksum
+
+
+def chunk_by_chunk(stored, length):
+    """So many entries a chunk."""
+    return lambda store, limit: stored(store, 64 * length)
+
+
+def test_a_store_with_empty_rows_and_zeros_becomes_another_one(tmp_path):
+    matrix = planted()
+    matrix.data[::5] = 0
+    first = hmf.convert(hmf.Ratings(matrix, user_ids=[f"u{k}" for k in range(60)]), tmp_path / "first")
+    second = hmf.convert(first, tmp_path / "second", slab_bytes=SLAB)
+    assert_same_ratings(second, first.to_ratings())
+    assert StoreMatrix(second, drop_zeros=True).nnz == np.count_nonzero(matrix.data) < matrix.nnz
+
+
+def test_a_folder_that_is_no_store_is_not_converted(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StoreError, match=r"is a directory, but no store \(no manifest.json\)"):
+        hmf.convert(tmp_path / "empty", tmp_path / "store")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_a_stopped_conversion_of_a_store_goes_on(tmp_path, monkeypatch, caplog):
+    store = hmf.convert(planted(), tmp_path / "first")
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion._Streamed, "_item_slabs", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hmf.convert(store, tmp_path / "second")
+    with caplog.at_level("INFO", "hybridmf"):
+        again = hmf.convert(store.path, tmp_path / "second")
+    assert "going on with a conversion that stopped after stage 'items in buckets'" in caplog.text
+    assert_same_ratings(again, store.to_ratings())
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
 def test_replacing_a_store_by_what_cannot_be_converted_leaves_it(tmp_path):
     store = hmf.convert(planted(), tmp_path / "store")
     with pytest.raises(ValueError, match=r"is the store that is converted; .*source.to_ratings"):
         hmf.convert(store, tmp_path / "store", overwrite=True)
+    with pytest.raises(ValueError, match=r"is the store that is converted"):
+        hmf.convert(store.path, tmp_path / "store", overwrite=True)
     with pytest.raises(RatingsError, match="nan"):
         hmf.convert(np.array([[1.0, np.nan]]), tmp_path / "store", overwrite=True)
     hmf.Store.open(tmp_path / "store").verify()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_gpu_als import on_a_gpu
+from test_gpu_als import on_a_gpu, serve_cuda
 
 from hybridmf._cache import CACHE_DIR
 from hybridmf._version import __version__
@@ -240,6 +242,8 @@ CORRUPT = {
     "kernel": table([replace(entry(), kernel=3)]).to_json().encode(),  # type: ignore[arg-type]
     "rank": table([entry(facts={"rank": "x", "itemsize": 4})]).to_json().encode(),
     "values": table([entry(nb="wide")]).to_json().encode(),  # type: ignore[arg-type]
+    "rivals": table([replace(entry(), rivals=({"nb": "wide"},))]).to_json().encode(),
+    "ms": table([replace(entry(), ms="fast")]).to_json().encode(),  # type: ignore[arg-type]
 }
 
 
@@ -300,6 +304,50 @@ def test_storing_keeps_entries_for_other_facts() -> None:
     assert tables.read_table(path).entries == (first,)
 
 
+RANK_64 = {"rank": 64, "itemsize": 4}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kept"),
+    [
+        pytest.param({"ms": 1.0}, {"ms": 0.5, "measured": 1}, "old", id="timed alone"),
+        pytest.param({"ms": 1.5, "measured": 1}, {"ms": 1.5}, "new", id="the old one was timed alone"),
+        pytest.param({"ms": 1.0}, {"ms": 1.2, "rivals": (SYRK,)}, "new", id="the old one has lost to it"),
+        pytest.param({"ms": 1.0}, {"ms": 1.2}, "old", id="gains less over the rule"),
+        pytest.param({"ms": 1.0}, {"ms": 0.6, "rule_ms": 0.7}, "old", id="gains less, on a faster clock"),
+        pytest.param({"ms": 1.0}, {"ms": 0.9}, "new", id="gains more over the rule"),
+    ],
+)
+def test_storing_keeps_the_better_entry(old: dict[str, Any], new: dict[str, Any], kept: str) -> None:
+    path = tables.user_file(H200)
+    entries = {
+        "old": replace(Entry("sparse_syrk", RANK_64, SYRK, 1.0, 1.5, 9), **old),
+        "new": replace(Entry("sparse_syrk", RANK_64, OTHER, 1.0, 1.5, 9), **new),
+    }
+    tables.store(table([entries["old"]]), path)
+    tables.store(table([entries["new"]]), path)
+    assert tables.read_table(path).entries == (entries[kept],)
+
+
+def test_the_same_configuration_is_recorded_anew() -> None:
+    path, slower = tables.user_file(H200), replace(entry(**SYRK), ms=1.3)
+    tables.store(table([entry(**SYRK)]), path)
+    tables.store(table([slower]), path)
+    assert tables.read_table(path).entries == (slower,)
+
+
+def test_what_tables_say_is_found_once() -> None:
+    far = entry(facts={"rank": 62, "itemsize": 4}, **SYRK | {"kb": 8})
+    tables.store(table([far]), tables.user_file(H200))
+    tables.store(table([entry(**SYRK)]), tables.SHIPPED / "h200.json")
+    found = tables.known("sparse_syrk", H200, RANK_64)
+    assert [config["kb"] for config in found] == [SYRK["kb"], 8]  # exact first, as fits take them
+    beside = table([entry(**OTHER), entry(facts={"rank": 32, "itemsize": 4}, **SYRK)])
+    assert tables.known("sparse_syrk", H200, RANK_64, beside=beside) == [*found, OTHER]
+    assert tables.known("sparse_syrk", H200, RANK_64, beside=table([entry(**SYRK)])) == found
+    assert tables.known("mo_als", H200, RANK_64) == []
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(
@@ -313,6 +361,7 @@ def test_storing_keeps_entries_for_other_facts() -> None:
             st.floats(allow_nan=False, allow_infinity=False),
             st.floats(allow_nan=False, allow_infinity=False),
             st.integers(),
+            st.lists(st.dictionaries(st.text(), st.integers())).map(tuple),
         )
     )
 )
@@ -347,6 +396,8 @@ def test_every_kernel_takes_its_table() -> None:
     staged = CcdConfig.choose(1000, 1000, 10**6, 2, np.float32, H200)
     assert StagedConfig(staged.threads, staged.segment) == chosen["ccd"][1].config
     assert assemblies.bals_tile_sizes(64, 4, H200) == spaces.bals_tile(chosen["bals"][1])
+    for kernel, (facts, one) in chosen.items():  # and what the tuner makes of an entry
+        assert SPACES[kernel].named(facts, H200, **one.values) == one
     wide = found["bals"].capacity + 1  # does not hold such tiles: the rule
     assert BalsConfig.default(64, 4, H200, tile_cols=wide) == BalsConfig.rule(64, 4, H200, tile_cols=wide)
 
@@ -447,7 +498,7 @@ KBS = (32, 4, 8, 16)
 def acted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``acted(device, ms, **trial)``: one job over a few configurations that take the given milliseconds."""
 
-    def run(device: Acted, ms: dict[int, float], **trial: Any) -> Any:
+    def run(device: Acted, ms: dict[int, float], *, most: int | None = None, **trial: Any) -> Any:
         rule = SPACES["sparse_syrk"].rule(FACTS, H200)
         others = [replace(rule, config=replace(rule.config, kb=kb), values=rule.values | {"kb": kb}) for kb in KBS]
         monkeypatch.setattr(spaces.Space, "candidates", lambda self, facts, spec: others)
@@ -456,7 +507,7 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> Any:
         def timer(_: Any, part: Part, repeats: int) -> list[float]:
             return [ms[int(part.flops)]] * repeats
 
-        jobs = list(tune.tune(device, ["sparse_syrk"], [64], sample=SAMPLE, timer=timer, num_threads=1))
+        jobs = list(tune.tune(device, ["sparse_syrk"], [64], sample=SAMPLE, timer=timer, num_threads=1, most=most))
         assert len(jobs) == 1
         return jobs[0]
 
@@ -534,12 +585,114 @@ def test_memory_that_does_not_suffice_skips_a_job(acted: Any, monkeypatch: pytes
     assert job.reason == "not tuned: out of memory"
 
 
-def test_a_spent_budget_leaves_the_rule(acted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 10**6, 1000))
-    monkeypatch.setattr("hybridmf.gpu.tune.time.monotonic", lambda: float(next(clock)))
+def known_kb(kb: int) -> dict[str, int]:
+    """An entry in the user's table for the emulated device; the configuration it has."""
+    config: dict[str, int] = SPACES["sparse_syrk"].rule(FACTS, H200).values | {"kb": kb}
+    spec = emulated.EmulatedDevice().spec
+    tables.store(table([entry(facts=FACTS, **config)], spec), tables.user_file(spec))
+    return config
+
+
+def test_what_tables_have_is_always_timed(acted: Any) -> None:
+    known = known_kb(64)  # none of those that are enumerated
+    job = acted(Acted(), {32: 2.0, 64: 1.2, 4: 1.5, 8: 1.0, 16: 1.1}, most=1)
+    assert list(statuses(job)) == [32, 64] and job.candidates == 5
+    assert job.winner.candidate.values == known
+    assert "the table's choice stays" in job.summary()
+    assert [line["known"] for line in job.lines()] == [False, True]
+    job = acted(Acted(), {32: 2.0, 64: 1.2, 4: 1.5, 8: 1.0, 16: 1.1})
+    assert job.winner.candidate.values["kb"] == 8 and job.entry.rivals == (known,)
+
+
+def test_what_is_in_a_table_must_be_beaten_clearly(acted: Any) -> None:
+    known_kb(8)
+    job = acted(Acted(), {32: 2.0, 4: 0.995, 8: 1.0, 16: 1.1})
+    assert job.winner.candidate.values["kb"] == 8
+    job = acted(Acted(), {32: 2.0, 4: 0.98, 8: 1.0, 16: 1.1})
+    assert job.winner.candidate.values["kb"] == 4
+
+
+def test_a_table_that_is_slow_by_now_is_in_the_finals_and_loses(acted: Any) -> None:
+    known_kb(16)
+    job = acted(Acted(), {32: 1.0, 4: 1.5, 8: 1.2, 16: 9.0})
+    assert job.winner is job.measurements[0] and statuses(job)[16] == "timed"
+    job = acted(Acted(broken=(16,)), {32: 2.0, 4: 1.5, 8: 1.0})
+    assert statuses(job)[16] == "failed" and job.winner.candidate.values["kb"] == 8
+
+
+def test_entries_that_no_class_takes_are_passed_over(acted: Any) -> None:
+    spec = emulated.EmulatedDevice().spec
+    broken = entry(facts=FACTS, **SYRK | {"nb": 30}), entry("mo_als", FACTS, **SYRK)
+    tables.store(table(list(broken), spec), tables.user_file(spec))
     job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1})
-    assert statuses(job) == {32: "timed"} and job.candidates == 4
-    assert job.winner is job.measurements[0]
+    assert list(statuses(job)) == [32, 4, 8, 16] and job.entry.rivals == (broken[0].config,)
+
+
+class Clock:
+    """Seconds that pass by what is timed alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("hybridmf.gpu.tune.time.monotonic", lambda: self.now)
+
+    def timer(self, seconds: float) -> Any:
+        """A `tune.Timer` under which each part takes so many seconds and as many milliseconds."""
+
+        def run(_: Any, part: Part, repeats: int) -> list[float]:
+            self.now += seconds
+            return [seconds] * repeats
+
+        return run
+
+
+@pytest.fixture
+def timetable(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``timetable(kernels, budget)``: the jobs of a run in which nothing is run and each timing takes a second."""
+
+    def run(kernels: list[str], budget: float, ranks: Sequence[int] = (16, 32)) -> list[Any]:
+        clock = Clock(monkeypatch)
+        for kernel in kernels:
+            monkeypatch.setitem(trials.MAKERS, kernel, lambda *_: ActedTrial())
+        monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": Part(lambda: None)})
+        monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
+        monkeypatch.setattr(Acted, "resources", lambda *_: Resources(64, 0))
+        timing: Any = {"timer": clock.timer(1.0), "budget": budget, "num_threads": 1}
+        return list(tune.tune(Acted(), kernels, ranks, sample=SAMPLE, **timing))
+
+    return run
+
+
+def test_a_budget_is_shared_by_weight_and_what_is_left_passes_on(timetable: Any) -> None:
+    jobs = timetable(["sparse_syrk", "mo_als"], 300.0, ranks=[16])
+    finals = 2.0 * tune.FINAL_ROUNDS * (tune.FINALISTS + 1)  # which begin within a share, and may end after it
+    assert [job.seconds for job in jobs] == [pytest.approx(200.0, abs=finals), pytest.approx(100.0, abs=finals)]
+    assert all(len(job.timed) < job.candidates for job in jobs)
+    few, many = timetable(["msgd", "mo_als"], 300.0, ranks=[16])
+    assert len(few.timed) == few.candidates and few.seconds < 0.9 * 300.0 * 0.5 / 1.5
+    assert many.seconds == pytest.approx(300.0 - few.seconds, abs=finals)
+
+
+def test_a_short_budget_gives_each_kernel_something(timetable: Any) -> None:
+    jobs = timetable(["sparse_syrk", "mo_als", "msgd"], 120.0)
+    assert [(job.space.kernel, job.factors) for job in jobs] == [
+        (kernel, rank) for rank in (16, 32) for kernel in ("sparse_syrk", "mo_als", "msgd")
+    ]
+    assert all(len(job.timed) >= 1 + tune.FEWEST for job in jobs[:3])
+
+
+def test_jobs_that_come_too_late_are_named(timetable: Any) -> None:
+    first, *others = timetable(["sparse_syrk", "mo_als", "msgd"], 5.0)
+    assert 1 <= len(first.timed) < 1 + tune.FEWEST
+    for job in others:
+        assert not job.measurements and job.entry is None
+        assert "not tuned: the budget of 5 s is spent" in job.summary()
+
+
+def test_what_was_timed_alone_is_not_kept(timetable: Any) -> None:
+    job, *_ = timetable(["sparse_syrk"], 1.0)
+    assert len(job.timed) == 1 and job.winner is job.measurements[0]
+    assert job.entry is None and "nothing to compare it with" in job.summary()
+    assert table_of(Acted(), [job]).entries == ()
 
 
 def test_the_slow_are_timed_once() -> None:
@@ -549,7 +702,8 @@ def test_the_slow_are_timed_once() -> None:
         counted.append(repeats)
         return [9.0] * repeats
 
-    runner = tune._Runner(Acted(), make_jobs(["sparse_syrk"], [64], 4)[0], None, timer, 0.0)  # type: ignore[arg-type]
+    run = tune._Run(Acted(), timer, None, None)
+    runner = tune._Runner(run, make_jobs(["sparse_syrk"], [64], 4)[0], None)  # type: ignore[arg-type]
     runner.best = 1.0
     one = Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), "timed")
     runner._time(ActedTrial(), one)
@@ -567,6 +721,14 @@ def test_jobs_are_made_once() -> None:
     assert len(make_jobs(["top_k", "top_k"], [97, 112], 4)) == 1
     kernels = {job.space.kernel for job in make_jobs(None, [32, 128], 4)}
     assert kernels == set(SPACES) == set(trials.MAKERS)
+
+
+def test_kernels_take_turns_and_their_usual_kinds_come_first() -> None:
+    jobs = make_jobs(["fused", "top_k"], [32, 64], 4)
+    names = [(job.space.kernel, job.factors) for job in jobs[:4]]
+    assert names == [("fused", 32), ("top_k", 32), ("fused", 64), ("top_k", 64)]
+    fused = [(job.facts["precision"], job.facts["solver"], job.factors) for job in jobs if job.space.kernel == "fused"]
+    assert fused == [(*kind, f) for kind in spaces.FUSED_KINDS for f in (32, 64)]
 
 
 @pytest.mark.parametrize(
@@ -645,7 +807,8 @@ def test_every_kernel_is_tuned_on_a_gpu(device: Any, kernel: str) -> None:
         assert all(one.resources.registers > 0 for one in job.timed)
     tables.store(table_of(device, jobs), tables.user_file(device.spec))
     for job in jobs:
-        assert tables.tuned(kernel, device.spec, job.facts) == (job.entry.config, True)
+        if job.entry is not None:  # the rule's may be all that is sound of so few
+            assert tables.tuned(kernel, device.spec, job.facts) == (job.entry.config, True)
 
 
 @on_a_gpu
@@ -688,14 +851,20 @@ def test_the_command_keeps_what_it_finds(gpu: Any, tmp_path: Path) -> None:
     assert len(measured) == 2 and measured[0]["gpu"]["name"] == "emulated"
     assert measured[0]["versions"] == {"hybridmf": __version__}
     assert [plot.suffix for plot in plots.iterdir()] == [".svg"]
-    result = invoke("--kernel", "sparse_syrk", "--factors", "5", "--most", "1", "-o", str(tmp_path / "mine.json"))
-    assert result.exit_code == 0 and len(tables.read_table(tmp_path / "mine.json").entries) == 1
+    path.unlink()
+    mine = tmp_path / "mine.json"
+    invoke("--kernel", "sparse_syrk", "--factors", "5", "--most", "2", "-o", str(mine))
+    (kept,) = tables.read_table(mine).entries
+    result = invoke("--kernel", "sparse_syrk", "--factors", "5", "--most", "1", "-o", str(mine), "--lines", str(lines))
+    assert result.exit_code == 0, result.output
+    assert kept.config in [line["config"] for line in tune_plots.read_lines(lines)[2:]]  # the file's entry is timed
+    assert len(tables.read_table(mine).entries) == 1
 
 
 def test_what_was_found_before_an_interruption_is_kept(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(device: Any, *_: Any, **__: Any) -> Any:
         job = make_jobs(["sparse_syrk"], [64], 4)[0]
-        job.measurements = [Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), "timed", ms={"user": 1.0})]
+        job.measurements = [Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), "timed", ms={"user": 1.0})] * 2
         job.winner = job.measurements[0]
         yield job
         raise KeyboardInterrupt
@@ -829,12 +998,11 @@ def test_the_page_is_made_from_the_lines(paper: Any, tmp_path: Path) -> None:
 
 
 def test_tiles_are_measured_and_checked(paper: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paper, "FACTORS", 5)
-    for name, values in (("TILE_ROWS", (20,)), ("TILE_COLS", (16,))):
-        monkeypatch.setattr(paper, name, {"quick": values})
+    tiny_papers(paper, monkeypatch)
+    recorder = paper.Recorder("tuning")
     sums = trials.Sums(device, SAMPLE.user_items, 5, 4)
     assert paper.gates_gflops(device, sums) > 0
-    lines = list(paper.measure_tiles(device, sums, "quick"))
+    lines = list(paper.measure_tiles(recorder, device, sums, "quick"))
     assert [(line["variant"], line["tile_rows"], line["tile_cols"]) for line in lines] == [
         ("local", 20, 16),
         ("chip", 20, 16),
@@ -843,3 +1011,35 @@ def test_tiles_are_measured_and_checked(paper: Any, device: Any, monkeypatch: py
     monkeypatch.setattr(paper, "TOLERANCE", -1.0)
     with pytest.raises(RuntimeError, match="not measured"):
         paper.gates_gflops(device, sums)
+    assert not list(paper.measure_tiles(recorder, device, sums, "quick"))
+    assert [text.split(":")[0] for text in recorder.problems] == ["tiles, local, 20 x 16", "tiles, chip, 20 x 16"]
+
+
+def tiny_papers(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both tasks in a few seconds."""
+    monkeypatch.setattr(paper, "FACTORS", 5)
+    tiny = {"TILE_ROWS": (20,), "TILE_COLS": (16,), "TILE_SHAPES": ("ml-1m",), "CLOUD_RANKS": (5,)}
+    for name, values in (tiny | {"CLOUD_SECONDS": 3}).items():
+        monkeypatch.setattr(paper, name, {"quick": values})
+
+
+def test_the_script_measures_both_and_the_page_takes_its_lines(
+    paper: Any, device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    serve_cuda(device, monkeypatch)
+    tiny_papers(paper, monkeypatch)
+    monkeypatch.setattr(Sample, "draw", lambda *_: SAMPLE)
+    monkeypatch.setattr(paper, "tune", functools.partial(tune.tune, most=1))
+    for module in (paper, importlib.import_module("common")):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    done = CliRunner().invoke(paper.main, ["--budget", "600"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    lines = tune_plots.read_lines(tmp_path / "tuning.jsonl")
+    assert {line["factors"] for line in lines if line["bench"] == "tune"} == {5}
+    assert [line["order"] for line in lines if line["bench"] == "tiles"] == ["given"] * 2 + ["by degree"] * 2
+    assert "Not measured yet." in paper.PAGE.read_text(encoding="utf-8")  # measuring leaves the page alone
+    done = CliRunner().invoke(paper.main, ["--report"], catch_exceptions=False)
+    assert done.exit_code == 0 and "Not measured yet." not in paper.PAGE.read_text(encoding="utf-8")
+    done = CliRunner().invoke(paper.main, ["--budget", "1e-9", "--task", "cloud"])
+    assert done.exit_code == 1 and "cloud, f = 5: left out" in done.output

@@ -22,6 +22,7 @@ from . import assemblies, cholesky_any, fused, losses
 from .device import Array, Device
 from .fused import BLOCK, FusedConfig, Systems, round_up
 from .launch import Entries, ceil_div
+from .rows import RowRange, row_range
 
 logger = logging.getLogger("hybridmf")
 
@@ -46,6 +47,11 @@ class DeviceFactors(Factors):
     factors : int
         Columns that are factors.
     device_bias : float array, shape (n,), or None
+
+    Attributes
+    ----------
+    range : RowRange or None
+        Of the table's rows; None until somebody has looked.
     """
 
     def __init__(self, device: Device, table: Array, factors: int, device_bias: Array | None) -> None:
@@ -53,13 +59,23 @@ class DeviceFactors(Factors):
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "factors", factors)
         object.__setattr__(self, "device_bias", device_bias)
+        object.__setattr__(self, "range", None)
         object.__setattr__(self, "_host", None)
 
     device: Device
     table: Array
     factors: int
     device_bias: Array | None
+    range: RowRange | None
     _host: Factors | None
+
+    def look(self, status: Array | None = None) -> bool:
+        """Find the range of the rows; whether any of `status` is not 0. Waits for the device, once."""
+        if self.table.dtype != np.float32:  # only the fused kernels, which are float32, ask for the range
+            return status is not None and bool(status.any())
+        found, failed = row_range(self.device, self.table, status)
+        object.__setattr__(self, "range", found)
+        return failed
 
     def on_host(self) -> Factors:
         """A copy in NumPy arrays, made once."""
@@ -257,9 +273,20 @@ class HalfSweep:
         return self.device.upload(indices), self.device.upload(ratings)
 
     def solve(
-        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None = None,
+        gram: Array | None = None,
+        then: Callable[[DeviceFactors], DeviceFactors] | None = None,
     ) -> DeviceFactors:
         """New factors of the side; nothing that came in is written to.
+
+        Parameters
+        ----------
+        then : callable, optional
+            Called with the new factors when everything is launched and nothing is known to have succeeded; returns the
+            factors that the next half sweep works with.
 
         Raises
         ------
@@ -268,10 +295,15 @@ class HalfSweep:
             Not even the smallest batch fits.
         """
         with self.device.active():
-            return self._solve(fixed, mean, start, gram)
+            return self._solve(fixed, mean, start, gram, then)
 
     def _solve(
-        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None, gram: Array | None
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None,
+        gram: Array | None,
+        then: Callable[[DeviceFactors], DeviceFactors] | None,
     ) -> DeviceFactors:
         plan, device = self.plan, self.device
         if gram is None:
@@ -287,17 +319,18 @@ class HalfSweep:
         entries = self._entries(fixed, mean)
         systems = Systems(solutions, status, gram, self.ridge, self.scale)
         if plan.assembly == "fused":
-            self._solve_fused(systems, fixed.table, entries)
+            self._solve_fused(systems, fixed, entries)
         elif plan.assembly == "bals":
             self._solve_tiles(systems, fixed.table, entries)
         else:
             self._solve_batches(systems, fixed.table, entries)
-        self._judge(status)
-        return self._unpack(solutions)
+        solved = self._unpack(solutions)
+        self._judge(status, solved if then is None else then(solved))
+        return solved
 
-    def _judge(self, status: Array) -> None:
-        """Raise what went wrong in a row."""
-        if bool(status.any()):
+    def _judge(self, status: Array, solved: DeviceFactors) -> None:
+        """Raise what went wrong in a row; what the next half sweep wants to know of `solved` is found on the way."""
+        if solved.look(status):
             check_status(self.device.download(status), self.side, self.objective, self.names)
 
     def _entries(self, fixed: DeviceFactors, mean: float) -> Entries:
@@ -329,10 +362,11 @@ class HalfSweep:
 
     # ------------------------------------------------------------------------------------------------ ours
 
-    def _solve_fused(self, systems: Systems, table: Array, entries: Entries) -> None:
-        plan = self.plan
-        config = self.config or FusedConfig.default(plan.rank, self.device.spec, plan.precision, plan.solver)
-        method = self._method(table)
+    def _solve_fused(self, systems: Systems, fixed: DeviceFactors, entries: Entries) -> None:
+        plan, table = self.plan, fixed.table
+        if self.config is None:
+            self.config = FusedConfig.default(plan.rank, self.device.spec, plan.precision, plan.solver)
+        config, method = self.config, self._method(fixed)
 
         def one_batch(batch: Batch) -> None:
             device = self.device
@@ -347,18 +381,19 @@ class HalfSweep:
         rank = self.plan.rank
         return self.device.empty((n_slots, rank, rank), self.dtype), self.device.empty((n_slots, rank), self.dtype)
 
-    def _method(self, table: Array) -> fused.Method:
+    def _method(self, fixed: DeviceFactors) -> fused.Method:
         """Solver and arithmetic, with the scale that float16 parts need for these factors and weights."""
         plan, (smallest, largest) = self.plan, self.roots
         precision, scale = plan.precision, 1.0
         if precision == "float32":
-            peaks = abs(table).max(axis=1)
-            peak = float(peaks.max())
-            peaks[peaks == 0] = peak  # rows of zeros lose nothing
-            if largest * peak > fused.WIDEST * smallest * float(peaks.min()):
+            if fixed.range is None:
+                fixed.look()
+            rows = fixed.range
+            assert rows is not None
+            if largest * rows.largest > fused.WIDEST * smallest * rows.least:
                 precision = "float32_wide"
             else:
-                scale = fused.entry_scale(peak, largest)
+                scale = fused.entry_scale(rows.largest, largest)
         return fused.Method(precision, plan.solver, self.epsilon, plan.cg_steps, scale)
 
     def _in_batches(self, one_batch: Callable[[Batch], None]) -> None:

@@ -137,6 +137,13 @@ class Device(Protocol):
     def wait(self, mark: Any) -> None:
         """Have work launched from here on wait for a mark."""
 
+    def beside(self) -> AbstractContextManager[None]:
+        """Work launched in this context goes on beside what is launched after it, behind what was launched before.
+
+        To wait for it, `record` a mark in the context and `wait` for that outside. Until then nothing that it uses may
+        be given back.
+        """
+
     def copier(self) -> Copier:
         """Copies to the device beside its work."""
 
@@ -279,6 +286,7 @@ class CudaDevice:
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self._lock = threading.Lock()
         self._pinned: list[Any] = []
+        self._second: Any = None
         with self.active():
             properties = self._cupy.cuda.runtime.getDeviceProperties(index)
         capability = (int(properties["major"]), int(properties["minor"]))
@@ -446,6 +454,17 @@ class CudaDevice:
         """Have the current stream wait for an event."""
         with self.active():
             self._cupy.cuda.get_current_stream().wait_event(mark)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launch on a second stream, whose blocks go first where both have some to place: it is for long work."""
+        with self.active():
+            if self._second is None:
+                self._second = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
+            begun = self.record()
+            with self._second:
+                self.wait(begun)
+                yield
 
     def copier(self) -> CudaCopier:
         """A stream of its own for copies."""

@@ -139,7 +139,7 @@ def group_size(ld: int, itemsize: int) -> int:
     return min(32, 1 << (ld * itemsize // 16 - 1).bit_length())
 
 
-def _check_operands(device: Device, moved: Rows, fixed: Rows, walk: Walk, real: Any) -> None:
+def _check_rows(device: Device, moved: Rows, fixed: Rows, real: Any) -> None:
     ld, stored = moved.matrix.shape[1], moved.matrix.dtype
     for name, rows in (("moved", moved), ("fixed", fixed)):
         check(name, rows.matrix, stored, (None, ld))
@@ -147,25 +147,24 @@ def _check_operands(device: Device, moved: Rows, fixed: Rows, walk: Walk, real: 
         if rows.bias is not None:
             check(f"{name}.bias", rows.bias, real, (len(rows.matrix),))
             check_not_host(device, **{f"{name}.bias": rows.bias})
+
+
+def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
+    """Entries, and which rows or ranges to walk."""
     n = len(walk.begins)
     check("indices", walk.indices, np.int32, (None,))
     check("ratings", walk.ratings, real, walk.indices.shape)
     check("begins", walk.begins, np.int64, (n,))
     check("ends", walk.ends, np.int64, (n,))
-    check_not_host(device, indices=walk.indices, ratings=walk.ratings, begins=walk.begins, ends=walk.ends)
+    for name, array in tasks.items():
+        check(name, array, np.int32, (None,))
+    check_not_host(device, indices=walk.indices, ratings=walk.ratings, begins=walk.begins, ends=walk.ends, **tasks)
 
 
 def _arguments(moved: Rows, losses: Array, fixed: Rows, walk: Walk, rows: Array, n: int, terms: Terms) -> tuple:
     entries = (walk.indices, walk.ratings, rows, walk.begins, walk.ends)
     scalars = terms.scalars(walk.ratings.dtype.type)
     return (*moved.arrays, losses, *fixed.arrays, *entries, np.int32(n), np.int32(walk.first), *scalars)
-
-
-def _msgd_kernel(device: Device, name: str, moved: Rows, config: BlockedConfig | None = None) -> Kernel:
-    """A kernel of msgd.cu; all have the same constants, so that a model compiles the file once."""
-    dtype, ld = moved.matrix.dtype, moved.matrix.shape[1]
-    config = config or BlockedConfig.default(ld, dtype.itemsize, device.spec)
-    return get_kernel(device, "msgd.cu", name, REAL=dtype, HAS_BIASES=moved.bias is not None, **config.constants)
 
 
 # ---------------------------------------------------------------------------------------------- MSGD
@@ -240,7 +239,11 @@ def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Arr
     float64 array, shape (n_tasks,)
         Each row's sum of squared errors, each at the factors of its time.
     """
-    return _walk_rows(device, moved, fixed, walk, tasks, terms, None)
+    _check_rows(device, moved, fixed, moved.matrix.dtype)
+    _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
+    out = device.empty(len(tasks), np.float64)
+    MsgdKernels(device).centralized(moved, fixed, walk, tasks, terms, out)
+    return out
 
 
 def blocked(
@@ -253,28 +256,10 @@ def blocked(
     config: BlockedConfig | None = None,
 ) -> Array:
     """As `centralized`, a block a row and several entries at a time: ours, for long rows."""
-    if config is None:
-        config = BlockedConfig.default(moved.matrix.shape[1], moved.matrix.dtype.itemsize, device.spec)
-    return _walk_rows(device, moved, fixed, walk, tasks, terms, config)
-
-
-def _walk_rows(
-    device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms, config: BlockedConfig | None
-) -> Array:
-    dtype, ld = moved.matrix.dtype, moved.matrix.shape[1]
-    _check_operands(device, moved, fixed, walk, dtype)
-    check("tasks", tasks, np.int32, (None,))
-    check_not_host(device, tasks=tasks)
-    out, n = device.empty(len(tasks), np.float64), len(tasks)
-    if not n:
-        return out
-    arguments = _arguments(moved, out, fixed, walk, tasks, n, terms)
-    if config is None:
-        kernel = _msgd_kernel(device, "centralized", moved)
-        kernel((ceil_div(n * group_size(ld, dtype.itemsize), THREADS),), (THREADS,), arguments, 0)
-    else:
-        kernel = _msgd_kernel(device, "blocked", moved, config)
-        kernel((n,), (32 * (config.helpers + 1),), arguments, config.shared_bytes)
+    _check_rows(device, moved, fixed, moved.matrix.dtype)
+    _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
+    out = device.empty(len(tasks), np.float64)
+    MsgdKernels(device, config).blocked(moved, fixed, walk, tasks, terms, out)
     return out
 
 
@@ -297,14 +282,61 @@ def decentralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, bounds: 
     float64 array, shape (n_ranges,)
         Sums of squared errors.
     """
-    _check_operands(device, moved, fixed, walk, moved.matrix.dtype)
-    check("bounds", bounds, np.int32, (None,))
-    check_not_host(device, bounds=bounds)
+    _check_rows(device, moved, fixed, moved.matrix.dtype)
+    _check_walk(device, walk, moved.matrix.dtype, bounds=bounds)
     out = device.empty(len(bounds) - 1, np.float64)
-    kernel = _msgd_kernel(device, "decentralized", moved)
-    arguments = _arguments(moved, out, fixed, walk, bounds, len(walk.begins), terms)
-    kernel((len(out),), (DECENTRALIZED_THREADS,), arguments, 0)
+    MsgdKernels(device).decentralized(moved, fixed, walk, bounds, terms, out)
     return out
+
+
+class MsgdKernels:
+    """Launches of msgd.cu for rows of one kind, as the functions above but for operands that were checked before.
+
+    Kernel and configuration are looked up once: that reads files, which takes as long as a short pass, and ranks of
+    several GPUs that are threads wait for each other meanwhile.
+
+    Parameters
+    ----------
+    device : Device
+    config : BlockedConfig, optional
+        By default that of the device and the first rows.
+    """
+
+    def __init__(self, device: Device, config: BlockedConfig | None = None) -> None:
+        self.device, self._config = device, config
+        self._kernels: dict[str, Kernel] = {}
+
+    def _found(self, name: str, rows: Rows) -> tuple[Kernel, BlockedConfig]:
+        dtype, ld = rows.matrix.dtype, rows.matrix.shape[1]
+        if self._config is None:
+            self._config = BlockedConfig.default(ld, dtype.itemsize, self.device.spec)
+        if name not in self._kernels:
+            # all have the same constants, so that a model compiles the file once
+            constants = {"REAL": dtype, "HAS_BIASES": rows.bias is not None} | self._config.constants
+            self._kernels[name] = get_kernel(self.device, "msgd.cu", name, **constants)
+        return self._kernels[name], self._config
+
+    def centralized(self, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms, out: Array) -> None:
+        """Sums of squared errors go to `out`, shape (n_tasks,)."""
+        if not len(tasks):
+            return
+        kernel, config = self._found("centralized", moved)
+        grid = ceil_div(len(tasks) * group_size(config.ld, config.itemsize), THREADS)
+        kernel((grid,), (THREADS,), _arguments(moved, out, fixed, walk, tasks, len(tasks), terms), 0)
+
+    def blocked(self, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms, out: Array) -> None:
+        """Sums of squared errors go to `out`, shape (n_tasks,)."""
+        if not len(tasks):
+            return
+        kernel, config = self._found("blocked", moved)
+        arguments = _arguments(moved, out, fixed, walk, tasks, len(tasks), terms)
+        kernel((len(tasks),), (32 * (config.helpers + 1),), arguments, config.shared_bytes)
+
+    def decentralized(self, moved: Rows, fixed: Rows, walk: Walk, bounds: Array, terms: Terms, out: Array) -> None:
+        """Sums of squared errors go to `out`, shape (n_ranges,)."""
+        kernel, _ = self._found("decentralized", moved)
+        arguments = _arguments(moved, out, fixed, walk, bounds, len(walk.begins), terms)
+        kernel((len(out),), (DECENTRALIZED_THREADS,), arguments, 0)
 
 
 def even_ranges(degrees: np.ndarray, n_ranges: int) -> np.ndarray:
@@ -336,12 +368,20 @@ class Msgd:
         See `LAYOUTS`.
     long_row : int, optional
         Entries from which a row has a block of its own; default `LONG_ROW`.
+    beside : bool
+        Walk long rows beside the others, on a stream of their own, and not before them: the others have work for all
+        multiprocessors while the last long rows end. The result is the same.
     """
 
     def __init__(
-        self, device: Device, matrices: dict[Side, sp.csr_array], ordering: str, long_row: int | None = None
+        self,
+        device: Device,
+        matrices: dict[Side, sp.csr_array],
+        ordering: str,
+        long_row: int | None = None,
+        beside: bool = False,
     ) -> None:
-        self.device, self.layouts = device, LAYOUTS[ordering]
+        self.device, self.layouts, self.beside = device, LAYOUTS[ordering], beside
         long_row = LONG_ROW if long_row is None else long_row
         self.stored = matrices["user"].dtype
         self.walks = {side: Walk.upload(device, matrices[side]) for side in SIDES if side in self.layouts.values()}
@@ -357,6 +397,10 @@ class Msgd:
             order = np.argsort(-degrees, kind="stable")[: np.count_nonzero(degrees)].astype(np.int32)
             n_long = int(np.count_nonzero(degrees >= long_row)) if ordering == "mixed" else 0
             self.long[side], self.short[side] = device.upload(order[:n_long]), device.upload(order[n_long:])
+            _check_walk(device, self.walks[side], self.stored, long=self.long[side], short=self.short[side])
+        for side, bounds in self.bounds.items():
+            _check_walk(device, self.walks[self.layouts[side]], self.stored, bounds=bounds)
+        self._kernels = MsgdKernels(device)
 
     def run(self, work: dict[Side, Rows], terms: Terms) -> float:
         """See `Epochs`; half of each pass's loss, since an epoch sees every entry twice."""
@@ -364,16 +408,32 @@ class Msgd:
 
     def one_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms) -> float:
         """Move all rows of a side; the training loss."""
-        return float(self.launch_pass(side, moved, fixed, terms))
+        losses = self.device.empty(self.n_losses(side), np.float64)
+        self.launch_pass(side, moved, fixed, terms, losses)
+        return float(losses.sum())
 
-    def launch_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms) -> Array:
-        """As `one_pass`, but the loss, shape (), stays on the device and is not waited for."""
-        walk = self.walks[self.layouts[side]]
+    def n_losses(self, side: Side) -> int:
+        """How many sums of squared errors a pass gives."""
+        return len(self.bounds[side]) - 1 if side in self.bounds else len(self.long[side]) + len(self.short[side])
+
+    def launch_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms, losses: Array) -> None:
+        """As `one_pass`, but nothing is waited for; the training loss is the sum of `losses`, shape (n_losses,)."""
+        _check_rows(self.device, moved, fixed, self.stored)
+        walk, kernels = self.walks[self.layouts[side]], self._kernels
         if side in self.bounds:
-            return decentralized(self.device, moved, fixed, walk, self.bounds[side], terms).sum()
-        errors = blocked(self.device, moved, fixed, walk, self.long[side], terms)
-        rest = centralized(self.device, moved, fixed, walk, self.short[side], terms)
-        return errors.sum() + rest.sum()
+            kernels.decentralized(moved, fixed, walk, self.bounds[side], terms, losses)
+            return
+        long, short = self.long[side], self.short[side]
+        of_long, of_short = losses[: len(long)], losses[len(long) :]
+        if self.beside and len(long) and len(short):
+            with self.device.beside():
+                kernels.blocked(moved, fixed, walk, long, terms, of_long)
+                walked = self.device.record()
+            kernels.centralized(moved, fixed, walk, short, terms, of_short)
+            self.device.wait(walked)
+        else:
+            kernels.blocked(moved, fixed, walk, long, terms, of_long)
+            kernels.centralized(moved, fixed, walk, short, terms, of_short)
 
 
 # ---------------------------------------------------------------------------------------------- batch-Hogwild
@@ -487,7 +547,8 @@ def batch_hogwild(
         Sums of squared errors.
     """
     ld, stored = held.matrix.shape[1], held.matrix.dtype
-    _check_operands(device, held, walked, walk, np.float32)
+    _check_rows(device, held, walked, np.float32)
+    _check_walk(device, walk, np.float32)
     check("runs", runs, np.int64, (None, 2))
     check_not_host(device, runs=runs)
     blocks = ceil_div(config.n_workers * group_size(ld, stored.itemsize), THREADS)
@@ -607,7 +668,7 @@ class GpuSGD(Unconnected):
         if not math.isfinite(loss):
             self._fail("errors became infinite or NaN")
         tables = {side: self._table(work.pop(side)) for side in SIDES}
-        if not all(map(is_finite, tables.values())):
+        if not is_finite(*tables.values()):
             self._fail("factors became infinite or NaN")
         if loss > RISE * self.best:
             self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
@@ -699,10 +760,17 @@ def penalty(table: DeviceFactors, objective: Objective, degrees: np.ndarray) -> 
     return objective.regularization * float(squares @ objective.row_scale(degrees))
 
 
-def is_finite(factors: DeviceFactors) -> bool:
-    """Whether no factor and no bias is infinite or NaN: one would show in a sum, which in float64 cannot overflow."""
-    arrays = [factors.table] if factors.device_bias is None else [factors.table, factors.device_bias]
-    return all(math.isfinite(float(array.sum(dtype=np.float64))) for array in arrays)
+def is_finite(*sides: DeviceFactors) -> bool:
+    """Whether no factor and no bias is infinite or NaN: one would show in a sum, which in float64 cannot overflow.
+
+    Of all sides at a time: the device is waited for once.
+    """
+    total = 0.0
+    for factors in sides:
+        total = total + factors.table.sum(dtype=np.float64)
+        if factors.device_bias is not None:
+            total = total + factors.device_bias.sum(dtype=np.float64)
+    return math.isfinite(float(total))
 
 
 # ---------------------------------------------------------------------------------------------- what is compiled

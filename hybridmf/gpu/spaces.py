@@ -115,21 +115,27 @@ class Space:
         ``(facts, spec)`` to what is chosen without a table; ValueError where a device cannot run it.
     enumerate : callable
         ``(facts, spec)`` to all others; those that a class refuses are left out by the caller.
+    named : callable
+        ``(facts, spec, **values)`` to what a tuned table says; ValueError or TypeError where values do not fit.
     builds : callable
         ``(facts, config)`` to the programs that a trial runs.
     variants : callable
         The same for other kinds of entries, in which a winner must not spill either.
     weight : float
         Share of the time: compilation of some takes long, and so does building tiles.
+    block : int
+        Ranks with as many blocks of this size may share an entry of a table.
     """
 
     kernel: str
     facts: Callable[[int, int], list[Facts]]
     rule: Callable[[Facts, DeviceSpec], Candidate]
     enumerate: Callable[[Facts, DeviceSpec], Iterator[Candidate]]
+    named: Callable[..., Candidate]
     builds: Callable[[Facts, Any], list[Build]]
     variants: Callable[[Facts, Any], list[Build]] = field(default=lambda facts, config: [])
     weight: float = 1.0
+    block: int = 8
 
     def candidates(self, facts: Facts, spec: DeviceSpec) -> list[Candidate]:
         """All that are worth timing: the rule's, then the most promising of each family, then their second ...
@@ -595,6 +601,27 @@ def _rank_and_size(make: Callable[..., Any], describe: Callable[..., Candidate])
     return rule
 
 
+def _named(make: Callable[..., Any], describe: Callable[..., Candidate], *given: str) -> Callable[..., Candidate]:
+    """`Space.named` of a class that takes some of the facts beside the values of an entry."""
+
+    def named(facts: Facts, spec: DeviceSpec, **values: Any) -> Candidate:
+        return describe(make(**{name: facts[name] for name in given}, **values), spec)
+
+    return named
+
+
+def _fused_named(facts: Facts, spec: DeviceSpec, **values: Any) -> Candidate:
+    return _fused(FusedConfig(facts["rank"], **values), facts["solver"], spec)
+
+
+def _bals_named(facts: Facts, spec: DeviceSpec, *, height: int, **values: Any) -> Candidate:
+    return _bals(BalsConfig(facts["rank"], facts["itemsize"], **values), height, spec)
+
+
+def _hogwild_named(facts: Facts, spec: DeviceSpec, **values: Any) -> Candidate:
+    return _hogwild(HogwildConfig.make(spec, facts["ld"], facts["itemsize"], **values), spec)
+
+
 def _bals_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
     return _bals(BalsConfig.rule(facts["rank"], facts["itemsize"], spec), 1, spec)
 
@@ -604,39 +631,51 @@ _READ_ONLY = {"READ_ONLY": True, "REGISTERS": True}
 SPACES = {
     space.kernel: space
     for space in (
-        Space("fused", _fused_facts, _fused_rule, _enumerate_fused, _fused_builds, _fused_variants, weight=4.0),
+        Space(
+            "fused", _fused_facts, _fused_rule, _enumerate_fused, _fused_named, _fused_builds, _fused_variants,
+            weight=4.0, block=fused.BLOCK,
+        ),
         Space(
             "sparse_syrk", _syrk_facts, _rank_and_size(SyrkConfig.rule, _syrk), _enumerate_syrk,
-            _assembly_builds("sparse_syrk"), _assembly_variants("sparse_syrk"), weight=2.0,
+            _named(SyrkConfig, _syrk, "rank", "itemsize"), _assembly_builds("sparse_syrk"),
+            _assembly_variants("sparse_syrk"), weight=2.0,
         ),
         Space(
             "mo_als", _syrk_facts, _rank_and_size(MoAlsConfig.rule, _mo_als), _enumerate_mo_als,
-            _assembly_builds("mo_als", **_READ_ONLY), _assembly_variants("mo_als", **_READ_ONLY),
+            _named(MoAlsConfig, _mo_als, "rank", "itemsize"), _assembly_builds("mo_als", **_READ_ONLY),
+            _assembly_variants("mo_als", **_READ_ONLY),
         ),
         Space(
-            "bals", _syrk_facts, _bals_rule, _enumerate_bals, _assembly_builds("bals"), _assembly_variants("bals"),
-            weight=4.0,
+            "bals", _syrk_facts, _bals_rule, _enumerate_bals, _bals_named, _assembly_builds("bals"),
+            _assembly_variants("bals"), weight=4.0,
         ),
         Space(
-            "cholesky_tiles", _tiles_facts, _tiles_rule, _enumerate_tiles,
-            lambda facts, config: [("cholesky.cu", "cholesky_tiles", config.constants)],
+            "cholesky_tiles", _tiles_facts, _tiles_rule, _enumerate_tiles, _named(TilesConfig, _tiles, "rank"),
+            lambda facts, config: [("cholesky.cu", "cholesky_tiles", config.constants)], block=16,
         ),
         Space(
             "cholesky_any", _cholesky_any_facts, _rank_and_size(CholeskyConfig.rule, _cholesky), _enumerate_cholesky,
-            _cholesky_builds,
+            _named(CholeskyConfig, _cholesky, "rank", "itemsize"), _cholesky_builds,
         ),
         Space(
             "cg_any", _syrk_facts, _rank_and_size(CgConfig.rule, _cg), _enumerate_cg,
+            _named(CgConfig, _cg, "rank", "itemsize"),
             lambda facts, config: [("cg_any.cu", "cg", config.constants)], weight=0.5,
         ),
         Space(
-            "msgd", _msgd_facts, _msgd_rule, _enumerate_msgd, _msgd_builds,
-            lambda facts, config: _msgd_programs(facts, config, True), weight=0.5,
+            "msgd", _msgd_facts, _msgd_rule, _enumerate_msgd, _named(BlockedConfig, _blocked, "ld", "itemsize"),
+            _msgd_builds, lambda facts, config: _msgd_programs(facts, config, True), weight=0.5,
         ),
-        Space("batch_hogwild", _hogwild_facts, _hogwild_rule, _enumerate_hogwild, _hogwild_builds, weight=0.5),
-        Space("ccd", _ccd_facts, _ccd_rule, _enumerate_ccd, _ccd_builds, _ccd_variants, weight=3.0),
         Space(
-            "top_k", _top_k_facts, _top_k_rule, _enumerate_top_k,
+            "batch_hogwild", _hogwild_facts, _hogwild_rule, _enumerate_hogwild, _hogwild_named, _hogwild_builds,
+            weight=0.5,
+        ),
+        Space(
+            "ccd", _ccd_facts, _ccd_rule, _enumerate_ccd, _named(ccd.StagedConfig, _ccd), _ccd_builds, _ccd_variants,
+            weight=3.0,
+        ),
+        Space(
+            "top_k", _top_k_facts, _top_k_rule, _enumerate_top_k, _named(GroupMaxConfig, _top_k, "padded"),
             lambda facts, config: [("top_k.cu", "group_max", config.constants)], weight=0.5,
         ),
     )

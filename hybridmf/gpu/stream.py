@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -156,14 +156,14 @@ class SlabHalf(HalfSweep):
         """Entries for the next solve."""
         self.indices, self.ratings = indices, ratings
 
-    def _judge(self, status: Array) -> None:
+    def _judge(self, status: Array, solved: DeviceFactors) -> None:
         self.statuses[...] = status  # looked at once all slabs are solved: to look is to wait
 
-    def method_for(self, table: Array) -> Any:
+    def method_for(self, fixed: DeviceFactors) -> Any:
         """Solver and arithmetic for these fixed factors; the same for all slabs."""
-        return super()._method(table)
+        return super()._method(fixed)
 
-    def _method(self, table: Array) -> Any:
+    def _method(self, fixed: DeviceFactors) -> Any:
         return self.shared_method
 
 
@@ -231,18 +231,30 @@ class StreamedHalf:
         finally:
             lent.close()
 
-    def solve(self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None = None) -> DeviceFactors:
+    def solve(
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None = None,
+        then: Callable[[DeviceFactors], DeviceFactors] | None = None,
+    ) -> DeviceFactors:
         """New factors of the side; see `HalfSweep.solve`."""
         with self.device.active():
-            return self._solve(fixed, mean, start)
+            return self._solve(fixed, mean, start, then)
 
-    def _solve(self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None) -> DeviceFactors:
+    def _solve(
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None,
+        then: Callable[[DeviceFactors], DeviceFactors] | None,
+    ) -> DeviceFactors:
         device, plan, n = self.device, self.plan, len(self.degrees)
         gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
         table = device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
         status = device.zeros(n, np.int32)
-        method = self.parts[0].method_for(fixed.table) if self.parts and plan.assembly == "fused" else None
+        method = self.parts[0].method_for(fixed) if self.parts and plan.assembly == "fused" else None
         with closing(self.entries()) as slabs:  # else a failure would leave the thread at work
             for rows, part in slabs:
                 part.shared_method, part.statuses = method, status[rows]
@@ -250,9 +262,11 @@ class StreamedHalf:
                 table[rows] = solved.table
                 if bias is not None:
                     bias[rows] = solved.device_bias
-        if bool(status.any()):
+        solved = DeviceFactors(device, table, plan.factors, bias)
+        following = solved if then is None else then(solved)
+        if following.look(status):
             check_status(device.download(status), self.side, self.objective, self.names)
-        return DeviceFactors(device, table, plan.factors, bias)
+        return solved
 
     def losses(self, users: DeviceFactors, items: DeviceFactors, mean: float) -> np.ndarray:
         """`entry_losses` of the rows of all slabs, where they are users."""

@@ -31,6 +31,9 @@ VERSION = 1
 SHIPPED = Path(__file__).with_name("tuned")
 """Folder of the tables that ship, one for each kind of GPU."""
 
+LEAST_MEASURED = 2
+"""Configurations that must have been timed for the fastest of them to mean anything."""
+
 Config = TypeVar("Config")
 Facts = dict[str, Any]
 
@@ -82,6 +85,8 @@ class Entry:
         Milliseconds of the trial: of this configuration, and of what the rule takes.
     measured : int
         Configurations that were timed.
+    rivals : tuple of dict
+        What tables had for these facts: tried in the same run as this configuration.
     """
 
     kernel: str
@@ -90,6 +95,24 @@ class Entry:
     ms: float
     rule_ms: float
     measured: int
+    rivals: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as the rule's choice, which every run times."""
+        return self.rule_ms / self.ms if self.ms > 0 else 0.0
+
+    def better_of(self, newer: Entry) -> Entry:
+        """Which of two entries for the same facts a table keeps.
+
+        One that was timed alone has beaten nothing. The newer one has tried this one's configuration if that is among
+        its rivals; times of different runs are otherwise compared by what both have been timed beside, the rule's.
+        """
+        if newer.measured < LEAST_MEASURED:
+            return self
+        if self.measured < LEAST_MEASURED or self.config == newer.config or self.config in newer.rivals:
+            return newer
+        return self if self.gain > newer.gain else newer
 
     def distance(self, kernel: str, facts: Facts, block: int) -> int | None:
         """How far its rank is from the one in `facts`; None where the entry does not serve."""
@@ -124,8 +147,11 @@ class Table:
         return min(near, key=lambda pair: pair[0], default=None)
 
     def merged(self, newer: Table) -> Table:
-        """Both tables' entries; where both have one for the same facts, the newer."""
-        found = {(entry.kernel, *sorted(entry.facts.items())): entry for entry in (*self.entries, *newer.entries)}
+        """Both tables' entries; where both have one for the same facts, what `Entry.better_of` says."""
+        found: dict[tuple[Any, ...], Entry] = {}
+        for entry in (*self.entries, *newer.entries):
+            key = (entry.kernel, *sorted(entry.facts.items()))
+            found[key] = found[key].better_of(entry) if key in found else entry
         return Table(newer.gpu, tuple(found.values()), newer.version)
 
     def to_json(self) -> str:
@@ -154,7 +180,7 @@ def read_table(path: Path) -> Table:
         raise ValueError(f"its version is {content.get('version')!r}, this hybridmf reads {VERSION}")
     try:
         gpu = Gpu(**content["gpu"] | {"capability": tuple(content["gpu"]["capability"])})
-        entries = tuple(Entry(**entry) for entry in content["entries"])
+        entries = tuple(Entry(**entry | {"rivals": tuple(entry.get("rivals", ()))}) for entry in content["entries"])
         for entry in entries:
             _check_entry(entry)
         return Table(gpu, entries, str(content["hybridmf"]))
@@ -167,9 +193,13 @@ def _check_entry(entry: Entry) -> None:
         raise TypeError(f"kernel {entry.kernel!r} is no name")
     if not isinstance(entry.facts.get("rank", 1), int):
         raise TypeError(f"rank {entry.facts['rank']!r} is no number")
-    for name, value in entry.config.items():
-        if not isinstance(value, int):  # also bool
-            raise TypeError(f"{name} {value!r} of {entry.kernel} is no integer")
+    for config in (entry.config, *entry.rivals):
+        for name, value in config.items():
+            if not isinstance(value, int):  # also bool
+                raise TypeError(f"{name} {value!r} of {entry.kernel} is no integer")
+    for name in ("ms", "rule_ms", "measured"):
+        if not isinstance(getattr(entry, name), int | float):
+            raise TypeError(f"{name} {getattr(entry, name)!r} of {entry.kernel} is no number")
 
 
 def user_file(spec: DeviceSpec) -> Path:
@@ -202,19 +232,24 @@ def shipped_tables(spec: DeviceSpec) -> Iterator[Table]:
 
 
 def store(table: Table, path: Path, *, merge: bool = True) -> None:
-    """Write a table; entries of other facts that the file has for the same kind of GPU and version stay.
+    """Write a table; what the file has for the same kind of GPU and version stays if it is better (`Table.merged`).
 
     Raises
     ------
     OSError
         The file or its folder cannot be written.
     """
-    if merge and path.is_file():
-        old = _loaded(path)
-        if old is not None and old.gpu == table.gpu and old.version == table.version:
-            table = old.merged(table)
+    old = stored(path, table.gpu) if merge else None
+    if old is not None and old.version == table.version:
+        table = old.merged(table)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, table.to_json().encode())
+
+
+def stored(path: Path, gpu: Gpu) -> Table | None:
+    """The table in a file, which must be of this kind of GPU and this version; else None."""
+    table = _loaded(path)
+    return table if table is not None and table.gpu == gpu and table.version == __version__ else None
 
 
 def _loaded(path: Path) -> Table | None:
@@ -251,12 +286,37 @@ def tuned(kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8) -> tuple[
     block : int
         Ranks with as many blocks of this size may share an entry.
     """
+    found = _hits(kernel, spec, facts, block)
+    return (dict(found[0][1].config), found[0][0] == 0) if found else None
+
+
+def known(
+    kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8, *, beside: Table | None = None
+) -> list[dict[str, Any]]:
+    """What tables say for these facts, each configuration once; first what fits take.
+
+    Parameters
+    ----------
+    kernel, spec, facts, block
+        As for `tuned`.
+    beside : Table, optional
+        Another one than those that fits look into.
+    """
+    entries = [entry for _, entry in _hits(kernel, spec, facts, block)]
+    other = beside.find(kernel, facts, block) if beside is not None else None
+    configs: list[dict[str, Any]] = []
+    for entry in [*entries, *([other[1]] if other is not None else [])]:
+        if entry.config not in configs:
+            configs.append(dict(entry.config))
+    return configs
+
+
+def _hits(kernel: str, spec: DeviceSpec, facts: Facts, block: int) -> list[tuple[int, Entry]]:
+    """The entry of each table that serves, and how far it is; exact ones first, then the user's."""
     own = user_table(spec)
     tables = [*([own] if own is not None else []), *shipped_tables(spec)]
     found = [hit for table in tables if (hit := table.find(kernel, facts, block)) is not None]
-    # stable: among entries equally exact, the user's comes first
-    found.sort(key=lambda hit: hit[0] > 0)
-    return (dict(found[0][1].config), found[0][0] == 0) if found else None
+    return sorted(found, key=lambda hit: hit[0] > 0)  # stable: among entries equally exact, the user's comes first
 
 
 def best(

@@ -1,21 +1,25 @@
 """Times the configurations of kernels on this GPU and finds the fastest (Gates et al., section VIII; BALS 4.3).
 
 One job is one kernel with the facts that its choice depends on. Its configurations (`spaces`) are compiled on all
-cores, that of the rule first; what spills more registers than it is dropped. Each is run once and its answer checked
-(`trials`) before it is timed. The best three and the rule's are then timed in turn, and the winner's code for other
-kinds of entries is looked at. Jobs share the time budget; what it cuts off is what was expected least of.
+cores, those of the rule and of tables first; what spills more registers than the rule's is dropped. Each is run once
+and its answer checked (`trials`) before it is timed. The best three, the rule's and the tables' are then timed in turn,
+and the winner's code for other kinds of entries is looked at.
+
+Jobs share the time budget by their weights, and what one leaves is the others'; what a share cuts off is what was
+expected least of. All kernels have their first rank tuned before any has its second. A job that begins looks at a few
+configurations whatever its share is, since less finds nothing; jobs for which no time is left are named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from concurrent.futures import TimeoutError as FuturesTimeoutError
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -26,7 +30,7 @@ from ..errors import DeviceError, DeviceMemoryError
 from .device import CudaDevice, Device, Resources
 from .launch import constant_texts, source_text
 from .spaces import SPACES, Build, Candidate, Facts, Space
-from .tables import Entry, Gpu, Table
+from .tables import LEAST_MEASURED, Entry, Gpu, Table, known
 from .trials import MAKERS, Part, Sample, Trial
 
 logger = logging.getLogger("hybridmf")
@@ -42,7 +46,10 @@ HOPELESS = 1.3
 FINALISTS = 3
 FINAL_ROUNDS = 7
 GAIN = 0.01
-"""Part of the time that a configuration must save to replace the rule's: less is noise."""
+"""Part of the time that a configuration must save to replace the rule's or a table's: less is noise."""
+
+FEWEST = 4
+"""Configurations beside the rule's and the tables' that a job looks at while there is time at all."""
 
 
 Timer = Callable[[Device, Part, int], list[float]]
@@ -125,8 +132,10 @@ class Job:
     space : Space
     factors : int
     facts : dict
+    known : list of dict
+        What tables say for these facts.
     measurements : list of Measurement
-        The rule's configuration first.
+        The rule's configuration first, then those of tables.
     winner : Measurement or None
     candidates : int
         Configurations there are.
@@ -138,6 +147,7 @@ class Job:
     space: Space
     factors: int
     facts: Facts
+    known: list[dict[str, Any]] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     winner: Measurement | None = None
     candidates: int = 0
@@ -154,17 +164,26 @@ class Job:
         """Those that were timed, fastest first."""
         return sorted((one for one in self.measurements if one.status == "timed"), key=lambda one: one.score)
 
+    def is_known(self, one: Measurement) -> bool:
+        """Whether a table has this configuration."""
+        return one.candidate.values in self.known
+
+    @property
+    def rule_ms(self) -> float:
+        """Of the rule's configuration; of the winner where the rule's could not be timed."""
+        assert self.winner is not None
+        rule = self.measurements[0]
+        return rule.score if rule.status == "timed" else self.winner.score
+
     @property
     def entry(self) -> Entry | None:
-        """What a tuned table keeps."""
-        if self.winner is None:
+        """What a tuned table keeps: the winner, if it has beaten anything."""
+        timed = len(self.timed)
+        if self.winner is None or timed < LEAST_MEASURED:
             return None
-        rule = self.measurements[0]
-        rule_ms = rule.score if rule.status == "timed" else self.winner.score
+        times = round(self.winner.score, 5), round(self.rule_ms, 5)
         values = self.winner.candidate.values
-        return Entry(
-            self.space.kernel, self.facts, values, round(self.winner.score, 5), round(rule_ms, 5), len(self.timed)
-        )
+        return Entry(self.space.kernel, self.facts, values, *times, timed, tuple(self.known))
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """A record of each configuration, what plots are made of."""
@@ -172,7 +191,8 @@ class Job:
             resources = one.resources
             yield {
                 "bench": "tune", "kernel": self.space.kernel, "factors": self.factors, "facts": self.facts,
-                "config": one.candidate.values, "rule": place == 0, "winner": one is self.winner,
+                "config": one.candidate.values, "rule": place == 0, "known": self.is_known(one),
+                "winner": one is self.winner,
                 "status": one.status, "reason": one.reason, "ms": one.ms, "gflops": one.gflops, "error": one.error,
                 "threads": one.candidate.threads, "reuse": one.candidate.reuse,
                 "registers": None if resources is None else resources.registers,
@@ -181,27 +201,37 @@ class Job:
 
     def summary(self) -> str:
         """A line for people."""
-        entry = self.entry
-        if entry is None:
+        winner = self.winner
+        if winner is None:
             return f"{self.name}: {self.reason}"
         dropped = len(self.measurements) - len(self.timed)
         counts = f"{len(self.timed)} of {self.candidates} timed" + (f", {dropped} dropped" if dropped else "")
-        assert self.winner is not None
-        best = ", ".join(f"{key} {value}" for key, value in entry.config.items())
-        if self.winner is self.measurements[0]:
-            return f"{self.name}: {entry.ms:.3f} ms, the rule's choice stays ({counts}; {self.seconds:.0f} s)"
-        gain = f"{entry.ms:.3f} ms instead of {entry.rule_ms:.3f}"
-        return f"{self.name}: {gain} ({counts}; {self.seconds:.0f} s): {best}"
+        counts = f"({counts}; {self.seconds:.0f} s)"
+        if len(self.timed) < LEAST_MEASURED:
+            return (
+                f"{self.name}: {winner.score:.3f} ms with nothing to compare it with, tables stay as they are {counts}"
+            )
+        if winner is self.measurements[0] or self.is_known(winner):
+            whose = "the rule's" if winner is self.measurements[0] else "the table's"
+            return f"{self.name}: {winner.score:.3f} ms, {whose} choice stays {counts}"
+        best = ", ".join(f"{key} {value}" for key, value in winner.candidate.values.items())
+        return f"{self.name}: {winner.score:.3f} ms instead of {self.rule_ms:.3f} {counts}: {best}"
 
 
 def make_jobs(kernels: Sequence[str] | None, factors: Sequence[int], itemsize: int) -> list[Job]:
-    """Each kernel with each combination of facts once, in the order of `spaces.SPACES`."""
-    jobs: dict[tuple[Any, ...], Job] = {}
+    """Each kernel with each combination of facts once.
+
+    The kernels take turns, in the order of `spaces.SPACES`; each has its most usual kind of facts (the first) at all
+    ranks before the next kind.
+    """
+    of_kernels: list[list[Job]] = []
     for name in SPACES if kernels is None else dict.fromkeys(kernels):
-        for f in factors:
-            for facts in SPACES[name].facts(f, itemsize):
-                jobs.setdefault((name, *sorted(facts.items())), Job(SPACES[name], f, facts))
-    return list(jobs.values())
+        kinds = itertools.zip_longest(*([(f, facts) for facts in SPACES[name].facts(f, itemsize)] for f in factors))
+        jobs: dict[tuple[Any, ...], Job] = {}
+        for f, facts in (each for kind in kinds for each in kind if each is not None):
+            jobs.setdefault(tuple(sorted(facts.items())), Job(SPACES[name], f, facts))
+        of_kernels.append(list(jobs.values()))
+    return [job for turn in itertools.zip_longest(*of_kernels) for job in turn if job is not None]
 
 
 def tune(
@@ -215,6 +245,7 @@ def tune(
     most: int | None = None,
     num_threads: int | None = None,
     timer: Timer = event_times,
+    table: Table | None = None,
 ) -> Iterator[Job]:
     """Tune kernels on a device; yields each job once it is done, so that what was found is not lost.
 
@@ -228,15 +259,17 @@ def tune(
     dtype : {"float32", "float64"}
         Of the numbers; kernels that know only one are left out for the other.
     budget : float
-        Seconds; every job times the rule's configuration whatever it says.
+        Seconds from when the ratings are drawn; the last job that begins may take a little longer.
     sample : Sample, optional
         Ratings; default: `Sample.draw()`.
     most : int, optional
-        Configurations of a job at most.
+        Configurations of a job at most; those of the rule and of tables are timed whatever it says.
     num_threads : int, optional
         Compilations at a time; default: all cores.
     timer : callable
         For tests.
+    table : Table, optional
+        Where what is found will go, if fits do not look there: its configurations are timed, too.
 
     Raises
     ------
@@ -251,9 +284,8 @@ def tune(
     itemsize = {"float32": 4, "float64": 8}[check_choice("dtype", dtype, ("float32", "float64"))]
     budget = check_real("budget", budget, 0.0, strict=True)
     most = None if most is None else check_int("most", most, 1)
-    return _run_jobs(
-        device, make_jobs(kernels, factors, itemsize), budget, sample, most, num_threads or available_cores(), timer
-    )
+    jobs = make_jobs(kernels, factors, itemsize)
+    return _run_jobs(_Run(device, timer, most, table), jobs, budget, sample, num_threads or available_cores())
 
 
 def table_of(device: Device, jobs: Sequence[Job]) -> Table:
@@ -278,24 +310,25 @@ def stamp(device: Device) -> dict[str, Any]:
     return {"gpu": gpu, "versions": {"hybridmf": __version__}, "date": today}
 
 
-def _run_jobs(
-    device: Device, jobs: list[Job], budget: float, sample: Sample | None, most: int | None, threads: int, timer: Timer
-) -> Iterator[Job]:
-    end = time.monotonic() + budget
+@dataclass(frozen=True)
+class _Run:
+    """What the jobs of a run share; see `tune`."""
+
+    device: Device
+    timer: Timer
+    most: int | None
+    table: Table | None
+
+
+def _run_jobs(run: _Run, jobs: list[Job], budget: float, sample: Sample | None, threads: int) -> Iterator[Job]:
     sample = sample or Sample.draw()
+    end = time.monotonic() + budget
     pool = ThreadPoolExecutor(threads)
+    runners = [_Runner(run, job, pool) for job in jobs]
     before: _Runner | None = None
     try:
-        for place, job in enumerate(jobs):
-            started = time.monotonic()
-            weights = sum(later.space.weight for later in jobs[place:])
-            share = max(0.0, end - started) * job.space.weight / weights
-            runner = _Runner(device, job, pool, timer, started + share)
-            try:
-                runner.run(sample, most)
-            except (DeviceMemoryError, ValueError) as error:
-                job.reason = f"not tuned: {' '.join(str(error).split())}"
-            job.seconds = time.monotonic() - started
+        for place, runner in enumerate(runners):
+            _work_through(runner, runners[place + 1 :], sample, end, budget)
             # its other programs were compiled meanwhile
             if before is not None:
                 yield before.settled()
@@ -306,28 +339,76 @@ def _run_jobs(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _work_through(runner: _Runner, later: Sequence[_Runner], sample: Sample, end: float, budget: float) -> None:
+    """One job within its share of what is left of the time."""
+    job, started = runner.job, time.monotonic()
+    if started >= end:
+        job.reason = (
+            f"not tuned: the budget of {budget:g} s is spent; --budget gives more, --kernel and --factors leave out"
+        )
+        return
+    weights = sum(each.job.space.weight for each in (runner, *later))
+    runner.end, runner.deadline = end, started + (end - started) * job.space.weight / weights
+    try:
+        runner.prepare()
+        for following in later[:1]:  # ahead of this job's other programs, so that it need not wait for them
+            with contextlib.suppress(ValueError):  # told when it is its turn
+                following.prepare()
+        runner.run(sample)
+    except (DeviceMemoryError, ValueError) as error:
+        job.reason = f"not tuned: {' '.join(str(error).split())}"
+    job.seconds = time.monotonic() - started
+
+
 class _Runner:
     """Works through one job until its deadline."""
 
-    def __init__(self, device: Device, job: Job, pool: ThreadPoolExecutor, timer: Timer, deadline: float) -> None:
-        self.device, self.job, self.pool, self.timer, self.deadline = device, job, pool, timer, deadline
+    def __init__(self, run: _Run, job: Job, pool: ThreadPoolExecutor) -> None:
+        self.device, self.timer, self.most, self.table = run.device, run.timer, run.most, run.table
+        self.job, self.pool = job, pool
+        self.deadline = self.end = math.inf
         self.allowed_bytes = 0
         self.best = math.inf
+        self.first: dict[Future[Resources], Candidate] = {}
+        self.others: list[Candidate] = []
         self.contenders: list[Measurement] = []
         self.variants: list[list[Future[Resources]]] = []
 
-    def run(self, sample: Sample, most: int | None) -> None:
+    def prepare(self) -> None:
+        """Compile the rule's configuration and those of tables, if that was not begun before.
+
+        Raises
+        ------
+        ValueError
+            Not even the rule finds a configuration that the device can run.
+        """
+        if self.first:
+            return
+        job, spec = self.job, self.device.spec
+        rule, *others = job.space.candidates(job.facts, spec)
+        job.known = known(job.space.kernel, spec, job.facts, job.space.block, beside=self.table)
+        first = [rule]
+        for values in job.known:
+            with contextlib.suppress(TypeError, ValueError):  # fits cannot use it either
+                one = job.space.named(job.facts, spec, **values)
+                first += [one] if one.values not in [each.values for each in first] else []
+        tried = [one.values for one in first]
+        self.others = [one for one in others if one.values not in tried]
+        job.candidates = len(first) + len(self.others)
+        self.first = {self._submit(one): one for one in first}
+
+    def run(self, sample: Sample) -> None:
         """Compile, check and time; then the finals."""
-        job = self.job
-        candidates = job.space.candidates(job.facts, self.device.spec)
-        job.candidates = len(candidates)
-        compiling = {self._submit(one): one for one in candidates[:most]}
-        rule = next(iter(compiling))
+        most = None if self.most is None else max(0, self.most - len(self.first))
+        compiling = {self._submit(one): one for one in self.others[:most]}
+        (rule, candidate), *tables = self.first.items()
         try:
             with self.device.active():
-                trial = MAKERS[job.space.kernel](self.device, sample, job.facts)
-                self._measure_rule(trial, rule, compiling.pop(rule))
-                for future in self._completed(compiling):
+                trial = MAKERS[self.job.space.kernel](self.device, sample, self.job.facts)
+                self._measure_rule(trial, rule, candidate)
+                for future, candidate in tables:
+                    self._measure(trial, future, candidate)
+                for future in self._completed(list(compiling)):
                     self._measure(trial, future, compiling[future])
                 self._finals(trial)
         finally:
@@ -344,15 +425,16 @@ class _Runner:
             found.append(self.device.resources(source_text(file), kernel, constant_texts(constants)))
         return Resources(max(one.registers for one in found), max(one.local_bytes for one in found))
 
-    def _completed(self, compiling: dict[Future[Resources], Candidate]) -> Iterator[Future[Resources]]:
-        """Compilations as they end, until the deadline."""
-        try:
-            for future in as_completed(compiling, timeout=max(0.0, self.deadline - time.monotonic())):
-                if time.monotonic() > self.deadline:
-                    return
-                yield future
-        except FuturesTimeoutError:
-            return
+    def _completed(self, waiting: list[Future[Resources]]) -> Iterator[Future[Resources]]:
+        """Compilations as they end, of those the most promising first: a few, and more until the deadline."""
+        for count in itertools.count():
+            limit = self.end if count < FEWEST else self.deadline
+            done = wait(waiting, max(0.0, limit - time.monotonic()), FIRST_COMPLETED).done if waiting else set()
+            if not done or time.monotonic() > limit:
+                return
+            first = next(future for future in waiting if future in done)
+            waiting.remove(first)
+            yield first
 
     def _measure_rule(self, trial: Trial, future: Future[Resources], candidate: Candidate) -> None:
         """The rule's configuration: what it spills is what others may."""
@@ -415,19 +497,25 @@ class _Runner:
             ) from error
 
     def _finals(self, trial: Trial) -> None:
-        """Time the best and the rule's in turn, so that drift hits all alike; compile their code for other entries."""
+        """Time the best, the rule's and the tables' in turn, so that drift hits all alike.
+
+        What may win has its code for other entries compiled.
+        """
         job = self.job
         if not job.timed:
             job.reason = f"nothing could be timed: {job.measurements[0].reason}"
             return
         rule = job.measurements[0]
-        finalists = job.timed[:FINALISTS]
-        if rule.status == "timed" and rule not in finalists:
-            finalists.append(rule)
+        best, *others = job.timed
+        finalists = [
+            best,
+            *(one for k, one in enumerate(others, 1) if k < FINALISTS or one is rule or job.is_known(one)),
+        ]
         if len(finalists) > 1:
             self._time_in_turn(trial, finalists)
         limit = rule.score * (1 - GAIN) if rule.status == "timed" else math.inf
-        better = sorted((one for one in finalists if one is not rule and one.score <= limit), key=lambda one: one.score)
+        better = [one for one in finalists if one is not rule and one.score <= limit]
+        better.sort(key=lambda one: one.score * (1 - GAIN if job.is_known(one) else 1))
         self.contenders = [*better, rule]
         if better:
             self.variants = [self._submit_variants(one.candidate) for one in self.contenders]

@@ -29,6 +29,7 @@ from .._io import (
     lasting_tensors,
     model_metadata,
     state_tensors,
+    stored_iteration,
     write_model,
 )
 from .._objective import State
@@ -189,7 +190,7 @@ def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None, 
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
         raise PermissionError(f"checkpoint folder {str(path)!r} cannot be written to")
-    newest = _listed(path)[-1:]
+    newest = [each.path for each in _listed(path)[-1:]]
     if newest and (resume_from is None or Path(resume_from).resolve() not in (path.resolve(), newest[0].resolve())):
         raise FileExistsError(
             f"checkpoint folder {str(path)!r} holds checkpoints of an earlier run, the newest {newest[0].name}: "
@@ -333,15 +334,14 @@ class Writer:
         assert lasting is not None
         tensors = state_tensors(snapshot.state.on_host(), resumable=True) | lasting
         write_atomically(
-            folder / f"checkpoint-{snapshot.iteration:06d}.safetensors",
+            folder / _file_name(snapshot.iteration),
             lambda file: write_model(file, snapshot.metadata, tensors),
             prefix=UNFINISHED,
         )
-        # later ones could not be read when this run was resumed from one before them
-        for old in [path for path in _listed(folder) if _iteration(path) <= snapshot.iteration][
-            : -self.checkpoint.keep
-        ]:
-            old.unlink(missing_ok=True)
+        # later ones could not be read when this run was resumed from one before them; somebody keeps renamed ones
+        ours = [each for each in _listed(folder) if each.iteration <= snapshot.iteration and not each.renamed]
+        for old in ours[: -self.checkpoint.keep]:
+            old.path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -354,14 +354,34 @@ def writing(writer: Writer | None) -> Any:
         yield writer
 
 
-def _iteration(path: Path) -> int:
-    """Iteration of a checkpoint by its name; -1 for other files."""
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
+@dataclass(frozen=True, order=True)
+class _Found:
+    """A file of a folder that is called as checkpoints are, in the order of what they hold."""
+
+    iteration: int
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> _Found | None:
+        """What is there; None for other files. A file that does not tell its iteration has that of its name."""
+        named = _NAME.fullmatch(path.name)
+        if named is None:
+            return None
+        stored = stored_iteration(path)
+        return cls(int(named[1]) if stored is None else stored, path)
+
+    @property
+    def renamed(self) -> bool:
+        """Whether its name tells another iteration than it holds."""
+        return self.path.name != _file_name(self.iteration)
 
 
-def _listed(directory: Path) -> list[Path]:
-    return sorted((path for path in directory.iterdir() if _iteration(path) >= 0), key=_iteration)
+def _file_name(iteration: int) -> str:
+    return f"checkpoint-{iteration:06d}.safetensors"
+
+
+def _listed(directory: Path) -> list[_Found]:
+    return sorted(filter(None, map(_Found.at, directory.iterdir())))
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -369,7 +389,7 @@ def _listed(directory: Path) -> list[Path]:
 
 def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
     """Whether there is anything to resume from in a folder, which need not exist."""
-    return Path(directory).is_dir() and bool(_listed(Path(directory)))
+    return Path(directory).is_dir() and any(_NAME.fullmatch(path.name) for path in Path(directory).iterdir())
 
 
 def read(path: str | os.PathLike[str], model: Any, data: str) -> ModelFile:
@@ -406,13 +426,13 @@ def read(path: str | os.PathLike[str], model: Any, data: str) -> ModelFile:
 
 
 def _newest(directory: Path) -> ModelFile:
-    paths = _listed(directory)
-    if not paths:
+    found = _listed(directory)
+    if not found:
         raise FileNotFoundError(f"resume_from folder {str(directory)!r} holds no checkpoint")
     problem: ModelFileError | None = None
-    for path in reversed(paths):
+    for each in reversed(found):
         try:
-            return ModelFile(path)
+            return ModelFile(each.path)
         except ModelFileError as error:
             problem = error
             logger.warning("checkpoint passed over: %s", error)

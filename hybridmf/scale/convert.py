@@ -32,9 +32,8 @@ import scipy.sparse as sp
 from .._files import FORMATS, open_bytes, read_head, reading, sniff_format, write_atomically
 from .._io import decode_labels, encode_labels
 from .._labels import MAX_POSITION, factorize_objects, label_of
-from .._memory import available_memory
 from .._objective import SIDES, Side
-from .._readers import parquet_chunks
+from .._readers import MarketHeader, check_market_rows, market_header, parquet_chunks
 from .._sparse import entry_rows, entry_sum
 from .._text import (
     BLOCK_CHARS,
@@ -46,8 +45,8 @@ from .._text import (
     record_chunks,
     sorted_labels,
 )
-from .._validate import MERGE_RULES, check_bool, check_choice, check_path, from_triplets
-from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
+from .._validate import MERGE_RULES, check_bool, check_choice, check_path, csr_arrays, from_triplets
+from ..errors import DuplicateEntriesError, RatingsError
 from ..formats import transpose
 from ..gpu.device import parse_bytes
 from ..ratings import Ratings
@@ -65,9 +64,6 @@ CHUNK_BYTES = 128
 
 SORT_BYTES = 112
 """Memory that one entry of a bucket takes while it is sorted."""
-
-ROW_BYTES = 64
-"""Memory of a row while its entries are counted."""
 
 _TEMPORARY = re.compile(r"\.hybridmf-.*\.tmp")  # of `write_atomically`, which was killed
 _OURS = re.compile(
@@ -95,14 +91,15 @@ def convert(
 ) -> Store:
     """Write ratings as a store, which a fit can read without holding it in memory.
 
-    Delimited text, MatrixMarket (general coordinates) and Parquet files may be larger than memory: labels are held,
-    entries are not. Other files, and matrices, are in memory as a whole. A conversion that was killed goes on where it
-    stopped when it is called again with the same arguments. It needs up to 48 bytes of disk an entry while it works,
-    16 when it is done.
+    Delimited text, MatrixMarket (general coordinates) and Parquet files, and other stores, may be larger than memory:
+    labels are held, entries are not. Other files, and matrices, are in memory as a whole. A conversion that was killed
+    goes on where it stopped when it is called again with the same arguments. It needs up to 48 bytes of disk an entry
+    while it works, 16 when it is done.
 
     Parameters
     ----------
-    source : path-like, Ratings, or sparse or dense matrix of shape (n_users, n_items)
+    source : path-like, Store, Ratings, or sparse or dense matrix of shape (n_users, n_items)
+        The path of a file, or of the folder of a store.
     path : path-like
         Folder of the store; made if it does not exist.
     slab_bytes : int or str
@@ -114,7 +111,7 @@ def convert(
     overwrite : bool
         Replace a store that is there, which is removed before the new one is made; otherwise that is an error.
     format, separator, header, user, item, value, duplicates, encoding, comment
-        As for `Ratings.from_file`; `duplicates` is for matrices too.
+        How a file is read, as for `Ratings.from_file`; `duplicates` is for matrices too.
 
     Returns
     -------
@@ -138,13 +135,14 @@ def convert(
         "format": format, "separator": separator, "header": header, "user": user, "item": item, "value": value,
         "duplicates": duplicates, "encoding": encoding, "comment": comment,
     }  # fmt: skip
+    if isinstance(source, (str, os.PathLike)):
+        source = Store.open(source) if os.path.isdir(source) else os.fsdecode(source)
     folder = _Folder(Path(check_path("path", path)))
     _refuse_itself(source, folder.path)
-    identity = {"source": _identity(source), "slab_entries": entries, "options": options}
-    reader: Callable[[], _Reader] | None = None
-    if isinstance(source, (str, os.PathLike)):
-        reader = _reader_of(os.fsdecode(source), options, limit)
-    identity = json.loads(json.dumps(identity if reader is not None else None))
+    reader = _reader_of(source, options, limit)
+    identity = None
+    if reader is not None:
+        identity = json.loads(json.dumps({"source": _identity(source), "slab_entries": entries, "options": options}))
     goes_on = folder.judge(check_bool("overwrite", overwrite), identity)
     ratings = _in_memory(source, options) if reader is None else None  # a bad one costs no store that is there
     with folder.cleaning_up():
@@ -166,22 +164,19 @@ def _refuse_itself(source: Any, path: Path) -> None:
         )
 
 
-def _identity(source: Any) -> Any:
-    """What tells a file from another one, or from what it was before."""
-    if not isinstance(source, (str, os.PathLike)):
-        return None
-    name = os.path.abspath(os.fsdecode(source))
-    found = os.stat(name)
-    return [name, found.st_size, found.st_mtime_ns]
+def _identity(source: str | Store) -> list[Any]:
+    """What tells a file or a store from another one, or from what it was before."""
+    if isinstance(source, Store):
+        return [os.path.abspath(source.path), source.checksum]
+    found = os.stat(source)
+    return [os.path.abspath(source), found.st_size, found.st_mtime_ns]
 
 
 def _in_memory(source: Any, options: dict[str, Any]) -> Ratings:
     if isinstance(source, Ratings):
         return source
-    if isinstance(source, (str, os.PathLike)):
+    if isinstance(source, str):
         return Ratings.from_file(source, **options)
-    if isinstance(source, Store):
-        return source.to_ratings()
     return Ratings.from_matrix(source, duplicates=options["duplicates"])
 
 
@@ -525,21 +520,43 @@ def _distinct(ids: np.ndarray) -> np.ndarray:
 
 
 class _Positions(_Ids):
-    """Positions of a matrix, which has no labels."""
+    """Positions, of a matrix without labels or in a store."""
 
     kind = "positions"
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, labels: np.ndarray | None = None) -> None:
+        self.count, self._labels = count, labels
 
-    def labels(self) -> None:
-        return None
+    def labels(self) -> np.ndarray | None:
+        return self._labels
 
     def lookup(self) -> np.ndarray:
         return np.empty(0, dtype=np.int32)
 
 
-def _reader_of(path: str, options: dict[str, Any], limit: int) -> Callable[[], _Reader] | None:
+def _reader_of(source: Any, options: dict[str, Any], limit: int) -> Callable[[], _Reader] | None:
+    """How to read a file or a store in chunks; None for what has to be, or is, in memory as a whole."""
+    if isinstance(source, Store):
+        return lambda: _stored(source, limit)
+    return _reader_of_file(source, options, limit) if isinstance(source, str) else None
+
+
+def _stored(store: Store, limit: int) -> _Reader:
+    length = max(1, limit // 64)
+
+    def chunks() -> Iterator[Chunk]:
+        for slab in store.slabs("user"):
+            indptr, indices, values = csr_arrays(slab.matrix())
+            for start in range(0, len(values), length):
+                part = slice(start, min(start + length, len(values)))
+                users = np.searchsorted(indptr, np.arange(part.start, part.stop), side="right") - 1 + slab.start
+                yield users.astype(np.int32), indices[part], values[part].astype(np.float64)
+
+    sides = (_Positions(store.n_users, store.user_ids), _Positions(store.n_items, store.item_ids))
+    return _Reader(chunks(), sides, lambda first, second: f"entries {first} and {second}", str(store.path))
+
+
+def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[[], _Reader] | None:
     """How to read a file in chunks; None if it has to be read as a whole."""
     head = read_head(path)
     format = options["format"] if options["format"] != "auto" else sniff_format(path, head)
@@ -547,8 +564,10 @@ def _reader_of(path: str, options: dict[str, Any], limit: int) -> Callable[[], _
     if format == "npz":
         return None
     if format == "mtx":
-        header = _matrix_market_header(path, head)
-        return None if header is None else lambda: _matrix_market(path, header, limit)
+        header = market_header(path, head)
+        if header is None or not _streamable(header):
+            return None
+        return lambda: _matrix_market(path, header, limit)
     if format == "parquet":
         return lambda: _parquet(path, columns, max(1, limit // 256))
     separator = {"csv": ",", "tsv": "\t"}.get(format) if options["separator"] is None else options["separator"]
@@ -604,31 +623,18 @@ def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int) -> _Reader:
     return _Reader(chunks(), (sides[0], sides[1]), lambda first, second: f"rows {first} and {second}", path)
 
 
-def _matrix_market_header(path: str, head: bytes) -> tuple[str, int, int, int] | None:
-    """(field, rows, columns, entries) of a general matrix of real coordinates; None for what SciPy has to read."""
-    words = head.split(b"\n", 1)[0].decode("latin-1").lower().split()
-    if words[:3] != ["%%matrixmarket", "matrix", "coordinate"] or words[4:] != ["general"]:
-        return None
-    if words[3] not in ("real", "integer", "pattern", "double", "unsigned-integer"):
-        return None
-    with reading(path), open_bytes(path) as stream:
-        for line in stream:
-            if line.strip() and not line.lstrip().startswith(b"%"):
-                try:
-                    rows, columns, entries = map(int, line.split())
-                except ValueError:
-                    return None
-                if min(rows, columns, entries) < 0:
-                    raise RatingsError(
-                        f"{path} is damaged: its header says {rows} rows, {columns} columns, {entries} entries"
-                    )
-                return (words[3], rows, columns, entries) if max(rows, columns) <= MAX_POSITION else None
-    return None
+def _streamable(header: MarketHeader) -> bool:
+    """Whether a MatrixMarket file is a general matrix of real coordinates; SciPy has to read others."""
+    return (
+        (header.layout, header.symmetry) == ("coordinate", "general")
+        and header.field in ("real", "integer", "pattern", "double", "unsigned-integer")
+        and max(header.n_rows, header.n_columns) <= MAX_POSITION
+    )
 
 
-def _matrix_market(path: str, header: tuple[str, int, int, int], limit: int) -> _Reader:
-    kind, n_rows, n_columns, count = header
-    _check_memory(path, n_rows, n_columns)
+def _matrix_market(path: str, header: MarketHeader, limit: int) -> _Reader:
+    kind, n_rows, n_columns, count = header.field, header.n_rows, header.n_columns, header.entries
+    check_market_rows(path, header)
     fields = [("row", np.int64), ("column", np.int64)] + ([] if kind == "pattern" else [("value", np.float64)])
 
     def chunks() -> Iterator[Chunk]:
@@ -654,17 +660,6 @@ def _matrix_market(path: str, header: tuple[str, int, int, int], limit: int) -> 
 
     sides = (_Positions(n_rows), _Positions(n_columns))
     return _Reader(chunks(), sides, lambda first, second: f"entries {first} and {second}", path)
-
-
-def _check_memory(path: str, n_rows: int, n_columns: int) -> None:
-    """Refuse a header whose rows and columns, though empty, are too many to be counted in memory."""
-    needed, free = ROW_BYTES * (n_rows + n_columns), available_memory()
-    if free is not None and needed > free:
-        raise MemoryBudgetError(
-            f"{path} has {n_rows:,} rows and {n_columns:,} columns by its header: to count their entries takes "
-            f"{needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; number users and items anew, "
-            "without gaps"
-        )
 
 
 def _check_coordinates(path: str, table: np.ndarray, shape: tuple[int, int], done: int) -> None:

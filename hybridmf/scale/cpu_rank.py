@@ -14,7 +14,7 @@ from .._plan import Plan
 from ..cpu import _als, als
 from ..cpu.stream import StreamedHalf
 from .slabs import RangeSlabs
-from .su_als import Block, Ranges
+from .su_als import Block, Ranges, Then
 
 
 class CpuWorker:
@@ -83,6 +83,14 @@ class CpuWorker:
         half = als.HalfSweep(side, block, objective, plan, names)
         half.check = self.check
         return half
+
+    gathers_ahead = False
+
+    def solve(
+        self, half: als.HalfSweep | StreamedHalf, fixed: Factors, mean: float, start: Factors, then: Then | None
+    ) -> Factors:
+        """New factors of the rows of `whole`; nothing is gathered ahead, since nothing would overlap."""
+        return half.solve(fixed, mean, start)
 
     def partial(
         self,
@@ -253,7 +261,7 @@ class PartialRows(als.HalfSweep):
                 )
             at += n
 
-    def result(self) -> Factors:
+    def result(self, then: Then | None = None) -> Factors:
         """Factors of the rows solved here."""
         als.check_status(self._status, self.side, self.objective, self.names)
         out = self._out

@@ -12,17 +12,17 @@ import scipy.sparse as sp
 
 from .._objective import SIDES, Factors, Objective, Side
 from .._plan import Plan
-from ..cpu.als import check_status
 from ..gpu import als, assemblies, fused, losses
 from ..gpu.device import Array, CudaDevice, Device, open_device
 from ..gpu.fused import BLOCK, FusedConfig, Systems, round_up
 from ..gpu.launch import Entries, ceil_div
+from ..gpu.rows import add_pieces
 from ..gpu.stream import Pipeline, StreamedHalf
 from .communicator import Communicator
 from .cpu_rank import InOrder
 from .nccl import NcclCommunicator
 from .slabs import MemorySlabs, RangeSlabs, Slabs
-from .su_als import PIECES, Block, Ranges
+from .su_als import PIECES, Block, Ranges, Then
 
 MOST_SEGMENTS = 32
 """Pieces that a row is cut into at most: its pieces are added one after the other."""
@@ -103,6 +103,19 @@ class GpuWorker:
             self._pipeline = Pipeline(self.device, longest, slabs.dtype)
         pipeline = None if plan.resident else self._pipeline
         return StreamedHalf(self.device, side, slabs, objective, plan, pipeline, names, ends)
+
+    gathers_ahead = True
+
+    def solve(
+        self,
+        half: als.HalfSweep | StreamedHalf,
+        fixed: als.DeviceFactors,
+        mean: float,
+        start: als.DeviceFactors,
+        then: Then | None,
+    ) -> als.DeviceFactors:
+        """New factors of the rows of `whole`."""
+        return half.solve(fixed, mean, start, then=then)
 
     def partial(
         self,
@@ -216,14 +229,17 @@ class Cut:
     segments : int64 array, shape (n_segments, 3)
         (slot, begin, end), longest first. The first piece of a row has the slot of the row, the others come behind.
     n_rows, n_slots : int
-    layers : list of (int64 array, int, int)
-        Slots of rows, and where the slots of their second (third, ...) pieces begin and end.
+    uneven : int64 array
+        Rows that do not have one piece, but several or none.
+    others : int64 array
+        Slots of their second piece and those after it: ``others[k] ... others[k + 1] - 1``.
     """
 
     segments: Array
     n_rows: int
     n_slots: int
-    layers: list[tuple[Array, int, int]]
+    uneven: Array
+    others: Array
 
     @classmethod
     def make(cls, device: Device, indptr: np.ndarray, ranges: Ranges, longest: int) -> Cut:
@@ -233,23 +249,27 @@ class Cut:
         entries, most = int((ends - begins).sum()), max((PIECES - 1) * len(rows), FEW_SEGMENTS)
         longest = max(longest, ceil_div(entries, most), ceil_div(int((ends - begins).max(initial=0)), MOST_SEGMENTS))
         pieces = -(-(ends - begins) // longest)
-        segments, layers, slots = [], [], len(rows)
-        for layer in range(int(pieces.max(initial=0))):
-            mine = np.flatnonzero(pieces > layer)
-            begin = begins[mine] + layer * longest
-            at = mine if not layer else np.arange(slots, slots + len(mine))
-            segments.append(np.column_stack((at, begin, np.minimum(begin + longest, ends[mine]))))
-            if layer:
-                layers.append((device.upload(mine), slots, slots + len(mine)))
-                slots += len(mine)
-        joined = np.concatenate(segments) if segments else np.zeros((0, 3))
-        joined = joined[np.argsort(joined[:, 1] - joined[:, 2], kind="stable")]
-        return cls(device.upload(joined.astype(np.int64)), len(rows), slots, layers)
+        others = np.maximum(pieces - 1, 0)
+        starts = len(rows) + np.cumsum(others) - others
+        owner = np.repeat(np.arange(len(rows)), pieces)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        slot = np.where(place == 0, owner, starts[owner] + place - 1)
+        begin = begins[owner] + place * longest
+        segments = np.column_stack((slot, begin, np.minimum(begin + longest, ends[owner])))
+        segments = segments[np.argsort(segments[:, 1] - segments[:, 2], kind="stable")]
+        uneven = np.flatnonzero(pieces != 1)
+        n_slots = len(rows) + int(others.sum())
+        return cls(
+            device.upload(segments.astype(np.int64)),
+            len(rows),
+            n_slots,
+            device.upload(uneven.astype(np.int64)),
+            device.upload(np.append(starts[uneven], n_slots).astype(np.int64)),
+        )
 
-    def add_up(self, sums: Array) -> Array:
-        """Sums of rows from sums of pieces, which are added in order."""
-        for rows, first, last in self.layers:
-            sums[rows] += sums[first:last]
+    def add_up(self, device: Device, sums: Array) -> Array:
+        """Sums of rows from sums of pieces, which are added in order; zeros for rows without any."""
+        add_pieces(device, sums, self.uneven, self.others)
         return sums[: self.n_rows]
 
 
@@ -321,22 +341,23 @@ class PartialRows(als.HalfSweep):
         self._systems = Systems(solutions, device.zeros(n_rows, np.int32), gram, self.ridge, self.scale)
         self._how = fused.Method("float32", plan.solver, self.epsilon, plan.cg_steps)
         if self._config is not None and len(self.ratings):
-            self._how = self._method(fixed.table)
+            self._how = self._method(fixed)
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
         """Sums of a batch's entries at hand; zeros for rows without any."""
         device, cut, rank = self.device, self._cuts[batch], self.plan.rank
         arguments = (self._table, self._entries_at_hand, cut.segments)
         if self._config is not None:
-            sums = device.zeros((cut.n_slots, self._config.partial_floats), np.float32)
+            sums = device.empty((cut.n_slots, self._config.partial_floats), np.float32)
             fused.assemble_segments(device, sums, *arguments, self._config, self._how)
-            return (cut.add_up(sums),)
+            return (cut.add_up(device, sums),)
+        # lower triangles are written, whole matrices travel
         matrices = device.zeros((cut.n_slots, rank, rank), self.dtype)
-        rhs = device.zeros((cut.n_slots, rank), self.dtype)
+        rhs = device.empty((cut.n_slots, rank), self.dtype)
         assemble = assemblies.sparse_syrk if self.plan.assembly == "sparse_syrk" else assemblies.mo_als
         if len(cut.segments):
             assemble(device, matrices, rhs, *arguments, rank)
-        return cut.add_up(matrices), cut.add_up(rhs)
+        return cut.add_up(device, matrices), cut.add_up(device, rhs)
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
         """Complete and solve the systems of a batch."""
@@ -351,12 +372,11 @@ class PartialRows(als.HalfSweep):
             matrices, rhs = sums
             self._finish(self._systems, matrices, rhs, *to_solve)
 
-    def result(self) -> als.DeviceFactors:
+    def result(self, then: Then | None = None) -> als.DeviceFactors:
         """Factors of the rows solved here."""
-        status = self._systems.status
-        if len(status) and bool(status.any()):
-            check_status(self.device.download(status), self.side, self.objective, self.names)
-        return self._unpack(self._systems.solutions)
+        solved = self._unpack(self._systems.solutions)
+        self._judge(self._systems.status, solved if then is None else then(solved))
+        return solved
 
 
 def gpu_worker(names: Sequence[str], control: Communicator) -> tuple[Communicator, GpuWorker]:

@@ -1,9 +1,19 @@
 """MSGD on several ranks (Li et al. 2017, MCUMSGD, Alg. 4 and 5.3): each owns users, and the items travel.
 
 Users and items are cut into as many ranges as there are ranks, even in entries. Rank q owns users q. In step l of an
-epoch it holds items ``j = (q + l) mod p``: it moves them by its own ratings of theirs, sends them to rank q - 1, and
-while they travel moves its users by them. No two ranks hold a row at a time, so the factors depend on nothing but the
-number of ranks; after p steps every range of items is back.
+epoch it holds items ``j = (q + l) mod p``, which it then sends to rank q - 1. What it moves in between is the order:
+
+- "passes", ours, which a fit uses. The items go round twice. In steps 0 ... p - 1 a rank moves the items that it holds
+  by its own users' ratings of them; in steps p - 1 ... 2 p - 2 it moves its users by the items, which travel meanwhile.
+- "blocks", Alg. 4 as it is printed. The items go round once. In each of p steps a rank moves the items that it holds,
+  sends them, and while they travel moves its users by them.
+
+Both make the same updates. With "passes" an epoch is one of MSGD on one device (Alg. 1) in which each row begins its
+walk at another place: users are moved by items that all ranks' users have moved. With "blocks" they are moved by items
+that have last been moved by these same users, which the items of a long walk remember alone: each range of users gets
+factors of its own, and an epoch brings less.
+
+No two ranks hold a row at a time, so the factors depend on nothing but the order and the number of ranks.
 
 A rank runs on the CPU or on a GPU, the communicator between them is any (`hybridmf.scale.communicator`).
 """
@@ -14,7 +24,7 @@ import copy
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,10 +32,10 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import SIDES, Factors, Objective, Side, State
+from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import BATCH_FLOPS, Plan
 from .._sgd_method import SgdMethod, learning_rate_at
-from .._validate import csr_arrays, make_csr
+from .._validate import check_choice, csr_arrays, make_csr
 from ..cpu import sgd as cpu_sgd
 from ..cpu.als import aligned_zeros, objective_value
 from ..cpu.sgd import RISE, Copies, RowSweeps, diverged, starting_state, sums_width
@@ -46,6 +56,9 @@ logger = logging.getLogger("hybridmf")
 
 SHORTEST_LONG_ROW = 1024
 """A row as short as this never has a block of a GPU to itself: preparing one takes as long as walking the row."""
+
+ORDERS = ("passes", "blocks")
+"""See the top."""
 
 
 # ---------------------------------------------------------------------------------------------- shares
@@ -120,13 +133,16 @@ class Backend(Protocol):
     def arrived(self, arrays: Sequence[Array]) -> Any:
         """The range of items that has come."""
 
-    def move(self, block: int, side: Side, work: dict[Side, Any], terms: cpu_sgd.Terms, epoch: int) -> Iterator[Any]:
-        """Move the rows of a side by the ratings of a block; yields losses, numbers or arrays of shape ()."""
+    def move(self, block: int, side: Side, work: dict[Side, Any], terms: cpu_sgd.Terms, epoch: int) -> Iterator[None]:
+        """Move the rows of a side by the ratings of a block; yields where it may end early."""
+
+    def take_loss(self) -> float:
+        """Half the squared errors of all moves since the last call: an epoch sees every entry twice."""
 
     def factors(self, work: Any) -> Factors:
         """What was worked on, as it is kept; `work` is not used again."""
 
-    def is_finite(self, factors: Factors) -> bool:
+    def is_finite(self, *sides: Factors) -> bool:
         """Whether nothing is infinite or NaN."""
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
@@ -158,6 +174,7 @@ class CpuBackend:
         self.sums_width = sums_width(plan.method, plan.factors)
         self.sweeps = [_row_sweeps(block, plan) for block in blocks]
         self._items: Copies | None = None
+        self._losses: list[float] = []
 
     def active(self) -> AbstractContextManager[None]:
         """Nothing to enter; what overflows is found at the end of an epoch."""
@@ -200,19 +217,26 @@ class CpuBackend:
 
     def move(
         self, block: int, side: Side, work: dict[Side, Copies], terms: cpu_sgd.Terms, epoch: int
-    ) -> Iterator[float]:
-        """See `Backend`; a loss for each kernel call."""
+    ) -> Iterator[None]:
+        """See `Backend`; yields after each kernel call."""
         sweeps = self.sweeps[block]
         if sweeps is not None:
-            yield from sweeps.one_pass(side, work, terms, epoch)
+            for loss in sweeps.one_pass(side, work, terms, epoch):
+                self._losses.append(loss)
+                yield
+
+    def take_loss(self) -> float:
+        """See `Backend`."""
+        losses, self._losses = self._losses, []
+        return float(np.sum(losses))
 
     def factors(self, work: Copies) -> Factors:
         """See `Backend`."""
         return work.factors()
 
-    def is_finite(self, factors: Factors) -> bool:
+    def is_finite(self, *sides: Factors) -> bool:
         """See `Backend`."""
-        arrays = [factors.matrix] if factors.bias is None else [factors.matrix, factors.bias]
+        arrays = [array for factors in sides for array in (factors.matrix, factors.bias) if array is not None]
         return all(math.isfinite(float(array.sum(dtype=np.float64))) for array in arrays)
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
@@ -254,22 +278,41 @@ class GpuBackend:
     objective : Objective
     plan : Plan
     long_row : int, optional
-        Entries of a row in a block from which it has a block of the GPU; by default fewer the shorter the passes are.
+        Entries of a row in a block of ratings from which it has a block of the GPU; by default fewer the more ranks.
+    beside : bool
+        See `hybridmf.gpu.sgd.Msgd`.
     """
 
     def __init__(
-        self, device: Device, blocks: list[Block], objective: Objective, plan: Plan, long_row: int | None = None
+        self,
+        device: Device,
+        blocks: list[Block],
+        objective: Objective,
+        plan: Plan,
+        long_row: int | None = None,
+        beside: bool = True,
     ) -> None:
         assert isinstance(plan.method, SgdMethod)
         self.device, self.objective, self.plan = device, objective, plan
         self.dtype = blocks[0]["user"].dtype
         if long_row is None:
-            # a pass over a block takes a ranks-squared-th of one over all, and its longest rows must not take longer
-            long_row = max(min(SHORTEST_LONG_ROW, gpu_sgd.LONG_ROW), gpu_sgd.LONG_ROW // len(blocks) ** 2)
+            # in a block the longest row has a ranks-th of its entries: what ends beside it is shorter in proportion
+            long_row = max(min(SHORTEST_LONG_ROW, gpu_sgd.LONG_ROW), gpu_sgd.LONG_ROW // len(blocks))
         self.long_row = long_row
         self.epochs = [
-            Msgd(device, block, plan.method.ordering, long_row) if block["user"].nnz else None for block in blocks
+            Msgd(device, block, plan.method.ordering, long_row, beside) if block["user"].nnz else None
+            for block in blocks
         ]
+        # of all passes of an epoch, to be added up once
+        sizes = {
+            (block, side): epoch.n_losses(side)
+            for block, epoch in enumerate(self.epochs)
+            if epoch is not None
+            for side in SIDES
+        }
+        ends = np.cumsum(list(sizes.values()), dtype=np.int64).tolist()
+        self._sums = device.zeros(ends[-1] if ends else 0, np.float64)
+        self._sums_of = {key: self._sums[end - sizes[key] : end] for key, end in zip(sizes, ends, strict=True)}
         self.losses = [
             None
             if epoch is None
@@ -304,21 +347,25 @@ class GpuBackend:
         """See `Backend`."""
         return Rows(*arrays)
 
-    def move(self, block: int, side: Side, work: dict[Side, Rows], terms: cpu_sgd.Terms, epoch: int) -> Iterator[Array]:
+    def move(self, block: int, side: Side, work: dict[Side, Rows], terms: cpu_sgd.Terms, epoch: int) -> Iterator[None]:
         """See `Backend`; launched, not waited for."""
-        epochs = self.epochs[block]
-        if epochs is not None:
-            other: Side = "item" if side == "user" else "user"
-            yield epochs.launch_pass(side, work[side], work[other], Terms(*terms)) / 2
+        msgd = self.epochs[block]
+        if msgd is not None:
+            sums = self._sums_of[block, side]
+            msgd.launch_pass(side, work[side], work[other_side(side)], Terms(*terms), sums)
+            yield
+
+    def take_loss(self) -> float:
+        """See `Backend`; waits for the device."""
+        return float(self._sums.sum()) / 2
 
     def factors(self, work: Rows) -> DeviceFactors:
         """See `Backend`."""
         return gpu_sgd.table_of(self.device, work, self.plan, self.dtype)
 
-    def is_finite(self, factors: Factors) -> bool:
-        """See `Backend`."""
-        assert isinstance(factors, DeviceFactors)
-        return gpu_sgd.is_finite(factors)
+    def is_finite(self, *sides: Factors) -> bool:
+        """See `Backend`; waits for the device."""
+        return gpu_sgd.is_finite(*(factors for factors in sides if isinstance(factors, DeviceFactors)))
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
         """See `Backend`."""
@@ -367,8 +414,14 @@ class RankSGD:
         Epochs behind `state`.
     device : Device, optional
         This rank's GPU; None: the CPU.
+    order : {"passes", "blocks"}
+        See the top of this module.
     long_row : int, optional
         Of a GPU; see `GpuBackend`.
+    beside : bool
+        Of a GPU; see `hybridmf.gpu.sgd.Msgd`.
+    agreed : bool
+        The ranks are known to have been given the same.
 
     Attributes
     ----------
@@ -395,15 +448,18 @@ class RankSGD:
         completed: int = 0,
         *,
         device: Device | None = None,
+        order: str = "passes",
         long_row: int | None = None,
+        beside: bool = True,
         agreed: bool = False,
     ) -> None:
         assert isinstance(plan.method, SgdMethod)
         self.communicator, self.objective, self.method = communicator, objective, plan.method
-        self.rank, self.size = communicator.rank, communicator.size
+        self.rank, self.size, self.order = communicator.rank, communicator.size, check_choice("order", order, ORDERS)
         if not agreed:
             first = (state.user.matrix[:1].tobytes(), state.item.matrix[:1].tobytes())
             facts = {"data": fingerprint(user_items), "objective": objective, "method": plan.method, "state": first}
+            facts["order"] = order
             check_agreement(communicator, facts | {"number of completed epochs": completed})
         state = starting_state(state, plan.method, plan.factors, completed)
         self.bounds = Bounds.even(user_items, self.size)
@@ -416,7 +472,7 @@ class RankSGD:
         if device is None:
             self.backend = CpuBackend(blocks, objective, plan)
         else:
-            self.backend = GpuBackend(device, blocks, objective, plan, long_row)
+            self.backend = GpuBackend(device, blocks, objective, plan, long_row, beside)
         with self.backend.active():
             self.factors: dict[Side, Factors] = {
                 side: self.backend.hold(part_of(state.side(side), *self.bounds.range_of(side, self.rank)))
@@ -454,28 +510,37 @@ class RankSGD:
     def _epoch(self) -> tuple[dict[Side, Factors], float, bool]:
         terms = (learning_rate_at(self.method, self.epoch), self.objective.regularization, self.mean)
         work = {side: self.backend.copies(self.factors[side]) for side in SIDES}
-        losses: list[Any] = []
-        for step in range(self.size):
+        own, last = work["item"], self._last_step()
+        for step in range(last + 1):
             block = (self.rank + step) % self.size
-            losses += self._moved(block, "item", work, terms)
-            arrives = self._send(work["item"], (block + 1) % self.size)
-            losses += self._moved(block, "user", work, terms)
+            if step < self.size:
+                self._move(block, "item", work, terms)
+            arrives = self._send(work["item"], (block + 1) % self.size) if step < last else None
+            if step in self._user_steps():
+                self._move(block, "user", work, terms)
             if arrives is not None:
                 work["item"] = self.backend.arrived(arrives())
-        new = {side: self.backend.factors(work.pop(side)) for side in SIDES}
-        loss = math.fsum(float(loss) for loss in losses)
-        return new, loss, all(self.backend.is_finite(factors) for factors in new.values())
+                if step + 1 == self.size:  # this rank's own items are back, moved by all
+                    own = work["item"]
+        new: dict[Side, Factors] = {"user": self.backend.factors(work.pop("user")), "item": self.backend.factors(own)}
+        return new, self.backend.take_loss(), self.backend.is_finite(*new.values())
 
-    def _moved(self, block: int, side: Side, work: dict[Side, Any], terms: cpu_sgd.Terms) -> Iterator[Any]:
-        for loss in self.backend.move(block, side, work, terms, self.epoch):
-            yield loss
+    def _user_steps(self) -> range:
+        """In which the users move. The items do in steps 0 to p - 1."""
+        first = self.size - 1 if self.order == "passes" else 0
+        return range(first, first + self.size)
+
+    def _last_step(self) -> int:
+        """After which nothing is left to move, and this rank's own items have been back, in step p."""
+        return max(self._user_steps()[-1], self.size if self.size > 1 else 0)
+
+    def _move(self, block: int, side: Side, work: dict[Side, Any], terms: cpu_sgd.Terms) -> None:
+        for _ in self.backend.move(block, side, work, terms, self.epoch):
             if self.communicator.cause:  # a pass may be long
                 raise CommunicatorError(self.communicator.cause)
 
-    def _send(self, items: Any, following: int) -> Any:
-        """Items on their way to rank q - 1, while those of rank q + 1 come; None where there is one rank."""
-        if self.size == 1:
-            return None
+    def _send(self, items: Any, following: int) -> Callable[[], list[Array]]:
+        """Items on their way to rank q - 1, while those of range `following` come from rank q + 1."""
         first, last = self.bounds.range_of("item", following)
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         sent = self.backend.arrays(items)
@@ -519,6 +584,8 @@ class MultiSGD:
         Where to start.
     completed : int
         Epochs behind `state`.
+    order, long_row, beside
+        See `RankSGD`.
 
     Raises
     ------
@@ -535,7 +602,9 @@ class MultiSGD:
         state: State,
         completed: int,
         *,
+        order: str = "passes",
         long_row: int | None = None,
+        beside: bool = True,
     ) -> None:
         size = len(plan.devices)
         self.mean, self.threads = state.mean, RankThreads(size)
@@ -554,7 +623,9 @@ class MultiSGD:
                 state,
                 completed,
                 device=device,
+                order=order,
                 long_row=long_row,
+                beside=beside,
                 agreed=True,  # they are given the same objects
             )
 

@@ -169,6 +169,11 @@ class Store:
         """Bytes of all files."""
         return sum(int(entry["bytes"]) for entry in self._manifest["files"].values())
 
+    @property
+    def checksum(self) -> str:
+        """CRC-32 of the manifest, which has the checksums of all other files."""
+        return str(self._manifest["checksum"])
+
     @cached_property
     def user_ids(self) -> np.ndarray | None:
         """Label of each user."""

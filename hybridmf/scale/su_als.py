@@ -10,7 +10,7 @@ scattered over its ranks while they are added (lines 13-16), and each rank compl
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any, Literal, Protocol, TypeAlias
@@ -29,11 +29,18 @@ from .planner import SLAB_BUFFERS, ScalePlan, check_rank
 from .reduction import Reduction, make_reduction
 from .slabs import RangeSlabs, magnitudes, slab_bounds, slab_entries
 
-LEAST_BATCHES, LEAST_ROWS = 4, 256
-"""Batches that a half sweep is cut into so that sums travel while others are made, if each still has so many rows."""
+MORE_BATCHES, BATCH_BYTES = 4, 128 << 20
+"""Batches that a half sweep is cut into so that sums travel while others are made, if each still has so many bytes:
+GPUs add them up in about the time in which ranks that are threads launch what a batch needs."""
+
+ROOM = 0.9
+"""Part of a GPU's memory up to which the next fixed side is gathered while the last one is still there."""
 
 PIECES = 3
 """Systems in memory for each row of a batch: rows are cut so that no thread is left with a long one."""
+
+Then = Callable[[Any], Any]
+"""Called with new factors that may not be complete yet; returns what the next half sweep works with."""
 
 Ranges = list[tuple[int, int]]
 """Ranges of rows: the first of each, and the one after its last."""
@@ -63,7 +70,7 @@ class Partial(Protocol):
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
         """Complete and solve the systems of the rows of a batch that are solved here."""
 
-    def result(self) -> Any:
+    def result(self, then: Then | None = None) -> Any:
         """Factors of the rows that are solved here; raises what a system's status says."""
 
 
@@ -104,6 +111,12 @@ class Worker(Protocol):
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
     ) -> Whole:
         """See `Whole`; `ends`: smallest and largest absolute value on all ranks, none if there are no entries."""
+
+    gathers_ahead: bool
+    """Whether `then` is called: where it is before new factors are complete, the ranks exchange them meanwhile."""
+
+    def solve(self, half: Any, fixed: Any, mean: float, start: Any, then: Then | None) -> Any:
+        """New factors of the rows of `whole`."""
 
     def partial(
         self,
@@ -216,6 +229,8 @@ class RankALS(Alternating):
             self._ends = self._all_ends(blocks["user"])
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
+            self._gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
+        self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, what was gathered of all)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -274,6 +289,9 @@ class RankALS(Alternating):
         bits = np.ascontiguousarray(block.data).view(np.int32).sum(dtype=np.int64)
         by_side = (rows, columns) if side == "user" else (columns, rows)
         return np.array([len(block.indices), *by_side, bits], dtype=np.int64)
+
+    def _all_agree(self, mine: bool) -> bool:
+        return bool(self.communicator.allreduce(np.array([mine], dtype=np.int64))[0] == self.layout.size)
 
     def _split_communicators(self, reduction: ReductionName, topology: list[int] | None) -> None:
         """Communicators of the ranks that hold the same part of a fixed side, and of those that sum the same rows."""
@@ -385,7 +403,8 @@ class RankALS(Alternating):
         with self.worker.active():
             if self.layout.grids[side].splits == 1:
                 # each rank has the whole fixed side: its Gram matrix has the bits it has on one device
-                solved = self.halves[side].solve(self._gathered(side), self.mean, self.own[side])
+                fixed, start = self._gathered(side), self.own[side]
+                solved = self.worker.solve(self.halves[side], fixed, self.mean, start, self._gather_ahead(side))
             else:
                 solved = self._solve_split(side)
             self.communicator.barrier()  # what others have done wrong meanwhile shows here at the latest
@@ -393,13 +412,33 @@ class RankALS(Alternating):
 
     def _gathered(self, side: Side) -> Any:
         """The part of the fixed side this rank holds while `side` is solved, from those who own it."""
-        other, communicator = other_side(side), self._holders[side]
+        fixed = self.own[other_side(side)]
+        if self._ahead is not None:
+            half, own, gathered = self._ahead
+            if half == side and own is fixed:
+                return gathered
+        return self._gather(side, fixed)
+
+    def _gather(self, side: Side, fixed: Any) -> Any:
+        communicator = self._holders[side]
         if communicator is None:
-            return self.own[other]
+            return fixed
         grid = self.layout.grids[side]
-        counts = self.layout.counts(other, grid.holders(grid.split_of(self.rank)))
-        arrays = [communicator.allgatherv(array, counts) for array in self.worker.arrays(self.own[other])]
-        return self.worker.factors(arrays, self.own[other])
+        counts = self.layout.counts(other_side(side), grid.holders(grid.split_of(self.rank)))
+        arrays = [communicator.allgatherv(array, counts) for array in self.worker.arrays(fixed)]
+        return self.worker.factors(arrays, fixed)
+
+    def _gather_ahead(self, side: Side) -> Then | None:
+        """What gathers the new factors of `side` as they will be needed next, while they are still being computed."""
+        if not self._gathers_ahead:
+            return None
+
+        def gather(solved: Any) -> Any:
+            following = other_side(side)
+            self._ahead = (following, solved, self._gather(following, solved))
+            return self._ahead[2]
+
+        return gather
 
     def _solve_split(self, side: Side) -> Any:
         half, reduction = self.halves[side], self._reductions[side]
@@ -436,7 +475,7 @@ class RankALS(Alternating):
         """Own rows of what was solved, also where one rank has solved the rows of all members."""
         members, everything_here = self._members[side], self._reductions[side].everything_here
         if members is None or everything_here is None:
-            return half.result()
+            return half.result(self._gather_ahead(side))
         counts = self._member_counts(side)
         own, first = self.own[side], sum(counts[: members.rank])
         if everything_here:
@@ -522,7 +561,16 @@ def batch_rows(plan: Plan, splits: int, rows: int) -> int:
     systems of the own rows.
     """
     most = max(1, plan.batch_slots // (2 * (PIECES * splits + 1)))
-    return max(1, min(most, max(LEAST_ROWS, -(-rows // LEAST_BATCHES))))
+    worth_while = BATCH_BYTES // (splits * (plan.rank + 1) * plan.rank * np.dtype(plan.dtype).itemsize // 2) + 1
+    return max(1, min(most, max(worth_while, -(-rows // MORE_BATCHES))))
+
+
+def has_room_for_both(plan: Plan) -> bool:
+    """Whether a GPU has room for both sides as they are gathered, beside what a half sweep needs."""
+    if plan.gpu is None or plan.scale is None:
+        return False
+    both = (plan.n_users + plan.n_items) * plan.scale.problem.row_bytes
+    return plan.scale.bytes_per_gpu + both <= ROOM * plan.gpu.free_bytes
 
 
 def rank_plan(plan: Plan) -> Plan:

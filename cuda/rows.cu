@@ -1,0 +1,73 @@
+// rows.cu - sums of rows that were assembled in pieces, and how large the elements of a table's rows are
+// add_pieces
+//   grid  : (listed rows, parts of a row)     block : THREADS, 16 bytes a thread where rows are whole 16 bytes
+//   shapes: sums (n_slots, length)  rows (n_listed,): the slot of a row and its first piece  slots (n_listed + 1,): where
+//           its other pieces lie. A listed row without other pieces has none at all and becomes zeros.
+//   order : pieces in their order, so a rerun gives the same bits
+// row_range
+//   grid  : any number of blocks     block : THREADS, a warp a row
+//   shapes: table (n_rows, width)  status (n_solved,)  found (3,), zeros
+//   result: found[0] = bits of the largest |element|; found[1] = LARGEST_BITS minus the bits of the least of the rows'
+//           own largest |element|, rows of zeros left out; found[2] = 1 if any status is not 0. Bits of numbers that are
+//           not negative are ordered as the numbers are, and a NaN is above all.
+// traffic: each piece once in, each row once out; the table once in
+#include "common.cuh"
+
+#ifndef VECTOR
+#define VECTOR (16 / int(sizeof(real)))
+#endif
+#ifndef THREADS
+#define THREADS 256
+#endif
+
+constexpr unsigned LARGEST_BITS = 0x7fffffffu;
+
+struct alignas(VECTOR * sizeof(real)) Chunk {
+    real element[VECTOR];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+add_pieces(real* __restrict__ sums, const int64* __restrict__ rows, const int64* __restrict__ slots, int64 length) {
+    const int64 chunks = length / VECTOR, row = rows[blockIdx.x];
+    const int64 begin = slots[blockIdx.x], end = slots[blockIdx.x + 1];
+    Chunk* const all = reinterpret_cast<Chunk*>(sums);
+    for (int64 at = int64(blockIdx.y) * THREADS + threadIdx.x; at < chunks; at += int64(gridDim.y) * THREADS) {
+        Chunk sum = {};
+        if (begin < end) sum = all[row * chunks + at];
+#pragma unroll 8
+        for (int64 slot = begin; slot < end; slot++) {
+            const Chunk next = all[slot * chunks + at];
+#pragma unroll
+            for (int e = 0; e < VECTOR; e++) sum.element[e] += next.element[e];
+        }
+        all[row * chunks + at] = sum;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+row_range(unsigned* __restrict__ found, const float* __restrict__ table, int64 n_rows, int width,
+          const int* __restrict__ status, int64 n_solved) {
+    const int lane = threadIdx.x % WARP;
+    const int64 stride = int64(gridDim.x) * (THREADS / WARP);
+    unsigned largest = 0, room = 0;
+    for (int64 row = int64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP; row < n_rows; row += stride) {
+        unsigned peak = 0;
+        for (int column = lane; column < width; column += WARP) {
+            const unsigned bits = __float_as_uint(table[row * width + column]) & LARGEST_BITS;
+            peak = bits > peak ? bits : peak;
+        }
+#pragma unroll
+        for (int distance = WARP / 2; distance > 0; distance /= 2) {
+            const unsigned other = __shfl_xor_sync(FULL_WARP, peak, distance);
+            peak = other > peak ? other : peak;
+        }
+        largest = peak > largest ? peak : largest;
+        if (peak && LARGEST_BITS - peak > room) room = LARGEST_BITS - peak;
+    }
+    if (lane == 0 && largest) {
+        atomicMax(&found[0], largest);
+        atomicMax(&found[1], room);
+    }
+    for (int64 row = int64(blockIdx.x) * THREADS + threadIdx.x; row < n_solved; row += int64(gridDim.x) * THREADS)
+        if (status[row]) atomicMax(&found[2], 1u);
+}

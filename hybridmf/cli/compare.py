@@ -1,0 +1,127 @@
+"""``hybridmf compare``: methods and devices side by side."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..compare import FEEDBACK, default_models
+from ..compare import compare as run_compare
+from ..datasets import SHAPES
+from ..ratings import Ratings
+from .options import check_folder, debug_option, device_list, examples, refuse_overwriting
+from .sources import ratings_options, read_ratings, refuse_reading_options
+
+
+@click.command(
+    "compare",
+    epilog=examples(
+        "hybridmf compare demo",
+        "hybridmf compare ratings.dat --method als --method sgd-blocks --factors 32 --json report.json",
+        "hybridmf compare netflix --method als --factors 100 --iterations 5 --plot report.png",
+    ),
+)
+@click.argument("ratings", metavar="RATINGS")
+@click.option(
+    "--feedback", type=click.Choice(FEEDBACK), default="explicit", show_default=True,
+    help="explicit: values are ratings to predict. implicit: values are counts or likes, items are ranked.",
+)  # fmt: skip
+@click.option(
+    "--method", "methods", multiple=True, metavar="NAME",
+    help="One of those above; repeat it for several.  [default: all that serve the feedback]",
+)  # fmt: skip
+@click.option(
+    "--device", "devices", multiple=True,
+    help="cpu, cuda, cuda:N, or several as cuda:0,cuda:1; repeat it.  [default: cpu and cuda]",
+)  # fmt: skip
+@click.option("--factors", type=int, default=64, show_default=True, help="Rank.")
+@click.option("--iterations", type=int, default=10, show_default=True, help="Of each method.")
+@click.option("--test-size", type=float, default=0.1, show_default=True, help="Share held out to measure on; 0: none.")
+@click.option(
+    "--scale",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Of the sides of a synthetic shape, up to 1: 0.1 draws a hundredth of its ratings.",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), callback=check_folder, help="Report as JSON.")
+@click.option("--plot", type=click.Path(dir_okay=False), callback=check_folder, help="Figure (needs matplotlib).")
+@ratings_options
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@debug_option
+def command(
+    ratings: str,
+    feedback: str,
+    methods: tuple[str, ...],
+    devices: tuple[str, ...],
+    factors: int,
+    iterations: int,
+    test_size: float,
+    scale: float,
+    seed: int,
+    json_file: str | None,
+    plot: str | None,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    r"""Compare methods and devices on the same ratings, from the same initial factors.
+
+    RATINGS is a file or a store (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m, ml-10m,
+    ml-20m, netflix, yahoo-r1, sls, rucci, msd, epinions, eachmovie, yahoo-songs. Without a GPU the methods of the CPU
+    are compared. The exit code is 1 if two devices disagree on the objective of a method.
+
+    \b
+    als                exact alternating least squares
+    als-cg             the same with 3 conjugate gradient steps a row
+    als-subspace       the same, 32 coordinates at a time (implicit)
+    sgd-blocks         stochastic gradient descent, blocks without conflicts (CPU)
+    sgd-hogwild        the same without looking out for conflicts (CPU)
+    sgd-msgd           the same, items and users in turn
+    sgd-batch-hogwild  runs of ratings without looking out (GPU)
+    ccd                cyclic coordinate descent, CCD++
+    """
+    refuse_overwriting(json_file, ratings)
+    refuse_overwriting(plot, ratings)
+    models = default_models(feedback, factors, iterations)
+    unknown = [method for method in methods if method not in models]
+    if unknown:
+        raise click.UsageError(f"--method {unknown[0]} is unknown for {feedback} feedback; known: {', '.join(models)}")
+    started = time.perf_counter()
+    given = _source(ratings, options)
+    read_seconds = time.perf_counter() - started
+    result = run_compare(
+        given,
+        {name: model for name, model in models.items() if not methods or name in methods},
+        devices=[device_list(device) for device in devices] or ("cpu", "cuda"),
+        feedback=feedback,
+        test_size=test_size,
+        scale=scale,
+        seed=seed,
+        show_progress=not quiet,
+    )
+    if given is not ratings:
+        result = replace(result, name=Path(ratings).name, load_seconds=read_seconds)
+    click.echo(str(result))
+    if json_file is not None:
+        result.to_json(json_file)
+    if plot is not None:
+        result.plot(plot)
+    if not result.agree:
+        raise click.exceptions.Exit(1)
+
+
+def _source(name: str, options: dict[str, Any]) -> str | Ratings:
+    """Name of what is drawn; ratings of a file or a store."""
+    if name == "demo" or name in SHAPES:
+        refuse_reading_options(f"{name} is drawn from a seed")
+        return name
+    if not os.path.exists(name):
+        shapes = ", ".join(SHAPES)
+        raise click.UsageError(f"{name!r} is neither a file nor a known shape; shapes: demo, {shapes}")
+    return read_ratings(name, **options)

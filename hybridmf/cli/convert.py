@@ -1,0 +1,186 @@
+"""``hybridmf convert``: ratings in another format, and what BALS tiles would save on them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+from collections.abc import Callable
+from typing import Any, BinaryIO, cast
+
+import click
+import scipy.io
+import scipy.sparse as sp
+
+from .. import formats
+from .._files import write_atomically
+from .._table import format_table
+from ..ratings import Ratings
+from ..scale.convert import convert as convert_to_store
+from .options import check_folder_above, debug_option, examples, refuse_overwriting
+from .report import file_size, names_of, pairs, ratings_facts, store_facts, with_output
+from .sources import open_store, ratings_options, read_ratings, reading_arguments
+
+
+@click.command(
+    "convert",
+    epilog=examples(
+        "hybridmf convert ratings.dat ratings.npz",
+        "hybridmf convert ratings.csv.gz ratings.mtx",
+        "hybridmf convert ratings.npz --to bals-stats --tile-rows 512",
+        "hybridmf convert ratings.csv.gz store/ --memory-limit 4GB",
+        "hybridmf convert store/ finer/ --slab-bytes 4MiB",
+    ),
+)
+@click.argument("ratings_file", metavar="RATINGS", type=click.Path(exists=True))
+@click.argument("out", required=False, type=click.Path(writable=True), callback=check_folder_above)
+@click.option(
+    "--to", "target", type=click.Choice(["npz", "mtx", "csv", "bals-stats", "store"]),
+    help="Format of OUT; bals-stats writes the statistics as JSON.  [default: by the ending of OUT; store: a folder]",
+)  # fmt: skip
+@click.option("--slab-bytes", default="64MiB", show_default=True, help="Size of a slab of a store.")
+@click.option("--memory-limit", default="1GiB", show_default=True, help="For ratings on their way into a store.")
+@click.option("--overwrite", is_flag=True, help="Replace a store that is there.")
+@click.option("--tile-rows", type=int, default=256, show_default=True, help="Height of a BALS tile.")
+@click.option("--tile-cols", type=int, default=192, show_default=True, help="Width of a BALS tile.")
+@click.option("--num-threads", type=int, help="[default: all cores]")
+@ratings_options
+@click.option("--quiet", is_flag=True, help="No statistics.")
+@debug_option
+def command(
+    ratings_file: str,
+    out: str | None,
+    target: str | None,
+    tile_rows: int,
+    tile_cols: int,
+    num_threads: int | None,
+    slab_bytes: str,
+    memory_limit: str,
+    overwrite: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Convert ratings to another format and print statistics.
+
+    RATINGS is a file, as for "hybridmf fit", or a store. A folder as OUT becomes a store, from which ALS is fitted
+    slab by slab: text, MatrixMarket and Parquet files, and stores, may be larger than memory, and a conversion that
+    was stopped goes on when it is started again. npz and csv keep the labels of users and items; mtx has positions
+    only (its rows are the users in sorted order).
+    The statistics tell what BALS tiles would save on these ratings, as they are and reordered by degree.
+    """
+    refuse_overwriting(out, ratings_file)
+    target = target or _format_of(out)
+    if out is None and target != "bals-stats":
+        raise click.UsageError("name a file OUT to write, or say --to bals-stats for statistics only")
+    if target == "store":
+        assert out is not None
+        sizes: dict[str, Any] = {"slab_bytes": slab_bytes, "memory_limit": memory_limit, "overwrite": overwrite}
+        source = open_store(ratings_file) if os.path.isdir(ratings_file) else ratings_file
+        store = convert_to_store(source, out, **sizes, **reading_arguments(**options))
+        if not quiet:
+            click.echo(pairs(store_facts(store)))
+        return
+    if out is not None and os.path.isdir(out):
+        raise click.UsageError(f"{out} is a folder, which can only become a store; give the name of a file")
+    ratings = read_ratings(ratings_file, **options)
+    statistics = {}
+    if not quiet or target == "bals-stats":
+        statistics = bals_statistics(ratings.user_items, tile_rows, tile_cols, num_threads)
+    if out is not None:
+        _write_ratings(ratings, out, target, statistics)
+    if not quiet:
+        click.echo(pairs(ratings_facts(ratings)))
+        click.echo(f"\nBALS tiles of {tile_rows} x {tile_cols}\n\n{_bals_table(statistics)}")
+        if out is not None:
+            click.echo(f"\nWrote {out} ({file_size(out)}).")
+
+
+def _format_of(out: str | None) -> str:
+    if out is None:
+        return ""
+    if out.endswith(("/", os.sep)) or os.path.isdir(out):
+        return "store"
+    endings = {".npz": "npz", ".mtx": "mtx", ".mtx.gz": "mtx", ".csv": "csv", ".csv.gz": "csv", ".json": "bals-stats"}
+    for ending, target in endings.items():
+        if out.lower().endswith(ending):
+            return target
+    raise click.UsageError(f"the ending of {out} says no format; choose one of {', '.join(endings)}, or say --to")
+
+
+def bals_statistics(
+    matrix: sp.csr_array, tile_rows: int, tile_cols: int, num_threads: int | None
+) -> dict[str, dict[str, float]]:
+    """`BalsMatrix.statistics` of the matrix as it is and with rows and columns sorted by degree."""
+    reordered = formats.reorder(matrix, num_threads=num_threads).matrix
+    return {
+        name: formats.BalsMatrix.from_csr(each, tile_rows, tile_cols, num_threads).statistics()
+        for name, each in (("as read", matrix), ("reordered", reordered))
+    }
+
+
+def _bals_table(statistics: dict[str, dict[str, float]]) -> str:
+    def cells(values: dict[str, float]) -> list[str]:
+        return [
+            f"{values['tiles']:,}",
+            f"{values['vacant_tiles']:,} ({values['vacant_tile_share']:.1%})",
+            f"{values['segments']:,}",
+            f"{values['vacant_segments']:,} ({values['vacant_segment_share']:.1%})",
+            f"{values['reuse_factor']:.2f}",
+            f"{values['bals_bytes'] / 1e6:,.1f}",
+            f"{values['csr_bytes'] / 1e6:,.1f}",
+        ]
+
+    names = [
+        "tiles",
+        "vacant tiles",
+        "segments (rows of tiles)",
+        "vacant segments in other tiles",
+        "reuse factor (ratings per loaded column)",
+        "megabytes as BALS",
+        "megabytes as CSR",
+    ]
+    rows = zip(names, *map(cells, statistics.values()), strict=True)
+    return format_table(["", *statistics], rows, "<>>")
+
+
+def _write_ratings(ratings: Ratings, out: str, target: str, statistics: dict[str, dict[str, float]]) -> None:
+    if target == "npz":
+        ratings.save(out)
+    elif target == "bals-stats":
+        with_output(out, lambda stream: stream.write(json.dumps(statistics, indent=2) + "\n"))
+    else:
+        write = _write_csv_ratings if target == "csv" else _write_matrix_market
+        write_atomically(out, lambda stream: _maybe_gzipped(stream, out, lambda target: write(target, ratings)))
+
+
+def _maybe_gzipped(stream: BinaryIO, name: str, write: Callable[[BinaryIO], Any]) -> None:
+    if not name.lower().endswith(".gz"):
+        write(stream)
+        return
+    with gzip.GzipFile(filename="", fileobj=stream, mode="wb", mtime=0) as packed:  # the same bytes for the same data
+        write(cast(BinaryIO, packed))
+
+
+def _write_csv_ratings(stream: BinaryIO, ratings: Ratings) -> None:
+    text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
+    text.write("user,item,rating\n")
+    # Quoting all text keeps a label such as "#1 fan" from being read as a comment.
+    writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+    users, items = names_of(ratings.user_ids, ratings.n_users), names_of(ratings.item_ids, ratings.n_items)
+    matrix = ratings.user_items
+    for position, user in enumerate(users):
+        row = slice(matrix.indptr[position], matrix.indptr[position + 1])
+        pairs = zip(matrix.indices[row].tolist(), matrix.data[row].tolist(), strict=True)
+        writer.writerows((user, items[item], _short_number(value)) for item, value in pairs)
+    text.flush()
+    text.detach()
+
+
+def _short_number(value: float) -> float | int:
+    return int(value) if value.is_integer() else float(f"{value:.9g}")  # 9 digits keep a float32
+
+
+def _write_matrix_market(stream: BinaryIO, ratings: Ratings) -> None:
+    scipy.io.mmwrite(stream, ratings.user_items, field="real", precision=9)

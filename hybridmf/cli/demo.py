@@ -1,0 +1,21 @@
+"""``hybridmf demo``."""
+
+from __future__ import annotations
+
+import click
+
+from ..demo import run_demo
+from .options import debug_option, examples
+
+
+@click.command("demo", epilog=examples("hybridmf demo --seed 7"))
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the data and the models; at least 0.")
+@click.option("--quick", is_flag=True, help="Fewer people and films.")
+@debug_option
+def command(seed: int, quick: bool) -> None:
+    """Train on invented film ratings and show what comes out.
+
+    The data are generated with planted taste, so the report can say whether the models found it: held-out accuracy
+    against a baseline, recommendations with titles, and the speed of each method on this machine.
+    """
+    run_demo(click.echo, seed=seed, quick=quick)

@@ -1,0 +1,94 @@
+"""What commands share: errors in one line, --debug, and paths that are judged before any work is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import HybridMFError
+from ..scale.store import MANIFEST
+
+USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
+"""What the library raises for input it cannot use; anything else is a bug and keeps its traceback."""
+
+DEBUG = "hybridmf.debug"
+
+
+class Commands(click.Group):
+    """A group that turns the library's errors into one line on stderr."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; exit codes are those of `hybridmf.cli`."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("\nInterrupted.", err=True)
+            raise click.exceptions.Exit(130) from None
+        except BrokenPipeError:  # click ends quietly
+            raise
+        except USER_MISTAKES as error:
+            if ctx.meta.get(DEBUG):
+                raise
+            click.echo(f"Error: {_one_line(error)}", err=True)
+            raise click.exceptions.Exit(2) from None
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    ctx.meta[DEBUG] = value or ctx.meta.get(DEBUG, False)
+
+
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, is_eager=True, callback=_set_debug, help="Show tracebacks of errors."
+)
+
+
+def examples(*lines: str) -> str:
+    r"""Text for the end of a command's help; \b keeps click from reflowing it."""
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
+def check_folder(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
+    """Refuse an output path that cannot work before any work is done for it."""
+    if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
+        raise click.BadParameter(f"the folder {os.path.dirname(path)!r} does not exist")
+    return path
+
+
+def check_folder_above(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """`check_folder` of what may be a folder itself."""
+    check_folder(ctx, parameter, None if path is None else path.rstrip("/" + os.sep))
+    return path
+
+
+def refuse_overwriting(output: str | None, *inputs: str | None) -> None:
+    """An output that is one of the inputs, or lies in a store that is one, would destroy it."""
+    for path in inputs:
+        if not output or not path or not os.path.exists(path):
+            continue
+        store = os.path.exists(os.path.join(path, MANIFEST))
+        what, other = ("store", "folder") if store else ("file", "name")
+        if os.path.exists(output) and os.path.samefile(output, path):
+            raise click.UsageError(f"the output {output!r} is a {what} that is read; give another {other}")
+        if store and Path(path).resolve() in Path(output).resolve().parents:
+            raise click.UsageError(f"the output {output!r} lies in the store that is read; give another folder")
+
+
+def output_option(text: str, *, required: bool = False) -> Callable[..., Any]:
+    """``-o FILE``, judged at once; commands write it only when all went well."""
+    kind = click.Path(dir_okay=False, writable=True)
+    return click.option("-o", "--output", type=kind, callback=check_folder, required=required, help=text)
+
+
+def device_list(text: str) -> str | list[str]:
+    """One device, or several with commas between them."""
+    return text.split(",") if "," in text else text

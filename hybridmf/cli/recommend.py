@@ -1,0 +1,176 @@
+"""``hybridmf recommend``: the best items of users of a saved model, as a table, CSV or JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO
+
+import click
+import numpy as np
+import scipy.sparse as sp
+
+from .. import _validate
+from .._io import load
+from .._table import format_table
+from ..ratings import Ratings
+from .options import debug_option, examples, output_option, refuse_overwriting
+from .report import names_of, with_output
+from .sources import existing_file, read_ratings, spelled_separator
+from .titles import read_titles, warn_if_strangers
+
+BLOCK_USERS = 8_192
+"""Users `recommend` asks the model for at a time, so that --all-users needs no list of everything."""
+
+Recommendations = Iterator[tuple[Any, list[tuple[Any, float]]]]
+"""(user label, [(item label, score), ...]) of one user after the other."""
+
+
+@click.command(
+    "recommend",
+    epilog=examples(
+        "hybridmf recommend model.safetensors --user 42 --user 7 --titles movies.dat",
+        "hybridmf recommend model.safetensors --all-users -N 20 --format csv -o top20.csv",
+    ),
+)
+@click.argument("model_file", metavar="MODEL", type=existing_file)
+@click.option("--user", "users", multiple=True, metavar="LABEL", help="Whom to recommend to; may be repeated.")
+@click.option("--all-users", is_flag=True, help="Everybody the model knows.")
+@click.option("-N", "count", type=int, default=10, show_default=True, help="Recommendations for each user.")
+@click.option("--include-seen", is_flag=True, help="Also recommend what a user already has.")
+@click.option(
+    "--ratings", "ratings_file", type=click.Path(exists=True),
+    help="What users have seen (file or store), in place of the ratings the model was trained on.",
+)  # fmt: skip
+@click.option("--titles", "titles_file", type=existing_file, help="Text file of item id, title, ...; may be gzipped.")
+@click.option("--titles-separator", help='Between its fields: ",", "::", "|", "tab".  [default: found out]')
+@click.option("--titles-encoding", help="[default: UTF-8, else latin-1]")
+@click.option("--format", "layout", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
+@output_option("Write there, not to the terminal.")
+@debug_option
+def command(
+    model_file: str,
+    users: tuple[str, ...],
+    all_users: bool,
+    count: int,
+    include_seen: bool,
+    ratings_file: str | None,
+    titles_file: str | None,
+    titles_separator: str | None,
+    titles_encoding: str | None,
+    layout: str,
+    output: str | None,
+) -> None:
+    """Recommend items to users of a trained model.
+
+    Users and items go by the labels of the ratings file, or by positions from 0 where that had none. Items a user has
+    already rated are left out.
+    """
+    if bool(users) == all_users:
+        raise click.UsageError("say for whom: either --user LABEL (once or more) or --all-users")
+    if include_seen and ratings_file:
+        raise click.UsageError("--include-seen leaves nothing out, so --ratings has no use; choose one of them")
+    refuse_overwriting(output, model_file, ratings_file, titles_file)
+    model = load(model_file)
+    positions = np.arange(model.n_users) if all_users else find_users(model, users)
+    seen = None if ratings_file is None else seen_matrix(model, read_ratings(ratings_file), ratings_file)
+    titles = None
+    if titles_file is not None:
+        titles = read_titles(titles_file, spelled_separator(titles_separator), titles_encoding)
+        warn_if_strangers(titles, model, titles_file)
+    found = recommendations(model, positions, _validate.check_int("-N", count, 1), include_seen, seen)
+    with_output(output, lambda stream: WRITERS[layout](stream, found, titles))
+
+
+def find_users(model: Any, labels: Iterable[str]) -> np.ndarray:
+    """Positions of users given as text, whatever type their labels have."""
+    names = names_of(model.user_ids_, model.n_users)
+    table = {str(name): position for position, name in enumerate(names)}
+    unknown = [label for label in labels if label not in table]
+    if unknown:
+        what = "users" if model.user_ids_ is not None else "users by position (it has no labels)"
+        some = ", ".join(map(str, names[:3]))
+        raise ValueError(f"unknown user {', '.join(unknown)}; the model knows {len(names):,} {what}, such as {some}")
+    return np.array([table[label] for label in labels], dtype=np.int64)
+
+
+def seen_matrix(model: Any, ratings: Ratings, source: str) -> sp.csr_array:
+    """Bring `ratings` to the positions of `model`: csr_array, shape (n_users, n_items), without strangers."""
+    users = _translation(model.user_ids_, model.n_users, ratings.user_ids, ratings.n_users, "user", source)
+    items = _translation(model.item_ids_, model.n_items, ratings.item_ids, ratings.n_items, "item", source)
+    coo = ratings.user_items.tocoo()
+    rows, columns = users[coo.row], items[coo.col]
+    known = (rows >= 0) & (columns >= 0)
+    ones = np.ones(np.count_nonzero(known), dtype=np.float32)
+    return sp.csr_array((ones, (rows[known], columns[known])), shape=(model.n_users, model.n_items))
+
+
+def _translation(
+    ours: np.ndarray | None, our_count: int, theirs: np.ndarray | None, their_count: int, side: str, source: str
+) -> np.ndarray:
+    """Find the model's position of each of their positions, -1 for strangers."""
+    if (ours is None) != (theirs is None):
+        have, lack = ("the model", source) if theirs is None else (source, "the model")
+        raise ValueError(
+            f"{have} has {side} labels and {lack} only positions, so they cannot be matched; use a file of the same "
+            "format as the one the model was trained on"
+        )
+    table = {str(name): position for position, name in enumerate(names_of(ours, our_count))}
+    found = np.array([table.get(str(name), -1) for name in names_of(theirs, their_count)], dtype=np.int64)
+    if not np.any(found >= 0):
+        raise ValueError(f"none of the {their_count:,} {side}s of {source} is known to the model")
+    return found
+
+
+def recommendations(
+    model: Any, positions: np.ndarray, count: int, include_seen: bool, seen: sp.csr_array | None
+) -> Recommendations:
+    """Best items of each user, in blocks of users, by label."""
+    user_names, item_names = names_of(model.user_ids_, model.n_users), names_of(model.item_ids_, model.n_items)
+    for start in range(0, len(positions), BLOCK_USERS):
+        block = positions[start : start + BLOCK_USERS]
+        rows = None if seen is None else seen[block]
+        ids, scores = model.recommend(block, rows, N=count, filter_already_liked_items=not include_seen)
+        for user, items, values in zip(block.tolist(), ids.tolist(), scores.tolist(), strict=True):
+            best = [(item_names[item], value) for item, value in zip(items, values, strict=True) if item >= 0]
+            yield user_names[user], best
+
+
+def _write_tables(stream: TextIO, found: Recommendations, titles: dict[str, str] | None) -> None:
+    header, align = ["rank", "item", "score"], ">>>"
+    for user, best in found:
+        rows = [[rank, item, f"{score:.3f}"] for rank, (item, score) in enumerate(best, 1)]
+        if titles is not None:
+            header, align = ["rank", "item", "score", "title"], ">>><"
+            rows = [[*row, titles.get(str(row[1]), "")] for row in rows]
+        body = format_table(header, rows, align) if rows else "  nothing left to recommend"
+        stream.write(f"user {user}\n{body}\n\n")
+
+
+def _write_csv(stream: TextIO, found: Recommendations, titles: dict[str, str] | None) -> None:
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["user", "rank", "item", "score"] + (["title"] if titles is not None else []))
+    for user, best in found:
+        for rank, (item, score) in enumerate(best, 1):
+            title = [titles.get(str(item), "")] if titles is not None else []
+            writer.writerow([user, rank, item, f"{score:.7g}", *title])
+
+
+def _write_json(stream: TextIO, found: Recommendations, titles: dict[str, str] | None) -> None:
+    lines = ",\n  "
+    stream.write("[")
+    for number, (user, best) in enumerate(found):
+        entries = [{"item": item, "score": float(f"{score:.7g}")} for item, score in best]
+        if titles is not None:
+            entries = [entry | {"title": titles.get(str(entry["item"]))} for entry in entries]
+        text = json.dumps({"user": user, "recommendations": entries}, ensure_ascii=False)
+        stream.write((lines if number else "\n  ") + text)
+    stream.write("\n]\n")
+
+
+WRITERS: dict[str, Callable[[TextIO, Recommendations, dict[str, str] | None], None]] = {
+    "table": _write_tables,
+    "csv": _write_csv,
+    "json": _write_json,
+}

@@ -1,0 +1,99 @@
+"""Where ratings come from: a file, and the options that say how it is read; or a store, which needs none."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from .. import _validate
+from ..ratings import Ratings
+from ..scale.store import Store
+
+existing_file = click.Path(exists=True, dir_okay=False)
+
+
+def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say how a ratings file is to be read; they arrive as keyword arguments of `read_ratings`."""
+    options = (
+        click.option("--separator", help='Between fields: ",", "::", "\\t" or "tab", ...  [default: found out]'),
+        click.option("--header/--no-header", default=None, help="Whether line 1 has names.  [default: found out]"),
+        click.option(
+            "--user",
+            "user_column",
+            default="0",
+            show_default=True,
+            help="Column of users: its name, or a number from 0.",
+        ),
+        click.option("--item", "item_column", default="1", show_default=True, help="Column of items."),
+        click.option(
+            "--value", "value_column", default="2", show_default=True, help='Column of values; "none": each is 1.'
+        ),
+        click.option(
+            "--duplicates",
+            type=click.Choice(_validate.MERGE_RULES),
+            default="error",
+            show_default=True,
+            help="What to do with a pair that occurs twice.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def read_ratings(path: str, **options: Any) -> Ratings:
+    """Ratings in memory: of a file, read as options of the command line say; or of a store."""
+    if os.path.isdir(path):
+        return open_store(path).to_ratings()
+    return Ratings.from_file(path, **reading_arguments(**options))
+
+
+def open_store(path: str) -> Store:
+    """Open a store; options that say how a file is read are refused."""
+    store = Store.open(path)
+    refuse_reading_options(f"{path} is a store")
+    return store
+
+
+def refuse_reading_options(why: str) -> None:
+    """Refuse what was given of `ratings_options` to the command that runs, because nothing is left for it to say."""
+    context = click.get_current_context()
+    names = inspect.signature(reading_arguments).parameters
+    for option in context.command.params:
+        if option.name in names and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT:
+            spelled = option.secondary_opts if context.params[option.name] is False else option.opts
+            raise click.UsageError(f"{spelled[0]} says how a file of ratings is read, and {why}; leave it out")
+
+
+def reading_arguments(
+    *,
+    separator: str | None = None,
+    header: bool | None = None,
+    user_column: str = "0",
+    item_column: str = "1",
+    value_column: str = "2",
+    duplicates: str = "error",
+) -> dict[str, Any]:
+    """Arguments of `Ratings.from_file` and `convert` for options of the command line."""
+    return {
+        "separator": spelled_separator(separator),
+        "header": "auto" if header is None else header,
+        "user": _column(user_column),
+        "item": _column(item_column),
+        "value": None if value_column.lower() == "none" else _column(value_column),
+        "duplicates": duplicates,
+    }
+
+
+def spelled_separator(text: str | None) -> str | None:
+    """Let a separator that is hard to type in a shell be spelled out."""
+    return {"tab": "\t", "\\t": "\t", "space": " "}.get(text, text) if text else None
+
+
+def _column(text: str) -> int | str:
+    return int(text) if text.isdigit() else text

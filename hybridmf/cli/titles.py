@@ -1,0 +1,95 @@
+"""Titles of items, from text whose first two fields are id and title."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from .._files import open_bytes, reading
+from .report import names_of
+
+TITLE_SEPARATORS = ("::", "\t", "|", ";", ",")
+
+
+def read_titles(path: str, separator: str | None = None, encoding: str | None = None) -> dict[str, str]:
+    """Titles by item id from text whose first two fields are id and title; a header does no harm.
+
+    Parameters
+    ----------
+    path : str
+        May be gzipped.
+    separator : str, optional
+        Default: the one of TITLE_SEPARATORS that comes first in the first line.
+    encoding : str, optional
+        Default: UTF-8, and latin-1 for what is not valid UTF-8 (MovieLens).
+
+    Returns
+    -------
+    dict of str to str
+
+    Raises
+    ------
+    RatingsError
+        A corrupt gzip file, or bytes that are not in `encoding`.
+    ValueError
+        An empty file, an unknown encoding, no separator, or a line of one field.
+    """
+    text = _decode(path, encoding)
+    lines = [line for line in io.StringIO(text, newline=None).read().split("\n") if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} is empty; expected lines of item id and title")
+    if separator is None:
+        present = [mark for mark in TITLE_SEPARATORS if mark in lines[0]]
+        if not present:
+            raise ValueError(f"{path} has no separator between id and title in its first line; say --titles-separator")
+        separator = min(present, key=lines[0].index)
+    titles = {}
+    for number, row in enumerate(_split_lines(lines, separator, path), 1):
+        if len(row) < 2:
+            raise ValueError(
+                f"{path}: entry {number} ({row[0][:60]!r}) has no title after the separator {separator!r}; "
+                "say --titles-separator"
+            )
+        titles[row[0].strip()] = row[1].strip()
+    return titles
+
+
+def _split_lines(lines: list[str], separator: str, path: str) -> Iterator[list[str]]:
+    # Quotes mean something in CSV; elsewhere they are part of a title ("Weird Al" Yankovic).
+    if separator not in (",", ";"):
+        yield from (line.split(separator) for line in lines)
+        return
+    try:
+        yield from csv.reader(lines, delimiter=separator)
+    except csv.Error as error:
+        raise ValueError(f"{path} cannot be read as CSV: {error}") from error
+
+
+def _decode(path: str, encoding: str | None) -> str:
+    with reading(path, encoding or "latin-1"):
+        with open_bytes(path) as stream:
+            content = stream.read()
+        if encoding is not None:
+            try:
+                return content.decode(encoding)
+            except LookupError as error:
+                raise ValueError(f"--titles-encoding: {error}") from None
+        try:
+            return content.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            return content.decode("latin-1")
+
+
+def warn_if_strangers(titles: dict[str, str], model: Any, path: str) -> None:
+    """Say on stderr if no title is one of an item of the model."""
+    names = names_of(model.item_ids_, model.n_items)
+    if not any(str(name) in titles for name in names):
+        click.echo(
+            f"Warning: none of the ids in {path} is an item of the model, such as {names[0]}; "
+            f"the file has {next(iter(titles))!r}",
+            err=True,
+        )

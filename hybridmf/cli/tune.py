@@ -1,0 +1,99 @@
+"""``hybridmf tune``: measure kernels, or the machine for the cost model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .._plan import DTYPES
+from ..errors import DeviceError
+from .options import check_folder, debug_option, examples, output_option
+
+
+@click.command(
+    "tune",
+    epilog=examples(
+        "hybridmf tune", "hybridmf tune --kernel fused --factors 50,80 --budget 60", "hybridmf tune --calibrate"
+    ),
+)
+@click.option(
+    "--calibrate", is_flag=True, help="Measure this machine for the cost model instead; a minute or two with a GPU."
+)
+@click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="Only this one; repeat it.  [default: all]")
+@click.option("--factors", default="32,64,100,128", show_default=True, help="Ranks, with commas between.")
+@click.option("--dtype", metavar="|".join(DTYPES), default="float32", show_default=True)
+@click.option("--budget", type=float, default=300.0, show_default=True, help="Seconds, for all together.")
+@click.option("--most", type=int, help="Configurations of each kernel and rank.  [default: as the budget allows]")
+@output_option("Table of the fastest (JSON).  [default: where fits look for it, in the user's cache folder]")
+@click.option("--lines", type=click.Path(dir_okay=False), callback=check_folder, help="Append all measurements there.")
+@click.option("--plot", type=click.Path(file_okay=False), help="Folder for figures of them (needs matplotlib).")
+@debug_option
+def command(calibrate: bool, **options: Any) -> None:
+    """Measure this machine and keep what is found in the user's cache directory.
+
+    Finds the fastest configuration of each kernel on this machine's GPU, for all fits that follow: each is compiled,
+    its answer checked, and timed. What is found is kept even if the command is interrupted.
+
+    With --calibrate: the rates of cores and GPU by which device="auto" picks the device of each fit.
+    """
+    if calibrate:
+        _run_calibration()
+    else:
+        _run_tuning(**options)
+
+
+def _run_calibration() -> None:
+    from .._calibrate import calibrate_and_save
+    from .._machine import constants_text
+
+    machine, path = calibrate_and_save(lambda text: click.echo(text, err=True))
+    click.echo(f"{constants_text(machine)}\nkept in {path}")
+
+
+def _run_tuning(
+    kernels: tuple[str, ...], factors: str, dtype: str, budget: float, most: int | None, output: str | None,
+    lines: str | None, plot: str | None,
+) -> None:  # fmt: skip
+    from ..gpu import tables, tune_plots
+    from ..gpu import tune as tuner
+    from ..gpu.device import open_device
+
+    ranks = _ranks(factors)
+    if plot is not None:
+        tune_plots.make_figure(1, 1)  # matplotlib may be missing: say so before minutes of work
+    try:
+        device = open_device()
+    except DeviceError as error:
+        raise DeviceError(
+            f"tune measures kernels on a GPU, and none can be used here: {error}. (tune --calibrate works without one)"
+        ) from error
+    gpu = tables.Gpu.of(device.spec)
+    path = tables.user_file(device.spec) if output is None else Path(output)
+    there = tables.stored(path, gpu)
+    jobs = tuner.tune(device, kernels or None, ranks, dtype=dtype, budget=budget, most=most, table=there)
+    tables.store(tables.Table(gpu), path)  # a place that cannot be written is told at once
+    click.echo(f"{device.spec}: drawing ratings, then {budget:g} s", err=True)
+    measured: list[dict[str, Any]] = []
+    for job in jobs:
+        click.echo(job.summary())
+        tables.store(tuner.table_of(device, [job]), path)
+        records = [line | tuner.stamp(device) for line in job.lines()]
+        measured += records
+        if lines is not None:
+            with open(lines, "a", encoding="utf-8") as out:
+                out.writelines(json.dumps(line) + "\n" for line in records)
+    click.echo(f"kept in {path}")
+    if plot is not None:
+        for figure in tune_plots.save_all(tune_plots.clouds(measured), Path(plot)):
+            click.echo(f"drawn: {figure}")
+
+
+def _ranks(text: str) -> list[int]:
+    """Numbers with commas between."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.UsageError(f"--factors must be numbers with commas between, such as 32,64; got {text!r}") from None

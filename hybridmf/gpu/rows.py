@@ -1,0 +1,101 @@
+"""Launches of cuda/rows.cu: rows assembled in pieces, and how large the elements of a table's rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .device import Array, Device
+from .launch import ceil_div, check, check_not_host, get_kernel
+
+THREADS = 256
+BLOCKS_PER_SM = 8
+PARTS = 32
+"""Blocks that share a row at most: few rows with many pieces must not keep the others waiting."""
+
+LARGEST_BITS = 0x7FFFFFFF
+
+
+def add_pieces(device: Device, sums: Array, rows: Array, slots: Array) -> None:
+    """Add up, in place and in order, the rows that lie in several pieces.
+
+    Parameters
+    ----------
+    sums : float array, shape (n_slots, ...)
+    rows : int64 array, shape (n,)
+        Slot of each row and of its first piece.
+    slots : int64 array, shape (n + 1,)
+        The other pieces of row k are ``sums[slots[k] : slots[k + 1]]``; a row without any becomes zeros.
+    """
+    if not len(rows) or not sums.size:
+        return
+    check("sums", sums, sums.dtype, (None,) * len(sums.shape))
+    check("rows", rows, np.int64, (None,))
+    check("slots", slots, np.int64, (len(rows) + 1,))
+    check_not_host(device, sums=sums, rows=rows, slots=slots)
+    length = sums.size // len(sums)
+    vector = vector_of(length, sums.dtype.itemsize)
+    parts = min(PARTS, ceil_div(length // vector, THREADS))
+    kernel = get_kernel(device, "rows.cu", "add_pieces", REAL=sums.dtype, VECTOR=vector, THREADS=THREADS)
+    kernel((len(rows), parts), (THREADS,), (sums, rows, slots, np.int64(length)), 0)
+
+
+def vector_of(length: int, itemsize: int) -> int:
+    """Elements that a thread moves at a time, for rows of so many elements: 16 bytes if rows are whole pieces of it."""
+    return 16 // itemsize if length * itemsize % 16 == 0 else 1
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """How large the rows of a table are.
+
+    Attributes
+    ----------
+    largest, least : float
+        The largest absolute value, and the least of the rows' own largest; rows of zeros do not count. Both 0 for a
+        table of zeros; `largest` is NaN if any element is.
+    """
+
+    largest: float
+    least: float
+
+
+def row_range(device: Device, table: Array, status: Array | None = None) -> tuple[RowRange, bool]:
+    """The range of a table's rows, and whether any status is not 0; waits for what computes them, once.
+
+    Parameters
+    ----------
+    table : float32 array, shape (n, width)
+    status : int32 array, shape (n_solved,), optional
+    """
+    check("table", table, np.float32, (None, None))
+    check_not_host(device, table=table)
+    found = device.zeros(3, np.uint32)
+    n_solved = 0 if status is None else len(status)
+    if status is not None:
+        check("status", status, np.int32, (None,))
+        check_not_host(device, status=status)
+    if table.size or n_solved:
+        blocks = min(ceil_div(max(len(table), n_solved), THREADS // 32), BLOCKS_PER_SM * device.spec.multiprocessors)
+        kernel = get_kernel(device, "rows.cu", "row_range", REAL=table.dtype, THREADS=THREADS)
+        sizes = (np.int64(len(table)), np.int32(table.shape[1]))
+        # any pointer does where there is no status to read
+        kernel(
+            (blocks,), (THREADS,), (found, table, *sizes, found if status is None else status, np.int64(n_solved)), 0
+        )
+    largest, room, failed = device.download(found).tolist()
+    if not largest:
+        return RowRange(0.0, 0.0), bool(failed)
+    ends = np.array([largest, LARGEST_BITS - room], dtype=np.uint32).view(np.float32)
+    return RowRange(float(ends[0]), float(ends[1])), bool(failed)
+
+
+def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file, kernel, constants) of all that is compiled."""
+    for real, itemsize in (("float", 4), ("double", 8)):
+        for vector in (1, 16 // itemsize):
+            yield "rows.cu", "add_pieces", {"REAL": real, "VECTOR": vector, "THREADS": THREADS}
+    yield "rows.cu", "row_range", {"REAL": "float", "THREADS": THREADS}
