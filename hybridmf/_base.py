@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -159,14 +160,15 @@ class FactorModel(ServingMixin, BaseEstimator):
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
         solver = self._solver(_seeded(plan, seed_bits), matrix, item_users, state, completed)
         ready = time.perf_counter()
-        learned = self._learned_from(user_items, matrix, objective, plan, state)
-        extra = {"data": data, "seed_bits": seed_bits}
-        writer = None if where is None else checkpoints.Writer(where, extra, completed)
-        run = _Run(self, solver, learned, user_items, validation, callback, writer)
-        if resumed:
-            run.resume(completed, list(resumed.summary["history"]))
-        del state, learned, resumed  # the factors a fit starts from need not outlive its first sweep
-        run.sweep(iterations, show_progress)
+        with closing(solver):  # threads and connections of several ranks end with the fit, however it ends
+            learned = self._learned_from(user_items, matrix, objective, plan, state)
+            extra = {"data": data, "seed_bits": seed_bits}
+            writer = None if where is None else checkpoints.Writer(where, extra, completed)
+            run = _Run(self, solver, learned, user_items, validation, callback, writer)
+            if resumed:
+                run.resume(completed, list(resumed.summary["history"]))
+            del state, learned, resumed  # the factors a fit starts from need not outlive its first sweep
+            run.sweep(iterations, show_progress)
         dispatch.remember(plan)
         self.timings_ = {
             "check": checked - started,

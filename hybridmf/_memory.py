@@ -40,6 +40,21 @@ def cpu_bytes(plan: Plan) -> dict[str, int]:
     return sizes
 
 
+def rank_bytes(plan: Plan, ranks: int) -> dict[str, int]:
+    """Memory by purpose of one of several ranks on the CPU that share no memory."""
+    m, n = plan.n_users, plan.n_items
+    itemsize = np.dtype(plan.dtype).itemsize
+    row = plan.rank * itemsize
+    sizes = cpu_bytes(plan)
+    if not plan.streamed:
+        pointers = (m + n) * (np.dtype(index_pointer_dtype(plan.nnz)).itemsize + 8)
+        sizes["ratings"] = 2 * -(-plan.nnz // ranks) * (itemsize + 4) + pointers
+    # all that a fit starts from, which every rank draws; then old and new rows of its own beside the fixed side
+    sizes["factors"] = (m + n + 2 * -(-(m + n) // ranks)) * row
+    sizes["gathered"] = max(m, n) * row
+    return sizes
+
+
 def _row_scratch(plan: Plan, itemsize: int) -> int:
     """Elements of scratch of one thread that solves rows."""
     if plan.tile_rows:

@@ -26,7 +26,7 @@ from .errors import DeviceError, DeviceMemoryError, MemoryBudgetError
 from .gpu import assemblies, fused
 from .gpu.device import DeviceSpec, parse_bytes
 from .scale.grid import Grid
-from .scale.planner import H200, Problem, ScalePlan, plan_ranks
+from .scale.planner import H200, SLAB_BUFFERS, Place, Problem, ScalePlan, plan_ranks, plan_streamed_ranks
 
 if TYPE_CHECKING:
     from ._objective import Objective, Side
@@ -69,8 +69,8 @@ GPU_SEGMENT = 16384
 GPU_BATCH_BYTES = 2 << 30
 """Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
 
-STREAM_BUFFERS = 3
-"""Slabs on a GPU at a time: one is worked on, one is there, one is on its way."""
+STREAM_BUFFERS = SLAB_BUFFERS
+"""Slabs on a GPU at a time."""
 
 STREAM_SLAB = 4 << 20
 """Entries of a slab that ratings in memory are cut to: its copy takes less than a millisecond on a PCIe 5 bus, its
@@ -451,22 +451,47 @@ def _find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
 
 def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
     """ALS on several devices: each computes as it would alone, on its part."""
-    ranks = len(plan.devices)
     if spec is None:
         plan = _cpu_plan(plan, settings)
-        # the ranks share memory: all of them together need the ratings once more, in blocks, and the gathered side
-        sizes = dict(plan.bytes)
-        sizes["gathered"] = ranks * max(plan.n_users, plan.n_items) * plan.rank * np.dtype(plan.dtype).itemsize
+        # the ranks share memory: all of them together need the gathered side, and each the slab it reads
+        sizes, ranks = dict(plan.bytes), len(plan.devices)
+        itemsize = np.dtype(plan.dtype).itemsize
+        sizes["gathered"] = ranks * max(plan.n_users, plan.n_items) * plan.rank * itemsize
+        if plan.streamed:
+            sizes["ratings"] += 2 * (ranks - 1) * plan.slab * (itemsize + 4)
         slots = max(1, CPU_PARTIAL_BYTES // system_bytes(plan))
         return replace(plan, bytes=sizes, batch_slots=slots)
-    plan = gpu_plan(plan, settings, objective, spec)
-    problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, np.dtype(plan.dtype).itemsize)
-    free = plan.gpu.free_bytes if plan.gpu is not None else 0
-    scale = plan_ranks(problem, ranks, free, model_parallel_only=plan.assembly == "bals")
+    plan = _gpu_choices(plan, settings, objective, spec)
+    assert plan.gpu is not None
+    free = plan.gpu.free_bytes
+    scale = _spread(plan, free)
+    plan = _placed(plan, scale)
     fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
-    left = min(GPU_BATCH_BYTES, max(0, free - sum(fullest.bytes.values()) + fullest.bytes["systems"]))
+    left = min(GPU_BATCH_BYTES, max(0, free - scale.bytes_per_gpu + fullest.bytes["systems"]))
     slots = max(left // _slot_bytes(plan), plan.tile_rows, 1)
     return replace(plan, scale=scale, bytes=fullest.bytes, batch_slots=slots)
+
+
+def _spread(plan: Plan, free: int) -> ScalePlan:
+    """How ALS spreads over GPUs of so much memory: with its ratings on them or, if those do not fit, streamed."""
+    problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, np.dtype(plan.dtype).itemsize)
+    ranks, stored = len(plan.devices), bool(plan.streamed)
+    # tiles need whole rows, and so does a store, which is read row by row
+    scale = plan_ranks(problem, ranks, free, model_parallel_only=plan.tile_rows > 0 or stored)
+    if scale.bytes_per_gpu <= free or plan.tile_rows or plan.reorder != "none":
+        return scale
+    place: Place = "disk" if stored and not _host_has_room(plan) else "host"
+    return plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB) or scale
+
+
+def _placed(plan: Plan, scale: ScalePlan) -> Plan:
+    """The plan with its ratings where `scale` has them between half sweeps."""
+    if scale.ratings == "device":
+        return replace(plan, resident=bool(plan.streamed))
+    notes = plan.notes
+    if not plan.streamed:
+        notes = (*notes, _streaming_note(plan, f"{scale.gpus} GPUs"))
+    return replace(plan, streamed=scale.ratings, slab=max(map(scale.slab, scale.halves)), notes=notes)
 
 
 def _als_request(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> dispatch.Request:
@@ -557,11 +582,6 @@ def _cpu_reordering(plan: Plan, assembly: str) -> str:
 
 def _stored(plan: Plan, slab: int) -> Plan:
     """The plan for ratings that are read from a store."""
-    if plan.devices:
-        raise ValueError(
-            f"device={list(plan.devices)!r} cannot share a store; name one device, or let ranks read their parts of "
-            "it: hybridmf.scale.fit, hybridmf.dask.fit; or load it: store.to_ratings()"
-        )
     if plan.reorder not in ("auto", "none"):
         raise ValueError(
             f"reorder={plan.reorder!r} needs all ratings in memory, and a store is read slab by slab; "
@@ -593,6 +613,20 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     ValueError
         A combination that GPUs do not serve.
     """
+    plan = _gpu_choices(plan, settings, objective, spec)
+    assert plan.gpu is not None
+    spec = plan.gpu
+    whole = _with_batches(replace(plan, streamed="", slab=0), _gpu_fixed_bytes(plan), spec)
+    if plan.streamed:
+        return _gpu_stored(plan, whole, spec)
+    if not dispatch.memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
+        return whole
+    streamed = _gpu_streamed(plan, spec)
+    return whole if dispatch.memory_lacks(streamed) else streamed
+
+
+def _gpu_choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
+    """Kernels and the memory there is; not yet where the ratings are."""
     if plan.solver not in GPU_SOLVERS:
         raise ValueError(f"solver={plan.solver!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_SOLVERS)}")
     limit = settings.gpu_memory_limit
@@ -618,7 +652,12 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     tile_rows, tile_cols = (0, 0)
     if assembly == "bals":
         tile_rows, tile_cols = assemblies.bals_tile_sizes(plan.rank, np.dtype(plan.dtype).itemsize, spec)
-    plan = replace(
+    if tile_rows and plan.streamed:
+        raise ValueError(
+            'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '
+            "fit store.to_ratings()"
+        )
+    return replace(
         plan,
         assembly=assembly,
         reorder=_gpu_reordering(plan.reorder, assembly),
@@ -627,30 +666,28 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
         segment=gpu_segment(assembly),
         notes=tuple(notes),
     )
-    whole = _with_batches(replace(plan, streamed="", slab=0), _gpu_fixed_bytes(plan), spec)
-    if plan.streamed:
-        return _gpu_stored(plan, whole, spec)
-    if not dispatch.memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
-        return whole
-    streamed = _gpu_streamed(plan, spec)
-    return whole if dispatch.memory_lacks(streamed) else streamed
 
 
 def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
     """Where the slabs of a store stay: on the GPU, in the memory of the host, or on the disk; the first that fits."""
-    if plan.tile_rows:
-        raise ValueError(
-            'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '
-            "fit store.to_ratings()"
-        )
     if not dispatch.memory_lacks(whole):
         return replace(whole, streamed="disk", slab=plan.slab, resident=True)
-    itemsize = np.dtype(plan.dtype).itemsize
-    loaded = 2 * plan.nnz * (4 + itemsize) + 8 * (plan.n_users + plan.n_items)
+    where = "host" if _host_has_room(plan) else "disk"
+    return _with_batches(replace(plan, streamed=where), _streamed_bytes(plan), spec)
+
+
+def _host_has_room(plan: Plan) -> bool:
+    """Whether all ratings of a store may be in the memory of the host, both orientations."""
+    loaded = 2 * plan.nnz * (4 + np.dtype(plan.dtype).itemsize) + 8 * (plan.n_users + plan.n_items)
     free = available_memory()
     # room for the user's other things, and for what page-locking takes away from the system
-    where = "host" if free is not None and 2 * loaded < free else "disk"
-    return _with_batches(replace(plan, streamed=where), _streamed_bytes(plan), spec)
+    return free is not None and 2 * loaded < free
+
+
+def _streaming_note(plan: Plan, where: str) -> str:
+    """What a plan says of ratings in memory that it streams."""
+    moved = 2 * plan.nnz * (4 + np.dtype(plan.dtype).itemsize)
+    return f"the ratings do not fit on the {where}: {mib(moved)} come from the memory of the host in each iteration"
 
 
 def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
@@ -662,12 +699,8 @@ def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
         STREAM_BUFFERS * (4 + itemsize) + 8 * _slab_rows(replace(plan, slab=plan.nnz)) * plan.rank * itemsize / plan.nnz
     )
     slab = int(np.clip(left / 2 / entry, 1, STREAM_SLAB))
-    plan = replace(plan, streamed="host", slab=min(slab, plan.nnz))
-    note = (
-        f"the ratings do not fit on the GPU: {mib(2 * plan.nnz * (4 + itemsize))} come from the memory of the host in "
-        "each iteration"
-    )
-    return _with_batches(replace(plan, notes=(*plan.notes, note)), _streamed_bytes(plan), spec)
+    plan = replace(plan, streamed="host", slab=min(slab, plan.nnz), notes=(*plan.notes, _streaming_note(plan, "GPU")))
+    return _with_batches(plan, _streamed_bytes(plan), spec)
 
 
 def _streamed_bytes(plan: Plan) -> dict[str, int]:

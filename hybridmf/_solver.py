@@ -25,8 +25,18 @@ class Solver(Protocol):
     def objective_value(self) -> float:
         """The objective at the current state."""
 
+    def close(self) -> None:
+        """End threads and connections; `state` stays readable. The fit loop calls it whatever has ended the fit."""
 
-class Alternating:
+
+class Unconnected:
+    """A solver that has no threads and connections."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Alternating(Unconnected):
     """An iteration that is made of half sweeps."""
 
     plan: Plan

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
+import mmap
 import re
 import sys
 import threading
@@ -922,3 +924,34 @@ def test_cuda_device_is_a_device(machine: Machine) -> None:
     machine()
     real = {name for name in dir(CudaDevice) if not name.startswith("_")}
     assert real - {"look"} <= set(dir(EmulatedDevice()))
+
+
+def test_parts_of_one_array_are_page_locked_beside_each_other(machine: Machine, caplog: Any) -> None:
+    """The page at which two parts meet can be locked for one of them only."""
+    module, page, locked = machine(), mmap.PAGESIZE, {}
+
+    def register(first: int, size: int, flags: int) -> None:
+        pages = set(range(first // page, (first + size - 1) // page + 1))
+        if any(pages & others for others in locked.values()):
+            raise CUDARuntimeError("already registered")
+        locked[first] = pages
+
+    module.cuda.runtime.hostRegister, module.cuda.runtime.hostUnregister = register, locked.pop
+    device = open_device()
+    whole = np.arange(5 * page, dtype=np.int32)
+    parts = np.split(whole, [page + 100, 3 * page + 7])
+    copiers = [device.copier() for _ in parts]
+    with caplog.at_level(logging.INFO, "hybridmf"):
+        assert [copiers[k].pin(part) for k, part in enumerate(parts)] == [True] * 3
+        assert not device.copier().pin(parts[1])
+    assert len(locked) == 3 and "cannot be page-locked" in caplog.text
+    for k, part in enumerate(parts):
+        target = device.zeros(len(part), np.int32)
+        copiers[k].copy(target, part)  # what is not in whole pages goes through buffers
+        np.testing.assert_array_equal(target, part)
+    del copiers
+    gc.collect()
+    assert not locked
+    few = np.zeros(3, dtype=np.int32)
+    locked[0] = {few.ctypes.data // page}
+    assert not device.copier().pin(few)  # no whole page inside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
@@ -355,7 +356,7 @@ def test_bad_calls(ratings_matrix: sp.csr_array) -> None:
 
 def test_ctrl_c_keeps_the_last_half_sweep(monkeypatch: pytest.MonkeyPatch, ratings_matrix: sp.csr_array) -> None:
     """Interrupted while ranks solve the users of the second iteration."""
-    users, resume = itertools.count(), threading.Event()
+    users, resume, before = itertools.count(), threading.Event(), set(threading.enumerate())
     solve = RankALS.solve
 
     def slow(self: RankALS, side: Any) -> Any:
@@ -376,6 +377,7 @@ def test_ctrl_c_keeps_the_last_half_sweep(monkeypatch: pytest.MonkeyPatch, ratin
     with pytest.raises(KeyboardInterrupt):
         model.fit(ratings_matrix)
     resume.set()
+    assert not rank_threads(before)
     assert model.n_iter_ == 1
     monkeypatch.undo()
     alone = single("explicit", ratings_matrix)
@@ -383,6 +385,63 @@ def test_ctrl_c_keeps_the_last_half_sweep(monkeypatch: pytest.MonkeyPatch, ratin
     alone.update("item")
     np.testing.assert_array_equal(model.item_factors_, alone.state.item.matrix)
     np.testing.assert_array_equal(model.user_factors_, alone.state.user.matrix)
+
+
+def rank_threads(before: set[threading.Thread]) -> list[str]:
+    """Names of the threads of ranks that have come since; those that are about to end get a moment."""
+    deadline = time.monotonic() + 10
+    while names := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("hybridmf rank")]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return names
+
+
+@pytest.mark.parametrize("ended_by", [None, MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", ["als", "sgd"])
+def test_threads_of_ranks_end_with_the_fit(
+    kind: str, ended_by: Any, monkeypatch: pytest.MonkeyPatch, ratings_matrix: sp.csr_array
+) -> None:
+    """However the fit ends, and although somebody still has its solver and what was raised."""
+    before = set(threading.enumerate())
+    gc.disable()  # what nobody closes is not to be found by chance
+    try:
+        model = MODELS["explicit"]() if kind == "als" else hmf.SGD(factors=4)
+        model.set_params(device=["cpu", "cpu"], random_state=0, iterations=2)
+        solvers, make = [], type(model)._solver
+        monkeypatch.setattr(type(model), "_solver", lambda *given: solvers.append(make(*given)) or solvers[0])
+
+        def end(model: Any, record: Any) -> None:
+            if ended_by is not None:
+                raise ended_by("as told")
+
+        if ended_by is None:
+            model.fit(ratings_matrix, callback=end)
+        else:
+            with pytest.raises(ended_by, match="as told"):
+                model.fit(ratings_matrix, callback=end)
+        assert not rank_threads(before)
+        state = solvers[0].state.on_host()
+        np.testing.assert_array_equal(model.user_factors_, state.user.matrix)
+        solvers[0].close()  # once more
+        if kind == "als":
+            with pytest.raises(CommunicatorError, match="the ranks were closed; make another solver"):
+                solvers[0].update("user")
+    finally:
+        gc.enable()
+
+
+def test_threads_of_ranks_that_cannot_begin_end(ratings_matrix: sp.csr_array) -> None:
+    before = set(threading.enumerate())
+    model, plan, checked, state = problem("explicit", ratings_matrix, 2)
+
+    def no_worker(communicator: Any) -> Any:
+        raise MemoryError("no room for a rank")
+
+    arguments = (checked, transpose(checked, num_threads=1), model._objective(), plan, state)
+    with pytest.raises(MemoryError, match="no room") as raised:
+        MultiALS(*arguments, make_worker=no_worker)
+    assert raised.value is not None and not rank_threads(before)
 
 
 # ------------------------------------------------------------------------------------------------------------ layouts

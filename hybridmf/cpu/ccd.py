@@ -11,7 +11,7 @@ import scipy.sparse as sp
 from .._ccd_method import CcdMethod
 from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import Plan
-from .._solver import SWEEP_ORDER
+from .._solver import SWEEP_ORDER, Unconnected
 from .._validate import csr_arrays, make_csr
 from ..errors import NonFiniteError
 from ..formats import transpose
@@ -61,7 +61,7 @@ class _Half:
         self.groups, self.segments = _ccd.schedule(self.indptr)
 
 
-class CpuCCD:
+class CpuCCD(Unconnected):
     """Cyclic coordinate descent over rank-one factors on the CPU: owns both copies of the residual.
 
     Parameters

@@ -14,7 +14,7 @@ from .. import _formats
 from .._objective import Factors, Objective, Side, State, other_side
 from .._plan import Plan
 from .._sgd_method import SgdMethod, learning_rate_at
-from .._solver import SWEEP_ORDER
+from .._solver import SWEEP_ORDER, Unconnected
 from .._sparse import entry_rows
 from .._validate import csr_arrays
 from ..errors import DivergedError, ModelFileError
@@ -319,7 +319,7 @@ def starting_state(state: State, method: SgdMethod, factors: int, completed: int
     return state
 
 
-class CpuSGD:
+class CpuSGD(Unconnected):
     """Stochastic gradient descent on the CPU: owns the order of the entries and the current factors.
 
     Parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -29,10 +30,23 @@ class StreamedHalf:
         One row for each row of the side.
     objective : Objective
     plan : Plan
+    names : int64 array, shape (n_rows,), optional
+        What errors call each row, if not by its position.
+    check : callable, optional
+        See `hybridmf.cpu.als.HalfSweep`.
     """
 
-    def __init__(self, side: Side, slabs: Slabs, objective: Objective, plan: Plan) -> None:
-        self.side, self.slabs, self.objective, self.plan = side, slabs, objective, plan
+    def __init__(
+        self,
+        side: Side,
+        slabs: Slabs,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self.side, self.slabs, self.objective, self.plan, self.check = side, slabs, objective, plan, check
+        self.names = np.arange(len(slabs.degrees)) if names is None else names
         self.degrees = slabs.degrees
         self.scale = objective.row_scale(self.degrees)
 
@@ -45,13 +59,24 @@ class StreamedHalf:
         for k, (first, last) in enumerate(pairwise(bounds.tolist())):
             self.slabs.prefetch(k + 1)
             rows = slice(first, last)
-            half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, np.arange(first, last))
+            half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, self.names[rows])
+            half.check = self.check
             before = None if start is None else part_of(start, first, last)
             solved = half.solve(fixed, mean, before, gram)
             out[rows] = solved.matrix
             if bias is not None and solved.bias is not None:
                 bias[rows] = solved.bias
         return Factors(out, bias)
+
+    def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
+        """What the entries of each row lose, where rows are users; float64, shape (n_rows,)."""
+        losses = np.zeros(len(self.degrees))
+        for k, (first, last) in enumerate(pairwise(self.slabs.bounds.tolist())):
+            self.slabs.prefetch(k + 1)
+            part = State(part_of(users, first, last), items, mean)
+            csr = csr_arrays(self.slabs.matrix(k))
+            losses[first:last] = losses_of_rows(self.objective, csr, part, self.plan.num_threads)
+        return losses
 
 
 class StreamedCpuALS(CpuALS):
@@ -77,13 +102,7 @@ class StreamedCpuALS(CpuALS):
     def objective_value(self) -> float:
         """The objective at the current factors, in float64."""
         half, state = self.halves["user"], self.state
-        slabs, losses = half.slabs, np.zeros(len(half.degrees))
-        for k, (first, last) in enumerate(pairwise(slabs.bounds.tolist())):
-            slabs.prefetch(k + 1)
-            rows = slice(first, last)
-            part = State(part_of(state.user, first, last), state.item, state.mean)
-            csr = csr_arrays(slabs.matrix(k))
-            losses[rows] = losses_of_rows(self.objective, csr, part, self.plan.num_threads)
+        losses = half.losses(state.user, state.item, state.mean)
         return total_objective(
             self.objective, losses, state, half.degrees, self.halves["item"].degrees, self.plan.num_threads
         )

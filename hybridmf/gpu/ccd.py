@@ -13,7 +13,7 @@ import scipy.sparse as sp
 from .._ccd_method import CcdMethod
 from .._objective import SIDES, Objective, Side, State, other_side
 from .._plan import Plan
-from .._solver import SWEEP_ORDER
+from .._solver import SWEEP_ORDER, Unconnected
 from .._validate import csr_arrays
 from ..errors import DeviceMemoryError, NonFiniteError
 from . import losses, tables
@@ -528,7 +528,7 @@ def memory_bytes(n_users: int, n_items: int, nnz: int, factors: int, dtype: Any,
 # ---------------------------------------------------------------------------------------------- solver
 
 
-class GpuCCD:
+class GpuCCD(Unconnected):
     """Cyclic coordinate descent over rank-one factors on one GPU: owns both copies of the residual.
 
     Parameters

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import mmap
 import os
 import re
 import threading
@@ -555,17 +556,24 @@ class CudaCopier:
         """Page-lock an array; it is released when this copier goes, and lives as long."""
         if not array.nbytes:
             return True
-        start = array.ctypes.data
-        try:
-            with self._device.active():
-                self._cupy.cuda.runtime.hostRegister(start, array.nbytes, 0)
-        except DeviceError as error:  # a limit on locked memory, memory that is locked already, a file
-            logger.info("memory of the host cannot be page-locked, copies take a detour: %s", error)
-            return False
-        self._pinned.append((start, start + array.nbytes))
-        released = weakref.finalize(self, _unpin, self._device, self._cupy, array)
-        released.atexit = False  # CUDA may be gone by then, and the process's memory goes anyway
-        return True
+        start, stop, page = array.ctypes.data, array.ctypes.data + array.nbytes, mmap.PAGESIZE
+        # the pages at its ends may be locked for a neighbour: ranks have parts of one array
+        inside = (-(-start // page) * page, stop // page * page)
+        for first, last in ((start, stop), inside):
+            try:
+                if last <= first:
+                    break
+                with self._device.active():
+                    self._cupy.cuda.runtime.hostRegister(first, last - first, 0)
+            except DeviceError as error:  # a limit on locked memory, memory that is locked already, a file
+                # as text: whoever keeps the record would keep this copier by the traceback
+                logger.info("memory of the host cannot be page-locked, copies take a detour: %s", str(error))
+                continue
+            self._pinned.append((first, last))
+            released = weakref.finalize(self, _unpin, self._device, self._cupy, array, first)
+            released.atexit = False  # CUDA may be gone by then, and the process's memory goes anyway
+            return True
+        return False
 
     def after(self, mark: Any) -> None:
         """Have copies from here on wait for an event."""
@@ -628,11 +636,12 @@ class CudaCopier:
             self._stream.synchronize()
 
 
-def _unpin(device: CudaDevice, cupy: Any, array: np.ndarray) -> None:
+def _unpin(device: CudaDevice, cupy: Any, array: np.ndarray, first: int) -> None:
+    """Release what was locked from address `first` on; `array` has lived until now."""
     try:
         with device.active():
             device.synchronize()
-            cupy.cuda.runtime.hostUnregister(array.ctypes.data)
+            cupy.cuda.runtime.hostUnregister(first)
     except DeviceError as error:  # a device that has failed before
         logger.info("memory of the host stays page-locked: %s", error)
 

@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from .._objective import SIDES, Objective, Side, State, other_side
 from .._plan import Plan
 from .._sgd_method import SgdMethod, learning_rate_at
-from .._solver import SWEEP_ORDER
+from .._solver import SWEEP_ORDER, Unconnected
 from .._validate import csr_arrays
 from ..cpu.sgd import RISE, diverged
 from . import losses, tables
@@ -603,7 +603,7 @@ class BatchHogwild:
 # ---------------------------------------------------------------------------------------------- solver
 
 
-class GpuSGD:
+class GpuSGD(Unconnected):
     """Stochastic gradient descent on one GPU: owns the layouts and the current factors.
 
     Parameters

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -54,8 +54,22 @@ class Pipeline:
     """
 
     def __init__(self, device: Device, capacity: int, dtype: Any, buffers: int = STREAM_BUFFERS) -> None:
-        self.device, self.copier = device, device.copier()
-        self._buffers = [(device.empty(capacity, np.int32), device.empty(capacity, dtype)) for _ in range(buffers)]
+        self.device, self.copier, self.dtype, self.buffers = device, device.copier(), dtype, buffers
+        self.capacity = 0
+        self._buffers: list[tuple[Array, Array]] = []
+        self.reserve(max(1, capacity))
+
+    def reserve(self, capacity: int) -> None:
+        """Have room for slabs of so many entries; not while a stream is under way."""
+        if capacity <= self.capacity:
+            return
+        self._buffers = []  # before others take their place: there may be no room for both
+        with self.device.active():
+            self._buffers = [
+                (self.device.empty(capacity, np.int32), self.device.empty(capacity, self.dtype))
+                for _ in range(self.buffers)
+            ]
+        self.capacity = capacity
 
     def stream(self, slabs: Slabs) -> Generator[tuple[int, Array, Array], None, None]:
         """(number, indices, ratings) of each slab in order; the arrays are valid for work launched until the next one.
@@ -154,7 +168,7 @@ class SlabHalf(HalfSweep):
 
 
 class StreamedHalf:
-    """One half of a sweep on a device over slabs.
+    """One half of a sweep on a device over slabs: the waves in which its rows are solved (cuMF 4.4).
 
     Parameters
     ----------
@@ -162,34 +176,53 @@ class StreamedHalf:
     side : {"user", "item"}
         The side that is solved.
     slabs : Slabs
-        One row for each row of the side.
+        One row for each row that is solved.
     objective : Objective
     plan : Plan
+    pipeline : Pipeline or None
+        Brings the slabs in each half sweep; None: they stay on the device from the first time on.
+    names : int64 array, shape (n_rows,), optional
+        What errors call each row, if not by its position.
+    ends : float array, optional
+        Smallest and largest absolute value of all ratings, where `slabs` are a rank's share of them.
     """
 
-    def __init__(self, device: Device, side: Side, slabs: Slabs, objective: Objective, plan: Plan) -> None:
+    def __init__(
+        self,
+        device: Device,
+        side: Side,
+        slabs: Slabs,
+        objective: Objective,
+        plan: Plan,
+        pipeline: Pipeline | None,
+        names: np.ndarray | None = None,
+        ends: np.ndarray | None = None,
+    ) -> None:
         self.device, self.side, self.slabs, self.objective, self.plan = device, side, slabs, objective, plan
+        self.pipeline, self.names = pipeline, names
         self.degrees = slabs.degrees
+        if pipeline is not None:
+            pipeline.reserve(int(slab_entries(slabs.bounds, self.degrees).max(initial=0)))
+            if isinstance(slabs, MemorySlabs):
+                pipeline.copier.pin(slabs.csr.indices)
+                pipeline.copier.pin(slabs.csr.data)
         self.scale = device.upload(objective.row_scale(self.degrees).astype(slabs.dtype))
-        roots = range_of_roots(objective, slabs.ends)
+        roots = range_of_roots(objective, slabs.ends if ends is None else ends)
         self.rows = [slice(int(a), int(b)) for a, b in pairwise(slabs.bounds)]
         self.parts = [
             SlabHalf(device, side, self.degrees[rows], slabs.dtype, objective, plan, roots) for rows in self.rows
         ]
         self._kept: list[tuple[Array, Array]] = []
 
-    def entries(self, pipeline: Pipeline | None) -> Generator[tuple[slice, SlabHalf], None, None]:
-        """Rows and half sweep of each slab, entries lent to it until the next one.
-
-        Without a pipeline they stay on the device from the first time on.
-        """
-        if pipeline is None:
+    def entries(self) -> Generator[tuple[slice, SlabHalf], None, None]:
+        """Rows and half sweep of each slab, entries lent to it until the next one."""
+        if self.pipeline is None:
             for slab in range(len(self._kept), len(self.parts)):
                 _, indices, ratings = csr_arrays(self.slabs.matrix(slab))
                 self._kept.append((self.device.upload(indices), self.device.upload(ratings)))
             lent: Any = ((slab, *arrays) for slab, arrays in enumerate(self._kept))
         else:
-            lent = pipeline.stream(self.slabs)
+            lent = self.pipeline.stream(self.slabs)
         try:
             for slab, indices, ratings in lent:
                 self.parts[slab].lend(indices, ratings)
@@ -199,22 +232,30 @@ class StreamedHalf:
             lent.close()
 
     def solve(
-        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None, pipeline: Pipeline | None
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None = None,
+        then: Callable[[DeviceFactors], DeviceFactors] | None = None,
     ) -> DeviceFactors:
         """New factors of the side; see `HalfSweep.solve`."""
         with self.device.active():
-            return self._solve(fixed, mean, start, pipeline)
+            return self._solve(fixed, mean, start, then)
 
     def _solve(
-        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None, pipeline: Pipeline | None
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None,
+        then: Callable[[DeviceFactors], DeviceFactors] | None,
     ) -> DeviceFactors:
         device, plan, n = self.device, self.plan, len(self.degrees)
         gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
         table = device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
         status = device.zeros(n, np.int32)
-        method = self.parts[0].method_for(fixed) if plan.assembly == "fused" else None
-        with closing(self.entries(pipeline)) as slabs:  # else a failure would leave the thread at work
+        method = self.parts[0].method_for(fixed) if self.parts and plan.assembly == "fused" else None
+        with closing(self.entries()) as slabs:  # else a failure would leave the thread at work
             for rows, part in slabs:
                 part.shared_method, part.statuses = method, status[rows]
                 solved = part.solve(fixed, mean, None if start is None else _part(start, rows), gram)
@@ -222,9 +263,16 @@ class StreamedHalf:
                 if bias is not None:
                     bias[rows] = solved.device_bias
         solved = DeviceFactors(device, table, plan.factors, bias)
-        if solved.look(status):
-            check_status(device.download(status), self.side, self.objective)
+        following = solved if then is None else then(solved)
+        if following.look(status):
+            check_status(device.download(status), self.side, self.objective, self.names)
         return solved
+
+    def losses(self, users: DeviceFactors, items: DeviceFactors, mean: float) -> np.ndarray:
+        """`entry_losses` of the rows of all slabs, where they are users."""
+        with closing(self.entries()) as slabs:
+            losses = [entry_losses(part, _part(users, rows), items, mean) for rows, part in slabs]
+        return np.concatenate([np.zeros(0), *losses])
 
 
 def _part(factors: DeviceFactors, rows: slice) -> DeviceFactors:
@@ -260,30 +308,21 @@ class StreamedGpuALS(GpuALS):
         self.device, self.objective, self.plan, self.mean = device, objective, plan, state.mean
         self._reordered = None
         slabs = {"user": _slabs(user_items, plan), "item": _slabs(item_users, plan)}
-        self.halves = {side: StreamedHalf(device, side, slabs[side], objective, plan) for side in SIDES}
-        self.pipeline: Pipeline | None = None
-        if not plan.resident:
-            capacity = max(int(slab_entries(each.bounds, each.degrees).max(initial=1)) for each in slabs.values())
-            self.pipeline = Pipeline(device, capacity, user_items.dtype)
-            for each in slabs.values():
-                if isinstance(each, MemorySlabs):
-                    self.pipeline.copier.pin(each.csr.indices)
-                    self.pipeline.copier.pin(each.csr.data)
+        self.pipeline = None if plan.resident else Pipeline(device, plan.slab, user_items.dtype)
+        self.halves = {side: StreamedHalf(device, side, slabs[side], objective, plan, self.pipeline) for side in SIDES}
         width = table_width(plan.rank, user_items.dtype)
         self.inward = {side: to_device(device, state.side(side), width) for side in SIDES}
 
     def update(self, side: Side) -> None:
         """One half sweep; the state changes only once it is complete."""
         fixed = self.inward["item" if side == "user" else "user"]
-        self.inward[side] = self.halves[side].solve(fixed, self.mean, self.inward[side], self.pipeline)
+        self.inward[side] = self.halves[side].solve(fixed, self.mean, self.inward[side])
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
         half, users, items = self.halves["user"], self.inward["user"], self.inward["item"]
         with self.device.active():
-            with closing(half.entries(self.pipeline)) as slabs:
-                losses = [entry_losses(part, _part(users, rows), items, self.mean) for rows, part in slabs]
-            total = float(np.concatenate(losses).sum())
+            total = float(half.losses(users, items, self.mean).sum())
             return total + unobserved_and_penalty(half, users, items, half.degrees, self.halves["item"].degrees)
 
 

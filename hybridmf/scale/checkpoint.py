@@ -13,7 +13,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,13 +133,19 @@ def piece_of_fingerprint(rows: sp.csr_array) -> Piece:
     return len(columns), values.itemsize, _crc32(columns), _crc32(values)
 
 
-def join_fingerprints(indptr: np.ndarray, pieces: Sequence[Piece], shape: tuple[int, int]) -> str:
-    """Fingerprint of a matrix of that shape from its row pointers and those of its rows, piece after piece."""
-    columns = values = size = nnz = 0
+def join_pieces(pieces: Iterable[Piece], itemsize: int = 0) -> Piece:
+    """Piece of the rows of all pieces, one after the other; `itemsize` if there are none."""
+    columns = values = nnz = 0
     for entries, itemsize, of_columns, of_values in pieces:
         columns = combine_crc32(columns, of_columns, 4 * entries)
         values = combine_crc32(values, of_values, itemsize * entries)
-        nnz, size = nnz + entries, itemsize
+        nnz += entries
+    return nnz, itemsize, columns, values
+
+
+def join_fingerprints(indptr: np.ndarray, pieces: Sequence[Piece], shape: tuple[int, int]) -> str:
+    """Fingerprint of a matrix of that shape from its row pointers and those of its rows, piece after piece."""
+    nnz, size, columns, values = join_pieces(pieces)
     crc = combine_crc32(_crc32(np.asarray(indptr, dtype=np.int64)), columns, 4 * nnz)
     return f"{shape[0]}x{shape[1]}-{nnz}-{combine_crc32(crc, values, size * nnz):08x}"
 

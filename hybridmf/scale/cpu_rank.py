@@ -12,7 +12,9 @@ import scipy.sparse as sp
 from .._objective import Factors, Objective, Side
 from .._plan import Plan
 from ..cpu import _als, als
-from .su_als import Ranges, Then
+from ..cpu.stream import StreamedHalf
+from .slabs import RangeSlabs
+from .su_als import Block, Ranges, Then
 
 
 class CpuWorker:
@@ -73,16 +75,20 @@ class CpuWorker:
         return squares
 
     def whole(
-        self, side: Side, block: sp.csr_array, objective: Objective, plan: Plan, names: np.ndarray
-    ) -> als.HalfSweep:
-        """The half sweep of one device, over a slab of rows."""
+        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
+    ) -> als.HalfSweep | StreamedHalf:
+        """The half sweep of one device, over a slab of rows; slabs are read in each half sweep."""
+        if isinstance(block, RangeSlabs):
+            return StreamedHalf(side, block, objective, plan, names, self.check)
         half = als.HalfSweep(side, block, objective, plan, names)
         half.check = self.check
         return half
 
     gathers_ahead = False
 
-    def solve(self, half: als.HalfSweep, fixed: Factors, mean: float, start: Factors, then: Then | None) -> Factors:
+    def solve(
+        self, half: als.HalfSweep | StreamedHalf, fixed: Factors, mean: float, start: Factors, then: Then | None
+    ) -> Factors:
         """New factors of the rows of `whole`; nothing is gathered ahead, since nothing would overlap."""
         return half.solve(fixed, mean, start)
 
@@ -110,7 +116,9 @@ class CpuWorker:
         items: Factors,
         mean: float,
     ) -> float:
-        """Loss of the entries of some rows."""
+        """Loss of the entries of some rows; of all where they are read from slabs."""
+        if isinstance(half, StreamedHalf):
+            return float(half.losses(users, items, mean).sum())
         offsets = (np.empty(0), np.empty(0))
         if users.bias is not None and items.bias is not None:
             offsets = (users.bias.astype(np.float64) + mean, items.bias.astype(np.float64))

@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import Factors, Objective, Side
+from .._objective import SIDES, Factors, Objective, Side
 from .._plan import Plan
 from ..gpu import als, assemblies, fused, losses
 from ..gpu.device import Array, CudaDevice, Device, open_device
 from ..gpu.fused import BLOCK, FusedConfig, Systems, round_up
 from ..gpu.launch import Entries, ceil_div
 from ..gpu.rows import add_pieces
+from ..gpu.stream import Pipeline, StreamedHalf
 from .communicator import Communicator
 from .cpu_rank import InOrder
 from .nccl import NcclCommunicator
-from .su_als import PIECES, Ranges, Then
+from .slabs import MemorySlabs, RangeSlabs, Slabs
+from .su_als import PIECES, Block, Ranges, Then
 
 MOST_SEGMENTS = 32
 """Pieces that a row is cut into at most: its pieces are added one after the other."""
@@ -40,6 +42,7 @@ class GpuWorker:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._streams: Streams | None = None
+        self._pipeline: Pipeline | None = None  # one for both half sweeps
 
     def active(self) -> AbstractContextManager[None]:
         """Run on the device."""
@@ -88,15 +91,28 @@ class GpuWorker:
         return losses.row_squares(self.device, factors.table, factors.factors)
 
     def whole(
-        self, side: Side, block: sp.csr_array, objective: Objective, plan: Plan, names: np.ndarray
-    ) -> als.HalfSweep:
-        """The half sweep of one device, over a slab of rows."""
-        return als.HalfSweep(self.device, side, block, objective, plan, names)
+        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
+    ) -> als.HalfSweep | StreamedHalf:
+        """The half sweep of one device, over a slab of rows; in waves where the plan says that ratings are streamed."""
+        if not isinstance(block, RangeSlabs) and not plan.streamed:
+            roots = als.range_of_roots(objective, ends)
+            return als.HalfSweep(self.device, side, block, objective, plan, names, roots)
+        slabs = waves_of(block, side, plan)
+        if not plan.resident and self._pipeline is None:
+            longest = plan.slab if plan.scale is None else max(map(plan.scale.slab, SIDES))
+            self._pipeline = Pipeline(self.device, longest, slabs.dtype)
+        pipeline = None if plan.resident else self._pipeline
+        return StreamedHalf(self.device, side, slabs, objective, plan, pipeline, names, ends)
 
     gathers_ahead = True
 
     def solve(
-        self, half: als.HalfSweep, fixed: als.DeviceFactors, mean: float, start: als.DeviceFactors, then: Then | None
+        self,
+        half: als.HalfSweep | StreamedHalf,
+        fixed: als.DeviceFactors,
+        mean: float,
+        start: als.DeviceFactors,
+        then: Then | None,
     ) -> als.DeviceFactors:
         """New factors of the rows of `whole`."""
         return half.solve(fixed, mean, start, then=then)
@@ -125,7 +141,9 @@ class GpuWorker:
         items: als.DeviceFactors,
         mean: float,
     ) -> float:
-        """Loss of the entries of some rows."""
+        """Loss of the entries of some rows; of all where they are streamed."""
+        if isinstance(half, StreamedHalf):
+            return float(half.losses(users, items, mean).sum())
         indptr = self.device.download(half.indptr)[rows[0] : rows[1] + 1]
         pieces = als.Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), als.LOSS_ROWS)
         if not len(pieces.rows):
@@ -154,6 +172,17 @@ class GpuWorker:
             return nullcontext(InOrder())
         self._streams = self._streams or Streams(self.device)
         return nullcontext(self._streams)
+
+
+def waves_of(block: Block, side: Side, plan: Plan) -> Slabs:
+    """A rank's rows in the waves that the plan has it solve them in, coming from where the plan says."""
+    if plan.resident:
+        assert isinstance(block, RangeSlabs)
+        return block
+    entries = plan.slab if plan.scale is None else plan.scale.slab(side)
+    if not isinstance(block, RangeSlabs):
+        return MemorySlabs.cut(block, entries)
+    return MemorySlabs.cut(block.load(), entries) if plan.streamed == "host" else block.cut(entries)
 
 
 class Streams:

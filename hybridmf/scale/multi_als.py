@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,12 @@ from .communicator import Communicator
 from .cpu_rank import CpuWorker
 from .grid import Grid, Layout
 from .joined import JoinedFactors, part_of
-from .su_als import RankALS, ReductionName, Worker, rank_plan
+from .slabs import RangeSlabs
+from .store import StoreMatrix
+from .su_als import Block, RankALS, ReductionName, Worker, rank_plan
 from .threads import RankThreads
+
+logger = logging.getLogger("hybridmf")
 
 MakeWorker = Callable[[Communicator], tuple[Communicator, Worker]]
 """What a rank's thread communicates and computes with, from the communicator of the threads."""
@@ -29,11 +34,12 @@ class MultiALS(Alternating):
 
     Parameters
     ----------
-    user_items, item_users : csr_array
-        The ratings in both orientations.
+    user_items, item_users : csr_array or StoreMatrix
+        The ratings in both orientations, in memory or in a store, of which each rank reads its own rows.
     objective : Objective
     plan : Plan
-        Of several devices.
+        Of several devices; its `scale` says in which waves ratings are streamed, and may be `ScalePlan.on` of the one
+        that was made for another number of GPUs.
     state : State
         Where to start.
     grids : dict of side to Grid, optional
@@ -49,12 +55,16 @@ class MultiALS(Alternating):
     ------
     DeviceError
         A device cannot be served.
+    DeviceMemoryError
+        A rank has no room for its part.
+    ValueError
+        A partition that no fit serves.
     """
 
     def __init__(
         self,
-        user_items: sp.csr_array,
-        item_users: sp.csr_array,
+        user_items: sp.csr_array | StoreMatrix,
+        item_users: sp.csr_array | StoreMatrix,
         objective: Objective,
         plan: Plan,
         state: State,
@@ -65,32 +75,37 @@ class MultiALS(Alternating):
         topology: Sequence[int] | None = None,
     ) -> None:
         self.objective, self.plan, self.mean = objective, plan, state.mean
+        if plan.scale is not None:
+            plan.scale.check_served(len(plan.devices))
         self._reordered: Reordered | None = None
         if plan.reorder != "none":
             axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
             self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
             user_items = self._reordered.matrix
             item_users = transpose(user_items, num_threads=plan.num_threads)
-        matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
+        matrices: dict[Side, sp.csr_array | StoreMatrix] = {"user": user_items, "item": item_users}
         degrees = {side: np.diff(matrices[side].indptr) for side in SIDES}
         self.layout = Layout.even(degrees, grids or plan.grids, plan.row_cost)
-        self.threads = RankThreads(self.layout.size)
-        self._make_worker = make_worker or worker_maker(plan, self.threads)
         inward = {side: state.side(side).on_host() for side in SIDES}
         for side in SIDES:
             order = self._order(side)
             if order is not None:
                 inward[side] = inward[side].take(order)
         known_topology = self._topology(reduction, topology)
+        self.threads = RankThreads(self.layout.size)
+        to_worker = make_worker or worker_maker(plan, self.threads)
+        opened: dict[int, Communicator] = {}
+        self._opened, self._closed = opened, False
 
         def make(threads: Communicator) -> RankALS:
-            communicator, worker = self._make_worker(threads)
+            communicator, worker = to_worker(threads)
             rank = threads.rank
+            opened[rank] = communicator
             own = {side: part_of(inward[side], *self.layout.own(side, rank)) for side in SIDES}
             return RankALS(
                 communicator,
                 self.layout,
-                {side: self.layout.cut(side, rank, matrices[side]) for side in SIDES},
+                {side: block_of(self.layout, side, rank, matrices[side]) for side in SIDES},
                 objective,
                 rank_plan(plan),
                 State(own["user"], own["item"], state.mean),
@@ -100,7 +115,12 @@ class MultiALS(Alternating):
                 topology=known_topology,
             )
 
-        self.ranks: list[RankALS] = self._run(make)
+        self.ranks: list[RankALS] = []
+        try:
+            self.ranks = self._run(make)
+        except BaseException:
+            self.close()
+            raise
 
     def _order(self, side: Side) -> np.ndarray | None:
         if self._reordered is None:
@@ -121,6 +141,8 @@ class MultiALS(Alternating):
 
     def _run(self, function: Callable[[Any], Any]) -> list[Any]:
         """Run on all ranks; the first failure comes out as it was raised, and stops them all."""
+        if self._closed:
+            raise CommunicatorError("the ranks were closed; make another solver")
         return self.threads.run(function)
 
     @property
@@ -144,6 +166,47 @@ class MultiALS(Alternating):
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
         return float(self._run(lambda threads: self.ranks[threads.rank].objective_value())[0])
+
+    def close(self) -> None:
+        """End the threads and connections of the ranks; `state` stays readable. Closing once more does nothing."""
+        if self._closed:
+            return
+        try:
+            if self.threads.stopping.is_set():
+                for communicator in self._opened.values():  # a rank may wait in one of them for another that is gone
+                    communicator.abort("the fit has ended")
+            else:
+                self._run(lambda threads: _close_rank(self.ranks[threads.rank], self._opened[threads.rank]))
+        except CommunicatorError as error:
+            logger.warning("ranks did not end well: %s", error)
+        finally:
+            self._closed = True
+            self.threads.close()
+
+
+def block_of(layout: Layout, side: Side, rank: int, matrix: sp.csr_array | StoreMatrix) -> Block:
+    """A rank's entries while `side` is solved: cut out of ratings in memory, or where to read them.
+
+    Raises
+    ------
+    ValueError
+        A store, and a grid in which ranks share rows.
+    """
+    if not isinstance(matrix, StoreMatrix):
+        return layout.cut(side, rank, matrix)
+    grid = layout.grids[side]
+    if grid.splits > 1:
+        raise ValueError(
+            f"a store is read row by row, and a grid of {grid.splits} x {grid.groups} splits the rows of {side}s; use "
+            f"1 x {grid.size}, or load it: store.to_ratings()"
+        )
+    return RangeSlabs(matrix, *layout.own(side, rank))
+
+
+def _close_rank(rank: RankALS, communicator: Communicator) -> None:
+    """Close what a rank has connected, on its thread."""
+    rank.close()
+    communicator.close()
 
 
 def worker_maker(plan: Plan, threads: RankThreads) -> MakeWorker:

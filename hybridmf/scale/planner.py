@@ -9,7 +9,8 @@ A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 c
 
     n/p w i            the part of the fixed side; twice where the next part is loaded meanwhile
     m/q w i            solutions of the row part; twice where they leave for the host meanwhile
-    nnz/(p q) (4 + i)  entries, twice where the next ones are loaded meanwhile; or all of its share, both orientations
+    nnz/(p q) (4 + i)  entries, as often as they are loaded ahead (a fit: SLAB_BUFFERS); or all of its share, both
+                       orientations
     systems            a batch (ours are solved batch by batch), or those of the whole row part where parts take turns
     (m + n)/GPUs w i   its share of both sides, where factors stay on the GPUs
 """
@@ -24,10 +25,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .._memory import mib
 from .._objective import SIDES, Side
-from ..errors import MemoryBudgetError
+from ..errors import DeviceMemoryError, MemoryBudgetError
 from ..gpu import fused
-from .grid import Grid
+from .grid import Grid, Layout
 
 HEADROOM = 0.04
 """Share of a GPU's memory left to what nobody counts (cuMF: 500 MB of 12 GB)."""
@@ -37,6 +39,9 @@ BATCH_BYTES = 2 << 30
 
 SLABS = 8
 """Pieces that data are loaded in, of which nothing runs beside the first one."""
+
+SLAB_BUFFERS = 3
+"""Row parts of ratings that a fit has on a GPU at a time: one is worked on, one is there, one is on its way."""
 
 ROW_BYTES = 20
 """Offset, order, scale and status of a row."""
@@ -209,6 +214,8 @@ class HalfPlan:
     gpus : int
     buffers : int
         Parts of the fixed side in memory where they take turns: 2, or 1 if there is no room to load one meanwhile.
+    loads : int
+        Row parts of ratings in memory at a time where they are streamed.
     bytes : dict of str to int
         Memory of one GPU by purpose.
     seconds : dict of str to float
@@ -222,6 +229,7 @@ class HalfPlan:
     batches: int
     gpus: int
     buffers: int = 2
+    loads: int = 2
     bytes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
@@ -299,6 +307,10 @@ class ScalePlan:
         """Of each half sweep."""
         return {side: half.grid for side, half in self.halves.items()}
 
+    def slab(self, side: Side) -> int:
+        """Entries of a row part of a half sweep: what a rank of a fit loads and solves at a time, in each wave."""
+        return -(-self.problem.nnz // self.halves[side].batches)
+
     def on(self, gpus: int) -> ScalePlan:
         """The same partition on another number of GPUs: in more waves on fewer, side by side on more (cuMF 4.4).
 
@@ -325,6 +337,30 @@ class ScalePlan:
                 )
             halves[side] = found
         return replace(self, gpus=gpus, halves=halves)
+
+    def check_served(self, gpus: int) -> None:
+        """Refuse what can be planned, but not fitted.
+
+        Raises
+        ------
+        ValueError
+            Another number of GPUs; factors that do not stay on them; parts of a fixed side that take turns.
+        """
+        if gpus != self.gpus:
+            raise ValueError(f"the partition is for {self.gpus} GPUs and the fit has {gpus}; use partition.on({gpus})")
+        turning = [side for side, half in self.halves.items() if half.turns > 1]
+        if self.factors != "device" or turning:
+            why = f"the fixed side of {turning[0]}s in turns" if turning else f"factors on {self.factors}"
+            raise ValueError(
+                "a fit keeps factors on the GPUs, and a whole part of the fixed side on each; the partition has "
+                f"{why}: use more GPUs or fewer factors"
+            )
+        parted = [side for side, half in self.halves.items() if half.parts > 1]
+        if self.ratings != "device" and parted:
+            raise ValueError(
+                f"a fit streams ratings where each GPU has the whole fixed side; the partition splits that of "
+                f"{parted[0]}s into p = {self.halves[parted[0]].parts}: let the fit plan for itself"
+            )
 
     def __str__(self) -> str:
         problem = self.problem
@@ -359,30 +395,94 @@ def judged(
     return replace(half, seconds=seconds, total=_total(half, seconds, machine))
 
 
-def half_bytes(problem: Problem, half: HalfPlan, ratings: Place, factors: Place) -> dict[str, int]:
-    """Memory of one GPU in a half sweep, by purpose; see the module."""
-    rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
+@dataclass(frozen=True)
+class Share:
+    """What one GPU has of a half sweep, in rows and entries.
+
+    Attributes
+    ----------
+    fixed : int
+        Rows of its part of the fixed side.
+    solved : int
+        Rows that it solves.
+    own : int
+        Rows of both sides that it owns.
+    entries : int
+        On it at a time: of both orientations where ratings stay there.
+    """
+
+    fixed: int
+    solved: int
+    own: int
+    entries: int
+
+    @classmethod
+    def mean(cls, problem: Problem, half: HalfPlan, ratings: Place) -> Share:
+        """Of GPUs that all have the same."""
+        rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
+        entries = half.loads * -(-problem.nnz // (half.parts * half.batches))
+        if ratings == "device":
+            entries = 2 * -(-problem.nnz // half.gpus)
+        return cls(-(-fixed // half.parts), -(-rows // half.gpus), -(-(rows + fixed) // half.gpus), entries)
+
+
+def half_bytes(
+    problem: Problem, half: HalfPlan, ratings: Place, factors: Place, share: Share | None = None
+) -> dict[str, int]:
+    """Memory of one GPU in a half sweep, by purpose; see the module. `share`: what it has, if not the mean."""
+    share = share or Share.mean(problem, half, ratings)
     grid, width, on_device = half.grid, problem.row_bytes, factors == "device"
-    part = -(-fixed // half.parts) * width
-    share = -(-(rows + fixed) // half.gpus) * width
-    solved = -(-rows // half.batches) * width
+    batch = -(-problem.rows(half.side) // half.batches)
+    solved = batch * width
     if on_device:  # the new rows of a GPU beside the old ones, until the half sweep is complete
-        solved = -(-rows // half.gpus) * width
-    systems = -(-rows // half.batches) * problem.system_bytes
+        solved = share.solved * width + (0 if ratings == "device" else solved)
+    systems = batch * problem.system_bytes
     if half.turns == 1:
         systems = min(systems, BATCH_BYTES)
-    entries = 2 * -(-problem.nnz // (half.parts * half.batches)) * problem.entry_bytes
-    if ratings == "device":
-        entries = 2 * -(-problem.nnz // half.gpus) * problem.entry_bytes
     own_is_part = on_device and grid.groups == 1 and half.turns == 1
     return {
-        "fixed side": 0 if own_is_part else part * (half.buffers if half.turns > 1 else 1),
+        "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.turns > 1 else 1),
         "solutions": solved * (1 if on_device else 2),
-        "factors": share if on_device else 0,
-        "ratings": entries,
-        "rows": -(-(rows + fixed) // half.gpus) * ROW_BYTES,
+        "factors": share.own * width if on_device else 0,
+        "ratings": share.entries * problem.entry_bytes,
+        "rows": share.own * ROW_BYTES,
         "systems": systems,
     }
+
+
+def check_rank(plan: ScalePlan, layout: Layout, rank: int, entries: int) -> None:
+    """Refuse what a rank has of the ratings where its GPU has no room for it, before anything is brought there.
+
+    A plan is made from sizes; ranges of rows are even in cost, so that one rank may have more entries than another.
+
+    Parameters
+    ----------
+    plan : ScalePlan
+    layout : Layout
+    rank : int
+    entries : int
+        On the rank's GPU at a time.
+
+    Raises
+    ------
+    DeviceMemoryError
+    """
+    counts = {side: layout.counts(side, range(rank, rank + 1))[0] for side in SIDES}
+    for side, planned in plan.halves.items():
+        grid, (first, last) = layout.grids[side], layout.columns(side, rank)
+        half = replace(planned, parts=grid.splits, batches=max(planned.batches, grid.groups))
+        share = Share(last - first, counts[side], sum(counts.values()), entries)
+        sizes = half_bytes(plan.problem, half, plan.ratings, plan.factors, share)
+        if sum(sizes.values()) <= plan.memory:
+            continue
+        way_out = "use fewer factors, or more GPUs"
+        if plan.ratings == "device":
+            way_out = f"a gpu_memory_limit below {plan.bytes_per_gpu} bytes has ratings streamed; else {way_out}"
+        raise DeviceMemoryError(
+            f"rank {rank} needs about {mib(sum(sizes.values()))} of its GPU's memory to solve {side}s and "
+            f"{mib(plan.memory)} are free ({', '.join(f'{name} {mib(size)}' for name, size in sizes.items())}); the "
+            f"plan's {mib(plan.bytes_per_gpu)} are for ranks that all have as many entries: {way_out}"
+        )
 
 
 def half_seconds(
@@ -555,6 +655,24 @@ def plan_ranks(
             min(fits, key=lambda half: half.total) if fits else min(found, key=lambda half: sum(half.bytes.values()))
         )
     return ScalePlan(problem, machine, gpus, memory, "device", "device", halves)
+
+
+def plan_streamed_ranks(
+    problem: Problem, gpus: int, memory: int, ratings: Place, slab: int, machine: Machine = H200
+) -> ScalePlan | None:
+    """Model parallel with factors on the GPUs and ratings that come in row parts of at most `slab` entries.
+
+    None if not even row parts of a row fit.
+    """
+    least = -(-problem.nnz // slab)
+    halves: dict[Side, HalfPlan] = {}
+    for side in SIDES:
+        half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS)
+        found = fewest_batches(problem, machine, half, ratings, "device", memory, least)
+        if found is None:
+            return None
+        halves[side] = found
+    return ScalePlan(problem, machine, gpus, memory, ratings, "device", halves)
 
 
 def as_record(plan: ScalePlan) -> dict[str, Any]:

@@ -16,10 +16,12 @@ from .._objective import SIDES, Side, other_side
 from .._validate import from_triplets
 from ..errors import CommunicatorError, DuplicateEntriesError
 from ..formats import transpose
-from .checkpoint import Piece, fingerprint, join_fingerprints, piece_of_fingerprint
+from .checkpoint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
 from .communicator import Communicator
-from .grid import Grid, Layout, columns_of, rows_of, stacked
+from .grid import Grid, Layout, columns_of, stacked
+from .slabs import RangeSlabs
 from .store import Store, StoreMatrix
+from .su_als import Block
 
 FINGERPRINT_BYTES = 96
 """Room for a fingerprint on its way to the other ranks."""
@@ -33,11 +35,14 @@ class RankRatings(Protocol):
     shape : (n_users, n_items)
     user_ids, item_ids : array or None
         Labels, where the first rank knows them.
+    slab : int or None
+        Entries of the largest slab, where the ratings are in a store.
     """
 
     shape: tuple[int, int]
     user_ids: np.ndarray | None
     item_ids: np.ndarray | None
+    slab: int | None
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
         """Entries of each row of either side on all ranks, for even shares; repeated pairs may count twice."""
@@ -76,6 +81,8 @@ class WholeRatings:
     user_ids, item_ids : array, optional
     """
 
+    slab: int | None = None
+
     def __init__(
         self, matrix: sp.csr_array, user_ids: np.ndarray | None = None, item_ids: np.ndarray | None = None
     ) -> None:
@@ -109,6 +116,8 @@ class StoredRatings:
         self.shape: tuple[int, int] = store.shape
         self.user_ids, self.item_ids = store.user_ids, store.item_ids
         self._sides: dict[Side, StoreMatrix] = {"user": users, "item": users.transposed()}
+        self.slab: int | None = users.largest_slab
+        self.total = users.total
         self._identity = f"store {store._manifest['checksum']}"
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
@@ -118,21 +127,16 @@ class StoredRatings:
 
     def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
         """From the slabs that have the rows."""
-        pieces = [self._rows(side, *ends) for ends in layout.ranges(side, communicator.rank)]
+        matrix, rank = self._sides[side], communicator.rank
+        pieces = [RangeSlabs(matrix, *ends).load() for ends in layout.ranges(side, rank)]
         if layout.grids[side].splits == 1:
             return pieces[0]
-        columns = layout.columns(side, communicator.rank)
+        columns = layout.columns(side, rank)
         return stacked([columns_of(piece, *columns) for piece in pieces])
 
-    def _rows(self, side: Side, first: int, last: int) -> sp.csr_array:
-        matrix, parts = self._sides[side], []
-        for slab, (start, stop) in enumerate(zip(matrix.bounds[:-1], matrix.bounds[1:], strict=True)):
-            begin, end = max(first, int(start)), min(last, int(stop))
-            if begin < end:
-                parts.append(rows_of(matrix.matrix(slab), begin - int(start), end - int(start)))
-        if not parts:
-            return sp.csr_array((last - first, matrix.shape[1]), dtype=matrix.dtype)
-        return stacked(parts)
+    def slabs(self, communicator: Communicator, layout: Layout, side: Side) -> RangeSlabs:
+        """Where this rank reads its own rows."""
+        return RangeSlabs(self._sides[side], *layout.own(side, communicator.rank))
 
 
 class SharedEntries:
@@ -152,6 +156,8 @@ class SharedEntries:
         What to do with a pair that occurs more than once, on whichever ranks.
     user_ids, item_ids : array, optional
     """
+
+    slab: int | None = None
 
     def __init__(
         self,
@@ -267,7 +273,7 @@ class Cut:
     Attributes
     ----------
     layout : Layout
-    blocks : dict of side to csr_array
+    blocks : dict of side to csr_array, or to RangeSlabs where they are streamed from a store
     degrees : dict of side to int64 array
         Entries of each row on all ranks, repeated pairs merged.
     nnz : int
@@ -282,25 +288,39 @@ class Cut:
         degrees: Mapping[Side, np.ndarray],
         grids: Mapping[Side, Grid],
         row_cost: float,
+        streamed: bool = False,
     ) -> None:
-        self.layout = Layout.even(degrees, grids, row_cost)
+        self.layout, self._shape = Layout.even(degrees, grids, row_cost), ratings.shape
+        self.blocks: dict[Side, Block]
+        self._piece: Piece | None
+        if streamed and isinstance(ratings, StoredRatings):
+            self.blocks = {side: ratings.slabs(communicator, self.layout, side) for side in SIDES}
+            self._piece = None
+            self.degrees, self.total = dict(degrees), ratings.total
+            self.nnz = int(self.degrees["user"].sum())
+            return
         self.blocks = {side: ratings.block(communicator, self.layout, side) for side in SIDES}
-        rows = self.blocks["user"]
+        rows: Any = self.blocks["user"]
         if grids["user"].splits > 1:  # what follows looks at each entry once, in the order of the whole matrix
             alone = Grid(1, communicator.size)
             rows = ratings.block(communicator, Layout(self.layout.bounds, {"user": alone, "item": alone}), "user")
         counts = self.layout.counts("user", range(communicator.size))
         n_items = ratings.shape[1]
-        self.degrees: dict[Side, np.ndarray] = {
+        self.degrees = {
             "user": communicator.allgatherv(np.diff(rows.indptr).astype(np.int64), counts),
             "item": communicator.allreduce(np.bincount(rows.indices, minlength=n_items).astype(np.int64)),
         }
         self.nnz = int(self.degrees["user"].sum())
         self.total = float(communicator.allreduce(np.array([rows.data.sum(dtype=np.float64)]))[0])
-        self._shape, self._piece = ratings.shape, piece_of_fingerprint(rows)
+
+        self._piece = piece_of_fingerprint(rows)
 
     def fingerprint(self, communicator: Communicator) -> str:
-        """`checkpoint.fingerprint` of the whole matrix."""
+        """`checkpoint.fingerprint` of the whole matrix; what is streamed is read for it."""
+        if self._piece is None:
+            rows: Any = self.blocks["user"]
+            parts = map(rows.matrix, range(len(rows.bounds) - 1))
+            self._piece = join_pieces(map(piece_of_fingerprint, parts), rows.dtype.itemsize)
         own = np.array([self._piece], dtype=np.int64)
         pieces: list[Piece] = [tuple(map(int, row)) for row in communicator.allgatherv(own, [1] * communicator.size)]  # type: ignore[misc]
         indptr = np.concatenate(([0], np.cumsum(self.degrees["user"])))

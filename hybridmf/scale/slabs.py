@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import scipy.sparse as sp
 
 from .._validate import csr_arrays, make_csr
+from .grid import rows_of
 
 
 class Slabs(Protocol):
@@ -125,6 +127,73 @@ class MemorySlabs:
 
     def prefetch(self, slab: int) -> None:
         """Nothing to read ahead."""
+
+
+class RangeSlabs:
+    """Some consecutive rows of other slabs, such as those a rank owns, as slabs of their own.
+
+    Parameters
+    ----------
+    source : Slabs
+    first, last : int
+        The rows from `first` to before `last`.
+    entries : int, optional
+        Cut the slabs of the source further, to so many entries.
+    """
+
+    def __init__(self, source: Slabs, first: int, last: int, entries: int | None = None) -> None:
+        self.source, self.first, self.last = source, first, last
+        self.shape = (last - first, source.shape[1])
+        self.dtype = source.dtype
+        self.degrees = source.degrees[first:last]
+        self.nnz = int(self.degrees.sum())
+        inside = (source.bounds > first) & (source.bounds < last)
+        bounds = np.unique(np.concatenate(([first], source.bounds[inside], [last]))).astype(np.int64) - first
+        if entries is not None:
+            finer = [slab_bounds(self.degrees[a:b], entries) + a for a, b in pairwise(bounds)]
+            bounds = np.unique(np.concatenate([bounds, *finer]))
+        self.bounds = bounds
+        self._slab_of = np.searchsorted(source.bounds, first + bounds[:-1], side="right") - 1
+        self._at_hand: tuple[int, sp.csr_array] | None = None
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Those of the source, which may lie beyond the ones of these rows."""
+        return self.source.ends
+
+    def cut(self, entries: int) -> RangeSlabs:
+        """The same rows in slabs of at most so many entries."""
+        return RangeSlabs(self.source, self.first, self.last, entries)
+
+    def matrix(self, slab: int) -> sp.csr_array:
+        """Rows of a slab; what the source converts as it reads is kept for the next slab of it."""
+        number = int(self._slab_of[slab])
+        if self._at_hand is None or self._at_hand[0] != number:
+            self._at_hand = None  # two at a time would be too many
+            self._at_hand = number, self.source.matrix(number)
+        start = self.first - int(self.source.bounds[number])
+        return rows_of(self._at_hand[1], *(self.bounds[slab : slab + 2] + start).tolist())
+
+    def prefetch(self, slab: int) -> None:
+        """Have the source read ahead what it does not read anyway."""
+        if slab < len(self._slab_of) and (not slab or self._slab_of[slab] != self._slab_of[slab - 1]):
+            self.source.prefetch(int(self._slab_of[slab]))
+
+    def load(self) -> sp.csr_array:
+        """All rows in memory."""
+        return loaded(self)
+
+
+def loaded(slabs: Slabs) -> sp.csr_array:
+    """All rows of slabs as one matrix in memory."""
+    indices, data = np.empty(slabs.nnz, dtype=np.int32), np.empty(slabs.nnz, dtype=slabs.dtype)
+    at = 0
+    for slab in range(len(slabs.bounds) - 1):
+        _, columns, values = csr_arrays(slabs.matrix(slab))
+        indices[at : at + len(columns)], data[at : at + len(columns)] = columns, values
+        at += len(columns)
+    indptr = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(slabs.degrees)))
+    return make_csr(indptr, indices, data, slabs.shape)
 
 
 def magnitudes(values: np.ndarray) -> np.ndarray:

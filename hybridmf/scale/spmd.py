@@ -19,8 +19,9 @@ import numpy as np
 from .. import _io
 from .._base import FactorModel
 from .._learned import Learned
+from .._memory import rank_bytes
 from .._objective import SIDES, Factors, Objective, Side, State, initial_state
-from .._plan import Plan, make_plan
+from .._plan import Plan, check_memory, make_plan
 from .._validate import check_int, check_rng
 from ..errors import CommunicatorError, RatingsError
 from . import checkpoint as checkpoints
@@ -78,6 +79,8 @@ def fit_rank(
     ------
     Exception
         What went wrong on this rank, unchanged.
+    DeviceMemoryError, MemoryBudgetError
+        Before any work, on a rank that has no room for its part.
     CommunicatorError
         Something went wrong on another; the message has it.
     """
@@ -121,7 +124,8 @@ class _Fit:
         self.iterations = check_int("iterations", model.iterations, 1)
         degrees = ratings.degrees(communicator)
         self.plan = self._plan(device, num_threads, int(degrees["user"].sum()))
-        self.cut = Cut(communicator, ratings, degrees, self.plan.grids, self.plan.row_cost)
+        streamed = bool(self.plan.streamed)
+        self.cut = Cut(communicator, ratings, degrees, self.plan.grids, self.plan.row_cost, streamed)
         self.plan = replace(self.plan, nnz=self.cut.nnz)
         if not self.cut.nnz:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
@@ -163,11 +167,20 @@ class _Fit:
             raise ValueError(
                 f"model: {type(self.model).__name__} is not served by ranks; fit ImplicitALS or ExplicitALS"
             )
-        plan = make_plan(self.objective, replace(settings, device=(device,) * size), self.ratings.shape, nnz)
+        ranks = replace(settings, device=(device,) * size)
+        mapped = self.ratings.slab if device == "cpu" else None
+        plan = make_plan(self.objective, ranks, self.ratings.shape, nnz, None, mapped)
+        if plan.streamed and self.ratings.slab is not None:  # what GPUs have no room for need not be on the host either
+            plan = make_plan(self.objective, ranks, self.ratings.shape, nnz, None, self.ratings.slab)
         if plan.reorder != "none":
             if settings.reorder not in ("auto", "none"):
                 raise ValueError(f"reorder={settings.reorder!r} is not served by ranks; use reorder='none'")
             plan = replace(plan, reorder="none")
+        threads = plan.num_threads if num_threads is None else num_threads
+        plan = replace(plan, devices=(device,) * size if size > 1 else (), num_threads=threads)
+        if plan.gpu is None:
+            plan = replace(plan, bytes=rank_bytes(plan, size))
+        check_memory(plan)
         splits = [plan.grids[side].splits for side in SIDES]
         agreed = self.communicator.broadcast(np.array(splits, dtype=np.int64))
         if splits != agreed.tolist():
@@ -176,9 +189,7 @@ class _Fit:
                 "their GPUs have different memory free; set gpu_memory_limit"
             )
         slots = self.communicator.allgatherv(np.array([plan.batch_slots], dtype=np.int64), [1] * size)
-        threads = plan.num_threads if num_threads is None else num_threads
-        devices = (device,) * size if size > 1 else ()
-        return replace(plan, batch_slots=int(slots.min()), devices=devices, num_threads=threads)
+        return replace(plan, batch_slots=int(slots.min()))
 
     def _start(self, checkpoint: Any, resume_from: Any) -> State:
         """Where to start: initial factors, or those of the checkpoint that the first rank reads."""

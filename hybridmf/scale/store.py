@@ -40,7 +40,7 @@ from .._sparse import take_rows
 from .._validate import check_choice, check_path, csr_arrays, make_csr
 from ..errors import MemoryBudgetError, StoreError
 from ..ratings import Ratings
-from .slabs import slab_entries
+from .slabs import loaded, slab_entries
 
 logger = logging.getLogger("hybridmf")
 
@@ -421,12 +421,7 @@ class StoreMatrix:
 
     def load(self) -> sp.csr_array:
         """All rows in memory."""
-        indices, data = np.empty(self.nnz, dtype=np.int32), np.empty(self.nnz, dtype=self.dtype)
-        at = 0
-        for part in self.matrices():
-            indices[at : at + part.nnz], data[at : at + part.nnz] = part.indices, part.data
-            at += part.nnz
-        return make_csr(self.indptr, indices, data, self.shape)
+        return loaded(self)
 
 
 class StoredSeen:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -25,7 +25,9 @@ from .._solver import Alternating
 from ..errors import CommunicatorError, RatingsError
 from .communicator import Array, Communicator
 from .grid import Layout
+from .planner import SLAB_BUFFERS, ScalePlan, check_rank
 from .reduction import Reduction, make_reduction
+from .slabs import RangeSlabs, magnitudes, slab_bounds, slab_entries
 
 MORE_BATCHES, BATCH_BYTES = 4, 128 << 20
 """Batches that a half sweep is cut into so that sums travel while others are made, if each still has so many bytes:
@@ -43,13 +45,16 @@ Then = Callable[[Any], Any]
 Ranges = list[tuple[int, int]]
 """Ranges of rows: the first of each, and the one after its last."""
 
+Block: TypeAlias = "sp.csr_array | RangeSlabs"
+"""A rank's entries: in memory, or, where it solves its own rows alone, in slabs that are read in each half sweep."""
+
 ReductionName = Literal["scatter", "two_phase", "root"]
 
 
 class Whole(Protocol):
     """A half sweep over rows all of whose entries are at hand; `hybridmf.cpu.als.HalfSweep` and its twin."""
 
-    def solve(self, fixed: Any, mean: float, start: Any = None, gram: Any = None) -> Any:
+    def solve(self, fixed: Any, mean: float, start: Any = None) -> Any:
         """New factors of the rows."""
 
 
@@ -102,8 +107,10 @@ class Worker(Protocol):
     def squares(self, factors: Any) -> np.ndarray:
         """Squared length of each row in float64."""
 
-    def whole(self, side: Side, block: sp.csr_array, objective: Objective, plan: Plan, names: np.ndarray) -> Whole:
-        """See `Whole`."""
+    def whole(
+        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
+    ) -> Whole:
+        """See `Whole`; `ends`: smallest and largest absolute value on all ranks, none if there are no entries."""
 
     gathers_ahead: bool
     """Whether `then` is called: where it is before new factors are complete, the ranks exchange them meanwhile."""
@@ -172,8 +179,8 @@ class RankALS(Alternating):
     communicator : Communicator
     layout : Layout
         The same on all ranks.
-    blocks : dict of side to csr_array
-        `Layout.cut` of either orientation of the ratings.
+    blocks : dict of side to csr_array or RangeSlabs
+        `Layout.cut` of either orientation of the ratings, or, with a whole fixed side, the slabs of the same rows.
     objective : Objective
     plan : Plan
         The same on all ranks, but for `num_threads` and `gpu`.
@@ -198,7 +205,7 @@ class RankALS(Alternating):
         self,
         communicator: Communicator,
         layout: Layout,
-        blocks: Mapping[Side, sp.csr_array],
+        blocks: Mapping[Side, Block],
         objective: Objective,
         plan: Plan,
         state: State,
@@ -215,8 +222,11 @@ class RankALS(Alternating):
             raise ValueError(f"the layout is of {layout.size} ranks, the communicator of {communicator.size}")
         with worker.active():
             self._check_alike(blocks)
+            if plan.scale is not None:
+                check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
             self._split_communicators(reduction, topology)
             self.degrees = {side: self._whole_degrees(side, blocks[side]) for side in SIDES}
+            self._ends = self._all_ends(blocks["user"])
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
             self._gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
@@ -224,7 +234,7 @@ class RankALS(Alternating):
 
     # ------------------------------------------------------------------------------------------------ set-up
 
-    def _check_alike(self, blocks: Mapping[Side, sp.csr_array]) -> None:
+    def _check_alike(self, blocks: Mapping[Side, Block]) -> None:
         """All ranks must have the same plan, and blocks of the same ratings in both orientations."""
         for side in SIDES:
             rows = sum(last - first for first, last in self.layout.ranges(side, self.rank))
@@ -263,8 +273,13 @@ class RankALS(Alternating):
         )
         return repr((bounds, [layout.grids[side] for side in SIDES], asdict(self.objective), choices, self.mean))
 
-    def _checksum(self, side: Side, block: sp.csr_array) -> np.ndarray:
-        """Number of entries and sums over them of user, item and the value's bits: the same in both orientations."""
+    def _checksum(self, side: Side, block: Block) -> np.ndarray:
+        """Number of entries and sums over them of user, item and the value's bits: the same in both orientations.
+
+        Of slabs only the number: a store would have to be read for it, and has checksums of its own.
+        """
+        if isinstance(block, RangeSlabs):
+            return np.array([block.nnz, 0, 0, 0], dtype=np.int64)
         rows, n = np.int64(0), 0
         for first, last in self.layout.ranges(side, self.rank):
             degrees = np.diff(block.indptr[n : n + last - first + 1]).astype(np.int64)
@@ -306,20 +321,42 @@ class RankALS(Alternating):
         self._made.append(self.communicator.split(color))
         return self._made[-1]
 
-    def _whole_degrees(self, side: Side, block: sp.csr_array) -> np.ndarray:
+    def _entries_at_a_time(self, blocks: Mapping[Side, Block], scale: ScalePlan) -> int:
+        """Entries on this rank's GPU: all of both orientations, or some of the longest waves."""
+        if scale.ratings == "device":
+            return sum(int(block.nnz) for block in blocks.values())
+        longest = 0
+        for side in SIDES:
+            degrees = degrees_of(blocks[side])
+            waves = slab_entries(slab_bounds(degrees, scale.slab(side)), degrees)
+            longest = max(longest, int(waves.max(initial=0)))
+        return SLAB_BUFFERS * longest
+
+    def _all_ends(self, block: Block) -> np.ndarray:
+        """Smallest and largest absolute value of the entries of all ranks; (0,) if there are none.
+
+        What depends on them, as the scale of float16 parts does, is then the same on all ranks as on one device.
+        """
+        own = np.asarray(block.ends if isinstance(block, RangeSlabs) else magnitudes(block.data), dtype=np.float64)
+        known = np.array([own if len(own) else (np.inf, -np.inf)])
+        everyone = self.communicator.allgatherv(known, [1] * self.layout.size)
+        ends = np.array([everyone[:, 0].min(), everyone[:, 1].max()])
+        return ends if ends[0] <= ends[1] else ends[:0]
+
+    def _whole_degrees(self, side: Side, block: Block) -> np.ndarray:
         """Entries of each own row on all ranks: weighted-lambda regularization needs them all (cuMF eq. 1)."""
-        local = np.diff(block.indptr).astype(np.int64)
+        local = degrees_of(block)
         members = self._members[side]
         if members is None:
             return local
         degrees: np.ndarray = members.reduce_scatter(local, self._member_counts(side))
         return degrees
 
-    def _half(self, side: Side, block: sp.csr_array, names: Mapping[Side, np.ndarray] | None) -> Any:
+    def _half(self, side: Side, block: Block, names: Mapping[Side, np.ndarray] | None) -> Any:
         own = np.arange(*self.layout.own(side, self.rank), dtype=np.int64) if names is None else names[side]
         arguments = (side, block, self.objective, self.plan)
         if self.layout.grids[side].splits == 1:
-            return self.worker.whole(*arguments, own)
+            return self.worker.whole(*arguments, own, self._ends)
         batches, solved = self._batches(side)
         degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
         if members is not None and reduction.everything_here is not None:
@@ -509,6 +546,12 @@ class RankALS(Alternating):
             reduction.close()
         for communicator in self._made:
             communicator.close()
+
+
+def degrees_of(block: Block) -> np.ndarray:
+    """Entries of each row, int64."""
+    degrees = block.degrees if isinstance(block, RangeSlabs) else np.diff(block.indptr)
+    return degrees.astype(np.int64, copy=False)
 
 
 def batch_rows(plan: Plan, splits: int, rows: int) -> int:
