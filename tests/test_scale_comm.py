@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_nccl import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -714,3 +715,42 @@ def test_ranks_take_quick_turns_while_they_work() -> None:
     with pytest.raises(ArithmeticError):
         run_ranks(1, lambda communicator: (_ for _ in ()).throw(ArithmeticError))
     assert sys.getswitchinterval() == usual
+
+
+# ------------------------------------------------------------------------------------------------ meetings of threads
+
+
+def meet(communicator, what="here", timeout=20.0):
+    communicator.transport.meet(communicator.context, communicator.members, communicator.rank, what, timeout)
+
+
+def test_a_meeting_ends_when_all_have_come():
+    came: list[int] = []
+
+    def rank(communicator):
+        for turn in range(50):
+            time.sleep(0.001 * ((communicator.rank + turn) % 3))
+            came.append(turn)
+            meet(communicator)
+            assert came.count(turn) == 3
+        half = communicator.split(communicator.rank % 2)
+        meet(half)  # groups of one and of two, at the same time
+        meet(communicator)
+
+    run_ranks(3, rank)
+
+
+@pytest.mark.parametrize(
+    ("absent", "message"),
+    [
+        (lambda c: meet(c, "there"), r"rank \d calls (t?here) while rank \d calls (t?here); all ranks have to make"),
+        (lambda c: None, r"rank 1 has ended while rank 0 waits for it in here"),
+        (lambda c: wait_until(lambda: c.cause), r"rank 0 waited 0\.2 s for the others in here"),
+    ],
+)
+def test_a_meeting_that_fails(absent, message):
+    def rank(communicator):
+        meet(communicator, timeout=0.2) if communicator.rank == 0 else absent(communicator)
+
+    with pytest.raises(CommunicatorError, match=message):
+        run_ranks(2, rank)

@@ -68,7 +68,9 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr("hybridmf.gpu.device.open_device", open_emulated)
     monkeypatch.setattr(gpu_rank, "open_device", open_emulated)
     monkeypatch.setattr(
-        gpu_rank, "gpu_worker", lambda names, control: (control, GpuWorker(open_emulated(names[control.rank])))
+        gpu_rank,
+        "gpu_worker",
+        lambda names, control: (control, GpuWorker(open_emulated(names[control.rank]), control.transport.turn)),
     )
     yield lambda size: [f"cuda:{k}" for k in range(size)]
 

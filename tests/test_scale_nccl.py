@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from types import SimpleNamespace
 
 import fake_nccl
 import numpy as np
@@ -47,10 +49,51 @@ def on_fakes(function, **options):
 def test_laws(fake, size, ordered):
     run = on_fakes(lambda c: laws(c, as_fake, np.asarray, whole=not ordered), ordered=ordered)
     assert min(run_ranks(size, run, timeout=20)) > 80
-    assert os.environ[nccl.MULTICAST] == "0"
+    assert os.environ[nccl.MULTICAST] == os.environ[nccl.CONNECT] == "0"
     kinds = {"send", "recv", "broadcast"} if ordered else {"allReduce", "reduce", "reduceScatter"}
     assert size == 1 or kinds <= set(fake.calls)
     assert "destroy" not in fake.calls  # it waits for other threads with the interpreter locked
+
+
+@pytest.mark.parametrize("name", ["allreduce", "reduce_scatter", "allgatherv", "broadcast", "sendrecv"])
+def test_nothing_is_launched_before_all_have_their_memory(fake, monkeypatch, name):
+    """A kernel of NCCL that waits for a rank may keep this rank from allocating what it is to launch with."""
+    happened: list[str] = []
+    empty = NcclCommunicator._empty
+
+    def late(communicator, *arguments):
+        time.sleep(0.05 * communicator.rank)
+        happened.append("memory")
+        return empty(communicator, *arguments)
+
+    monkeypatch.setattr(NcclCommunicator, "_empty", late)
+    later = fake.NcclCommunicator._later
+
+    def launch(comm, *call):
+        happened.append("launch")
+        later(comm, *call)
+
+    monkeypatch.setattr(fake.NcclCommunicator, "_later", launch)
+
+    def rank(communicator):
+        mine, after, before = as_fake(np.ones(6)), (communicator.rank + 1) % 3, (communicator.rank - 1) % 3
+        more = {"reduce_scatter": ([1, 2, 3],), "allgatherv": ([6, 6, 6],), "sendrecv": (after, before, mine)}
+        getattr(communicator, name)(mine, *more.get(name, ()))
+
+    run_ranks(3, on_fakes(rank), timeout=20)
+    assert happened[:3] == ["memory"] * 3
+    assert set(happened[3:]) == {"launch"}
+
+
+def test_nccl_is_aborted_without_the_interpreters_lock(fake, monkeypatch):
+    aborted: list[int] = []
+    library = SimpleNamespace(ncclCommAbort=lambda handle: aborted.append(handle.value))
+    monkeypatch.setattr(nccl, "_library", lambda: library)
+    comm = SimpleNamespace(comm=1234, abort=lambda: pytest.fail("with the lock"))
+    references = sys.getrefcount(comm)
+    nccl._abort(comm)
+    assert aborted == [1234]
+    assert sys.getrefcount(comm) == references + 1  # else CuPy would give back what is gone
 
 
 def test_numpy_arrays_go_by_the_control(fake):

@@ -2,10 +2,17 @@
 
 NCCL only moves arrays of GPUs. A second communicator, the control, carries what it takes to start, NumPy arrays, and
 the news of a failure: NCCL itself would wait for a lost rank for ever.
+
+Ranks that are threads of one process meet on the host before each call to NCCL. A kernel of NCCL waits on its GPU for
+those of the other ranks; meanwhile CUDA may keep another thread of the process from allocating or freeing memory on any
+GPU whose memory they share, and that thread would never come to launch what is waited for. After the meeting all memory
+is there, and nothing lies between the ranks and their launches.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 import logging
 import math
@@ -22,7 +29,8 @@ import numpy as np
 
 from ..errors import CommunicatorError, DeviceError
 from .communicator import Array, Communicator, start_sendrecv
-from .messages import TIMEOUT, check_counts, check_peer, check_timeout, even_counts
+from .messages import TIMEOUT, MessageCommunicator, check_counts, check_peer, check_timeout, even_counts
+from .threads import Hub
 
 logger = logging.getLogger("hybridmf")
 
@@ -30,6 +38,10 @@ INSTALL = "pip install nvidia-nccl-cu13 (CUDA 13) or nvidia-nccl-cu12 beside CuP
 
 POLL = 0.1
 """Seconds between two looks at whether NCCL, or another rank, has failed."""
+
+CONNECT = "NCCL_RUNTIME_CONNECT"
+"""Whether NCCL connects GPUs at the first call that wants it. Off, unless the user has set this: it allocates memory,
+which must not happen while another rank's kernel waits."""
 
 MULTICAST = "NCCL_NVLS_ENABLE"
 """NVLink multicast, which is left off unless the user has set this: it needs a fabric manager that allows it."""
@@ -102,6 +114,7 @@ class NcclCommunicator:
 
     def _connect(self) -> Any:
         os.environ.setdefault(MULTICAST, "0")
+        os.environ.setdefault(CONNECT, "0")
         name = np.zeros(128, dtype=np.uint8)
         if self.rank == 0:
             name[:] = np.frombuffer(self._nccl.get_unique_id(), dtype=np.uint8)
@@ -139,7 +152,7 @@ class NcclCommunicator:
             self._cause = self.cause or cause
         logger.info("NCCL is aborted on rank %d: %s", self.rank, self._cause)
         with self._on_device():
-            self._comm.abort()
+            _abort(self._comm)
 
     def _look(self) -> str:
         """What has gone wrong by now; empty if nothing has."""
@@ -158,10 +171,18 @@ class NcclCommunicator:
                 return f"rank {self.rank} waited {self.timeout:g} s for the others in {what}"
         return ""
 
+    def _meet(self, what: str) -> None:
+        """Wait for the ranks of this process, if they are threads: see the top of the module."""
+        self._check()
+        hub = getattr(self.control, "transport", None)
+        if isinstance(hub, Hub) and self.size > 1:
+            assert isinstance(self.control, MessageCommunicator)
+            hub.meet(self.control.context, self.control.members, self.rank, what, self.timeout)
+
     @contextmanager
     def _call(self, what: str) -> Iterator[int]:
-        """The current stream, for NCCL's calls of one operation."""
-        self._check()
+        """The current stream, for NCCL's calls of one operation; all memory for it must be there."""
+        self._meet(what)
         with self._on_device():
             stream = self._cupy.cuda.get_current_stream()
             try:
@@ -280,7 +301,7 @@ class NcclCommunicator:
             return out
 
     def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
-        """Send to one rank, receive from another (or the same)."""
+        """Send to one rank, receive from another (or the same); arrays of GPUs by all ranks at a time."""
         if self._is_host(array, like):
             return self.control.sendrecv(array, dest, source, like)
         return self._sendrecv([array], dest, source, [like])[0]
@@ -333,7 +354,10 @@ class NcclCommunicator:
         with self._on_device():
             self._cupy.cuda.get_current_stream().synchronize()
         self._check()
-        self.control.barrier()
+        if isinstance(getattr(self.control, "transport", None), Hub):
+            self._meet("barrier")
+        else:
+            self.control.barrier()
 
     def split(self, color: int) -> NcclCommunicator:
         """The ranks that give the same color; they connect anew, which takes some tenths of a second."""
@@ -354,9 +378,8 @@ class NcclCommunicator:
                 self._cupy.cuda.Device(self.device).synchronize()
                 with suppress(CommunicatorError):  # others have failed: nothing of theirs is waited for
                     self.control.barrier()
-                # Not destroy: it waits for the other ranks, and CuPy calls it with the interpreter locked, which ranks
-                # that are threads of this process then never leave. Nothing is under way any more on any rank.
-                self._comm.abort()
+                # not destroy, which waits for the other ranks: nothing is under way any more on any of them
+                _abort(self._comm)
         self.control.close()
 
     def __del__(self) -> None:
@@ -365,7 +388,7 @@ class NcclCommunicator:
             self._closed.set()
             if not self._cause:
                 with suppress(Exception), self._on_device():
-                    self._comm.abort()
+                    _abort(self._comm)
 
     # ------------------------------------------------------------------------------------------------ in rank order
 
@@ -393,6 +416,31 @@ class NcclCommunicator:
         for piece in pieces[1:]:
             total += piece
         return total
+
+
+def _abort(comm: Any) -> None:
+    """Abort a communicator of CuPy's, without the interpreter's lock, which CuPy keeps.
+
+    Memory is freed, which may have to wait for kernels of other ranks, and these for threads that want the lock. CuPy's
+    object then holds what is gone, and would give it back once more when it ends: so it must not end.
+    """
+    handle = getattr(comm, "comm", None)
+    library = _library()
+    if handle is None or library is None:
+        comm.abort()
+        return
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))
+    library.ncclCommAbort(ctypes.c_void_p(handle))
+
+
+@functools.cache
+def _library() -> Any:
+    """NCCL as CuPy has loaded it; None where it cannot be found by its name."""
+    try:
+        return ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        logger.info("NCCL is aborted with the interpreter locked: %s", error)
+        return None
 
 
 def _watch(reference: Any, closed: threading.Event) -> None:

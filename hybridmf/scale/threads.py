@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -33,6 +33,21 @@ PATIENCE = 10.0
 """Seconds that ranks get to notice that another has failed; who then still computes is left behind."""
 
 
+class Meeting:
+    """Ranks that wait for each other, and what for.
+
+    Parameters
+    ----------
+    what : str
+    first : int
+        The rank that came first.
+    """
+
+    def __init__(self, what: str, first: int) -> None:
+        self.what, self.first = what, first
+        self.here: set[int] = set()
+
+
 class Hub:
     """Mailboxes between the threads of a process, as `hybridmf.scale.messages.Transport`.
 
@@ -48,6 +63,9 @@ class Hub:
         self.changed = threading.Condition()
         self.boxes: dict[tuple[str, int, int], deque[tuple[str, np.ndarray]]] = {}
         self.left: dict[int, str] = {}
+        self.meetings: dict[str, Meeting] = {}
+        self.turn = threading.Lock()
+        """Held by the rank that launches a half sweep; see `hybridmf.gpu.als.HalfSweep.turn`."""
         self.failed = threading.Event()
         self._cause = ""
 
@@ -80,6 +98,51 @@ class Hub:
                     self.fail(cause)
                     self._raise_failure()
                 self.changed.wait(rest)
+
+    def meet(self, context: str, members: Sequence[int], rank: int, what: str, timeout: float) -> None:
+        """Wait until all members have come here, for the same.
+
+        Parameters
+        ----------
+        context : str
+            Of the communicator.
+        members : sequence of int
+            Ranks of its members here.
+        rank : int
+            Which of the members this is.
+        what : str
+            What they meet for.
+        timeout : float
+            Seconds.
+        """
+        deadline = time.monotonic() + timeout
+        with self.changed:
+            self._raise_failure()
+            key = f"{context} of {members[0]}"  # groups of other colors share the context and no member
+            meeting = self.meetings.setdefault(key, Meeting(what, rank))
+            cause = ""
+            if meeting.what != what:
+                cause = (
+                    f"rank {meeting.first} calls {meeting.what} while rank {rank} calls {what}; all ranks have to make "
+                    "the same calls in the same order"
+                )
+            meeting.here.add(members[rank])
+            if len(meeting.here) == len(members):
+                del self.meetings[key]
+                self.changed.notify_all()
+            while not cause and len(meeting.here) < len(members):
+                self._raise_failure()
+                rest = deadline - time.monotonic()
+                gone = [r for r, member in enumerate(members) if member in self.left and member not in meeting.here]
+                if gone:
+                    cause = f"rank {gone[0]} {self.left[members[gone[0]]]} while rank {rank} waits for it in {what}"
+                elif rest <= 0:
+                    cause = f"rank {rank} waited {timeout:g} s for the others in {what}"
+                else:
+                    self.changed.wait(rest)
+            if cause:
+                self.fail(cause)
+                self._raise_failure()
 
     def fail(self, cause: str) -> None:
         """Wake all who wait, with the first cause."""
