@@ -3,10 +3,11 @@
 NCCL only moves arrays of GPUs. A second communicator, the control, carries what it takes to start, NumPy arrays, and
 the news of a failure: NCCL itself would wait for a lost rank for ever.
 
-Ranks that are threads of one process meet on the host before each call to NCCL. A kernel of NCCL waits on its GPU for
-those of the other ranks; meanwhile CUDA may keep another thread of the process from allocating or freeing memory on any
-GPU whose memory they share, and that thread would never come to launch what is waited for. After the meeting all memory
-is there, and nothing lies between the ranks and their launches.
+Ranks that are threads of one process meet on the host before each call to NCCL, and after it. A kernel of NCCL waits on
+its GPU for those of the other ranks; meanwhile CUDA may keep another thread of the process from allocating or freeing
+memory on any GPU whose memory they share, and that thread would never come to launch what is waited for. After the first
+meeting all memory is there, and nothing lies between the ranks and their launches. Before the second one no rank goes on
+to what may wait for its GPU with the interpreter locked, as loading a kernel of CuPy's does: others want it to launch.
 """
 
 from __future__ import annotations
@@ -193,6 +194,7 @@ class NcclCommunicator:
             event = self._cupy.cuda.Event(disable_timing=True)
             event.record(stream)
             self._pending.append((what, event, time.monotonic() + self.timeout))
+        self._meet(f"{what} after its launch")
 
     @contextmanager
     def _group(self) -> Iterator[None]:
