@@ -794,7 +794,7 @@ def test_calibration_on_a_gpu(monkeypatch):
     machine, path = _calibrate.calibrate_and_save()
     assert machine.gpu_name == spec.name
     assert _machine.machine() == machine, path
-    assert 1e11 < rate_at(machine.gpu.assembly, 64) < 2e14
+    assert 1e11 < rate_at(machine.gpu.assembly, 64) < 1e16  # a difference of times, which other work beside it spoils
     assert all(1e-5 < seconds < 0.05 for seconds in machine.gpu.sweep.values())
     assert all(1e-4 <= seconds < 0.5 for seconds in machine.gpu.fit.values())
     assert 0 < machine.gpu.load < max(machine.gpu.compile.values())

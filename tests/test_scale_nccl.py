@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -206,6 +207,34 @@ def test_abort_and_close(fake):
     forgotten = NcclCommunicator(Single(), 0)
     del forgotten  # it waits for nobody, and its watch ends by itself
     assert fake.calls.count("abort") == aborts + 1
+
+
+def test_nobody_looks_at_what_is_given_back(fake):
+    """Looking at freed memory ends the process, so the watch looks before or after, not meanwhile."""
+
+    def rank(communicator):
+        comm, looks = communicator._comm, []
+        looking, may_end = threading.Event(), threading.Event()
+
+        def look():
+            looking.set()
+            assert may_end.wait(10)
+            looks.append(comm.aborted)
+
+        comm.check_async_error = look
+        assert looking.wait(10)
+        closing = threading.Thread(target=communicator.close)
+        closing.start()
+        time.sleep(0.05)
+        assert not comm.aborted
+        may_end.set()
+        closing.join(10)
+        assert comm.aborted and looks == [False]
+        assert communicator._look() == ""
+        with pytest.raises(CommunicatorError, match="rank 0 has closed this communicator"):
+            _ = communicator._comm
+
+    run_ranks(1, on_fakes(rank), timeout=20)
 
 
 def test_gpus_that_cannot_be_connected(fake):

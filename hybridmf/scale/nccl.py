@@ -3,11 +3,12 @@
 NCCL only moves arrays of GPUs. A second communicator, the control, carries what it takes to start, NumPy arrays, and
 the news of a failure: NCCL itself would wait for a lost rank for ever.
 
-Ranks that are threads of one process meet on the host before each call to NCCL, and after it. A kernel of NCCL waits on
-its GPU for those of the other ranks; meanwhile CUDA may keep another thread of the process from allocating or freeing
-memory on any GPU whose memory they share, and that thread would never come to launch what is waited for. After the first
-meeting all memory is there, and nothing lies between the ranks and their launches. Before the second one no rank goes on
-to what may wait for its GPU with the interpreter locked, as loading a kernel of CuPy's does: others want it to launch.
+Ranks that are threads of one process meet on the host before each call to NCCL, and after it. A kernel of NCCL waits
+on its GPU for those of the other ranks; meanwhile CUDA may keep another thread of the process from allocating or
+freeing memory on any GPU whose memory they share, and that thread would never come to launch what is waited for. After
+the first meeting all memory is there, and nothing lies between the ranks and their launches. Before the second one no
+rank goes on to what may wait for its GPU with the interpreter locked, as loading a kernel of CuPy's does: others want
+the lock to launch.
 """
 
 from __future__ import annotations
@@ -105,10 +106,12 @@ class NcclCommunicator:
         self.timeout = check_timeout(getattr(control, "timeout", TIMEOUT) if timeout is None else timeout)
         self._types = {np.dtype(name): getattr(self._nccl, f"NCCL_{name.upper()}") for name in TYPES}
         self._lock, self._cause, self._closed = threading.Lock(), "", threading.Event()
+        self._in_use = threading.Lock()  # by the watch, or by what gives it back: not both at a time
+        self._held: Any = None
         self._pending: deque[tuple[str, Any, float]] = deque()
         with self._on_device():
             self._side = self._cupy.cuda.Stream(non_blocking=True, priority=-1)  # ahead of kernels that fill the GPU
-            self._comm = self._connect()
+            self._held = self._connect()
         threading.Thread(
             target=_watch, args=(weakref.ref(self), self._closed), name="hybridmf NCCL watch", daemon=True
         ).start()
@@ -127,6 +130,28 @@ class NcclCommunicator:
             cause = f"NCCL cannot connect rank {self.rank} on cuda:{self.device}: {error}"
             self.control.abort(cause)
             raise DeviceError(f"{cause}; NCCL_DEBUG=INFO tells more") from error
+
+    @property
+    def _comm(self) -> Any:
+        """CuPy's communicator.
+
+        Raises
+        ------
+        CommunicatorError
+            It was given back.
+        """
+        held = self._held
+        if held is None:
+            raise CommunicatorError(self.cause or f"rank {self.rank} has closed this communicator")
+        return held
+
+    def _give_back(self) -> None:
+        """Abort NCCL's communicator, once."""
+        with self._in_use:
+            held, self._held = self._held, None
+            if held is not None:
+                with self._on_device():
+                    _abort(held)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -152,16 +177,16 @@ class NcclCommunicator:
                 return
             self._cause = self.cause or cause
         logger.info("NCCL is aborted on rank %d: %s", self.rank, self._cause)
-        with self._on_device():
-            _abort(self._comm)
+        self._give_back()
 
     def _look(self) -> str:
         """What has gone wrong by now; empty if nothing has."""
         if self.cause:
             return self.cause
         try:
-            with self._on_device():
-                self._comm.check_async_error()
+            with self._in_use, self._on_device():
+                if self._held is not None:
+                    self._held.check_async_error()
         except self._nccl.NcclError as error:
             return f"NCCL failed on rank {self.rank}: {error}"
         while self._pending and self._pending[0][1].done:
@@ -380,17 +405,17 @@ class NcclCommunicator:
                 self._cupy.cuda.Device(self.device).synchronize()
                 with suppress(CommunicatorError):  # others have failed: nothing of theirs is waited for
                     self.control.barrier()
-                # not destroy, which waits for the other ranks: nothing is under way any more on any of them
-                _abort(self._comm)
+            # not destroy, which waits for the other ranks: nothing is under way any more on any of them
+            self._give_back()
         self.control.close()
 
     def __del__(self) -> None:
         """Not closed, so perhaps amid a failure that the watch has not seen yet: do not wait for the others."""
-        if hasattr(self, "_comm") and not self._closed.is_set():
+        if hasattr(self, "_held") and not self._closed.is_set():
             self._closed.set()
             if not self._cause:
-                with suppress(Exception), self._on_device():
-                    _abort(self._comm)
+                with suppress(Exception):
+                    self._give_back()
 
     # ------------------------------------------------------------------------------------------------ in rank order
 
