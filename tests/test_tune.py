@@ -1035,9 +1035,14 @@ def test_what_was_measured_before_an_interruption_is_recorded(paper: Any, monkey
     kept: list[Any] = []
     monkeypatch.setattr(paper, "record", lambda file, line: kept.append((file, line)))
     monkeypatch.setattr(paper, "stamp", lambda device: {"gpu": device})
-    with pytest.raises(KeyboardInterrupt), paper.together("some") as lines:
-        lines += [{"tile_rows": 256, "gflops": 1.0}, {"tile_rows": 768, "gflops": 1.0}]
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with paper.together("some") as lines:
+            lines += [{"tile_rows": 256, "gflops": 1.0}, {"tile_rows": 768, "gflops": 1.0}]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     with paper.together("some"):
         pass  # nothing was measured: nothing is recorded
     assert kept == [("tuning", {"gflops": 1.0, "points": 2, "columns": {"tile_rows": [256, 768]}, "gpu": "some"})]
