@@ -179,7 +179,17 @@ def pack(lines: Sequence[Line]) -> Line:
     -------
     dict
         What is the same, and ``"points"``: how many there are, ``"columns"``: a list for each name, or a dict of lists.
+
+    Raises
+    ------
+    ValueError
+        Names differ, so that something would be lost.
     """
+    for place, line in enumerate(lines):
+        if line.keys() != lines[0].keys():
+            raise ValueError(
+                f"line {place} has the names {sorted(line)}, expected {sorted(lines[0])} as in line 0; pack them apart"
+            )
     same = {name: value for name, value in lines[0].items() if all(line[name] == value for line in lines)}
     columns = {name: _column([line[name] for line in lines]) for name in lines[0] if name not in same}
     return same | {"points": len(lines), "columns": columns}

@@ -1029,6 +1029,8 @@ def test_packed_lines_are_the_lines(paper: Any) -> None:
     assert paper.unpack([alone, packed]) == [alone, *lines]
     for one in (lines[:1], lines[1:]):
         assert paper.unpack([paper.pack(one)]) == one
+    with pytest.raises(ValueError, match=r"line 1 has the names .*, expected .* as in line 0; pack them apart"):
+        paper.pack([lines[0], lines[0] | {"more": 1}])
 
 
 def test_what_was_measured_before_an_interruption_is_recorded(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
