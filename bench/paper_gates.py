@@ -22,6 +22,7 @@ import gc
 import importlib.util
 import itertools
 import shutil
+import string
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -389,7 +390,9 @@ def draw_scaling(path: Path, lines: list[Line]) -> None:
 
 def render_iteration(lines: list[Line], folder: Path) -> str:
     """Figure 16: time of an iteration over the rank, all hardware in one table a shape."""
-    parts = []
+    places = dict.fromkeys(where for _, where in map(series_of, lines))
+    letters = dict(zip(places, string.ascii_uppercase, strict=False))
+    parts = ["; ".join(f"{letter}: {where}" for where, letter in letters.items()) + "."]
     for shape in dict.fromkeys(paper.label(line) for line in lines):
         those = [line for line in lines if paper.label(line) == shape]
         series = dict.fromkeys(series_of(line) for line in those)
@@ -400,9 +403,9 @@ def render_iteration(lines: list[Line], folder: Path) -> str:
             rows.append([f, *(f"{1e3 * t:,.1f}" if t else "-" for t in times)])
         file = f"gates-iteration-{paper.slug(shape)}.svg"
         draw_iterations(folder / file, those)
-        header = [f"{shape}: f", *(f"{method}, {where}, ms" for method, where in series)]
+        header = [f"{shape}: f", *(f"{method}, {letters[where]}, ms" for method, where in series)]
         parts.append(f"{paper.table(header, rows)}\n\n{paper.picture(file, f'Time of an iteration, {shape}')}")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) if lines else ""
 
 
 def series_of(line: Line) -> tuple[str, str]:

@@ -9,8 +9,8 @@ Task "cloud": for each rank, the configurations of `sparse_syrk` that satisfy th
 the time allows, on users and items; those with 2 stages, 1 entry at a time and 1 group are what Gates' kernel has.
 Task "tiles": BALS over heights xb and widths yb of tiles, f = 32, rows and columns as they come and by degree, in the
 paper's mapping (nb = 16, dx = dy = 4; sums in local memory) and in ours (sums on chip), beside sparse-syrk on the same
-data. Both check answers against float64 NumPy before anything is timed, and append a JSON line for each measurement to
-bench/results/tuning.jsonl.
+data. Both check answers against float64 NumPy before anything is timed, and append to bench/results/tuning.jsonl one
+JSON line for the configurations of a rank, or the tiles of a matrix: what differs between them is in columns (`pack`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import click
 import numpy as np
 from common import RESULTS, ROOT, median, record
-from paper_common import Recorder, compile_bals
+from paper_common import Line, Recorder, compile_bals
 
 from hybridmf.datasets import SHAPES
 from hybridmf.formats import BalsMatrix, reorder
@@ -73,8 +74,8 @@ def run_clouds(recorder: Recorder, device: Device, profile: str) -> None:
         with recorder.case(f"cloud, f = {rank}"):
             (job,) = tune(device, ["sparse_syrk"], [rank], budget=share, sample=sample)
             click.echo(job.summary())
-            for line in job.lines():
-                record(FILE, line | stamp(device) | {"sample": sample.name, "run": run})
+            with together(device) as lines:
+                lines += [line | {"sample": sample.name, "run": run} for line in job.lines()]
 
 
 def run_tiles(recorder: Recorder, device: Device, profile: str) -> None:
@@ -88,10 +89,22 @@ def run_tiles(recorder: Recorder, device: Device, profile: str) -> None:
                 gates = gates_gflops(device, sums)
                 click.echo(f"{shape}, {order}: sparse-syrk {gates:,.0f} GFLOP/s")
                 more = {"shape": shape, "order": order, "gates_gflops": gates, "nnz": len(sums.matrix.data)}
-                for line in measure_tiles(recorder, device, sums, profile):
-                    record(FILE, line | more | stamp(device))
-                    tile = f"{line['tile_rows']} x {line['tile_cols']}"
-                    click.echo(f"  {line['variant']:5s} {tile}: {line['gflops']:,.0f}")
+                with together(device) as lines:
+                    for line in measure_tiles(recorder, device, sums, profile):
+                        lines.append(line | more)
+                        tile = f"{line['tile_rows']} x {line['tile_cols']}"
+                        click.echo(f"  {line['variant']:5s} {tile}: {line['gflops']:,.0f}")
+
+
+@contextmanager
+def together(device: Device) -> Iterator[list[Line]]:
+    """Measurements that are recorded as one line, even if an error or Ctrl-C comes in between."""
+    lines: list[Line] = []
+    try:
+        yield lines
+    finally:
+        if lines:
+            record(FILE, pack(lines) | stamp(device))
 
 
 def gates_gflops(device: Device, sums: Sums) -> float:
@@ -149,6 +162,61 @@ def configurations(device: Device, rows: int, columns: int) -> Iterator[tuple[st
 
 
 TASKS = {"cloud": run_clouds, "tiles": run_tiles}
+
+
+# ---------------------------------------------------------------------------------------------------- lines
+
+
+def pack(lines: Sequence[Line]) -> Line:
+    """Many measurements as one: what all share stands once, the rest in columns; thousands of lines become readable.
+
+    Parameters
+    ----------
+    lines : sequence of dict
+        All with the same names; None does not occur within a nested dict, where it marks a name that a line lacks.
+
+    Returns
+    -------
+    dict
+        What is the same, and ``"points"``: how many there are, ``"columns"``: a list for each name, or a dict of lists.
+
+    Raises
+    ------
+    ValueError
+        Names differ, so that something would be lost.
+    """
+    for place, line in enumerate(lines):
+        if line.keys() != lines[0].keys():
+            raise ValueError(
+                f"line {place} has the names {sorted(line)}, expected {sorted(lines[0])} as in line 0; pack them apart"
+            )
+    same = {name: value for name, value in lines[0].items() if all(line[name] == value for line in lines)}
+    columns = {name: _column([line[name] for line in lines]) for name in lines[0] if name not in same}
+    return same | {"points": len(lines), "columns": columns}
+
+
+def _column(values: list[Any]) -> Any:
+    if not all(isinstance(value, dict) for value in values):
+        return values
+    names = dict.fromkeys(name for value in values for name in value)
+    return {name: [value.get(name) for value in values] for name in names}
+
+
+def unpack(lines: Iterable[Line]) -> list[Line]:
+    """The measurements behind lines of `pack`; other lines as they are."""
+    return [one for line in lines for one in (_points(line) if "columns" in line else [line])]
+
+
+def _points(line: Line) -> Iterator[Line]:
+    same = {name: value for name, value in line.items() if name not in ("points", "columns")}
+    for place in range(line["points"]):
+        yield same | {name: _cell(column, place) for name, column in line["columns"].items()}
+
+
+def _cell(column: Any, place: int) -> Any:
+    if not isinstance(column, dict):
+        return column[place]
+    return {name: values[place] for name, values in column.items() if values[place] is not None}
 
 
 # ---------------------------------------------------------------------------------------------------- the page
@@ -221,6 +289,14 @@ def figure_links(paths: Sequence[Path]) -> str:
     return "\n\n".join(f"![{path.stem}](figures/{path.name})" for path in paths)
 
 
+def small(figure: Any) -> Any:
+    """The figure with what lies in the background as pixels: a cloud has a thousand gray lines."""
+    figure.set_dpi(150)
+    for axes in figure.axes:
+        axes.set_rasterization_zorder(1.5)  # gray lines have 1, what is named has 2 and more
+    return figure
+
+
 def report(lines: Sequence[dict[str, Any]]) -> None:
     """Draw all figures and put all tables into the page."""
     lines = latest([line for line in lines if line.get("kernel") in (None, "sparse_syrk")])
@@ -229,7 +305,7 @@ def report(lines: Sequence[dict[str, Any]]) -> None:
         ("cloud", cloud_table, tune_plots.clouds),
         ("tiles", tile_table, tune_plots.heat_maps),
     ):
-        drawn = tune_plots.save_all(figures(lines), FIGURES)
+        drawn = tune_plots.save_all({name: small(figure) for name, figure in figures(lines).items()}, FIGURES)
         machine = sorted({line["gpu"]["name"] for line in lines})
         measured = f"Measured on {', '.join(machine)}.\n\n{table(lines)}\n\n{figure_links(drawn)}"
         page = filled(page, name, measured if drawn else "Not measured yet.")
@@ -244,7 +320,7 @@ def report(lines: Sequence[dict[str, Any]]) -> None:
 def main(profile: str, task: tuple[str, ...], budget: float | None, only_report: bool) -> None:
     if only_report:
         path = RESULTS / f"{FILE}.jsonl"
-        report(tune_plots.read_lines(path) if path.is_file() else [])
+        report(unpack(tune_plots.read_lines(path)) if path.is_file() else [])
         return
     recorder, device = Recorder.begin(FILE, "cuda", budget)
     click.echo(str(device.spec))

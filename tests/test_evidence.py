@@ -479,6 +479,9 @@ def test_speedups_are_ratios_of_lines_of_one_shape_and_rank(bench, tmp_path):
     text = bench["gates"].render_speedups(lines, tmp_path)
     assert "| blas3, P, 16 cores (avx2), 16 threads | 12.0 to 12.0, mean 12.0 | - |" in text
     assert bench["gates"].render_speedups(lines[:2], tmp_path) == ""
+    table = bench["gates"].render_iteration(lines, tmp_path)
+    assert table.startswith("A: P, 16 cores (avx2), 16 threads; B: G.\n")
+    assert "| msd: f | blas3, A, ms | fused, B, ms |" in table and "| 32 | 6,000.0 | 500.0 |" in table
 
 
 # ---------------------------------------------------------------------------------------------------- pages

@@ -1008,10 +1008,46 @@ def test_the_page_is_made_from_the_lines(paper: Any, tmp_path: Path) -> None:
         "sparse_syrk-itemsize-4",
         "tiles-chip-ml-10m-32",
     }
+    cloud = (tmp_path / "figures" / "sparse_syrk-itemsize-4.svg").read_text()
+    assert cloud.count("<image") == 2  # of each part: what lies in the background is pixels
     paper.report([])
     assert paper.PAGE.read_text(encoding="utf-8").count("Not measured yet.") == 2
     with pytest.raises(ValueError, match="once"):
         paper.filled("no place", "cloud", "text")
+
+
+def test_packed_lines_are_the_lines(paper: Any) -> None:
+    lines = [
+        cloud_line(8, 8, 200.0, True, ms={"user": 0.1, "item": 4.0}, error=1e-7, reason=""),
+        cloud_line(8, 16, 100.0, ms={"user": 0.3, "item": 8.0}, error=None, reason=""),
+        cloud_line(8, 24, 1.0, status="spills", ms={}, error=None, reason=""),
+    ]
+    packed = json.loads(json.dumps(paper.pack(lines)))
+    assert packed["points"] == 3 and packed["facts"] == lines[0]["facts"] and "factors" not in packed["columns"]
+    assert packed["columns"]["ms"] == {"user": [0.1, 0.3, None], "item": [4.0, 8.0, None]}
+    alone = {"bench": "tiles"}
+    assert paper.unpack([alone, packed]) == [alone, *lines]
+    for one in (lines[:1], lines[1:]):
+        assert paper.unpack([paper.pack(one)]) == one
+    with pytest.raises(ValueError, match=r"line 1 has the names .*, expected .* as in line 0; pack them apart"):
+        paper.pack([lines[0], lines[0] | {"more": 1}])
+
+
+def test_what_was_measured_before_an_interruption_is_recorded(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(paper, "record", lambda file, line: kept.append((file, line)))
+    monkeypatch.setattr(paper, "stamp", lambda device: {"gpu": device})
+
+    def interrupted() -> None:
+        with paper.together("some") as lines:
+            lines += [{"tile_rows": 256, "gflops": 1.0}, {"tile_rows": 768, "gflops": 1.0}]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with paper.together("some"):
+        pass  # nothing was measured: nothing is recorded
+    assert kept == [("tuning", {"gflops": 1.0, "points": 2, "columns": {"tile_rows": [256, 768]}, "gpu": "some"})]
 
 
 def test_tiles_are_measured_and_checked(paper: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1050,9 +1086,12 @@ def test_the_script_measures_both_and_the_page_takes_its_lines(
     monkeypatch.setattr(paper, "tune", functools.partial(tune.tune, most=1))
     for module in (paper, importlib.import_module("common")):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
+    paper.report([])
     done = CliRunner().invoke(paper.main, ["--budget", "600"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    lines = tune_plots.read_lines(tmp_path / "tuning.jsonl")
+    packed = tune_plots.read_lines(tmp_path / "tuning.jsonl")
+    assert [line["bench"] for line in packed] == ["tune", "tiles", "tiles"]
+    lines = paper.unpack(packed)
     assert {line["factors"] for line in lines if line["bench"] == "tune"} == {5}
     assert [line["order"] for line in lines if line["bench"] == "tiles"] == ["given"] * 2 + ["by degree"] * 2
     assert "Not measured yet." in paper.PAGE.read_text(encoding="utf-8")  # measuring leaves the page alone
