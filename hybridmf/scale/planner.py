@@ -77,6 +77,8 @@ class Machine:
         Seconds of a collective of no size, with its launch.
     launch : float
         Seconds of a half sweep of no size.
+    turn : float
+        Seconds that each of several GPUs adds to it: their threads launch in turn, and wait for each other.
     cached_bytes : int
         Factors up to which gathers come from the cache, whose time is in `entry`.
     gather, gather_far : float
@@ -97,6 +99,7 @@ class Machine:
     host_bytes: int
     latency: float
     launch: float
+    turn: float
     cached_bytes: float
     gather: float
     gather_far: float
@@ -146,6 +149,8 @@ H200 = Machine(
     host_bytes=2 * 10**12,
     latency=60e-6,
     launch=300e-6,
+    # bench/results/scale.jsonl: half sweeps on 2 and 4 GPUs less the same on one, divided by as many
+    turn=1.1e-3,
     cached_bytes=50e6,
     gather=6e12,
     gather_far=3e12,  # not measured: rows of 400 bytes at random from tens of gigabytes
@@ -219,7 +224,7 @@ class HalfPlan:
     bytes : dict of str to int
         Memory of one GPU by purpose.
     seconds : dict of str to float
-        By purpose; what overlaps is listed and does not add up.
+        By purpose; they do not add up: loading overlaps with work, and each half sweep has time of its own.
     total : float
         Seconds of the half sweep.
     """
@@ -506,7 +511,9 @@ def half_seconds(
         sums = rows / grid.groups * problem.system_bytes * half.turns
         crossing = sums * (grid.splits - 1) / grid.splits
         batches = max(4.0, sums / BATCH_BYTES)
-        seconds["reduce-scatter"] = crossing / (0.75 * machine.reduce_scatter) + batches * machine.latency
+        # sums are written, read to be sent and, added up, read again
+        copies = 3 * sums / machine.copy
+        seconds["reduce-scatter"] = crossing / (0.75 * machine.reduce_scatter) + copies + batches * machine.latency
     if half.turns > 1:  # sums of a row part are read and written again in each turn
         again = 2 * half.turns * rows / grid.groups * problem.system_bytes
         seconds["turns"] = again / machine.copy + half.turns * half.waves * machine.launch
@@ -524,18 +531,18 @@ def half_seconds(
 
 
 def _total(half: HalfPlan, seconds: dict[str, float], machine: Machine) -> float:
-    """What overlaps counts once: sums travel while others are made, data are loaded while the last ones are used."""
-    work = seconds["assembly"] + seconds["solve"] + seconds.get("turns", 0.0)
-    reduction = seconds.get("reduce-scatter", 0.0)
-    work = (
-        max(work, reduction) + min(seconds["assembly"], reduction) / 4
-    )  # nothing runs beside the first and last batch
+    """What overlaps counts once: data are loaded while the last ones are used.
+
+    Sums are sent on a stream beside the one that makes the next ones, but the kernels that make them fill the GPU until
+    they end: on H200s both took as long as one after the other.
+    """
+    work = seconds["assembly"] + seconds["solve"] + seconds.get("turns", 0.0) + seconds.get("reduce-scatter", 0.0)
     loading = max(seconds.get("from host", 0.0), seconds.get("from disk", 0.0))
     if half.turns > 1 and half.buffers == 1:
         work += loading
     else:
         work = max(work, loading) + min(work, loading) / SLABS
-    return work + seconds.get("all-gather", 0.0) + machine.launch
+    return work + seconds.get("all-gather", 0.0) + machine.launch + (half.gpus * machine.turn if half.gpus > 1 else 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ choosing
