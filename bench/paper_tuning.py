@@ -4,6 +4,7 @@
     python bench/paper_tuning.py --profile full    more ranks, the papers' whole grids and more data sets; about 20
     python bench/paper_tuning.py --budget 90       that many seconds in all, the ranks' shares of "cloud" equal
     python bench/paper_tuning.py --report          no GPU: figures and tables of docs/evidence/tuning.md from the lines
+    python bench/paper_tuning.py --ship            no GPU: what "cloud" has chosen goes into hybridmf/gpu/tuned/
 
 Task "cloud": for each rank, the configurations of `sparse_syrk` that satisfy the constraints of the tuner, as many as
 the time allows, on users and items; those with 2 stages, 1 entry at a time and 1 group are what Gates' kernel has.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,11 +31,13 @@ import numpy as np
 from common import RESULTS, ROOT, median, record
 from paper_common import Line, Recorder, compile_bals
 
+from hybridmf._version import __version__
 from hybridmf.datasets import SHAPES
 from hybridmf.formats import BalsMatrix, reorder
-from hybridmf.gpu import assemblies, tune_plots
+from hybridmf.gpu import assemblies, tables, tune_plots
 from hybridmf.gpu.assemblies import BalsConfig, BalsLocalConfig, SyrkConfig
 from hybridmf.gpu.device import Device
+from hybridmf.gpu.tables import Entry, Table
 from hybridmf.gpu.trials import Part, Sample, Sums
 from hybridmf.gpu.tune import event_times, stamp, tune
 
@@ -54,6 +58,10 @@ CLOUD_SECONDS = {"quick": 12, "full": 20}
 TILE_ROWS = {"quick": (256, 768, 1280, 2816, 5376), "full": tuple(range(256, 7937, 512))}
 TILE_COLS = {"quick": (144, 192, 256, 320, 384), "full": tuple(range(144, 385, 16))}
 TILE_SHAPES = {"quick": ("ml-10m",), "full": ("ml-10m", "ml-20m")}
+
+SHIPS_FROM = 1.03
+"""The rule's time over that of a configuration that ships, users and items together, and how many times the rule's it
+may take on either: other data have longer or shorter rows than these, and must not lose."""
 
 TOLERANCE = 2e-5
 REPEATS = 3
@@ -235,6 +243,11 @@ def latest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def score(line: Line) -> float:
+    """Milliseconds of users and items together, as `Measurement.score` has them."""
+    return float(np.sqrt(line["ms"]["user"] * line["ms"]["item"]))
+
+
 def cloud_table(lines: Sequence[dict[str, Any]]) -> str:
     """What was chosen at each rank, and how far the worst is from it."""
     timed = [line for line in lines if line["bench"] == "tune" and line["status"] == "timed"]
@@ -246,8 +259,7 @@ def cloud_table(lines: Sequence[dict[str, Any]]) -> str:
         chosen = next((line for line in group if line["winner"]), None)
         if chosen is None:
             continue
-        slowest = max(np.sqrt(line["ms"]["user"] * line["ms"]["item"]) for line in group)
-        ratio = slowest / np.sqrt(chosen["ms"]["user"] * chosen["ms"]["item"])
+        ratio = max(map(score, group)) / score(chosen)
         rates = (f"{chosen['gflops'][side]:,.0f}" for side in ("user", "item"))
         text = tune_plots.config_text(chosen["config"])
         rows.append(f"| {f} | {len(group)} | {dropped} | {text} | {' | '.join(rates)} | {ratio:.1f} x |")
@@ -312,15 +324,106 @@ def report(lines: Sequence[dict[str, Any]]) -> None:
     PAGE.write_text(page, encoding="utf-8")
 
 
+# ---------------------------------------------------------------------------------------------------- what ships
+
+
+def ship(lines: Sequence[Line]) -> None:
+    """Put the configurations that a run has chosen into the tables that ship, and say so for each rank.
+
+    Raises
+    ------
+    ValueError
+        There are no such lines, no table ships for their GPU, or they are of another version.
+    """
+    groups: dict[str, list[Line]] = {}
+    for line in latest(lines):
+        if line["bench"] == "tune":
+            groups.setdefault(json.dumps([line["gpu"]["name"], line["kernel"], line["facts"]]), []).append(line)
+    if not groups:
+        raise ValueError(
+            f'{FILE}.jsonl has no lines of task "cloud", from which tables are made; measure on a GPU: '
+            "python bench/paper_tuning.py --task cloud"
+        )
+    found: dict[Path, Table] = {}
+    for group in groups.values():
+        path, table = shipped_table(group[0])
+        reason = objection(group)
+        click.echo(f"f = {group[0]['factors']}: {reason or 'ships'}")
+        if not reason:
+            found[path] = Table(table.gpu, (*(found[path].entries if path in found else ()), entry_of(group)))
+    for path, table in found.items():
+        tables.store(table, path)
+        click.echo(f"{path}: {len(tables.read_table(path).entries)} entries")
+
+
+def shipped_table(line: Line) -> tuple[Path, Table]:
+    """The table that ships for the GPU of a line, and its file.
+
+    Raises
+    ------
+    ValueError
+        There is none, or the line is of another version, whose kernels may have been others.
+    """
+    gpu, version = line["gpu"], line["versions"]["hybridmf"]
+    if version != __version__:
+        raise ValueError(
+            f"{FILE}.jsonl was measured by hybridmf {version}, this is {__version__}, whose kernels may be others; "
+            "measure again: python bench/paper_tuning.py --task cloud"
+        )
+    for path in sorted(tables.SHIPPED.glob("*.json")):
+        table = tables.read_table(path)
+        kind = {"name": table.gpu.name, "capability": list(table.gpu.capability)}
+        kind["multiprocessors"] = table.gpu.multiprocessors
+        if kind.items() <= gpu.items():
+            return path, table
+    raise ValueError(
+        f"no table in {tables.SHIPPED} is of {gpu['name']} with {gpu['multiprocessors']} multiprocessors, as the lines "
+        f"are; begin one there: hybridmf tune --output {tables.SHIPPED}/FILE.json"
+    )
+
+
+def objection(group: Sequence[Line]) -> str:
+    """Why what was chosen among the configurations of a rank does not ship; nothing where it does."""
+    rule = next((line for line in group if line["rule"] and line["status"] == "timed"), None)
+    winner = next((line for line in group if line["winner"]), None)
+    if rule is None or winner is None:
+        return "stays out: the rule's configuration was not timed, or none was chosen"
+    if winner is rule:
+        return "the rule's is the best"
+    if score(rule) < SHIPS_FROM * score(winner):
+        return f"stays out: the rule's takes {score(rule) / score(winner) - 1:.1%} longer, wanted {SHIPS_FROM - 1:.0%}"
+    worst, side = max((winner["ms"][side] / rule["ms"][side], side) for side in rule["ms"])
+    if worst > SHIPS_FROM:
+        return f"stays out: takes {worst - 1:.1%} longer than the rule's for the {side}s, allowed {SHIPS_FROM - 1:.0%}"
+    return ""
+
+
+def entry_of(group: Sequence[Line]) -> Entry:
+    """What a table says of the configurations of a rank, as `Job.entry` does."""
+    rule, winner = (next(line for line in group if line[name]) for name in ("rule", "winner"))
+    timed = sum(line["status"] == "timed" for line in group)
+    rivals = tuple(line["config"] for line in group if line["known"])
+    times = round(score(winner), 5), round(score(rule), 5)
+    return Entry(winner["kernel"], winner["facts"], winner["config"], *times, timed, rivals)
+
+
 @click.command(help=__doc__)
 @click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
 @click.option("--task", type=click.Choice(list(TASKS)), multiple=True, help="Default: both.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds after which no case begins.")
 @click.option("--report", "only_report", is_flag=True, help="Measure nothing; figures and tables of the page.")
-def main(profile: str, task: tuple[str, ...], budget: float | None, only_report: bool) -> None:
-    if only_report:
+@click.option("--ship", "only_ship", is_flag=True, help="Measure nothing; winners go into the tables that ship.")
+def main(profile: str, task: tuple[str, ...], budget: float | None, only_report: bool, only_ship: bool) -> None:
+    if only_report or only_ship:
         path = RESULTS / f"{FILE}.jsonl"
-        report(unpack(tune_plots.read_lines(path)) if path.is_file() else [])
+        lines = unpack(tune_plots.read_lines(path)) if path.is_file() else []
+        if only_report:
+            report(lines)
+        if only_ship:
+            try:
+                ship(lines)
+            except ValueError as error:
+                raise click.ClickException(str(error)) from error
         return
     recorder, device = Recorder.begin(FILE, "cuda", budget)
     click.echo(str(device.spec))

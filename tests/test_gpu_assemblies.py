@@ -168,6 +168,15 @@ def test_sparse_syrk_configurations_agree(device, config):
     run(device, Problem(20, awkward(config.kb), dtype, "implicit"), assemblies.sparse_syrk, config=config)
 
 
+@pytest.mark.parametrize("rank", [5, 16, 48, 73, 88, 96])
+def test_sparse_syrk_as_it_ships(device, rank):
+    """The configurations of the H200's table, two of them at ranks near those that were timed."""
+    config = SyrkConfig.default(rank, 4, H200)
+    assert config != SyrkConfig.rule(rank, 4, H200)
+    lengths = [0, 1, config.kb - 1, config.kb, 3 * config.kb + 1]
+    run(device, Problem(rank, lengths, np.float32, "implicit"), assemblies.sparse_syrk, config=config)
+
+
 MO_ALS_CONFIGS = [
     MoAlsConfig(20, 4, tile=4, bin=9, groups=3, part_tiles=4),  # four parts, the last one not full
     MoAlsConfig(20, 4, tile=8, bin=30, groups=5, part_tiles=6),

@@ -1,7 +1,7 @@
 """Every kernel of cuda/ compiled by NVRTC, which needs no GPU: no error, no spilled register, no stack frame.
 
-Each push compiles the usual ranks for the H200 (sm_90) and one configuration of each kernel for other architectures;
-``HYBRIDMF_ALL_KERNELS=1`` compiles every default configuration for all of them.
+Each push compiles the usual ranks for the H200 (sm_90) with all that its table ships, and one configuration of each
+kernel for other architectures; ``HYBRIDMF_ALL_KERNELS=1`` compiles every default configuration for all of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from hybridmf._validate import available_cores
-from hybridmf.gpu import assemblies, ccd, cholesky_any, fused, losses, rows, sgd, topk
+from hybridmf.gpu import assemblies, ccd, cholesky_any, fused, losses, rows, sgd, tables, topk
 from hybridmf.gpu.device import DeviceSpec
 from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
+from hybridmf.gpu.spaces import SPACES
 
 nvrtc = pytest.importorskip(
     "cuda.bindings.nvrtc", reason="no NVRTC to compile kernels with: pip install cuda-bindings nvidia-cuda-nvrtc"
@@ -120,6 +121,15 @@ def of_each_push(constants: dict[str, Any]) -> bool:
     return precision == DEFAULT_PRECISION or constants["SOLVER"] == (precision + constants["HAS_OFFSETS"]) % 2
 
 
+def shipped_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Builds of what ships for the H200, for all kinds of entries."""
+    (table,) = tables.shipped_tables(SPECS[90])
+    for entry in table.entries:
+        space = SPACES[entry.kernel]
+        config = space.named(entry.facts, SPECS[90], **entry.config).config
+        yield from (*space.builds(entry.facts, config), *space.variants(entry.facts, config))
+
+
 def programs() -> list[Program]:
     """Each program once, the slow ones first."""
     chosen = []
@@ -130,6 +140,8 @@ def programs() -> list[Program]:
             builds = [build for build in builds_for(architecture, USUAL_RANKS) if of_each_push(build[2])]
         else:
             builds = one_of_each_kernel(builds_for(architecture, (64,)))
+        if architecture == 90:
+            builds += shipped_builds()
         chosen += [Program(file, constant_texts(constants), architecture) for file, _, constants in builds]
     return sorted(dict.fromkeys(chosen), key=lambda program: program.file != "fused_als.cu")
 
@@ -193,6 +205,13 @@ def test_every_kernel_is_compiled_for_every_architecture() -> None:
     for architecture, spec in SPECS.items():
         compiled = {program.file for program in PROGRAMS if program.architecture == architecture}
         assert files - compiled == ({"fused_als.cu", "cholesky.cu"} if spec.capability < (8, 0) else set())
+
+
+def test_what_ships_is_compiled() -> None:
+    """Among them tiles of 80, which no usual rank has."""
+    texts = [set(program.constants) for program in PROGRAMS if program.file == "sparse_syrk.cu"]
+    for implicit, offsets in ((0, 0), (1, 0), (0, 1)):
+        assert any({"NB=80", "KB=8", f"IMPLICIT={implicit}", f"HAS_OFFSETS={offsets}"} <= text for text in texts)
 
 
 def test_every_precision_is_compiled_with_every_solver_and_feedback() -> None:

@@ -416,6 +416,26 @@ def test_what_ships_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
             assert one.facts in space.facts(*(numbers or [64]), 4) + space.facts(*(numbers or [64]), 8)
             assert one.ms <= one.rule_ms
             assert tables.tuned(one.kernel, spec, one.facts) == (one.config, True)
+            assert space.named(one.facts, spec, **one.config).values == one.config
+
+
+def test_neighbours_of_what_ships_run_the_program_that_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with as many blocks of 8 takes its neighbour's entry: as many tiles in the same kernel, the rule's too."""
+    folder = Path(tables.__file__).with_name("tuned")
+    monkeypatch.setattr(tables, "SHIPPED", folder)
+    shipped = tables.read_table(folder / Gpu.of(H200).file_name)
+    entries = [one for one in shipped.entries if one.kernel == "sparse_syrk"]
+    assert len(entries) >= 6
+    for one in entries:
+        timed = SyrkConfig.default(**one.facts, spec=H200)
+        replaced = SyrkConfig.rule(**one.facts, spec=H200)
+        assert vars(timed) == one.facts | one.config
+        assert timed != replaced
+        for rank in range(timed.rank - 7, timed.rank):
+            near, rule = SyrkConfig.default(rank, timed.itemsize, H200), SyrkConfig.rule(rank, timed.itemsize, H200)
+            assert (near, rule) == (replace(timed, rank=rank), replace(replaced, rank=rank))
+            assert (near.tiles, near.shared_bytes) == (timed.tiles, timed.shared_bytes)
+            assert (rule.tiles, rule.shared_bytes) == (replaced.tiles, replaced.shared_bytes)
 
 
 @pytest.mark.parametrize(
@@ -1031,6 +1051,88 @@ def test_packed_lines_are_the_lines(paper: Any) -> None:
         assert paper.unpack([paper.pack(one)]) == one
     with pytest.raises(ValueError, match=r"line 1 has the names .*, expected .* as in line 0; pack them apart"):
         paper.pack([lines[0], lines[0] | {"more": 1}])
+
+
+GPU_LINE: dict[str, Any] = {
+    "gpu": {"name": H200.name, "capability": [9, 0], "multiprocessors": 132, "cuda": 13020},
+    "versions": {"hybridmf": __version__},
+    "run": "now",
+    "known": False,
+}
+
+
+def rank_lines(rank: int, user: float, item: float, **changes: Any) -> list[dict[str, Any]]:
+    """What a run says of a rank: the rule's configuration, 1 ms a side, a winner, one that spills."""
+    common = GPU_LINE | {"facts": {"rank": rank, "itemsize": 4}} | changes
+    return [
+        cloud_line(rank, 64, 1.0, rule=True, config=OTHER, ms={"user": 1.0, "item": 1.0}, **common),
+        cloud_line(rank, 32, 1.0, True, rule=False, config=SYRK, ms={"user": user, "item": item}, **common),
+        cloud_line(rank, 24, 1.0, rule=False, status="spills", ms={}, **common),
+    ]
+
+
+def test_winners_of_a_run_ship(paper: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tables.SHIPPED / "h200.json"
+    before = entry(facts={"rank": 8, "itemsize": 4}, **OTHER)
+    beaten = entry(facts={"rank": 16, "itemsize": 4}, **OTHER)  # gains 1.5, and the run below does not know it
+    tables.store(table([before, beaten]), path)
+    tables.store(table([], replace(H200, name="NVIDIA H20", multiprocessors=78)), tables.SHIPPED / "a.json")
+    none = rank_lines(56, 0.5, 0.5)
+    for line in none:
+        line["winner"] = False
+    own = rank_lines(32, 1.5, 1.5)  # the rule's is best
+    own[0]["winner"], own[1]["winner"] = True, False
+    lines = [
+        *rank_lines(24, 0.1, 0.1, run="before"),  # measured again below: not so much better
+        *rank_lines(8, 0.8, 0.45, known=True),
+        *rank_lines(16, 0.9, 0.9),
+        *rank_lines(24, 0.98, 0.98),
+        *own,
+        *rank_lines(40, 0.5, 1.02),
+        *rank_lines(64, 0.5, 1.04),
+        *none,
+        {"bench": "tiles", "variant": "chip"},
+    ]
+    monkeypatch.setattr(paper, "RESULTS", tmp_path)
+    (tmp_path / "tuning.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for _ in range(2):  # again: the same
+        done = CliRunner().invoke(paper.main, ["--ship"], catch_exceptions=False)
+        assert done.exit_code == 0
+        assert done.output.splitlines() == [
+            "f = 8: ships",
+            "f = 16: ships",
+            "f = 24: stays out: the rule's takes 2.0% longer, wanted 3%",
+            "f = 32: the rule's is the best",
+            "f = 40: ships",
+            "f = 64: stays out: takes 4.0% longer than the rule's for the items, allowed 3%",
+            "f = 56: stays out: the rule's configuration was not timed, or none was chosen",
+            f"{path}: 3 entries",
+        ]
+        kept = {one.facts["rank"]: one for one in tables.read_table(path).entries}
+        rivals = (OTHER, SYRK, {"nb": 24, "kb": 8})
+        assert kept[8] == Entry("sparse_syrk", {"rank": 8, "itemsize": 4}, SYRK, 0.6, 1.0, 2, rivals)
+        assert kept[16] == beaten
+        assert (kept[40].config, kept[40].ms, kept[40].rivals) == (SYRK, 0.71414, ())
+    assert not tables.read_table(tables.SHIPPED / "a.json").entries
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bench": "tiles"}, 'has no lines of task "cloud".*measure on a GPU'),
+        ({"versions": {"hybridmf": "0.0.1"}}, "measured by hybridmf 0.0.1, this is .*measure again"),
+        ({"gpu": GPU_LINE["gpu"] | {"multiprocessors": 99}}, "no table in .* of NVIDIA H200 with 99 .*--output"),
+    ],
+)
+def test_what_cannot_ship_is_refused(
+    paper: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    tables.store(table([]), tables.SHIPPED / "h200.json")
+    with pytest.raises(ValueError, match=message):
+        paper.ship(rank_lines(8, 0.5, 0.5, **changes))
+    monkeypatch.setattr(paper, "RESULTS", tmp_path)
+    done = CliRunner().invoke(paper.main, ["--ship"])
+    assert done.exit_code == 1 and "Error: tuning.jsonl has no lines" in done.output
 
 
 def test_what_was_measured_before_an_interruption_is_recorded(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
