@@ -21,6 +21,7 @@ import json
 import logging
 import mmap
 import os
+import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,6 +50,9 @@ MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
 ARRAYS = {"indptr": np.int64, "indices": np.int32, "values": np.float32}
 CHUNK = 1 << 22
 """Bytes read at a time to check a file."""
+
+PARSING = threading.Lock()
+"""Held while NumPy reads what is written before an array."""
 
 AGAIN = "convert the ratings again (hybridmf convert RATINGS STORE --overwrite)"
 
@@ -125,6 +129,7 @@ class Store:
         self._bounds = {side: np.array(manifest["bounds"][side], dtype=np.int64) for side in SIDES}
         self._checked: set[str] = set()  # files whose checksum was right
         self._sound: set[tuple[str, int]] = set()  # slabs whose arrays fit together
+        self._layouts: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}  # of arrays that were mapped before
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Store:
@@ -211,6 +216,7 @@ class Store:
             Names the first file that is not as it was written.
         """
         self._checked.clear()
+        self._layouts.clear()
         self._sound.clear()
         for name in self._manifest["files"]:
             self._check_content(name)
@@ -263,10 +269,19 @@ class Store:
         """Array of a file, mapped; checked at first need."""
         self._check_content(name)
         try:
-            try:
-                return np.load(self.path / name, mmap_mode="r", allow_pickle=False)
-            except ValueError:  # there is nothing to map in an array of length 0
-                return np.load(self.path / name, allow_pickle=False)
+            known = self._layouts.get(name)
+            if known is not None:
+                dtype, shape, offset = known
+                return np.memmap(self.path / name, dtype, "r", offset, shape)
+            # NumPy has Python parse what is written before an array, which not every Python can do in two threads
+            with PARSING:
+                try:
+                    array = np.load(self.path / name, mmap_mode="r", allow_pickle=False)
+                except ValueError:  # there is nothing to map in an array of length 0
+                    return np.load(self.path / name, allow_pickle=False)
+            if array.ndim == 1:
+                self._layouts[name] = array.dtype, array.shape, array.offset
+            return array
         except (OSError, ValueError) as error:
             raise self._error(name, f"is no array ({error})") from error
 
