@@ -61,7 +61,7 @@ TILE_SHAPES = {"quick": ("ml-10m",), "full": ("ml-10m", "ml-20m")}
 
 SHIPS_FROM = 1.03
 """The rule's time over that of a configuration that ships, users and items together, and how many times the rule's it
-may take on either: other data have longer or shorter rows than these, and must not lose."""
+may take on either: other data have longer or shorter rows than these, and should not lose much."""
 
 TOLERANCE = 2e-5
 REPEATS = 3
@@ -266,6 +266,21 @@ def cloud_table(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def ship_table(lines: Sequence[Line]) -> str:
+    """The rule's time over that of what was chosen, and whether that ships."""
+    rows = ["| f | users | items | together | |", "| ---: | ---: | ---: | ---: | --- |"]
+    for group in sorted(by_facts(lines), key=lambda group: int(group[0]["factors"])):
+        rule, winner = rule_and_winner(group)
+        if rule is not None and winner is not None:
+            ratios = [
+                *(rule["ms"][side] / winner["ms"][side] for side in ("user", "item")),
+                score(rule) / score(winner),
+            ]
+            cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+            rows.append(f"| {group[0]['factors']} | {cells} | {objection(group) or 'ships'} |")
+    return "\n".join(rows)
+
+
 def tile_table(lines: Sequence[dict[str, Any]]) -> str:
     """The best and the worst tile of each heat map, beside sparse-syrk."""
     tiles = [line for line in lines if line["bench"] == "tiles"]
@@ -321,6 +336,7 @@ def report(lines: Sequence[dict[str, Any]]) -> None:
         machine = sorted({line["gpu"]["name"] for line in lines})
         measured = f"Measured on {', '.join(machine)}.\n\n{table(lines)}\n\n{figure_links(drawn)}"
         page = filled(page, name, measured if drawn else "Not measured yet.")
+    page = filled(page, "ships", ship_table(lines) if by_facts(lines) else "Not measured yet.")
     PAGE.write_text(page, encoding="utf-8")
 
 
@@ -335,17 +351,14 @@ def ship(lines: Sequence[Line]) -> None:
     ValueError
         There are no such lines, no table ships for their GPU, or they are of another version.
     """
-    groups: dict[str, list[Line]] = {}
-    for line in latest(lines):
-        if line["bench"] == "tune":
-            groups.setdefault(json.dumps([line["gpu"]["name"], line["kernel"], line["facts"]]), []).append(line)
+    groups = by_facts(lines)
     if not groups:
         raise ValueError(
             f'{FILE}.jsonl has no lines of task "cloud", from which tables are made; measure on a GPU: '
             "python bench/paper_tuning.py --task cloud"
         )
     found: dict[Path, Table] = {}
-    for group in groups.values():
+    for group in groups:
         path, table = shipped_table(group[0])
         reason = objection(group)
         click.echo(f"f = {group[0]['factors']}: {reason or 'ships'}")
@@ -354,6 +367,15 @@ def ship(lines: Sequence[Line]) -> None:
     for path, table in found.items():
         tables.store(table, path)
         click.echo(f"{path}: {len(tables.read_table(path).entries)} entries")
+
+
+def by_facts(lines: Sequence[Line]) -> list[list[Line]]:
+    """The configurations of each rank, as the last run had them."""
+    groups: dict[str, list[Line]] = {}
+    for line in latest(lines):
+        if line["bench"] == "tune":
+            groups.setdefault(json.dumps([line["gpu"]["name"], line["kernel"], line["facts"]]), []).append(line)
+    return list(groups.values())
 
 
 def shipped_table(line: Line) -> tuple[Path, Table]:
@@ -384,8 +406,7 @@ def shipped_table(line: Line) -> tuple[Path, Table]:
 
 def objection(group: Sequence[Line]) -> str:
     """Why what was chosen among the configurations of a rank does not ship; nothing where it does."""
-    rule = next((line for line in group if line["rule"] and line["status"] == "timed"), None)
-    winner = next((line for line in group if line["winner"]), None)
+    rule, winner = rule_and_winner(group)
     if rule is None or winner is None:
         return "stays out: the rule's configuration was not timed, or none was chosen"
     if winner is rule:
@@ -398,9 +419,16 @@ def objection(group: Sequence[Line]) -> str:
     return ""
 
 
+def rule_and_winner(group: Sequence[Line]) -> tuple[Line | None, Line | None]:
+    """The lines of the rule's configuration and of the chosen one; None for what was not timed."""
+    timed = [line for line in group if line["status"] == "timed"]
+    return next((line for line in timed if line["rule"]), None), next((line for line in timed if line["winner"]), None)
+
+
 def entry_of(group: Sequence[Line]) -> Entry:
-    """What a table says of the configurations of a rank, as `Job.entry` does."""
-    rule, winner = (next(line for line in group if line[name]) for name in ("rule", "winner"))
+    """What a table says of the configurations of a rank without an `objection`, as `Job.entry` does."""
+    rule, winner = rule_and_winner(group)
+    assert rule is not None and winner is not None
     timed = sum(line["status"] == "timed" for line in group)
     rivals = tuple(line["config"] for line in group if line["known"])
     times = round(score(winner), 5), round(score(rule), 5)

@@ -1006,13 +1006,13 @@ def paper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def test_the_page_is_made_from_the_lines(paper: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    gpu = {"gpu": {"name": "Some GPU"}}
+    gpu = {"gpu": {"name": "Some GPU"}, "rule": False}
     tile = {"bench": "tiles", "shape": "ml-10m", "factors": 32, "order": "given", "gates_gflops": 500.0, **gpu}
     tile |= {"tile_cols": 144}
     lines = [
         cloud_line(8, 24, 900.0, True, ms={"user": 1.0, "item": 1.0}, run="before", **gpu),
         cloud_line(8, 8, 200.0, True, ms={"user": 1.0, "item": 4.0}, **gpu),
-        cloud_line(8, 16, 1.0, ms={"user": 8.0, "item": 32.0}, **gpu),
+        cloud_line(8, 16, 1.0, ms={"user": 8.0, "item": 32.0}, **(gpu | {"rule": True})),
         cloud_line(8, 24, 1.0, status="spills", **gpu),
         cloud_line(8, 8, 150.0, kernel="mo_als", ms={"user": 9.0, "item": 9.0}, **gpu),
         tile | {"variant": "chip", "tile_rows": 256, "gflops": 1.0},  # measured again in the last line
@@ -1022,6 +1022,7 @@ def test_the_page_is_made_from_the_lines(paper: Any, tmp_path: Path) -> None:
     paper.report(lines)
     text = paper.PAGE.read_text(encoding="utf-8")
     assert "| 8 | 2 | 1 | (8, 8) | 200 | 400 | 8.0 x |" in text
+    assert "| 8 | 8.00 | 8.00 | 8.00 | ships |" in text
     assert "| ml-10m | sums on chip | given | (256, 144) | 900 | (768, 144) | 800 | 500 |" in text
     assert text.count("Measured on Some GPU.") == 2 and "Not measured" not in text
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {
@@ -1031,7 +1032,7 @@ def test_the_page_is_made_from_the_lines(paper: Any, tmp_path: Path) -> None:
     cloud = (tmp_path / "figures" / "sparse_syrk-itemsize-4.svg").read_text()
     assert cloud.count("<image") == 2  # of each part: what lies in the background is pixels
     paper.report([])
-    assert paper.PAGE.read_text(encoding="utf-8").count("Not measured yet.") == 2
+    assert paper.PAGE.read_text(encoding="utf-8").count("Not measured yet.") == 3
     with pytest.raises(ValueError, match="once"):
         paper.filled("no place", "cloud", "text")
 
