@@ -6,6 +6,7 @@ kernel for other architectures; ``HYBRIDMF_ALL_KERNELS=1`` compiles every defaul
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -123,8 +124,7 @@ def of_each_push(constants: dict[str, Any]) -> bool:
 
 def shipped_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Builds of what ships for the H200, for all kinds of entries."""
-    (table,) = tables.shipped_tables(SPECS[90])
-    for entry in table.entries:
+    for entry in itertools.chain.from_iterable(table.entries for table in tables.shipped_tables(SPECS[90])):
         space = SPACES[entry.kernel]
         config = space.named(entry.facts, SPECS[90], **entry.config).config
         yield from (*space.builds(entry.facts, config), *space.variants(entry.facts, config))
