@@ -15,13 +15,11 @@ from ._files import open_bytes, reading
 from ._labels import MAX_VALUE, Entries, factorize
 from ._memory import available_memory
 from ._text import select_columns
+from ._validate import ROW_BYTES
 from .errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 
 Labels = dict[str, np.ndarray]
 """``user_ids`` and ``item_ids``, as far as a file has them."""
-
-ROW_BYTES = 64
-"""Memory of a row while its entries are counted."""
 
 
 def frame_entries(frame: Any, source: str, user: Any, item: Any, value: Any) -> Entries:

@@ -16,7 +16,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from . import _formats
-from .errors import DuplicateEntriesError, RatingsError
+from .errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 
 logger = logging.getLogger("hybridmf")
 
@@ -28,6 +28,12 @@ INT32_LIMIT = 2**31 - 1
 
 MAX_AXIS = 2**31 - 1
 """Most rows and most columns: indices are int32 whatever nnz is."""
+
+MANY_POSITIONS = 10**7
+"""Users and items together from which memory is looked at before they are counted."""
+
+ROW_BYTES = 64
+"""Memory of a row or column while entries are counted."""
 
 MAX_N = MAX_AXIS
 """Most results that can be asked for (``N``): more than there can be positions is a slip of the keyboard."""
@@ -298,8 +304,14 @@ def from_triplets(
     Returns
     -------
     csr_array, shape `shape`
+
+    Raises
+    ------
+    MemoryBudgetError
+        More rows and columns than can be counted in memory.
     """
     check_choice("duplicates", duplicates, MERGE_RULES)
+    check_axes(name, shape)
     rows = _checked_positions(rows, shape[0], f"{name} row index", "n_users")
     columns = _checked_positions(columns, shape[1], f"{name} column index", "n_items")
     values = np.asarray(values)
@@ -326,6 +338,26 @@ def from_triplets(
     pointer, indices, data = _sorted_unique(pointer, indices, data, shape, name, duplicates, dtype)
     data = _finite_values(data, indices, pointer, name, dtype)
     return _assemble(pointer, indices, data, shape, drop_zeros)
+
+
+def check_axes(name: str, shape: tuple[int, int]) -> None:
+    """Refuse rows and columns, though empty, that are too many to be counted in memory: mostly ids taken for positions.
+
+    Raises
+    ------
+    MemoryBudgetError
+    """
+    if sum(shape) < MANY_POSITIONS:
+        return
+    from ._memory import available_memory  # which needs this module
+
+    needed, free = ROW_BYTES * sum(shape), available_memory()
+    if free is not None and needed > free:
+        raise MemoryBudgetError(
+            f"{name} has positions for {shape[0]:,} users and {shape[1]:,} items: to count their entries takes "
+            f"{needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; ids that are no positions from 0 "
+            "on go in as labels: Ratings.from_frame, or an object array to Ratings.from_coo"
+        )
 
 
 def check_shape(name: str, matrix: Any, expected: tuple[int | None, int | None], axes: tuple[str, str]) -> None:
