@@ -355,8 +355,8 @@ def check_axes(name: str, shape: tuple[int, int]) -> None:
     if free is not None and needed > free:
         raise MemoryBudgetError(
             f"{name} has positions for {shape[0]:,} users and {shape[1]:,} items: to count their entries takes "
-            f"{needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; ids that are no positions from 0 "
-            "on go in as labels: Ratings.from_frame, or an object array to Ratings.from_coo"
+            f"{needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; ids that are no positions from "
+            "0 on go in as labels: Ratings.from_frame, or an object array to Ratings.from_coo"
         )
 
 
