@@ -781,7 +781,7 @@ RENDERERS: dict[str, tuple[Callable[[list[Line], Path], str], tuple[str, ...]]] 
 """How each task's lines become a section, and what tells lines apart."""
 
 
-def render(folder: Path = paper.EVIDENCE) -> None:
+def render(folder: Path) -> None:
     """Write the sections of bals.md and its plots from the lines."""
     lines = paper.read_lines(NAME)
     made = {task: draw(paper.select(lines, task, *keys), folder) for task, (draw, keys) in RENDERERS.items()}

@@ -346,7 +346,7 @@ def spread(values: Sequence[float]) -> Line:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def options(tasks: Iterable[str], render: Callable[[], None]) -> Callable[[Command], Command]:
+def options(tasks: Iterable[str], render: Callable[[Path], None]) -> Callable[[Command], Command]:
     """What every script takes: --device, --profile, --task, --budget, and --render, which ends it.
 
     Parameters
@@ -354,12 +354,12 @@ def options(tasks: Iterable[str], render: Callable[[], None]) -> Callable[[Comma
     tasks : iterable of str
         Names of tasks; the command gets those that are asked for as `tasks`.
     render : callable
-        Writes the page from the lines.
+        Writes the page from the lines, into the folder that it is given.
     """
 
     def write_page(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
         if asked:
-            render()
+            render(EVIDENCE)
             context.exit()
 
     return _all_of(

@@ -26,7 +26,7 @@ import click
 import numpy as np
 import paper_common
 from gpu import elapsed_ms, mark, release
-from paper_common import EVIDENCE, Line, Recorder
+from paper_common import Line, Recorder
 from paper_race import (
     Split,
     draw_race,
@@ -295,7 +295,7 @@ def measure_phases_cpu(device: Any, data: Split, f: int, side: Side, repeats: in
 # ------------------------------------------------------------------------------------------ the page
 
 
-def render(folder: Path = EVIDENCE) -> None:
+def render(folder: Path) -> None:
     """Tables and plots of cumf.md."""
     lines = paper_common.read_lines(NAME)
     made = {}

@@ -466,7 +466,7 @@ RENDERERS: dict[str, tuple[str, Callable[[list[Line], Path], str]]] = {
 """The task whose lines a section is made of."""
 
 
-def render(folder: Path = paper.EVIDENCE) -> None:
+def render(folder: Path) -> None:
     """Write the sections of gates.md and its plots from the lines."""
     lines = paper.read_lines(NAME)
     made = {name: draw(paper.select(lines, task, *KEYS[task]), folder) for name, (task, draw) in RENDERERS.items()}

@@ -28,7 +28,7 @@ import numpy as np
 import paper_common
 from common import alternate, median
 from gpu import release, timed
-from paper_common import EVIDENCE, Line, Recorder
+from paper_common import Line, Recorder
 from paper_race import Split, draw_race, iterate, make_solver, race, race_table, usual
 
 import hybridmf as hmf
@@ -394,7 +394,7 @@ def measure_cores(session: Session, threads: int) -> None:
 # ------------------------------------------------------------------------------------------ the page
 
 
-def render(folder: Path = EVIDENCE) -> None:
+def render(folder: Path) -> None:
     """Tables and plots of msgd.md."""
     lines = paper_common.read_lines(NAME)
     parts: dict[str, Callable[[list[Line]], str]] = {

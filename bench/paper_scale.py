@@ -332,7 +332,7 @@ def fastest(lines: Sequence[Line]) -> list[Line]:
 # ------------------------------------------------------------------------------------------ the page
 
 
-def render(folder: Path = paper.EVIDENCE) -> None:
+def render(folder: Path) -> None:
     """Write the sections of multi-gpu.md and its plots from the lines."""
     lines = measured("scale", scale_task)
     # the planner knows no other way to add up
@@ -361,7 +361,7 @@ def main(planner: bool, wanted: bool) -> None:
         gpus = f"{line['gpus']} H200, host {line['host_memory']}"
         click.echo(f"{line['problem']:18s} {gpus:20s} {seconds_text(line['seconds']):>9s}  {line['places']}")
     if wanted:
-        render()
+        render(paper.EVIDENCE)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ def results(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "sources_sha256", lambda: "0")
     evidence = tmp_path / "evidence"
     evidence.mkdir()
-    for script, page in ((paper_cumf, "cumf.md"), (paper_msgd, "msgd.md")):
-        monkeypatch.setattr(script, "EVIDENCE", evidence)
+    monkeypatch.setattr(paper_common, "EVIDENCE", evidence)
+    for page in ("cumf.md", "msgd.md"):
         (evidence / page).write_text((BENCH.parent / "docs" / "evidence" / page).read_text())
     return tmp_path
 
