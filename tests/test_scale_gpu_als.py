@@ -70,7 +70,7 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(
         gpu_rank,
         "gpu_worker",
-        lambda names, control: (control, GpuWorker(open_emulated(names[control.rank]), control.transport.turn)),
+        lambda names, control: (control, GpuWorker(open_emulated(names[control.rank]))),
     )
     yield lambda size: [f"cuda:{k}" for k in range(size)]
 

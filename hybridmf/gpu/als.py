@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,10 +259,6 @@ class HalfSweep:
         self.short = device.upload(order[n_long:].astype(np.int32))
         self.batch_slots = plan.batch_slots
         self.config: FusedConfig | None = None  # of the fused kernels; None: the default
-        self.turn: AbstractContextManager[Any] = nullcontext()
-        """Held until the first kernel is launched: GPUs whose threads launch one after the other begin sooner than if
-        each thread takes the interpreter's lock from the others at every call."""
-        self._launched: Callable[[], None] = lambda: None
         self._all_batches: list[Batch] | None = None
         self.tiles = None
         if plan.assembly == "bals":
@@ -310,10 +305,7 @@ class HalfSweep:
         gram: Array | None,
         then: Callable[[DeviceFactors], DeviceFactors] | None,
     ) -> DeviceFactors:
-        with ExitStack() as turn:
-            turn.enter_context(self.turn)
-            self._launched = turn.close
-            solutions, status = self._launch(fixed, mean, start, gram)
+        solutions, status = self._launch(fixed, mean, start, gram)
         solved = self._unpack(solutions)
         self._judge(status, solved if then is None else then(solved))
         return solved
@@ -387,7 +379,6 @@ class HalfSweep:
             device = self.device
             partials = device.empty((len(batch.segments), config.partial_floats), np.float32)
             fused.assemble_segments(device, partials, table, entries, batch.segments, config, method)
-            self._launched()
             fused.solve_partials(device, systems, partials, batch.slots, batch.rows, entries, config, method)
 
         self._in_batches(one_batch)  # rows longer than a segment, or all

@@ -26,6 +26,8 @@ class CpuWorker:
         Called between pieces of work; what it raises ends them.
     """
 
+    gathers_ahead = False
+
     def __init__(self, check: Callable[[], None] | None = None) -> None:
         self.check = check
 
@@ -83,8 +85,6 @@ class CpuWorker:
         half = als.HalfSweep(side, block, objective, plan, names)
         half.check = self.check
         return half
-
-    gathers_ahead = False
 
     def solve(
         self, half: als.HalfSweep | StreamedHalf, fixed: Factors, mean: float, start: Factors, then: Then | None

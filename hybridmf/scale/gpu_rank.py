@@ -37,12 +37,12 @@ class GpuWorker:
     Parameters
     ----------
     device : Device
-    turn : context manager, optional
-        Held while a half sweep begins; see `hybridmf.gpu.als.HalfSweep.turn`.
     """
 
-    def __init__(self, device: Device, turn: AbstractContextManager[Any] | None = None) -> None:
-        self.device, self._turn = device, turn or nullcontext()
+    gathers_ahead = True
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
         self._streams: Streams | None = None
         self._pipeline: Pipeline | None = None  # one for both half sweeps
 
@@ -98,17 +98,13 @@ class GpuWorker:
         """The half sweep of one device, over a slab of rows; in waves where the plan says that ratings are streamed."""
         if not isinstance(block, RangeSlabs) and not plan.streamed:
             roots = als.range_of_roots(objective, ends)
-            half = als.HalfSweep(self.device, side, block, objective, plan, names, roots)
-            half.turn = self._turn
-            return half
+            return als.HalfSweep(self.device, side, block, objective, plan, names, roots)
         slabs = waves_of(block, side, plan)
         if not plan.resident and self._pipeline is None:
             longest = plan.slab if plan.scale is None else max(map(plan.scale.slab, SIDES))
             self._pipeline = Pipeline(self.device, longest, slabs.dtype)
         pipeline = None if plan.resident else self._pipeline
         return StreamedHalf(self.device, side, slabs, objective, plan, pipeline, names, ends)
-
-    gathers_ahead = True
 
     def solve(
         self,
@@ -391,8 +387,7 @@ def gpu_worker(names: Sequence[str], control: Communicator) -> tuple[Communicato
     DeviceError
     """
     device = open_device(names[control.rank])
-    turn = getattr(getattr(control, "transport", None), "turn", None)  # of ranks that are threads
-    return NcclCommunicator(control, device.index), GpuWorker(device, turn)
+    return NcclCommunicator(control, device.index), GpuWorker(device)
 
 
 def sockets(names: Sequence[str]) -> list[int]:

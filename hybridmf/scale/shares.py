@@ -118,7 +118,7 @@ class StoredRatings:
         self._sides: dict[Side, StoreMatrix] = {"user": users, "item": users.transposed()}
         self.slab: int | None = users.largest_slab
         self.total = users.total
-        self._identity = f"store {store._manifest['checksum']}"
+        self._identity = f"store {store.checksum}"
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
         """As the store has them, after a look whether the others read the same store."""
@@ -312,7 +312,6 @@ class Cut:
         }
         self.nnz = int(self.degrees["user"].sum())
         self.total = float(communicator.allreduce(np.array([rows.data.sum(dtype=np.float64)]))[0])
-
         self._piece = piece_of_fingerprint(rows)
 
     def fingerprint(self, communicator: Communicator) -> str:

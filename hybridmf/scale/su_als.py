@@ -80,6 +80,9 @@ class Worker(Protocol):
     Factors are its own kind, arrays are those of its device; its communicator moves both these and NumPy's.
     """
 
+    gathers_ahead: bool
+    """Whether `then` is called: where it is before new factors are complete, the ranks exchange them meanwhile."""
+
     def active(self) -> AbstractContextManager[None]:
         """Everything a rank does happens in this context."""
 
@@ -111,9 +114,6 @@ class Worker(Protocol):
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
     ) -> Whole:
         """See `Whole`; `ends`: smallest and largest absolute value on all ranks, none if there are no entries."""
-
-    gathers_ahead: bool
-    """Whether `then` is called: where it is before new factors are complete, the ranks exchange them meanwhile."""
 
     def solve(self, half: Any, fixed: Any, mean: float, start: Any, then: Then | None) -> Any:
         """New factors of the rows of `whole`."""

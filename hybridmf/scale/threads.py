@@ -64,8 +64,6 @@ class Hub:
         self.boxes: dict[tuple[str, int, int], deque[tuple[str, np.ndarray]]] = {}
         self.left: dict[int, str] = {}
         self.meetings: dict[str, Meeting] = {}
-        self.turn = threading.Lock()
-        """Held by the rank that launches a half sweep; see `hybridmf.gpu.als.HalfSweep.turn`."""
         self.failed = threading.Event()
         self._cause = ""
 
