@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .._mapped import reader_of
 from ..errors import DeviceError, DeviceMemoryError
 
 logger = logging.getLogger("hybridmf")
@@ -530,8 +531,11 @@ class CudaDevice:
 STAGES = 4
 """Pinned buffers of a copier, of COPY_CHUNK bytes each."""
 
-STAGING_THREADS = 4
-"""Threads that fill a pinned buffer: one reads pages of a file at 2 to 5 GB/s, a bus of today takes 50."""
+STAGING_THREADS = 8
+"""Threads that fill a pinned buffer: one reads a file in the page cache at 4 to 8 GB/s, a bus of today takes 50."""
+
+STAGING_PART = 1 << 20
+"""Bytes that a thread fills at a time, at least."""
 
 
 class CudaCopier:
@@ -604,22 +608,20 @@ class CudaCopier:
                 buffer = np.frombuffer(cuda.alloc_pinned_memory(COPY_CHUNK), dtype=np.uint8, count=COPY_CHUNK)
                 self._stages.append((buffer, cuda.Event(disable_timing=True)))
             self._pool = ThreadPoolExecutor(STAGING_THREADS, thread_name_prefix="hybridmf-staging")
-        for start in range(0, raw.nbytes, COPY_CHUNK):
-            buffer, event = self._stages[self._turn % STAGES]
-            self._turn += 1
-            event.synchronize()  # what it held before has left
-            size = min(COPY_CHUNK, raw.nbytes - start)
-            self._fill(buffer, raw[start : start + size])
-            self._send(target, start, buffer.ctypes.data, size)
-            event.record(self._stream)
+        with reader_of(raw) as read:
+            for start in range(0, raw.nbytes, COPY_CHUNK):
+                buffer, event = self._stages[self._turn % STAGES]
+                self._turn += 1
+                event.synchronize()  # what it held before has left
+                size = min(COPY_CHUNK, raw.nbytes - start)
+                self._fill(buffer[:size], read, start)
+                self._send(target, start, buffer.ctypes.data, size)
+                event.record(self._stream)
 
-    def _fill(self, buffer: np.ndarray, raw: np.ndarray) -> None:
-        part = max(1 << 20, -(-raw.nbytes // STAGING_THREADS))
+    def _fill(self, buffer: np.ndarray, read: Callable[[np.ndarray, int], None], start: int) -> None:
+        part = max(STAGING_PART, -(-len(buffer) // STAGING_THREADS))
         assert self._pool is not None
-        jobs = [
-            self._pool.submit(np.copyto, buffer[k : min(k + part, raw.nbytes)], raw[k : k + part])
-            for k in range(0, raw.nbytes, part)
-        ]
+        jobs = [self._pool.submit(read, buffer[k : k + part], start + k) for k in range(0, len(buffer), part)]
         for job in jobs:
             job.result()
 

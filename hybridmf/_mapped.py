@@ -1,0 +1,80 @@
+"""Arrays that are mapped from files, read as files.
+
+That takes no page fault every few pages, and gives an error that can be caught where a file has become shorter: to touch
+its mapped pages would end the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from .errors import StoreError
+
+
+def file_behind(array: np.ndarray) -> tuple[str, int] | None:
+    """Path of the file that an array is mapped from, and where in it the array begins; None for other arrays.
+
+    Parameters
+    ----------
+    array : ndarray
+        A `numpy.memmap`, or a view of one; C order.
+    """
+    base = array
+    while not isinstance(base, np.memmap):
+        if not isinstance(base, np.ndarray) or base.base is None:
+            return None
+        base = base.base
+    while isinstance(base.base, np.memmap):  # views of a memmap carry an offset that may not be theirs
+        base = base.base
+    if base.filename is None or not array.flags.c_contiguous:
+        return None
+    return os.fspath(base.filename), int(base.offset + array.ctypes.data - base.ctypes.data)
+
+
+def read_into(buffer: np.ndarray, handle: int, begin: int) -> None:
+    """Fill a buffer from a file.
+
+    Parameters
+    ----------
+    buffer : uint8 array, C order
+    handle : int
+        Descriptor of the file; threads may share it.
+    begin : int
+        Where in the file the bytes are.
+
+    Raises
+    ------
+    StoreError
+        The file ends before.
+    """
+    rest = buffer.data
+    while len(rest):
+        found = os.preadv(handle, [rest], begin)
+        if not found:
+            raise StoreError(f"a file of the store ends {len(rest)} bytes early: it was truncated while it was read")
+        rest, begin = rest[found:], begin + found
+
+
+@contextmanager
+def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]:
+    """``read(buffer, start)``, which fills a buffer with the bytes of an array from `start` on.
+
+    Parameters
+    ----------
+    source : uint8 array, C order
+        Where it is mapped from a file, the file is read.
+    """
+    found = file_behind(source)
+    if found is None:
+        yield lambda buffer, start: np.copyto(buffer, source[start : start + len(buffer)])
+        return
+    path, begin = found
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        yield lambda buffer, start: read_into(buffer, handle, begin + start)
+    finally:
+        os.close(handle)
