@@ -1,7 +1,7 @@
 """Arrays that are mapped from files, read as files.
 
-That takes no page fault every few pages, and gives an error that can be caught where a file has become shorter: to touch
-its mapped pages would end the process.
+That takes no page fault every few pages, and gives an error that can be caught where a file has become shorter: to
+touch its mapped pages would end the process.
 """
 
 from __future__ import annotations

@@ -205,7 +205,10 @@ class Nccl:
 
 def fake_cupy():
     stream = Stream(True, -1)
-    cuda = SimpleNamespace(Device=Device, Stream=Stream, Event=Event, get_current_stream=lambda: stream)
+    runtime = SimpleNamespace(getDeviceProperties=lambda index: {"uuid": bytes([index] * 16)})
+    cuda = SimpleNamespace(
+        Device=Device, Stream=Stream, Event=Event, get_current_stream=lambda: stream, runtime=runtime
+    )
     return SimpleNamespace(
         cuda=cuda,
         ndarray=FakeArray,

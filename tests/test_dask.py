@@ -101,6 +101,40 @@ def test_a_store_that_every_worker_reads(client, tmp_path):
         assert model.user_ids_.tolist() == expected.user_ids_.tolist()
 
 
+@pytest.mark.gpu
+def test_workers_with_a_gpu_each(tmp_path):
+    """As dask-cuda starts them: each sees its own GPU first."""
+    from hybridmf.dispatch import gpu_status
+    from hybridmf.gpu.device import device_count
+
+    if not gpu_status()[0] or device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    workers = {
+        k: {"cls": distributed.Nanny, "options": {"nthreads": 1, "env": {"CUDA_VISIBLE_DEVICES": cards[k]}}}
+        for k in range(2)
+    }
+    scheduler = {"cls": distributed.Scheduler, "options": {"dashboard": False, "port": 0}}
+    options = {"iterations": 3, "num_threads": None}
+    with (
+        distributed.SpecCluster(workers=workers, scheduler=scheduler) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        client.wait_for_workers(2)
+        for device, make in (("cuda", hmf.ExplicitALS), ("auto", hmf.ImplicitALS)):
+            expected = make(**SMALL | options).fit(hmf.Ratings.from_frame(frame()))
+            model = hmf_dask.fit(make(**SMALL | options | {"device": device}), partitioned(frame()), client=client)
+            assert model.plan_.gpu is not None
+            assert_close(model, expected)
+        store = hmf.convert(hmf.Ratings.from_frame(frame()), tmp_path / "store", slab_bytes=600)
+        model = hmf_dask.fit(
+            make(**SMALL | options | {"device": "cuda"}), store, client=client, checkpoint=tmp_path / "run"
+        )
+        assert_close(model, expected)
+    resumed = make(**SMALL | options).fit(hmf.Ratings.from_frame(frame()), resume_from=tmp_path / "run")
+    assert_close(resumed, expected)
+
+
 def test_one_of_the_workers(client):
     address = sorted(client.nthreads())[1]
     model = hmf_dask.fit(hmf.ExplicitALS(**SMALL, iterations=2), partitioned(frame()), workers=[address])

@@ -43,16 +43,18 @@ if model is not None:
 """
 
 
-def start(size: int, model: Path, *, killed: int = -1, slurm: bool = False, **options) -> list[subprocess.Popen]:
+def start(
+    size: int, model: Path, *, killed: int = -1, slurm: bool = False, small: dict = SMALL, **options
+) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    names = {"TESTS": str(Path(__file__).parent), "SMALL": SMALL, "MODEL": str(model), "KILLED": killed}
+    names = {"TESTS": str(Path(__file__).parent), "SMALL": small, "MODEL": str(model), "KILLED": killed}
     code = "\n".join(f"{name} = {value!r}" for name, value in (names | {"OPTIONS": options}).items()) + PROGRAM
     ranks = []
     for rank in range(size):
         own = (
-            {"SLURM_PROCID": rank, "SLURM_NTASKS": size}
+            {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank}
             if slurm
             else {"HYBRIDMF_RANK": rank, "HYBRIDMF_WORLD_SIZE": size}
         )
@@ -68,6 +70,20 @@ def test_ranks_started_one_by_one_fit_together(tmp_path):
         assert rank.returncode == 0, said
     expected = hmf.ExplicitALS(**SMALL, iterations=5).fit(planted())
     np.testing.assert_array_equal(hmf.load(tmp_path / "model").user_factors, expected.user_factors)
+
+
+@pytest.mark.gpu
+def test_processes_with_a_gpu_each_fit_together(tmp_path):
+    from hybridmf.dispatch import gpu_status
+    from hybridmf.gpu.device import device_count
+
+    if not gpu_status()[0] or device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    for rank in start(2, tmp_path / "model", slurm=True, small=SMALL | {"device": "cuda"}):
+        _, said = rank.communicate(timeout=120)
+        assert rank.returncode == 0, said
+    expected = hmf.ExplicitALS(**SMALL, iterations=5).fit(planted())
+    np.testing.assert_allclose(hmf.load(tmp_path / "model").user_factors, expected.user_factors, rtol=2e-4, atol=2e-5)
 
 
 def test_a_killed_rank_stops_the_others_and_the_run_resumes(tmp_path):

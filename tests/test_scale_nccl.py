@@ -89,6 +89,12 @@ def test_nothing_is_launched_before_all_have_their_memory(fake, monkeypatch, nam
     assert happened[-3:] == ["went on"] * 3  # what a rank does next may keep the others from launching
 
 
+def test_two_ranks_on_one_gpu_are_refused_before_nccl_is_asked(fake):
+    with pytest.raises(DeviceError, match=r"ranks 0, 2 have one GPU together .*CUDA_VISIBLE_DEVICES"):
+        run_ranks(3, lambda control: NcclCommunicator(control, [4, 1, 4][control.rank]), timeout=20)
+    assert fake.calls == []
+
+
 def test_nccl_is_aborted_without_the_interpreters_lock(fake, monkeypatch):
     aborted: list[int] = []
     library = SimpleNamespace(ncclCommAbort=lambda handle: aborted.append(handle.value))

@@ -116,7 +116,21 @@ class NcclCommunicator:
             target=_watch, args=(weakref.ref(self), self._closed), name="hybridmf NCCL watch", daemon=True
         ).start()
 
+    def _check_own_gpu(self) -> None:
+        """Two ranks on one GPU would wait for each other; NCCL only says that its usage is invalid."""
+        uuid = bytes(self._cupy.cuda.runtime.getDeviceProperties(self.device)["uuid"])
+        known = self.control.allgatherv(np.frombuffer(uuid, dtype=np.uint8)[None], [1] * self.size)
+        for first in range(self.size):
+            same = [rank for rank in range(self.size) if np.array_equal(known[rank], known[first])]
+            if len(same) > 1:  # all ranks raise it
+                raise DeviceError(
+                    f"ranks {', '.join(map(str, same))} have one GPU together (here cuda:{self.device}) and "
+                    "each needs its own: give every process another CUDA_VISIBLE_DEVICES, as "
+                    "dask_cuda.LocalCUDACluster and SLURM's --gpus-per-task do, or name other devices"
+                )
+
     def _connect(self) -> Any:
+        self._check_own_gpu()
         os.environ.setdefault(MULTICAST, "0")
         os.environ.setdefault(CONNECT, "0")
         name = np.zeros(128, dtype=np.uint8)
