@@ -513,11 +513,15 @@ class CudaDevice:
                 ) from error
 
         self._functions[source, name, constants] = function
+        allowed = 32 * 1024
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
+            nonlocal allowed
             with self.active():
-                if shared_bytes > 32 * 1024 and function.max_dynamic_shared_size_bytes < shared_bytes:
-                    function.max_dynamic_shared_size_bytes = shared_bytes
+                if shared_bytes > allowed:
+                    if function.max_dynamic_shared_size_bytes < shared_bytes:
+                        function.max_dynamic_shared_size_bytes = shared_bytes
+                    allowed = shared_bytes
                 function(grid, block, tuple(arguments), shared_mem=shared_bytes)
 
         return launch

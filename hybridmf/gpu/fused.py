@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from . import tables
 from .device import Array, Device, DeviceSpec
-from .launch import Entries, ceil_div, check, check_not_host, get_kernel
+from .launch import Entries, ceil_div, check, check_not_host, constant_texts, source_text
 
 MAX_RANK = 128
 """A system must fit in the registers of a block of threads."""
@@ -236,10 +237,16 @@ def build_constants(
     return config.constants | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets} | codes
 
 
+@functools.cache
+def _constant_texts(
+    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
+) -> tuple[str, ...]:  # kept: ranks of several GPUs that are threads wait for each other while one writes them
+    return constant_texts(build_constants(config, precision, solver, implicit, offsets))
+
+
 def _kernel(device: Device, name: str, config: FusedConfig, entries: Entries, method: Method) -> Any:
-    weights = {"implicit": entries.implicit, "offsets": entries.offsets is not None}
-    constants = build_constants(config, method.precision, method.solver, **weights)
-    return get_kernel(device, "fused_als.cu", name, **constants)
+    texts = _constant_texts(config, method.precision, method.solver, entries.implicit, entries.offsets is not None)
+    return device.kernel(source_text("fused_als.cu"), name, texts)
 
 
 def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> None:
