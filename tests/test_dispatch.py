@@ -546,7 +546,6 @@ def spoil(**changes: Any) -> Any:
         (spoil(gpu="nothing"), "its constants are not those"),
         (spoil(cpu=7), "not iterable"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(change, why, caplog):
     path = _machine.save(measured(), {"name": "Some GPU"})
