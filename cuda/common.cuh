@@ -145,8 +145,7 @@ __device__ __forceinline__ int peek(const int* flag) {
 #endif
 }
 
-// By all lanes.
+// Each lane waits for itself: lanes may see a value at different times, so what they do together needs __syncwarp first.
 __device__ __forceinline__ void wait_for(const int* flag, int least) {
     while (peek(flag) < least) {}
-    __syncwarp();
 }
