@@ -118,3 +118,34 @@ template <int PENDING> __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }
+
+// ---------------------------------------------------------------------------------------------- flags
+
+// Flags in shared memory, by which a warp hands work to another of its block without a barrier that all wait at.
+
+// To be called by one lane, after __syncwarp: who sees the value sees what the warp wrote, and overwrites nothing it reads.
+__device__ __forceinline__ void publish(int* flag, int value) {
+#ifdef HYBRIDMF_EMULATE
+    *flag = value;
+#else
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(flag));
+    asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+#endif
+}
+
+__device__ __forceinline__ int peek(const int* flag) {
+#ifdef HYBRIDMF_EMULATE
+    emulator::yield();
+    return *flag;
+#else
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(flag));
+    int value;
+    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+#endif
+}
+
+// Each lane waits for itself: lanes may see a value at different times, so what they do together needs __syncwarp first.
+__device__ __forceinline__ void wait_for(const int* flag, int least) {
+    while (peek(flag) < least) {}
+}

@@ -9,6 +9,7 @@
 // Tensor cores truncate where they add (error 2^-24 a step, always towards zero). For float32 they therefore add up no
 // more than a few rows; those sums are added to the accumulators by ordinary, rounded additions.
 #include "common.cuh"
+#include "tensor.cuh"
 
 // How V is represented. float32: two float16 parts (22 bits, 3 products) of values scaled by a power of two so that the
 // largest is near 2^15 and the low parts of values 2^18 times smaller are still normal numbers; where weights differ by
@@ -29,40 +30,7 @@ struct Tile {
     float value[BLOCK_HALVES][4]; // [half][q]: row g + 8 (q / 2), column 8 half + 2 t + q % 2
 };
 
-// ---------------------------------------------------------------------------------------------- instructions
-
-// d += A B, A (16 x 8) and B (8 x 8) in tf32: the low 13 bits of the operands are ignored.
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if defined(HYBRIDMF_EMULATE)
-    emulator::mma_tf32(d, a, b0, b1);
-#elif HAS_ASYNC_COPY
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#endif
-}
-
-// d += A B, A (16 x 16) and B (16 x 8) in bf16.
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if defined(HYBRIDMF_EMULATE)
-    emulator::mma_16bit<true>(d, a, b0, b1);
-#elif HAS_ASYNC_COPY
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#endif
-}
-
-// d += A B, A (16 x 16) and B (16 x 8) in float16.
-__device__ __forceinline__ void mma_float16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if defined(HYBRIDMF_EMULATE)
-    emulator::mma_16bit<false>(d, a, b0, b1);
-#elif HAS_ASYNC_COPY
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#endif
-}
+// ---------------------------------------------------------------------------------------------- conversions
 
 // Two floats rounded to bf16, `first` in the low half.
 __device__ __forceinline__ unsigned pack_bf16(float first, float second) {

@@ -29,6 +29,7 @@
 // all rows of the fixed side for its range, grid * n_fixed * 2 log2(degree) reads, mostly from L2. It wants one layout
 // of the ratings where `centralized` on both sides wants two.
 #include "sgd.cuh"
+#include "tensor.cuh"
 
 #ifndef HAS_BIASES
 #define HAS_BIASES 0
@@ -37,7 +38,10 @@
 #define CHUNK 16         // entries that `blocked` solves at a time
 #endif
 #ifndef HELPERS
-#define HELPERS 3        // warps that compute M: they have about three times the work of the one that moves the row
+#define HELPERS 5        // warps that prepare chunks for the one that moves the row
+#endif
+#ifndef CHUNK_SLOTS
+#define CHUNK_SLOTS 10         // chunks in shared memory: copied, prepared, waiting for the walking warp, walked
 #endif
 
 constexpr int THREADS = 256;         // of a block of `decentralized`
@@ -115,81 +119,32 @@ centralized(real* moved, real* moved_bias, double* losses, const real* fixed, co
 
 // ---------------------------------------------------------------------------------------------- blocked
 
-constexpr int STRIDE = LD + VECTOR;  // of staged rows: neighbouring ones lie in different banks
-constexpr int STAGES = 3;            // a chunk is copied, multiplied and walked in turn
-constexpr int SIDE = 4;                          // a lane computes SIDE x SIDE products
-constexpr int TILES = CHUNK / SIDE;              // along a side of M
-constexpr int SPLIT = WARP / (TILES * TILES);    // lanes that share a tile, by columns
-static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= SIDE && CHUNK <= 16, "a warp computes M");
+constexpr bool TENSOR = CHUNK % 16 == 0 && sizeof(real) == 4 && HAS_ASYNC_COPY;
+// Of staged rows. A quarter of a warp reads two neighbouring ones for tensor cores: they lie in different banks.
+constexpr int STRIDE = LD + (CHUNK % 16 == 0 && sizeof(real) == 4 ? (48 - LD % 32) % 32 : VECTOR);
+static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= WARP, "a lane computes an error");
+// A helper wants the next slot before it prepares a chunk; the walking warp frees one a chunk after it has walked it.
+static_assert(CHUNK_SLOTS >= HELPERS + 2, "or walker and helpers would wait for each other");
 
-struct Chunk {              // what a helper hands over, in shared memory
-    real rows[STAGES][CHUNK][STRIDE];
-    real matrix[2][CHUNK][CHUNK];  // [l][j] = M_jl for j > l
-    real targets[2][CHUNK];        // rating - mean - bias of the fixed row
+struct alignas(16) Slot {  // a chunk in shared memory
+    real rows[CHUNK][STRIDE];
+    real inverse[CHUNK][CHUNK + VECTOR];  // first M, then (1 + M)^-1; lanes read rows, each in other banks
+    real targets[CHUNK];                  // rating - mean - bias of the fixed row
+    int ready;                            // number of the chunk that is prepared here, counted from 1
 };
 
-struct Work {  // of a block, in shared memory
-    Chunk chunks[HELPERS];
-    real sums[CHUNK];
+struct alignas(16) Work {  // of a block, in shared memory
+    Slot slots[CHUNK_SLOTS];     // chunk c is in slot c % CHUNK_SLOTS
+    real partials[CHUNK][WARP + VECTOR];  // each lane's share of the products
+    real sums[CHUNK];         // s
+    real steps[CHUNK];        // rate keep^(CHUNK - 1 - l) e_l
+    real errors[CHUNK];       // e, where biases want their sum
     real powers[CHUNK + 1];   // of keep
-    real weights[CHUNK];      // rate keep^(CHUNK - 1 - l)
+    int walked;               // chunks whose slots are free again
 };
 #ifdef SHARED_BYTES
-static_assert(sizeof(Work) <= SHARED_BYTES, "the launcher counts as the kernel does");
+static_assert(sizeof(Work) == SHARED_BYTES, "the launcher counts as the kernel does");
 #endif
-
-// u_j.u_l of the rows of a chunk, for all j and l, and from them M.
-__device__ __forceinline__ void multiply(real (&matrix)[CHUNK][CHUNK], const real (&rows)[CHUNK][STRIDE], const real* powers,
-                                         int count, real rate, int lane) {
-    const int tile = lane % (TILES * TILES), part = lane / (TILES * TILES), i = tile / TILES, j = tile % TILES;
-    real sums[SIDE][SIDE] = {};
-#pragma unroll 2
-    for (int piece = part; piece < VECTORS; piece += SPLIT) {
-        real a[SIDE][VECTOR], b[SIDE][VECTOR];
-#pragma unroll
-        for (int k = 0; k < SIDE; k++) {  // rows i, i + TILES, ...: lanes read neighbouring ones, in different banks
-            unpack(a[k], *reinterpret_cast<const int4*>(&rows[i + k * TILES][piece * VECTOR]));
-            unpack(b[k], *reinterpret_cast<const int4*>(&rows[j + k * TILES][piece * VECTOR]));
-        }
-#pragma unroll
-        for (int q = 0; q < VECTOR; q++)
-#pragma unroll
-            for (int k = 0; k < SIDE; k++)
-#pragma unroll
-                for (int l = 0; l < SIDE; l++) sums[k][l] += a[k][q] * b[l][q];
-    }
-#pragma unroll
-    for (int k = 0; k < SIDE; k++)
-#pragma unroll
-        for (int l = 0; l < SIDE; l++) {
-            real sum = sums[k][l];
-#pragma unroll
-            for (int distance = TILES * TILES; distance < WARP; distance *= 2)
-                sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-            const int from = j + l * TILES, to = i + k * TILES;
-            if (part == 0 && to > from)
-                matrix[from][to] = to < count ? rate * (powers[to - 1 - from] * sum + real(HAS_BIASES)) : real(0);
-        }
-}
-
-// Sums over a warp of CHUNK values of each lane: lane k gets that of value k / (WARP / CHUNK).
-__device__ __forceinline__ real reduce_chunk(real (&values)[CHUNK], int lane) {
-    static_for<0, 5>([&](auto step) {
-        constexpr int distance = WARP / 2 >> step.value, kept = CHUNK / 2 >> step.value;
-        if constexpr (kept > 0) {
-            const bool upper = lane & distance;
-#pragma unroll
-            for (int k = 0; k < kept; k++) {
-                const real sent = upper ? values[k] : values[k + kept];
-                const real mine = upper ? values[k + kept] : values[k];
-                values[k] = mine + __shfl_xor_sync(FULL_WARP, sent, distance);
-            }
-        } else {
-            values[0] += __shfl_xor_sync(FULL_WARP, values[0], distance);
-        }
-    });
-    return values[0];
-}
 
 // The values of 16-byte pieces in shared memory.
 template <int COUNT> __device__ __forceinline__ void read_all(real (&values)[COUNT], const real* source) {
@@ -197,10 +152,147 @@ template <int COUNT> __device__ __forceinline__ void read_all(real (&values)[COU
     for (int k = 0; k < COUNT; k += VECTOR) unpack(values + k, *reinterpret_cast<const int4*>(source + k));
 }
 
-// The helper's loop: copy the chunk of stage t + 1, multiply that of stage t.
+// In four chains: a quarter of the latency.
+template <int COUNT> __device__ __forceinline__ real dot_product(const real (&a)[COUNT], const real (&b)[COUNT]) {
+    real sums[4] = {};
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) sums[k % 4] += a[k] * b[k];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// ------------------------------------------------------------------ helpers: M and its inverse
+
+// Writes M_jl from u_j.u_l; zero for entries past the end, whose errors are zero.
+struct Coupling {
+    real (&matrix)[CHUNK][CHUNK + VECTOR];
+    const real* powers;
+    int count;
+    real rate;
+
+    __device__ __forceinline__ void set(int j, int l, real product) const {
+        if (j > l) matrix[j][l] = j < count ? rate * (powers[j - 1 - l] * product + real(HAS_BIASES)) : real(0);
+    }
+};
+
+// By tensor cores, each value in two tf32 parts (22 bits, three products). M errs by some 2^-22 |u_j| |u_l| rate, and what
+// that does to an error is gone with the chunk: the next one starts from products with v.
+struct Tensor_product {
+    static constexpr int BLOCKS = CHUNK / 16;  // of 16 rows; columns are in twice as many of 8
+
+    struct Parts { unsigned high, low; };
+
+    __device__ static __forceinline__ Parts split(float value) {
+        const unsigned high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
+        return {high, __float_as_uint(value - __uint_as_float(high))};
+    }
+
+    __device__ static __forceinline__ void run(const Coupling& out, const real (&rows)[CHUNK][STRIDE], int lane) {
+        const int g = lane / 4, t = lane % 4;  // as mma.sync counts
+        float sums[3][BLOCKS][2 * BLOCKS][4] = {};  // low x high, high x low, high x high
+#pragma unroll 2
+        for (int first = 0; first < VECTORS; first += 4) {  // 16 columns, in an order that suits the reads
+            Parts parts[2 * BLOCKS][4];
+#pragma unroll
+            for (int b = 0; b < 2 * BLOCKS; b++) {  // row g of 8
+                int4 piece = {0, 0, 0, 0};
+                if (VECTORS % 4 == 0 || first + t < VECTORS)
+                    piece = *reinterpret_cast<const int4*>(&rows[8 * b + g][(first + t) * VECTOR]);
+                float values[4];
+                memcpy(values, &piece, sizeof(piece));
+#pragma unroll
+                for (int q = 0; q < 4; q++) parts[b][q] = split(values[q]);
+            }
+            static_for<0, 2>([&](auto half) { multiply<2 * half.value>(sums, parts); });
+        }
+#pragma unroll
+        for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+            for (int n = 0; n < 2 * (m + 1); n++)
+#pragma unroll
+                for (int q = 0; q < 4; q++)
+                    out.set(16 * m + g + 8 * (q / 2), 8 * n + 2 * t + q % 2,
+                            sums[0][m][n][q] + sums[1][m][n][q] + sums[2][m][n][q]);
+    }
+
+    // Columns Q and Q + 1 of each lane's four.
+    template <int Q>
+    __device__ static __forceinline__ void multiply(float (&sums)[3][BLOCKS][2 * BLOCKS][4], const Parts (&parts)[2 * BLOCKS][4]) {
+#pragma unroll
+        for (int m = 0; m < BLOCKS; m++) {
+            const Parts *upper = parts[2 * m], *lower = parts[2 * m + 1];
+            const unsigned high[4] = {upper[Q].high, lower[Q].high, upper[Q + 1].high, lower[Q + 1].high};
+            const unsigned low[4] = {upper[Q].low, lower[Q].low, upper[Q + 1].low, lower[Q + 1].low};
+#pragma unroll
+            for (int n = 0; n < 2 * (m + 1); n++) {
+                mma_tf32(sums[0][m][n], low, parts[n][Q].high, parts[n][Q + 1].high);
+                mma_tf32(sums[1][m][n], high, parts[n][Q].low, parts[n][Q + 1].low);
+                mma_tf32(sums[2][m][n], high, parts[n][Q].high, parts[n][Q + 1].high);
+            }
+        }
+    }
+};
+
+// For float64, short chunks and GPUs without tf32: all of M, and what is below its diagonal counts.
+struct Plain_product {
+    static constexpr int SIDE = CHUNK <= 16 ? 4 : 8;        // a lane computes SIDE x SIDE products
+    static constexpr int TILES = CHUNK / SIDE;              // along a side of M
+    static constexpr int SPLIT = WARP / (TILES * TILES);    // lanes that share a tile, by columns
+
+    __device__ static __forceinline__ void run(const Coupling& out, const real (&rows)[CHUNK][STRIDE], int lane) {
+        const int tile = lane % (TILES * TILES), part = lane / (TILES * TILES), i = tile / TILES, j = tile % TILES;
+        real sums[SIDE][SIDE] = {};
+#pragma unroll 2
+        for (int piece = part; piece < VECTORS; piece += SPLIT) {
+            real a[SIDE][VECTOR], b[SIDE][VECTOR];
+#pragma unroll
+            for (int k = 0; k < SIDE; k++) {  // rows i, i + TILES, ...: lanes read neighbouring ones, in different banks
+                unpack(a[k], *reinterpret_cast<const int4*>(&rows[i + k * TILES][piece * VECTOR]));
+                unpack(b[k], *reinterpret_cast<const int4*>(&rows[j + k * TILES][piece * VECTOR]));
+            }
+#pragma unroll
+            for (int q = 0; q < VECTOR; q++)
+#pragma unroll
+                for (int k = 0; k < SIDE; k++)
+#pragma unroll
+                    for (int l = 0; l < SIDE; l++) sums[k][l] += a[k][q] * b[l][q];
+        }
+#pragma unroll
+        for (int k = 0; k < SIDE; k++)
+#pragma unroll
+            for (int l = 0; l < SIDE; l++) {
+                real sum = sums[k][l];
+#pragma unroll
+                for (int distance = TILES * TILES; distance < WARP; distance *= 2)
+                    sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+                if (part == 0) out.set(i + k * TILES, j + l * TILES, sum);
+            }
+    }
+};
+
+// (1 + M)^-1 in place of M, of which what is below the diagonal is read; a lane computes a column.
+__device__ __forceinline__ void invert(real (&matrix)[CHUNK][CHUNK + VECTOR], int lane) {
+    real column[CHUNK];
+    static_for<0, CHUNK>([&](auto j) {
+        real value = lane == j.value ? real(1) : real(0);
+        static_for<0, ceil_div(j.value, VECTOR)>([&](auto piece) {
+            real row[VECTOR];
+            unpack(row, *reinterpret_cast<const int4*>(&matrix[j.value][piece.value * VECTOR]));
+#pragma unroll
+            for (int q = 0; q < VECTOR; q++)
+                if (piece.value * VECTOR + q < j.value) value -= row[q] * column[piece.value * VECTOR + q];
+        });
+        column[j.value] = value;
+    });
+    __syncwarp();  // all have read M
+    if (lane < CHUNK) {
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) matrix[j][lane] = column[j];
+    }
+}
+
+// A helper's loop over its chunks, every HELPERS-th: copy the next one, prepare this one.
 struct Helper {
-    Chunk& chunk;
-    const Work& work;
+    Work& work;
     const real* fixed;
     const real* fixed_bias;
     const int* indices;    // of the row's entries
@@ -208,45 +300,164 @@ struct Helper {
     int count, helper, lane, first;
     real rate, mean;
 
-    // Entries of this helper's chunk in a stage; none or less in the stages past the end.
-    __device__ __forceinline__ int left(int stage) const { return count - (stage * HELPERS + helper) * CHUNK; }
+    // Entries from the begin of a chunk on; none or less past the end.
+    __device__ __forceinline__ int left(int chunk) const { return count - chunk * CHUNK; }
 
-    __device__ __forceinline__ int index_at(int stage) const {
-        return lane < CHUNK && lane < left(stage) ? indices[(stage * HELPERS + helper) * CHUNK + lane] - first : 0;
+    __device__ __forceinline__ int index_at(int chunk) const {
+        return lane < CHUNK && lane < left(chunk) ? indices[chunk * CHUNK + lane] - first : 0;
     }
 
-    __device__ __forceinline__ void copy(int stage, int index) const {
-        real* target = &chunk.rows[stage % STAGES][0][0];
-        const int valid = left(stage);
+    // Entry `lane` of a chunk; zero past the end.
+    __device__ __forceinline__ real target_at(int chunk, int index) const {
+        if (lane >= CHUNK || lane >= left(chunk)) return 0;
+        return ratings[chunk * CHUNK + lane] - mean - (HAS_BIASES ? fixed_bias[index] : real(0));
+    }
+
+    __device__ __forceinline__ void copy(int chunk, int index) const {
+        real* target = &work.slots[chunk % CHUNK_SLOTS].rows[0][0];
+        const int valid = left(chunk);
 #pragma unroll 4
-        for (int j = 0; j < CHUNK; j++) {
-            const real* source = fixed + int64(__shfl_sync(FULL_WARP, index, j)) * LD;
-            for (int piece = lane; piece < VECTORS; piece += WARP)
-                copy_async_16(target + j * STRIDE + piece * VECTOR, source + piece * VECTOR, j < valid);
+        for (int base = 0; base < CHUNK * VECTORS; base += WARP) {
+            const int at = base + lane, j = at / VECTORS, piece = at % VECTORS;
+            const int64 row = __shfl_sync(FULL_WARP, index, j % WARP);
+            if (CHUNK * VECTORS % WARP == 0 || j < CHUNK)
+                copy_async_16(target + j * STRIDE + piece * VECTOR, fixed + row * LD + piece * VECTOR, j < valid);
         }
-        copy_commit();
     }
 
-    __device__ __forceinline__ void run(int stages) const {
-        int index = index_at(0), next = index_at(1);
-        copy(0, index);
-        for (int stage = 0; stage <= stages; stage++) {
-            if (stage < stages) {
-                real target = 0;
-                if (lane < CHUNK && lane < left(stage))
-                    target = ratings[(stage * HELPERS + helper) * CHUNK + lane] - mean -
-                             (HAS_BIASES ? fixed_bias[index] : real(0));
-                copy(stage + 1, next);
-                index = next;
-                next = index_at(stage + 2);
-                copy_wait<1>();
-                __syncwarp();  // the other lanes' copies have arrived, too
-                multiply(chunk.matrix[stage % 2], chunk.rows[stage % STAGES], work.powers, left(stage), rate, lane);
-                if (lane < CHUNK) chunk.targets[stage % 2][lane] = target;
+    __device__ __forceinline__ void prepare(Slot& slot, int chunk) const {
+        const Coupling coupling{slot.inverse, work.powers, left(chunk), rate};
+        if constexpr (TENSOR) Tensor_product::run(coupling, slot.rows, lane);
+        else Plain_product::run(coupling, slot.rows, lane);
+        __syncwarp();
+        invert(slot.inverse, lane);
+    }
+
+    __device__ __forceinline__ void run(int chunks) const {
+        int index = index_at(helper), next = index_at(helper + HELPERS);
+        if (helper < chunks) copy(helper, index);
+        copy_commit();
+        for (int chunk = helper; chunk < chunks; chunk += HELPERS) {
+            const int ahead = chunk + HELPERS;
+            const real target = target_at(chunk, index);
+            if (ahead < chunks) {
+                wait_for(&work.walked, ahead - CHUNK_SLOTS + 1);
+                copy(ahead, next);
             }
-            __syncthreads();  // this stage is ready to be walked, the one before has been walked
+            copy_commit();
+            index = next;
+            next = index_at(ahead + HELPERS);
+            copy_wait<1>();
+            __syncwarp();  // the other lanes' copies have arrived, too
+            Slot& slot = work.slots[chunk % CHUNK_SLOTS];
+            prepare(slot, chunk);
+            if (lane < CHUNK) slot.targets[lane] = target;
+            __syncwarp();
+            if (lane == 0) publish(&slot.ready, chunk + 1);
         }
         copy_wait<0>();
+    }
+};
+
+// ------------------------------------------------------------------ the walking warp
+
+struct Walker {
+    static constexpr int OWNED = Warp_row::OWNED;
+    // Rows stay in registers between products and update, if these are not many.
+    static constexpr bool KEEPS = CHUNK * OWNED * int(sizeof(real)) <= 64 * 4;
+
+    Work& work;
+    int lane, count;
+    real rate, bias;
+    real v[OWNED], kept[KEEPS ? CHUNK : 1][OWNED];
+    double loss;  // of the entries of this lane
+
+    __device__ __forceinline__ void load(real (&u)[OWNED], const real* place) const {
+#pragma unroll
+        for (int p = 0; p < Warp_row::PIECES; p++) {
+            int4 piece = {0, 0, 0, 0};
+            if (Warp_row::has(p, lane)) piece = *reinterpret_cast<const int4*>(place + (p * WARP + lane) * VECTOR);
+            unpack(u + p * VECTOR, piece);
+        }
+    }
+
+    __device__ __forceinline__ void run(int chunks) {
+        wait_for(&work.slots[0].ready, 1);
+        if (KEEPS) {
+#pragma unroll
+            for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], work.slots[0].rows[l]);
+        }
+        for (int chunk = 0; chunk < chunks; chunk++) walk(chunk, min(chunk + 1, chunks - 1));
+    }
+
+    __device__ __forceinline__ void walk(int chunk, int following) {
+        const Slot &slot = work.slots[chunk % CHUNK_SLOTS], &next = work.slots[following % CHUNK_SLOTS];
+        const int valid = min(CHUNK, count - chunk * CHUNK), entry = lane % CHUNK;
+        const int seen = peek(&next.ready);  // looked at later: by then it is known
+        multiply(slot);
+        real inverse[CHUNK], values[CHUNK];
+        read_all(inverse, slot.inverse[entry]);
+        const real target = slot.targets[entry], power = work.powers[entry], shrink = work.powers[valid];
+        const real weight = rate * work.powers[max(valid - 1 - entry, 0)];
+        __syncwarp();
+        if (lane == 0) publish(&work.walked, chunk);  // nobody reads the chunk before any more
+        const real product = sum_of_partials(entry);
+        if (lane < CHUNK) work.sums[entry] = entry < valid ? target - bias - power * product : real(0);
+        __syncwarp();
+        read_all(values, work.sums);
+        const real error = dot_product(inverse, values);
+        if (lane < CHUNK) {
+            work.steps[entry] = weight * error;
+            if (HAS_BIASES) work.errors[entry] = error;
+        }
+        loss += double(error) * double(error);
+        if (seen < following + 1) wait_for(&next.ready, following + 1);
+        __syncwarp();
+        update(slot, next, shrink);
+    }
+
+    __device__ __forceinline__ void multiply(const Slot& slot) {
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            real(&u)[OWNED] = kept[KEEPS ? j : 0];
+            if (!KEEPS) load(u, slot.rows[j]);
+            work.partials[j][lane] = Warp_row::partial_dot(v, u);
+        }
+    }
+
+    // v.u of an entry, in each lane that has it.
+    __device__ __forceinline__ real sum_of_partials(int entry) const {
+        real values[CHUNK];
+        read_all(values, &work.partials[entry][lane / CHUNK * CHUNK]);
+        real sums[4] = {values[0], values[1], values[2], values[3]};
+#pragma unroll
+        for (int k = 4; k < CHUNK; k++) sums[k % 4] += values[k];
+        real sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+#pragma unroll
+        for (int distance = CHUNK; distance < WARP; distance *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+        return sum;
+    }
+
+    // Moves the row; a row of the next chunk takes the place of each that is no longer wanted.
+    __device__ __forceinline__ void update(const Slot& slot, const Slot& next, real shrink) {
+        real steps[CHUNK];
+        read_all(steps, work.steps);
+        if (HAS_BIASES) {
+            real errors[CHUNK];
+            read_all(errors, work.errors);
+#pragma unroll
+            for (int l = 0; l < CHUNK; l++) bias += rate * errors[l];
+        }
+#pragma unroll
+        for (int k = 0; k < OWNED; k++) v[k] *= shrink;
+#pragma unroll
+        for (int l = 0; l < CHUNK; l++) {
+            real(&u)[OWNED] = kept[KEEPS ? l : 0];
+            if (!KEEPS) load(u, slot.rows[l]);
+#pragma unroll
+            for (int k = 0; k < OWNED; k++) v[k] += steps[l] * u[k];
+            if (KEEPS) load(u, next.rows[l]);
+        }
     }
 };
 
@@ -257,90 +468,28 @@ blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const 
     Work& work = *shared_memory<Work>();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // Blocks of a multiprocessor have their walking warps in different quarters of it.
-    const int walker = blockIdx.x % (HELPERS + 1);
+    const int walking = blockIdx.x % (HELPERS + 1);
     const int64 row = tasks[blockIdx.x], begin = begins[row];
-    const int count = int(ends[row] - begin), stages = ceil_div(count, HELPERS * CHUNK);
+    const int count = int(ends[row] - begin), chunks = ceil_div(count, CHUNK);
     if (threadIdx.x == 0) {
         real power = 1;
-        for (int k = 0; k <= CHUNK; k++) {
-            work.powers[k] = power;
-            if (k < CHUNK) work.weights[CHUNK - 1 - k] = rate * power;
-            power *= keep;
-        }
+        for (int k = 0; k <= CHUNK; k++, power *= keep) work.powers[k] = power;
+        for (int slot = 0; slot < CHUNK_SLOTS; slot++) work.slots[slot].ready = 0;
+        work.walked = 0;
     }
-    __syncthreads();
-    if (warp != walker) {
-        const int helper = warp < walker ? warp : warp - 1;
-        Helper{work.chunks[helper], work, fixed, fixed_bias, indices + begin, ratings + begin, count, helper, lane, first,
-               rate, mean}.run(stages);
+    __syncthreads();  // the only one: from here on each chunk is handed over on its own
+    if (warp != walking) {
+        const int helper = warp < walking ? warp : warp - 1;
+        Helper{work, fixed, fixed_bias, indices + begin, ratings + begin, count, helper, lane, first, rate, mean}.run(chunks);
         return;
     }
-
-    real v[Warp_row::OWNED], u[Warp_row::OWNED];
-    Warp_row::values_of(v, Warp_row::load<THIS_WARP>(moved + row * LD, lane));
-    real bias = HAS_BIASES ? moved_bias[row] : real(0);
-    double loss = 0;
-    const auto staged = [&](const real* place) {
-#pragma unroll
-        for (int p = 0; p < Warp_row::PIECES; p++) {
-            int4 piece = {0, 0, 0, 0};
-            if (Warp_row::has(p, lane)) piece = *reinterpret_cast<const int4*>(place + (p * WARP + lane) * VECTOR);
-            unpack(u + p * VECTOR, piece);
-        }
-    };
-    __syncthreads();  // stage 0 is ready
-    for (int stage = 0; stage < stages; stage++) {
-        for (int helper = 0; helper < HELPERS; helper++) {
-            const Chunk& chunk = work.chunks[helper];
-            const int valid = min(CHUNK, count - (stage * HELPERS + helper) * CHUNK);
-            if (valid <= 0) break;
-            const auto& rows = chunk.rows[stage % STAGES];
-            real errors[CHUNK];
-#pragma unroll
-            for (int j = 0; j < CHUNK; j++) {
-                staged(rows[j]);
-                errors[j] = Warp_row::partial_dot(v, u);
-            }
-            const real product = reduce_chunk(errors, lane);
-            const int mine = lane / (WARP / CHUNK);
-            if (lane % (WARP / CHUNK) == 0)
-                work.sums[mine] =
-                    mine < valid ? chunk.targets[stage % 2][mine] - bias - work.powers[mine] * product : real(0);
-            __syncwarp();
-            read_all(errors, work.sums);
-            const auto& matrix = chunk.matrix[stage % 2];
-            static_for<0, CHUNK - 1>([&](auto l) {  // forward substitution, in every lane
-                static_for<(l.value + 1) / VECTOR, CHUNK / VECTOR>([&](auto piece) {
-                    real column[VECTOR];
-                    unpack(column, *reinterpret_cast<const int4*>(&matrix[l.value][piece.value * VECTOR]));
-#pragma unroll
-                    for (int q = 0; q < VECTOR; q++)
-                        if (piece.value * VECTOR + q > l.value)
-                            errors[piece.value * VECTOR + q] -= column[q] * errors[l.value];
-                });
-            });
-            const real shrink = work.powers[valid];
-            real squares = 0;
-#pragma unroll
-            for (int k = 0; k < Warp_row::OWNED; k++) v[k] *= shrink;
-#pragma unroll
-            for (int l = 0; l < CHUNK; l++) {
-                // past the end errors are zero; their weights only have to be read from within the array
-                const real step = work.weights[min(l + CHUNK - valid, CHUNK - 1)] * errors[l];
-                staged(rows[l]);
-#pragma unroll
-                for (int k = 0; k < Warp_row::OWNED; k++) v[k] += step * u[k];
-                if (HAS_BIASES) bias += rate * errors[l];
-                squares += errors[l] * errors[l];
-            }
-            loss += squares;
-            __syncwarp();  // all have read the sums
-        }
-        __syncthreads();  // the next stage is ready
-    }
-    Warp_row::store(moved + row * LD, Warp_row::raw_of(v), lane);
+    Walker walker{work, lane, count, rate, HAS_BIASES ? moved_bias[row] : real(0)};
+    Warp_row::values_of(walker.v, Warp_row::load<THIS_WARP>(moved + row * LD, lane));
+    walker.run(chunks);
+    Warp_row::store(moved + row * LD, Warp_row::raw_of(walker.v), lane);
+    const double loss = warp_sum(lane < CHUNK ? walker.loss : 0.0);
     if (lane == 0) {
-        if (HAS_BIASES) moved_bias[row] = bias;
+        if (HAS_BIASES) moved_bias[row] = walker.bias;
         losses[blockIdx.x] = loss;
     }
 }

@@ -151,12 +151,17 @@ def test_every_width_on_a_gpu(device, kernel, rank, dtype, biases):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "helpers", "dtype"),
-    [(16, 1, np.float64), (8, 3, np.float32), (8, 2, np.float64), (4, 3, np.float32), (4, 1, np.float64)],
-)
-def test_chunks_and_helpers(device, chunk, helpers, dtype):
-    config = BlockedConfig(stored_width(20, dtype), np.dtype(dtype).itemsize, chunk, helpers)
-    check_walk(device, sgd.blocked, 20, dtype, lengths=(1, 4, 48, 49, 70), config=config)
+    ("chunk", "helpers", "slots", "dtype"),
+    [
+        (32, 2, 4, np.float32), (32, 1, 3, np.float64), (16, 1, 3, np.float64), (16, 7, 9, np.float32),
+        (8, 3, 6, np.float32), (8, 2, 5, np.float64), (4, 3, 6, np.float32), (4, 1, 3, np.float64),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("biases", [False, True])
+def test_chunks_helpers_and_slots(device, chunk, helpers, slots, dtype, biases):
+    """Down to the fewest slots with which walker and helpers do not wait for each other."""
+    config = BlockedConfig(stored_width(20, dtype), np.dtype(dtype).itemsize, chunk, helpers, slots)
+    check_walk(device, sgd.blocked, 20, dtype, biases, lengths=(1, 4, 48, 49, 70), config=config)
 
 
 def test_blocked_configs_fit(device):
@@ -326,9 +331,11 @@ def test_configurations_that_cannot_work():
     for change, message in (({"run": 12}, "run must be 8"), ({"batch": 0}, "batch must"), ({"n_workers": 0}, "n_work")):
         with pytest.raises(ValueError, match=message):
             HogwildConfig(**{"blocks_per_sm": 3, "n_workers": 1} | change)
-    for chunk, helpers in ((5, 1), (16, 0), (4, 32)):
-        with pytest.raises(ValueError, match="chunk must be 4, 8 or 16 and helpers 1 to 31"):
-            BlockedConfig(32, 4, chunk, helpers)
+    for chunk, helpers in ((5, 1), (64, 1), (16, 0), (4, 32)):
+        with pytest.raises(ValueError, match="chunk must be 4, 8, 16 or 32 and helpers 1 to 31"):
+            BlockedConfig(32, 4, chunk, helpers, 40)
+    with pytest.raises(ValueError, match=r"slots must be at least helpers \+ 2"):
+        BlockedConfig(32, 4, 16, 3, 4)
 
 
 def test_a_row_twice_in_a_row(device):

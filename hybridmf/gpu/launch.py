@@ -7,6 +7,7 @@ dtype, shape and layout, and passes NumPy scalars of the exact width.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,19 @@ def kernel_folder() -> Path:
 
 @functools.cache
 def source_text(file: str) -> str:
-    """A .cu file with the headers it names spliced in place of their #include lines."""
-    folder = kernel_folder()
-    lines = []
-    for line in (folder / file).read_text().splitlines():
+    """A .cu file with the headers it names, and those they name, spliced in place of their #include lines, each once."""
+    return "\n".join(_spliced(file, set())) + "\n"
+
+
+def _spliced(file: str, seen: set[str]) -> Iterator[str]:
+    if file in seen:
+        return
+    seen.add(file)
+    for line in (kernel_folder() / file).read_text().splitlines():
         if line.startswith('#include "'):
-            lines.append(source_text(line.split('"')[1]))
+            yield from _spliced(line.split('"')[1], seen)
         elif line != "#pragma once":
-            lines.append(line)
-    return "\n".join(lines) + "\n"
+            yield line
 
 
 def get_kernel(device: Device, file: str, name: str, **constants: Any) -> Kernel:

@@ -178,20 +178,33 @@ class BlockedConfig:
     ----------
     ld, itemsize : int
         Of the rows.
-    chunk : {4, 8, 16}
+    chunk : {4, 8, 16, 32}
         Entries that are solved at a time.
     helpers : int
         Warps that prepare chunks for the one that moves the row.
+    slots : int
+        Chunks in shared memory at a time.
+
+    Raises
+    ------
+    ValueError
+        A combination that the kernel cannot work with.
     """
 
     ld: int
     itemsize: int
     chunk: int
     helpers: int
+    slots: int
 
     def __post_init__(self) -> None:
-        if self.chunk not in (4, 8, 16) or not 1 <= self.helpers <= 31:
-            raise ValueError(f"chunk must be 4, 8 or 16 and helpers 1 to 31, got {self.chunk} and {self.helpers}")
+        if self.chunk not in (4, 8, 16, 32) or not 1 <= self.helpers <= 31:
+            raise ValueError(f"chunk must be 4, 8, 16 or 32 and helpers 1 to 31, got {self.chunk} and {self.helpers}")
+        if self.slots < self.helpers + 2:
+            raise ValueError(
+                f"slots must be at least helpers + 2, or all would wait for each other; got {self.slots} for "
+                f"{self.helpers} helpers"
+            )
 
     @classmethod
     def default(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
@@ -203,21 +216,29 @@ class BlockedConfig:
     @classmethod
     def rule(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
         """The longest chunks, and the most helpers, that fit in a block's shared memory."""
-        sizes = ((16, 3), (8, 3), (8, 2), (4, 3), (4, 1))
-        configs = [cls(ld, itemsize, chunk, helpers) for chunk, helpers in sizes]
+        sizes = ((16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 4), (4, 3, 6), (4, 1, 3))
+        configs = [cls(ld, itemsize, *size) for size in sizes]
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
+
+    @property
+    def stride(self) -> int:
+        """Numbers from one row to the next in shared memory: STRIDE of the kernel."""
+        tensor = self.chunk % 16 == 0 and self.itemsize == 4
+        return self.ld + ((48 - self.ld % 32) % 32 if tensor else 16 // self.itemsize)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the kernel checks that it counts the same."""
-        chunk, stride = self.chunk, self.ld + 16 // self.itemsize
-        reals = self.helpers * (3 * chunk * stride + 2 * chunk * (chunk + 1)) + 3 * chunk + 1
-        return ceil_div(reals * self.itemsize, 16) * 16
+        chunk, size = self.chunk, self.itemsize
+        slot = chunk * (self.stride + chunk + 16 // size + 1) * size + 4
+        rest = (chunk * (32 + 16 // size + 3) + chunk + 1) * size + 4
+        return self.slots * ceil_div(slot, 16) * 16 + ceil_div(rest, 16) * 16
 
     @property
     def constants(self) -> dict[str, Any]:
         """What msgd.cu is compiled for, beside types and biases."""
-        return {"LD": self.ld, "CHUNK": self.chunk, "HELPERS": self.helpers, "SHARED_BYTES": self.shared_bytes}
+        sizes = {"CHUNK": self.chunk, "HELPERS": self.helpers, "CHUNK_SLOTS": self.slots}
+        return {"LD": self.ld, **sizes, "SHARED_BYTES": self.shared_bytes}
 
 
 def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms) -> Array:
