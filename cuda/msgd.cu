@@ -139,7 +139,8 @@ struct alignas(16) Work {  // of a block, in shared memory
     real sums[CHUNK];         // s
     real steps[CHUNK];        // rate keep^(CHUNK - 1 - l) e_l
     real errors[CHUNK];       // e, where biases want their sum
-    real powers[CHUNK + 1];   // of keep
+    real powers[CHUNK + 1];   // keep^k
+    real weights[CHUNK];      // rate keep^k
     int walked;               // chunks whose slots are free again
 };
 #ifdef SHARED_BYTES
@@ -162,15 +163,16 @@ template <int COUNT> __device__ __forceinline__ real dot_product(const real (&a)
 
 // ------------------------------------------------------------------ helpers: M and its inverse
 
-// Writes M_jl from u_j.u_l; zero for entries past the end, whose errors are zero.
+// Writes M_jl, given u_j.u_l: what is above the diagonal, too, where nobody reads it. Zero past the end, as the errors.
 struct Coupling {
     real (&matrix)[CHUNK][CHUNK + VECTOR];
-    const real* powers;
+    const real* weights;
     int count;
     real rate;
 
     __device__ __forceinline__ void set(int j, int l, real product) const {
-        if (j > l) matrix[j][l] = j < count ? rate * (powers[j - 1 - l] * product + real(HAS_BIASES)) : real(0);
+        const real coupling = weights[max(j - 1 - l, 0)] * product + (HAS_BIASES ? rate : real(0));
+        matrix[j][l] = j < count ? coupling : real(0);
     }
 };
 
@@ -182,7 +184,7 @@ struct Tensor_product {
     struct Parts { unsigned high, low; };
 
     __device__ static __forceinline__ Parts split(float value) {
-        const unsigned high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
+        const unsigned high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;  // rounded to nearest
         return {high, __float_as_uint(value - __uint_as_float(high))};
     }
 
@@ -326,7 +328,7 @@ struct Helper {
     }
 
     __device__ __forceinline__ void prepare(Slot& slot, int chunk) const {
-        const Coupling coupling{slot.inverse, work.powers, left(chunk), rate};
+        const Coupling coupling{slot.inverse, work.weights, left(chunk), rate};
         if constexpr (TENSOR) Tensor_product::run(coupling, slot.rows, lane);
         else Plain_product::run(coupling, slot.rows, lane);
         __syncwarp();
@@ -368,9 +370,9 @@ struct Walker {
 
     Work& work;
     int lane, count;
-    real rate, bias;
+    real rate, power, bias;
     real v[OWNED], kept[KEEPS ? CHUNK : 1][OWNED];
-    double loss;  // of the entries of this lane
+    double loss, last_error;  // of the entries of this lane, all but the last chunk's; there
 
     __device__ __forceinline__ void load(real (&u)[OWNED], const real* place) const {
 #pragma unroll
@@ -382,27 +384,37 @@ struct Walker {
     }
 
     __device__ __forceinline__ void run(int chunks) {
-        wait_for(&work.slots[0].ready, 1);
+        if (!chunks) return;  // nobody prepares the first one
+        const Slot& slot = work.slots[0];
+        power = work.powers[lane % CHUNK];
+        wait_for(&slot.ready, 1);
         if (KEEPS) {
 #pragma unroll
-            for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], work.slots[0].rows[l]);
+            for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], slot.rows[l]);
         }
-        for (int chunk = 0; chunk < chunks; chunk++) walk(chunk, min(chunk + 1, chunks - 1));
+        multiply(slot);
+        Slot *place = &work.slots[0], *end = place + CHUNK_SLOTS;
+        for (int chunk = 0; chunk < chunks; chunk++) {
+            Slot* after = place + 1 == end ? &work.slots[0] : place + 1;
+            // the last chunk is followed by itself: products that nobody wants
+            walk(chunk, *place, chunk + 1 < chunks ? *after : *place, min(chunk + 2, chunks));
+            place = after;
+        }
+        loss += last_error * last_error;
     }
 
-    __device__ __forceinline__ void walk(int chunk, int following) {
-        const Slot &slot = work.slots[chunk % CHUNK_SLOTS], &next = work.slots[following % CHUNK_SLOTS];
+    // From the products of a chunk to those of the next one, whose slot will be marked with `mark`.
+    __device__ __forceinline__ void walk(int chunk, const Slot& slot, const Slot& next, int mark) {
         const int valid = min(CHUNK, count - chunk * CHUNK), entry = lane % CHUNK;
         const int seen = peek(&next.ready);  // looked at later: by then it is known
-        multiply(slot);
+        const real target = slot.targets[entry], shrink = work.powers[valid];
+        const real weight = work.weights[max(valid - 1 - entry, 0)];
+        __syncwarp();
+        const real product = sum_of_partials(entry);
         real inverse[CHUNK], values[CHUNK];
         read_all(inverse, slot.inverse[entry]);
-        const real target = slot.targets[entry], power = work.powers[entry], shrink = work.powers[valid];
-        const real weight = rate * work.powers[max(valid - 1 - entry, 0)];
-        __syncwarp();
-        if (lane == 0) publish(&work.walked, chunk);  // nobody reads the chunk before any more
-        const real product = sum_of_partials(entry);
-        if (lane < CHUNK) work.sums[entry] = entry < valid ? target - bias - power * product : real(0);
+        const real sum = entry < valid ? target - bias - power * product : real(0);
+        if (lane < CHUNK) work.sums[entry] = sum;
         __syncwarp();
         read_all(values, work.sums);
         const real error = dot_product(inverse, values);
@@ -410,10 +422,15 @@ struct Walker {
             work.steps[entry] = weight * error;
             if (HAS_BIASES) work.errors[entry] = error;
         }
-        loss += double(error) * double(error);
-        if (seen < following + 1) wait_for(&next.ready, following + 1);
+        if (seen < mark) wait_for(&next.ready, mark);
         __syncwarp();
-        update(slot, next, shrink);
+        read_all(values, work.steps);
+        // All lanes have read what they want of this chunk, where rows are kept, else of the one before.
+        if (lane == 0) publish(&work.walked, KEEPS ? chunk + 1 : chunk);
+        loss += last_error * last_error;  // a chunk late: nobody waits for the conversion
+        last_error = error;
+        update(slot, next, values, shrink);
+        multiply(next);
     }
 
     __device__ __forceinline__ void multiply(const Slot& slot) {
@@ -421,7 +438,10 @@ struct Walker {
         for (int j = 0; j < CHUNK; j++) {
             real(&u)[OWNED] = kept[KEEPS ? j : 0];
             if (!KEEPS) load(u, slot.rows[j]);
-            work.partials[j][lane] = Warp_row::partial_dot(v, u);
+            real sum = 0;
+#pragma unroll
+            for (int k = 0; k < OWNED; k++) sum += v[k] * u[k];
+            work.partials[j][lane] = sum;
         }
     }
 
@@ -439,9 +459,7 @@ struct Walker {
     }
 
     // Moves the row; a row of the next chunk takes the place of each that is no longer wanted.
-    __device__ __forceinline__ void update(const Slot& slot, const Slot& next, real shrink) {
-        real steps[CHUNK];
-        read_all(steps, work.steps);
+    __device__ __forceinline__ void update(const Slot& slot, const Slot& next, const real (&steps)[CHUNK], real shrink) {
         if (HAS_BIASES) {
             real errors[CHUNK];
             read_all(errors, work.errors);
@@ -473,7 +491,10 @@ blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const 
     const int count = int(ends[row] - begin), chunks = ceil_div(count, CHUNK);
     if (threadIdx.x == 0) {
         real power = 1;
-        for (int k = 0; k <= CHUNK; k++, power *= keep) work.powers[k] = power;
+        for (int k = 0; k <= CHUNK; k++, power *= keep) {
+            work.powers[k] = power;
+            if (k < CHUNK) work.weights[k] = rate * power;
+        }
         for (int slot = 0; slot < CHUNK_SLOTS; slot++) work.slots[slot].ready = 0;
         work.walked = 0;
     }
@@ -483,7 +504,7 @@ blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const 
         Helper{work, fixed, fixed_bias, indices + begin, ratings + begin, count, helper, lane, first, rate, mean}.run(chunks);
         return;
     }
-    Walker walker{work, lane, count, rate, HAS_BIASES ? moved_bias[row] : real(0)};
+    Walker walker{work, lane, count, rate, real(0), HAS_BIASES ? moved_bias[row] : real(0)};
     Warp_row::values_of(walker.v, Warp_row::load<THIS_WARP>(moved + row * LD, lane));
     walker.run(chunks);
     Warp_row::store(moved + row * LD, Warp_row::raw_of(walker.v), lane);

@@ -231,7 +231,7 @@ class BlockedConfig:
         """Dynamic shared memory of a block; the kernel checks that it counts the same."""
         chunk, size = self.chunk, self.itemsize
         slot = chunk * (self.stride + chunk + 16 // size + 1) * size + 4
-        rest = (chunk * (32 + 16 // size + 3) + chunk + 1) * size + 4
+        rest = (chunk * (32 + 16 // size + 5) + 1) * size + 4
         return self.slots * ceil_div(slot, 16) * 16 + ceil_div(rest, 16) * 16
 
     @property
