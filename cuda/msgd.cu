@@ -163,23 +163,22 @@ template <int COUNT> __device__ __forceinline__ real dot_product(const real (&a)
 
 // ------------------------------------------------------------------ helpers: M and its inverse
 
-// Writes M_jl, given u_j.u_l: what is above the diagonal, too, where nobody reads it. Zero past the end, as the errors.
+// M_jl, given u_j.u_l: what is above the diagonal, too, where nobody reads it. Zero past the end, as the errors.
 struct Coupling {
-    real (&matrix)[CHUNK][CHUNK + VECTOR];
     const real* weights;
     int count;
     real rate;
 
-    __device__ __forceinline__ void set(int j, int l, real product) const {
+    __device__ __forceinline__ real of(int j, int l, real product) const {
         const real coupling = weights[max(j - 1 - l, 0)] * product + (HAS_BIASES ? rate : real(0));
-        matrix[j][l] = j < count ? coupling : real(0);
+        return j < count ? coupling : real(0);
     }
 };
 
 // By tensor cores, each value in two tf32 parts (22 bits, three products). M errs by some 2^-22 |u_j| |u_l| rate, and what
 // that does to an error is gone with the chunk: the next one starts from products with v.
 struct Tensor_product {
-    static constexpr int BLOCKS = CHUNK / 16;  // of 16 rows; columns are in twice as many of 8
+    static constexpr int BLOCKS = ceil_div(CHUNK, 16);  // of 16 rows; columns are in twice as many of 8
 
     struct Parts { unsigned high, low; };
 
@@ -188,7 +187,7 @@ struct Tensor_product {
         return {high, __float_as_uint(value - __uint_as_float(high))};
     }
 
-    __device__ static __forceinline__ void run(const Coupling& out, const real (&rows)[CHUNK][STRIDE], int lane) {
+    __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
         const int g = lane / 4, t = lane % 4;  // as mma.sync counts
         float sums[3][BLOCKS][2 * BLOCKS][4] = {};  // low x high, high x low, high x high
 #pragma unroll 2
@@ -198,7 +197,7 @@ struct Tensor_product {
             for (int b = 0; b < 2 * BLOCKS; b++) {  // row g of 8
                 int4 piece = {0, 0, 0, 0};
                 if (VECTORS % 4 == 0 || first + t < VECTORS)
-                    piece = *reinterpret_cast<const int4*>(&rows[8 * b + g][(first + t) * VECTOR]);
+                    piece = *reinterpret_cast<const int4*>(&slot.rows[8 * b + g][(first + t) * VECTOR]);
                 float values[4];
                 memcpy(values, &piece, sizeof(piece));
 #pragma unroll
@@ -206,14 +205,21 @@ struct Tensor_product {
             }
             static_for<0, 2>([&](auto half) { multiply<2 * half.value>(sums, parts); });
         }
+        // all reads before the first write, which the compiler takes for one of what is read
+        for_all([&](int m, int n, int q, int j, int l) {
+            sums[2][m][n][q] = coupling.of(j, l, sums[0][m][n][q] + sums[1][m][n][q] + sums[2][m][n][q]);
+        }, lane);
+        for_all([&](int m, int n, int q, int j, int l) { slot.inverse[j][l] = sums[2][m][n][q]; }, lane);
+    }
+
+    // What a lane has of the sums: block m of rows and n of columns, value q, which is of row j and column l.
+    template <class Body> __device__ static __forceinline__ void for_all(Body&& body, int lane) {
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
             for (int n = 0; n < 2 * (m + 1); n++)
 #pragma unroll
-                for (int q = 0; q < 4; q++)
-                    out.set(16 * m + g + 8 * (q / 2), 8 * n + 2 * t + q % 2,
-                            sums[0][m][n][q] + sums[1][m][n][q] + sums[2][m][n][q]);
+                for (int q = 0; q < 4; q++) body(m, n, q, 16 * m + lane / 4 + 8 * (q / 2), 8 * n + 2 * (lane % 4) + q % 2);
     }
 
     // Columns Q and Q + 1 of each lane's four.
@@ -240,7 +246,7 @@ struct Plain_product {
     static constexpr int TILES = CHUNK / SIDE;              // along a side of M
     static constexpr int SPLIT = WARP / (TILES * TILES);    // lanes that share a tile, by columns
 
-    __device__ static __forceinline__ void run(const Coupling& out, const real (&rows)[CHUNK][STRIDE], int lane) {
+    __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
         const int tile = lane % (TILES * TILES), part = lane / (TILES * TILES), i = tile / TILES, j = tile % TILES;
         real sums[SIDE][SIDE] = {};
 #pragma unroll 2
@@ -248,8 +254,8 @@ struct Plain_product {
             real a[SIDE][VECTOR], b[SIDE][VECTOR];
 #pragma unroll
             for (int k = 0; k < SIDE; k++) {  // rows i, i + TILES, ...: lanes read neighbouring ones, in different banks
-                unpack(a[k], *reinterpret_cast<const int4*>(&rows[i + k * TILES][piece * VECTOR]));
-                unpack(b[k], *reinterpret_cast<const int4*>(&rows[j + k * TILES][piece * VECTOR]));
+                unpack(a[k], *reinterpret_cast<const int4*>(&slot.rows[i + k * TILES][piece * VECTOR]));
+                unpack(b[k], *reinterpret_cast<const int4*>(&slot.rows[j + k * TILES][piece * VECTOR]));
             }
 #pragma unroll
             for (int q = 0; q < VECTOR; q++)
@@ -262,12 +268,16 @@ struct Plain_product {
         for (int k = 0; k < SIDE; k++)
 #pragma unroll
             for (int l = 0; l < SIDE; l++) {
-                real sum = sums[k][l];
 #pragma unroll
                 for (int distance = TILES * TILES; distance < WARP; distance *= 2)
-                    sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-                if (part == 0) out.set(i + k * TILES, j + l * TILES, sum);
+                    sums[k][l] += __shfl_xor_sync(FULL_WARP, sums[k][l], distance);
+                sums[k][l] = coupling.of(i + k * TILES, j + l * TILES, sums[k][l]);
             }
+        if (part > 0) return;
+#pragma unroll
+        for (int k = 0; k < SIDE; k++)
+#pragma unroll
+            for (int l = 0; l < SIDE; l++) slot.inverse[i + k * TILES][j + l * TILES] = sums[k][l];
     }
 };
 
@@ -318,7 +328,7 @@ struct Helper {
     __device__ __forceinline__ void copy(int chunk, int index) const {
         real* target = &work.slots[chunk % CHUNK_SLOTS].rows[0][0];
         const int valid = left(chunk);
-#pragma unroll 4
+#pragma unroll 8
         for (int base = 0; base < CHUNK * VECTORS; base += WARP) {
             const int at = base + lane, j = at / VECTORS, piece = at % VECTORS;
             const int64 row = __shfl_sync(FULL_WARP, index, j % WARP);
@@ -328,9 +338,9 @@ struct Helper {
     }
 
     __device__ __forceinline__ void prepare(Slot& slot, int chunk) const {
-        const Coupling coupling{slot.inverse, work.weights, left(chunk), rate};
-        if constexpr (TENSOR) Tensor_product::run(coupling, slot.rows, lane);
-        else Plain_product::run(coupling, slot.rows, lane);
+        const Coupling coupling{work.weights, left(chunk), rate};
+        if constexpr (TENSOR) Tensor_product::run(slot, coupling, lane);
+        else Plain_product::run(slot, coupling, lane);
         __syncwarp();
         invert(slot.inverse, lane);
     }
@@ -434,15 +444,17 @@ struct Walker {
     }
 
     __device__ __forceinline__ void multiply(const Slot& slot) {
+        real shares[CHUNK] = {};
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
             real(&u)[OWNED] = kept[KEEPS ? j : 0];
             if (!KEEPS) load(u, slot.rows[j]);
-            real sum = 0;
 #pragma unroll
-            for (int k = 0; k < OWNED; k++) sum += v[k] * u[k];
-            work.partials[j][lane] = sum;
+            for (int k = 0; k < OWNED; k++) shares[j] += v[k] * u[k];
         }
+        // not before: no load would pass such a write, which might be to its place for all the compiler knows
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) work.partials[j][lane] = shares[j];
     }
 
     // v.u of an entry, in each lane that has it.
