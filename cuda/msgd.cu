@@ -12,7 +12,7 @@
 // shapes: moved (n_moved, LD)  fixed (n_fixed, LD)  biases (n_moved,), (n_fixed,)  indices, ratings (nnz,)
 //         tasks (n_tasks,): moved rows to walk; begins, ends: entries of each row of the walked layout
 //         losses (n_tasks,) or (grid,): sums of e^2, each with the factors of its time
-// shared: blocked: HELPERS * (3 CHUNK (LD + VECTOR) + 2 CHUNK (CHUNK + 1)) + 3 CHUNK + 1 reals, rounded up to 16 bytes
+// shared: blocked: sizeof(Work), CHUNK_SLOTS * CHUNK * (STRIDE + CHUNK + VECTOR + 1) reals and a little
 // traffic: LD * sizeof(real) * nnz read, mostly from L2     flops: 4 LD nnz
 // limits: rows without entries are no tasks. A range of columns: begins and ends of the part of each row that lies in it,
 //         tables that start at the first row of either range, `first` subtracted from each index
@@ -22,8 +22,25 @@
 // the same recurrence CHUNK entries at a time. With u_0 ... u_(K-1) the fixed rows, k = 1 - rate lambda, v the row before:
 //   e_j = s_j - sum_(l<j) M_jl e_l,  s_j = r_j - b_v - k^j v.u_j,  M_jl = rate (k^(j-1-l) u_j.u_l + 1 with biases)
 //   v <- k^K v + rate sum_l k^(K-1-l) e_l u_l
-// M does not depend on v: HELPERS warps compute it ahead, in shared memory. One warp is left with K independent products,
-// a triangular system of order K and K independent updates, about 40 cycles an entry instead of 200.
+// M does not depend on v: HELPERS warps compute it ahead, by tensor cores where they can, and T = (1 + M)^-1 from it, a lane
+// a column. One warp is left with K independent products, e = T s and K independent updates. T_jl is what an error adds to
+// a later one, -rate u_j^T (product of (k - rate u_i u_i^T), l < i < j) u_l: as long as no step overshoots by as much as it
+// corrects (rate |u|^2 <= 2) it is no larger than rate |u_j| |u_l|; what is lost to rounding beyond that, v has lost, too.
+//
+// Chunks lie in a ring of slots in shared memory: copied (some 1,000 cycles), prepared, walked, and free again. Flags in
+// shared memory hand each over by itself; the warps of a block meet at no barrier but the first.
+//
+// What an entry costs, LD = 128 in float32. `blocked` as it was before (CHUNK 16, helpers that computed all of M, a
+// triangular system solved by all lanes, a barrier for every three chunks) took 98 cycles an entry on an H200. Of the
+// numbers below instructions are counted in the code for sm_90; cycles are predicted from them and the latencies of an
+// H100's instructions, with nothing beside them on the multiprocessor; bench/walk.py measures.
+//   walking warp   285 instructions and 450 cycles a chunk of 16 (28 an entry), 517 and 670 a chunk of 32 (21). 16: 140 for
+//                  update and products, in which the next rows arrive (registers keep them from the products to the update,
+//                  if they are not many; else they are read twice); 120 for sums over lanes, through shared memory, which
+//                  takes 25 instructions instead of 62 by shuffles; 80 each for T s and for sending s and e to all lanes
+//   a helper       1,000 instructions and 1,600 cycles a chunk of 16: copies 170, products 540 (96 on tensor cores), T 190;
+//                  2,400 and 3,500 a chunk of 32. So 4 to 5 helpers keep up with a walking warp, and all together
+//                  take 80 to 90 instructions an entry, at most 4 of which a multiprocessor begins in a cycle
 //
 // Costs of `decentralized`: a row of the moved side is read and written for each of its entries, and each block searches
 // all rows of the fixed side for its range, grid * n_fixed * 2 log2(degree) reads, mostly from L2. It wants one layout
@@ -123,8 +140,9 @@ constexpr bool TENSOR = CHUNK % 16 == 0 && sizeof(real) == 4 && HAS_ASYNC_COPY;
 // Of staged rows. A quarter of a warp reads two neighbouring ones for tensor cores: they lie in different banks.
 constexpr int STRIDE = LD + (CHUNK % 16 == 0 && sizeof(real) == 4 ? (48 - LD % 32) % 32 : VECTOR);
 static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= WARP, "a lane computes an error");
-// A helper wants the next slot before it prepares a chunk; the walking warp frees one a chunk after it has walked it.
-static_assert(CHUNK_SLOTS >= HELPERS + 2, "or walker and helpers would wait for each other");
+// A helper wants the slot of its next chunk before it prepares one; the walking warp frees a slot a chunk after it has
+// walked it, and before that wants the chunk after the next.
+static_assert(CHUNK_SLOTS >= HELPERS + 3, "or walker and helpers would wait for each other");
 
 struct alignas(16) Slot {  // a chunk in shared memory
     real rows[CHUNK][STRIDE];
@@ -224,7 +242,8 @@ struct Tensor_product {
 
     // Columns Q and Q + 1 of each lane's four.
     template <int Q>
-    __device__ static __forceinline__ void multiply(float (&sums)[3][BLOCKS][2 * BLOCKS][4], const Parts (&parts)[2 * BLOCKS][4]) {
+    __device__ static __forceinline__ void multiply(float (&sums)[3][BLOCKS][2 * BLOCKS][4],
+                                                    const Parts (&parts)[2 * BLOCKS][4]) {
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++) {
             const Parts *upper = parts[2 * m], *lower = parts[2 * m + 1];
