@@ -12,7 +12,7 @@
 // shapes: moved (n_moved, LD)  fixed (n_fixed, LD)  biases (n_moved,), (n_fixed,)  indices, ratings (nnz,)
 //         tasks (n_tasks,): moved rows to walk; begins, ends: entries of each row of the walked layout
 //         losses (n_tasks,) or (grid,): sums of e^2, each with the factors of its time
-// shared: blocked: HELPERS * (3 CHUNK (LD + VECTOR) + 2 CHUNK (CHUNK + 1)) + 3 CHUNK + 1 reals, rounded up to 16 bytes
+// shared: blocked: sizeof(Work), CHUNK_SLOTS * CHUNK * (STRIDE + CHUNK + VECTOR + 1) reals and a little
 // traffic: LD * sizeof(real) * nnz read, mostly from L2     flops: 4 LD nnz
 // limits: rows without entries are no tasks. A range of columns: begins and ends of the part of each row that lies in it,
 //         tables that start at the first row of either range, `first` subtracted from each index
@@ -22,8 +22,25 @@
 // the same recurrence CHUNK entries at a time. With u_0 ... u_(K-1) the fixed rows, k = 1 - rate lambda, v the row before:
 //   e_j = s_j - sum_(l<j) M_jl e_l,  s_j = r_j - b_v - k^j v.u_j,  M_jl = rate (k^(j-1-l) u_j.u_l + 1 with biases)
 //   v <- k^K v + rate sum_l k^(K-1-l) e_l u_l
-// M does not depend on v: HELPERS warps compute it ahead, in shared memory. One warp is left with K independent products,
-// a triangular system of order K and K independent updates, about 40 cycles an entry instead of 200.
+// M does not depend on v: HELPERS warps compute it ahead, by tensor cores where they can, and T = (1 + M)^-1 from it, a lane
+// a column. One warp is left with K independent products, e = T s and K independent updates. T_jl is what an error adds to
+// a later one, -rate u_j^T (product of (k - rate u_i u_i^T), l < i < j) u_l: as long as no step overshoots by as much as it
+// corrects (rate |u|^2 <= 2) it is no larger than rate |u_j| |u_l|; what is lost to rounding beyond that, v has lost, too.
+//
+// Chunks lie in a ring of slots in shared memory: copied (some 1,000 cycles), prepared, walked, and free again. Flags in
+// shared memory hand each over by itself; the warps of a block meet at no barrier but the first.
+//
+// What an entry costs, LD = 128 in float32. `blocked` as it was before (CHUNK 16, helpers that computed all of M, a
+// triangular system solved by all lanes, a barrier for every three chunks) took 98 cycles an entry on an H200. Of the
+// numbers below instructions are counted in the code for sm_90; cycles are predicted from them and the latencies of an
+// H100's instructions, with nothing beside them on the multiprocessor; bench/walk.py measures.
+//   walking warp   285 instructions and 450 cycles a chunk of 16 (28 an entry), 517 and 670 a chunk of 32 (21). 16: 140 for
+//                  update and products, in which the next rows arrive (registers keep them from the products to the update,
+//                  if they are not many; else they are read twice); 120 for sums over lanes, through shared memory, which
+//                  takes 25 instructions instead of 62 by shuffles; 80 each for T s and for sending s and e to all lanes
+//   a helper       1,000 instructions and 1,600 cycles a chunk of 16: copies 170, products 540 (96 on tensor cores), T 190;
+//                  2,400 and 3,500 a chunk of 32. So 4 to 5 helpers keep up with a walking warp, and all together
+//                  take 80 to 90 instructions an entry, at most 4 of which a multiprocessor begins in a cycle
 //
 // Costs of `decentralized`: a row of the moved side is read and written for each of its entries, and each block searches
 // all rows of the fixed side for its range, grid * n_fixed * 2 log2(degree) reads, mostly from L2. It wants one layout
@@ -123,8 +140,9 @@ constexpr bool TENSOR = CHUNK % 16 == 0 && sizeof(real) == 4 && HAS_ASYNC_COPY;
 // Of staged rows. A quarter of a warp reads two neighbouring ones for tensor cores: they lie in different banks.
 constexpr int STRIDE = LD + (CHUNK % 16 == 0 && sizeof(real) == 4 ? (48 - LD % 32) % 32 : VECTOR);
 static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= WARP, "a lane computes an error");
-// A helper wants the next slot before it prepares a chunk; the walking warp frees one a chunk after it has walked it.
-static_assert(CHUNK_SLOTS >= HELPERS + 2, "or walker and helpers would wait for each other");
+// A helper wants the slot of its next chunk before it prepares one; the walking warp frees a slot a chunk after it has
+// walked it, and before that wants the chunk after the next.
+static_assert(CHUNK_SLOTS >= HELPERS + 3, "or walker and helpers would wait for each other");
 
 struct alignas(16) Slot {  // a chunk in shared memory
     real rows[CHUNK][STRIDE];
@@ -139,7 +157,8 @@ struct alignas(16) Work {  // of a block, in shared memory
     real sums[CHUNK];         // s
     real steps[CHUNK];        // rate keep^(CHUNK - 1 - l) e_l
     real errors[CHUNK];       // e, where biases want their sum
-    real powers[CHUNK + 1];   // of keep
+    real powers[CHUNK + 1];   // keep^k
+    real weights[CHUNK];      // rate keep^k
     int walked;               // chunks whose slots are free again
 };
 #ifdef SHARED_BYTES
@@ -162,31 +181,31 @@ template <int COUNT> __device__ __forceinline__ real dot_product(const real (&a)
 
 // ------------------------------------------------------------------ helpers: M and its inverse
 
-// Writes M_jl from u_j.u_l; zero for entries past the end, whose errors are zero.
+// M_jl, given u_j.u_l: what is above the diagonal, too, where nobody reads it. Zero past the end, as the errors.
 struct Coupling {
-    real (&matrix)[CHUNK][CHUNK + VECTOR];
-    const real* powers;
+    const real* weights;
     int count;
     real rate;
 
-    __device__ __forceinline__ void set(int j, int l, real product) const {
-        if (j > l) matrix[j][l] = j < count ? rate * (powers[j - 1 - l] * product + real(HAS_BIASES)) : real(0);
+    __device__ __forceinline__ real of(int j, int l, real product) const {
+        const real coupling = weights[max(j - 1 - l, 0)] * product + (HAS_BIASES ? rate : real(0));
+        return j < count ? coupling : real(0);
     }
 };
 
 // By tensor cores, each value in two tf32 parts (22 bits, three products). M errs by some 2^-22 |u_j| |u_l| rate, and what
 // that does to an error is gone with the chunk: the next one starts from products with v.
 struct Tensor_product {
-    static constexpr int BLOCKS = CHUNK / 16;  // of 16 rows; columns are in twice as many of 8
+    static constexpr int BLOCKS = ceil_div(CHUNK, 16);  // of 16 rows; columns are in twice as many of 8
 
     struct Parts { unsigned high, low; };
 
     __device__ static __forceinline__ Parts split(float value) {
-        const unsigned high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
+        const unsigned high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;  // rounded to nearest
         return {high, __float_as_uint(value - __uint_as_float(high))};
     }
 
-    __device__ static __forceinline__ void run(const Coupling& out, const real (&rows)[CHUNK][STRIDE], int lane) {
+    __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
         const int g = lane / 4, t = lane % 4;  // as mma.sync counts
         float sums[3][BLOCKS][2 * BLOCKS][4] = {};  // low x high, high x low, high x high
 #pragma unroll 2
@@ -196,7 +215,7 @@ struct Tensor_product {
             for (int b = 0; b < 2 * BLOCKS; b++) {  // row g of 8
                 int4 piece = {0, 0, 0, 0};
                 if (VECTORS % 4 == 0 || first + t < VECTORS)
-                    piece = *reinterpret_cast<const int4*>(&rows[8 * b + g][(first + t) * VECTOR]);
+                    piece = *reinterpret_cast<const int4*>(&slot.rows[8 * b + g][(first + t) * VECTOR]);
                 float values[4];
                 memcpy(values, &piece, sizeof(piece));
 #pragma unroll
@@ -204,19 +223,27 @@ struct Tensor_product {
             }
             static_for<0, 2>([&](auto half) { multiply<2 * half.value>(sums, parts); });
         }
+        // all reads before the first write, which the compiler takes for one of what is read
+        for_all([&](int m, int n, int q, int j, int l) {
+            sums[2][m][n][q] = coupling.of(j, l, sums[0][m][n][q] + sums[1][m][n][q] + sums[2][m][n][q]);
+        }, lane);
+        for_all([&](int m, int n, int q, int j, int l) { slot.inverse[j][l] = sums[2][m][n][q]; }, lane);
+    }
+
+    // What a lane has of the sums: block m of rows and n of columns, value q, which is of row j and column l.
+    template <class Body> __device__ static __forceinline__ void for_all(Body&& body, int lane) {
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
             for (int n = 0; n < 2 * (m + 1); n++)
 #pragma unroll
-                for (int q = 0; q < 4; q++)
-                    out.set(16 * m + g + 8 * (q / 2), 8 * n + 2 * t + q % 2,
-                            sums[0][m][n][q] + sums[1][m][n][q] + sums[2][m][n][q]);
+                for (int q = 0; q < 4; q++) body(m, n, q, 16 * m + lane / 4 + 8 * (q / 2), 8 * n + 2 * (lane % 4) + q % 2);
     }
 
     // Columns Q and Q + 1 of each lane's four.
     template <int Q>
-    __device__ static __forceinline__ void multiply(float (&sums)[3][BLOCKS][2 * BLOCKS][4], const Parts (&parts)[2 * BLOCKS][4]) {
+    __device__ static __forceinline__ void multiply(float (&sums)[3][BLOCKS][2 * BLOCKS][4],
+                                                    const Parts (&parts)[2 * BLOCKS][4]) {
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++) {
             const Parts *upper = parts[2 * m], *lower = parts[2 * m + 1];
@@ -238,7 +265,7 @@ struct Plain_product {
     static constexpr int TILES = CHUNK / SIDE;              // along a side of M
     static constexpr int SPLIT = WARP / (TILES * TILES);    // lanes that share a tile, by columns
 
-    __device__ static __forceinline__ void run(const Coupling& out, const real (&rows)[CHUNK][STRIDE], int lane) {
+    __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
         const int tile = lane % (TILES * TILES), part = lane / (TILES * TILES), i = tile / TILES, j = tile % TILES;
         real sums[SIDE][SIDE] = {};
 #pragma unroll 2
@@ -246,8 +273,8 @@ struct Plain_product {
             real a[SIDE][VECTOR], b[SIDE][VECTOR];
 #pragma unroll
             for (int k = 0; k < SIDE; k++) {  // rows i, i + TILES, ...: lanes read neighbouring ones, in different banks
-                unpack(a[k], *reinterpret_cast<const int4*>(&rows[i + k * TILES][piece * VECTOR]));
-                unpack(b[k], *reinterpret_cast<const int4*>(&rows[j + k * TILES][piece * VECTOR]));
+                unpack(a[k], *reinterpret_cast<const int4*>(&slot.rows[i + k * TILES][piece * VECTOR]));
+                unpack(b[k], *reinterpret_cast<const int4*>(&slot.rows[j + k * TILES][piece * VECTOR]));
             }
 #pragma unroll
             for (int q = 0; q < VECTOR; q++)
@@ -260,12 +287,16 @@ struct Plain_product {
         for (int k = 0; k < SIDE; k++)
 #pragma unroll
             for (int l = 0; l < SIDE; l++) {
-                real sum = sums[k][l];
 #pragma unroll
                 for (int distance = TILES * TILES; distance < WARP; distance *= 2)
-                    sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-                if (part == 0) out.set(i + k * TILES, j + l * TILES, sum);
+                    sums[k][l] += __shfl_xor_sync(FULL_WARP, sums[k][l], distance);
+                sums[k][l] = coupling.of(i + k * TILES, j + l * TILES, sums[k][l]);
             }
+        if (part > 0) return;
+#pragma unroll
+        for (int k = 0; k < SIDE; k++)
+#pragma unroll
+            for (int l = 0; l < SIDE; l++) slot.inverse[i + k * TILES][j + l * TILES] = sums[k][l];
     }
 };
 
@@ -316,7 +347,7 @@ struct Helper {
     __device__ __forceinline__ void copy(int chunk, int index) const {
         real* target = &work.slots[chunk % CHUNK_SLOTS].rows[0][0];
         const int valid = left(chunk);
-#pragma unroll 4
+#pragma unroll 8
         for (int base = 0; base < CHUNK * VECTORS; base += WARP) {
             const int at = base + lane, j = at / VECTORS, piece = at % VECTORS;
             const int64 row = __shfl_sync(FULL_WARP, index, j % WARP);
@@ -326,9 +357,9 @@ struct Helper {
     }
 
     __device__ __forceinline__ void prepare(Slot& slot, int chunk) const {
-        const Coupling coupling{slot.inverse, work.powers, left(chunk), rate};
-        if constexpr (TENSOR) Tensor_product::run(coupling, slot.rows, lane);
-        else Plain_product::run(coupling, slot.rows, lane);
+        const Coupling coupling{work.weights, left(chunk), rate};
+        if constexpr (TENSOR) Tensor_product::run(slot, coupling, lane);
+        else Plain_product::run(slot, coupling, lane);
         __syncwarp();
         invert(slot.inverse, lane);
     }
@@ -368,9 +399,9 @@ struct Walker {
 
     Work& work;
     int lane, count;
-    real rate, bias;
+    real rate, power, bias;
     real v[OWNED], kept[KEEPS ? CHUNK : 1][OWNED];
-    double loss;  // of the entries of this lane
+    double loss, last_error;  // of the entries of this lane, all but the last chunk's; there
 
     __device__ __forceinline__ void load(real (&u)[OWNED], const real* place) const {
 #pragma unroll
@@ -382,27 +413,37 @@ struct Walker {
     }
 
     __device__ __forceinline__ void run(int chunks) {
-        wait_for(&work.slots[0].ready, 1);
+        if (!chunks) return;  // nobody prepares the first one
+        const Slot& slot = work.slots[0];
+        power = work.powers[lane % CHUNK];
+        wait_for(&slot.ready, 1);
         if (KEEPS) {
 #pragma unroll
-            for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], work.slots[0].rows[l]);
+            for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], slot.rows[l]);
         }
-        for (int chunk = 0; chunk < chunks; chunk++) walk(chunk, min(chunk + 1, chunks - 1));
+        multiply(slot);
+        Slot *place = &work.slots[0], *end = place + CHUNK_SLOTS;
+        for (int chunk = 0; chunk < chunks; chunk++) {
+            Slot* after = place + 1 == end ? &work.slots[0] : place + 1;
+            // the last chunk is followed by itself: products that nobody wants
+            walk(chunk, *place, chunk + 1 < chunks ? *after : *place, min(chunk + 2, chunks));
+            place = after;
+        }
+        loss += last_error * last_error;
     }
 
-    __device__ __forceinline__ void walk(int chunk, int following) {
-        const Slot &slot = work.slots[chunk % CHUNK_SLOTS], &next = work.slots[following % CHUNK_SLOTS];
+    // From the products of a chunk to those of the next one, whose slot will be marked with `mark`.
+    __device__ __forceinline__ void walk(int chunk, const Slot& slot, const Slot& next, int mark) {
         const int valid = min(CHUNK, count - chunk * CHUNK), entry = lane % CHUNK;
         const int seen = peek(&next.ready);  // looked at later: by then it is known
-        multiply(slot);
+        const real target = slot.targets[entry], shrink = work.powers[valid];
+        const real weight = work.weights[max(valid - 1 - entry, 0)];
+        __syncwarp();
+        const real product = sum_of_partials(entry);
         real inverse[CHUNK], values[CHUNK];
         read_all(inverse, slot.inverse[entry]);
-        const real target = slot.targets[entry], power = work.powers[entry], shrink = work.powers[valid];
-        const real weight = rate * work.powers[max(valid - 1 - entry, 0)];
-        __syncwarp();
-        if (lane == 0) publish(&work.walked, chunk);  // nobody reads the chunk before any more
-        const real product = sum_of_partials(entry);
-        if (lane < CHUNK) work.sums[entry] = entry < valid ? target - bias - power * product : real(0);
+        const real sum = entry < valid ? target - bias - power * product : real(0);
+        if (lane < CHUNK) work.sums[entry] = sum;
         __syncwarp();
         read_all(values, work.sums);
         const real error = dot_product(inverse, values);
@@ -410,19 +451,29 @@ struct Walker {
             work.steps[entry] = weight * error;
             if (HAS_BIASES) work.errors[entry] = error;
         }
-        loss += double(error) * double(error);
-        if (seen < following + 1) wait_for(&next.ready, following + 1);
+        if (seen < mark) wait_for(&next.ready, mark);
         __syncwarp();
-        update(slot, next, shrink);
+        read_all(values, work.steps);
+        // All lanes have read what they want of this chunk, where rows are kept, else of the one before.
+        if (lane == 0) publish(&work.walked, KEEPS ? chunk + 1 : chunk);
+        loss += last_error * last_error;  // a chunk late: nobody waits for the conversion
+        last_error = error;
+        update(slot, next, values, shrink);
+        multiply(next);
     }
 
     __device__ __forceinline__ void multiply(const Slot& slot) {
+        real shares[CHUNK] = {};
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
             real(&u)[OWNED] = kept[KEEPS ? j : 0];
             if (!KEEPS) load(u, slot.rows[j]);
-            work.partials[j][lane] = Warp_row::partial_dot(v, u);
+#pragma unroll
+            for (int k = 0; k < OWNED; k++) shares[j] += v[k] * u[k];
         }
+        // not before: no load would pass such a write, which might be to its place for all the compiler knows
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) work.partials[j][lane] = shares[j];
     }
 
     // v.u of an entry, in each lane that has it.
@@ -439,9 +490,7 @@ struct Walker {
     }
 
     // Moves the row; a row of the next chunk takes the place of each that is no longer wanted.
-    __device__ __forceinline__ void update(const Slot& slot, const Slot& next, real shrink) {
-        real steps[CHUNK];
-        read_all(steps, work.steps);
+    __device__ __forceinline__ void update(const Slot& slot, const Slot& next, const real (&steps)[CHUNK], real shrink) {
         if (HAS_BIASES) {
             real errors[CHUNK];
             read_all(errors, work.errors);
@@ -473,7 +522,10 @@ blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const 
     const int count = int(ends[row] - begin), chunks = ceil_div(count, CHUNK);
     if (threadIdx.x == 0) {
         real power = 1;
-        for (int k = 0; k <= CHUNK; k++, power *= keep) work.powers[k] = power;
+        for (int k = 0; k <= CHUNK; k++, power *= keep) {
+            work.powers[k] = power;
+            if (k < CHUNK) work.weights[k] = rate * power;
+        }
         for (int slot = 0; slot < CHUNK_SLOTS; slot++) work.slots[slot].ready = 0;
         work.walked = 0;
     }
@@ -483,7 +535,7 @@ blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const 
         Helper{work, fixed, fixed_bias, indices + begin, ratings + begin, count, helper, lane, first, rate, mean}.run(chunks);
         return;
     }
-    Walker walker{work, lane, count, rate, HAS_BIASES ? moved_bias[row] : real(0)};
+    Walker walker{work, lane, count, rate, real(0), HAS_BIASES ? moved_bias[row] : real(0)};
     Warp_row::values_of(walker.v, Warp_row::load<THIS_WARP>(moved + row * LD, lane));
     walker.run(chunks);
     Warp_row::store(moved + row * LD, Warp_row::raw_of(walker.v), lane);

@@ -638,10 +638,12 @@ def test_other_errors_of_the_compiler_are_not_hidden(machine: Machine) -> None:
 # ---------------------------------------------------------------------------------------------------------- launches
 
 
-def test_sources_are_found_and_spliced() -> None:
-    text = launch.source_text("fused_als.cu")
+@pytest.mark.parametrize("file", ["fused_als.cu", "msgd.cu"])
+def test_sources_are_found_and_spliced(file: str) -> None:
+    """Headers of headers, and those that several name, too."""
+    text = launch.source_text(file)
     assert not re.search(r"^#(include|pragma once)", text, flags=re.MULTILINE)
-    assert text.count("constexpr int WARP = 32;") == 1
+    assert text.count("constexpr int WARP = 32;") == text.count("void mma_tf32(") == 1
     assert launch.kernel_folder().is_dir()
 
 

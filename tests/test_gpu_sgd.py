@@ -40,7 +40,7 @@ from hybridmf.gpu.sgd import (
 )
 
 LENGTHS = (0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 0, 2, 47, 48, 49, 70)
-"""Entries of rows around rings (8), chunks (4, 8, 16) and stages (3 chunks), beside empty rows."""
+"""Entries of rows around rings (8) and chunks (4, 8, 16, 32), and more than one of these, beside empty rows."""
 
 TERMS = Terms(rate=0.05, regularization=0.1, mean=0.7)
 
@@ -117,9 +117,9 @@ def longest_first(matrix) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- MSGD kernels
 
 
-def check_walk(device, kernel, rank, dtype=np.float32, biases=False, lengths=LENGTHS, **options) -> None:
+def check_walk(device, kernel, rank, dtype=np.float32, biases=False, lengths=LENGTHS, n_columns=80, **options) -> None:
     """A kernel that walks the rows it moves."""
-    problem = Pass(device, rows_of(lengths, 80), rank, dtype, biases)
+    problem = Pass(device, rows_of(lengths, n_columns), rank, dtype, biases)
     moved, fixed = map(problem.rows, problem.factors)
     before = device.download(fixed.matrix)
     tasks = longest_first(problem.matrix)
@@ -153,15 +153,46 @@ def test_every_width_on_a_gpu(device, kernel, rank, dtype, biases):
 @pytest.mark.parametrize(
     ("chunk", "helpers", "slots", "dtype"),
     [
-        (32, 2, 4, np.float32), (32, 1, 3, np.float64), (16, 1, 3, np.float64), (16, 7, 9, np.float32),
-        (8, 3, 6, np.float32), (8, 2, 5, np.float64), (4, 3, 6, np.float32), (4, 1, 3, np.float64),
+        (32, 2, 5, np.float32), (32, 1, 4, np.float64), (16, 1, 4, np.float64), (16, 7, 10, np.float32),
+        (8, 3, 6, np.float32), (8, 2, 5, np.float64), (4, 3, 6, np.float32), (4, 1, 4, np.float64),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("biases", [False, True])
 def test_chunks_helpers_and_slots(device, chunk, helpers, slots, dtype, biases):
     """Down to the fewest slots with which walker and helpers do not wait for each other."""
     config = BlockedConfig(stored_width(20, dtype), np.dtype(dtype).itemsize, chunk, helpers, slots)
-    check_walk(device, sgd.blocked, 20, dtype, biases, lengths=(1, 4, 48, 49, 70), config=config)
+    check_walk(device, sgd.blocked, 20, dtype, biases, lengths=(1, 4, 48, 49, 70, 190), n_columns=200, config=config)
+
+
+def test_a_long_row_without_entries(device):
+    """Nothing is prepared for it, so that nothing may be waited for."""
+    problem = Pass(device, rows_of((0, 3), 10), 6)
+    moved, fixed = map(problem.rows, problem.factors)
+    tasks = np.array([0, 1], dtype=np.int32)
+    losses = sgd.blocked(device, moved, fixed, problem.walk, device.upload(tasks), problem.terms)
+    problem.compare(moved, losses, tasks=tasks)
+
+
+@pytest.mark.parametrize("helpers", [1, 4])
+def test_rows_that_are_read_twice(device, helpers):
+    """Too wide to be kept in registers between product and update; more chunks than slots."""
+    config = BlockedConfig(stored_width(260, np.float32), 4, 8, helpers, helpers + 3)
+    check_walk(device, sgd.blocked, 260, lengths=(100, 7), n_columns=120, config=config)
+
+
+def test_steps_that_overshoot(device):
+    """Errors alternate in sign: rate |u|^2 between 1 and 2, where (1 + M)^-1 is as large as in any stable walk."""
+    problem = Pass(device, rows_of((60, 33), 80), 5)
+    problem.terms = replace(problem.terms, rate=0.9)
+    user = problem.factors[1].matrix[0]
+    problem.factors[1].matrix[...] = user * np.sqrt(1.6 / 0.9) / np.linalg.norm(user)
+    expected, loss = problem.expected()
+    tasks = longest_first(problem.matrix)
+    for kernel in (sgd.centralized, sgd.blocked):
+        moved, fixed = map(problem.rows, problem.factors)
+        losses = kernel(device, moved, fixed, problem.walk, device.upload(tasks), problem.terms)
+        np.testing.assert_allclose(device.download(moved.matrix)[:, :5], expected.matrix, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(device.download(losses), loss[tasks], rtol=2e-5)
 
 
 def test_blocked_configs_fit(device):
@@ -334,8 +365,8 @@ def test_configurations_that_cannot_work():
     for chunk, helpers in ((5, 1), (64, 1), (16, 0), (4, 32)):
         with pytest.raises(ValueError, match="chunk must be 4, 8, 16 or 32 and helpers 1 to 31"):
             BlockedConfig(32, 4, chunk, helpers, 40)
-    with pytest.raises(ValueError, match=r"slots must be at least helpers \+ 2"):
-        BlockedConfig(32, 4, 16, 3, 4)
+    with pytest.raises(ValueError, match=r"slots must be at least helpers \+ 3"):
+        BlockedConfig(32, 4, 16, 3, 5)
 
 
 def test_a_row_twice_in_a_row(device):

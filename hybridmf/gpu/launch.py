@@ -38,7 +38,7 @@ def kernel_folder() -> Path:
 
 @functools.cache
 def source_text(file: str) -> str:
-    """A .cu file with the headers it names, and those they name, spliced in place of their #include lines, each once."""
+    """A .cu file with the headers it names, and those they name, in place of the first #include line of each."""
     return "\n".join(_spliced(file, set())) + "\n"
 
 

@@ -200,9 +200,9 @@ class BlockedConfig:
     def __post_init__(self) -> None:
         if self.chunk not in (4, 8, 16, 32) or not 1 <= self.helpers <= 31:
             raise ValueError(f"chunk must be 4, 8, 16 or 32 and helpers 1 to 31, got {self.chunk} and {self.helpers}")
-        if self.slots < self.helpers + 2:
+        if self.slots < self.helpers + 3:
             raise ValueError(
-                f"slots must be at least helpers + 2, or all would wait for each other; got {self.slots} for "
+                f"slots must be at least helpers + 3, or all would wait for each other; got {self.slots} for "
                 f"{self.helpers} helpers"
             )
 
@@ -216,7 +216,7 @@ class BlockedConfig:
     @classmethod
     def rule(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
         """The longest chunks, and the most helpers, that fit in a block's shared memory."""
-        sizes = ((16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 4), (4, 3, 6), (4, 1, 3))
+        sizes = ((16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4))
         configs = [cls(ld, itemsize, *size) for size in sizes]
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
 
@@ -231,7 +231,7 @@ class BlockedConfig:
         """Dynamic shared memory of a block; the kernel checks that it counts the same."""
         chunk, size = self.chunk, self.itemsize
         slot = chunk * (self.stride + chunk + 16 // size + 1) * size + 4
-        rest = (chunk * (32 + 16 // size + 3) + chunk + 1) * size + 4
+        rest = (chunk * (32 + 16 // size + 5) + 1) * size + 4
         return self.slots * ceil_div(slot, 16) * 16 + ceil_div(rest, 16) * 16
 
     @property
