@@ -215,8 +215,11 @@ class BlockedConfig:
 
     @classmethod
     def rule(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
-        """The longest chunks, and the most helpers, that fit in a block's shared memory."""
-        sizes = ((16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4))
+        """Two blocks on a multiprocessor if both hide the way to memory, else the largest that fits on it."""
+        pair = cls(ld, itemsize, 16, 5, 14)
+        if 2 * pair.shared_bytes <= spec.shared_bytes:
+            return pair
+        sizes = ((16, 7, 18), (16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4))
         configs = [cls(ld, itemsize, *size) for size in sizes]
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
 
