@@ -58,7 +58,7 @@
 #define HELPERS 5        // warps that prepare chunks for the one that moves the row
 #endif
 #ifndef CHUNK_SLOTS
-#define CHUNK_SLOTS 10         // chunks in shared memory: copied, prepared, waiting for the walking warp, walked
+#define CHUNK_SLOTS 10   // chunks in shared memory: copied, prepared, waiting for the walking warp, walked
 #endif
 
 constexpr int THREADS = 256;         // of a block of `decentralized`
