@@ -28,7 +28,7 @@ from hybridmf._objective import SIDES, Factors, Side, State
 from hybridmf._plan import make_plan
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
-from hybridmf.gpu.device import device_count, open_device
+from hybridmf.gpu.device import CudaDevice, device_count, open_device
 from hybridmf.scale.grid import Grid, csr_of
 from hybridmf.scale.multi_als import MultiALS
 from hybridmf.scale.planner import HalfPlan, Problem, judged
@@ -113,11 +113,14 @@ class Case:
         started = time.perf_counter()
         solver = self.solver(gpus, **more)
         set_up = time.perf_counter() - started
+        devices = [open_device(f"cuda:{k}") for k in range(gpus)]  # to open one asks the driver for its free memory
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         for _ in range(sweeps):
             for side in SIDES:
-                seconds[side].append(_timed(solver, side, gpus))
+                seconds[side].append(_timed(solver, side, devices))
         objective = solver.objective_value()
+        if isinstance(solver, MultiALS):
+            solver.close()
         halves = {side: median(seconds[side][1:]) for side in SIDES}
         line = {
             "bench": "scale", "shape": self.name, "users": self.matrix.shape[0], "items": self.matrix.shape[1],
@@ -147,11 +150,11 @@ class Case:
         }
 
 
-def _timed(solver: Any, side: Side, gpus: int) -> float:
+def _timed(solver: Any, side: Side, devices: list[CudaDevice]) -> float:
     started = time.perf_counter()
     solver.update(side)
-    for k in range(gpus):
-        open_device(f"cuda:{k}").synchronize()
+    for device in devices:
+        device.synchronize()
     return time.perf_counter() - started
 
 
@@ -187,7 +190,7 @@ def _keep(line: dict[str, Any]) -> None:
 @click.option("--gpus", "counts", multiple=True, type=int, help="Repeat it.  [default: 1, 2, 4 as far as there are]")
 @click.option("--factors", type=int, default=100, show_default=True)
 @click.option("--fraction", type=float, default=0.25, show_default=True, help="Of Hugewiki's entries.")
-@click.option("--sweeps", type=int, default=4, show_default=True, help="The first one warms up.")
+@click.option("--sweeps", type=int, default=8, show_default=True, help="The first one warms up.")
 @click.option("--seed", type=int, default=0, show_default=True)
 def main(task: str, counts: tuple[int, ...], factors: int, fraction: float, sweeps: int, seed: int) -> None:
     there = device_count()

@@ -30,17 +30,14 @@
 // Chunks lie in a ring of slots in shared memory: copied (some 1,000 cycles), prepared, walked, and free again. Flags in
 // shared memory hand each over by itself; the warps of a block meet at no barrier but the first.
 //
-// What an entry costs, LD = 128 in float32. `blocked` as it was before (CHUNK 16, helpers that computed all of M, a
-// triangular system solved by all lanes, a barrier for every three chunks) took 98 cycles an entry on an H200. Of the
-// numbers below instructions are counted in the code for sm_90; cycles are predicted from them and the latencies of an
-// H100's instructions, with nothing beside them on the multiprocessor; bench/walk.py measures.
-//   walking warp   285 instructions and 450 cycles a chunk of 16 (28 an entry), 517 and 670 a chunk of 32 (21). 16: 140 for
-//                  update and products, in which the next rows arrive (registers keep them from the products to the update,
-//                  if they are not many; else they are read twice); 120 for sums over lanes, through shared memory, which
-//                  takes 25 instructions instead of 62 by shuffles; 80 each for T s and for sending s and e to all lanes
-//   a helper       1,000 instructions and 1,600 cycles a chunk of 16: copies 170, products 540 (96 on tensor cores), T 190;
-//                  2,400 and 3,500 a chunk of 32. So 4 to 5 helpers keep up with a walking warp, and all together
-//                  take 80 to 90 instructions an entry, at most 4 of which a multiprocessor begins in a cycle
+// What an entry of the longest row costs, measured by bench/walk.py on an H200 in float32: LD 128 49 cycles (7 helpers, 18
+// slots), 65 (5 and 10); LD 64 50, LD 32 48. As it was before (helpers that computed all of M, a triangular system solved
+// by all lanes, a barrier for every three chunks): 98. Chunks of 32 took 1.5 to 3 times as long and are gone.
+//   walking warp   285 instructions a chunk: 140 for update and products, in which the next rows arrive (registers keep
+//                  them from the products to the update, if they are not many; else they are read twice); 120 for sums
+//                  over lanes, through shared memory, which takes 25 instructions instead of 62 by shuffles; 80 each for
+//                  T s and for sending s and e to all lanes. Their latencies alone would be 450 cycles, 28 an entry.
+//   a helper       1,000 instructions a chunk: copies 170, products 540 (96 on tensor cores), T 190
 //
 // Costs of `decentralized`: a row of the moved side is read and written for each of its entries, and each block searches
 // all rows of the fixed side for its range, grid * n_fixed * 2 log2(degree) reads, mostly from L2. It wants one layout
@@ -136,10 +133,10 @@ centralized(real* moved, real* moved_bias, double* losses, const real* fixed, co
 
 // ---------------------------------------------------------------------------------------------- blocked
 
-constexpr bool TENSOR = CHUNK % 16 == 0 && sizeof(real) == 4 && HAS_ASYNC_COPY;
+constexpr bool TENSOR = CHUNK == 16 && sizeof(real) == 4 && HAS_ASYNC_COPY;
 // Of staged rows. A quarter of a warp reads two neighbouring ones for tensor cores: they lie in different banks.
-constexpr int STRIDE = LD + (CHUNK % 16 == 0 && sizeof(real) == 4 ? (48 - LD % 32) % 32 : VECTOR);
-static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= WARP, "a lane computes an error");
+constexpr int STRIDE = LD + (CHUNK == 16 && sizeof(real) == 4 ? (48 - LD % 32) % 32 : VECTOR);
+static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= 16, "a lane computes an error");
 // A helper wants the slot of its next chunk before it prepares one; the walking warp frees a slot a chunk after it has
 // walked it, and before that wants the chunk after the next.
 static_assert(CHUNK_SLOTS >= HELPERS + 3, "or walker and helpers would wait for each other");
@@ -195,9 +192,7 @@ struct Coupling {
 
 // By tensor cores, each value in two tf32 parts (22 bits, three products). M errs by some 2^-22 |u_j| |u_l| rate, and what
 // that does to an error is gone with the chunk: the next one starts from products with v.
-struct Tensor_product {
-    static constexpr int BLOCKS = ceil_div(CHUNK, 16);  // of 16 rows; columns are in twice as many of 8
-
+struct Tensor_product {  // chunks of 16
     struct Parts { unsigned high, low; };
 
     __device__ static __forceinline__ Parts split(float value) {
@@ -207,12 +202,12 @@ struct Tensor_product {
 
     __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
         const int g = lane / 4, t = lane % 4;  // as mma.sync counts
-        float sums[3][BLOCKS][2 * BLOCKS][4] = {};  // low x high, high x low, high x high
+        float sums[3][2][4] = {};              // low x high, high x low, high x high; 8 columns each
 #pragma unroll 2
         for (int first = 0; first < VECTORS; first += 4) {  // 16 columns, in an order that suits the reads
-            Parts parts[2 * BLOCKS][4];
+            Parts parts[2][4];
 #pragma unroll
-            for (int b = 0; b < 2 * BLOCKS; b++) {  // row g of 8
+            for (int b = 0; b < 2; b++) {  // row g of 8
                 int4 piece = {0, 0, 0, 0};
                 if (VECTORS % 4 == 0 || first + t < VECTORS)
                     piece = *reinterpret_cast<const int4*>(&slot.rows[8 * b + g][(first + t) * VECTOR]);
@@ -224,44 +219,38 @@ struct Tensor_product {
             static_for<0, 2>([&](auto half) { multiply<2 * half.value>(sums, parts); });
         }
         // all reads before the first write, which the compiler takes for one of what is read
-        for_all([&](int m, int n, int q, int j, int l) {
-            sums[2][m][n][q] = coupling.of(j, l, sums[0][m][n][q] + sums[1][m][n][q] + sums[2][m][n][q]);
+        for_all([&](int n, int q, int j, int l) {
+            sums[2][n][q] = coupling.of(j, l, sums[0][n][q] + sums[1][n][q] + sums[2][n][q]);
         }, lane);
-        for_all([&](int m, int n, int q, int j, int l) { slot.inverse[j][l] = sums[2][m][n][q]; }, lane);
+        for_all([&](int n, int q, int j, int l) { slot.inverse[j][l] = sums[2][n][q]; }, lane);
     }
 
-    // What a lane has of the sums: block m of rows and n of columns, value q, which is of row j and column l.
+    // What a lane has of the sums: block n of columns, value q, which is of row j and column l.
     template <class Body> __device__ static __forceinline__ void for_all(Body&& body, int lane) {
 #pragma unroll
-        for (int m = 0; m < BLOCKS; m++)
+        for (int n = 0; n < 2; n++)
 #pragma unroll
-            for (int n = 0; n < 2 * (m + 1); n++)
-#pragma unroll
-                for (int q = 0; q < 4; q++) body(m, n, q, 16 * m + lane / 4 + 8 * (q / 2), 8 * n + 2 * (lane % 4) + q % 2);
+            for (int q = 0; q < 4; q++) body(n, q, lane / 4 + 8 * (q / 2), 8 * n + 2 * (lane % 4) + q % 2);
     }
 
     // Columns Q and Q + 1 of each lane's four.
     template <int Q>
-    __device__ static __forceinline__ void multiply(float (&sums)[3][BLOCKS][2 * BLOCKS][4],
-                                                    const Parts (&parts)[2 * BLOCKS][4]) {
+    __device__ static __forceinline__ void multiply(float (&sums)[3][2][4], const Parts (&parts)[2][4]) {
+        const Parts *upper = parts[0], *lower = parts[1];
+        const unsigned high[4] = {upper[Q].high, lower[Q].high, upper[Q + 1].high, lower[Q + 1].high};
+        const unsigned low[4] = {upper[Q].low, lower[Q].low, upper[Q + 1].low, lower[Q + 1].low};
 #pragma unroll
-        for (int m = 0; m < BLOCKS; m++) {
-            const Parts *upper = parts[2 * m], *lower = parts[2 * m + 1];
-            const unsigned high[4] = {upper[Q].high, lower[Q].high, upper[Q + 1].high, lower[Q + 1].high};
-            const unsigned low[4] = {upper[Q].low, lower[Q].low, upper[Q + 1].low, lower[Q + 1].low};
-#pragma unroll
-            for (int n = 0; n < 2 * (m + 1); n++) {
-                mma_tf32(sums[0][m][n], low, parts[n][Q].high, parts[n][Q + 1].high);
-                mma_tf32(sums[1][m][n], high, parts[n][Q].low, parts[n][Q + 1].low);
-                mma_tf32(sums[2][m][n], high, parts[n][Q].high, parts[n][Q + 1].high);
-            }
+        for (int n = 0; n < 2; n++) {
+            mma_tf32(sums[0][n], low, parts[n][Q].high, parts[n][Q + 1].high);
+            mma_tf32(sums[1][n], high, parts[n][Q].low, parts[n][Q + 1].low);
+            mma_tf32(sums[2][n], high, parts[n][Q].high, parts[n][Q + 1].high);
         }
     }
 };
 
 // For float64, short chunks and GPUs without tf32: all of M, and what is below its diagonal counts.
 struct Plain_product {
-    static constexpr int SIDE = CHUNK <= 16 ? 4 : 8;        // a lane computes SIDE x SIDE products
+    static constexpr int SIDE = 4;                          // a lane computes SIDE x SIDE products
     static constexpr int TILES = CHUNK / SIDE;              // along a side of M
     static constexpr int SPLIT = WARP / (TILES * TILES);    // lanes that share a tile, by columns
 

@@ -153,7 +153,7 @@ def test_every_width_on_a_gpu(device, kernel, rank, dtype, biases):
 @pytest.mark.parametrize(
     ("chunk", "helpers", "slots", "dtype"),
     [
-        (32, 2, 5, np.float32), (32, 1, 4, np.float64), (16, 1, 4, np.float64), (16, 7, 10, np.float32),
+        (16, 2, 5, np.float32), (16, 1, 4, np.float64), (16, 7, 10, np.float32),
         (8, 3, 6, np.float32), (8, 2, 5, np.float64), (4, 3, 6, np.float32), (4, 1, 4, np.float64),
     ],
 )  # fmt: skip

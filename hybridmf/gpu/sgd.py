@@ -178,7 +178,7 @@ class BlockedConfig:
     ----------
     ld, itemsize : int
         Of the rows.
-    chunk : {4, 8, 16, 32}
+    chunk : {4, 8, 16}
         Entries that are solved at a time.
     helpers : int
         Warps that prepare chunks for the one that moves the row.
@@ -198,8 +198,8 @@ class BlockedConfig:
     slots: int
 
     def __post_init__(self) -> None:
-        if self.chunk not in (4, 8, 16, 32) or not 1 <= self.helpers <= 31:
-            raise ValueError(f"chunk must be 4, 8, 16 or 32 and helpers 1 to 31, got {self.chunk} and {self.helpers}")
+        if self.chunk not in (4, 8, 16) or not 1 <= self.helpers <= 31:
+            raise ValueError(f"chunk must be 4, 8 or 16 and helpers 1 to 31, got {self.chunk} and {self.helpers}")
         if self.slots < self.helpers + 3:
             raise ValueError(
                 f"slots must be at least helpers + 3, or all would wait for each other; got {self.slots} for "
@@ -226,7 +226,7 @@ class BlockedConfig:
     @property
     def stride(self) -> int:
         """Numbers from one row to the next in shared memory: STRIDE of the kernel."""
-        tensor = self.chunk % 16 == 0 and self.itemsize == 4
+        tensor = self.chunk == 16 and self.itemsize == 4
         return self.ld + ((48 - self.ld % 32) % 32 if tensor else 16 // self.itemsize)
 
     @property

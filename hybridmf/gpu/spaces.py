@@ -489,7 +489,7 @@ def _msgd_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
 
 
 def _enumerate_msgd(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    for chunk, helpers, more in itertools.product((8, 16, 32), (3, 5, 7), (0, 4)):
+    for chunk, helpers, more in itertools.product((8, 16), (3, 5, 7), (0, 4)):
         config = BlockedConfig(facts["ld"], facts["itemsize"], chunk, helpers, 2 * helpers + more)
         if config.shared_bytes <= spec.shared_bytes:
             yield _blocked(config, spec)
