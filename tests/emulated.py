@@ -94,11 +94,18 @@ class EmulatedCopier:
         assert target.dtype == source.dtype and source.size <= target.size
         target[: source.size] = source
 
+    def fetch(self, target: np.ndarray, source: np.ndarray) -> None:
+        assert target.dtype == source.dtype and source.size == target.size and target.flags.c_contiguous
+        target.reshape(-1)[...] = source.reshape(-1)
+
     def mark(self) -> Any:
         return None
 
     def synchronize(self) -> None:
         pass
+
+    def twin(self) -> EmulatedCopier:
+        return self
 
 
 class EmulatedDevice:

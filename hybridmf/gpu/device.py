@@ -149,11 +149,11 @@ class Device(Protocol):
         """
 
     def copier(self) -> Copier:
-        """Copies to the device beside its work."""
+        """Copies to and from the device beside its work."""
 
 
 class Copier(Protocol):
-    """Copies from the host to a device that go on while kernels run; for one thread at a time."""
+    """Copies between the host and a device that go on while kernels run; for one thread at a time."""
 
     def pin(self, array: np.ndarray) -> bool:
         """Hold an array where the device reads it directly, while both live; whether that is possible."""
@@ -164,11 +164,17 @@ class Copier(Protocol):
     def copy(self, target: Array, source: np.ndarray) -> None:
         """Begin to copy `source` to the beginning of `target`, a vector of the same dtype; `source` must stay as is."""
 
+    def fetch(self, target: np.ndarray, source: Array) -> None:
+        """Copy an array of the device to `target`, C order and of the same size and dtype; complete on return."""
+
     def mark(self) -> Any:
         """A mark behind the copies begun so far."""
 
     def synchronize(self) -> None:
         """Wait for all copies."""
+
+    def twin(self) -> Copier:
+        """A copier for another thread, to which what was pinned here is pinned, too."""
 
 
 def parse_device(device: str) -> int:
@@ -535,17 +541,19 @@ STAGING_THREADS = 4
 
 
 class CudaCopier:
-    """Copies on a stream of their own: directly from pinned memory, from other memory through pinned buffers.
+    """Copies on a stream of their own: directly from and to pinned memory, for other memory through pinned buffers.
 
     Parameters
     ----------
     device : CudaDevice
     cupy : module
+    first : CudaCopier, optional
+        Whose pinned memory this one may use; it lives as long.
     """
 
-    def __init__(self, device: CudaDevice, cupy: Any) -> None:
-        self._device, self._cupy = device, cupy
-        self._pinned: list[tuple[int, int]] = []
+    def __init__(self, device: CudaDevice, cupy: Any, first: CudaCopier | None = None) -> None:
+        self._device, self._cupy, self._first = device, cupy, first
+        self._pinned: list[tuple[int, int]] = [] if first is None else first._pinned
         self._stages: list[tuple[np.ndarray, Any]] = []
         self._turn = 0
         self._pool: ThreadPoolExecutor | None = None
@@ -554,6 +562,8 @@ class CudaCopier:
 
     def pin(self, array: np.ndarray) -> bool:
         """Page-lock an array; it is released when this copier goes, and lives as long."""
+        if self._first is not None:
+            return self._first.pin(array)
         if not array.nbytes:
             return True
         start, stop, page = array.ctypes.data, array.ctypes.data + array.nbytes, mmap.PAGESIZE
@@ -587,41 +597,82 @@ class CudaCopier:
             raise ValueError(f"cannot copy {source.size} {source.dtype} to {target.size} {target.dtype}")
         if not source.size:
             return
-        first = source.ctypes.data
         with self._device.active():
-            if any(start <= first and first + source.nbytes <= stop for start, stop in self._pinned):
-                self._send(target, 0, first, source.nbytes)
+            if self._is_pinned(source):
+                self._send(target, 0, source.ctypes.data, source.nbytes)
             else:
                 self._copy_staged(target, source.reshape(-1).view(np.uint8))
+
+    def _is_pinned(self, array: np.ndarray) -> bool:
+        first, last = array.ctypes.data, array.ctypes.data + array.nbytes
+        return any(start <= first and last <= stop for start, stop in tuple(self._pinned))
 
     def _send(self, target: Array, at: int, source: int, size: int) -> None:
         self._cupy.cuda.runtime.memcpyAsync(target.data.ptr + at, source, size, 1, self._stream.ptr)
 
     def _copy_staged(self, target: Array, raw: np.ndarray) -> None:
+        for start in range(0, raw.nbytes, COPY_CHUNK):
+            buffer, event = self._stage()
+            event.synchronize()  # what it held before has left
+            size = min(COPY_CHUNK, raw.nbytes - start)
+            self._spread(buffer[:size], raw[start : start + size])
+            self._send(target, start, buffer.ctypes.data, size)
+            event.record(self._stream)
+
+    def _stage(self) -> tuple[np.ndarray, Any]:
+        """The next pinned buffer, and the event behind its last use."""
         if not self._stages:
             cuda = self._cupy.cuda
             for _ in range(STAGES):
                 buffer = np.frombuffer(cuda.alloc_pinned_memory(COPY_CHUNK), dtype=np.uint8, count=COPY_CHUNK)
                 self._stages.append((buffer, cuda.Event(disable_timing=True)))
             self._pool = ThreadPoolExecutor(STAGING_THREADS, thread_name_prefix="hybridmf-staging")
-        for start in range(0, raw.nbytes, COPY_CHUNK):
-            buffer, event = self._stages[self._turn % STAGES]
-            self._turn += 1
-            event.synchronize()  # what it held before has left
-            size = min(COPY_CHUNK, raw.nbytes - start)
-            self._fill(buffer, raw[start : start + size])
-            self._send(target, start, buffer.ctypes.data, size)
-            event.record(self._stream)
+        self._turn += 1
+        return self._stages[self._turn % STAGES]
 
-    def _fill(self, buffer: np.ndarray, raw: np.ndarray) -> None:
-        part = max(1 << 20, -(-raw.nbytes // STAGING_THREADS))
+    def _spread(self, target: np.ndarray, source: np.ndarray) -> None:
+        """Copy bytes within the host by several threads."""
+        part = max(1 << 20, -(-source.nbytes // STAGING_THREADS))
         assert self._pool is not None
         jobs = [
-            self._pool.submit(np.copyto, buffer[k : min(k + part, raw.nbytes)], raw[k : k + part])
-            for k in range(0, raw.nbytes, part)
+            self._pool.submit(np.copyto, target[k : k + part], source[k : k + part])
+            for k in range(0, source.nbytes, part)
         ]
         for job in jobs:
             job.result()
+
+    def fetch(self, target: np.ndarray, source: Array) -> None:
+        """Copy to the host; see `Copier.fetch`."""
+        if source.dtype != target.dtype or source.size != target.size or not target.flags.c_contiguous:
+            raise ValueError(f"cannot fetch {source.size} {source.dtype} to {target.size} {target.dtype}")
+        if not target.size:
+            return
+        with self._device.active():
+            if self._is_pinned(target):
+                self._receive(target.ctypes.data, source, 0, target.nbytes)
+                self._stream.synchronize()
+            else:
+                self._fetch_staged(target.reshape(-1).view(np.uint8), source)
+
+    def _receive(self, target: int, source: Array, at: int, size: int) -> None:
+        self._cupy.cuda.runtime.memcpyAsync(target, source.data.ptr + at, size, 2, self._stream.ptr)
+
+    def _fetch_staged(self, raw: np.ndarray, source: Array) -> None:
+        arriving: list[tuple[int, int, np.ndarray, Any]] = []
+        for start in range(0, raw.nbytes, COPY_CHUNK):
+            buffer, event = self._stage()
+            size = min(COPY_CHUNK, raw.nbytes - start)
+            self._receive(buffer.ctypes.data, source, start, size)
+            event.record(self._stream)
+            arriving.append((start, size, buffer, event))
+            if len(arriving) == STAGES:
+                self._take(raw, *arriving.pop(0))
+        for piece in arriving:
+            self._take(raw, *piece)
+
+    def _take(self, raw: np.ndarray, start: int, size: int, buffer: np.ndarray, event: Any) -> None:
+        event.synchronize()
+        self._spread(raw[start : start + size], buffer[:size])
 
     def mark(self) -> Any:
         """An event behind the copies begun so far."""
@@ -634,6 +685,10 @@ class CudaCopier:
         """Wait for all copies."""
         with self._device.active():
             self._stream.synchronize()
+
+    def twin(self) -> CudaCopier:
+        """Another stream; see `Copier.twin`."""
+        return CudaCopier(self._device, self._cupy, self._first or self)
 
 
 def _unpin(device: CudaDevice, cupy: Any, array: np.ndarray, first: int) -> None:

@@ -12,16 +12,16 @@ import scipy.sparse as sp
 
 from .._objective import SIDES, Factors, Objective, Side
 from .._plan import Plan
-from ..gpu import als, assemblies, fused, losses
+from ..gpu import als, fused, losses
 from ..gpu.device import Array, CudaDevice, Device, open_device
 from ..gpu.fused import BLOCK, FusedConfig, Systems, round_up
 from ..gpu.launch import Entries, ceil_div
 from ..gpu.rows import add_pieces
-from ..gpu.stream import Pipeline, StreamedHalf
+from ..gpu.stream import Pipeline, StreamedHalf, waves_of
 from .communicator import Communicator
 from .cpu_rank import InOrder
 from .nccl import NcclCommunicator
-from .slabs import MemorySlabs, RangeSlabs, Slabs
+from .slabs import RangeSlabs
 from .su_als import PIECES, Block, Ranges, Then
 
 MOST_SEGMENTS = 32
@@ -172,17 +172,6 @@ class GpuWorker:
             return nullcontext(InOrder())
         self._streams = self._streams or Streams(self.device)
         return nullcontext(self._streams)
-
-
-def waves_of(block: Block, side: Side, plan: Plan) -> Slabs:
-    """A rank's rows in the waves that the plan has it solve them in, coming from where the plan says."""
-    if plan.resident:
-        assert isinstance(block, RangeSlabs)
-        return block
-    entries = plan.slab if plan.scale is None else plan.scale.slab(side)
-    if not isinstance(block, RangeSlabs):
-        return MemorySlabs.cut(block, entries)
-    return MemorySlabs.cut(block.load(), entries) if plan.streamed == "host" else block.cut(entries)
 
 
 class Streams:
@@ -354,9 +343,8 @@ class PartialRows(als.HalfSweep):
         # lower triangles are written, whole matrices travel
         matrices = device.zeros((cut.n_slots, rank, rank), self.dtype)
         rhs = device.empty((cut.n_slots, rank), self.dtype)
-        assemble = assemblies.sparse_syrk if self.plan.assembly == "sparse_syrk" else assemblies.mo_als
         if len(cut.segments):
-            assemble(device, matrices, rhs, *arguments, rank)
+            als.published(self.plan.assembly)(device, matrices, rhs, *arguments, rank)
         return cut.add_up(device, matrices), cut.add_up(device, rhs)
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:

@@ -8,10 +8,12 @@ its own one after the other, in waves.
 A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 counts ``f`` and ``f^2`` cells instead)
 
     n/p w i            the part of the fixed side; twice where the next part is loaded meanwhile
-    m/q w i            solutions of the row part; twice where they leave for the host meanwhile
+    m/q w i            solutions of the row part; twice where they leave for the host meanwhile, and once more where
+                       approximate solvers begin with the last ones
     nnz/(p q) (4 + i)  entries, as often as they are loaded ahead (a fit: SLAB_BUFFERS); or all of its share, both
                        orientations
-    systems            a batch (ours are solved batch by batch), or those of the whole row part where parts take turns
+    systems            a batch (ours are solved batch by batch), or, where parts take turns, those of the whole row part
+                       and as many as are summed before they join those
     (m + n)/GPUs w i   its share of both sides, where factors stay on the GPUs
 """
 
@@ -43,8 +45,14 @@ SLABS = 8
 SLAB_BUFFERS = 3
 """Row parts of ratings that a fit has on a GPU at a time: one is worked on, one is there, one is on its way."""
 
-ROW_BYTES = 20
-"""Offset, order, scale and status of a row."""
+ROW_BYTES = 16
+"""Offset, order and status of a row; its scale comes to that."""
+
+PIECE_BYTES = 36
+"""A piece of a row that is summed apart: row, first slot, and (slot, begin, end)."""
+
+CHUNK_BYTES = 64 << 20
+"""Sums that are made at a time where they join those of other parts of the fixed side."""
 
 NEAR = 1.05
 """What stays on the GPUs is not moved for a prediction that is better by less."""
@@ -175,12 +183,24 @@ class Problem:
         Rank of the systems.
     itemsize : int
         4 for float32, 8 for float64.
+    sums : int
+        Bytes of the sums of a row that wait to be added up or solved; 0: those of our kernels.
+    segment : int
+        Entries above which a row has more than one of them; 0: never.
+    biases : bool
+        Whether rows of factors have a bias beside them.
+    begins : bool
+        Whether solutions begin with the last ones.
     """
 
     shape: tuple[int, int]
     nnz: int
     factors: int
     itemsize: int = 4
+    sums: int = 0
+    segment: int = 0
+    biases: bool = False
+    begins: bool = False
 
     def rows(self, side: Side) -> int:
         """Rows of a side."""
@@ -199,6 +219,8 @@ class Problem:
     @property
     def system_bytes(self) -> int:
         """Of the sums of a row that wait to be added up or solved."""
+        if self.sums:
+            return self.sums
         if self.factors <= fused.MAX_RANK and self.itemsize == 4:
             return 4 * fused.FusedConfig.rule(self.factors).partial_floats
         return (self.factors + 1) * self.factors * self.itemsize
@@ -221,6 +243,8 @@ class HalfPlan:
         Parts of the fixed side in memory where they take turns: 2, or 1 if there is no room to load one meanwhile.
     loads : int
         Row parts of ratings in memory at a time where they are streamed.
+    splits : int
+        GPUs that hold different parts at a time; 0: as many as there are parts and GPUs for.
     bytes : dict of str to int
         Memory of one GPU by purpose.
     seconds : dict of str to float
@@ -235,6 +259,7 @@ class HalfPlan:
     gpus: int
     buffers: int = 2
     loads: int = 2
+    splits: int = 0
     bytes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
@@ -242,7 +267,7 @@ class HalfPlan:
     @property
     def grid(self) -> Grid:
         """GPUs that hold different parts at a time, and groups of them."""
-        splits = next(d for d in range(min(self.gpus, self.parts), 0, -1) if self.gpus % d == 0)
+        splits = self.splits or next(d for d in range(min(self.gpus, self.parts), 0, -1) if self.gpus % d == 0)
         return Grid(splits, self.gpus // splits)
 
     @property
@@ -316,6 +341,12 @@ class ScalePlan:
         """Entries of a row part of a half sweep: what a rank of a fit loads and solves at a time, in each wave."""
         return -(-self.problem.nnz // self.halves[side].batches)
 
+    def slab_rows(self, side: Side) -> int | None:
+        """Most rows of such a row part, where memory depends on them: where factors do not stay on the GPUs."""
+        if self.factors == "device":
+            return None
+        return -(-self.problem.rows(side) // self.halves[side].batches)
+
     def on(self, gpus: int) -> ScalePlan:
         """The same partition on another number of GPUs: in more waves on fewer, side by side on more (cuMF 4.4).
 
@@ -349,23 +380,33 @@ class ScalePlan:
         Raises
         ------
         ValueError
-            Another number of GPUs; factors that do not stay on them; parts of a fixed side that take turns.
+            Another number of GPUs; places or parts that fits do not work with.
         """
         if gpus != self.gpus:
             raise ValueError(f"the partition is for {self.gpus} GPUs and the fit has {gpus}; use partition.on({gpus})")
+        why = self._not_served()
+        if why:
+            raise ValueError(f"{why}: let the fit plan for itself, or use plan_scale(..., model_parallel_only=True)")
+
+    def _not_served(self) -> str:
+        """What of the partition fits do not work with; empty if nothing."""
         turning = [side for side, half in self.halves.items() if half.turns > 1]
-        if self.factors != "device" or turning:
-            why = f"the fixed side of {turning[0]}s in turns" if turning else f"factors on {self.factors}"
-            raise ValueError(
-                "a fit keeps factors on the GPUs, and a whole part of the fixed side on each; the partition has "
-                f"{why}: use more GPUs or fewer factors"
+        split = [side for side, half in self.halves.items() if half.grid.splits > 1]
+        if self.factors == "disk":
+            return "a fit keeps factors on the GPUs or on the host; the partition has them on disk"
+        if self.factors == "host" and self.ratings == "device":
+            return "a fit streams ratings where factors are on the host; the partition has them on the GPUs"
+        if self.factors == "device" and turning:
+            return (
+                "parts of a fixed side take turns where factors are on the host; the partition has the fixed side of "
+                f"{turning[0]}s in turns, and factors on the GPUs"
             )
-        parted = [side for side, half in self.halves.items() if half.parts > 1]
-        if self.ratings != "device" and parted:
-            raise ValueError(
-                f"a fit streams ratings where each GPU has the whole fixed side; the partition splits that of "
-                f"{parted[0]}s into p = {self.halves[parted[0]].parts}: let the fit plan for itself"
+        if self.ratings != "device" and split:
+            return (
+                f"a fit streams ratings where each GPU solves its own rows; the partition splits the fixed side of "
+                f"{split[0]}s over GPUs, with p = {self.halves[split[0]].parts}"
             )
+        return ""
 
     def __str__(self) -> str:
         problem = self.problem
@@ -431,26 +472,43 @@ class Share:
         return cls(-(-fixed // half.parts), -(-rows // half.gpus), -(-(rows + fixed) // half.gpus), entries)
 
 
+def slots(problem: Problem, half: HalfPlan) -> int:
+    """Sums of a row part: one for each row, and more for rows longer than a segment."""
+    rows, entries = -(-problem.rows(half.side) // half.batches), -(-problem.nnz // half.batches)
+    return rows + (entries // problem.segment if problem.segment else 0)
+
+
+def slots_at_once(problem: Problem, half: HalfPlan) -> int:
+    """Of these, as many as are made at a time."""
+    most = CHUNK_BYTES if half.turns > 1 else BATCH_BYTES
+    return max(1, min(slots(problem, half), most // problem.system_bytes))
+
+
 def half_bytes(
     problem: Problem, half: HalfPlan, ratings: Place, factors: Place, share: Share | None = None
 ) -> dict[str, int]:
     """Memory of one GPU in a half sweep, by purpose; see the module. `share`: what it has, if not the mean."""
     share = share or Share.mean(problem, half, ratings)
     grid, width, on_device = half.grid, problem.row_bytes, factors == "device"
+    if problem.biases and not on_device:  # and what ratings owe to the fixed side's
+        width += 2 * problem.itemsize
     batch = -(-problem.rows(half.side) // half.batches)
     solved = batch * width
     if on_device:  # the new rows of a GPU beside the old ones, until the half sweep is complete
         solved = share.solved * width + (0 if ratings == "device" else solved)
-    systems = batch * problem.system_bytes
-    if half.turns == 1:
-        systems = min(systems, BATCH_BYTES)
+    at_once = slots_at_once(problem, half)
+    systems = at_once * problem.system_bytes
+    pieces = slots(problem, half) * PIECE_BYTES if not on_device else 0
+    if half.turns > 1:
+        systems += slots(problem, half) * problem.system_bytes
+        pieces += at_once * PIECE_BYTES
     own_is_part = on_device and grid.groups == 1 and half.turns == 1
     return {
         "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.turns > 1 else 1),
-        "solutions": solved * (1 if on_device else 2),
+        "solutions": solved * (1 if on_device else 3 if problem.begins else 2),
         "factors": share.own * width if on_device else 0,
         "ratings": share.entries * problem.entry_bytes,
-        "rows": share.own * ROW_BYTES,
+        "rows": share.own * (ROW_BYTES + problem.itemsize) + pieces,
         "systems": systems,
     }
 
@@ -475,8 +533,10 @@ def check_rank(plan: ScalePlan, layout: Layout, rank: int, entries: int) -> None
     counts = {side: layout.counts(side, range(rank, rank + 1))[0] for side in SIDES}
     for side, planned in plan.halves.items():
         grid, (first, last) = layout.grids[side], layout.columns(side, rank)
-        half = replace(planned, parts=grid.splits, batches=max(planned.batches, grid.groups))
-        share = Share(last - first, counts[side], sum(counts.values()), entries)
+        half = replace(planned, batches=max(planned.batches, grid.groups))
+        if planned.turns == 1:
+            half = replace(half, parts=grid.splits)
+        share = Share(-(-(last - first) // half.turns), counts[side], sum(counts.values()), entries)
         sizes = half_bytes(plan.problem, half, plan.ratings, plan.factors, share)
         if sum(sizes.values()) <= plan.memory:
             continue
@@ -517,6 +577,8 @@ def half_seconds(
     if half.turns > 1:  # sums of a row part are read and written again in each turn
         again = 2 * half.turns * rows / grid.groups * problem.system_bytes
         seconds["turns"] = again / machine.copy + half.turns * half.waves * machine.launch
+    elif factors != "device":
+        seconds["turns"] = half.waves * machine.launch
     load = 0.0
     if factors != "device":
         loads = half.waves if half.turns > 1 else 1  # a part that does not stay comes again for each wave of rows
@@ -576,7 +638,10 @@ def fewest_batches(
 
 
 def _turns(gpus: int, fixed: int) -> Iterator[list[int]]:
-    """Candidates for p by the number of turns: divisors of the number of GPUs stay there; beyond, turns of all GPUs."""
+    """Candidates for p by the number of turns: divisors of the number of GPUs stay there; beyond, turns of all GPUs.
+
+    Model parallel, each GPU takes the turns of one.
+    """
     yield [d for d in range(1, gpus + 1) if gpus % d == 0]
     parts = 2 * gpus
     while parts <= min(fixed, MOST_PARTS):
@@ -585,21 +650,43 @@ def _turns(gpus: int, fixed: int) -> Iterator[list[int]]:
 
 
 def _best_half(
-    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, factors: Place, memory: float
+    problem: Problem,
+    machine: Machine,
+    gpus: int,
+    side: Side,
+    ratings: Place,
+    factors: Place,
+    memory: float,
+    splits: int = 0,
 ) -> HalfPlan | None:
     """The fastest of those with the fewest turns: what stays on a GPU need not come again (cuMF 4.3)."""
-    for candidates in _turns(gpus, sum(problem.shape) - problem.rows(side)):
+    for candidates in _turns(splits or gpus, sum(problem.shape) - problem.rows(side)):
+        if splits and factors == "device" and candidates != [1]:
+            return None  # parts that take turns come from the host
         halves = [
-            fewest_batches(problem, machine, HalfPlan(side, parts, 1, gpus), ratings, factors, memory)
-            for parts in candidates
+            fewest_batches(problem, machine, half, ratings, factors, memory)
+            for half in _candidates(side, candidates, gpus, splits, ratings)
         ]
         if any(half is not None for half in halves):
             return min((half for half in halves if half is not None), key=lambda half: half.total)
     return None
 
 
+def _candidates(side: Side, parts: list[int], gpus: int, splits: int, ratings: Place) -> Iterator[HalfPlan]:
+    """Half sweeps with so many parts; where they are to be fitted, with the row parts that a fit loads at a time."""
+    loads = SLAB_BUFFERS if splits and ratings != "device" else 2
+    for count in parts:
+        yield HalfPlan(side, count, 1, gpus, loads=loads, splits=splits)
+
+
 def plan_scale(
-    problem: Problem, gpus: int, memory: int | None = None, machine: Machine = H200, host_bytes: int | None = None
+    problem: Problem,
+    gpus: int,
+    memory: int | None = None,
+    machine: Machine = H200,
+    host_bytes: int | None = None,
+    *,
+    model_parallel_only: bool = False,
 ) -> ScalePlan:
     """The fastest partition that fits; of those that are near, the one that moves least.
 
@@ -612,6 +699,8 @@ def plan_scale(
     machine : Machine
     host_bytes : int, optional
         Host memory. Default: the machine's.
+    model_parallel_only : bool
+        Each GPU solves its own rows, with all parts of the fixed side: what fits do where anything is streamed.
 
     Raises
     ------
@@ -620,11 +709,12 @@ def plan_scale(
     """
     memory = machine.memory_bytes if memory is None else memory
     host = machine.host_bytes if host_bytes is None else host_bytes
-    plan = _fastest(problem, gpus, memory, machine, host)
+    splits = 1 if model_parallel_only else 0
+    plan = _fastest(problem, gpus, memory, machine, host, splits)
     if plan is not None:
         return plan
     needed = memory
-    while (found := _fastest(problem, gpus, needed, machine, host)) is None:
+    while (found := _fastest(problem, gpus, needed, machine, host, splits)) is None:
         needed *= 2
     raise MemoryBudgetError(
         f"{problem.shape[0]:,} x {problem.shape[1]:,} with {problem.nnz:,} entries and {problem.factors} factors does "
@@ -633,7 +723,7 @@ def plan_scale(
     )
 
 
-def _fastest(problem: Problem, gpus: int, memory: int, machine: Machine, host: int) -> ScalePlan | None:
+def _fastest(problem: Problem, gpus: int, memory: int, machine: Machine, host: int, splits: int) -> ScalePlan | None:
     usable = int(memory * (1 - HEADROOM))
     both = 2 * problem.nnz * problem.entry_bytes + 2 * sum(problem.shape) * problem.row_bytes
     away: Place = "host" if both <= host else "disk"
@@ -641,7 +731,9 @@ def _fastest(problem: Problem, gpus: int, memory: int, machine: Machine, host: i
     ratings_on: tuple[Place, Place] = ("device", away)
     factors_on: tuple[Place, Place] = ("device", "host")
     for ratings, factors in itertools.product(ratings_on, factors_on):
-        found = {side: _best_half(problem, machine, gpus, side, ratings, factors, usable) for side in SIDES}
+        if splits and (ratings, factors) == ("device", "host"):
+            continue  # not fitted
+        found = {side: _best_half(problem, machine, gpus, side, ratings, factors, usable, splits) for side in SIDES}
         halves = {side: half for side, half in found.items() if half is not None}
         if len(halves) == len(SIDES):
             plans.append(ScalePlan(problem, machine, gpus, usable, ratings, factors, halves))
@@ -680,6 +772,39 @@ def plan_streamed_ranks(
             return None
         halves[side] = found
     return ScalePlan(problem, machine, gpus, memory, ratings, "device", halves)
+
+
+def plan_host_ranks(
+    problem: Problem, gpus: int, memory: int, ratings: Place, slab: int, machine: Machine = H200
+) -> ScalePlan | None:
+    """Model parallel with factors on the host, and ratings that come in row parts of at most `slab` entries.
+
+    None if not even the smallest parts fit.
+    """
+    least = -(-problem.nnz // slab)
+    halves: dict[Side, HalfPlan] = {}
+    for side in SIDES:
+        found = _fastest_turns(problem, machine, gpus, side, ratings, memory, least)
+        if found is None:
+            return None
+        halves[side] = found
+    return ScalePlan(problem, machine, gpus, memory, ratings, "host", halves)
+
+
+def _fastest_turns(
+    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, memory: int, least: int
+) -> HalfPlan | None:
+    """The half sweep whose number of turns is predicted to be fastest: more of them leave room for more rows."""
+    best: HalfPlan | None = None
+    parts, fixed = 1, sum(problem.shape) - problem.rows(side)
+    while parts <= min(fixed, MOST_PARTS):
+        half = HalfPlan(side, parts, 1, gpus, loads=SLAB_BUFFERS, splits=1)
+        found = fewest_batches(problem, machine, half, ratings, "host", memory, least)
+        if best is not None and (found is None or found.total >= best.total):
+            break
+        best = found
+        parts = parts // 3 * 4 if parts % 3 == 0 else max(parts + 1, parts * 3 // 2)  # 1, 2, 3, 4, 6, 8, 12 ...
+    return best
 
 
 def as_record(plan: ScalePlan) -> dict[str, Any]:
