@@ -502,8 +502,9 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
 def _with_scale(plan: Plan, scale: ScalePlan) -> Plan:
     """The plan with factors on the host."""
     fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
+    sizes = {name: size for name, size in fullest.bytes.items() if size}
     slots = min(slots_at_once(scale.problem, half) for half in scale.halves.values())
-    return replace(plan, scale=scale, bytes=fullest.bytes, batch_slots=slots)
+    return replace(plan, scale=scale, bytes=sizes, batch_slots=slots)
 
 
 def _spread(plan: Plan, free: int) -> ScalePlan:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from .._balance import balancing
 from .._objective import SIDES, Factors, Objective, Side, State
 from .._plan import Plan
 from ..cpu.als import check_status
+from ..scale.planner import slots_at_once
 from ..scale.slabs import MemorySlabs, Slabs, slab_entries
 from ..scale.store import StoreMatrix
 from . import fused, losses
@@ -175,12 +177,12 @@ class _Lent:
         self.__array_interface__ = table.__array_interface__
 
 
-def to_host(factors: Factors, tables: HostTables) -> HostFactors:
-    """Factors as a table."""
-    if isinstance(factors, HostFactors) and factors.table.shape == tables.shape:
+def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> HostFactors:
+    """Factors as a table of `width` columns: of `tables`, or a new one."""
+    if isinstance(factors, HostFactors) and factors.table.shape[1] == width:
         return factors
     given = factors.on_host()
-    table = tables.take()
+    table = np.empty((len(given), width), given.matrix.dtype) if tables is None else tables.take()
     fill_table(table, given)
     return HostFactors(table, given.matrix.shape[1], given.bias)
 
@@ -358,6 +360,7 @@ class HostHalf(StreamedHalf):
         assert plan.scale is not None
         half = plan.scale.halves[side]
         self.turns, self.buffers, self.copiers = half.turns, half.buffers if half.turns > 1 else 1, copiers
+        plan = replace(plan, batch_slots=slots_at_once(plan.scale.problem, half))
         super().__init__(device, side, slabs, objective, plan, None, names, ends)
         if isinstance(slabs, MemorySlabs):
             copiers.entries.pin(slabs.csr.indices)
@@ -502,7 +505,8 @@ class HostGpuALS(StreamedGpuALS):
             side: HostHalf(device, side, waves_of(matrices[side], side, plan), objective, plan, copiers)
             for side in SIDES
         }
-        self.inward = {side: to_host(state.side(side), self.halves[side].tables) for side in SIDES}
+        width = table_width(plan.rank, user_items.dtype)
+        self.inward = {side: to_host(state.side(side), width, self.halves[side].tables) for side in SIDES}
 
     def balance(self) -> None:
         """Change both sides to the basis of least penalty; the same predictions."""
@@ -510,7 +514,7 @@ class HostGpuALS(StreamedGpuALS):
             scales = {side: self.objective.row_scale(self.halves[side].degrees) for side in SIDES}
             users, items = (host_gram(self.device, self.inward[side], scales[side]) for side in SIDES)
             for side, basis in zip(SIDES, balancing(users, items), strict=True):
-                self.inward[side] = times(self.device, self.inward[side], basis, self.halves[side].tables)
+                self.inward[side] = host_times(self.device, self.inward[side], basis, self.halves[side].tables.take())
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
@@ -548,9 +552,9 @@ def host_squares(device: Device, factors: HostFactors) -> np.ndarray:
     return np.concatenate([np.zeros(0), *found])
 
 
-def times(device: Device, factors: HostFactors, basis: np.ndarray, tables: HostTables) -> HostFactors:
-    """A side in another basis."""
-    table = tables.take()
+def host_times(device: Device, factors: HostFactors, basis: np.ndarray, table: np.ndarray | None = None) -> HostFactors:
+    """A side in another basis, written to `table` or a new one."""
+    table = np.empty_like(factors.table) if table is None else table
     on_device, copier = device.upload(basis.astype(table.dtype)), device.copier()
     for rows in _pieces(factors):
         part = device.upload(factors.table[rows])

@@ -466,7 +466,8 @@ class Share:
     def mean(cls, problem: Problem, half: HalfPlan, ratings: Place) -> Share:
         """Of GPUs that all have the same."""
         rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
-        entries = half.loads * -(-problem.nnz // (half.parts * half.batches))
+        # a fit that takes turns has the entries of all parts meanwhile
+        entries = half.loads * -(-problem.nnz // ((half.splits or half.parts) * half.batches))
         if ratings == "device":
             entries = 2 * -(-problem.nnz // half.gpus)
         return cls(-(-fixed // half.parts), -(-rows // half.gpus), -(-(rows + fixed) // half.gpus), entries)
