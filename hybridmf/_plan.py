@@ -531,6 +531,7 @@ def host_problem(plan: Plan) -> Problem:
         segment=plan.segment,
         biases=plan.rank > plan.factors,
         begins=plan.solver != "cholesky",
+        on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
     )
 
 

@@ -512,7 +512,8 @@ class HostGpuALS(StreamedGpuALS):
         """Change both sides to the basis of least penalty; the same predictions."""
         with self.device.active():
             scales = {side: self.objective.row_scale(self.halves[side].degrees) for side in SIDES}
-            users, items = (host_gram(self.device, self.inward[side], scales[side]) for side in SIDES)
+            count = self.plan.factors
+            users, items = (host_gram(self.device, self.inward[side], scales[side])[:count, :count] for side in SIDES)
             for side, basis in zip(SIDES, balancing(users, items), strict=True):
                 self.inward[side] = host_times(self.device, self.inward[side], basis, self.halves[side].tables.take())
 
@@ -535,12 +536,11 @@ def _pieces(factors: HostFactors) -> Iterator[slice]:
 
 
 def host_gram(device: Device, factors: HostFactors, weights: np.ndarray | None = None) -> np.ndarray:
-    """`exact_gram` of a side on the host, its columns that are factors."""
-    total = np.zeros((factors.factors, factors.factors))
+    """`exact_gram` of a side on the host."""
+    total = np.zeros((factors.table.shape[1],) * 2)
     for rows in _pieces(factors):
         own = None if weights is None else device.upload(weights[rows].astype(factors.table.dtype))
-        gram = exact_gram(device, device.upload(factors.table[rows]), own)
-        total += gram[: factors.factors, : factors.factors]
+        total += exact_gram(device, device.upload(factors.table[rows]), own)
     return total
 
 

@@ -85,7 +85,7 @@ class GpuWorker:
     ) -> np.ndarray:
         """Gram matrix in float64."""
         if isinstance(factors, HostFactors):
-            return turns.host_gram(self.device, factors, weights)
+            return turns.host_gram(self.device, factors, weights)[: plan.factors, : plan.factors].copy()
         on_device = None if weights is None else self.device.upload(weights)
         return als.exact_gram(self.device, factors.table, on_device)[: plan.factors, : plan.factors].copy()
 

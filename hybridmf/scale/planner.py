@@ -191,6 +191,8 @@ class Problem:
         Whether rows of factors have a bias beside them.
     begins : bool
         Whether solutions begin with the last ones.
+    on_chip : bool
+        Whether rows of one segment are solved where they are summed, if the fixed side is there as a whole.
     """
 
     shape: tuple[int, int]
@@ -201,6 +203,7 @@ class Problem:
     segment: int = 0
     biases: bool = False
     begins: bool = False
+    on_chip: bool = False
 
     def rows(self, side: Side) -> int:
         """Rows of a side."""
@@ -474,9 +477,10 @@ class Share:
 
 
 def slots(problem: Problem, half: HalfPlan) -> int:
-    """Sums of a row part: one for each row, and more for rows longer than a segment."""
+    """Sums of a row part that go through memory: one for each row, and more for rows longer than a segment."""
     rows, entries = -(-problem.rows(half.side) // half.batches), -(-problem.nnz // half.batches)
-    return rows + (entries // problem.segment if problem.segment else 0)
+    cuts = entries // problem.segment if problem.segment else 0
+    return 2 * cuts + 1 if problem.on_chip and half.turns == 1 else rows + cuts
 
 
 def slots_at_once(problem: Problem, half: HalfPlan) -> int:
