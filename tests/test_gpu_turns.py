@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from conftest import planted
 from test_als import OBJECTIVES
 from test_gpu_als import FITS, Problem, check_solution, gpu, on_a_gpu, plan_on, row_errors  # noqa: F401
-from test_gpu_stream import assert_same_fit
+from test_gpu_stream import NETFLIX, assert_same_fit, plan_of
 
 import hybridmf as hmf
 from hybridmf import _plan
@@ -414,15 +414,8 @@ def test_parts_cover_the_fixed_side(rows, parts):
 
 # ------------------------------------------------------------------------------------------------ plans
 
-NETFLIX = ((480_189, 17_770), 99_072_112)
 
-
-def plan_of(limit: int, **options: Any) -> Plan:
-    model = hmf.ImplicitALS(**({"factors": 64, "device": "cuda", "gpu_memory_limit": limit} | options))
-    return make_plan(model._objective(), model._settings(), *NETFLIX)
-
-
-def test_a_plan_falls_from_the_gpu_to_the_host_to_turns(gpu):  # noqa: F811
+def test_a_plan_falls_from_the_gpu_to_the_host_to_turns():
     limits = {8 << 30: "", 300_000_000: "ratings", 200_000_000: "factors", 60_000_000: "turns"}
     for limit, away in limits.items():
         plan = plan_of(limit)
@@ -439,12 +432,12 @@ def test_a_plan_falls_from_the_gpu_to_the_host_to_turns(gpu):  # noqa: F811
     assert "fixed side streamed in" in text and "on each" not in text
 
 
-def test_moving_factors_takes_time(gpu):  # noqa: F811
+def test_moving_factors_takes_time():
     costs = [cost_of(plan_of(limit), Machine()).iteration for limit in (8 << 30, 300_000_000, 200_000_000, 60_000_000)]
     assert costs == sorted(costs) and costs[-1] > 1.1 * costs[1]
 
 
-def test_what_keeps_all_on_the_gpu_is_named(gpu):  # noqa: F811
+def test_what_keeps_all_on_the_gpu_is_named():
     for options, message in (
         ({"assembly": "bals"}, 'assembly="bals" needs ratings and factors on the GPU, assembly="auto" streams them'),
         ({"reorder": "both"}, 'reorder= needs ratings and factors on the GPU, reorder="none" streams them'),
@@ -455,7 +448,7 @@ def test_what_keeps_all_on_the_gpu_is_named(gpu):  # noqa: F811
         check_memory(plan_of(1_000_000))
 
 
-def test_a_host_without_room_is_named(gpu, monkeypatch):  # noqa: F811
+def test_a_host_without_room_is_named(monkeypatch):
     plan = plan_of(200_000_000)
     monkeypatch.setattr(_plan, "available_memory", lambda: plan.host_bytes - 1)
     with pytest.raises(MemoryBudgetError, match=r"in the memory of the host they need about 243\.1 MiB"):
