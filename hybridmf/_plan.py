@@ -79,6 +79,9 @@ GPU_SEGMENT = 16384
 GPU_BATCH_BYTES = 2 << 30
 """Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
 
+HOST_BATCH_BYTES = 256 << 20
+"""The same where factors come from the host: rows that are there together save loads, these only launches."""
+
 STREAM_BUFFERS = SLAB_BUFFERS
 """Slabs on a GPU at a time."""
 
@@ -522,6 +525,7 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
 
 def host_problem(plan: Plan) -> Problem:
     """Sizes that decide in which parts factors come from the host."""
+    assert plan.gpu is not None
     return Problem(
         (plan.n_users, plan.n_items),
         plan.nnz,
@@ -532,6 +536,7 @@ def host_problem(plan: Plan) -> Problem:
         biases=plan.rank > plan.factors,
         begins=plan.solver != "cholesky",
         on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
+        batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
     )
 
 

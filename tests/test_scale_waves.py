@@ -49,6 +49,10 @@ LIMIT = 18_000
 """Too little for the share of MATRIX of one of two or four GPUs, enough for an eighth of it at a time."""
 
 
+HOST_LIMIT = 6_000
+"""Too little for the share of the factors of MATRIX of one of two GPUs."""
+
+
 @pytest.fixture
 def store(tmp_path: Any) -> hmf.Store:
     """MATRIX in slabs of at most 120 entries."""
@@ -253,10 +257,6 @@ def test_partitions_that_no_fit_serves(gpus: Machine) -> None:
             multi(MATRIX, gpus(2), changed)
 
 
-HOST_LIMIT = 6_000
-"""Too little for the share of the factors of MATRIX of one of two GPUs."""
-
-
 @pytest.mark.parametrize("name", ["implicit", "biases", "implicit cg"])
 def test_factors_stay_on_the_host(name: str, gpus: Machine, store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     names = gpus(2)
@@ -385,9 +385,10 @@ def test_more_ranks_than_rows(gpus: Machine, tmp_path: Any) -> None:
 # ------------------------------------------------------------------------------------------------- ranks by themselves
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize(("device", "limit"), [("cpu", None), ("cuda:0", LIMIT), ("cuda:0", HOST_LIMIT)])
 def test_ranks_of_processes_stream_their_part_of_a_store(
     device: str,
+    limit: int | None,
     store: hmf.Store,
     gpus: Machine,
     monkeypatch: pytest.MonkeyPatch,
@@ -395,11 +396,11 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
 ) -> None:
     names = gpus(2)
     monkeypatch.setattr(spmd, "_worker", _on(names) if device != "cpu" else spmd._worker)
-    free = 10**6 if device == "cpu" else 1000  # too little to hold the store for the GPUs
+    free = 10**6 if device == "cpu" else 10_000  # too little to hold the store for the GPUs
     monkeypatch.setattr(_plan, "available_memory", lambda: free)
     monkeypatch.setattr(StoreMatrix, "load", None)
     options = {"iterations": 2, "random_state": 0, "device": "cpu"}
-    limited = {"gpu_memory_limit": LIMIT} if device != "cpu" else {}
+    limited = {"gpu_memory_limit": limit} if limit else {}
 
     def run(communicator: Any) -> Any:
         ratings = StoredRatings(store, np.float32, drop_zeros=False)
@@ -409,6 +410,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
 
     model = run_ranks(2, run, timeout=60)[0]
     assert model.plan_.streamed == "disk" and no_loaders()
+    assert model.plan_.factors_on_host == (limit == HOST_LIMIT)
     monkeypatch.setattr(_plan, "available_memory", lambda: 10**9)
     kind = {"device": device.partition(":")[0]}
     alone = MODELS["explicit"](**options | kind).fit(MATRIX, callback=lambda model, record: None)

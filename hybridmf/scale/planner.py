@@ -59,6 +59,9 @@ NEAR = 1.05
 
 MOST_PARTS = 1 << 20
 
+MOST_TURNS = 64
+"""Turns that are tried where fewer would do: more of them leave room for more rows, but sums are read again in each."""
+
 Place = Literal["device", "host", "disk"]
 
 
@@ -193,6 +196,8 @@ class Problem:
         Whether solutions begin with the last ones.
     on_chip : bool
         Whether rows of one segment are solved where they are summed, if the fixed side is there as a whole.
+    batch : int
+        Bytes of sums that are made at a time.
     """
 
     shape: tuple[int, int]
@@ -204,6 +209,7 @@ class Problem:
     biases: bool = False
     begins: bool = False
     on_chip: bool = False
+    batch: int = BATCH_BYTES
 
     def rows(self, side: Side) -> int:
         """Rows of a side."""
@@ -485,7 +491,7 @@ def slots(problem: Problem, half: HalfPlan) -> int:
 
 def slots_at_once(problem: Problem, half: HalfPlan) -> int:
     """Of these, as many as are made at a time."""
-    most = CHUNK_BYTES if half.turns > 1 else BATCH_BYTES
+    most = min(CHUNK_BYTES, problem.batch) if half.turns > 1 else problem.batch
     return max(1, min(slots(problem, half), most // problem.system_bytes))
 
 
@@ -802,12 +808,11 @@ def _fastest_turns(
     """The half sweep whose number of turns is predicted to be fastest: more of them leave room for more rows."""
     best: HalfPlan | None = None
     parts, fixed = 1, sum(problem.shape) - problem.rows(side)
-    while parts <= min(fixed, MOST_PARTS):
+    while parts <= min(fixed, MOST_TURNS) or (best is None and parts <= min(fixed, MOST_PARTS)):
         half = HalfPlan(side, parts, 1, gpus, loads=SLAB_BUFFERS, splits=1)
         found = fewest_batches(problem, machine, half, ratings, "host", memory, least)
-        if best is not None and (found is None or found.total >= best.total):
-            break
-        best = found
+        if found is not None and (best is None or found.total < best.total):
+            best = found
         parts = parts // 3 * 4 if parts % 3 == 0 else max(parts + 1, parts * 3 // 2)  # 1, 2, 3, 4, 6, 8, 12 ...
     return best
 
