@@ -294,7 +294,7 @@ def _gpu_iteration(plan: Plan, rates: GpuRates) -> float:
     if plan.scale is not None and plan.factors_on_host:
         halves = plan.scale.halves.values()
         moved = max(moved, sum(half.seconds["from host"] for half in halves))
-        seconds += sum(half.seconds["turns"] for half in halves)
+        seconds += sum(half.seconds.get(name, 0.0) for half in halves for name in ("turns", "waves"))
     return max(seconds, moved)
 
 

@@ -520,7 +520,12 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
         return scale
     place: Place = "disk" if stored and not _host_has_room(plan) else "host"
     streamed = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
-    return streamed or plan_host_ranks(host_problem(plan), ranks, free, place, STREAM_SLAB) or scale
+    return streamed or plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place)) or scale
+
+
+def _host_slab(plan: Plan, place: Place) -> int:
+    """Entries of a slab where factors are on the host: of the store that is read, or what copies and launches want."""
+    return plan.slab if place == "disk" else STREAM_SLAB
 
 
 def host_problem(plan: Plan) -> Problem:
@@ -687,7 +692,7 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
 
 def _gpu_host(plan: Plan, spec: DeviceSpec, place: Place) -> Plan | None:
     """The plan with factors in the memory of the host and ratings from `place`; None if not even that fits."""
-    scale = plan_host_ranks(host_problem(plan), 1, spec.free_bytes, place, STREAM_SLAB)
+    scale = plan_host_ranks(host_problem(plan), 1, spec.free_bytes, place, _host_slab(plan, place))
     if scale is None:
         return None
     notes = (*plan.notes, "the factors do not fit on the GPU: they stay in the memory of the host")

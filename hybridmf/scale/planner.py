@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -509,10 +509,10 @@ def half_bytes(
         solved = share.solved * width + (0 if ratings == "device" else solved)
     at_once = slots_at_once(problem, half)
     systems = at_once * problem.system_bytes
-    pieces = slots(problem, half) * PIECE_BYTES if not on_device else 0
+    pieces = 0 if on_device else at_once * PIECE_BYTES
     if half.turns > 1:
         systems += slots(problem, half) * problem.system_bytes
-        pieces += at_once * PIECE_BYTES
+        pieces += slots(problem, half) * PIECE_BYTES
     own_is_part = on_device and grid.groups == 1 and half.turns == 1
     return {
         "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.turns > 1 else 1),
@@ -589,7 +589,7 @@ def half_seconds(
         again = 2 * half.turns * rows / grid.groups * problem.system_bytes
         seconds["turns"] = again / machine.copy + half.turns * half.waves * machine.launch
     elif factors != "device":
-        seconds["turns"] = half.waves * machine.launch
+        seconds["waves"] = half.waves * machine.launch
     load = 0.0
     if factors != "device":
         loads = half.waves if half.turns > 1 else 1  # a part that does not stay comes again for each wave of rows
@@ -609,7 +609,7 @@ def _total(half: HalfPlan, seconds: dict[str, float], machine: Machine) -> float
     Sums are sent on a stream beside the one that makes the next ones, but the kernels that make them fill the GPU until
     they end: on H200s both took as long as one after the other.
     """
-    work = seconds["assembly"] + seconds["solve"] + seconds.get("turns", 0.0) + seconds.get("reduce-scatter", 0.0)
+    work = sum(seconds.get(name, 0.0) for name in ("assembly", "solve", "turns", "waves", "reduce-scatter"))
     loading = max(seconds.get("from host", 0.0), seconds.get("from disk", 0.0))
     if half.turns > 1 and half.buffers == 1:
         work += loading
@@ -649,10 +649,7 @@ def fewest_batches(
 
 
 def _turns(gpus: int, fixed: int) -> Iterator[list[int]]:
-    """Candidates for p by the number of turns: divisors of the number of GPUs stay there; beyond, turns of all GPUs.
-
-    Model parallel, each GPU takes the turns of one.
-    """
+    """Candidates for p by the number of turns: divisors of the number of GPUs stay there; beyond, turns of all GPUs."""
     yield [d for d in range(1, gpus + 1) if gpus % d == 0]
     parts = 2 * gpus
     while parts <= min(fixed, MOST_PARTS):
@@ -661,33 +658,29 @@ def _turns(gpus: int, fixed: int) -> Iterator[list[int]]:
 
 
 def _best_half(
-    problem: Problem,
-    machine: Machine,
-    gpus: int,
-    side: Side,
-    ratings: Place,
-    factors: Place,
-    memory: float,
-    splits: int = 0,
+    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, factors: Place, memory: float
 ) -> HalfPlan | None:
     """The fastest of those with the fewest turns: what stays on a GPU need not come again (cuMF 4.3)."""
-    for candidates in _turns(splits or gpus, sum(problem.shape) - problem.rows(side)):
-        if splits and factors == "device" and candidates != [1]:
-            return None  # parts that take turns come from the host
+    for candidates in _turns(gpus, sum(problem.shape) - problem.rows(side)):
         halves = [
-            fewest_batches(problem, machine, half, ratings, factors, memory)
-            for half in _candidates(side, candidates, gpus, splits, ratings)
+            fewest_batches(problem, machine, HalfPlan(side, parts, 1, gpus), ratings, factors, memory)
+            for parts in candidates
         ]
         if any(half is not None for half in halves):
             return min((half for half in halves if half is not None), key=lambda half: half.total)
     return None
 
 
-def _candidates(side: Side, parts: list[int], gpus: int, splits: int, ratings: Place) -> Iterator[HalfPlan]:
-    """Half sweeps with so many parts; where they are to be fitted, with the row parts that a fit loads at a time."""
-    loads = SLAB_BUFFERS if splits and ratings != "device" else 2
-    for count in parts:
-        yield HalfPlan(side, count, 1, gpus, loads=loads, splits=splits)
+def _best_served(
+    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, factors: Place, memory: float
+) -> HalfPlan | None:
+    """The fastest of those that fits serve in which each GPU solves its own rows."""
+    if factors == "device":
+        half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS, splits=1)
+        return fewest_batches(problem, machine, half, ratings, factors, memory)
+    if ratings == "device":
+        return None
+    return _fastest_turns(problem, machine, gpus, side, ratings, memory, 1)
 
 
 def plan_scale(
@@ -720,12 +713,12 @@ def plan_scale(
     """
     memory = machine.memory_bytes if memory is None else memory
     host = machine.host_bytes if host_bytes is None else host_bytes
-    splits = 1 if model_parallel_only else 0
-    plan = _fastest(problem, gpus, memory, machine, host, splits)
+    best = _best_served if model_parallel_only else _best_half
+    plan = _fastest(problem, gpus, memory, machine, host, best)
     if plan is not None:
         return plan
     needed = memory
-    while (found := _fastest(problem, gpus, needed, machine, host, splits)) is None:
+    while (found := _fastest(problem, gpus, needed, machine, host, best)) is None:
         needed *= 2
     raise MemoryBudgetError(
         f"{problem.shape[0]:,} x {problem.shape[1]:,} with {problem.nnz:,} entries and {problem.factors} factors does "
@@ -734,7 +727,9 @@ def plan_scale(
     )
 
 
-def _fastest(problem: Problem, gpus: int, memory: int, machine: Machine, host: int, splits: int) -> ScalePlan | None:
+def _fastest(
+    problem: Problem, gpus: int, memory: int, machine: Machine, host: int, best: Callable[..., HalfPlan | None]
+) -> ScalePlan | None:
     usable = int(memory * (1 - HEADROOM))
     both = 2 * problem.nnz * problem.entry_bytes + 2 * sum(problem.shape) * problem.row_bytes
     away: Place = "host" if both <= host else "disk"
@@ -742,14 +737,12 @@ def _fastest(problem: Problem, gpus: int, memory: int, machine: Machine, host: i
     ratings_on: tuple[Place, Place] = ("device", away)
     factors_on: tuple[Place, Place] = ("device", "host")
     for ratings, factors in itertools.product(ratings_on, factors_on):
-        if splits and (ratings, factors) == ("device", "host"):
-            continue  # not fitted
-        found = {side: _best_half(problem, machine, gpus, side, ratings, factors, usable, splits) for side in SIDES}
+        found = {side: best(problem, machine, gpus, side, ratings, factors, usable) for side in SIDES}
         halves = {side: half for side, half in found.items() if half is not None}
         if len(halves) == len(SIDES):
             plans.append(ScalePlan(problem, machine, gpus, usable, ratings, factors, halves))
-    best = min((plan.seconds for plan in plans), default=0.0)
-    return next((plan for plan in plans if plan.seconds <= NEAR * best), None)
+    fastest = min((plan.seconds for plan in plans), default=0.0)
+    return next((plan for plan in plans if plan.seconds <= NEAR * fastest), None)
 
 
 def plan_ranks(
@@ -790,12 +783,15 @@ def plan_host_ranks(
 ) -> ScalePlan | None:
     """Model parallel with factors on the host, and ratings that come in row parts of at most `slab` entries.
 
+    Where parts of the fixed side take turns for each row part, row parts may be larger, unless they are a store's.
+
     None if not even the smallest parts fit.
     """
     least = -(-problem.nnz // slab)
+    usable = memory if gpus == 1 else int(memory * (1 - HEADROOM))  # a rank may own more rows than the mean
     halves: dict[Side, HalfPlan] = {}
     for side in SIDES:
-        found = _fastest_turns(problem, machine, gpus, side, ratings, memory, least)
+        found = _fastest_turns(problem, machine, gpus, side, ratings, usable, least)
         if found is None:
             return None
         halves[side] = found
@@ -803,14 +799,18 @@ def plan_host_ranks(
 
 
 def _fastest_turns(
-    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, memory: int, least: int
+    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, memory: float, least: int
 ) -> HalfPlan | None:
-    """The half sweep whose number of turns is predicted to be fastest: more of them leave room for more rows."""
+    """The half sweep whose number of turns is predicted to be fastest: more of them leave room for more rows.
+
+    `least`: row parts that there have to be, if not parts take turns and ratings are in memory.
+    """
     best: HalfPlan | None = None
     parts, fixed = 1, sum(problem.shape) - problem.rows(side)
     while parts <= min(fixed, MOST_TURNS) or (best is None and parts <= min(fixed, MOST_PARTS)):
         half = HalfPlan(side, parts, 1, gpus, loads=SLAB_BUFFERS, splits=1)
-        found = fewest_batches(problem, machine, half, ratings, "host", memory, least)
+        fewest = 1 if parts > 1 and ratings == "host" else least
+        found = fewest_batches(problem, machine, half, ratings, "host", memory, fewest)
         if found is not None and (best is None or found.total < best.total):
             best = found
         parts = parts // 3 * 4 if parts % 3 == 0 else max(parts + 1, parts * 3 // 2)  # 1, 2, 3, 4, 6, 8, 12 ...
