@@ -1,6 +1,7 @@
-"""What it costs to keep ratings outside of the memory they are worked on in: milliseconds an iteration of ALS.
+"""What it costs to keep ratings or factors outside of the memory they are worked on in: milliseconds an iteration.
 
     python bench/out_of_core.py                        on a GPU, Netflix's shape: about 2 minutes on an H200
+    python bench/out_of_core.py --away factors         factors on the host too, MSD's shape: within a minute on an H200
     python bench/out_of_core.py --device cpu           on the CPU, ML-10M's shape: about 2 minutes on 2 cores
     python bench/out_of_core.py --profile full         more ranks, implicit feedback too
     python bench/out_of_core.py --folder /fast/disk    where the store goes (it is removed at the end)
@@ -9,6 +10,11 @@ Alternatives take turns on the same factors: all ratings in the device's memory;
 slabs of a store on the disk, which the page cache serves where it is large enough (`--cold` drops the files from it
 before each iteration, by POSIX_FADV_DONTNEED). Before anything is timed, one iteration of each has to end with the same
 bits. "ratio" is against the ratings in the device's memory.
+
+With `--away factors` one alternative has a limit of memory below what the factors need, so that they come from the host
+as a whole in each half sweep, and one a limit below either side, so that parts of the users take turns. Each first runs
+an iteration with HYBRIDMF_GPU_MEMORY_LIMIT at its limit, which no allocation may pass. The first has to end with the
+same bits as a fit in the GPU's memory, the other with its objective to five digits and its factors to rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +22,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +37,8 @@ from hybridmf import _plan
 from hybridmf._plan import Plan, make_plan
 from hybridmf._solver import Solver
 from hybridmf.errors import DeviceError
+from hybridmf.gpu.device import MEMORY_LIMIT
+from hybridmf.scale.planner import as_record
 from hybridmf.scale.store import StoreMatrix
 
 CASES = {
@@ -37,6 +46,8 @@ CASES = {
     "full": [("explicit", 64), ("explicit", 100), ("implicit", 64), ("implicit", 100)],
 }
 CPU_FACTORS = 32
+AWAY_SHAPE = "msd"
+"""Where factors are away: many users and items for its entries, so that factors are most of the problem."""
 SHAPES = {"cuda": "netflix", "cpu": "ml-10m"}
 
 
@@ -149,6 +160,88 @@ def measure(feedback: str, factors: int, device: str, shape: str, folder: str, r
         record("out_of_core", line)
 
 
+def limits_of(matrix: Any, plan: Plan) -> dict[str, int]:
+    """Bytes that a fit with factors on the GPU cannot do with, and ones in which not even the users' have room."""
+    width = -(-plan.rank // 4) * 16
+    users, items = (rows * width for rows in matrix.shape)
+    return {"factors": int(0.9 * (users + items + max(users, items))), "turns": int(0.6 * max(users, items))}
+
+
+def limited_plan(model: Any, matrix: Any, limit: int | None) -> Plan:
+    """What a fit runs by on a GPU of so much memory."""
+    model.set_params(gpu_memory_limit=limit)
+    return make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
+
+
+def run_enforced(model: Any, arguments: tuple[Any, ...], plan: Plan, limit: int) -> None:
+    """One iteration in which no allocation may pass the limit."""
+    with environment(MEMORY_LIMIT, str(limit)):
+        iterate(model._solver(plan, *arguments, model._initial_state(*arguments, plan, model._objective()), 0))
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def check_near(expected: Solver, found: Solver, name: str) -> tuple[float, float]:
+    """Relative errors of the objective and of the users' factors; raise if they are more than rounding."""
+    one, other = expected.state.user.matrix, found.state.user.matrix
+    factors = float(np.linalg.norm(other - one) / np.linalg.norm(one))
+    objective = abs(found.objective_value() / expected.objective_value() - 1)
+    if objective > 1e-5 or factors > 1e-2:
+        raise click.ClickException(f"{name}: the objective differs by {objective:.1e}, factors by {factors:.1e}")
+    return objective, factors
+
+
+def measure_factors(feedback: str, factors: int, shape: str, repeats: int) -> None:
+    """Factors in the GPU's memory, on the host, and on the host in turns: check, time, print, record."""
+    from hybridmf.formats import transpose
+
+    matrix, model = data_of(feedback, shape, "cuda"), model_of(feedback, factors, "cuda")
+    arguments = (matrix, transpose(matrix))
+    memory = limited_plan(model, matrix, None)
+    limits = limits_of(matrix, memory)
+    chosen = {"memory": memory} | {name: limited_plan(model, matrix, limit) for name, limit in limits.items()}
+    for name, limit in limits.items():
+        turns = [half.turns for half in chosen[name].scale.halves.values()] if chosen[name].factors_on_host else []
+        if not turns or (max(turns) > 1) != (name == "turns"):
+            raise click.ClickException(f"{name}: {limit} bytes have another plan:\n{chosen[name]}")
+        run_enforced(model, arguments, chosen[name], limit)
+    state = model._initial_state(*arguments, memory, model._objective())
+    found, seconds = {}, {}
+    for name, plan in chosen.items():
+        started = time.perf_counter()
+        found[name] = model._solver(plan, *arguments, state, 0)
+        seconds[name] = time.perf_counter() - started
+    same_bits({name: found[name] for name in ("memory", "factors")})
+    iterate(found["turns"])
+    errors = {name: check_near(found["memory"], found[name], name) for name in limits}
+    runs: dict[str, Callable[[], Any]] = {name: lambda s=solver: iterate(s) for name, solver in found.items()}  # type: ignore[misc]
+    times = alternate(runs, repeats)
+    base = median(times["memory"])
+    for name, each in times.items():
+        plan = chosen[name]
+        one = median(each)
+        click.echo(f"{shape:8} {feedback:8} {factors:4}  {name:10} {1e3 * one:9.1f} ms  ratio {one / base:5.2f}")
+        line = {
+            "task": "factors away", "device": str(plan.gpu), "shape": shape, "nnz": matrix.nnz, "feedback": feedback,
+            "factors": factors, "from": name, "ms": [1e3 * second for second in each], "ratio": one / base,
+            "limit": limits.get(name), "planned_bytes": plan.total_bytes, "host_bytes": plan.host_bytes,
+            "set_up_s": seconds[name], "errors": errors.get(name),
+            "partition": None if plan.scale is None else as_record(plan.scale),
+        }  # fmt: skip
+        record("out_of_core", line)
+
+
 @click.command(help=__doc__)
 @click.option("--profile", type=click.Choice(list(CASES)), default="quick", show_default=True)
 @click.option("--device", type=click.Choice(list(SHAPES)), default="cuda", show_default=True)
@@ -156,9 +249,13 @@ def measure(feedback: str, factors: int, device: str, shape: str, folder: str, r
 @click.option("--folder", type=click.Path(exists=True, file_okay=False), help="[default: the system's temporary one]")
 @click.option("--cold", is_flag=True, help="Also with the files out of the page cache.")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
-def main(profile: str, device: str, shape: str | None, folder: str | None, cold: bool, repeats: int) -> None:
+@click.option("--away", type=click.Choice(["ratings", "factors"]), default="ratings", show_default=True)
+def main(profile: str, device: str, shape: str | None, folder: str | None, cold: bool, repeats: int, away: str) -> None:
     for feedback, factors in CASES[profile]:
         try:
+            if away == "factors":
+                measure_factors(feedback, factors, shape or AWAY_SHAPE, repeats)
+                continue
             rank = CPU_FACTORS if device == "cpu" else factors
             place = folder or tempfile.gettempdir()
             measure(feedback, rank, device, shape or SHAPES[device], place, repeats, cold)

@@ -1,4 +1,5 @@
-// rows.cu - sums of rows that were assembled in pieces, and how large the elements of a table's rows are
+// rows.cu - sums of rows that were assembled in pieces, how large the elements of a table's rows are, and which entries
+//           of a row belong to a part of the columns
 // add_pieces
 //   grid  : (listed rows, parts of a row)     block : THREADS, 16 bytes a thread where rows are whole 16 bytes
 //   shapes: sums (n_slots, length)  rows (n_listed,): the slot of a row and its first piece  slots (n_listed + 1,): where
@@ -10,7 +11,11 @@
 //   result: found[0] = bits of the largest |element|; found[1] = LARGEST_BITS minus the bits of the least of the rows'
 //           own largest |element|, rows of zeros left out; found[2] = 1 if any status is not 0. Bits of numbers that are
 //           not negative are ordered as the numbers are, and a NaN is above all.
-// traffic: each piece once in, each row once out; the table once in
+// clip_segments
+//   grid  : any number of blocks     block : THREADS, a thread a segment
+//   shapes: clipped, segments (n_segments, 3): slot, begin, end; indices (nnz,), ascending within each segment
+//   result: slot - first_slot, and the entries of each segment whose index lies in 0 ... columns - 1; begin == end if none
+// traffic: each piece once in, each row once out; the table once in; a few indices a segment
 #include "common.cuh"
 
 #ifndef VECTOR
@@ -70,4 +75,25 @@ row_range(unsigned* __restrict__ found, const float* __restrict__ table, int64 n
     }
     for (int64 row = int64(blockIdx.x) * THREADS + threadIdx.x; row < n_solved; row += int64(gridDim.x) * THREADS)
         if (status[row]) atomicMax(&found[2], 1u);
+}
+
+// First of the entries begin ... end whose index is at least `bound`; end if there is none.
+__device__ __forceinline__ int64 first_at_least(const int* __restrict__ indices, int64 begin, int64 end, int bound) {
+    while (begin < end) {
+        const int64 middle = begin + (end - begin) / 2;
+        if (indices[middle] < bound) begin = middle + 1;
+        else end = middle;
+    }
+    return begin;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+clip_segments(int64* __restrict__ clipped, const int64* __restrict__ segments, const int* __restrict__ indices,
+              int64 n_segments, int64 first_slot, int columns) {
+    for (int64 k = int64(blockIdx.x) * THREADS + threadIdx.x; k < n_segments; k += int64(gridDim.x) * THREADS) {
+        const int64 end = segments[3 * k + 2], begin = first_at_least(indices, segments[3 * k + 1], end, 0);
+        clipped[3 * k] = segments[3 * k] - first_slot;
+        clipped[3 * k + 1] = begin;
+        clipped[3 * k + 2] = first_at_least(indices, begin, end, columns);
+    }
 }

@@ -290,8 +290,12 @@ def _gpu_iteration(plan: Plan, rates: GpuRates) -> float:
     if not plan.streamed or plan.resident:
         return seconds
     # copies go on beside the kernels: the slower of both decides
-    moved = 2 * plan.nnz * (4 + _itemsize(plan))
-    return max(seconds, moved / (PINNED_BYTES if plan.streamed == "host" else rates.upload_bytes))
+    moved = 2 * plan.nnz * (4 + _itemsize(plan)) / (PINNED_BYTES if plan.streamed == "host" else rates.upload_bytes)
+    if plan.scale is not None and plan.factors_on_host:
+        halves = plan.scale.halves.values()
+        moved = max(moved, sum(half.seconds["from host"] for half in halves))
+        seconds += sum(half.seconds.get(name, 0.0) for half in halves for name in ("turns", "waves"))
+    return max(seconds, moved)
 
 
 def _gpu_als(plan: Plan, rates: GpuRates) -> float:

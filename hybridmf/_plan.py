@@ -26,7 +26,17 @@ from .errors import DeviceError, DeviceMemoryError, MemoryBudgetError
 from .gpu import assemblies, fused
 from .gpu.device import DeviceSpec, parse_bytes
 from .scale.grid import Grid
-from .scale.planner import H200, SLAB_BUFFERS, Place, Problem, ScalePlan, plan_ranks, plan_streamed_ranks
+from .scale.planner import (
+    H200,
+    SLAB_BUFFERS,
+    Place,
+    Problem,
+    ScalePlan,
+    plan_host_ranks,
+    plan_ranks,
+    plan_streamed_ranks,
+    slots_at_once,
+)
 
 if TYPE_CHECKING:
     from ._objective import Objective, Side
@@ -68,6 +78,9 @@ GPU_SEGMENT = 16384
 
 GPU_BATCH_BYTES = 2 << 30
 """Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
+
+HOST_BATCH_BYTES = 256 << 20
+"""The same where factors come from the host: rows that are there together save loads, these only launches."""
 
 STREAM_BUFFERS = SLAB_BUFFERS
 """Slabs on a GPU at a time."""
@@ -212,7 +225,7 @@ class Plan:
     devices : tuple of str
         Of each rank, where there are several; `device` is then the first, which serves the fitted model.
     scale : ScalePlan or None
-        How ALS spreads over several GPUs.
+        How ALS spreads over several GPUs; on one, in which parts factors come that are in the memory of the host.
     facts : Facts or None
         What is known of the degrees of the data.
     estimates : tuple of Estimate
@@ -266,6 +279,19 @@ class Plan:
             return self.scale.grids
         grid = Grid(1, max(1, len(self.devices)))
         return {"user": grid, "item": grid}
+
+    @property
+    def factors_on_host(self) -> bool:
+        """Whether factors are in the memory of the host, and on a GPU only while they are worked with."""
+        return self.scale is not None and self.scale.factors == "host"
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the host that factors take which stay there: those of a half sweep beside the ones before."""
+        if self.scale is None or not self.factors_on_host:
+            return 0
+        gathered = max(1, len(self.devices)) * max(self.n_users, self.n_items) if self.devices else 0
+        return (2 * (self.n_users + self.n_items) + gathered) * self.scale.problem.row_bytes
 
     @property
     def row_cost(self) -> float:
@@ -339,13 +365,15 @@ class Plan:
             f"solver    {solver if self.method is None else self.method}",
             f"kernels   {self._kernels()}",
             f"work      {self.flops_per_iteration / 1e9:,.1f} GFLOP per iteration",
-            f"memory    {mib(self.total_bytes)}{' on each' if self.scale else ''}: "
+            f"memory    {mib(self.total_bytes)}{' on each' if self.devices and self.scale else ''}: "
             + ", ".join(f"{name} {mib(size)}" for name, size in self.bytes.items()),
         ]
         if self.streamed:
             once = ", once: they stay on the GPU" if self.resident else ""
             lines.append(f"streamed  from {self.streamed} in slabs of up to {self.slab:,} entries{once}")
         lines += [f"estimate  {text}" for text in dispatch.estimate_lines(self.estimates)]
+        if self.host_bytes:
+            lines.append(f"host      {mib(self.host_bytes)}: factors, old and new; they come to the GPU in parts")
         if self.scale is not None:
             lines += [str(half) for half in self.scale.halves.values()]
             lines.append(f"predicted {self.scale.seconds:.3g} s per iteration")
@@ -466,10 +494,20 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
     free = plan.gpu.free_bytes
     scale = _spread(plan, free)
     plan = _placed(plan, scale)
+    if scale.factors == "host":
+        return _with_scale(plan, scale)
     fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
     left = min(GPU_BATCH_BYTES, max(0, free - scale.bytes_per_gpu + fullest.bytes["systems"]))
     slots = max(left // _slot_bytes(plan), plan.tile_rows, 1)
     return replace(plan, scale=scale, bytes=fullest.bytes, batch_slots=slots)
+
+
+def _with_scale(plan: Plan, scale: ScalePlan) -> Plan:
+    """The plan with factors on the host."""
+    fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
+    sizes = {name: size for name, size in fullest.bytes.items() if size}
+    slots = min(slots_at_once(scale.problem, half) for half in scale.halves.values())
+    return replace(plan, scale=scale, bytes=sizes, batch_slots=slots)
 
 
 def _spread(plan: Plan, free: int) -> ScalePlan:
@@ -481,7 +519,30 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
     if scale.bytes_per_gpu <= free or plan.tile_rows or plan.reorder != "none":
         return scale
     place: Place = "disk" if stored and not _host_has_room(plan) else "host"
-    return plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB) or scale
+    streamed = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
+    return streamed or plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place)) or scale
+
+
+def _host_slab(plan: Plan, place: Place) -> int:
+    """Entries of a slab where factors are on the host: of the store that is read, or what copies and launches want."""
+    return plan.slab if place == "disk" else STREAM_SLAB
+
+
+def host_problem(plan: Plan) -> Problem:
+    """Sizes that decide in which parts factors come from the host."""
+    assert plan.gpu is not None
+    return Problem(
+        (plan.n_users, plan.n_items),
+        plan.nnz,
+        plan.rank,
+        np.dtype(plan.dtype).itemsize,
+        sums=_slot_bytes(plan),
+        segment=plan.segment,
+        biases=plan.rank > plan.factors,
+        begins=plan.solver != "cholesky",
+        on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
+        batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
+    )
 
 
 def _placed(plan: Plan, scale: ScalePlan) -> Plan:
@@ -489,7 +550,9 @@ def _placed(plan: Plan, scale: ScalePlan) -> Plan:
     if scale.ratings == "device":
         return replace(plan, resident=bool(plan.streamed))
     notes = plan.notes
-    if not plan.streamed:
+    if scale.factors == "host":
+        notes = (*notes, "the factors do not fit on the GPUs: they stay in the memory of the host")
+    elif not plan.streamed:
         notes = (*notes, _streaming_note(plan, f"{scale.gpus} GPUs"))
     return replace(plan, streamed=scale.ratings, slab=max(map(scale.slab, scale.halves)), notes=notes)
 
@@ -622,7 +685,19 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     if not dispatch.memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
         return whole
     streamed = _gpu_streamed(plan, spec)
-    return whole if dispatch.memory_lacks(streamed) else streamed
+    if not dispatch.memory_lacks(streamed):
+        return streamed
+    return _gpu_host(plan, spec, "host") or whole
+
+
+def _gpu_host(plan: Plan, spec: DeviceSpec, place: Place) -> Plan | None:
+    """The plan with factors in the memory of the host and ratings from `place`; None if not even that fits."""
+    scale = plan_host_ranks(host_problem(plan), 1, spec.free_bytes, place, _host_slab(plan, place))
+    if scale is None:
+        return None
+    notes = (*plan.notes, "the factors do not fit on the GPU: they stay in the memory of the host")
+    slab = max(map(scale.slab, scale.halves))
+    return _with_scale(replace(plan, streamed=place, slab=slab, notes=notes), scale)
 
 
 def _gpu_choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
@@ -672,8 +747,11 @@ def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
     """Where the slabs of a store stay: on the GPU, in the memory of the host, or on the disk; the first that fits."""
     if not dispatch.memory_lacks(whole):
         return replace(whole, streamed="disk", slab=plan.slab, resident=True)
-    where = "host" if _host_has_room(plan) else "disk"
-    return _with_batches(replace(plan, streamed=where), _streamed_bytes(plan), spec)
+    where: Place = "host" if _host_has_room(plan) else "disk"
+    streamed = _with_batches(replace(plan, streamed=where), _streamed_bytes(plan), spec)
+    if not dispatch.memory_lacks(streamed):
+        return streamed
+    return _gpu_host(plan, spec, where) or streamed
 
 
 def _host_has_room(plan: Plan) -> bool:
@@ -771,9 +849,12 @@ def check_memory(plan: Plan) -> None:
     if plan.gpu is not None:
         lack = dispatch.memory_lacks(plan)
         if lack:
+            whole = _needs_all(plan)
             raise DeviceMemoryError(
-                f'{lack}; use fewer factors, a GPU with more memory, free what other programs hold, or device="cpu"'
+                f"{lack}; {whole}use fewer factors, a GPU with more memory, free what other programs hold, or "
+                'device="cpu"'
             )
+        _check_host(plan)
         return
     free = available_memory()
     if free is not None and plan.total_bytes > free:
@@ -781,4 +862,28 @@ def check_memory(plan: Plan) -> None:
             f"the fit needs about {mib(plan.total_bytes)} and {mib(free)} are free "
             f"({', '.join(f'{name} {mib(size)}' for name, size in plan.bytes.items())}); "
             "use fewer factors, dtype='float32', fewer threads, or a larger machine"
+        )
+
+
+def _needs_all(plan: Plan) -> str:
+    """What of a plan keeps ratings and factors on the GPU, and what to do about it; empty if nothing."""
+    if plan.method is not None:
+        return ""
+    if plan.tile_rows:
+        return 'assembly="bals" needs ratings and factors on the GPU, assembly="auto" streams them; or '
+    return (
+        'reorder= needs ratings and factors on the GPU, reorder="none" streams them; or '
+        if (plan.reorder != "none")
+        else ""
+    )
+
+
+def _check_host(plan: Plan) -> None:
+    """Refuse factors that are to stay on the host and do not fit there."""
+    free = available_memory()
+    if free is not None and plan.host_bytes > free:
+        raise MemoryBudgetError(
+            f"the factors do not fit on {plan.gpu.name if plan.gpu else 'the GPU'}, and in the memory of the host they "
+            f"need about {mib(plan.host_bytes)}, of which {mib(free)} are free; use fewer factors, or a GPU or a host "
+            "with more memory"
         )

@@ -45,6 +45,10 @@ class _ALS(FactorModel):
             return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
         from .gpu.device import open_device
 
+        if plan.factors_on_host:
+            from .gpu.turns import HostGpuALS
+
+            return HostGpuALS(open_device(plan.device), *arguments)
         if plan.streamed:
             from .gpu.stream import StreamedGpuALS
 

@@ -82,7 +82,7 @@ def _library(source: str, name: str, constants: tuple[str, ...]) -> Any:
 
 
 class EmulatedCopier:
-    """Has the methods of `hybridmf.gpu.device.CudaCopier`; a copy is complete at once."""
+    """Has the methods of `hybridmf.gpu.copier.CudaCopier`; a copy is complete at once."""
 
     def pin(self, array: np.ndarray) -> bool:
         return True
@@ -94,11 +94,18 @@ class EmulatedCopier:
         assert target.dtype == source.dtype and source.size <= target.size
         target[: source.size] = source
 
+    def fetch(self, target: np.ndarray, source: np.ndarray) -> None:
+        assert target.dtype == source.dtype and source.size == target.size and target.flags.c_contiguous
+        target.reshape(-1)[...] = source.reshape(-1)
+
     def mark(self) -> Any:
         return None
 
     def synchronize(self) -> None:
         pass
+
+    def twin(self) -> EmulatedCopier:
+        return self
 
 
 class EmulatedDevice:

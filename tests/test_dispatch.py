@@ -437,7 +437,7 @@ def test_every_way_is_estimated():
 
 
 def test_a_gpu_without_the_memory_is_not_feasible():
-    full = replace(H200, free_bytes=200_000_000)
+    full = replace(H200, free_bytes=5_000_000)
     plan = plan_of(hmf.ImplicitALS(64), full, **NETFLIX)
     assert plan.device == "cpu" and "are free" in plan.reason
     on_gpu = [one for one in plan.estimates if one.device == "cuda:0"]

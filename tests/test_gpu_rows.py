@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from hybridmf.gpu.device import Device
-from hybridmf.gpu.rows import PARTS, THREADS, RowRange, add_pieces, row_range
+from hybridmf.gpu.rows import (
+    PARTS,
+    THREADS,
+    RowRange,
+    add_pieces,
+    clip_segments,
+    read_range,
+    row_range,
+    widen_range,
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -71,3 +80,30 @@ def test_arguments_are_checked(device: Device) -> None:
         row_range(device, device.zeros((2, 2), np.float32), device.zeros(2, np.int64))
     with pytest.raises(TypeError, match="slots must be int64"):
         add_pieces(device, device.zeros((2, 2), np.float32), device.zeros(1, np.int64), device.zeros(3, np.int64))
+
+
+def test_a_range_grows_with_each_table(device: Device) -> None:
+    tables = [np.full((3, 4), value, np.float32) for value in (2, 0.5, 8)]
+    status = np.array([0, 0, 7], np.int32)
+    found = device.zeros(3, np.uint32)
+    for table in tables:
+        widen_range(device, found, device.upload(table))
+    assert read_range(device, found) == (RowRange(8.0, 0.5), False)
+    widen_range(device, found, device.upload(tables[0]), device.upload(status))
+    assert read_range(device, found) == (RowRange(8.0, 0.5), True)
+
+
+@pytest.mark.parametrize("n_segments", [1, 40, 3 * THREADS + 1])
+def test_segments_are_clipped_to_columns(n_segments: int, device: Device) -> None:
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(0, 12, n_segments)
+    ends = np.cumsum(lengths)
+    indices = np.concatenate([np.sort(rng.choice(30, length, replace=False)) for length in lengths]) - 10
+    segments = np.column_stack((np.arange(n_segments) + 5, ends - lengths, ends)).astype(np.int64)
+    on_device = device.upload(indices.astype(np.int32))
+    found = device.download(clip_segments(device, device.upload(segments), on_device, 9, first_slot=5))
+    for k, (slot, begin, end) in enumerate(found.tolist()):
+        first, last = segments[k, 1:]
+        inside = [at for at in range(first, last) if 0 <= indices[at] < 9]
+        assert slot == k and list(range(begin, end)) == inside
+    assert clip_segments(device, device.upload(segments[:0]), on_device, 9).shape == (0, 3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from hybridmf.scale.planner import (
     half_bytes,
     half_seconds,
     judged,
+    plan_host_ranks,
     plan_ranks,
     plan_scale,
 )
@@ -113,6 +116,59 @@ def test_the_same_plan_on_other_gpus(problem: Problem, gpus: int, others: int, m
         assert half.turns * half.grid.splits >= half.parts
     same = plan.on(gpus)
     assert same.halves == plan.halves
+
+
+@settings(deadline=None, max_examples=30)
+@given(problems, gpu_counts, gpu_counts, memories)
+def test_model_parallel_plans_are_served(problem: Problem, gpus: int, others: int, memory: int) -> None:
+    try:
+        plan = plan_scale(problem, gpus, memory, model_parallel_only=True)
+    except MemoryBudgetError:
+        assume(False)
+        raise
+    assert plan.bytes_per_gpu <= memory * (1 - HEADROOM)
+    plan.check_served(gpus)
+    for side, half in plan.halves.items():
+        assert half.grid == Grid(1, gpus) and half.turns == half.parts
+        assert (plan.slab_rows(side) is None) == (plan.factors == "device")
+    with contextlib.suppress(MemoryBudgetError):
+        plan.on(others).check_served(others)
+
+
+def test_more_turns_where_they_leave_room_for_more_rows() -> None:
+    """A wave loads the whole fixed side: few turns with few rows at a time would load it far more often."""
+    plan = plan_scale(FACEBOOK, 4, host_bytes=10**13, model_parallel_only=True)
+    half = plan.halves["item"]
+    assert (plan.ratings, plan.factors) == ("host", "host") and half.turns > 4
+    few = fewest_batches(FACEBOOK, H200, HalfPlan("item", 4, 1, 4, loads=3, splits=1), "host", "host", plan.memory)
+    assert few is not None and few.waves > 2 * half.waves and few.total > 2 * half.total
+
+
+def test_ranks_with_factors_on_the_host() -> None:
+    """Row parts are as large as copies want, or where the fixed side takes turns as large as there is room for."""
+    plan = plan_host_ranks(HUGEWIKI, 1, 10 * 10**9, "host", 4 << 20)
+    assert plan is not None and plan.bytes_per_gpu <= plan.memory
+    users, items = plan.halves["user"], plan.halves["item"]
+    assert users.turns == 1 and plan.slab("user") <= 4 << 20
+    assert items.turns > 1 and plan.slab("item") > 4 << 20
+    stored = plan_host_ranks(HUGEWIKI, 1, 10 * 10**9, "disk", 8 << 20)
+    assert stored is not None and stored.slab("item") <= 8 << 20
+    assert plan_host_ranks(HUGEWIKI, 1, 10**6, "host", 4 << 20) is None
+
+
+def test_memory_of_turns_by_hand() -> None:
+    problem = Problem((1000, 600), 40_000, 10, sums=440, segment=64, biases=True, begins=True, batch=4400)
+    turns = half_bytes(problem, HalfPlan("user", 3, 4, 1, 2, 3, 1), "host", "host")
+    rows, slots = 1000 // 4, 1000 // 4 + 10_000 // 64
+    assert turns["fixed side"] == 2 * 200 * (12 + 2) * 4
+    assert turns["solutions"] == 3 * rows * (12 + 2) * 4
+    assert turns["ratings"] == 3 * 10_000 * 8
+    assert turns["systems"] == (slots + 10) * 440
+    assert turns["rows"] == 1600 * 20 + (slots + 10) * 36
+    whole = half_bytes(problem, HalfPlan("user", 1, 4, 1, 2, 3, 1), "host", "host")
+    assert whole["fixed side"] == 600 * (12 + 2) * 4 and whole["systems"] == 10 * 440
+    on_chip = replace(problem, on_chip=True, batch=10**9)
+    assert half_bytes(on_chip, HalfPlan("user", 1, 4, 1, 2, 3, 1), "host", "host")["systems"] == 313 * 440
 
 
 def test_fewer_gpus_take_more_waves() -> None:

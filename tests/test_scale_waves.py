@@ -30,9 +30,11 @@ from hybridmf.errors import (
 )
 from hybridmf.formats import transpose
 from hybridmf.gpu.stream import StreamedHalf
+from hybridmf.gpu.turns import HostHalf
 from hybridmf.scale import gpu_rank, spmd
+from hybridmf.scale.grid import Grid
 from hybridmf.scale.multi_als import MultiALS
-from hybridmf.scale.planner import SLAB_BUFFERS
+from hybridmf.scale.planner import SLAB_BUFFERS, Problem, plan_scale
 from hybridmf.scale.shares import StoredRatings
 from hybridmf.scale.slabs import RangeSlabs, loaded, slab_entries
 from hybridmf.scale.store import StoreMatrix
@@ -45,6 +47,10 @@ MATRIX = planted(50, 30, 0.8)
 
 LIMIT = 18_000
 """Too little for the share of MATRIX of one of two or four GPUs, enough for an eighth of it at a time."""
+
+
+HOST_LIMIT = 6_000
+"""Too little for the share of the factors of MATRIX of one of two GPUs."""
 
 
 @pytest.fixture
@@ -236,18 +242,70 @@ def test_partitions_that_no_fit_serves(gpus: Machine) -> None:
     half = partition.halves["item"]
     for changed, message in (
         (partition.on(4), r"the partition is for 4 GPUs and the fit has 2; use partition.on\(2\)"),
-        (replace(partition, factors="host"), "a fit keeps factors on the GPUs.* has factors on host"),
+        (replace(partition, factors="disk"), "a fit keeps factors on the GPUs or on the host; .* has them on disk"),
+        (replace(partition, factors="host", ratings="device"), "streams ratings where factors are on the host"),
         (
             replace(partition, halves=dict(partition.halves) | {"item": replace(half, parts=4)}),
-            "has the fixed side of items in turns",
+            r"has the fixed side of items in turns, and factors on the GPUs: let the fit plan for itself, or use plan_",
         ),
         (
             replace(partition, halves=dict(partition.halves) | {"item": replace(half, parts=2)}),
-            "splits that of items into p = 2: let the fit plan for itself",
+            "splits the fixed side of items over GPUs, with p = 2: let the fit plan for itself",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             multi(MATRIX, gpus(2), changed)
+
+
+@pytest.mark.parametrize("name", ["implicit", "biases", "implicit cg"])
+def test_factors_stay_on_the_host(name: str, gpus: Machine, store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = gpus(2)
+    alone = fitted(name, MATRIX, "cuda")
+    for data, free in ((MATRIX, None), (store, None), (store, 20_000)):
+        with monkeypatch.context() as patched:
+            if free is not None:
+                patched.setattr(_plan, "available_memory", lambda: 20_000)
+            model = fitted(name, data, names, gpu_memory_limit=HOST_LIMIT)
+        plan = model.plan_
+        assert plan.factors_on_host and plan.scale is not None and "they stay in the memory of the host" in str(plan)
+        assert plan.streamed == ("host" if free is None else "disk")
+        assert all(half.turns == 1 for half in plan.scale.halves.values())
+        np.testing.assert_array_equal(model.user_factors, alone.user_factors)
+        np.testing.assert_array_equal(model.item_factors, alone.item_factors)
+        assert model.history_[-1]["objective"] == pytest.approx(alone.history_[-1]["objective"], rel=1e-6)
+        assert no_loaders()
+
+
+def test_parts_of_a_fixed_side_take_turns(gpus: Machine) -> None:
+    """cuMF 4.4: one partition with p parts in turns, on four, two and one GPU; and what a fit plans by itself."""
+    names, problem = gpus(4), Problem(MATRIX.shape, MATRIX.nnz, 7)
+    partition = plan_scale(problem, 4, 4_000, model_parallel_only=True)
+    assert partition.factors == partition.ratings == "host"
+    assert partition.halves["item"].turns > 1 and partition.halves["item"].grid == Grid(1, 4)
+    factors = []
+    for count in (4, 2, 1):
+        moved = replace(partition, memory=10_000).on(count)
+        assert {side: half.parts for side, half in moved.halves.items()} == {
+            side: half.parts for side, half in partition.halves.items()
+        }
+        solver = multi(MATRIX, names[:count], moved, gpu_memory_limit=LIMIT)
+        assert isinstance(solver.ranks[0].halves["item"], HostHalf)
+        solver.update("item")
+        solver.update("user")
+        state = solver.state.on_host()
+        factors.append((state.user.matrix, state.item.matrix))
+        solver.close()
+    for users, items in factors[1:]:  # rows are summed by part, whoever does it
+        np.testing.assert_array_equal(users, factors[0][0])
+        np.testing.assert_array_equal(items, factors[0][1])
+    alone = fitted("explicit", MATRIX, "cuda")
+    np.testing.assert_allclose(factors[0][0], alone.user_factors, rtol=1e-3, atol=1e-3)
+    solver = multi(MATRIX, names[:2], replace(partition, memory=10_000).on(2), "biases", balance=True)
+    for _ in solver.sweep():
+        pass
+    balanced = fitted("biases", MATRIX, "cuda", balance=True)
+    np.testing.assert_allclose(solver.state.on_host().user.matrix, balanced.user_factors, rtol=5e-3, atol=5e-3)
+    solver.close()
 
 
 def test_the_plan_says_what_is_streamed(gpus: Machine, store: hmf.Store) -> None:
@@ -263,7 +321,7 @@ def test_the_plan_says_what_is_streamed(gpus: Machine, store: hmf.Store) -> None
         assert plan.bytes["ratings"] == SLAB_BUFFERS * plan.slab * 8
     roomy = hmf.plan(store, model.set_params(gpu_memory_limit=None))
     assert roomy.resident and "once: they stay on the GPU" in str(roomy)
-    hopeless = hmf.plan(MATRIX, model.set_params(gpu_memory_limit=2000))
+    hopeless = hmf.plan(MATRIX, model.set_params(gpu_memory_limit=1000))
     with pytest.raises(DeviceMemoryError, match="needs about"):
         check_memory(hopeless)
     tiles = {"assembly": "bals", "gpu_memory_limit": LIMIT}
@@ -327,9 +385,10 @@ def test_more_ranks_than_rows(gpus: Machine, tmp_path: Any) -> None:
 # ------------------------------------------------------------------------------------------------- ranks by themselves
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize(("device", "limit"), [("cpu", None), ("cuda:0", LIMIT), ("cuda:0", HOST_LIMIT)])
 def test_ranks_of_processes_stream_their_part_of_a_store(
     device: str,
+    limit: int | None,
     store: hmf.Store,
     gpus: Machine,
     monkeypatch: pytest.MonkeyPatch,
@@ -337,11 +396,11 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
 ) -> None:
     names = gpus(2)
     monkeypatch.setattr(spmd, "_worker", _on(names) if device != "cpu" else spmd._worker)
-    free = 10**6 if device == "cpu" else 1000  # too little to hold the store for the GPUs
+    free = 10**6 if device == "cpu" else 10_000  # too little to hold the store for the GPUs
     monkeypatch.setattr(_plan, "available_memory", lambda: free)
     monkeypatch.setattr(StoreMatrix, "load", None)
     options = {"iterations": 2, "random_state": 0, "device": "cpu"}
-    limited = {"gpu_memory_limit": LIMIT} if device != "cpu" else {}
+    limited = {"gpu_memory_limit": limit} if limit else {}
 
     def run(communicator: Any) -> Any:
         ratings = StoredRatings(store, np.float32, drop_zeros=False)
@@ -351,6 +410,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
 
     model = run_ranks(2, run, timeout=60)[0]
     assert model.plan_.streamed == "disk" and no_loaders()
+    assert model.plan_.factors_on_host == (limit == HOST_LIMIT)
     monkeypatch.setattr(_plan, "available_memory", lambda: 10**9)
     kind = {"device": device.partition(":")[0]}
     alone = MODELS["explicit"](**options | kind).fit(MATRIX, callback=lambda model, record: None)

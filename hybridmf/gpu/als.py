@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,19 +47,18 @@ class DeviceFactors(Factors):
     factors : int
         Columns that are factors.
     device_bias : float array, shape (n,), or None
-
-    Attributes
-    ----------
     range : RowRange or None
         Of the table's rows; None until somebody has looked.
     """
 
-    def __init__(self, device: Device, table: Array, factors: int, device_bias: Array | None) -> None:
+    def __init__(
+        self, device: Device, table: Array, factors: int, device_bias: Array | None, range: RowRange | None = None
+    ) -> None:
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "factors", factors)
         object.__setattr__(self, "device_bias", device_bias)
-        object.__setattr__(self, "range", None)
+        object.__setattr__(self, "range", range)
         object.__setattr__(self, "_host", None)
 
     device: Device
@@ -110,13 +109,19 @@ def to_device(device: Device, factors: Factors, width: int) -> DeviceFactors:
     """Factors as a table of `width` columns on a device."""
     if isinstance(factors, DeviceFactors) and factors.device is device and factors.table.shape[1] == width:
         return factors
-    n, rank = factors.matrix.shape
-    table = np.zeros((n, width), dtype=factors.matrix.dtype)
+    table = np.empty((len(factors), width), dtype=factors.matrix.dtype)
+    fill_table(table, factors)
+    bias = None if factors.bias is None else device.upload(factors.bias)
+    return DeviceFactors(device, device.upload(table), factors.matrix.shape[1], bias)
+
+
+def fill_table(table: np.ndarray, factors: Factors) -> None:
+    """Write factors, a constant 1 where there are biases, and zeros up to the table's width."""
+    rank = factors.matrix.shape[1]
     table[:, :rank] = factors.matrix
+    table[:, rank:] = 0
     if factors.bias is not None:
         table[:, rank] = 1
-    bias = None if factors.bias is None else device.upload(factors.bias)
-    return DeviceFactors(device, device.upload(table), rank, bias)
 
 
 def table_width(rank: int, dtype: Any) -> int:
@@ -128,6 +133,11 @@ def weighted_gram(device: Device, table: Array, rank: int, objective: Objective)
     """``unobserved_weight F^T F``, shape (rank, rank) padded with zeros to whole blocks; None for explicit feedback."""
     if not objective.is_implicit:
         return None
+    return padded_gram(device, gram_sum(device, table), rank, table.dtype, objective)
+
+
+def gram_sum(device: Device, table: Array) -> Any:
+    """``F^T F`` of a table, sums of products in float32 added up in float64; shape (width, width)."""
     n, width = table.shape
     rows = max(GRAM_ROWS, ceil_div(n, 64))
     whole = n // rows * rows
@@ -135,8 +145,13 @@ def weighted_gram(device: Device, table: Array, rank: int, objective: Objective)
     for part in (table[:whole].reshape(-1, rows, width), table[whole:].reshape(1, -1, width)):
         if part.shape[0] and part.shape[1]:
             total = total + device.matmul(part.transpose(0, 2, 1), part).sum(axis=0, dtype=np.float64)
+    return total
+
+
+def padded_gram(device: Device, total: Array, rank: int, dtype: Any, objective: Objective) -> Array:
+    """What systems are completed with, of a sum of `gram_sum`."""
     side = round_up(rank, BLOCK)
-    gram = device.zeros((side, side), table.dtype)
+    gram = device.zeros((side, side), dtype)
     gram[:rank, :rank] = (objective.unobserved_weight * total)[:rank, :rank]
     return gram
 
@@ -229,6 +244,9 @@ class HalfSweep:
         `range_of_roots` of all ratings, where `matrix` is a slab of them.
     """
 
+    keeps_batches = True
+    """Whether pieces of long rows stay on the device: 36 bytes each."""
+
     def __init__(
         self,
         device: Device,
@@ -253,8 +271,7 @@ class HalfSweep:
         self.roots = roots or range_of_roots(objective, ratings)
         order = np.argsort(-self.degrees, kind="stable")
         order = order[: int(np.count_nonzero(self.degrees))]
-        at_once = plan.assembly == "fused" and plan.rank < fused.SOLVED_APART
-        n_long = int(np.count_nonzero(self.degrees > plan.segment)) if at_once else len(order)
+        n_long = len(order) if self._sums_apart() else int(np.count_nonzero(self.degrees > plan.segment))
         self.long = Pieces.cut(np.asarray(indptr, dtype=np.int64), order[:n_long], plan.segment)
         self.short = device.upload(order[n_long:].astype(np.int32))
         self.batch_slots = plan.batch_slots
@@ -267,6 +284,10 @@ class HalfSweep:
 
     def __len__(self) -> int:
         return len(self.degrees)
+
+    def _sums_apart(self) -> bool:
+        """Whether sums of all rows go through memory before they are solved, not only those of long ones."""
+        return self.plan.assembly != "fused" or self.plan.rank >= fused.SOLVED_APART
 
     def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
         """The entries on the device."""
@@ -314,26 +335,29 @@ class HalfSweep:
         self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None, gram: Array | None
     ) -> tuple[Array, Array]:
         """Solutions and their status; nothing is waited for."""
-        plan, device = self.plan, self.device
+        plan = self.plan
         if gram is None:
-            gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
-        solutions = device.zeros((len(self), self.width), self.dtype)
-        status = device.zeros(len(self), np.int32)
-        if plan.solver != "cholesky" and start is not None:
-            solutions[...] = start.table
-            if start.device_bias is not None:
-                solutions[:, plan.factors] = start.device_bias
-            if not self.degrees.all():
-                solutions[device.upload(np.flatnonzero(self.degrees == 0))] = 0
-        entries = self._entries(fixed, mean)
-        systems = Systems(solutions, status, gram, self.ridge, self.scale)
+            gram = weighted_gram(self.device, fixed.table, plan.rank, self.objective)
+        systems, entries = self._begun(start, gram), self._entries(fixed, mean)
         if plan.assembly == "fused":
             self._solve_fused(systems, fixed, entries)
         elif plan.assembly == "bals":
             self._solve_tiles(systems, fixed.table, entries)
         else:
             self._solve_batches(systems, fixed.table, entries)
-        return solutions, status
+        return systems.solutions, systems.status
+
+    def _begun(self, start: DeviceFactors | None, gram: Array | None) -> Systems:
+        """Where solutions go, begun where approximate solvers begin."""
+        plan, device = self.plan, self.device
+        solutions = device.zeros((len(self), self.width), self.dtype)
+        if plan.solver != "cholesky" and start is not None:
+            solutions[...] = start.table
+            if start.device_bias is not None:
+                solutions[:, plan.factors] = start.device_bias
+            if not self.degrees.all():
+                solutions[device.upload(np.flatnonzero(self.degrees == 0))] = 0
+        return Systems(solutions, device.zeros(len(self), np.int32), gram, self.ridge, self.scale)
 
     def _judge(self, status: Array, solved: DeviceFactors) -> None:
         """Raise what went wrong in a row; what the next half sweep wants to know of `solved` is found on the way."""
@@ -369,11 +393,14 @@ class HalfSweep:
 
     # ------------------------------------------------------------------------------------------------ ours
 
-    def _solve_fused(self, systems: Systems, fixed: DeviceFactors, entries: Entries) -> None:
-        plan, table = self.plan, fixed.table
+    def _fused_config(self) -> FusedConfig:
         if self.config is None:
+            plan = self.plan
             self.config = FusedConfig.default(plan.rank, self.device.spec, plan.precision, plan.solver)
-        config, method = self.config, self._method(fixed)
+        return self.config
+
+    def _solve_fused(self, systems: Systems, fixed: DeviceFactors, entries: Entries) -> None:
+        table, config, method = fixed.table, self._fused_config(), self._method(fixed)
 
         def one_batch(batch: Batch) -> None:
             device = self.device
@@ -418,8 +445,8 @@ class HalfSweep:
                 self._take_fewer(slots // 2)
 
     def _batches(self, done: int) -> Iterable[Batch]:
-        """Batches from long row `done` on; those of all rows stay on the device from one sweep to the next."""
-        if done:
+        """Batches from long row `done` on; those of all rows may stay on the device from one sweep to the next."""
+        if done or not self.keeps_batches:
             return (Batch.upload(self.device, part) for part in _rest(self.long, done).batches(self.batch_slots))
         if self._all_batches is None:
             parts = self.long.batches(self.batch_slots)
@@ -433,8 +460,7 @@ class HalfSweep:
     # ------------------------------------------------------------------------------------------------ published
 
     def _solve_batches(self, systems: Systems, table: Array, entries: Entries) -> None:
-        plan = self.plan
-        assemble: Callable[..., None] = assemblies.sparse_syrk if plan.assembly == "sparse_syrk" else assemblies.mo_als
+        plan, assemble = self.plan, published(self.plan.assembly)
 
         def one_batch(batch: Batch) -> None:
             matrices, rhs = self._matrices(len(batch.segments))
@@ -482,6 +508,11 @@ class HalfSweep:
             cholesky_any.cg_solve(device, *arrays, plan.cg_steps)
         else:
             cholesky_any.cholesky_solve(device, *arrays, self.epsilon)
+
+
+def published(assembly: str) -> Callable[..., None]:
+    """The published kernel that sums segments of rows."""
+    return assemblies.sparse_syrk if assembly == "sparse_syrk" else assemblies.mo_als
 
 
 def range_of_roots(objective: Objective, ratings: np.ndarray) -> tuple[float, float]:
@@ -610,38 +641,54 @@ def _objective_value(
 
 def entry_losses(half: HalfSweep, users: DeviceFactors, items: DeviceFactors, mean: float) -> np.ndarray:
     """Losses of pieces of rows, in the order of the rows; float64 on the host."""
-    device, objective, plan = half.device, half.objective, half.plan
-    indptr = device.download(half.indptr)
+    return segment_losses(half, users, items, mean, loss_segments(half))
+
+
+def loss_segments(half: HalfSweep) -> Array:
+    """Pieces of rows that losses are summed of: (user, begin, end)."""
+    indptr = half.device.download(half.indptr)
     pieces = Pieces.cut(indptr, np.flatnonzero(half.degrees), LOSS_ROWS)
     owners = np.repeat(pieces.rows, np.diff(pieces.slots))
-    return losses.segment_losses(
-        device,
-        users.table,
-        items.table,
-        Entries(
-            half.indices,
-            half.ratings,
-            items.device_bias,
-            objective.is_implicit,
-            objective.alpha,
-            objective.unobserved_weight,
-        ),
-        None if users.device_bias is None else users.device_bias + users.table.dtype.type(mean),
-        device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64)),
-        plan.factors,
+    return half.device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
+
+
+def segment_losses(
+    half: HalfSweep, users: DeviceFactors, items: DeviceFactors, mean: float, segments: Array
+) -> np.ndarray:
+    """Losses of segments of the entries of a half sweep; float64 on the host."""
+    objective = half.objective
+    entries = Entries(
+        half.indices,
+        half.ratings,
+        items.device_bias,
+        objective.is_implicit,
+        objective.alpha,
+        objective.unobserved_weight,
     )
+    offsets = None if users.device_bias is None else users.device_bias + users.table.dtype.type(mean)
+    return losses.segment_losses(half.device, users.table, items.table, entries, offsets, segments, half.plan.factors)
 
 
 def unobserved_and_penalty(
     half: Any, users: DeviceFactors, items: DeviceFactors, user_degrees: np.ndarray, item_degrees: np.ndarray
 ) -> float:
     """What the objective has beside the losses of entries; `half` says device, objective and plan."""
-    device, objective, plan = half.device, half.objective, half.plan
+    device, objective, sides = half.device, half.objective, (users, items)
+    grams = [exact_gram(device, side.table) for side in sides] if objective.is_implicit else []
+    squares = [losses.row_squares(device, side.table, half.plan.factors) for side in sides]
+    return penalties(objective, grams, squares, (user_degrees, item_degrees))
+
+
+def penalties(
+    objective: Objective,
+    grams: Sequence[np.ndarray],
+    squares: Sequence[np.ndarray],
+    degrees: Sequence[np.ndarray],
+) -> float:
+    """The same of both sides' Gram matrices (none for explicit feedback) and squared lengths of rows."""
     total = 0.0
     if objective.is_implicit:
-        grams = [exact_gram(device, side.table) for side in (users, items)]
         total += objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
-    for factors, degrees in ((users, user_degrees), (items, item_degrees)):
-        squares = losses.row_squares(device, factors.table, plan.factors)
-        total += objective.regularization * float(squares @ objective.row_scale(degrees))
+    for lengths, counts in zip(squares, degrees, strict=True):
+        total += objective.regularization * float(lengths @ objective.row_scale(counts))
     return total

@@ -8,21 +8,18 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import mmap
 import os
 import re
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from .._mapped import reader_of
 from ..errors import DeviceError, DeviceMemoryError
+from .copier import COPY_CHUNK, Copier, CudaCopier
 
 logger = logging.getLogger("hybridmf")
 
@@ -34,9 +31,6 @@ MEMORY_LIMIT = "HYBRIDMF_GPU_MEMORY_LIMIT"
 INSTALL = 'pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'
 
 TOOLKIT = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]"), or install the CUDA toolkit'
-
-COPY_CHUNK = 32 << 20
-"""Bytes of one pinned buffer; two of them take turns."""
 
 SMALL_COPY = 64 << 10
 """Bytes up to which an array comes to the host without the pinned buffers, which another thread may be using: a fit
@@ -150,26 +144,7 @@ class Device(Protocol):
         """
 
     def copier(self) -> Copier:
-        """Copies to the device beside its work."""
-
-
-class Copier(Protocol):
-    """Copies from the host to a device that go on while kernels run; for one thread at a time."""
-
-    def pin(self, array: np.ndarray) -> bool:
-        """Hold an array where the device reads it directly, while both live; whether that is possible."""
-
-    def after(self, mark: Any) -> None:
-        """Have copies from here on wait for a mark of `Device.record`."""
-
-    def copy(self, target: Array, source: np.ndarray) -> None:
-        """Begin to copy `source` to the beginning of `target`, a vector of the same dtype; `source` must stay as is."""
-
-    def mark(self) -> Any:
-        """A mark behind the copies begun so far."""
-
-    def synchronize(self) -> None:
-        """Wait for all copies."""
+        """Copies to and from the device beside its work."""
 
 
 def parse_device(device: str) -> int:
@@ -530,126 +505,6 @@ class CudaDevice:
         """Product by cuBLAS, without TF32."""
         with self.active():
             return self._cupy.matmul(a, b)
-
-
-STAGES = 4
-"""Pinned buffers of a copier, of COPY_CHUNK bytes each."""
-
-STAGING_THREADS = 8
-"""Threads that fill a pinned buffer: one reads a file in the page cache at 4 to 8 GB/s, a bus of today takes 50."""
-
-STAGING_PART = 1 << 20
-"""Bytes that a thread fills at a time, at least."""
-
-
-class CudaCopier:
-    """Copies on a stream of their own: directly from pinned memory, from other memory through pinned buffers.
-
-    Parameters
-    ----------
-    device : CudaDevice
-    cupy : module
-    """
-
-    def __init__(self, device: CudaDevice, cupy: Any) -> None:
-        self._device, self._cupy = device, cupy
-        self._pinned: list[tuple[int, int]] = []
-        self._stages: list[tuple[np.ndarray, Any]] = []
-        self._turn = 0
-        self._pool: ThreadPoolExecutor | None = None
-        with device.active():
-            self._stream = cupy.cuda.Stream(non_blocking=True)
-
-    def pin(self, array: np.ndarray) -> bool:
-        """Page-lock an array; it is released when this copier goes, and lives as long."""
-        if not array.nbytes:
-            return True
-        start, stop, page = array.ctypes.data, array.ctypes.data + array.nbytes, mmap.PAGESIZE
-        # the pages at its ends may be locked for a neighbour: ranks have parts of one array
-        inside = (-(-start // page) * page, stop // page * page)
-        for first, last in ((start, stop), inside):
-            try:
-                if last <= first:
-                    break
-                with self._device.active():
-                    self._cupy.cuda.runtime.hostRegister(first, last - first, 0)
-            except DeviceError as error:  # a limit on locked memory, memory that is locked already, a file
-                # as text: whoever keeps the record would keep this copier by the traceback
-                logger.info("memory of the host cannot be page-locked, copies take a detour: %s", str(error))
-                continue
-            self._pinned.append((first, last))
-            released = weakref.finalize(self, _unpin, self._device, self._cupy, array, first)
-            released.atexit = False  # CUDA may be gone by then, and the process's memory goes anyway
-            return True
-        return False
-
-    def after(self, mark: Any) -> None:
-        """Have copies from here on wait for an event."""
-        with self._device.active():
-            self._stream.wait_event(mark)
-
-    def copy(self, target: Array, source: np.ndarray) -> None:
-        """Begin a copy; see `Copier.copy`."""
-        source = np.ascontiguousarray(source)
-        if source.dtype != target.dtype or source.size > target.size:
-            raise ValueError(f"cannot copy {source.size} {source.dtype} to {target.size} {target.dtype}")
-        if not source.size:
-            return
-        first = source.ctypes.data
-        with self._device.active():
-            if any(start <= first and first + source.nbytes <= stop for start, stop in self._pinned):
-                self._send(target, 0, first, source.nbytes)
-            else:
-                self._copy_staged(target, source.reshape(-1).view(np.uint8))
-
-    def _send(self, target: Array, at: int, source: int, size: int) -> None:
-        self._cupy.cuda.runtime.memcpyAsync(target.data.ptr + at, source, size, 1, self._stream.ptr)
-
-    def _copy_staged(self, target: Array, raw: np.ndarray) -> None:
-        if not self._stages:
-            cuda = self._cupy.cuda
-            for _ in range(STAGES):
-                buffer = np.frombuffer(cuda.alloc_pinned_memory(COPY_CHUNK), dtype=np.uint8, count=COPY_CHUNK)
-                self._stages.append((buffer, cuda.Event(disable_timing=True)))
-            self._pool = ThreadPoolExecutor(STAGING_THREADS, thread_name_prefix="hybridmf-staging")
-        with reader_of(raw) as read:
-            for start in range(0, raw.nbytes, COPY_CHUNK):
-                buffer, event = self._stages[self._turn % STAGES]
-                self._turn += 1
-                event.synchronize()  # what it held before has left
-                size = min(COPY_CHUNK, raw.nbytes - start)
-                self._fill(buffer[:size], read, start)
-                self._send(target, start, buffer.ctypes.data, size)
-                event.record(self._stream)
-
-    def _fill(self, buffer: np.ndarray, read: Callable[[np.ndarray, int], None], start: int) -> None:
-        part = max(STAGING_PART, -(-len(buffer) // STAGING_THREADS))
-        assert self._pool is not None
-        jobs = [self._pool.submit(read, buffer[k : k + part], start + k) for k in range(0, len(buffer), part)]
-        for job in jobs:
-            job.result()
-
-    def mark(self) -> Any:
-        """An event behind the copies begun so far."""
-        with self._device.active():
-            event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(self._stream)
-            return event
-
-    def synchronize(self) -> None:
-        """Wait for all copies."""
-        with self._device.active():
-            self._stream.synchronize()
-
-
-def _unpin(device: CudaDevice, cupy: Any, array: np.ndarray, first: int) -> None:
-    """Release what was locked from address `first` on; `array` has lived until now."""
-    try:
-        with device.active():
-            device.synchronize()
-            cupy.cuda.runtime.hostUnregister(first)
-    except DeviceError as error:  # a device that has failed before
-        logger.info("memory of the host stays page-locked: %s", error)
 
 
 def _take(target: np.ndarray, start: int, size: int, buffer: np.ndarray, event: Any) -> None:

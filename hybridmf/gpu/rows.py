@@ -1,4 +1,4 @@
-"""Launches of cuda/rows.cu: rows assembled in pieces, and how large the elements of a table's rows are."""
+"""Launches of cuda/rows.cu: rows assembled in pieces, the range of a table's rows, entries of a part of the columns."""
 
 from __future__ import annotations
 
@@ -71,26 +71,69 @@ def row_range(device: Device, table: Array, status: Array | None = None) -> tupl
     table : float32 array, shape (n, width)
     status : int32 array, shape (n_solved,), optional
     """
-    check("table", table, np.float32, (None, None))
-    check_not_host(device, table=table)
     found = device.zeros(3, np.uint32)
+    widen_range(device, found, table, status)
+    return read_range(device, found)
+
+
+def widen_range(device: Device, found: Array, table: Array, status: Array | None = None) -> None:
+    """Take more rows into a range that `read_range` reads; nothing is waited for.
+
+    Parameters
+    ----------
+    found : uint32 array, shape (3,)
+        Zeros at first.
+    table, status
+        As for `row_range`.
+    """
+    check("found", found, np.uint32, (3,))
+    check("table", table, np.float32, (None, None))
+    check_not_host(device, found=found, table=table)
     n_solved = 0 if status is None else len(status)
     if status is not None:
         check("status", status, np.int32, (None,))
         check_not_host(device, status=status)
-    if table.size or n_solved:
-        blocks = min(ceil_div(max(len(table), n_solved), THREADS // 32), BLOCKS_PER_SM * device.spec.multiprocessors)
-        kernel = get_kernel(device, "rows.cu", "row_range", REAL=table.dtype, THREADS=THREADS)
-        sizes = (np.int64(len(table)), np.int32(table.shape[1]))
-        # any pointer does where there is no status to read
-        kernel(
-            (blocks,), (THREADS,), (found, table, *sizes, found if status is None else status, np.int64(n_solved)), 0
-        )
+    if not table.size and not n_solved:
+        return
+    blocks = min(ceil_div(max(len(table), n_solved), THREADS // 32), BLOCKS_PER_SM * device.spec.multiprocessors)
+    kernel = get_kernel(device, "rows.cu", "row_range", REAL=table.dtype, THREADS=THREADS)
+    sizes = (np.int64(len(table)), np.int32(table.shape[1]))
+    # any pointer does where there is no status to read
+    kernel((blocks,), (THREADS,), (found, table, *sizes, found if status is None else status, np.int64(n_solved)), 0)
+
+
+def read_range(device: Device, found: Array) -> tuple[RowRange, bool]:
+    """What `widen_range` has found; waits for it."""
     largest, room, failed = device.download(found).tolist()
     if not largest:
         return RowRange(0.0, 0.0), bool(failed)
     ends = np.array([largest, LARGEST_BITS - room], dtype=np.uint32).view(np.float32)
     return RowRange(float(ends[0]), float(ends[1])), bool(failed)
+
+
+def clip_segments(device: Device, segments: Array, indices: Array, columns: int, first_slot: int = 0) -> Array:
+    """The entries of each segment whose index is in ``0 ... columns - 1``; a segment without any is empty.
+
+    Parameters
+    ----------
+    segments : int64 array, shape (n, 3)
+        (slot, begin, end).
+    indices : int32 array
+        Ascending within each segment, and negative before the columns that are wanted.
+    columns : int
+    first_slot : int
+        Taken from each slot.
+    """
+    clipped = device.empty(segments.shape, np.int64)
+    check("segments", segments, np.int64, (None, 3))
+    check("indices", indices, np.int32, (None,))
+    check_not_host(device, segments=segments, indices=indices)
+    if len(segments):
+        blocks = min(ceil_div(len(segments), THREADS), BLOCKS_PER_SM * device.spec.multiprocessors)
+        kernel = get_kernel(device, "rows.cu", "clip_segments", THREADS=THREADS)
+        sizes = (np.int64(len(segments)), np.int64(first_slot), np.int32(columns))
+        kernel((blocks,), (THREADS,), (clipped, segments, indices, *sizes), 0)
+    return clipped
 
 
 def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -99,3 +142,4 @@ def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
         for vector in (1, 16 // itemsize):
             yield "rows.cu", "add_pieces", {"REAL": real, "VECTOR": vector, "THREADS": THREADS}
     yield "rows.cu", "row_range", {"REAL": "float", "THREADS": THREADS}
+    yield "rows.cu", "clip_segments", {"THREADS": THREADS}

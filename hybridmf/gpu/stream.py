@@ -10,9 +10,10 @@ depend on each other, and what depends on all of them, the scale of float16 part
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,7 @@ from .._objective import SIDES, Objective, Side, State
 from .._plan import STREAM_BUFFERS, Plan
 from .._validate import csr_arrays, make_csr
 from ..cpu.als import check_status
-from ..scale.slabs import MemorySlabs, Slabs, slab_entries
+from ..scale.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries
 from ..scale.store import StoreMatrix
 from .als import (
     DeviceFactors,
@@ -37,42 +38,45 @@ from .als import (
     unobserved_and_penalty,
     weighted_gram,
 )
+from .copier import Copier
 from .device import Array, Device
 
 
-class Pipeline:
+class Loader:
     """Device buffers that take turns, and the thread that fills them.
 
     Parameters
     ----------
     device : Device
-    capacity : int
-        Entries of the largest slab.
-    dtype : dtype
-        Of the ratings.
+    vectors : sequence of (int, dtype)
+        Lengths and types of the vectors that are loaded together.
     buffers : int
+        Sets of such vectors on the device at a time.
+    copier : Copier, optional
+        Default: one of its own.
     """
 
-    def __init__(self, device: Device, capacity: int, dtype: Any, buffers: int = STREAM_BUFFERS) -> None:
-        self.device, self.copier, self.dtype, self.buffers = device, device.copier(), dtype, buffers
-        self.capacity = 0
-        self._buffers: list[tuple[Array, Array]] = []
-        self.reserve(max(1, capacity))
+    def __init__(
+        self, device: Device, vectors: Sequence[tuple[int, Any]], buffers: int, copier: Copier | None = None
+    ) -> None:
+        self.device, self.buffers = device, buffers
+        self.copier = device.copier() if copier is None else copier
+        self._allocate(vectors)
 
-    def reserve(self, capacity: int) -> None:
-        """Have room for slabs of so many entries; not while a stream is under way."""
-        if capacity <= self.capacity:
-            return
-        self._buffers = []  # before others take their place: there may be no room for both
+    def _allocate(self, vectors: Sequence[tuple[int, Any]]) -> None:
+        self._buffers: list[list[Array]] = []  # before others take their place: there may be no room for both
         with self.device.active():
-            self._buffers = [
-                (self.device.empty(capacity, np.int32), self.device.empty(capacity, self.dtype))
-                for _ in range(self.buffers)
-            ]
-        self.capacity = capacity
+            for _ in range(self.buffers):
+                self._buffers.append([self.device.empty(size, dtype) for size, dtype in vectors])
 
-    def stream(self, slabs: Slabs) -> Generator[tuple[int, Array, Array], None, None]:
-        """(number, indices, ratings) of each slab in order; the arrays are valid for work launched until the next one.
+    def loads(self, count: int, fetch: Callable[[int], Sequence[np.ndarray]]) -> Generator[tuple[Any, ...], None, None]:
+        """(k, vectors on the device) for k = 0 ... count - 1; the vectors are valid for work launched until the next k.
+
+        Parameters
+        ----------
+        count : int
+        fetch : callable
+            Vectors of the host for each k, in order; called on a thread of its own.
 
         Raises
         ------
@@ -84,39 +88,90 @@ class Pipeline:
         begun = self.device.record()  # the last user of the buffers may still be at work
         for slot in range(len(self._buffers)):
             free.put((slot, begun))
-        thread = threading.Thread(target=self._load, args=(slabs, free, ready), name="hybridmf-slabs", daemon=True)
+        arguments = (count, fetch, free, ready)
+        thread = threading.Thread(target=self._load, args=arguments, name="hybridmf-slabs", daemon=True)
         thread.start()
         try:
-            for slab in range(len(slabs.bounds) - 1):
+            for k in range(count):
                 found = ready.get()
                 if isinstance(found, BaseException):
                     raise found
-                slot, size, mark = found
+                slot, sizes, mark = found
                 self.device.wait(mark)
-                indices, ratings = self._buffers[slot]
-                yield slab, indices[:size], ratings[:size]
+                yield k, *(buffer[:size] for buffer, size in zip(self._buffers[slot], sizes, strict=True))
                 free.put((slot, self.device.record()))
         finally:
             free.put(None)
             thread.join()
             self.copier.synchronize()
 
-    def _load(self, slabs: Slabs, free: queue.SimpleQueue[Any], ready: queue.SimpleQueue[Any]) -> None:
-        """Fill free buffers with slab after slab."""
+    def _load(
+        self,
+        count: int,
+        fetch: Callable[[int], Sequence[np.ndarray]],
+        free: queue.SimpleQueue[Any],
+        ready: queue.SimpleQueue[Any],
+    ) -> None:
+        """Fill free buffers with one set of vectors after the other."""
         try:
-            for slab in range(len(slabs.bounds) - 1):
+            for k in range(count):
                 slot = free.get()
                 if slot is None:
                     return
                 number, mark = slot
                 self.copier.after(mark)
-                slabs.prefetch(slab + 1)
-                _, indices, ratings = csr_arrays(slabs.matrix(slab))
-                for target, source in zip(self._buffers[number], (indices, ratings), strict=True):
+                vectors = fetch(k)
+                for target, source in zip(self._buffers[number], vectors, strict=True):
                     self.copier.copy(target, source)
-                ready.put((number, len(indices), self.copier.mark()))
+                ready.put((number, list(map(len, vectors)), self.copier.mark()))
         except BaseException as error:  # the thread that waits for the slab has to hear of it, whatever it is
             ready.put(error)
+
+
+class Pipeline(Loader):
+    """Slabs of ratings on their way.
+
+    Parameters
+    ----------
+    device : Device
+    capacity : int
+        Entries of the largest slab.
+    dtype : dtype
+        Of the ratings.
+    buffers : int
+    copier : Copier, optional
+    """
+
+    def __init__(
+        self, device: Device, capacity: int, dtype: Any, buffers: int = STREAM_BUFFERS, copier: Copier | None = None
+    ) -> None:
+        self.capacity, self.dtype = max(1, capacity), dtype
+        super().__init__(device, self._vectors(), buffers, copier)
+
+    def _vectors(self) -> list[tuple[int, Any]]:
+        return [(self.capacity, np.int32), (self.capacity, self.dtype)]
+
+    def reserve(self, capacity: int) -> None:
+        """Have room for slabs of so many entries; not while a stream is under way."""
+        if capacity > self.capacity:
+            self.capacity = capacity
+            self._allocate(self._vectors())
+
+    def stream(self, slabs: Slabs) -> Generator[tuple[int, Array, Array], None, None]:
+        """(number, indices, ratings) of each slab in order; the arrays are valid for work launched until the next one.
+
+        Raises
+        ------
+        StoreError, DeviceError, OSError
+            What the thread met with.
+        """
+
+        def fetch(slab: int) -> tuple[np.ndarray, np.ndarray]:
+            slabs.prefetch(slab + 1)
+            _, indices, ratings = csr_arrays(slabs.matrix(slab))
+            return indices, ratings
+
+        return self.loads(len(slabs.bounds) - 1, fetch)
 
 
 class SlabHalf(HalfSweep):
@@ -206,13 +261,21 @@ class StreamedHalf:
             if isinstance(slabs, MemorySlabs):
                 pipeline.copier.pin(slabs.csr.indices)
                 pipeline.copier.pin(slabs.csr.data)
-        self.scale = device.upload(objective.row_scale(self.degrees).astype(slabs.dtype))
         roots = range_of_roots(objective, slabs.ends if ends is None else ends)
         self.rows = [slice(int(a), int(b)) for a, b in pairwise(slabs.bounds)]
         self.parts = [
-            SlabHalf(device, side, self.degrees[rows], slabs.dtype, objective, plan, roots) for rows in self.rows
+            self._slab_half(device, side, self.degrees[rows], slabs.dtype, objective, plan, roots) for rows in self.rows
         ]
         self._kept: list[tuple[Array, Array]] = []
+
+    def _slab_half(self, *arguments: Any) -> SlabHalf:
+        """The half sweep of one slab."""
+        return SlabHalf(*arguments)
+
+    @functools.cached_property
+    def scale(self) -> Array:
+        """s of each row, on the device."""
+        return self.device.upload(self.objective.row_scale(self.degrees).astype(self.slabs.dtype))
 
     def entries(self) -> Generator[tuple[slice, SlabHalf], None, None]:
         """Rows and half sweep of each slab, entries lent to it until the next one."""
@@ -333,3 +396,16 @@ def _slabs(matrix: sp.csr_array | StoreMatrix, plan: Plan) -> Slabs:
     if plan.streamed == "host":
         return MemorySlabs(matrix.load(), matrix.bounds)
     return matrix
+
+
+def waves_of(block: sp.csr_array | RangeSlabs | StoreMatrix, side: Side, plan: Plan) -> Slabs:
+    """Rows in the waves that the plan has them solved in, coming from where the plan says."""
+    if plan.resident and not plan.factors_on_host:
+        assert isinstance(block, RangeSlabs)
+        return block
+    if isinstance(block, StoreMatrix):
+        block = RangeSlabs(block, 0, block.shape[0])
+    sizes = (plan.slab, None) if plan.scale is None else (plan.scale.slab(side), plan.scale.slab_rows(side))
+    if not isinstance(block, RangeSlabs):
+        return MemorySlabs.cut(block, *sizes)
+    return MemorySlabs.cut(block.load(), *sizes) if plan.streamed == "host" else block.cut(*sizes)

@@ -12,16 +12,17 @@ import scipy.sparse as sp
 
 from .._objective import SIDES, Factors, Objective, Side
 from .._plan import Plan
-from ..gpu import als, assemblies, fused, losses
+from ..gpu import als, fused, losses, turns
 from ..gpu.device import Array, CudaDevice, Device, open_device
 from ..gpu.fused import BLOCK, FusedConfig, Systems, round_up
 from ..gpu.launch import Entries, ceil_div
 from ..gpu.rows import add_pieces
-from ..gpu.stream import Pipeline, StreamedHalf
+from ..gpu.stream import Pipeline, StreamedHalf, waves_of
+from ..gpu.turns import HostFactors
 from .communicator import Communicator
 from .cpu_rank import InOrder
 from .nccl import NcclCommunicator
-from .slabs import MemorySlabs, RangeSlabs, Slabs
+from .slabs import RangeSlabs
 from .su_als import PIECES, Block, Ranges, Then
 
 MOST_SEGMENTS = 32
@@ -45,26 +46,32 @@ class GpuWorker:
         self.device = device
         self._streams: Streams | None = None
         self._pipeline: Pipeline | None = None  # one for both half sweeps
+        self._copiers: turns.Copiers | None = None  # of both, where factors are on the host
 
     def active(self) -> AbstractContextManager[None]:
         """Run on the device."""
         return self.device.active()
 
-    def own(self, factors: Factors, plan: Plan) -> als.DeviceFactors:
-        """Factors as a table on the device."""
-        return als.to_device(self.device, factors, als.table_width(plan.rank, factors.matrix.dtype))
+    def own(self, factors: Factors, plan: Plan) -> als.DeviceFactors | HostFactors:
+        """Factors as a table, where the plan has them between half sweeps."""
+        width = als.table_width(plan.rank, factors.matrix.dtype)
+        return turns.to_host(factors, width) if plan.factors_on_host else als.to_device(self.device, factors, width)
 
     def blank(self, like: Array, rows: int) -> Array:
         """Zeros of the dtype and width of an array."""
         return self.device.zeros((rows, *like.shape[1:]), like.dtype)
 
-    def arrays(self, factors: als.DeviceFactors) -> list[Array]:
+    def arrays(self, factors: als.DeviceFactors | HostFactors) -> list[Array]:
         """Table, and biases if there are any."""
-        return [factors.table] if factors.device_bias is None else [factors.table, factors.device_bias]
+        bias = factors.host_bias if isinstance(factors, HostFactors) else factors.device_bias
+        return [factors.table] if bias is None else [factors.table, bias]
 
-    def factors(self, arrays: list[Array], like: als.DeviceFactors) -> als.DeviceFactors:
+    def factors(self, arrays: list[Array], like: als.DeviceFactors | HostFactors) -> als.DeviceFactors | HostFactors:
         """Factors made of `arrays`."""
-        return als.DeviceFactors(self.device, arrays[0], like.factors, arrays[1] if len(arrays) > 1 else None)
+        bias = arrays[1] if len(arrays) > 1 else None
+        if isinstance(like, HostFactors):
+            return HostFactors(arrays[0], like.factors, bias)
+        return als.DeviceFactors(self.device, arrays[0], like.factors, bias)
 
     def gram(self, factors: als.DeviceFactors, objective: Objective, plan: Plan) -> Array | None:
         """Weighted Gram matrix of the rows at hand."""
@@ -73,29 +80,41 @@ class GpuWorker:
             return self.device.zeros((side, side), factors.table.dtype)
         return als.weighted_gram(self.device, factors.table, plan.rank, objective)
 
-    def exact_gram(self, factors: als.DeviceFactors, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
+    def exact_gram(
+        self, factors: als.DeviceFactors | HostFactors, weights: np.ndarray | None, plan: Plan
+    ) -> np.ndarray:
         """Gram matrix in float64."""
+        if isinstance(factors, HostFactors):
+            return turns.host_gram(self.device, factors, weights)[: plan.factors, : plan.factors].copy()
         on_device = None if weights is None else self.device.upload(weights)
         return als.exact_gram(self.device, factors.table, on_device)[: plan.factors, : plan.factors].copy()
 
-    def times(self, factors: als.DeviceFactors, basis: np.ndarray) -> als.DeviceFactors:
+    def times(self, factors: als.DeviceFactors | HostFactors, basis: np.ndarray) -> als.DeviceFactors | HostFactors:
         """Factors in another basis."""
+        if isinstance(factors, HostFactors):
+            return turns.host_times(self.device, factors, basis)
         table = factors.table.copy()
         if len(table):
             on_device = self.device.upload(basis.astype(table.dtype))
             table[:, : factors.factors] = self.device.matmul(factors.table[:, : factors.factors], on_device)
         return als.DeviceFactors(self.device, table, factors.factors, factors.device_bias)
 
-    def squares(self, factors: als.DeviceFactors) -> np.ndarray:
+    def squares(self, factors: als.DeviceFactors | HostFactors) -> np.ndarray:
         """Squared lengths in float64."""
         if not len(factors):
             return np.zeros(0)
+        if isinstance(factors, HostFactors):
+            return turns.host_squares(self.device, factors)
         return losses.row_squares(self.device, factors.table, factors.factors)
 
     def whole(
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
     ) -> als.HalfSweep | StreamedHalf:
         """The half sweep of one device, over a slab of rows; in waves where the plan says that ratings are streamed."""
+        if plan.factors_on_host:
+            self._copiers = self._copiers or turns.Copiers(self.device)
+            waves = waves_of(block, side, plan)
+            return turns.HostHalf(self.device, side, waves, objective, plan, self._copiers, names, ends)
         if not isinstance(block, RangeSlabs) and not plan.streamed:
             roots = als.range_of_roots(objective, ends)
             return als.HalfSweep(self.device, side, block, objective, plan, names, roots)
@@ -109,11 +128,11 @@ class GpuWorker:
     def solve(
         self,
         half: als.HalfSweep | StreamedHalf,
-        fixed: als.DeviceFactors,
+        fixed: Any,
         mean: float,
-        start: als.DeviceFactors,
+        start: Any,
         then: Then | None,
-    ) -> als.DeviceFactors:
+    ) -> als.DeviceFactors | HostFactors:
         """New factors of the rows of `whole`."""
         return half.solve(fixed, mean, start, then=then)
 
@@ -172,17 +191,6 @@ class GpuWorker:
             return nullcontext(InOrder())
         self._streams = self._streams or Streams(self.device)
         return nullcontext(self._streams)
-
-
-def waves_of(block: Block, side: Side, plan: Plan) -> Slabs:
-    """A rank's rows in the waves that the plan has it solve them in, coming from where the plan says."""
-    if plan.resident:
-        assert isinstance(block, RangeSlabs)
-        return block
-    entries = plan.slab if plan.scale is None else plan.scale.slab(side)
-    if not isinstance(block, RangeSlabs):
-        return MemorySlabs.cut(block, entries)
-    return MemorySlabs.cut(block.load(), entries) if plan.streamed == "host" else block.cut(entries)
 
 
 class Streams:
@@ -354,9 +362,8 @@ class PartialRows(als.HalfSweep):
         # lower triangles are written, whole matrices travel
         matrices = device.zeros((cut.n_slots, rank, rank), self.dtype)
         rhs = device.empty((cut.n_slots, rank), self.dtype)
-        assemble = assemblies.sparse_syrk if self.plan.assembly == "sparse_syrk" else assemblies.mo_als
         if len(cut.segments):
-            assemble(device, matrices, rhs, *arguments, rank)
+            als.published(self.plan.assembly)(device, matrices, rhs, *arguments, rank)
         return cut.add_up(device, matrices), cut.add_up(device, rhs)
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:

@@ -8,10 +8,12 @@ its own one after the other, in waves.
 A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 counts ``f`` and ``f^2`` cells instead)
 
     n/p w i            the part of the fixed side; twice where the next part is loaded meanwhile
-    m/q w i            solutions of the row part; twice where they leave for the host meanwhile
+    m/q w i            solutions of the row part; twice where they leave for the host meanwhile, and once more where
+                       approximate solvers begin with the last ones
     nnz/(p q) (4 + i)  entries, as often as they are loaded ahead (a fit: SLAB_BUFFERS); or all of its share, both
                        orientations
-    systems            a batch (ours are solved batch by batch), or those of the whole row part where parts take turns
+    systems            a batch (ours are solved batch by batch), or, where parts take turns, those of the whole row part
+                       and as many as are summed before they join those
     (m + n)/GPUs w i   its share of both sides, where factors stay on the GPUs
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -43,13 +45,22 @@ SLABS = 8
 SLAB_BUFFERS = 3
 """Row parts of ratings that a fit has on a GPU at a time: one is worked on, one is there, one is on its way."""
 
-ROW_BYTES = 20
-"""Offset, order, scale and status of a row."""
+ROW_BYTES = 16
+"""Offset, order and status of a row; its scale comes to that."""
+
+PIECE_BYTES = 36
+"""A piece of a row that is summed apart: row, first slot, and (slot, begin, end)."""
+
+CHUNK_BYTES = 64 << 20
+"""Sums that are made at a time where they join those of other parts of the fixed side."""
 
 NEAR = 1.05
 """What stays on the GPUs is not moved for a prediction that is better by less."""
 
 MOST_PARTS = 1 << 20
+
+MOST_TURNS = 64
+"""Turns that are tried where fewer would do: more of them leave room for more rows, but sums are read again in each."""
 
 Place = Literal["device", "host", "disk"]
 
@@ -175,12 +186,30 @@ class Problem:
         Rank of the systems.
     itemsize : int
         4 for float32, 8 for float64.
+    sums : int
+        Bytes of the sums of a row that wait to be added up or solved; 0: those of our kernels.
+    segment : int
+        Entries above which a row has more than one of them; 0: never.
+    biases : bool
+        Whether rows of factors have a bias beside them.
+    begins : bool
+        Whether solutions begin with the last ones.
+    on_chip : bool
+        Whether rows of one segment are solved where they are summed, if the fixed side is there as a whole.
+    batch : int
+        Bytes of sums that are made at a time.
     """
 
     shape: tuple[int, int]
     nnz: int
     factors: int
     itemsize: int = 4
+    sums: int = 0
+    segment: int = 0
+    biases: bool = False
+    begins: bool = False
+    on_chip: bool = False
+    batch: int = BATCH_BYTES
 
     def rows(self, side: Side) -> int:
         """Rows of a side."""
@@ -199,6 +228,8 @@ class Problem:
     @property
     def system_bytes(self) -> int:
         """Of the sums of a row that wait to be added up or solved."""
+        if self.sums:
+            return self.sums
         if self.factors <= fused.MAX_RANK and self.itemsize == 4:
             return 4 * fused.FusedConfig.rule(self.factors).partial_floats
         return (self.factors + 1) * self.factors * self.itemsize
@@ -221,6 +252,8 @@ class HalfPlan:
         Parts of the fixed side in memory where they take turns: 2, or 1 if there is no room to load one meanwhile.
     loads : int
         Row parts of ratings in memory at a time where they are streamed.
+    splits : int
+        GPUs that hold different parts at a time; 0: as many as there are parts and GPUs for.
     bytes : dict of str to int
         Memory of one GPU by purpose.
     seconds : dict of str to float
@@ -235,6 +268,7 @@ class HalfPlan:
     gpus: int
     buffers: int = 2
     loads: int = 2
+    splits: int = 0
     bytes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
@@ -242,7 +276,7 @@ class HalfPlan:
     @property
     def grid(self) -> Grid:
         """GPUs that hold different parts at a time, and groups of them."""
-        splits = next(d for d in range(min(self.gpus, self.parts), 0, -1) if self.gpus % d == 0)
+        splits = self.splits or next(d for d in range(min(self.gpus, self.parts), 0, -1) if self.gpus % d == 0)
         return Grid(splits, self.gpus // splits)
 
     @property
@@ -316,6 +350,12 @@ class ScalePlan:
         """Entries of a row part of a half sweep: what a rank of a fit loads and solves at a time, in each wave."""
         return -(-self.problem.nnz // self.halves[side].batches)
 
+    def slab_rows(self, side: Side) -> int | None:
+        """Most rows of such a row part, where memory depends on them: where factors do not stay on the GPUs."""
+        if self.factors == "device":
+            return None
+        return -(-self.problem.rows(side) // self.halves[side].batches)
+
     def on(self, gpus: int) -> ScalePlan:
         """The same partition on another number of GPUs: in more waves on fewer, side by side on more (cuMF 4.4).
 
@@ -349,23 +389,33 @@ class ScalePlan:
         Raises
         ------
         ValueError
-            Another number of GPUs; factors that do not stay on them; parts of a fixed side that take turns.
+            Another number of GPUs; places or parts that fits do not work with.
         """
         if gpus != self.gpus:
             raise ValueError(f"the partition is for {self.gpus} GPUs and the fit has {gpus}; use partition.on({gpus})")
+        why = self._not_served()
+        if why:
+            raise ValueError(f"{why}: let the fit plan for itself, or use plan_scale(..., model_parallel_only=True)")
+
+    def _not_served(self) -> str:
+        """What of the partition fits do not work with; empty if nothing."""
         turning = [side for side, half in self.halves.items() if half.turns > 1]
-        if self.factors != "device" or turning:
-            why = f"the fixed side of {turning[0]}s in turns" if turning else f"factors on {self.factors}"
-            raise ValueError(
-                "a fit keeps factors on the GPUs, and a whole part of the fixed side on each; the partition has "
-                f"{why}: use more GPUs or fewer factors"
+        split = [side for side, half in self.halves.items() if half.grid.splits > 1]
+        if self.factors == "disk":
+            return "a fit keeps factors on the GPUs or on the host; the partition has them on disk"
+        if self.factors == "host" and self.ratings == "device":
+            return "a fit streams ratings where factors are on the host; the partition has them on the GPUs"
+        if self.factors == "device" and turning:
+            return (
+                "parts of a fixed side take turns where factors are on the host; the partition has the fixed side of "
+                f"{turning[0]}s in turns, and factors on the GPUs"
             )
-        parted = [side for side, half in self.halves.items() if half.parts > 1]
-        if self.ratings != "device" and parted:
-            raise ValueError(
-                f"a fit streams ratings where each GPU has the whole fixed side; the partition splits that of "
-                f"{parted[0]}s into p = {self.halves[parted[0]].parts}: let the fit plan for itself"
+        if self.ratings != "device" and split:
+            return (
+                f"a fit streams ratings where each GPU solves its own rows; the partition splits the fixed side of "
+                f"{split[0]}s over GPUs, with p = {self.halves[split[0]].parts}"
             )
+        return ""
 
     def __str__(self) -> str:
         problem = self.problem
@@ -425,10 +475,24 @@ class Share:
     def mean(cls, problem: Problem, half: HalfPlan, ratings: Place) -> Share:
         """Of GPUs that all have the same."""
         rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
-        entries = half.loads * -(-problem.nnz // (half.parts * half.batches))
+        # a fit that takes turns has the entries of all parts meanwhile
+        entries = half.loads * -(-problem.nnz // ((half.splits or half.parts) * half.batches))
         if ratings == "device":
             entries = 2 * -(-problem.nnz // half.gpus)
         return cls(-(-fixed // half.parts), -(-rows // half.gpus), -(-(rows + fixed) // half.gpus), entries)
+
+
+def slots(problem: Problem, half: HalfPlan) -> int:
+    """Sums of a row part that go through memory: one for each row, and more for rows longer than a segment."""
+    rows, entries = -(-problem.rows(half.side) // half.batches), -(-problem.nnz // half.batches)
+    cuts = entries // problem.segment if problem.segment else 0
+    return 2 * cuts + 1 if problem.on_chip and half.turns == 1 else rows + cuts
+
+
+def slots_at_once(problem: Problem, half: HalfPlan) -> int:
+    """Of these, as many as are made at a time."""
+    most = min(CHUNK_BYTES, problem.batch) if half.turns > 1 else problem.batch
+    return max(1, min(slots(problem, half), most // problem.system_bytes))
 
 
 def half_bytes(
@@ -437,20 +501,25 @@ def half_bytes(
     """Memory of one GPU in a half sweep, by purpose; see the module. `share`: what it has, if not the mean."""
     share = share or Share.mean(problem, half, ratings)
     grid, width, on_device = half.grid, problem.row_bytes, factors == "device"
+    if problem.biases and not on_device:  # and what ratings owe to the fixed side's
+        width += 2 * problem.itemsize
     batch = -(-problem.rows(half.side) // half.batches)
     solved = batch * width
     if on_device:  # the new rows of a GPU beside the old ones, until the half sweep is complete
         solved = share.solved * width + (0 if ratings == "device" else solved)
-    systems = batch * problem.system_bytes
-    if half.turns == 1:
-        systems = min(systems, BATCH_BYTES)
+    at_once = slots_at_once(problem, half)
+    systems = at_once * problem.system_bytes
+    pieces = 0 if on_device else at_once * PIECE_BYTES
+    if half.turns > 1:
+        systems += slots(problem, half) * problem.system_bytes
+        pieces += slots(problem, half) * PIECE_BYTES
     own_is_part = on_device and grid.groups == 1 and half.turns == 1
     return {
         "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.turns > 1 else 1),
-        "solutions": solved * (1 if on_device else 2),
+        "solutions": solved * (1 if on_device else 3 if problem.begins else 2),
         "factors": share.own * width if on_device else 0,
         "ratings": share.entries * problem.entry_bytes,
-        "rows": share.own * ROW_BYTES,
+        "rows": share.own * (ROW_BYTES + problem.itemsize) + pieces,
         "systems": systems,
     }
 
@@ -475,8 +544,10 @@ def check_rank(plan: ScalePlan, layout: Layout, rank: int, entries: int) -> None
     counts = {side: layout.counts(side, range(rank, rank + 1))[0] for side in SIDES}
     for side, planned in plan.halves.items():
         grid, (first, last) = layout.grids[side], layout.columns(side, rank)
-        half = replace(planned, parts=grid.splits, batches=max(planned.batches, grid.groups))
-        share = Share(last - first, counts[side], sum(counts.values()), entries)
+        half = replace(planned, batches=max(planned.batches, grid.groups))
+        if planned.turns == 1:
+            half = replace(half, parts=grid.splits)
+        share = Share(-(-(last - first) // half.turns), counts[side], sum(counts.values()), entries)
         sizes = half_bytes(plan.problem, half, plan.ratings, plan.factors, share)
         if sum(sizes.values()) <= plan.memory:
             continue
@@ -517,6 +588,8 @@ def half_seconds(
     if half.turns > 1:  # sums of a row part are read and written again in each turn
         again = 2 * half.turns * rows / grid.groups * problem.system_bytes
         seconds["turns"] = again / machine.copy + half.turns * half.waves * machine.launch
+    elif factors != "device":
+        seconds["waves"] = half.waves * machine.launch
     load = 0.0
     if factors != "device":
         loads = half.waves if half.turns > 1 else 1  # a part that does not stay comes again for each wave of rows
@@ -536,7 +609,7 @@ def _total(half: HalfPlan, seconds: dict[str, float], machine: Machine) -> float
     Sums are sent on a stream beside the one that makes the next ones, but the kernels that make them fill the GPU until
     they end: on H200s both took as long as one after the other.
     """
-    work = seconds["assembly"] + seconds["solve"] + seconds.get("turns", 0.0) + seconds.get("reduce-scatter", 0.0)
+    work = sum(seconds.get(name, 0.0) for name in ("assembly", "solve", "turns", "waves", "reduce-scatter"))
     loading = max(seconds.get("from host", 0.0), seconds.get("from disk", 0.0))
     if half.turns > 1 and half.buffers == 1:
         work += loading
@@ -598,8 +671,26 @@ def _best_half(
     return None
 
 
+def _best_served(
+    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, factors: Place, memory: float
+) -> HalfPlan | None:
+    """The fastest of those that fits serve in which each GPU solves its own rows."""
+    if factors == "device":
+        half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS, splits=1)
+        return fewest_batches(problem, machine, half, ratings, factors, memory)
+    if ratings == "device":
+        return None
+    return _fastest_turns(problem, machine, gpus, side, ratings, memory, 1)
+
+
 def plan_scale(
-    problem: Problem, gpus: int, memory: int | None = None, machine: Machine = H200, host_bytes: int | None = None
+    problem: Problem,
+    gpus: int,
+    memory: int | None = None,
+    machine: Machine = H200,
+    host_bytes: int | None = None,
+    *,
+    model_parallel_only: bool = False,
 ) -> ScalePlan:
     """The fastest partition that fits; of those that are near, the one that moves least.
 
@@ -612,6 +703,8 @@ def plan_scale(
     machine : Machine
     host_bytes : int, optional
         Host memory. Default: the machine's.
+    model_parallel_only : bool
+        Each GPU solves its own rows, with all parts of the fixed side: what fits do where anything is streamed.
 
     Raises
     ------
@@ -620,11 +713,12 @@ def plan_scale(
     """
     memory = machine.memory_bytes if memory is None else memory
     host = machine.host_bytes if host_bytes is None else host_bytes
-    plan = _fastest(problem, gpus, memory, machine, host)
+    best = _best_served if model_parallel_only else _best_half
+    plan = _fastest(problem, gpus, memory, machine, host, best)
     if plan is not None:
         return plan
     needed = memory
-    while (found := _fastest(problem, gpus, needed, machine, host)) is None:
+    while (found := _fastest(problem, gpus, needed, machine, host, best)) is None:
         needed *= 2
     raise MemoryBudgetError(
         f"{problem.shape[0]:,} x {problem.shape[1]:,} with {problem.nnz:,} entries and {problem.factors} factors does "
@@ -633,7 +727,9 @@ def plan_scale(
     )
 
 
-def _fastest(problem: Problem, gpus: int, memory: int, machine: Machine, host: int) -> ScalePlan | None:
+def _fastest(
+    problem: Problem, gpus: int, memory: int, machine: Machine, host: int, best: Callable[..., HalfPlan | None]
+) -> ScalePlan | None:
     usable = int(memory * (1 - HEADROOM))
     both = 2 * problem.nnz * problem.entry_bytes + 2 * sum(problem.shape) * problem.row_bytes
     away: Place = "host" if both <= host else "disk"
@@ -641,12 +737,12 @@ def _fastest(problem: Problem, gpus: int, memory: int, machine: Machine, host: i
     ratings_on: tuple[Place, Place] = ("device", away)
     factors_on: tuple[Place, Place] = ("device", "host")
     for ratings, factors in itertools.product(ratings_on, factors_on):
-        found = {side: _best_half(problem, machine, gpus, side, ratings, factors, usable) for side in SIDES}
+        found = {side: best(problem, machine, gpus, side, ratings, factors, usable) for side in SIDES}
         halves = {side: half for side, half in found.items() if half is not None}
         if len(halves) == len(SIDES):
             plans.append(ScalePlan(problem, machine, gpus, usable, ratings, factors, halves))
-    best = min((plan.seconds for plan in plans), default=0.0)
-    return next((plan for plan in plans if plan.seconds <= NEAR * best), None)
+    fastest = min((plan.seconds for plan in plans), default=0.0)
+    return next((plan for plan in plans if plan.seconds <= NEAR * fastest), None)
 
 
 def plan_ranks(
@@ -680,6 +776,45 @@ def plan_streamed_ranks(
             return None
         halves[side] = found
     return ScalePlan(problem, machine, gpus, memory, ratings, "device", halves)
+
+
+def plan_host_ranks(
+    problem: Problem, gpus: int, memory: int, ratings: Place, slab: int, machine: Machine = H200
+) -> ScalePlan | None:
+    """Model parallel with factors on the host, and ratings that come in row parts of at most `slab` entries.
+
+    Where parts of the fixed side take turns for each row part, row parts may be larger, unless they are a store's.
+
+    None if not even the smallest parts fit.
+    """
+    least = -(-problem.nnz // slab)
+    usable = memory if gpus == 1 else int(memory * (1 - HEADROOM))  # a rank may own more rows than the mean
+    halves: dict[Side, HalfPlan] = {}
+    for side in SIDES:
+        found = _fastest_turns(problem, machine, gpus, side, ratings, usable, least)
+        if found is None:
+            return None
+        halves[side] = found
+    return ScalePlan(problem, machine, gpus, memory, ratings, "host", halves)
+
+
+def _fastest_turns(
+    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, memory: float, least: int
+) -> HalfPlan | None:
+    """The half sweep whose number of turns is predicted to be fastest: more of them leave room for more rows.
+
+    `least`: row parts that there have to be, if not parts take turns and ratings are in memory.
+    """
+    best: HalfPlan | None = None
+    parts, fixed = 1, sum(problem.shape) - problem.rows(side)
+    while parts <= min(fixed, MOST_TURNS) or (best is None and parts <= min(fixed, MOST_PARTS)):
+        half = HalfPlan(side, parts, 1, gpus, loads=SLAB_BUFFERS, splits=1)
+        fewest = 1 if parts > 1 and ratings == "host" else least
+        found = fewest_batches(problem, machine, half, ratings, "host", memory, fewest)
+        if found is not None and (best is None or found.total < best.total):
+            best = found
+        parts = parts // 3 * 4 if parts % 3 == 0 else max(parts + 1, parts * 3 // 2)  # 1, 2, 3, 4, 6, 8, 12 ...
+    return best
 
 
 def as_record(plan: ScalePlan) -> dict[str, Any]:

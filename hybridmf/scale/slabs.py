@@ -47,13 +47,15 @@ class Slabs(Protocol):
         """Smallest and largest absolute value of the entries, shape (2,); (0,) if there are none."""
 
 
-def slab_bounds(degrees: np.ndarray, entries: int) -> np.ndarray:
+def slab_bounds(degrees: np.ndarray, entries: int, rows: int | None = None) -> np.ndarray:
     """Cut rows into slabs of at most `entries` entries; a row counts as one more, and one beyond the limit is alone.
 
     Parameters
     ----------
     degrees : int array, shape (n_rows,)
     entries : int
+    rows : int, optional
+        Most rows of a slab.
 
     Returns
     -------
@@ -64,7 +66,7 @@ def slab_bounds(degrees: np.ndarray, entries: int) -> np.ndarray:
     while bounds[-1] < len(degrees):
         start = bounds[-1]
         stop = int(np.searchsorted(cost, cost[start] + entries, side="right")) - 1
-        bounds.append(max(start + 1, stop))
+        bounds.append(max(start + 1, stop if rows is None else min(stop, start + rows)))
     return np.array(bounds, dtype=np.int64)
 
 
@@ -88,9 +90,9 @@ class MemorySlabs:
     bounds: np.ndarray
 
     @classmethod
-    def cut(cls, csr: sp.csr_array, entries: int) -> MemorySlabs:
-        """Slabs of about `entries` entries."""
-        return cls(csr, slab_bounds(np.diff(csr.indptr), entries))
+    def cut(cls, csr: sp.csr_array, entries: int, rows: int | None = None) -> MemorySlabs:
+        """Slabs of about `entries` entries; see `slab_bounds`."""
+        return cls(csr, slab_bounds(np.diff(csr.indptr), entries, rows))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -137,11 +139,13 @@ class RangeSlabs:
     source : Slabs
     first, last : int
         The rows from `first` to before `last`.
-    entries : int, optional
-        Cut the slabs of the source further, to so many entries.
+    entries, rows : int, optional
+        Cut the slabs of the source further, to so many entries and rows; see `slab_bounds`.
     """
 
-    def __init__(self, source: Slabs, first: int, last: int, entries: int | None = None) -> None:
+    def __init__(
+        self, source: Slabs, first: int, last: int, entries: int | None = None, rows: int | None = None
+    ) -> None:
         self.source, self.first, self.last = source, first, last
         self.shape = (last - first, source.shape[1])
         self.dtype = source.dtype
@@ -150,7 +154,7 @@ class RangeSlabs:
         inside = (source.bounds > first) & (source.bounds < last)
         bounds = np.unique(np.concatenate(([first], source.bounds[inside], [last]))).astype(np.int64) - first
         if entries is not None:
-            finer = [slab_bounds(self.degrees[a:b], entries) + a for a, b in pairwise(bounds)]
+            finer = [slab_bounds(self.degrees[a:b], entries, rows) + a for a, b in pairwise(bounds)]
             bounds = np.unique(np.concatenate([bounds, *finer]))
         self.bounds = bounds
         self._slab_of = np.searchsorted(source.bounds, first + bounds[:-1], side="right") - 1
@@ -161,9 +165,9 @@ class RangeSlabs:
         """Those of the source, which may lie beyond the ones of these rows."""
         return self.source.ends
 
-    def cut(self, entries: int) -> RangeSlabs:
-        """The same rows in slabs of at most so many entries."""
-        return RangeSlabs(self.source, self.first, self.last, entries)
+    def cut(self, entries: int, rows: int | None = None) -> RangeSlabs:
+        """The same rows in slabs of at most so many entries and rows."""
+        return RangeSlabs(self.source, self.first, self.last, entries, rows)
 
     def matrix(self, slab: int) -> sp.csr_array:
         """Rows of a slab; what the source converts as it reads is kept for the next slab of it."""

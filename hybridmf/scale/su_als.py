@@ -328,7 +328,7 @@ class RankALS(Alternating):
         longest = 0
         for side in SIDES:
             degrees = degrees_of(blocks[side])
-            waves = slab_entries(slab_bounds(degrees, scale.slab(side)), degrees)
+            waves = slab_entries(slab_bounds(degrees, scale.slab(side), scale.slab_rows(side)), degrees)
             longest = max(longest, int(waves.max(initial=0)))
         return SLAB_BUFFERS * longest
 
@@ -567,7 +567,7 @@ def batch_rows(plan: Plan, splits: int, rows: int) -> int:
 
 def has_room_for_both(plan: Plan) -> bool:
     """Whether a GPU has room for both sides as they are gathered, beside what a half sweep needs."""
-    if plan.gpu is None or plan.scale is None:
+    if plan.gpu is None or plan.scale is None or plan.factors_on_host:
         return False
     both = (plan.n_users + plan.n_items) * plan.scale.problem.row_bytes
     return plan.scale.bytes_per_gpu + both <= ROOM * plan.gpu.free_bytes

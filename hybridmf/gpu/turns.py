@@ -1,0 +1,565 @@
+"""ALS on a GPU whose factors stay in the memory of the host: for problems whose factors are larger than the GPU.
+
+    ratings    slab k + 1 ──> device ┐                              a thread and a stream each, beside the kernels
+    fixed side part t + 1 ──> device ┼─> kernels: rows of slab k ──> solutions of slab k - 1 ──> host
+    last factors of slab k ──────────┘
+
+Where the fixed side fits on the GPU as a whole it is brought there once in each half sweep, and the bits are those of
+`hybridmf.gpu.als.GpuALS`. Where it does not, its parts take turns for each slab (cuMF Algorithm 3 and section 4.4): the
+sums of the slab's rows stay on the device and grow in the order of the parts, then the systems are completed and
+solved. Columns ascend within a row, so that a segment's entries of one part lie side by side: `clip_segments` finds
+where they begin and end, and no entry is copied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .._balance import balancing
+from .._objective import SIDES, Factors, Objective, Side, State
+from .._plan import Plan
+from ..cpu.als import check_status
+from ..scale.planner import slots_at_once
+from ..scale.slabs import MemorySlabs, Slabs, slab_entries
+from ..scale.store import StoreMatrix
+from . import fused, losses
+from .als import (
+    EXACT_ROWS,
+    Batch,
+    DeviceFactors,
+    exact_gram,
+    fill_table,
+    gram_sum,
+    loss_segments,
+    padded_gram,
+    penalties,
+    published,
+    segment_losses,
+    table_width,
+    weighted_gram,
+)
+from .copier import Copier
+from .device import Array, Device
+from .fused import Systems
+from .rows import RowRange, clip_segments, read_range, widen_range
+from .stream import Loader, Pipeline, SlabHalf, StreamedGpuALS, StreamedHalf, waves_of
+
+# ------------------------------------------------------------------------------------------------ on the host
+
+
+class HostFactors(Factors):
+    """Factors in the memory of the host, as tables that a device takes as they are.
+
+    Parameters
+    ----------
+    table : float array, shape (n, width)
+        As `DeviceFactors.table`, in NumPy; not to be written to.
+    factors : int
+        Columns that are factors.
+    host_bias : float array, shape (n,), or None
+    range : RowRange, optional
+        Of the table's rows, where it is known.
+    """
+
+    def __init__(
+        self, table: np.ndarray, factors: int, host_bias: np.ndarray | None, range: RowRange | None = None
+    ) -> None:
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "factors", factors)
+        object.__setattr__(self, "host_bias", host_bias)
+        object.__setattr__(self, "range", range)
+        object.__setattr__(self, "_host", None)
+
+    table: np.ndarray
+    factors: int
+    host_bias: np.ndarray | None
+    range: RowRange | None
+    _host: Factors | None
+
+    def on_host(self) -> Factors:
+        """The factors without what only devices need; a copy only where rows are padded, made once."""
+        if self._host is None:
+            matrix = np.ascontiguousarray(self.table[:, : self.factors])
+            object.__setattr__(self, "_host", Factors(matrix, self.host_bias))
+        host = self._host
+        assert host is not None
+        return host
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """Factors, shape (n, factors)."""
+        return self.on_host().matrix
+
+    @property
+    def bias(self) -> np.ndarray | None:
+        """Biases."""
+        return self.host_bias
+
+    def look(self) -> None:
+        """Find the range of the rows."""
+        if self.range is None and self.table.dtype == np.float32:
+            object.__setattr__(self, "range", range_on_host(self.table))
+
+    def vectors(self, first: int, last: int) -> list[np.ndarray]:
+        """Some rows as vectors to be copied: the table, and biases if there are any."""
+        table = self.table[first:last].reshape(-1)
+        return [table] if self.host_bias is None else [table, self.host_bias[first:last]]
+
+    def lent(self, device: Device, vectors: Sequence[Array]) -> DeviceFactors:
+        """Such vectors, on a device, as factors."""
+        table = vectors[0].reshape(-1, self.table.shape[1])
+        return DeviceFactors(device, table, self.factors, vectors[1] if len(vectors) > 1 else None, self.range)
+
+    def upload(self, device: Device, first: int, last: int) -> DeviceFactors:
+        """Some rows on a device."""
+        return self.lent(device, [device.upload(vector) for vector in self.vectors(first, last)])
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __reduce__(self) -> Any:
+        return Factors, (self.matrix, self.bias)
+
+
+def range_on_host(table: np.ndarray) -> RowRange:
+    """What `hybridmf.gpu.rows.row_range` finds of a table on a device."""
+    peaks = np.concatenate(
+        [np.abs(table[k : k + EXACT_ROWS]).max(axis=1, initial=0) for k in range(0, len(table), EXACT_ROWS)]
+        or [np.zeros(0, table.dtype)]
+    )
+    filled = peaks[peaks != 0]
+    return RowRange(float(filled.max()), float(filled.min())) if len(filled) else RowRange(0.0, 0.0)
+
+
+class HostTables:
+    """Tables of one shape, page-locked once where possible, that are used again when nobody holds them any more.
+
+    A half sweep writes new factors and leaves the old ones alone: whoever has looked at them may keep them. Locking the
+    pages of new memory each time would take longer than to fill it.
+
+    Parameters
+    ----------
+    shape : (n, width)
+    dtype : dtype
+    copier : Copier
+        What pages are locked for.
+    """
+
+    def __init__(self, shape: tuple[int, int], dtype: Any, copier: Copier) -> None:
+        self.shape, self.dtype, self.copier = shape, np.dtype(dtype), copier
+        self._free: list[np.ndarray] = []
+
+    def take(self) -> np.ndarray:
+        """A table of anything, until the last array that is made of it goes."""
+        table = self._free.pop() if self._free else self._make()
+        lent = _Lent(table)
+        weakref.finalize(lent, self._free.append, table).atexit = False
+        return np.asarray(lent)
+
+    def _make(self) -> np.ndarray:
+        table = np.empty(self.shape, self.dtype)
+        self.copier.pin(table)
+        return table
+
+
+class _Lent:
+    """What arrays made of a table have as their base, so that it outlives the last of them and no longer."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.__array_interface__ = table.__array_interface__
+
+
+def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> HostFactors:
+    """Factors as a table of `width` columns: of `tables`, or a new one."""
+    if isinstance(factors, HostFactors) and factors.table.shape[1] == width:
+        return factors
+    given = factors.on_host()
+    table = np.empty((len(given), width), given.matrix.dtype) if tables is None else tables.take()
+    fill_table(table, given)
+    return HostFactors(table, given.matrix.shape[1], given.bias)
+
+
+class Copiers:
+    """Copies of ratings, of parts of the fixed side and of solutions, beside each other and beside the kernels."""
+
+    def __init__(self, device: Device) -> None:
+        self.entries = device.copier()
+        self.parts, self.solutions = self.entries.twin(), self.entries.twin()
+
+
+class Drain:
+    """Brings solutions to the host on a stream and a thread of their own, while the next ones are made.
+
+    Parameters
+    ----------
+    device : Device
+    copier : Copier
+    """
+
+    def __init__(self, device: Device, copier: Copier) -> None:
+        self.device, self.copier = device, copier
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hybridmf-solutions")
+        self._under_way: Future[None] | None = None
+
+    def put(self, pairs: list[tuple[np.ndarray, Array]]) -> None:
+        """Begin to copy to each array of the host its array of the device; waits until those before have left."""
+        mark = self.device.record()
+        self.finish()
+        self._under_way = self._thread.submit(self._fetch, pairs, mark)
+
+    def _fetch(self, pairs: list[tuple[np.ndarray, Array]], mark: Any) -> None:
+        self.copier.after(mark)
+        while pairs:  # what has left must not wait for the rest, nor for whoever else holds this list
+            self.copier.fetch(*pairs.pop())
+
+    def finish(self) -> None:
+        """Wait for what is under way; raises what went wrong in it."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """End the thread, when it has done with what it works on."""
+        self._thread.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ half sweeps
+
+
+class InTurns:
+    """A fixed side whose parts are on the device one after the other; stands where `DeviceFactors` would.
+
+    Parameters
+    ----------
+    range : RowRange or None
+        Of all rows.
+    stream : iterator of (int, DeviceFactors)
+        First row and factors of each part, from the first to the last for each slab.
+    parts : int
+    """
+
+    def __init__(self, range: RowRange | None, stream: Iterator[tuple[int, DeviceFactors]], parts: int) -> None:
+        self.range, self._stream, self._parts = range, stream, parts
+
+    def turns(self) -> Iterator[tuple[int, DeviceFactors]]:
+        """First row and factors of each part; valid until the next one."""
+        return islice(self._stream, self._parts)
+
+
+class HostSlab(SlabHalf):
+    """`SlabHalf` of rows that are so many that their pieces have no room on the device."""
+
+    keeps_batches = False
+
+
+class SlabInTurns(HostSlab):
+    """`HostSlab` for a fixed side whose parts take turns."""
+
+    def _sums_apart(self) -> bool:
+        return True
+
+    def _launch(self, fixed: Any, mean: float, start: DeviceFactors | None, gram: Array | None) -> tuple[Array, Array]:
+        systems, batch = self._begun(start, gram), Batch.upload(self.device, self.long)
+        method = self._method(fixed) if self.plan.assembly == "fused" else None
+        sums = self._empty_sums(len(batch.segments))
+        for turn, part in enumerate(self.parts_of(fixed)):
+            for slots in self._chunks(len(batch.segments)):
+                segments = self._clipped(batch.segments[slots], part, slots.start)
+                self._add([each[slots] for each in sums], part, mean, segments, method, anew=turn == 0)
+        self._solve_sums(systems, sums, batch, method)
+        return systems.solutions, systems.status
+
+    def parts_of(self, fixed: InTurns) -> Iterator[DeviceFactors]:
+        """Each part of the fixed side, while the slab's indices count from its first row."""
+        at = 0
+        for first, part in fixed.turns():
+            if first > at:
+                self.indices -= np.int32(first - at)
+            at = first
+            yield part
+
+    def _clipped(self, segments: Array, part: DeviceFactors, first_slot: int) -> Array:
+        return clip_segments(self.device, segments, self.indices, len(part), first_slot)
+
+    def _chunks(self, n_slots: int) -> Iterator[slice]:
+        """Slots whose sums are made at a time, before they join those of the parts before."""
+        for start in range(0, n_slots, self.batch_slots):
+            yield slice(start, min(start + self.batch_slots, n_slots))
+
+    def _empty_sums(self, n_slots: int) -> list[Array]:
+        if self.plan.assembly == "fused":
+            return [self.device.empty((n_slots, self._fused_config().partial_floats), np.float32)]
+        return list(self._matrices(n_slots))
+
+    def _add(
+        self, sums: list[Array], part: DeviceFactors, mean: float, segments: Array, method: Any, *, anew: bool
+    ) -> None:
+        """Add what a part brings to some slots; `anew`: there is nothing yet to add to."""
+        fresh = sums if anew else self._empty_sums(len(segments))
+        arguments = (part.table, self._entries(part, mean), segments)
+        if method is None:
+            published(self.plan.assembly)(self.device, *fresh, *arguments, self.plan.rank)
+        else:
+            fused.assemble_segments(self.device, fresh[0], *arguments, self._fused_config(), method)
+        if not anew:
+            for target, more in zip(sums, fresh, strict=True):
+                target += more
+
+    def _solve_sums(self, systems: Systems, sums: list[Array], batch: Batch, method: Any) -> None:
+        if not len(batch.rows):
+            return
+        if method is None:
+            self._finish(systems, sums[0], sums[1], batch.slots, batch.rows)
+        else:
+            config, entries = self._fused_config(), self._entries_without_part()
+            fused.solve_partials(self.device, systems, sums[0], batch.slots, batch.rows, entries, config, method)
+
+    def _entries_without_part(self) -> Any:
+        """What says how kernels are compiled: whether there are offsets, not which."""
+        offsets = self.device.zeros(1, self.dtype) if self.objective.biases else None
+        return self._entries(DeviceFactors(self.device, None, self.plan.factors, offsets), 0.0)
+
+    def losses(self, users: DeviceFactors, items: InTurns, mean: float) -> np.ndarray:
+        """`segment_losses` where items take turns."""
+        segments = loss_segments(self)
+        total = np.zeros(len(segments))
+        for part in self.parts_of(items):
+            total += segment_losses(self, users, part, mean, self._clipped(segments, part, 0))
+        return total
+
+
+class HostHalf(StreamedHalf):
+    """One half of a sweep whose factors, fixed and solved, are in the memory of the host.
+
+    Parameters
+    ----------
+    device, side, slabs, objective, plan, names, ends
+        As for `StreamedHalf`; the plan's `scale` says in how many turns the fixed side comes.
+    copiers : Copiers
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        side: Side,
+        slabs: Slabs,
+        objective: Objective,
+        plan: Plan,
+        copiers: Copiers,
+        names: np.ndarray | None = None,
+        ends: np.ndarray | None = None,
+    ) -> None:
+        assert plan.scale is not None
+        half = plan.scale.halves[side]
+        self.turns, self.buffers, self.copiers = half.turns, half.buffers if half.turns > 1 else 1, copiers
+        plan = replace(plan, batch_slots=slots_at_once(plan.scale.problem, half))
+        super().__init__(device, side, slabs, objective, plan, None, names, ends)
+        if isinstance(slabs, MemorySlabs):
+            copiers.entries.pin(slabs.csr.indices)
+            copiers.entries.pin(slabs.csr.data)
+        self.longest = int(slab_entries(slabs.bounds, self.degrees).max(initial=0))
+        self.tables = HostTables((len(self.degrees), table_width(plan.rank, slabs.dtype)), slabs.dtype, copiers.entries)
+
+    def _slab_half(self, *arguments: Any) -> SlabHalf:
+        return SlabInTurns(*arguments) if self.turns > 1 else HostSlab(*arguments)
+
+    def _solve(
+        self,
+        fixed: Any,
+        mean: float,
+        start: Any,
+        then: Callable[[DeviceFactors], DeviceFactors] | None,
+    ) -> Any:
+        assert then is None
+        device, n = self.device, len(self.degrees)
+        status, found = device.zeros(n, np.int32), device.zeros(3, np.uint32)
+        table = self.tables.take()
+        bias = np.zeros(n, table.dtype) if self.objective.biases else None
+        solved = HostFactors(table, self.plan.factors, bias)
+        drain = Drain(device, self.copiers.solutions)
+        with closing(drain), self._lent(fixed) as (side, gram), self._streaming() as slabs:
+            method = self.parts[0].method_for(side) if self.parts and self.plan.assembly == "fused" else None
+            for rows, slab in slabs:
+                slab.shared_method, slab.statuses = method, status[rows]
+                new = slab.solve(side, mean, self._first_guess(start, rows), gram)
+                if table.dtype == np.float32:
+                    widen_range(device, found, new.table, slab.statuses)
+                arrays = [new.table.reshape(-1)] + ([] if bias is None else [new.device_bias])
+                drain.put(list(zip(solved.vectors(rows.start, rows.stop), arrays, strict=True)))
+            drain.finish()
+        self._judge(status, found, solved)
+        return solved
+
+    def _first_guess(self, start: HostFactors | None, rows: slice) -> DeviceFactors | None:
+        """Where approximate solvers begin; an exact one does not ask."""
+        if start is None or self.plan.solver == "cholesky":
+            return None
+        return start.upload(self.device, rows.start, rows.stop)
+
+    def _judge(self, status: Array, found: Array, solved: HostFactors) -> None:
+        """Raise what went wrong in a row; keep what the next half sweep wants to know of the new factors."""
+        if solved.table.dtype == np.float32:
+            known, failed = read_range(self.device, found)
+            object.__setattr__(solved, "range", known)
+        else:
+            failed = bool(status.any())
+        if failed:
+            check_status(self.device.download(status), self.side, self.objective, self.names)
+
+    @contextmanager
+    def _streaming(self) -> Iterator[Iterator[tuple[slice, Any]]]:
+        """Slabs whose buffers are on the device only meanwhile: the other half sweep needs its room."""
+        capacity, dtype = self.longest, self.slabs.dtype
+        self.pipeline = Pipeline(self.device, capacity, dtype, copier=self.copiers.entries)
+        try:
+            with closing(self.entries()) as slabs:  # else a failure would leave the thread at work
+                yield slabs
+        finally:
+            self.pipeline = None
+
+    @contextmanager
+    def _lent(self, fixed: HostFactors) -> Iterator[tuple[Any, Array | None]]:
+        """The fixed side on the device, as a whole or in turns, and its weighted Gram matrix."""
+        fixed.look()
+        bounds = part_bounds(len(fixed), self.turns)
+        longest = int(np.diff(bounds).max(initial=0))
+        vectors = [(vector.size, vector.dtype) for vector in fixed.vectors(0, longest)]
+        loader = Loader(self.device, vectors, self.buffers, self.copiers.parts)
+        if self.turns == 1:
+            with closing(self._stream(loader, fixed, bounds, 1)) as stream:
+                _, whole = next(stream)
+                yield whole, weighted_gram(self.device, whole.table, self.plan.rank, self.objective)
+            return
+        gram = self._gram(loader, fixed, bounds) if self.objective.is_implicit else None
+        with closing(self._stream(loader, fixed, bounds, len(self.parts))) as stream:
+            yield InTurns(fixed.range, stream, self.turns), gram
+
+    def _stream(
+        self, loader: Loader, fixed: HostFactors, bounds: np.ndarray, times: int
+    ) -> Generator[tuple[int, DeviceFactors], None, None]:
+        """First row and factors of each part in order, so many times over."""
+        parts = list(pairwise(bounds.tolist()))
+        with closing(loader.loads(times * len(parts), lambda k: fixed.vectors(*parts[k % len(parts)]))) as loads:
+            for k, *vectors in loads:
+                yield parts[k % len(parts)][0], fixed.lent(self.device, vectors)
+
+    def _gram(self, loader: Loader, fixed: HostFactors, bounds: np.ndarray) -> Array:
+        """The weighted Gram matrix, added up over the parts."""
+        total: Any = 0.0
+        with closing(self._stream(loader, fixed, bounds, 1)) as stream:
+            for _, part in stream:
+                total = total + gram_sum(self.device, part.table)
+        return padded_gram(self.device, total, self.plan.rank, fixed.table.dtype, self.objective)
+
+    def losses(self, users: Any, items: Any, mean: float) -> np.ndarray:
+        """Losses of pieces of rows, where rows are users; see `StreamedHalf.losses`."""
+        found = [np.zeros(0)]
+        with self._lent(items) as (side, _), self._streaming() as slabs:
+            for rows, slab in slabs:
+                own = users.upload(self.device, rows.start, rows.stop)
+                if isinstance(slab, SlabInTurns):
+                    found.append(slab.losses(own, side, mean))
+                else:
+                    found.append(segment_losses(slab, own, side, mean, loss_segments(slab)))
+        return np.concatenate(found)
+
+
+def part_bounds(rows: int, parts: int) -> np.ndarray:
+    """Rows ``bounds[k] ... bounds[k + 1] - 1`` are part k of a fixed side; all but the last have as many."""
+    longest = -(-rows // parts)
+    return np.minimum(np.arange(parts + 1, dtype=np.int64) * longest, rows)
+
+
+class HostGpuALS(StreamedGpuALS):
+    """`GpuALS` over factors that stay in the memory of the host, and ratings that come slab by slab.
+
+    Parameters
+    ----------
+    device, user_items, item_users, objective, plan, state
+        As for `StreamedGpuALS`; the plan's `scale` has factors on the host.
+    """
+
+    inward: dict[Side, Any]
+
+    def __init__(
+        self,
+        device: Device,
+        user_items: sp.csr_array | StoreMatrix,
+        item_users: sp.csr_array | StoreMatrix,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+    ) -> None:
+        self.device, self.objective, self.plan, self.mean = device, objective, plan, state.mean
+        self._reordered = None
+        matrices, copiers = {"user": user_items, "item": item_users}, Copiers(device)
+        self.halves = {
+            side: HostHalf(device, side, waves_of(matrices[side], side, plan), objective, plan, copiers)
+            for side in SIDES
+        }
+        width = table_width(plan.rank, user_items.dtype)
+        self.inward = {side: to_host(state.side(side), width, self.halves[side].tables) for side in SIDES}
+
+    def balance(self) -> None:
+        """Change both sides to the basis of least penalty; the same predictions."""
+        with self.device.active():
+            scales = {side: self.objective.row_scale(self.halves[side].degrees) for side in SIDES}
+            count = self.plan.factors
+            users, items = (host_gram(self.device, self.inward[side], scales[side])[:count, :count] for side in SIDES)
+            for side, basis in zip(SIDES, balancing(users, items), strict=True):
+                self.inward[side] = host_times(self.device, self.inward[side], basis, self.halves[side].tables.take())
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, sums in float64."""
+        with self.device.active():
+            users, items = (self.inward[side] for side in SIDES)
+            total = float(self.halves["user"].losses(users, items, self.mean).sum())
+            grams = [host_gram(self.device, side) for side in (users, items)] if self.objective.is_implicit else []
+            squares = [host_squares(self.device, side) for side in (users, items)]
+            return total + penalties(self.objective, grams, squares, [self.halves[side].degrees for side in SIDES])
+
+
+# ------------------------------------------------------------------------------------------------ over all rows
+
+
+def _pieces(factors: HostFactors) -> Iterator[slice]:
+    for start in range(0, len(factors), EXACT_ROWS):
+        yield slice(start, min(start + EXACT_ROWS, len(factors)))
+
+
+def host_gram(device: Device, factors: HostFactors, weights: np.ndarray | None = None) -> np.ndarray:
+    """`exact_gram` of a side on the host."""
+    total = np.zeros((factors.table.shape[1],) * 2)
+    for rows in _pieces(factors):
+        own = None if weights is None else device.upload(weights[rows].astype(factors.table.dtype))
+        total += exact_gram(device, device.upload(factors.table[rows]), own)
+    return total
+
+
+def host_squares(device: Device, factors: HostFactors) -> np.ndarray:
+    """Squared lengths of the rows of a side on the host, in float64."""
+    found = [
+        losses.row_squares(device, device.upload(factors.table[rows]), factors.factors) for rows in _pieces(factors)
+    ]
+    return np.concatenate([np.zeros(0), *found])
+
+
+def host_times(device: Device, factors: HostFactors, basis: np.ndarray, table: np.ndarray | None = None) -> HostFactors:
+    """A side in another basis, written to `table` or a new one."""
+    table = np.empty_like(factors.table) if table is None else table
+    on_device, copier = device.upload(basis.astype(table.dtype)), device.copier()
+    for rows in _pieces(factors):
+        part = device.upload(factors.table[rows])
+        part[:, : factors.factors] = device.matmul(part[:, : factors.factors], on_device)
+        copier.after(device.record())
+        copier.fetch(table[rows], part)
+    return HostFactors(table, factors.factors, factors.host_bias)
