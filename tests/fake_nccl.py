@@ -150,12 +150,15 @@ class Nccl:
                 self._later("reduceScatter", call)
 
             def allGather(self, source, target, count, kind, stream):
-                def call():
-                    size = self.inner.size
-                    gathered = self.inner.allgatherv(self._view(source, count, kind), [count] * size)
-                    self._view(target, count * size, kind)[:] = gathered
-
-                self._later("allGather", call)
+                module.calls.append("allGather")
+                places = self._view(target, count * self.inner.size, kind).reshape(self.inner.size, -1)
+                places[self.rank] = self._view(source, count, kind)
+                module.groupStart()
+                for other in range(self.inner.size):
+                    if other != self.rank:
+                        self.send(source, count, kind, other, stream)
+                        self.recv(places[other].ctypes.data, count, kind, other, stream)
+                module.groupEnd()
 
             def broadcast(self, source, target, count, kind, root, stream):
                 def call():
@@ -194,9 +197,14 @@ class Nccl:
         return np.random.default_rng().bytes(128)
 
     def groupStart(self):
-        _here.group = []
+        _here.depth = getattr(_here, "depth", 0) + 1
+        if _here.depth == 1:
+            _here.group = []
 
     def groupEnd(self):
+        _here.depth -= 1
+        if _here.depth:
+            return
         waiting, _here.group = _here.group, None
         for _, call in sorted(waiting, key=lambda pair: pair[0]):
             with contextlib.suppress(CommunicatorError):

@@ -18,7 +18,7 @@ import hybridmf as hmf
 from hybridmf._objective import SIDES, Factors, State
 from hybridmf._plan import Plan, check_memory, make_plan
 from hybridmf.cpu.als import CpuALS
-from hybridmf.errors import DeviceError, DeviceMemoryError, NotPositiveDefiniteError
+from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.device import Device, device_count, open_device
@@ -26,6 +26,7 @@ from hybridmf.scale import gpu_rank, su_als
 from hybridmf.scale.gpu_rank import Cut, GpuWorker, sockets
 from hybridmf.scale.grid import Grid
 from hybridmf.scale.multi_als import MultiALS
+from hybridmf.scale.su_als import RankALS
 
 RANK = 7
 """As in test_gpu_als, so that few kernels are compiled for the emulator."""
@@ -105,6 +106,32 @@ def test_model_parallel_is_what_one_gpu_does(name: str, gpus: Machine) -> None:
     solver = MultiALS(*parts(name, names, SMALL), grids=both((1, 2)))
     alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts(name, "cuda:0", SMALL))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_thread_launches_for_all_gpus(name: str, gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows are solved model parallel; a half sweep in which sums are added up has a thread for each rank."""
+    names, solved = gpus(2), []
+    alone = RankALS.solve
+
+    def solve(rank: RankALS, side: Any) -> Any:
+        solved.append(side)
+        return alone(rank, side)
+
+    monkeypatch.setattr(RankALS, "solve", solve)
+    arguments = changed(parts(name, names, SMALL), segment=17, batch_slots=9)  # several batches
+    grids = {"user": Grid(1, 2), "item": Grid(2, 1)}
+    mixed = MultiALS(*arguments, grids=grids)
+    one = GpuALS(gpu_rank.open_device("cuda:0"), *changed(parts(name, "cuda:0", SMALL), segment=17, batch_slots=9))
+    assert_close(sweeps(mixed, 2), sweeps(one, 2), 1e-2 if "cg" in name else 1e-3)
+    assert solved == ["item", "item"] * 2
+    solved.clear()
+    both_ways = MultiALS(*arguments, grids=both((1, 2)))
+    assert_close(sweeps(both_ways, 2), sweeps(one, 0), 1e-2 if "cg" in name else 1e-5)
+    assert solved == []
+    both_ways.close()
+    with pytest.raises(CommunicatorError, match="the ranks were closed"):
+        both_ways.update("user")
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,33 @@ def test_nothing_is_launched_before_all_have_their_memory(fake, monkeypatch, nam
     assert happened[-3:] == ["went on"] * 3  # what a rank does next may keep the others from launching
 
 
+@pytest.mark.parametrize("counts", [[2, 2, 2], [0, 3, 1]])
+def test_one_thread_gathers_for_all_ranks(fake, monkeypatch, counts):
+    communicators = run_ranks(3, lambda control: NcclCommunicator(control, control.rank), timeout=20)
+    monkeypatch.setattr(NcclCommunicator, "_meet", lambda *_: pytest.fail("nobody else is there to meet"))
+    arrays = [as_fake(10.0 * rank + np.arange(count * 2.0).reshape(count, 2)) for rank, count in enumerate(counts)]
+    gathered = NcclCommunicator.allgatherv_together(communicators, arrays, counts)
+    for found in gathered:
+        np.testing.assert_array_equal(np.asarray(found), np.concatenate(list(map(np.asarray, arrays))))
+    with pytest.raises(ValueError, match=r"array must have counts\[1\]=4 rows, got"):
+        NcclCommunicator.allgatherv_together(communicators, arrays, [counts[0], 4, counts[2]])
+    communicators[2].abort("enough")
+    with pytest.raises(CommunicatorError, match="enough"):
+        NcclCommunicator.allgatherv_together(communicators, arrays, counts)
+
+
+def test_what_nccl_cannot_gather_stops_all_ranks(fake, monkeypatch):
+    communicators = run_ranks(2, lambda control: NcclCommunicator(control, control.rank), timeout=20)
+
+    def fails(*_):
+        raise fake.NcclError("unhandled system error")
+
+    monkeypatch.setattr(communicators[1]._held, "allGather", fails)
+    with pytest.raises(CommunicatorError, match="NCCL failed in allgatherv: unhandled system error"):
+        NcclCommunicator.allgatherv_together(communicators, [as_fake(np.ones(3))] * 2, [3, 3])
+    assert all("unhandled system error" in communicator.cause for communicator in communicators)
+
+
 def test_two_ranks_on_one_gpu_are_refused_before_nccl_is_asked(fake):
     with pytest.raises(DeviceError, match=r"ranks 0, 2 have one GPU together .*CUDA_VISIBLE_DEVICES"):
         run_ranks(3, lambda control: NcclCommunicator(control, [4, 1, 4][control.rank]), timeout=20)

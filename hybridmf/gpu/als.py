@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from . import assemblies, cholesky_any, fused, losses
 from .device import Array, Device
 from .fused import BLOCK, FusedConfig, Systems, round_up
 from .launch import Entries, ceil_div
-from .rows import RowRange, row_range
+from .rows import RowRange, read_range, widen_range
 
 logger = logging.getLogger("hybridmf")
 
@@ -70,10 +70,22 @@ class DeviceFactors(Factors):
 
     def look(self, status: Array | None = None) -> bool:
         """Find the range of the rows; whether any of `status` is not 0. Waits for the device, once."""
-        if self.table.dtype != np.float32:  # only the fused kernels, which are float32, ask for the range
-            return status is not None and bool(status.any())
-        found, failed = row_range(self.device, self.table, status)
-        object.__setattr__(self, "range", found)
+        return self.seen(self.begin_look(status))
+
+    def begin_look(self, status: Array | None = None) -> Array:
+        """Launch what `look` waits for; for `seen`."""
+        found = self.device.zeros(3, np.uint32)
+        if self.table.dtype == np.float32:  # only the fused kernels, which are float32, ask for the range
+            widen_range(self.device, found, self.table, status)
+        elif status is not None:
+            found[2] = status.any()
+        return found
+
+    def seen(self, found: Array) -> bool:
+        """Wait for what `begin_look` has launched."""
+        known, failed = read_range(self.device, found)
+        if self.table.dtype == np.float32:
+            object.__setattr__(self, "range", known)
         return failed
 
     def on_host(self) -> Factors:
@@ -326,26 +338,37 @@ class HalfSweep:
         gram: Array | None,
         then: Callable[[DeviceFactors], DeviceFactors] | None,
     ) -> DeviceFactors:
-        solutions, status = self._launch(fixed, mean, start, gram)
-        solved = self._unpack(solutions)
-        self._judge(status, solved if then is None else then(solved))
+        launches = self.launches(fixed, mean, start, gram)
+        try:
+            while True:
+                next(launches)
+        except StopIteration as launched:
+            solved, status = launched.value
+        self.judge(status, solved if then is None else then(solved))
         return solved
 
-    def _launch(
-        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None, gram: Array | None
-    ) -> tuple[Array, Array]:
-        """Solutions and their status; nothing is waited for."""
+    def launches(
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None = None,
+        gram: Array | None = None,
+    ) -> Generator[None, None, tuple[DeviceFactors, Array]]:
+        """Launch what `solve` does, batch by batch; (new factors, the status of each row), which are not waited for.
+
+        One thread that has several devices can have all of them begin before it goes on with any.
+        """
         plan = self.plan
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, plan.rank, self.objective)
         systems, entries = self._begun(start, gram), self._entries(fixed, mean)
         if plan.assembly == "fused":
-            self._solve_fused(systems, fixed, entries)
+            yield from self._solve_fused(systems, fixed, entries)
         elif plan.assembly == "bals":
-            self._solve_tiles(systems, fixed.table, entries)
+            yield from self._solve_tiles(systems, fixed.table, entries)
         else:
-            self._solve_batches(systems, fixed.table, entries)
-        return systems.solutions, systems.status
+            yield from self._solve_batches(systems, fixed.table, entries)
+        return self._unpack(systems.solutions), systems.status
 
     def _begun(self, start: DeviceFactors | None, gram: Array | None) -> Systems:
         """Where solutions go, begun where approximate solvers begin."""
@@ -359,10 +382,14 @@ class HalfSweep:
                 solutions[device.upload(np.flatnonzero(self.degrees == 0))] = 0
         return Systems(solutions, device.zeros(len(self), np.int32), gram, self.ridge, self.scale)
 
-    def _judge(self, status: Array, solved: DeviceFactors) -> None:
+    def judge(self, status: Array, solved: DeviceFactors) -> None:
         """Raise what went wrong in a row; what the next half sweep wants to know of `solved` is found on the way."""
         if solved.look(status):
-            check_status(self.device.download(status), self.side, self.objective, self.names)
+            self.check(status)
+
+    def check(self, status: Array) -> None:
+        """Raise what went wrong in a row."""
+        check_status(self.device.download(status), self.side, self.objective, self.names)
 
     def _entries(self, fixed: DeviceFactors, mean: float) -> Entries:
         offsets = None
@@ -399,7 +426,7 @@ class HalfSweep:
             self.config = FusedConfig.default(plan.rank, self.device.spec, plan.precision, plan.solver)
         return self.config
 
-    def _solve_fused(self, systems: Systems, fixed: DeviceFactors, entries: Entries) -> None:
+    def _solve_fused(self, systems: Systems, fixed: DeviceFactors, entries: Entries) -> Iterator[None]:
         table, config, method = fixed.table, self._fused_config(), self._method(fixed)
 
         def one_batch(batch: Batch) -> None:
@@ -408,7 +435,7 @@ class HalfSweep:
             fused.assemble_segments(device, partials, table, entries, batch.segments, config, method)
             fused.solve_partials(device, systems, partials, batch.slots, batch.rows, entries, config, method)
 
-        self._in_batches(one_batch)  # rows longer than a segment, or all
+        yield from self._in_batches(one_batch)  # rows longer than a segment, or all
         fused.solve_rows(self.device, systems, table, entries, self.indptr, self.short, config, method)
 
     def _matrices(self, n_slots: int) -> tuple[Array, Array]:
@@ -430,7 +457,7 @@ class HalfSweep:
                 scale = fused.entry_scale(rows.largest, largest)
         return fused.Method(precision, plan.solver, self.epsilon, plan.cg_steps, scale)
 
-    def _in_batches(self, one_batch: Callable[[Batch], None]) -> None:
+    def _in_batches(self, one_batch: Callable[[Batch], None]) -> Iterator[None]:
         """Work through the long rows; where memory runs out, with batches half as large from there on."""
         done = 0
         while done < len(self.long.rows):
@@ -438,6 +465,7 @@ class HalfSweep:
                 for batch in self._batches(done):
                     one_batch(batch)
                     done += len(batch.rows)
+                    yield
             except DeviceMemoryError:
                 slots = min(self.batch_slots, int(self.long.slots[-1] - self.long.slots[done]))
                 if slots <= 1:
@@ -459,7 +487,7 @@ class HalfSweep:
 
     # ------------------------------------------------------------------------------------------------ published
 
-    def _solve_batches(self, systems: Systems, table: Array, entries: Entries) -> None:
+    def _solve_batches(self, systems: Systems, table: Array, entries: Entries) -> Iterator[None]:
         plan, assemble = self.plan, published(self.plan.assembly)
 
         def one_batch(batch: Batch) -> None:
@@ -467,9 +495,9 @@ class HalfSweep:
             assemble(self.device, matrices, rhs, table, entries, batch.segments, plan.rank)
             self._finish(systems, matrices, rhs, batch.slots, batch.rows)
 
-        self._in_batches(one_batch)
+        yield from self._in_batches(one_batch)
 
-    def _solve_tiles(self, systems: Systems, table: Array, entries: Entries) -> None:
+    def _solve_tiles(self, systems: Systems, table: Array, entries: Entries) -> Iterator[None]:
         plan = self.plan
         blocks = ceil_div(len(self), plan.tile_rows)
         first = 0
@@ -478,6 +506,7 @@ class HalfSweep:
             try:
                 self._solve_row_blocks(systems, table, entries, first, count)
                 first += count
+                yield
             except DeviceMemoryError:
                 if count == 1:
                     raise

@@ -211,7 +211,8 @@ class SlabHalf(HalfSweep):
         """Entries for the next solve."""
         self.indices, self.ratings = indices, ratings
 
-    def _judge(self, status: Array, solved: DeviceFactors) -> None:
+    def judge(self, status: Array, solved: DeviceFactors) -> None:
+        """Keep the status of each row for the half sweep."""
         self.statuses[...] = status  # looked at once all slabs are solved: to look is to wait
 
     def method_for(self, fixed: DeviceFactors) -> Any:

@@ -267,7 +267,10 @@ class SlabInTurns(HostSlab):
     def _sums_apart(self) -> bool:
         return True
 
-    def _launch(self, fixed: Any, mean: float, start: DeviceFactors | None, gram: Array | None) -> tuple[Array, Array]:
+    def launches(
+        self, fixed: Any, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
+    ) -> Generator[None, None, tuple[DeviceFactors, Array]]:
+        """As those of `HalfSweep`, part by part."""
         systems, batch = self._begun(start, gram), Batch.upload(self.device, self.long)
         method = self._method(fixed) if self.plan.assembly == "fused" else None
         sums = self._empty_sums(len(batch.segments))
@@ -275,8 +278,9 @@ class SlabInTurns(HostSlab):
             for slots in self._chunks(len(batch.segments)):
                 segments = self._clipped(batch.segments[slots], part, slots.start)
                 self._add([each[slots] for each in sums], part, mean, segments, method, anew=turn == 0)
+            yield
         self._solve_sums(systems, sums, batch, method)
-        return systems.solutions, systems.status
+        return self._unpack(systems.solutions), systems.status
 
     def parts_of(self, fixed: InTurns) -> Iterator[DeviceFactors]:
         """Each part of the fixed side, while the slab's indices count from its first row."""

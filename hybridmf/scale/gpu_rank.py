@@ -382,7 +382,7 @@ class PartialRows(als.HalfSweep):
     def result(self, then: Then | None = None) -> als.DeviceFactors:
         """Factors of the rows solved here."""
         solved = self._unpack(self._systems.solutions)
-        self._judge(self._systems.status, solved if then is None else then(solved))
+        self.judge(self._systems.status, solved if then is None else then(solved))
         return solved
 
 

@@ -118,6 +118,7 @@ class MultiALS(Alternating):
         self.ranks: list[RankALS] = []
         try:
             self.ranks = self._run(make)
+            self._together = self._sides_together()
         except BaseException:
             self.close()
             raise
@@ -141,9 +142,25 @@ class MultiALS(Alternating):
 
     def _run(self, function: Callable[[Any], Any]) -> list[Any]:
         """Run on all ranks; the first failure comes out as it was raised, and stops them all."""
+        self._check_open()
+        return self.threads.run(function)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise CommunicatorError("the ranks were closed; make another solver")
-        return self.threads.run(function)
+
+    def _sides_together(self) -> set[Side]:
+        """Half sweeps that one thread launches for all ranks."""
+        if self.plan.gpu is None:
+            return set()
+        from . import together
+
+        return {side for side in SIDES if together.is_served(self.ranks, side)}
+
+    def _solve_together(self, side: Side) -> list[Any]:
+        from . import together
+
+        return together.solve(self.ranks, side)
 
     @property
     def state(self) -> State:
@@ -153,7 +170,11 @@ class MultiALS(Alternating):
 
     def update(self, side: Side) -> None:
         """One half sweep; the state changes only once it is complete on all ranks."""
-        solved = self._run(lambda threads: self.ranks[threads.rank].solve(side))
+        if side in self._together:
+            self._check_open()
+            solved = self._solve_together(side)
+        else:
+            solved = self._run(lambda threads: self.ranks[threads.rank].solve(side))
         for rank, factors in zip(self.ranks, solved, strict=True):
             rank.own[side] = factors
 

@@ -25,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -230,10 +231,14 @@ class NcclCommunicator:
             except self._nccl.NcclError as error:
                 self._stop(f"NCCL failed on rank {self.rank} in {what}: {error}")
                 raise CommunicatorError(self.cause) from error
-            event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(stream)
-            self._pending.append((what, event, time.monotonic() + self.timeout))
+            self._await(what)
         self._meet(f"{what} after its launch")
+
+    def _await(self, what: str) -> None:
+        """Have the watch see that what was launched on the current stream comes to its end."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._cupy.cuda.get_current_stream())
+        self._pending.append((what, event, time.monotonic() + self.timeout))
 
     @contextmanager
     def _group(self) -> Iterator[None]:
@@ -306,27 +311,46 @@ class NcclCommunicator:
         if self._is_host(array):
             return self.control.allgatherv(array, counts)
         with self._on_device():
-            array, kind = self._ready(array)
-            checked = check_counts(counts, self.size, sum(map(int, counts)), "all ranks")
-            if len(array) != checked[self.rank]:
-                raise ValueError(f"array must have counts[{self.rank}]={checked[self.rank]} rows, got {len(array)}")
-            out = self._empty((sum(checked), *array.shape[1:]), array.dtype)
-            parts = self._cut(out, checked)
-            if len(set(checked)) == 1:
-                with self._call("allgatherv") as stream:
-                    if out.size:
-                        self._comm.allGather(array.data.ptr, out.data.ptr, array.size, kind, stream)
-                return out
+            gather = self._gather_of(array, counts)
+            with self._call("allgatherv") as stream:
+                gather.launch(stream)
+            return gather.out
+
+    @staticmethod
+    def allgatherv_together(
+        communicators: Sequence[NcclCommunicator], arrays: Sequence[Array], counts: Sequence[int]
+    ) -> list[Array]:
+        """`allgatherv` of all ranks, by one thread that has them all: one group of calls, for which nobody meets."""
+        gathers = []
+        for communicator, array in zip(communicators, arrays, strict=True):
+            communicator._check()
+            with communicator._on_device():
+                gathers.append(communicator._gather_of(array, counts))
+        try:
+            with communicators[0]._group():
+                for communicator, gather in zip(communicators, gathers, strict=True):
+                    with communicator._on_device():
+                        gather.launch(communicator._cupy.cuda.get_current_stream().ptr)
+        except communicators[0]._nccl.NcclError as error:
+            for communicator in communicators:
+                communicator._stop(f"NCCL failed in allgatherv: {error}")
+            raise CommunicatorError(communicators[0].cause) from error
+        for communicator in communicators:
+            with communicator._on_device():
+                communicator._await("allgatherv")
+        return [gather.out for gather in gathers]
+
+    def _gather_of(self, array: Array, counts: Sequence[int]) -> _Gather:
+        array, kind = self._ready(array)
+        checked = check_counts(counts, self.size, sum(map(int, counts)), "all ranks")
+        if len(array) != checked[self.rank]:
+            raise ValueError(f"array must have counts[{self.rank}]={checked[self.rank]} rows, got {len(array)}")
+        out = self._empty((sum(checked), *array.shape[1:]), array.dtype)
+        parts = self._cut(out, checked)
+        even = len(set(checked)) == 1
+        if not even:
             parts[self.rank][...] = array
-            with self._call("allgatherv") as stream, self._group():
-                for other, part in enumerate(parts):
-                    if other == self.rank:
-                        continue
-                    if array.size:
-                        self._comm.send(array.data.ptr, array.size, kind, other, stream)
-                    if part.size:
-                        self._comm.recv(part.data.ptr, part.size, kind, other, stream)
-            return out
+        return _Gather(self, array, kind, out, parts, even)
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """The root's array."""
@@ -457,6 +481,33 @@ class NcclCommunicator:
         for piece in pieces[1:]:
             total += piece
         return total
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """An allgatherv whose memory is there: what is left is to launch it."""
+
+    communicator: NcclCommunicator
+    array: Array
+    kind: int
+    out: Array
+    parts: list[Array]
+    even: bool
+
+    def launch(self, stream: int) -> None:
+        comm, array, out = self.communicator._comm, self.array, self.out
+        if self.even:
+            if out.size:
+                comm.allGather(array.data.ptr, out.data.ptr, array.size, self.kind, stream)
+            return
+        with self.communicator._group():
+            for other, part in enumerate(self.parts):
+                if other == self.communicator.rank:
+                    continue
+                if array.size:
+                    comm.send(array.data.ptr, array.size, self.kind, other, stream)
+                if part.size:
+                    comm.recv(part.data.ptr, part.size, self.kind, other, stream)
 
 
 def _abort(comm: Any) -> None:

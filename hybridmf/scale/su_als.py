@@ -229,7 +229,7 @@ class RankALS(Alternating):
             self._ends = self._all_ends(blocks["user"])
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
-            self._gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
+            self.gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
         self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, what was gathered of all)
 
     # ------------------------------------------------------------------------------------------------ set-up
@@ -412,12 +412,20 @@ class RankALS(Alternating):
 
     def _gathered(self, side: Side) -> Any:
         """The part of the fixed side this rank holds while `side` is solved, from those who own it."""
-        fixed = self.own[other_side(side)]
+        known = self.ahead(side)
+        return self._gather(side, self.own[other_side(side)]) if known is None else known
+
+    def ahead(self, side: Side) -> Any:
+        """What has been gathered for the half sweep of `side`; None if nothing, or if factors have changed since."""
         if self._ahead is not None:
             half, own, gathered = self._ahead
-            if half == side and own is fixed:
+            if half == side and own is self.own[other_side(side)]:
                 return gathered
-        return self._gather(side, fixed)
+        return None
+
+    def keep_ahead(self, side: Side, own: Any, gathered: Any) -> None:
+        """Keep what has been gathered for the next half sweep, of `side`, with these own factors of the other side."""
+        self._ahead = (side, own, gathered)
 
     def _gather(self, side: Side, fixed: Any) -> Any:
         communicator = self._holders[side]
@@ -430,13 +438,14 @@ class RankALS(Alternating):
 
     def _gather_ahead(self, side: Side) -> Then | None:
         """What gathers the new factors of `side` as they will be needed next, while they are still being computed."""
-        if not self._gathers_ahead:
+        if not self.gathers_ahead:
             return None
 
         def gather(solved: Any) -> Any:
             following = other_side(side)
-            self._ahead = (following, solved, self._gather(following, solved))
-            return self._ahead[2]
+            gathered = self._gather(following, solved)
+            self.keep_ahead(following, solved, gathered)
+            return gathered
 
         return gather
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._validate import check_int
 from ..errors import CommunicatorError
-from .messages import TIMEOUT, MessageCommunicator, check_timeout
+from .messages import TIMEOUT, MessageCommunicator, check_counts, check_timeout
 
 logger = logging.getLogger("hybridmf")
 
@@ -193,6 +193,18 @@ class ThreadCommunicator(MessageCommunicator):
         """
         hub = Hub(check_int("size", size, 1), check_timeout(timeout))
         return [cls(hub, range(size), rank) for rank in range(size)]
+
+    @staticmethod
+    def allgatherv_together(
+        communicators: Sequence[ThreadCommunicator], arrays: Sequence[np.ndarray], counts: Sequence[int]
+    ) -> list[np.ndarray]:
+        """`allgatherv` of all ranks, by one thread that has them all."""
+        checked = check_counts(counts, len(arrays), sum(map(len, arrays)), "all ranks")
+        if checked != [len(array) for array in arrays]:
+            raise ValueError(f"arrays must have {checked} rows, got {[len(array) for array in arrays]}")
+        for communicator in communicators:
+            communicator._check()
+        return [np.concatenate(arrays) for _ in communicators]
 
 
 class _Run:
