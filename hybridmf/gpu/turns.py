@@ -514,8 +514,12 @@ class HostGpuALS(StreamedGpuALS):
             scales = {side: self.objective.row_scale(self.halves[side].degrees) for side in SIDES}
             count = self.plan.factors
             users, items = (host_gram(self.device, self.inward[side], scales[side])[:count, :count] for side in SIDES)
-            for side, basis in zip(SIDES, balancing(users, items), strict=True):
-                self.inward[side] = host_times(self.device, self.inward[side], basis, self.halves[side].tables.take())
+            bases = zip(SIDES, balancing(users, items), strict=True)
+            self.inward = {side: self._times(side, basis) for side, basis in bases}  # both at once, or neither
+
+    def _times(self, side: Side, basis: np.ndarray) -> HostFactors:
+        half = self.halves[side]
+        return host_times(self.device, self.inward[side], basis, half.tables.take(), half.copiers.solutions)
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
@@ -552,10 +556,17 @@ def host_squares(device: Device, factors: HostFactors) -> np.ndarray:
     return np.concatenate([np.zeros(0), *found])
 
 
-def host_times(device: Device, factors: HostFactors, basis: np.ndarray, table: np.ndarray | None = None) -> HostFactors:
+def host_times(
+    device: Device,
+    factors: HostFactors,
+    basis: np.ndarray,
+    table: np.ndarray | None = None,
+    copier: Copier | None = None,
+) -> HostFactors:
     """A side in another basis, written to `table` or a new one."""
     table = np.empty_like(factors.table) if table is None else table
-    on_device, copier = device.upload(basis.astype(table.dtype)), device.copier()
+    copier = device.copier() if copier is None else copier
+    on_device = device.upload(basis.astype(table.dtype))
     for rows in _pieces(factors):
         part = device.upload(factors.table[rows])
         part[:, : factors.factors] = device.matmul(part[:, : factors.factors], on_device)
