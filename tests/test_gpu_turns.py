@@ -399,7 +399,7 @@ def test_factors_on_the_host_are_factors(device):
     np.testing.assert_array_equal(host.matrix, given.matrix)
     np.testing.assert_array_equal(host.bias, given.bias)
     assert to_host(host, 4) is host and host.matrix is host.matrix and host.matrix.flags.c_contiguous
-    on_device = host.upload(device, 1, 3)
+    on_device = host.sent(Copiers(device), 1, 3)
     np.testing.assert_array_equal(device.download(on_device.table), host.table[1:3])
     np.testing.assert_array_equal(device.download(on_device.device_bias), given.bias[1:3])
     again = pickle.loads(pickle.dumps(host))
