@@ -47,6 +47,8 @@ class Engine(Protocol):
 def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
     """The backend that serves a model fitted by `plan`: its GPU if it is there and the work is worth it, else the CPU.
 
+    Factors that had no room on the GPU during the fit have none while they are served: the CPU takes them as they are.
+
     Parameters
     ----------
     plan : Plan
@@ -55,7 +57,7 @@ def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
     """
     from .cpu.engine import CpuEngine
 
-    if plan.gpu is None:
+    if plan.gpu is None or plan.factors_on_host:
         return CpuEngine(plan if plan.device == "cpu" else on_cpu(plan))
     if scores >= GPU_SCORES:
         from .gpu.device import open_device

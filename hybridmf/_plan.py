@@ -520,6 +520,8 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
         return scale
     place: Place = "disk" if stored and not _host_has_room(plan) else "host"
     streamed = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
+    if stored and not _host_has_room(plan, _host_factor_bytes(plan)):
+        place = "disk"
     return streamed or plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place)) or scale
 
 
@@ -751,15 +753,21 @@ def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
     streamed = _with_batches(replace(plan, streamed=where), _streamed_bytes(plan), spec)
     if not dispatch.memory_lacks(streamed):
         return streamed
+    where = "host" if _host_has_room(plan, _host_factor_bytes(plan)) else "disk"
     return _gpu_host(plan, spec, where) or streamed
 
 
-def _host_has_room(plan: Plan) -> bool:
-    """Whether all ratings of a store may be in the memory of the host, both orientations."""
+def _host_factor_bytes(plan: Plan) -> int:
+    """Of the factors of both sides, old and new, where they stay on the host."""
+    return 2 * (plan.n_users + plan.n_items) * host_problem(plan).row_bytes
+
+
+def _host_has_room(plan: Plan, beside: int = 0) -> bool:
+    """Whether all ratings of a store may be in the memory of the host, both orientations, beside so many bytes."""
     loaded = 2 * plan.nnz * (4 + np.dtype(plan.dtype).itemsize) + 8 * (plan.n_users + plan.n_items)
     free = available_memory()
     # room for the user's other things, and for what page-locking takes away from the system
-    return free is not None and 2 * loaded < free
+    return free is not None and 2 * loaded + beside < free
 
 
 def _streaming_note(plan: Plan, where: str) -> str:

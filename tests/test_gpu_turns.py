@@ -21,6 +21,7 @@ from test_gpu_stream import NETFLIX, assert_same_fit, plan_of
 import hybridmf as hmf
 from hybridmf import _plan
 from hybridmf._cost import cost_of
+from hybridmf._engine import engine_for
 from hybridmf._machine import Machine
 from hybridmf._objective import SIDES, Factors, State
 from hybridmf._plan import Plan, check_memory, host_problem, make_plan
@@ -34,6 +35,7 @@ from hybridmf.gpu.turns import (
     HostGpuALS,
     HostHalf,
     HostTables,
+    host_times,
     part_bounds,
     range_on_host,
     to_host,
@@ -136,6 +138,22 @@ def test_balance_is_that_of_a_fit_that_holds_all(gpu):  # noqa: F811
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_an_interrupted_balance_changes_neither_side(gpu, monkeypatch):  # noqa: F811
+    host = solver("explicit", gpu, 1, 3)
+    before = dict(host.inward)
+    calls = iter(range(9))
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls):
+            raise KeyboardInterrupt
+        return host_times(*arguments)
+
+    monkeypatch.setattr("hybridmf.gpu.turns.host_times", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        host.balance()
+    assert all(host.inward[side] is before[side] for side in SIDES)
+
+
 @pytest.mark.parametrize("source", ["ratings", "host", "disk"])
 def test_a_fit_under_a_limit_has_the_same_bits(source, gpu, store, monkeypatch):  # noqa: F811
     if source == "disk":
@@ -146,6 +164,8 @@ def test_a_fit_under_a_limit_has_the_same_bits(source, gpu, store, monkeypatch):
     assert all(half.turns == 1 for half in plan.scale.halves.values())
     assert_same_fit(model, fitted("implicit", MATRIX))
     assert model.user_factors.flags.c_contiguous and model.recommend(0, N=3)[0].shape == (3,)
+    assert engine_for(plan).name == "cpu"  # there is no room on the GPU
+    np.testing.assert_allclose(model.transform(MATRIX[:3]), model.user_factors[:3], rtol=1e-3, atol=1e-4)
     assert no_threads()
 
 
@@ -257,7 +277,7 @@ def test_a_larger_fit_from_the_host(device, dtype):
         options = {"factors": 64, "dtype": dtype, "iterations": 3}
         whole = fitted(kind, matrix, **options)
         double = 2 if dtype == "float64" else 1
-        for limit, turns in ((1_800_000 * double, False), (1_000_000 * double, True)):
+        for limit, turns in ((1_800_000 * double, False), (600_000 * double, True)):
             model = fitted(kind, matrix, gpu_memory_limit=limit, **options)
             assert any(half.turns > 1 for half in model.plan_.scale.halves.values()) == turns
             if turns:
@@ -379,7 +399,7 @@ def test_factors_on_the_host_are_factors(device):
     np.testing.assert_array_equal(host.matrix, given.matrix)
     np.testing.assert_array_equal(host.bias, given.bias)
     assert to_host(host, 4) is host and host.matrix is host.matrix and host.matrix.flags.c_contiguous
-    on_device = host.upload(device, 1, 3)
+    on_device = host.sent(Copiers(device), 1, 3)
     np.testing.assert_array_equal(device.download(on_device.table), host.table[1:3])
     np.testing.assert_array_equal(device.download(on_device.device_bias), given.bias[1:3])
     again = pickle.loads(pickle.dumps(host))

@@ -234,9 +234,9 @@ class Batch:
     segments: Array
 
     @classmethod
-    def upload(cls, device: Device, pieces: Pieces) -> Batch:
+    def upload(cls, upload: Callable[[np.ndarray], Array], pieces: Pieces) -> Batch:
         """The same on a device."""
-        return cls(*map(device.upload, (pieces.rows, pieces.slots, pieces.segments)))
+        return cls(*map(upload, (pieces.rows, pieces.slots, pieces.segments)))
 
 
 class HalfSweep:
@@ -475,11 +475,15 @@ class HalfSweep:
     def _batches(self, done: int) -> Iterable[Batch]:
         """Batches from long row `done` on; those of all rows may stay on the device from one sweep to the next."""
         if done or not self.keeps_batches:
-            return (Batch.upload(self.device, part) for part in _rest(self.long, done).batches(self.batch_slots))
+            return (Batch.upload(self._upload, part) for part in _rest(self.long, done).batches(self.batch_slots))
         if self._all_batches is None:
             parts = self.long.batches(self.batch_slots)
-            self._all_batches = [Batch.upload(self.device, part) for part in parts]
+            self._all_batches = [Batch.upload(self._upload, part) for part in parts]
         return self._all_batches
+
+    def _upload(self, array: np.ndarray) -> Array:
+        """An array that a batch needs, on the device."""
+        return self.device.upload(array)
 
     def _take_fewer(self, slots: int) -> None:
         self.batch_slots, self._all_batches = slots, None

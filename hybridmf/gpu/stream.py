@@ -6,6 +6,7 @@
 Factors, and what is known of each row (where it begins, which are long), stay on the device: about 30 bytes a row. Only
 the entries come anew in each half sweep, 8 bytes each. The bits are those of `hybridmf.gpu.als.GpuALS`: rows do not
 depend on each other, and what depends on all of them, the scale of float16 parts, is found before they are cut.
+`hybridmf.gpu.turns` is for factors that do not fit either.
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ class HostFactors(Factors):
         table = vectors[0].reshape(-1, self.table.shape[1])
         return DeviceFactors(device, table, self.factors, vectors[1] if len(vectors) > 1 else None, self.range)
 
-    def upload(self, device: Device, first: int, last: int) -> DeviceFactors:
+    def sent(self, copiers: Copiers, first: int, last: int) -> DeviceFactors:
         """Some rows on a device."""
-        return self.lent(device, [device.upload(vector) for vector in self.vectors(first, last)])
+        return self.lent(copiers.device, [copiers.send(vector) for vector in self.vectors(first, last)])
 
     def __len__(self) -> int:
         return len(self.table)
@@ -189,11 +189,24 @@ def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> H
 
 
 class Copiers:
-    """Copies of ratings, of parts of the fixed side and of solutions, beside each other and beside the kernels."""
+    """Copies of ratings, of parts of the fixed side, of solutions and of what is small, beside each other.
+
+    Parameters
+    ----------
+    device : Device
+    """
 
     def __init__(self, device: Device) -> None:
-        self.entries = device.copier()
-        self.parts, self.solutions = self.entries.twin(), self.entries.twin()
+        self.device, self.entries = device, device.copier()
+        self.parts, self.solutions, self.rest = (self.entries.twin() for _ in range(3))
+
+    def send(self, array: np.ndarray) -> Array:
+        """An array on the device, for work launched from here on; nobody waits until it is there."""
+        target = self.device.empty(array.shape, array.dtype)
+        self.rest.after(self.device.record())  # what had this memory before may still be read
+        self.rest.copy(target.reshape(-1), array.reshape(-1))
+        self.device.wait(self.rest.mark())
+        return target
 
 
 class Drain:
@@ -256,9 +269,19 @@ class InTurns:
 
 
 class HostSlab(SlabHalf):
-    """`SlabHalf` of rows that are so many that their pieces have no room on the device."""
+    """`SlabHalf` of rows that are so many that their pieces have no room on the device.
+
+    Attributes
+    ----------
+    send : callable
+        Brings an array to the device.
+    """
 
     keeps_batches = False
+    send: Callable[[np.ndarray], Array]
+
+    def _upload(self, array: np.ndarray) -> Array:
+        return self.send(array)
 
 
 class SlabInTurns(HostSlab):
@@ -271,7 +294,7 @@ class SlabInTurns(HostSlab):
         self, fixed: Any, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
     ) -> Generator[None, None, tuple[DeviceFactors, Array]]:
         """As those of `HalfSweep`, part by part."""
-        systems, batch = self._begun(start, gram), Batch.upload(self.device, self.long)
+        systems, batch = self._begun(start, gram), Batch.upload(self._upload, self.long)
         method = self._method(fixed) if self.plan.assembly == "fused" else None
         sums = self._empty_sums(len(batch.segments))
         for turn, part in enumerate(self.parts_of(fixed)):
@@ -374,7 +397,9 @@ class HostHalf(StreamedHalf):
         self.tables = HostTables((len(self.degrees), table_width(plan.rank, slabs.dtype)), slabs.dtype, copiers.entries)
 
     def _slab_half(self, *arguments: Any) -> SlabHalf:
-        return SlabInTurns(*arguments) if self.turns > 1 else HostSlab(*arguments)
+        slab = SlabInTurns(*arguments) if self.turns > 1 else HostSlab(*arguments)
+        slab.send = self.copiers.send
+        return slab
 
     def _solve(
         self,
@@ -390,7 +415,10 @@ class HostHalf(StreamedHalf):
         bias = np.zeros(n, table.dtype) if self.objective.biases else None
         solved = HostFactors(table, self.plan.factors, bias)
         drain = Drain(device, self.copiers.solutions)
-        with closing(drain), self._lent(fixed) as (side, gram), self._streaming() as slabs:
+        gram = self._gram(fixed)
+        with closing(drain), self._lent(fixed) as side, self._streaming() as slabs:
+            if self.turns == 1:
+                gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
             method = self.parts[0].method_for(side) if self.parts and self.plan.assembly == "fused" else None
             for rows, slab in slabs:
                 slab.shared_method, slab.statuses = method, status[rows]
@@ -407,7 +435,7 @@ class HostHalf(StreamedHalf):
         """Where approximate solvers begin; an exact one does not ask."""
         if start is None or self.plan.solver == "cholesky":
             return None
-        return start.upload(self.device, rows.start, rows.stop)
+        return start.sent(self.copiers, rows.start, rows.stop)
 
     def _judge(self, status: Array, found: Array, solved: HostFactors) -> None:
         """Raise what went wrong in a row; keep what the next half sweep wants to know of the new factors."""
@@ -430,36 +458,35 @@ class HostHalf(StreamedHalf):
         finally:
             self.pipeline = None
 
-    @contextmanager
-    def _lent(self, fixed: HostFactors) -> Iterator[tuple[Any, Array | None]]:
-        """The fixed side on the device, as a whole or in turns, and its weighted Gram matrix."""
-        fixed.look()
-        bounds = part_bounds(len(fixed), self.turns)
-        longest = int(np.diff(bounds).max(initial=0))
+    def _loader(self, fixed: HostFactors) -> Loader:
+        """Buffers for parts of a fixed side."""
+        longest = int(np.diff(part_bounds(len(fixed), self.turns)).max(initial=0))
         vectors = [(vector.size, vector.dtype) for vector in fixed.vectors(0, longest)]
-        loader = Loader(self.device, vectors, self.buffers, self.copiers.parts)
-        if self.turns == 1:
-            with closing(self._stream(loader, fixed, bounds, 1)) as stream:
-                _, whole = next(stream)
-                yield whole, weighted_gram(self.device, whole.table, self.plan.rank, self.objective)
-            return
-        gram = self._gram(loader, fixed, bounds) if self.objective.is_implicit else None
-        with closing(self._stream(loader, fixed, bounds, len(self.parts))) as stream:
-            yield InTurns(fixed.range, stream, self.turns), gram
+        return Loader(self.device, vectors, self.buffers, self.copiers.parts)
+
+    @contextmanager
+    def _lent(self, fixed: HostFactors) -> Iterator[Any]:
+        """The fixed side on the device: as a whole, or in turns for each slab."""
+        fixed.look()
+        times = 1 if self.turns == 1 else len(self.parts)
+        with closing(self._stream(self._loader(fixed), fixed, times)) as stream:
+            yield next(stream)[1] if self.turns == 1 else InTurns(fixed.range, stream, self.turns)
 
     def _stream(
-        self, loader: Loader, fixed: HostFactors, bounds: np.ndarray, times: int
+        self, loader: Loader, fixed: HostFactors, times: int
     ) -> Generator[tuple[int, DeviceFactors], None, None]:
         """First row and factors of each part in order, so many times over."""
-        parts = list(pairwise(bounds.tolist()))
+        parts = list(pairwise(part_bounds(len(fixed), self.turns).tolist()))
         with closing(loader.loads(times * len(parts), lambda k: fixed.vectors(*parts[k % len(parts)]))) as loads:
             for k, *vectors in loads:
                 yield parts[k % len(parts)][0], fixed.lent(self.device, vectors)
 
-    def _gram(self, loader: Loader, fixed: HostFactors, bounds: np.ndarray) -> Array:
-        """The weighted Gram matrix, added up over the parts."""
+    def _gram(self, fixed: HostFactors) -> Array | None:
+        """The weighted Gram matrix of a fixed side whose parts take turns, added up over them; else None."""
+        if self.turns == 1 or not self.objective.is_implicit:
+            return None
         total: Any = 0.0
-        with closing(self._stream(loader, fixed, bounds, 1)) as stream:
+        with closing(self._stream(self._loader(fixed), fixed, 1)) as stream:
             for _, part in stream:
                 total = total + gram_sum(self.device, part.table)
         return padded_gram(self.device, total, self.plan.rank, fixed.table.dtype, self.objective)
@@ -467,9 +494,9 @@ class HostHalf(StreamedHalf):
     def losses(self, users: Any, items: Any, mean: float) -> np.ndarray:
         """Losses of pieces of rows, where rows are users; see `StreamedHalf.losses`."""
         found = [np.zeros(0)]
-        with self._lent(items) as (side, _), self._streaming() as slabs:
+        with self._lent(items) as side, self._streaming() as slabs:
             for rows, slab in slabs:
-                own = users.upload(self.device, rows.start, rows.stop)
+                own = users.sent(self.copiers, rows.start, rows.stop)
                 if isinstance(slab, SlabInTurns):
                     found.append(slab.losses(own, side, mean))
                 else:
@@ -519,8 +546,12 @@ class HostGpuALS(StreamedGpuALS):
             scales = {side: self.objective.row_scale(self.halves[side].degrees) for side in SIDES}
             count = self.plan.factors
             users, items = (host_gram(self.device, self.inward[side], scales[side])[:count, :count] for side in SIDES)
-            for side, basis in zip(SIDES, balancing(users, items), strict=True):
-                self.inward[side] = host_times(self.device, self.inward[side], basis, self.halves[side].tables.take())
+            bases = zip(SIDES, balancing(users, items), strict=True)
+            self.inward = {side: self._times(side, basis) for side, basis in bases}  # both at once, or neither
+
+    def _times(self, side: Side, basis: np.ndarray) -> HostFactors:
+        half = self.halves[side]
+        return host_times(self.device, self.inward[side], basis, half.tables.take(), half.copiers.solutions)
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
@@ -557,10 +588,17 @@ def host_squares(device: Device, factors: HostFactors) -> np.ndarray:
     return np.concatenate([np.zeros(0), *found])
 
 
-def host_times(device: Device, factors: HostFactors, basis: np.ndarray, table: np.ndarray | None = None) -> HostFactors:
+def host_times(
+    device: Device,
+    factors: HostFactors,
+    basis: np.ndarray,
+    table: np.ndarray | None = None,
+    copier: Copier | None = None,
+) -> HostFactors:
     """A side in another basis, written to `table` or a new one."""
     table = np.empty_like(factors.table) if table is None else table
-    on_device, copier = device.upload(basis.astype(table.dtype)), device.copier()
+    copier = device.copier() if copier is None else copier
+    on_device = device.upload(basis.astype(table.dtype))
     for rows in _pieces(factors):
         part = device.upload(factors.table[rows])
         part[:, : factors.factors] = device.matmul(part[:, : factors.factors], on_device)
