@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -142,6 +144,74 @@ def test_the_thread_ends_when_nobody_wants_more_slabs(device):
         np.testing.assert_array_equal(device.download(ratings), part.data)
         stream.close()
         assert not [thread for thread in threading.enumerate() if thread.name == "hybridmf-slabs"]
+
+
+class Watched(MemorySlabs):
+    """Slabs that tell when each is asked for."""
+
+    def matrix(self, slab):
+        self.asked.append(slab)
+        if slab == getattr(self, "broken", None):
+            raise StoreError("this slab is gone")
+        return super().matrix(slab)
+
+
+def watched(entries: int) -> Watched:
+    slabs = Watched.cut(as_csr(MATRIX), entries)
+    object.__setattr__(slabs, "asked", [])
+    return slabs
+
+
+def collected(device, stream) -> np.ndarray:
+    return np.concatenate([device.download(ratings).copy() for _, _, ratings in stream])
+
+
+def loading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hybridmf-slabs"]
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert condition()
+
+
+def test_the_first_slabs_of_the_next_half_sweep_come_before_it_asks(device):
+    first, second = watched(50), watched(70)
+    pipeline, every = Pipeline(device, 120, np.float32), as_csr(MATRIX).data
+    np.testing.assert_array_equal(collected(device, pipeline.stream(first, second)), every)
+    wait_for(lambda: second.asked == [0, 1, 2])  # as many as there are buffers
+    for slabs, following in ((second, first), (first, second)) * 2:
+        np.testing.assert_array_equal(collected(device, pipeline.stream(slabs, following)), every)
+    assert second.asked[: 2 * len(second.bounds) - 2] == 2 * [*range(len(second.bounds) - 1)]  # each once
+    assert len(loading_threads()) == 1
+    del pipeline
+    gc.collect()
+    wait_for(lambda: not loading_threads())
+
+
+def test_other_slabs_than_were_expected(device):
+    first, second, third = watched(50), watched(70), watched(60)
+    pipeline, every = Pipeline(device, 120, np.float32), as_csr(MATRIX).data
+    collected(device, pipeline.stream(first, second))
+    np.testing.assert_array_equal(collected(device, pipeline.stream(third, second)), every)
+    np.testing.assert_array_equal(collected(device, pipeline.stream(second)), every)
+    assert not loading_threads()
+    collected(device, pipeline.stream(first, second))
+    pipeline.reserve(500)  # nothing may still be on its way to the buffers that go
+    np.testing.assert_array_equal(collected(device, pipeline.stream(second)), every)
+
+
+def test_a_slab_that_fails_early_is_told_where_it_is_asked_for(device):
+    first, second = watched(50), watched(70)
+    object.__setattr__(second, "broken", 1)
+    pipeline = Pipeline(device, 120, np.float32)
+    collected(device, pipeline.stream(first, second))
+    with pytest.raises(StoreError, match="this slab is gone"):
+        collected(device, pipeline.stream(second, first))
+    assert not loading_threads()
+    np.testing.assert_array_equal(collected(device, pipeline.stream(first)), as_csr(MATRIX).data)
 
 
 def test_an_objective_whose_ratings_do_not_fit_on_the_gpu_is_computed_on_the_cpu(gpu, monkeypatch, caplog):  # noqa: F811

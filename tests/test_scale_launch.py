@@ -20,6 +20,7 @@ from hybridmf.scale.threads import run_ranks
 
 SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
 PACKAGE = Path(hmf.__file__).parents[1]
+SEARCHED = os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 PROGRAM = """
 import os, signal, sys
@@ -58,7 +59,7 @@ def start(
             if slurm
             else {"HYBRIDMF_RANK": rank, "HYBRIDMF_WORLD_SIZE": size}
         )
-        variables = own | {"HYBRIDMF_MASTER_PORT": port, "HYBRIDMF_TOKEN": "secret", "PYTHONPATH": PACKAGE}
+        variables = own | {"HYBRIDMF_MASTER_PORT": port, "HYBRIDMF_TOKEN": "secret", "PYTHONPATH": SEARCHED}
         environment = os.environ | {name: str(value) for name, value in variables.items()}
         ranks.append(subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True))
     return ranks

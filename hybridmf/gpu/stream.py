@@ -14,15 +14,17 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import SIDES, Objective, Side, State
+from .._objective import SIDES, Objective, Side, State, other_side
 from .._plan import STREAM_BUFFERS, Plan
 from .._validate import csr_arrays, make_csr
 from ..cpu.als import check_status
@@ -62,71 +64,148 @@ class Loader:
     ) -> None:
         self.device, self.buffers = device, buffers
         self.copier = device.copier() if copier is None else copier
+        self._early: _Loading | None = None
         self._allocate(vectors)
 
     def _allocate(self, vectors: Sequence[tuple[int, Any]]) -> None:
+        self.close()
         self._buffers: list[list[Array]] = []  # before others take their place: there may be no room for both
         with self.device.active():
             for _ in range(self.buffers):
                 self._buffers.append([self.device.empty(size, dtype) for size, dtype in vectors])
 
-    def loads(self, count: int, fetch: Callable[[int], Sequence[np.ndarray]]) -> Generator[tuple[Any, ...], None, None]:
+    def loads(self, work: Work, then: Work | None = None) -> Generator[tuple[Any, ...], None, None]:
         """(k, vectors on the device) for k = 0 ... count - 1; the vectors are valid for work launched until the next k.
 
         Parameters
         ----------
-        count : int
-        fetch : callable
-            Vectors of the host for each k, in order; called on a thread of its own.
+        work : Work
+            What to load.
+        then : Work, optional
+            What is probably asked for next: as buffers become free it is begun.
 
         Raises
         ------
         StoreError, DeviceError, OSError
             What the thread met with.
         """
-        free: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        begun = self.device.record()  # the last user of the buffers may still be at work
-        for slot in range(len(self._buffers)):
-            free.put((slot, begun))
-        arguments = (count, fetch, free, ready)
-        thread = threading.Thread(target=self._load, args=arguments, name="hybridmf-slabs", daemon=True)
-        thread.start()
+        loading = self._taken(work) or _Loading(self.device, self.copier, self._buffers, work)
+        done = False
         try:
-            for k in range(count):
-                found = ready.get()
-                if isinstance(found, BaseException):
-                    raise found
-                slot, sizes, mark = found
+            for k in range(work.count):
+                slot, sizes, mark = loading.next()
+                if k == work.count - 1 and then is not None:
+                    loading.go_on(then)
                 self.device.wait(mark)
                 yield k, *(buffer[:size] for buffer, size in zip(self._buffers[slot], sizes, strict=True))
-                free.put((slot, self.device.record()))
+                loading.release(slot)
+            done = work.count > 0
         finally:
-            free.put(None)
-            thread.join()
-            self.copier.synchronize()
+            if done and then is not None:
+                self._early = loading
+                self._end_early = weakref.finalize(self, loading.end)
+                self._end_early.atexit = False  # a process that ends does not wait
+            else:
+                loading.end()
 
-    def _load(
-        self,
-        count: int,
-        fetch: Callable[[int], Sequence[np.ndarray]],
-        free: queue.SimpleQueue[Any],
-        ready: queue.SimpleQueue[Any],
-    ) -> None:
-        """Fill free buffers with one set of vectors after the other."""
+    def close(self) -> None:
+        """Load nothing more than is asked for; what was begun early ends."""
+        self._taken()
+
+    def _taken(self, work: Work | None = None) -> _Loading | None:
+        """What was begun early, if it is this work; else it ends."""
+        early, self._early = self._early, None
+        if early is None:
+            return None
+        self._end_early.detach()
+        if work is not None and early.work.of is work.of:
+            return early
+        early.end()
+        return None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sets of vectors of the host, one after the other.
+
+    Attributes
+    ----------
+    count : int
+    fetch : callable
+        Vectors for each k, in order; called on a thread of its own.
+    of : object
+        What they are made from: by it, work that was begun early is known again.
+    """
+
+    count: int
+    fetch: Callable[[int], Sequence[np.ndarray]]
+    of: object
+
+
+class _Loading:
+    """A thread that fills buffers as they become free, with one `Work` after the other.
+
+    Parameters
+    ----------
+    device : Device
+    copier : Copier
+    buffers : list of list of arrays
+    work : Work
+        The first one.
+    """
+
+    def __init__(self, device: Device, copier: Copier, buffers: list[list[Array]], work: Work) -> None:
+        self.device, self.copier, self.buffers, self.work = device, copier, buffers, work
+        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        begun = device.record()  # the last user of the buffers may still be at work
+        for slot in range(len(buffers)):
+            self._free.put((slot, begun))
+        self._works.put(work)
+        self._thread = threading.Thread(target=self._run, name="hybridmf-slabs", daemon=True)
+        self._thread.start()
+
+    def next(self) -> tuple[int, list[int], Any]:
+        """(buffer, lengths of its vectors, mark behind their copies) of the next set; raises what the thread met."""
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def release(self, slot: int) -> None:
+        """The work launched so far is the last that reads a buffer."""
+        self._free.put((slot, self.device.record()))
+
+    def go_on(self, work: Work) -> None:
+        """Load something else after what is under way."""
+        self.work = work
+        self._works.put(work)
+
+    def end(self) -> None:
+        """Wait for what is being loaded, and load nothing more."""
+        self._works.put(None)
+        self._free.put(None)
+        self._thread.join()
+        self.copier.synchronize()
+
+    def _run(self) -> None:
         try:
-            for k in range(count):
-                slot = free.get()
-                if slot is None:
-                    return
-                number, mark = slot
-                self.copier.after(mark)
-                vectors = fetch(k)
-                for target, source in zip(self._buffers[number], vectors, strict=True):
-                    self.copier.copy(target, source)
-                ready.put((number, list(map(len, vectors)), self.copier.mark()))
-        except BaseException as error:  # the thread that waits for the slab has to hear of it, whatever it is
-            ready.put(error)
+            while (work := self._works.get()) is not None:
+                for k in range(work.count):
+                    free = self._free.get()
+                    if free is None:
+                        return
+                    slot, mark = free
+                    self._fill(slot, mark, work.fetch(k))
+        except BaseException as error:  # the thread that waits for the set has to hear of it, whatever it is
+            self._ready.put(error)
+
+    def _fill(self, slot: int, mark: Any, vectors: Sequence[np.ndarray]) -> None:
+        self.copier.after(mark)
+        for target, source in zip(self.buffers[slot], vectors, strict=True):
+            self.copier.copy(target, source)
+        self._ready.put((slot, list(map(len, vectors)), self.copier.mark()))
 
 
 class Pipeline(Loader):
@@ -158,21 +237,30 @@ class Pipeline(Loader):
             self.capacity = capacity
             self._allocate(self._vectors())
 
-    def stream(self, slabs: Slabs) -> Generator[tuple[int, Array, Array], None, None]:
+    def stream(self, slabs: Slabs, then: Slabs | None = None) -> Generator[tuple[int, Array, Array], None, None]:
         """(number, indices, ratings) of each slab in order; the arrays are valid for work launched until the next one.
+
+        Parameters
+        ----------
+        slabs : Slabs
+        then : Slabs, optional
+            What is probably asked for next: the half sweep after this one need not wait for its first slab.
 
         Raises
         ------
         StoreError, DeviceError, OSError
             What the thread met with.
         """
+        return self.loads(_work(slabs), None if then is None else _work(then))
 
-        def fetch(slab: int) -> tuple[np.ndarray, np.ndarray]:
-            slabs.prefetch(slab + 1)
-            _, indices, ratings = csr_arrays(slabs.matrix(slab))
-            return indices, ratings
 
-        return self.loads(len(slabs.bounds) - 1, fetch)
+def _work(slabs: Slabs) -> Work:
+    def fetch(slab: int) -> tuple[np.ndarray, np.ndarray]:
+        slabs.prefetch(slab + 1)
+        _, indices, ratings = csr_arrays(slabs.matrix(slab))
+        return indices, ratings
+
+    return Work(len(slabs.bounds) - 1, fetch, slabs)
 
 
 class SlabHalf(HalfSweep):
@@ -242,6 +330,11 @@ class StreamedHalf:
         What errors call each row, if not by its position.
     ends : float array, optional
         Smallest and largest absolute value of all ratings, where `slabs` are a rank's share of them.
+
+    Attributes
+    ----------
+    following : Slabs or None
+        Those of the half sweep that comes after this one: they are on their way before it asks for them.
     """
 
     def __init__(
@@ -257,6 +350,7 @@ class StreamedHalf:
     ) -> None:
         self.device, self.side, self.slabs, self.objective, self.plan = device, side, slabs, objective, plan
         self.pipeline, self.names = pipeline, names
+        self.following: Slabs | None = None
         self.degrees = slabs.degrees
         if pipeline is not None:
             pipeline.reserve(int(slab_entries(slabs.bounds, self.degrees).max(initial=0)))
@@ -287,7 +381,7 @@ class StreamedHalf:
                 self._kept.append((self.device.upload(indices), self.device.upload(ratings)))
             lent: Any = ((slab, *arrays) for slab, arrays in enumerate(self._kept))
         else:
-            lent = self.pipeline.stream(self.slabs)
+            lent = self.pipeline.stream(self.slabs, self.following)
         try:
             for slab, indices, ratings in lent:
                 self.parts[slab].lend(indices, ratings)
@@ -360,6 +454,7 @@ class StreamedGpuALS(GpuALS):
     """
 
     halves: dict[Side, Any]
+    pipeline: Pipeline | None = None
 
     def __init__(
         self,
@@ -375,12 +470,19 @@ class StreamedGpuALS(GpuALS):
         slabs = {"user": _slabs(user_items, plan), "item": _slabs(item_users, plan)}
         self.pipeline = None if plan.resident else Pipeline(device, plan.slab, user_items.dtype)
         self.halves = {side: StreamedHalf(device, side, slabs[side], objective, plan, self.pipeline) for side in SIDES}
+        for side in SIDES:
+            self.halves[side].following = slabs[other_side(side)]
         width = table_width(plan.rank, user_items.dtype)
         self.inward = {side: to_device(device, state.side(side), width) for side in SIDES}
 
+    def close(self) -> None:
+        """Load nothing more; `state` stays readable."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+
     def update(self, side: Side) -> None:
         """One half sweep; the state changes only once it is complete."""
-        fixed = self.inward["item" if side == "user" else "user"]
+        fixed = self.inward[other_side(side)]
         self.inward[side] = self.halves[side].solve(fixed, self.mean, self.inward[side])
 
     def objective_value(self) -> float:

@@ -51,7 +51,7 @@ from .copier import Copier
 from .device import Array, Device
 from .fused import Systems
 from .rows import RowRange, clip_segments, read_range, widen_range
-from .stream import Loader, Pipeline, SlabHalf, StreamedGpuALS, StreamedHalf, waves_of
+from .stream import Loader, Pipeline, SlabHalf, StreamedGpuALS, StreamedHalf, Work, waves_of
 
 # ------------------------------------------------------------------------------------------------ on the host
 
@@ -477,7 +477,8 @@ class HostHalf(StreamedHalf):
     ) -> Generator[tuple[int, DeviceFactors], None, None]:
         """First row and factors of each part in order, so many times over."""
         parts = list(pairwise(part_bounds(len(fixed), self.turns).tolist()))
-        with closing(loader.loads(times * len(parts), lambda k: fixed.vectors(*parts[k % len(parts)]))) as loads:
+        work = Work(times * len(parts), lambda k: fixed.vectors(*parts[k % len(parts)]), fixed)
+        with closing(loader.loads(work)) as loads:
             for k, *vectors in loads:
                 yield parts[k % len(parts)][0], fixed.lent(self.device, vectors)
 

@@ -143,6 +143,9 @@ class CpuWorker:
         """Things happen in the order they are asked for."""
         return nullcontext(InOrder())
 
+    def close(self) -> None:
+        """Nothing goes on beside the rank's thread."""
+
 
 class InOrder:
     """A `Pipeline` without overlap."""

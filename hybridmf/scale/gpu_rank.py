@@ -46,6 +46,7 @@ class GpuWorker:
         self.device = device
         self._streams: Streams | None = None
         self._pipeline: Pipeline | None = None  # one for both half sweeps
+        self._streamed: StreamedHalf | None = None  # the half sweep made last
         self._copiers: turns.Copiers | None = None  # of both, where factors are on the host
 
     def active(self) -> AbstractContextManager[None]:
@@ -123,7 +124,11 @@ class GpuWorker:
             longest = plan.slab if plan.scale is None else max(map(plan.scale.slab, SIDES))
             self._pipeline = Pipeline(self.device, longest, slabs.dtype)
         pipeline = None if plan.resident else self._pipeline
-        return StreamedHalf(self.device, side, slabs, objective, plan, pipeline, names, ends)
+        half = StreamedHalf(self.device, side, slabs, objective, plan, pipeline, names, ends)
+        if self._streamed is not None and self._streamed.side != side:
+            half.following, self._streamed.following = self._streamed.slabs, half.slabs
+        self._streamed = half
+        return half
 
     def solve(
         self,
@@ -191,6 +196,11 @@ class GpuWorker:
             return nullcontext(InOrder())
         self._streams = self._streams or Streams(self.device)
         return nullcontext(self._streams)
+
+    def close(self) -> None:
+        """Load nothing more."""
+        if self._pipeline is not None:
+            self._pipeline.close()
 
 
 class Streams:

@@ -196,6 +196,8 @@ class MultiALS(Alternating):
             if self.threads.stopping.is_set():
                 for communicator in self._opened.values():  # a rank may wait in one of them for another that is gone
                     communicator.abort("the fit has ended")
+                for rank in self.ranks:
+                    rank.worker.close()
             else:
                 self._run(lambda threads: _close_rank(self.ranks[threads.rank], self._opened[threads.rank]))
         except CommunicatorError as error:

@@ -160,6 +160,9 @@ class Worker(Protocol):
     def pipeline(self) -> AbstractContextManager[Any]:
         """How sums of one batch travel while the next one is assembled: see `Pipeline`."""
 
+    def close(self) -> None:
+        """End what goes on beside the rank's thread; it is not at work any more."""
+
 
 class Pipeline(Protocol):
     """Order between assembly and reduction of batches."""
@@ -550,7 +553,8 @@ class RankALS(Alternating):
         return self.worker.factors([members.broadcast(array, root) for array in arrays], own)
 
     def close(self) -> None:
-        """Give back the communicators made here; not the one that was given."""
+        """Give back the communicators made here, not the one that was given, and end what the worker has begun."""
+        self.worker.close()
         for reduction in self._reductions.values():
             reduction.close()
         for communicator in self._made:
