@@ -38,6 +38,7 @@ from hybridmf._plan import make_plan
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.gpu.device import device_count
+from hybridmf.scale import mcumsgd
 from hybridmf.scale.mcumsgd import ORDERS, Bounds, MultiSGD
 
 SAMPLE = 1 << 20
@@ -253,7 +254,7 @@ def all_variants(numbers: list[int]) -> Iterator[Variant]:
     """Of --compare: one thing other than usual at a time."""
     yield from variants(numbers, ORDERS, (), True)
     for ranks in numbers:
-        rule = gpu_sgd.LONG_ROW // ranks
+        rule = mcumsgd.LONG_ROW // ranks
         yield Variant(ranks, long_row=rule // 2)
         yield Variant(ranks, long_row=rule * 2)
 

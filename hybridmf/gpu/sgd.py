@@ -33,10 +33,11 @@ centralized (Alg. 3) where the rows it moves are those of its layout, else decen
 one of each and keep one orientation of the ratings on the device; "mixed" is centralized twice, with long rows solved
 in chunks (ours); "crossed" is decentralized twice, as MSGD measures it, too."""
 
-LONG_ROW = 16384
-"""Entries from which a row has a block of its own, which solves several at a time. All warps together are bound by the
-memory, so that one advances by an entry in some 600 cycles: rows of up to this length end with the rest of the pass.
-An epoch of Netflix's shape, f = 128, took 24.3 ms on an H200, 26.5 with 8,192 and 26.6 with 32,768."""
+LONG_ROW = 32768
+"""Entries from which a row has a block of its own, which solves several at a time, beside the others. All warps
+together are bound by the memory, so that one advances by an entry in some 600 cycles: rows of up to this length end
+with the rest of the pass. An epoch of Netflix's shape, f = 128, took 19.2 ms on an H200, 20.3 with 16,384 and 21.6 with
+8,192; f = 64 11.4, 11.6 and 12.9."""
 
 THREADS = 128
 """Of a block."""
@@ -403,7 +404,7 @@ class Msgd:
         matrices: dict[Side, sp.csr_array],
         ordering: str,
         long_row: int | None = None,
-        beside: bool = False,
+        beside: bool = True,
     ) -> None:
         self.device, self.layouts, self.beside = device, LAYOUTS[ordering], beside
         long_row = LONG_ROW if long_row is None else long_row

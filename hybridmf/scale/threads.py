@@ -219,7 +219,9 @@ class _Run:
     def finish(self, rank: int, result: Any, error: BaseException | None) -> None:
         with self.changed:
             self.results[rank] = result
-            self.error = self.error or error
+            if self.error is None or (isinstance(self.error, CommunicatorError) and error is not None):
+                # a rank that tells the others before it ends may end after them; theirs are consequences
+                self.error = error
             self.pending.discard(rank)
             self.changed.notify_all()
 
