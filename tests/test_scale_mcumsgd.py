@@ -84,7 +84,8 @@ def backend(request, monkeypatch):
         if emulated.compiler() is None:
             pytest.skip("no C++ compiler to run kernels on the CPU with")
         monkeypatch.setattr(mcumsgd, "_open_rank", lambda control, name: (control, emulated.EmulatedDevice()))
-        monkeypatch.setattr(mcumsgd, "LONG_ROW", 12)  # all kernels have work
+        for module in (gpu_sgd, mcumsgd):
+            monkeypatch.setattr(module, "LONG_ROW", 12)  # all kernels have work
     return request.param
 
 
@@ -312,7 +313,7 @@ def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
     matrix, objective, plan, _ = problem(ratings_matrix, method_of())
     blocks = cut_share(matrix, Bounds.even(matrix, 4), 0, 1)
     rows = [mcumsgd.GpuBackend(emulated.EmulatedDevice(), blocks[:n], objective, plan).long_row for n in (1, 2, 4)]
-    assert rows == [mcumsgd.LONG_ROW, mcumsgd.LONG_ROW // 2, mcumsgd.LONG_ROW // 4]
+    assert rows == [gpu_sgd.LONG_ROW, mcumsgd.LONG_ROW // 2, mcumsgd.LONG_ROW // 4]
     monkeypatch.setattr(mcumsgd, "LONG_ROW", 2 * mcumsgd.SHORTEST_LONG_ROW)
     backend = mcumsgd.GpuBackend(emulated.EmulatedDevice(), blocks, objective, plan)
     assert backend.long_row == mcumsgd.SHORTEST_LONG_ROW
@@ -510,7 +511,8 @@ def test_plans_of_gpus(monkeypatch):
 @pytest.mark.parametrize(("order", "beside"), [("passes", True), ("passes", False), ("blocks", True)])
 def test_the_cyclic_order_on_gpus(order, beside, ranks, biases, ratings_matrix, monkeypatch):
     gpus(ranks)
-    monkeypatch.setattr(mcumsgd, "LONG_ROW", 12)
+    for module in (gpu_sgd, mcumsgd):
+        monkeypatch.setattr(module, "LONG_ROW", 12)
     matrix, objective, plan, state = problem(ratings_matrix.astype(np.float64), method_of(), biases=biases, ranks=ranks)
     plan = replace(plan, devices=tuple(f"cuda:{rank}" for rank in range(ranks)))
     solver = MultiSGD(matrix, transpose(matrix), objective, plan, state, 0, order=order, beside=beside)

@@ -303,6 +303,8 @@ class GpuBackend:
         if long_row is None:
             # in a block the longest row has a ranks-th of its entries: what ends beside it is shorter in proportion
             long_row = max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW // len(blocks))
+            if len(blocks) == 1:
+                long_row = gpu_sgd.LONG_ROW
         self.long_row = long_row
         self.epochs = [
             Msgd(device, block, plan.method.ordering, long_row, beside) if block["user"].nnz else None
