@@ -211,9 +211,14 @@ class Nccl:
                 call()
 
 
+def properties(index):
+    """As CuPy has them: a UUID that ends at its first zero byte."""
+    return {"uuid": bytes([index] * 16).partition(b"\0")[0], "pciDomainID": 0, "pciBusID": index, "pciDeviceID": 0}
+
+
 def fake_cupy():
     stream = Stream(True, -1)
-    runtime = SimpleNamespace(getDeviceProperties=lambda index: {"uuid": bytes([index] * 16)})
+    runtime = SimpleNamespace(getDeviceProperties=properties)
     cuda = SimpleNamespace(
         Device=Device, Stream=Stream, Event=Event, get_current_stream=lambda: stream, runtime=runtime
     )

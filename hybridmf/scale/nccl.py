@@ -119,8 +119,7 @@ class NcclCommunicator:
 
     def _check_own_gpu(self) -> None:
         """Two ranks on one GPU would wait for each other; NCCL only says that its usage is invalid."""
-        uuid = bytes(self._cupy.cuda.runtime.getDeviceProperties(self.device)["uuid"])
-        known = self.control.allgatherv(np.frombuffer(uuid, dtype=np.uint8)[None], [1] * self.size)
+        known = self.control.allgatherv(self._gpu_key()[None], [1] * self.size)
         for first in range(self.size):
             same = [rank for rank in range(self.size) if np.array_equal(known[rank], known[first])]
             if len(same) > 1:  # all ranks raise it
@@ -129,6 +128,14 @@ class NcclCommunicator:
                     "each needs its own: give every process another CUDA_VISIBLE_DEVICES, as "
                     "dask_cuda.LocalCUDACluster and SLURM's --gpus-per-task do, or name other devices"
                 )
+
+    def _gpu_key(self) -> np.ndarray:
+        """What tells GPUs apart, on all nodes; uint8, shape (28,)."""
+        found = self._cupy.cuda.runtime.getDeviceProperties(self.device)
+        # CuPy takes the UUID for a text, which ends at its first zero byte: the place tells those left alike apart
+        uuid = bytes(found["uuid"])[:16].ljust(16, b"\0")
+        place = np.array([found[name] for name in ("pciDomainID", "pciBusID", "pciDeviceID")], dtype=np.int32)
+        return np.frombuffer(uuid + place.tobytes(), dtype=np.uint8)
 
     def _connect(self) -> Any:
         self._check_own_gpu()
