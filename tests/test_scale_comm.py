@@ -269,6 +269,28 @@ def test_a_failure_reaches_groups_that_were_split_off():
         run_ranks(4, rank, timeout=60)
 
 
+def test_consequences_do_not_take_the_place_of_the_first_failure():
+    def rank(communicator):
+        if communicator.rank == 0:
+            raise CommunicatorError("other data")
+        communicator.barrier()
+
+    with pytest.raises(CommunicatorError, match=r"^other data$"):
+        run_ranks(3, rank, timeout=60)
+
+
+def test_a_rank_that_tells_the_others_before_it_fails_is_heard():
+    def rank(communicator):
+        if communicator.rank == 0:
+            communicator.abort("NaN on rank 0")
+            time.sleep(0.05)  # until theirs are here
+            raise OwnError
+        communicator.barrier()
+
+    with pytest.raises(OwnError):
+        run_ranks(3, rank, timeout=60)
+
+
 def test_a_single_rank_can_abort():
     single = Single()
     single.close()

@@ -219,8 +219,9 @@ class _Run:
     def finish(self, rank: int, result: Any, error: BaseException | None) -> None:
         with self.changed:
             self.results[rank] = result
-            if self.error is None or (isinstance(self.error, CommunicatorError) and error is not None):
-                # a rank that tells the others before it ends may end after them; theirs are consequences
+            own = error is not None and not isinstance(error, CommunicatorError)
+            # a rank that tells the others before it ends may end after them; theirs are consequences
+            if self.error is None or (own and isinstance(self.error, CommunicatorError)):
                 self.error = error
             self.pending.discard(rank)
             self.changed.notify_all()
