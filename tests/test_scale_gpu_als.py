@@ -134,6 +134,24 @@ def test_one_thread_launches_for_all_gpus(name: str, gpus: Machine, monkeypatch:
         both_ways.update("user")
 
 
+def test_what_ends_the_one_thread_stops_the_ranks(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what ends a rank's thread does: else closing would ask GPUs that have failed for an orderly end."""
+    solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
+    before = solver.state.on_host()
+
+    def lost(*_: Any) -> Any:
+        raise DeviceError("cuda:1 has fallen off the bus")
+
+    monkeypatch.setattr(solver.ranks[1].halves["item"], "launches", lost)
+    with pytest.raises(DeviceError, match="fallen off the bus"):
+        solver.update("item")
+    assert solver.threads.stopping.is_set()
+    with pytest.raises(CommunicatorError, match="stopped by DeviceError"):
+        solver.update("user")
+    solver.close()
+    np.testing.assert_array_equal(solver.state.on_host().item.matrix, before.item.matrix)
+
+
 @pytest.mark.parametrize(
     ("name", "assembly", "dtype"), [("biases", "mo_als", "float32"), ("implicit cg", "sparse_syrk", "float64")]
 )

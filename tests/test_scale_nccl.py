@@ -116,6 +116,20 @@ def test_what_nccl_cannot_gather_stops_all_ranks(fake, monkeypatch):
     assert all("unhandled system error" in communicator.cause for communicator in communicators)
 
 
+def test_a_gather_that_is_interrupted_halfway_leaves_no_rank_waiting(fake, monkeypatch):
+    """What was launched of the group would wait for the rest on its GPU, and whoever closes it for that."""
+    communicators = run_ranks(2, lambda control: NcclCommunicator(control, control.rank), timeout=20)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(communicators[1]._held, "allGather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        NcclCommunicator.allgatherv_together(communicators, [as_fake(np.ones(3))] * 2, [3, 3])
+    assert fake.calls.count("abort") == 2
+    assert all("stopped by KeyboardInterrupt" in communicator.cause for communicator in communicators)
+
+
 def test_two_ranks_on_one_gpu_are_refused_before_nccl_is_asked(fake):
     with pytest.raises(DeviceError, match=r"ranks 0, 2 have one GPU together .*CUDA_VISIBLE_DEVICES"):
         run_ranks(3, lambda control: NcclCommunicator(control, [4, 1, 4][control.rank]), timeout=20)

@@ -160,7 +160,9 @@ class MultiALS(Alternating):
     def _solve_together(self, side: Side) -> list[Any]:
         from . import together
 
-        return together.solve(self.ranks, side)
+        self._check_open()
+        with self.threads.in_their_place():
+            return together.solve(self.ranks, side)
 
     @property
     def state(self) -> State:
@@ -171,7 +173,6 @@ class MultiALS(Alternating):
     def update(self, side: Side) -> None:
         """One half sweep; the state changes only once it is complete on all ranks."""
         if side in self._together:
-            self._check_open()
             solved = self._solve_together(side)
         else:
             solved = self._run(lambda threads: self.ranks[threads.rank].solve(side))

@@ -338,10 +338,13 @@ class NcclCommunicator:
                 for communicator, gather in zip(communicators, gathers, strict=True):
                     with communicator._on_device():
                         gather.launch(communicator._cupy.cuda.get_current_stream().ptr)
-        except communicators[0]._nccl.NcclError as error:
+        except BaseException as error:  # what is launched by now would wait for the rest for ever
+            failed = isinstance(error, communicators[0]._nccl.NcclError)
             for communicator in communicators:
-                communicator._stop(f"NCCL failed in allgatherv: {error}")
-            raise CommunicatorError(communicators[0].cause) from error
+                communicator._stop(f"NCCL failed in allgatherv: {error}" if failed else f"stopped by {error!r}")
+            if failed:
+                raise CommunicatorError(communicators[0].cause) from error
+            raise
         for communicator in communicators:
             with communicator._on_device():
                 communicator._await("allgatherv")

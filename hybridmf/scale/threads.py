@@ -326,6 +326,24 @@ class RankThreads:
             hub.check()
         return run.results
 
+    @contextmanager
+    def in_their_place(self) -> Iterator[None]:
+        """The thread that calls does what the ranks would do: what ends it early stops them all, as in `run`.
+
+        Raises
+        ------
+        CommunicatorError
+            The ranks have failed before.
+        """
+        hub = self._hub
+        assert isinstance(hub, Hub)
+        hub.check()
+        try:
+            yield
+        except BaseException as error:
+            hub.fail(f"stopped by {type(error).__name__}")
+            raise
+
     def close(self) -> None:
         """End the threads; they must not be at work."""
         for work in self._work:
