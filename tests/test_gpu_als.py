@@ -21,7 +21,7 @@ from hybridmf._plan import Settings, gpu_plan
 from hybridmf._validate import as_csr
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
-from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, objective_value, table_width, to_device
+from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, gram_sum, objective_value, table_width, to_device
 
 ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
 
@@ -281,6 +281,28 @@ def test_rows_are_cut_into_segments_and_batches():
         for batch in batches:
             assert batch.segments[:, 0].tolist() == list(range(batch.slots[-1]))
             assert len(batch.rows) == 1 or batch.slots[-1] <= slots
+
+
+@pytest.mark.parametrize("most", [100, 128, 400, 10**6])
+@pytest.mark.parametrize("rows", [0, 3, 4, 9, 250, 260])
+def test_a_gram_matrix_takes_no_second_table(device, monkeypatch, rows, most):
+    """CuPy copies an operand that is a stack of transposed matrices, one such matrix it does not."""
+    monkeypatch.setattr("hybridmf.gpu.als.GRAM_ROWS", 4)
+    monkeypatch.setattr("hybridmf.gpu.als.GRAM_BYTES", most)
+    stacks, matmul = [0], device.matmul
+
+    def watched(a, b):
+        if a.ndim > 2:
+            stacks.append(a.nbytes)
+        return matmul(a, b)
+
+    monkeypatch.setattr(device, "matmul", watched)
+    table = np.random.default_rng(2).standard_normal((rows, 8)).astype(np.float32)
+    found = gram_sum(device, device.upload(table))
+    if rows:
+        exact = table.T.astype(np.float64) @ table.astype(np.float64)
+        np.testing.assert_allclose(device.download(found), exact, rtol=1e-5, atol=1e-4)
+    assert max(stacks) <= most
 
 
 def test_negative_and_zero_feedback(device):

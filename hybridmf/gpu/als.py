@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ logger = logging.getLogger("hybridmf")
 
 GRAM_ROWS = 4096
 """Rows whose products cuBLAS adds up in float32; the sums of such pieces are added in float64."""
+
+GRAM_BYTES = 64 << 20
+"""Of such pieces that are multiplied at a time: CuPy copies what it multiplies in stacks, which no plan counts."""
 
 EXACT_ROWS = 65536
 """Rows that are widened to float64 at a time, where the Gram matrix is wanted in float64."""
@@ -152,11 +156,16 @@ def gram_sum(device: Device, table: Array) -> Any:
     """``F^T F`` of a table, sums of products in float32 added up in float64; shape (width, width)."""
     n, width = table.shape
     rows = max(GRAM_ROWS, ceil_div(n, 64))
+    at_once = rows * max(1, GRAM_BYTES // (rows * width * table.dtype.itemsize))
     whole = n // rows * rows
     total: Any = 0.0
-    for part in (table[:whole].reshape(-1, rows, width), table[whole:].reshape(1, -1, width)):
-        if part.shape[0] and part.shape[1]:
-            total = total + device.matmul(part.transpose(0, 2, 1), part).sum(axis=0, dtype=np.float64)
+    for first, last in pairwise([*range(0, whole, at_once), whole, n]):
+        part = table[first:last]
+        if part.nbytes > GRAM_BYTES:  # one piece
+            total = total + device.matmul(part.T, part).astype(np.float64)
+        elif len(part):
+            stack = part.reshape(max(1, len(part) // rows), -1, width)
+            total = total + device.matmul(stack.transpose(0, 2, 1), stack).sum(axis=0, dtype=np.float64)
     return total
 
 
