@@ -21,7 +21,7 @@ def file_behind(array: np.ndarray) -> tuple[str, int] | None:
     Parameters
     ----------
     array : ndarray
-        A `numpy.memmap`, or a view of one; C order.
+        A `numpy.memmap` whose memory is what its file holds, or a view of one; C order.
     """
     base = array
     while not isinstance(base, np.memmap):
@@ -30,8 +30,8 @@ def file_behind(array: np.ndarray) -> tuple[str, int] | None:
         base = base.base
     while isinstance(base.base, np.memmap):  # views of a memmap carry an offset that may not be theirs
         base = base.base
-    if base.filename is None or not array.flags.c_contiguous:
-        return None
+    if base.filename is None or base.mode == "c" or not array.flags.c_contiguous:
+        return None  # what is written to a mapping of mode "c" is not in its file
     return os.fspath(base.filename), int(base.offset + array.ctypes.data - base.ctypes.data)
 
 
@@ -59,6 +59,16 @@ def read_into(buffer: np.ndarray, handle: int, begin: int) -> None:
         rest, begin = rest[found:], begin + found
 
 
+def _opened(path: str) -> int | None:
+    """Descriptor of a file that can be read at any place by several threads; None where there is none."""
+    if not path or not hasattr(os, "preadv"):  # as on Windows
+        return None
+    try:
+        return os.open(path, os.O_RDONLY)
+    except FileNotFoundError:  # a file that was removed lives on where it is mapped
+        return None
+
+
 @contextmanager
 def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]:
     """``read(buffer, start)``, which fills a buffer with the bytes of an array from `start` on.
@@ -66,14 +76,13 @@ def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]
     Parameters
     ----------
     source : uint8 array, C order
-        Where it is mapped from a file, the file is read.
+        Where it is mapped from a file that still has its name, the file is read.
     """
-    found = file_behind(source)
-    if found is None:
+    path, begin = file_behind(source) or ("", 0)
+    handle = _opened(path)
+    if handle is None:
         yield lambda buffer, start: np.copyto(buffer, source[start : start + len(buffer)])
         return
-    path, begin = found
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
         yield lambda buffer, start: read_into(buffer, handle, begin + start)
     finally:

@@ -56,6 +56,31 @@ def test_views_with_gaps_are_no_piece_of_a_file(saved: Path) -> None:
     assert file_behind(np.load(saved, mmap_mode="r")[::2]) is None
 
 
+@pytest.mark.parametrize("lack", ["file", "preadv"])
+def test_what_cannot_be_read_as_a_file_is_copied_from_memory(
+    lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "values.npy"
+    np.save(path, np.arange(100, dtype=np.int32))
+    source, buffer = as_bytes(np.load(path, mmap_mode="r")), np.zeros(16, np.uint8)
+    if lack == "file":
+        path.unlink()  # a temporary file that lives only where it is mapped
+    else:
+        monkeypatch.delattr(os, "preadv")
+    with reader_of(source) as read:
+        read(buffer, 8)
+    np.testing.assert_array_equal(buffer.view(np.int32), [2, 3, 4, 5])
+
+
+def test_what_is_written_to_a_private_mapping_is_not_lost(saved: Path) -> None:
+    private = np.load(saved, mmap_mode="c")
+    private[3] = -7
+    buffer = np.zeros(16, np.uint8)
+    with reader_of(as_bytes(private[2:])) as read:
+        read(buffer, 0)
+    np.testing.assert_array_equal(buffer.view(np.int32), [2, -7, 4, 5])
+
+
 def test_a_file_that_was_truncated_is_an_error_and_no_crash(tmp_path: Path) -> None:
     path = tmp_path / "values.npy"
     np.save(path, np.arange(100_000, dtype=np.int32))
