@@ -10,6 +10,7 @@ import mmap
 import re
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,8 @@ import hybridmf as hmf
 from hybridmf import _plan, dispatch
 from hybridmf._objective import Objective
 from hybridmf._plan import Plan, Settings, check_memory, make_plan
-from hybridmf.errors import DeviceError, DeviceMemoryError, MemoryBudgetError
+from hybridmf.errors import DeviceError, DeviceMemoryError, MemoryBudgetError, StoreError
+from hybridmf.gpu import copier as copiers
 from hybridmf.gpu import device as devices
 from hybridmf.gpu import fused, launch
 from hybridmf.gpu.device import MEMORY_LIMIT, CudaDevice, DeviceSpec, open_device, parse_bytes, parse_device
@@ -926,6 +928,31 @@ def test_cuda_device_is_a_device(machine: Machine) -> None:
     machine()
     real = {name for name in dir(CudaDevice) if not name.startswith("_")}
     assert real - {"look"} <= set(dir(EmulatedDevice()))
+
+
+def test_a_part_that_cannot_be_read_waits_for_the_others(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read the same file, which is closed next, into a buffer that is filled again."""
+    machine()
+    copier, seen = open_device().copier(), []
+
+    @contextlib.contextmanager
+    def reader(raw: np.ndarray) -> Iterator[Any]:
+        def read(buffer: np.ndarray, start: int) -> None:
+            if not start:
+                raise StoreError("the disk is gone")
+            time.sleep(0.05)
+            seen.append("read")
+
+        try:
+            yield read
+        finally:
+            seen.append("closed")
+
+    monkeypatch.setattr(copiers, "reader_of", reader)
+    monkeypatch.setattr(copiers, "STAGING_PART", 100)
+    with pytest.raises(StoreError, match="the disk is gone"):
+        copier.copy(open_device().zeros(400, np.uint8), np.zeros(400, np.uint8))
+    assert seen == ["read"] * 3 + ["closed"]
 
 
 def test_parts_of_one_array_are_page_locked_beside_each_other(machine: Machine, caplog: Any) -> None:

@@ -6,7 +6,7 @@ import logging
 import mmap
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -160,6 +160,7 @@ class CudaCopier:
         part = max(STAGING_PART, -(-size // STAGING_THREADS))
         assert self._pool is not None
         jobs = [self._pool.submit(work, k, min(k + part, size)) for k in range(0, size, part)]
+        wait(jobs)  # all, before one that has failed ends what the others work with: a file, a buffer
         for job in jobs:
             job.result()
 
