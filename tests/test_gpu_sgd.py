@@ -452,6 +452,25 @@ def test_long_rows_beside_the_others(long_row):
     assert launches == {1: ["blocked"] * 3, 7: both[::-1], 1000: ["centralized"] * 3}[long_row]
 
 
+def test_an_interrupted_pass_leaves_nothing_at_work_beside(monkeypatch):
+    """Who gives back the rows that are moved waits for the first stream only."""
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    device = LateSecondStream()
+    problem = Pass(device, SMALL, 5)
+    msgd = sgd.Msgd(device, {"user": problem.matrix, "item": transpose(problem.matrix)}, "mixed", 7)
+    work = dict(zip(SIDES, map(problem.rows, problem.factors), strict=True))
+
+    def interrupted(*_: Any) -> None:
+        assert device.waiting
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sgd.MsgdKernels, "centralized", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        msgd.one_pass("item", work["item"], work["user"], TERMS)
+    assert not device.waiting
+
+
 # ---------------------------------------------------------------------------------------------------- solver
 
 

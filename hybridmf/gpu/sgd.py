@@ -454,8 +454,10 @@ class Msgd:
             with self.device.beside():
                 kernels.blocked(moved, fixed, walk, long, terms, of_long)
                 walked = self.device.record()
-            kernels.centralized(moved, fixed, walk, short, terms, of_short)
-            self.device.wait(walked)
+            try:
+                kernels.centralized(moved, fixed, walk, short, terms, of_short)
+            finally:  # else who gives back what it works on would not know of it
+                self.device.wait(walked)
         else:
             kernels.blocked(moved, fixed, walk, long, terms, of_long)
             kernels.centralized(moved, fixed, walk, short, terms, of_short)
