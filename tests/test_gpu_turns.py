@@ -60,12 +60,12 @@ def store(tmp_path) -> hmf.Store:
 
 def partitioned(plan: Plan, parts: dict[str, int], batches: dict[str, int], buffers: int = 2) -> Plan:
     """The plan with factors on the host, in so many parts and row parts."""
-    problem = host_problem(plan)
+    problem, gpus = host_problem(plan), max(1, len(plan.devices))
     halves = {
-        side: judged(problem, HalfPlan(side, parts[side], batches[side], 1, buffers, 3, 1), "host", "host")
+        side: judged(problem, HalfPlan(side, parts[side], batches[side], gpus, buffers, 3, 1), "host", "host")
         for side in SIDES
     }
-    scale = ScalePlan(problem, H200, 1, 1 << 30, "host", "host", halves)
+    scale = ScalePlan(problem, H200, gpus, 1 << 30, "host", "host", halves)
     return replace(plan, scale=scale, streamed="host", slab=max(map(scale.slab, SIDES)))
 
 
@@ -236,6 +236,16 @@ def test_turns_change_rounding_only_and_reruns_nothing(kind, options, gpu):  # n
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
     assert runs[0].objective_value() == pytest.approx(whole.objective_value(), rel=1e-4)
     assert no_threads()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_float64_by_a_published_assembly(parts, gpu):  # noqa: F811
+    host = solver("explicit", gpu, parts, 3, dtype="float64", assembly="sparse_syrk")
+    whole = in_memory(host)
+    for one, other in zip(factors_after(host), factors_after(whole), strict=True):
+        assert one.dtype == np.float64
+        np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-8)
+    assert host.objective_value() == pytest.approx(whole.objective_value(), rel=1e-9)
 
 
 def test_approximate_solvers_begin_with_the_last_factors(device):

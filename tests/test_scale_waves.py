@@ -12,8 +12,10 @@ import pytest
 import scipy.sparse as sp
 import test_scale_gpu_als
 from conftest import planted
+from test_gpu_turns import partitioned
 from test_scale_als import both
 from test_scale_gpu_als import MODELS, Machine
+from test_scale_gpu_als import parts as solver_parts
 from test_scale_spmd import entries
 
 import hybridmf as hmf
@@ -29,6 +31,7 @@ from hybridmf.errors import (
     StoreError,
 )
 from hybridmf.formats import transpose
+from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.gpu.turns import HostHalf
 from hybridmf.scale import gpu_rank, spmd
@@ -380,6 +383,24 @@ def test_more_ranks_than_rows(gpus: Machine, tmp_path: Any) -> None:
     store = hmf.convert(matrix, tmp_path / "store")
     model, alone = (fitted("implicit", data, devices) for data, devices in ((store, gpus(4)), (matrix, "cuda")))
     np.testing.assert_array_equal(model.user_factors, alone.user_factors)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_more_ranks_than_rows_and_factors_on_the_host(parts: int, gpus: Machine) -> None:
+    """Some ranks have no row, one row has no entry, and the last part of a fixed side is empty."""
+    matrix = sp.csr_array(np.array([[0, 2, 0, 3], [0, 0, 0, 0], [4, 0, 1, 2]], dtype=np.float32))
+    *data, plan, state = solver_parts("biases", gpus(4), matrix)
+    counts = [dict.fromkeys(SIDES, count) for count in (parts, 4)]
+    several = MultiALS(*data, partitioned(plan, *counts), state)
+    one = GpuALS(gpu_rank.open_device("cuda:0"), *data, replace(plan, devices=(), scale=None, streamed=""), state)
+    for solver in (several, one):
+        for _ in solver.sweep():
+            pass
+    found, expected = several.state.on_host(), one.state.on_host()
+    for side in SIDES:
+        np.testing.assert_allclose(found.side(side).matrix, expected.side(side).matrix, rtol=2e-3, atol=2e-3)
+    assert several.objective_value() == pytest.approx(one.objective_value(), rel=1e-3)
+    several.close()
 
 
 # ------------------------------------------------------------------------------------------------- ranks by themselves
