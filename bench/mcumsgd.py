@@ -38,8 +38,7 @@ from hybridmf._plan import make_plan
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.gpu.device import device_count
-from hybridmf.scale import mcumsgd
-from hybridmf.scale.mcumsgd import ORDERS, Bounds, MultiSGD
+from hybridmf.scale.mcumsgd import ORDERS, Bounds, MultiSGD, long_row_of
 
 SAMPLE = 1 << 20
 """Entries whose errors give the RMSE."""
@@ -239,9 +238,9 @@ def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
 
 def variants(numbers: list[int], orders: tuple[str, ...], long_rows: tuple[int, ...], one: bool) -> Iterator[Variant]:
     """What is measured; the solver of one GPU comes first."""
-    yield Variant(0, beside=False)
+    yield Variant(0)
     if one:
-        yield Variant(0)
+        yield Variant(0, beside=False)
     for ranks in numbers:
         for order in orders:
             for long_row in long_rows or (None,):
@@ -254,7 +253,7 @@ def all_variants(numbers: list[int]) -> Iterator[Variant]:
     """Of --compare: one thing other than usual at a time."""
     yield from variants(numbers, ORDERS, (), True)
     for ranks in numbers:
-        rule = mcumsgd.LONG_ROW // ranks
+        rule = long_row_of(ranks)
         yield Variant(ranks, long_row=rule // 2)
         yield Variant(ranks, long_row=rule * 2)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -317,6 +320,18 @@ def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
     monkeypatch.setattr(mcumsgd, "LONG_ROW", 2 * mcumsgd.SHORTEST_LONG_ROW)
     backend = mcumsgd.GpuBackend(emulated.EmulatedDevice(), blocks, objective, plan)
     assert backend.long_row == mcumsgd.SHORTEST_LONG_ROW
+
+
+def test_the_bench_compares_with_the_solver_that_a_fit_has(monkeypatch):
+    """Speed-ups are over its first variant; half and double long rows are not what is measured anyway."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
+    bench = importlib.import_module("mcumsgd")
+    usual = bench.Variant(0)
+    assert usual.beside == inspect.signature(gpu_sgd.Msgd).parameters["beside"].default
+    assert next(bench.variants([1, 2], ("passes",), (), one=True)) == usual
+    for variant in bench.all_variants([1, 2, 4]):
+        if variant.long_row is not None:
+            assert variant.long_row in (mcumsgd.long_row_of(variant.ranks) // 2, mcumsgd.long_row_of(variant.ranks) * 2)
 
 
 # --------------------------------------------------------------------------------------------- failures

@@ -273,6 +273,14 @@ def _row_sweeps(block: Block, plan: Plan) -> RowSweeps | None:
     return RowSweeps(block, replace(plan, nnz=block["user"].nnz, batch_flops=BATCH_FLOPS * plan.num_threads))
 
 
+def long_row_of(ranks: int) -> int:
+    """Entries of a row in a block of ratings from which it has a block of a GPU to itself, if nobody says otherwise.
+
+    In a block the longest row has a ranks-th of its entries: what ends beside it is shorter in proportion.
+    """
+    return gpu_sgd.LONG_ROW if ranks == 1 else max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW // ranks)
+
+
 class GpuBackend:
     """A rank on a GPU.
 
@@ -300,12 +308,7 @@ class GpuBackend:
         assert isinstance(plan.method, SgdMethod)
         self.device, self.objective, self.plan = device, objective, plan
         self.dtype = blocks[0]["user"].dtype
-        if long_row is None:
-            # in a block the longest row has a ranks-th of its entries: what ends beside it is shorter in proportion
-            long_row = max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW // len(blocks))
-            if len(blocks) == 1:
-                long_row = gpu_sgd.LONG_ROW
-        self.long_row = long_row
+        self.long_row = long_row = long_row_of(len(blocks)) if long_row is None else long_row
         self.epochs = [
             Msgd(device, block, plan.method.ordering, long_row, beside) if block["user"].nnz else None
             for block in blocks
