@@ -435,6 +435,19 @@ def test_a_half_sweep_finds_the_range_of_its_factors(gpu):  # noqa: F811
         assert found.range == range_on_host(found.table)
 
 
+def test_the_host_looks_for_a_range_only_where_no_device_has_all_rows(gpu, monkeypatch):  # noqa: F811
+    """A look at a table of many gigabytes takes longer than to copy it."""
+    looked: list[int] = []
+    monkeypatch.setattr("hybridmf.gpu.turns.range_on_host", lambda table: looked.append(len(table)) or find(table))
+    find = range_on_host
+    for parts, assembly, times in ((1, "fused", 0), (3, "sparse_syrk", 0), (3, "fused", 1)):
+        host = solver("explicit", gpu, parts, 4, assembly=assembly)
+        host.objective_value()
+        assert not looked
+        host.update("item")  # the first users are not of a half sweep, which would have seen their range
+        assert len(looked) == times
+
+
 @pytest.mark.parametrize(("rows", "parts"), [(10, 1), (10, 3), (10, 10), (3, 5), (0, 2)])
 def test_parts_cover_the_fixed_side(rows, parts):
     bounds = part_bounds(rows, parts)

@@ -416,6 +416,8 @@ class HostHalf(StreamedHalf):
         solved = HostFactors(table, self.plan.factors, bias)
         drain = Drain(device, self.copiers.solutions)
         gram = self._gram(fixed)
+        if self.turns > 1 and self.plan.assembly == "fused":
+            fixed.look()  # here, where it takes longer: a device that has all rows looks for itself
         with closing(drain), self._lent(fixed) as side, self._streaming() as slabs:
             if self.turns == 1:
                 gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
@@ -467,7 +469,6 @@ class HostHalf(StreamedHalf):
     @contextmanager
     def _lent(self, fixed: HostFactors) -> Iterator[Any]:
         """The fixed side on the device: as a whole, or in turns for each slab."""
-        fixed.look()
         times = 1 if self.turns == 1 else len(self.parts)
         with closing(self._stream(self._loader(fixed), fixed, times)) as stream:
             yield next(stream)[1] if self.turns == 1 else InTurns(fixed.range, stream, self.turns)
