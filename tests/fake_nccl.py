@@ -213,7 +213,7 @@ class Nccl:
 
 def fake_cupy():
     stream = Stream(True, -1)
-    runtime = SimpleNamespace(getDeviceProperties=lambda index: {"uuid": bytes([index] * 16)})
+    runtime = SimpleNamespace(deviceGetPCIBusId=lambda index: f"0000:{index:02X}:00.0")
     cuda = SimpleNamespace(
         Device=Device, Stream=Stream, Event=Event, get_current_stream=lambda: stream, runtime=runtime
     )

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib
 import logging
 import math
 import os
+import platform
 import threading
 import time
 import weakref
@@ -26,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,8 +122,9 @@ class NcclCommunicator:
 
     def _check_own_gpu(self) -> None:
         """Two ranks on one GPU would wait for each other; NCCL only says that its usage is invalid."""
-        uuid = bytes(self._cupy.cuda.runtime.getDeviceProperties(self.device)["uuid"])
-        known = self.control.allgatherv(np.frombuffer(uuid, dtype=np.uint8)[None], [1] * self.size)
+        bus = self._cupy.cuda.runtime.deviceGetPCIBusId(self.device)
+        own = hashlib.sha256(f"{_machine()} {bus}".encode()).digest()
+        known = self.control.allgatherv(np.frombuffer(own, dtype=np.uint8)[None], [1] * self.size)
         for first in range(self.size):
             same = [rank for rank in range(self.size) if np.array_equal(known[rank], known[first])]
             if len(same) > 1:  # all ranks raise it
@@ -523,6 +527,15 @@ def _abort(comm: Any) -> None:
         return
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))
     library.ncclCommAbort(ctypes.c_void_p(handle))
+
+
+@functools.cache
+def _machine() -> str:
+    """What tells machines apart, for ranks of which one sees as cuda:0 what another one sees as cuda:1."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return platform.node()
 
 
 @functools.cache
