@@ -119,33 +119,65 @@ template <int PENDING> __device__ __forceinline__ void copy_wait() {
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------- flags
+// ---------------------------------------------------------------------------------------------- gates
 
-// Flags in shared memory, by which a warp hands work to another of its block without a barrier that all wait at.
+// In shared memory: by it a warp hands work to another one of its block, and others need not meet. It opens once for each
+// piece of work, and who waits is at most one opening behind. Turing, and the emulator, count the openings.
+struct alignas(8) Gate {
+#if !defined(HYBRIDMF_EMULATE) && HAS_ASYNC_COPY
+    unsigned long long barrier;
 
-// To be called by one lane, after __syncwarp: who sees the value sees what the warp wrote, and overwrites nothing it reads.
-__device__ __forceinline__ void publish(int* flag, int value) {
-#ifdef HYBRIDMF_EMULATE
-    *flag = value;
+    __device__ __forceinline__ unsigned address() const { return static_cast<unsigned>(__cvta_generic_to_shared(&barrier)); }
+
+    // By one thread, before a barrier of the block.
+    __device__ __forceinline__ void make() {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(WARP) : "memory");
+    }
+
+    // By all lanes of a warp, for the `times`-th time: who passes sees what they wrote, and overwrites nothing they read.
+    __device__ __forceinline__ void open(int, int) {
+        asm volatile("{ .reg .b64 phase; mbarrier.arrive.shared.b64 phase, [%0]; }" ::"r"(address()) : "memory");
+    }
+
+    // Whether it was opened for the `times`-th time.
+    __device__ __forceinline__ bool is_open(int times) const {
+        unsigned found;
+        asm volatile(
+            "{ .reg .pred open; mbarrier.test_wait.parity.shared.b64 open, [%1], %2; selp.u32 %0, 1, 0, open; }"
+            : "=r"(found) : "r"(address()), "r"((times - 1) & 1) : "memory");
+        return found;
+    }
 #else
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(flag));
-    asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-#endif
-}
+    int opened, unused;
 
-__device__ __forceinline__ int peek(const int* flag) {
+    __device__ __forceinline__ void make() { opened = 0; }
+
+    __device__ __forceinline__ void open(int times, int lane) {
+        __syncwarp();
+        if (lane > 0) return;
 #ifdef HYBRIDMF_EMULATE
-    emulator::yield();
-    return *flag;
+        opened = times;
 #else
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(flag));
-    int value;
-    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
+        const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(&opened));
+        asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(address), "r"(times) : "memory");
 #endif
-}
+    }
 
-// Each lane waits for itself: lanes may see a value at different times, so what they do together needs __syncwarp first.
-__device__ __forceinline__ void wait_for(const int* flag, int least) {
-    while (peek(flag) < least) {}
-}
+    __device__ __forceinline__ bool is_open(int times) const {
+#ifdef HYBRIDMF_EMULATE
+        emulator::yield();
+        return opened >= times;
+#else
+        const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(&opened));
+        int value;
+        asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+        return value >= times;
+#endif
+    }
+#endif
+
+    // Each lane waits for itself: lanes may pass at different times, so what they do together needs __syncwarp first.
+    __device__ __forceinline__ void wait(int times) const {
+        while (!is_open(times)) {}
+    }
+};

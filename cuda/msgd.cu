@@ -27,11 +27,11 @@
 // a later one, -rate u_j^T (product of (k - rate u_i u_i^T), l < i < j) u_l: as long as no step overshoots by as much as it
 // corrects (rate |u|^2 <= 2) it is no larger than rate |u_j| |u_l|; what is lost to rounding beyond that, v has lost, too.
 //
-// Chunks lie in a ring of slots in shared memory: copied (some 1,000 cycles), prepared, walked, and free again. Flags in
-// shared memory hand each over by itself; the warps of a block meet at no barrier but the first.
+// Chunks lie in a ring of slots in shared memory: copied (some 1,000 cycles), prepared, walked, and free again. A gate of
+// its own hands each over; the warps of a block meet at no barrier but the first.
 //
-// What an entry of the longest row costs, measured by bench/walk.py on an H200 in float32: LD 128 49 cycles (7 helpers, 18
-// slots), 65 (5 and 10); LD 64 50, LD 32 48. As it was before (helpers that computed all of M, a triangular system solved
+// What an entry of the longest row costs, measured by bench/walk.py on an H200 in float32: LD 128 53 cycles (7 helpers, 18
+// slots), 68 (5 and 10); LD 64 57, LD 32 55. As it was before (helpers that computed all of M, a triangular system solved
 // by all lanes, a barrier for every three chunks): 98. Chunks of 32 took 1.5 to 3 times as long and are gone.
 //   walking warp   285 instructions a chunk: 140 for update and products, in which the next rows arrive (registers keep
 //                  them from the products to the update, if they are not many; else they are read twice); 120 for sums
@@ -137,15 +137,15 @@ constexpr bool TENSOR = CHUNK == 16 && sizeof(real) == 4 && HAS_ASYNC_COPY;
 // Of staged rows. A quarter of a warp reads two neighbouring ones for tensor cores: they lie in different banks.
 constexpr int STRIDE = LD + (CHUNK == 16 && sizeof(real) == 4 ? (48 - LD % 32) % 32 : VECTOR);
 static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= 16, "a lane computes an error");
-// A helper wants the slot of its next chunk before it prepares one; the walking warp frees a slot a chunk after it has
-// walked it, and before that wants the chunk after the next.
-static_assert(CHUNK_SLOTS >= HELPERS + 3, "or walker and helpers would wait for each other");
+// A helper wants the slot of its next chunk before it prepares one; the walking warp wants the next chunk before it frees a
+// slot.
+static_assert(CHUNK_SLOTS >= HELPERS + 2, "or walker and helpers would wait for each other");
 
 struct alignas(16) Slot {  // a chunk in shared memory
     real rows[CHUNK][STRIDE];
     real inverse[CHUNK][CHUNK + VECTOR];  // first M, then (1 + M)^-1; lanes read rows, each in other banks
     real targets[CHUNK];                  // rating - mean - bias of the fixed row
-    int ready;                            // number of the chunk that is prepared here, counted from 1
+    Gate prepared, walked;                // opened for each chunk that is here
 };
 
 struct alignas(16) Work {  // of a block, in shared memory
@@ -156,7 +156,6 @@ struct alignas(16) Work {  // of a block, in shared memory
     real errors[CHUNK];       // e, where biases want their sum
     real powers[CHUNK + 1];   // keep^k
     real weights[CHUNK];      // rate keep^k
-    int walked;               // chunks whose slots are free again
 };
 #ifdef SHARED_BYTES
 static_assert(sizeof(Work) == SHARED_BYTES, "the launcher counts as the kernel does");
@@ -361,7 +360,7 @@ struct Helper {
             const int ahead = chunk + HELPERS;
             const real target = target_at(chunk, index);
             if (ahead < chunks) {
-                wait_for(&work.walked, ahead - CHUNK_SLOTS + 1);
+                if (ahead >= CHUNK_SLOTS) work.slots[ahead % CHUNK_SLOTS].walked.wait(ahead / CHUNK_SLOTS);
                 copy(ahead, next);
             }
             copy_commit();
@@ -372,14 +371,18 @@ struct Helper {
             Slot& slot = work.slots[chunk % CHUNK_SLOTS];
             prepare(slot, chunk);
             if (lane < CHUNK) slot.targets[lane] = target;
-            __syncwarp();
-            if (lane == 0) publish(&slot.ready, chunk + 1);
+            slot.prepared.open(chunk / CHUNK_SLOTS + 1, lane);
         }
         copy_wait<0>();
     }
 };
 
 // ------------------------------------------------------------------ the walking warp
+
+struct Place {  // of a chunk: its slot, and how many chunks have been there with it
+    Slot* slot;
+    int round;
+};
 
 struct Walker {
     static constexpr int OWNED = Warp_row::OWNED;
@@ -405,26 +408,30 @@ struct Walker {
         if (!chunks) return;  // nobody prepares the first one
         const Slot& slot = work.slots[0];
         power = work.powers[lane % CHUNK];
-        wait_for(&slot.ready, 1);
+        slot.prepared.wait(1);
+        __syncwarp();
         if (KEEPS) {
 #pragma unroll
             for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], slot.rows[l]);
         }
         multiply(slot);
-        Slot *place = &work.slots[0], *end = place + CHUNK_SLOTS;
+        Place place = {&work.slots[0], 1};
         for (int chunk = 0; chunk < chunks; chunk++) {
-            Slot* after = place + 1 == end ? &work.slots[0] : place + 1;
+            Place after = {place.slot + 1, place.round};
+            if (after.slot == &work.slots[0] + CHUNK_SLOTS) after = {&work.slots[0], place.round + 1};
             // the last chunk is followed by itself: products that nobody wants
-            walk(chunk, *place, chunk + 1 < chunks ? *after : *place, min(chunk + 2, chunks));
+            walk(chunk, place, chunk + 1 < chunks ? after : place);
+            place.slot->walked.open(place.round, lane);
             place = after;
         }
         loss += last_error * last_error;
     }
 
-    // From the products of a chunk to those of the next one, whose slot will be marked with `mark`.
-    __device__ __forceinline__ void walk(int chunk, const Slot& slot, const Slot& next, int mark) {
+    // From the products of a chunk to those of the next one.
+    __device__ __forceinline__ void walk(int chunk, const Place& here, const Place& following) {
+        const Slot &slot = *here.slot, &next = *following.slot;
         const int valid = min(CHUNK, count - chunk * CHUNK), entry = lane % CHUNK;
-        const int seen = peek(&next.ready);  // looked at later: by then it is known
+        const bool seen = next.prepared.is_open(following.round);  // looked at later: by then it is known
         const real target = slot.targets[entry], shrink = work.powers[valid];
         const real weight = work.weights[max(valid - 1 - entry, 0)];
         __syncwarp();
@@ -440,11 +447,9 @@ struct Walker {
             work.steps[entry] = weight * error;
             if (HAS_BIASES) work.errors[entry] = error;
         }
-        if (seen < mark) wait_for(&next.ready, mark);
+        if (!seen) next.prepared.wait(following.round);
         __syncwarp();
         read_all(values, work.steps);
-        // All lanes have read what they want of this chunk, where rows are kept, else of the one before.
-        if (lane == 0) publish(&work.walked, KEEPS ? chunk + 1 : chunk);
         loss += last_error * last_error;  // a chunk late: nobody waits for the conversion
         last_error = error;
         update(slot, next, values, shrink);
@@ -515,8 +520,7 @@ blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const 
             work.powers[k] = power;
             if (k < CHUNK) work.weights[k] = rate * power;
         }
-        for (int slot = 0; slot < CHUNK_SLOTS; slot++) work.slots[slot].ready = 0;
-        work.walked = 0;
+        for (Slot& slot : work.slots) slot.prepared.make(), slot.walked.make();
     }
     __syncthreads();  // the only one: from here on each chunk is handed over on its own
     if (warp != walking) {

@@ -211,14 +211,9 @@ class Nccl:
                 call()
 
 
-def properties(index):
-    """As CuPy has them: a UUID that ends at its first zero byte."""
-    return {"uuid": bytes([index] * 16).partition(b"\0")[0], "pciDomainID": 0, "pciBusID": index, "pciDeviceID": 0}
-
-
 def fake_cupy():
     stream = Stream(True, -1)
-    runtime = SimpleNamespace(getDeviceProperties=properties)
+    runtime = SimpleNamespace(deviceGetPCIBusId=lambda index: f"0000:{index:02X}:00.0")
     cuda = SimpleNamespace(
         Device=Device, Stream=Stream, Event=Event, get_current_stream=lambda: stream, runtime=runtime
     )

@@ -242,7 +242,7 @@ def plan_of(free: int, slab: int | None = None, **options: Any) -> _plan.Plan:
 def test_ratings_stream_only_where_they_do_not_fit():
     roomy = plan_of(100 << 30)
     assert (roomy.streamed, roomy.slab) == ("", 0)
-    tight = plan_of(1 << 30)
+    tight = plan_of(1400 << 20)
     check_memory(tight)
     assert (tight.streamed, tight.slab) == ("host", _plan.STREAM_SLAB)
     assert "1,511.7 MiB come from the memory of the host in each iteration" in str(tight)

@@ -136,18 +136,6 @@ def test_two_ranks_on_one_gpu_are_refused_before_nccl_is_asked(fake):
     assert fake.calls == []
 
 
-def test_gpus_are_told_apart_by_uuids_that_cupy_has_cut_short(fake, monkeypatch):
-    """Two begin with a zero byte, of which nothing is left; one has a zero further on."""
-    cut = {0: b"", 1: b"", 2: b"\x07" * 5, 3: b"\x07" * 16 + b"what lies behind"}
-    whole = fake_nccl.properties
-    monkeypatch.setattr(fake_nccl, "properties", lambda index: whole(index) | {"uuid": cut[index]})
-    communicators = run_ranks(4, lambda control: NcclCommunicator(control, control.rank), timeout=20)
-    assert [communicator.rank for communicator in communicators] == [0, 1, 2, 3]
-    for gpu in cut:
-        with pytest.raises(DeviceError, match="ranks 0, 1 have one GPU together"):
-            run_ranks(2, lambda control, gpu=gpu: NcclCommunicator(control, gpu), timeout=20)
-
-
 def test_nccl_is_aborted_without_the_interpreters_lock(fake, monkeypatch):
     aborted: list[int] = []
     library = SimpleNamespace(ncclCommAbort=lambda handle: aborted.append(handle.value))

@@ -227,7 +227,7 @@ def test_time_of_a_half_sweep_by_hand() -> None:
     table, sums = 250_000 * 256, 4_000_000 * problem.system_bytes
     assert seconds["assembly"] == pytest.approx(10**9 / 4 * (77e-12 + 256 / 6e12))
     assert seconds["solve"] == pytest.approx(4_000_000 / 4 * 13.7e-9)
-    assert seconds["reduce-scatter"] == pytest.approx(sums / 265e9 + 3 * sums / 4.24e12 + sums / 2**31 * 60e-6)
+    assert seconds["reduce-scatter"] == pytest.approx(0.75 * sums / 135e9 + sums / 2**31 * 60e-6)
     assert "all-gather" not in seconds and table > H200.cached_bytes
     seconds = half_seconds(problem, H200, HalfPlan("user", 1, 4, 4), "device", "device")
     assert seconds["all-gather"] == pytest.approx(256e6 / 254e9 + 60e-6)

@@ -234,8 +234,8 @@ class BlockedConfig:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the kernel checks that it counts the same."""
         chunk, size = self.chunk, self.itemsize
-        slot = chunk * (self.stride + chunk + 16 // size + 1) * size + 4
-        rest = (chunk * (32 + 16 // size + 5) + 1) * size + 4
+        slot = chunk * (self.stride + chunk + 16 // size + 1) * size + 16
+        rest = (chunk * (32 + 16 // size + 5) + 1) * size
         return self.slots * ceil_div(slot, 16) * 16 + ceil_div(rest, 16) * 16
 
     @property

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib
 import logging
 import math
 import os
+import platform
 import threading
 import time
 import weakref
@@ -26,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,7 +122,9 @@ class NcclCommunicator:
 
     def _check_own_gpu(self) -> None:
         """Two ranks on one GPU would wait for each other; NCCL only says that its usage is invalid."""
-        known = self.control.allgatherv(self._gpu_key()[None], [1] * self.size)
+        bus = self._cupy.cuda.runtime.deviceGetPCIBusId(self.device)
+        own = hashlib.sha256(f"{_machine()} {bus}".encode()).digest()
+        known = self.control.allgatherv(np.frombuffer(own, dtype=np.uint8)[None], [1] * self.size)
         for first in range(self.size):
             same = [rank for rank in range(self.size) if np.array_equal(known[rank], known[first])]
             if len(same) > 1:  # all ranks raise it
@@ -128,14 +133,6 @@ class NcclCommunicator:
                     "each needs its own: give every process another CUDA_VISIBLE_DEVICES, as "
                     "dask_cuda.LocalCUDACluster and SLURM's --gpus-per-task do, or name other devices"
                 )
-
-    def _gpu_key(self) -> np.ndarray:
-        """What tells GPUs apart, on all nodes; uint8, shape (28,)."""
-        found = self._cupy.cuda.runtime.getDeviceProperties(self.device)
-        # CuPy takes the UUID for a text, which ends at its first zero byte: the place tells those left alike apart
-        uuid = bytes(found["uuid"])[:16].ljust(16, b"\0")
-        place = np.array([found[name] for name in ("pciDomainID", "pciBusID", "pciDeviceID")], dtype=np.int32)
-        return np.frombuffer(uuid + place.tobytes(), dtype=np.uint8)
 
     def _connect(self) -> Any:
         self._check_own_gpu()
@@ -533,6 +530,15 @@ def _abort(comm: Any) -> None:
         return
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))
     library.ncclCommAbort(ctypes.c_void_p(handle))
+
+
+@functools.cache
+def _machine() -> str:
+    """What tells machines apart, for ranks of which one sees as cuda:0 what another one sees as cuda:1."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return platform.node()
 
 
 @functools.cache

@@ -76,7 +76,9 @@ class Machine:
         Of one GPU.
     copy : float
         Within the memory of a GPU: read and written.
-    reduce_scatter, all_gather : float
+    reduce_scatter : tuple of (GPUs, float)
+        Rate at which what other GPUs add up leaves each of so many; between and beyond, that of fewer.
+    all_gather : float
         Size of the whole array over the time of the collective, on 4 GPUs.
     host : float
         Pinned host memory to one GPU; all GPUs at once.
@@ -89,7 +91,7 @@ class Machine:
     launch : float
         Seconds of a half sweep of no size.
     turn : float
-        Seconds that each of several GPUs adds to it: their threads launch in turn, and wait for each other.
+        Seconds that each of several GPUs adds to it: work is launched for one after the other.
     cached_bytes : int
         Factors up to which gathers come from the cache, whose time is in `entry`.
     gather, gather_far : float
@@ -103,7 +105,7 @@ class Machine:
     name: str
     memory_bytes: int
     copy: float
-    reduce_scatter: float
+    reduce_scatter: tuple[tuple[int, float], ...]
     all_gather: float
     host: float
     disk: float
@@ -125,6 +127,10 @@ class Machine:
     def solve_seconds(self, rank: int) -> float:
         """Of one system."""
         return _on_powers(self.solve, rank)
+
+    def reduce_rate(self, gpus: int) -> float:
+        """Of `reduce_scatter` for a number of GPUs."""
+        return max((count, rate) for count, rate in self.reduce_scatter if count <= max(gpus, 2))[1]
 
     def row_cost(self, rank: int) -> float:
         """What a row costs beside its entries, in entries."""
@@ -151,8 +157,9 @@ H200 = Machine(
     name="H200",
     memory_bytes=141 * 10**9,
     copy=4.24e12,
+    # bench/results/scale.jsonl, task reduction: half sweeps less their sums and solves, on 2 and on 4 GPUs
+    reduce_scatter=((2, 370e9), (4, 135e9)),
     # NCCL on 4 GPUs linked all to all, arrays of 1 GB; pinned memory
-    reduce_scatter=265e9,
     all_gather=254e9,
     host=55e9,
     # not measured: a few NVMe disks together, and what such machines have
@@ -160,8 +167,8 @@ H200 = Machine(
     host_bytes=2 * 10**12,
     latency=60e-6,
     launch=300e-6,
-    # bench/results/scale.jsonl: half sweeps on 2 and 4 GPUs less the same on one, divided by as many
-    turn=1.1e-3,
+    # bench/results/scale.jsonl: half sweeps on 2 GPUs less half of those on one, divided by two
+    turn=0.3e-3,
     cached_bytes=50e6,
     gather=6e12,
     gather_far=3e12,  # not measured: rows of 400 bytes at random from tens of gigabytes
@@ -582,9 +589,7 @@ def half_seconds(
         sums = rows / grid.groups * problem.system_bytes * half.turns
         crossing = sums * (grid.splits - 1) / grid.splits
         batches = max(4.0, sums / BATCH_BYTES)
-        # sums are written, read to be sent and, added up, read again
-        copies = 3 * sums / machine.copy
-        seconds["reduce-scatter"] = crossing / (0.75 * machine.reduce_scatter) + copies + batches * machine.latency
+        seconds["reduce-scatter"] = crossing / machine.reduce_rate(grid.splits) + batches * machine.latency
     if half.turns > 1:  # sums of a row part are read and written again in each turn
         again = 2 * half.turns * rows / grid.groups * problem.system_bytes
         seconds["turns"] = again / machine.copy + half.turns * half.waves * machine.launch
