@@ -39,9 +39,9 @@ TILE_ENTRY = 1.2e-8
 TRIPLET_ENTRY = 3e-8
 """Seconds of one core to bring one into the order of a schedule of SGD on the CPU."""
 
-CHAIN = 16_384
-"""Entries of a row that MSGD on a GPU works through one by one; longer rows have a block of their own
-(gpu/sgd.py, LONG_ROW)."""
+CHAIN = 32_768
+"""Entries of a row that MSGD on a GPU works through one by one; longer rows have a block of their own, which solves
+several at a time, beside the others (gpu/sgd.py, LONG_ROW)."""
 
 FRESH_TABLES = {"als": 1.0, "sgd": 0.2, "ccd": 2.0}
 """Factors that an iteration writes to new memory, as a share of all: CCD++ lays them out by column and by row again."""
@@ -333,8 +333,7 @@ def _gpu_sgd(plan: Plan, rates: GpuRates) -> float:
 
 def _chain(longest: int, rates: GpuRates) -> float:
     """Seconds of the longest row of a pass of MSGD, whose updates wait for each other."""
-    alone = min(longest, CHAIN)
-    return alone * rates.serial_update + (longest - alone) * rates.solved_update
+    return max(min(longest, CHAIN) * rates.serial_update, longest * rates.solved_update)
 
 
 def _gpu_ccd(plan: Plan, rates: GpuRates) -> float:
