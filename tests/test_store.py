@@ -598,6 +598,52 @@ def test_an_altered_byte_is_found_where_it_is_read(name, store):
         hmf.ExplicitALS(factors=2, device="cpu", iterations=1).fit(hmf.Store.open(store.path))
 
 
+def alter(path: Path) -> None:
+    """Other content of the same size, in place; indices beyond all rows."""
+    array = np.load(path)
+    array[:] = 10**6
+    with open(path, "r+b") as file:
+        np.save(file, array)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 200)
+
+
+@pytest.mark.parametrize("devices", ["cpu", ["cpu", "cpu"]])
+@pytest.mark.parametrize(
+    "damage, problem",
+    [
+        (alter, r"was altered \(CRC-32 .*convert the ratings again"),
+        (cut, r"is truncated: 200 bytes, \d+ were written"),
+        (Path.unlink, r"cannot be read \(No such file"),
+    ],
+)
+def test_what_is_damaged_between_iterations_does_not_reach_a_kernel(damage, problem, devices, store):
+    def spoil(model: Any, record: dict[str, float]) -> None:
+        if record["iteration"] == 2:
+            damage(store.path / "item-000001.indices.npy")
+
+    model = hmf.ExplicitALS(factors=2, device=devices, iterations=5, random_state=0)
+    with pytest.raises(StoreError, match=rf"item-000001\.indices\.npy' {problem}"):
+        model.fit(store, callback=spoil)
+    assert model.n_iter_ == 2
+
+
+def test_a_store_that_is_replaced_while_it_is_used_is_to_be_opened_again(store):
+    store.verify()
+    hmf.convert(planted() * 2, store.path, overwrite=True)
+    with pytest.raises(StoreError, match=r"another conversion has replaced the store since it was opened: open it a"):
+        store.to_ratings()
+    hmf.Store.open(store.path).verify()
+
+
+def test_a_file_that_was_only_touched_is_read_again_and_serves(store):
+    store.verify()
+    os.utime(store.path / "user-000001.values.npy", (1, 1))
+    assert store.to_ratings().nnz == store.nnz
+
+
 def test_what_goes_after_it_was_opened_is_missed(store):
     (store.path / "user-000001.indices.npy").unlink()
     with pytest.raises(StoreError, match=r"user-000001\.indices\.npy' cannot be read"):
