@@ -551,6 +551,40 @@ def test_a_full_disk_anywhere_is_said_and_leaves_nothing(kind, tmp_path, monkeyp
     assert failures > 15
 
 
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.EFBIG])
+def test_a_quota_or_a_limit_of_files_is_a_full_disk(code, tmp_path, monkeypatch):
+    def fail(_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=rf"disk is full for you \({os.strerror(code)}\); .*store") as caught:
+        hmf.convert(planted(), tmp_path / "store")
+    assert caught.value.errno == code
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_second_conversion_into_a_folder_is_refused_and_the_first_goes_on(tmp_path, monkeypatch):
+    path, folder = write_text(tmp_path / "r.csv", triplets()), tmp_path / "deep" / "store"
+    original, refused = conversion._Streamed._user_slabs, []
+
+    def another(self: Any) -> Any:
+        for overwrite in (False, True):
+            with pytest.raises(BlockingIOError, match=r"another conversion into this folder is at work; .*store"):
+                hmf.convert(path, folder, slab_bytes=SLAB, overwrite=overwrite)
+            refused.append(overwrite)
+        return original(self)
+
+    monkeypatch.setattr(conversion._Streamed, "_user_slabs", another)
+    assert_same_ratings(hmf.convert(path, folder, slab_bytes=SLAB), hmf.Ratings.from_file(path))
+    assert refused == [False, True]
+
+
+def test_folders_that_stay_empty_are_removed(tmp_path):
+    with pytest.raises(RatingsError):
+        hmf.convert(sp.csr_array([[np.nan]]), tmp_path / "deep" / "store")
+    assert list(tmp_path.iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------------- damage
 
 
@@ -612,7 +646,7 @@ def cut(path: Path) -> None:
 
 @pytest.mark.parametrize("devices", ["cpu", ["cpu", "cpu"]])
 @pytest.mark.parametrize(
-    "damage, problem",
+    ("damage", "problem"),
     [
         (alter, r"was altered \(CRC-32 .*convert the ratings again"),
         (cut, r"is truncated: 200 bytes, \d+ were written"),
