@@ -672,6 +672,18 @@ def test_a_store_that_is_replaced_while_it_is_used_is_to_be_opened_again(store):
     hmf.Store.open(store.path).verify()
 
 
+def test_a_pickled_model_outlives_the_store_it_was_fitted_on(store):
+    model = hmf.ImplicitALS(factors=2, device="cpu", iterations=2, random_state=0).fit(store)
+    pickled, ids = pickle.dumps(model), model.recommend(3, N=4)[0]
+    np.testing.assert_array_equal(pickle.loads(pickled).recommend(3, N=4)[0], ids)
+    store.path.rename(store.path.parent / "elsewhere")
+    alone = pickle.loads(pickle.dumps(copy.deepcopy(pickle.loads(pickled))))
+    np.testing.assert_array_equal(alone.user_factors, model.user_factors)
+    with pytest.raises(FileNotFoundError, match="there is no such store"):
+        alone.recommend(3, N=4)
+    alone.recommend(3, N=4, user_items=planted()[[3]])
+
+
 def test_a_file_that_was_only_touched_is_read_again_and_serves(store):
     store.verify()
     os.utime(store.path / "user-000001.values.npy", (1, 1))

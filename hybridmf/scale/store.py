@@ -472,7 +472,17 @@ class StoredSeen:
 
     def __init__(self, matrix: StoreMatrix) -> None:
         self._matrix = matrix
+        self._which = str(matrix.store.path), matrix.side, matrix.dtype, matrix.drop_zeros
         self.shape, self.nnz = matrix.shape, matrix.nnz
+
+    @cached_property
+    def _matrix(self) -> StoreMatrix:
+        path, side, dtype, drop_zeros = self._which
+        return StoreMatrix(Store.open(path), side, dtype, drop_zeros)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the store, which is opened again at first need: a model is of use where it is not."""
+        return {name: value for name, value in self.__dict__.items() if name != "_matrix"}
 
     def take_rows(self, rows: np.ndarray) -> sp.csr_array:
         """Entries of some users as int8 ones, shape (len(rows), n_items)."""
