@@ -96,12 +96,23 @@ def write_atomically(
     ------
     IsADirectoryError, FileNotFoundError
         `path` is a folder; its folder does not exist.
+    OSError
+        The system refuses, for example because the disk is full; it names `path`.
     """
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"path {str(path)!r} is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} does not exist")
+    try:
+        _write_and_rename(path, content, prefix)
+    except OSError as error:  # a full disk names no file, and nobody knows the temporary one
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_and_rename(path: Path, content: bytes | Callable[[BinaryIO], Any], prefix: str) -> None:
     # In the same folder: a rename must not cross file systems. Not named after `path`: the longest names have no room.
     temporary = path.parent / f"{prefix}{secrets.token_hex(8)}.tmp"
     # not mkstemp: its files are their owner's alone, and to undo that needs the umask, which can be read only by

@@ -13,10 +13,7 @@ from ._plan import Plan, make_plan
 from ._validate import MAX_AXIS, check_int, check_nonempty
 from .als import ExplicitALS
 from .gpu.device import parse_bytes
-from .scale.planner import Problem, ScalePlan, plan_scale
-
-MAX_GPUS = 4096
-"""More than any machine has; a bound for `plan`."""
+from .scale.planner import MAX_GPUS, Problem, ScalePlan, plan_scale
 
 
 @overload

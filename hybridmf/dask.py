@@ -392,6 +392,9 @@ def fit(
     if strangers or not addresses:
         have = ", ".join(sorted(known)) or "no workers"
         raise ValueError(f"workers: the cluster does not have {', '.join(strangers) or 'any'}; it has {have}")
+    twice = [address for address in addresses if addresses.count(address) > 1]
+    if twice:
+        raise ValueError(f"workers names {twice[0]} more than once; name each worker once, it is one rank")
     store, chunks, labels = None, [], None
     if _is_store(ratings):
         store = str(getattr(ratings, "path", ratings))
@@ -469,7 +472,8 @@ def _device(client: Any, addresses: Sequence[str], model: Any) -> str:
     if asked == "cpu":
         return "cpu"
     if not isinstance(asked, str) or asked.startswith("cuda:"):
-        raise ValueError(f'device={asked!r} names GPUs; a cluster deals them out: use device="cuda", "cpu" or "auto"')
+        names = asked if isinstance(asked, str) else list(asked)
+        raise ValueError(f'device={names!r}: a cluster deals devices out, one a worker; use "cuda", "cpu" or "auto"')
     if asked == "cuda" or all(client.run(_has_gpu, workers=list(addresses)).values()):
         return "cuda:0"
     return "cpu"

@@ -25,6 +25,10 @@ logger = logging.getLogger("hybridmf")
 DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or a list such as ["cuda:0", "cuda:1"]'
 
 
+MAX_CPU_RANKS = 64
+"""Most ranks on the CPU: they are there to try out, and each talks to each other."""
+
+
 def check_device(device: object) -> str | tuple[str, ...]:
     """A device's name, or the names of several (one a rank; the CPU may be named more than once), judged.
 
@@ -44,11 +48,16 @@ def check_device(device: object) -> str | tuple[str, ...]:
 def _check_ranks(devices: list[object] | tuple[object, ...]) -> tuple[str, ...]:
     names = [name if isinstance(name, str) else "" for name in devices]
     if not names or not all(re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) for name in names):
-        raise ValueError(f'a list of devices holds "cpu", "cuda" or "cuda:N", once a rank; got {devices!r}')
+        raise ValueError(f'device, a list of devices, holds "cpu", "cuda" or "cuda:N", once a rank; got {devices!r}')
     names = ["cuda:0" if name == "cuda" else name for name in names]
     if len({name == "cpu" for name in names}) > 1:
         raise ValueError(f"device={devices!r} mixes CPU and GPUs; name devices of one kind")
     gpus = [name for name in names if name != "cpu"]
+    if len(names) - len(gpus) > MAX_CPU_RANKS:
+        raise ValueError(
+            f"device names the CPU {len(names)} times; at most {MAX_CPU_RANKS} ranks share it, and one is as fast: "
+            'use device="cpu", which takes all cores'
+        )
     if len(set(gpus)) < len(gpus):
         raise ValueError(f"device={devices!r} names a GPU twice; name each once")
     return tuple(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import io
 import json
@@ -11,7 +12,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import cli, demo
+from hybridmf import _io, cli, demo
 from hybridmf.cli import main
 from hybridmf.cli.titles import read_titles
 from hybridmf.errors import MemoryBudgetError
@@ -940,6 +943,22 @@ def test_a_store_whose_seen_items_do_not_fit_is_fitted_all_the_same(folder, tmp_
     )
     assert "Saved without what users have seen: too much" in output
     assert "not stored" in succeed("info", tmp_path / "m")
+
+
+def test_a_model_that_has_no_room_where_it_should_go_is_saved_elsewhere(folder, tmp_path, monkeypatch):
+    original, model = _io.write_atomically, tmp_path / "m.safetensors"
+
+    def full(path: Any, content: Any) -> None:
+        if Path(path) == model:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        original(path, content)
+
+    monkeypatch.setattr(_io, "write_atomically", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said = refuse("fit", folder / "ratings.csv", "-o", model, "--factors", 2, "--iterations", 1)
+    assert f"{model}: No space left on device; the model was saved as {tmp_path}" in said
+    (rescued,) = tmp_path.glob("hybridmf-*/m.safetensors")
+    assert str(rescued) in said and hmf.load(rescued).n_iter_ == 1
 
 
 def _no_memory(self: object) -> None:

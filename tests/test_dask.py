@@ -205,6 +205,14 @@ def test_requests_that_cannot_be_served(client, error, match, given, options):
         hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()) if given is None else given, **options)
 
 
+def test_each_worker_is_one_rank(client):
+    worker = next(iter(client.nthreads()))
+    with pytest.raises(ValueError, match=rf"workers names {worker} more than once; name each worker once"):
+        hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()), workers=[worker, worker])
+    with pytest.raises(ValueError, match=r"device=\['cpu', 'cpu'\]: a cluster deals devices out, one a worker"):
+        hmf_dask.fit(hmf.ExplicitALS(**SMALL | {"device": ["cpu", "cpu"]}), partitioned(frame()))
+
+
 def test_what_is_no_model(client):
     with pytest.raises(TypeError, match=r"model must be an estimator .* make one: ExplicitALS\(\)"):
         hmf_dask.fit(hmf.ExplicitALS, partitioned(frame()))

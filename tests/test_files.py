@@ -322,8 +322,10 @@ def test_the_old_file_survives_a_failed_save(step, error, tmp_path, monkeypatch)
     fitted("implicit").save(path)
     before = path.read_bytes()
     monkeypatch.setattr(step, fail)
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as caught:
         fitted("explicit").save(path)
+    if isinstance(error, OSError):
+        assert str(caught.value) == f"[Errno 28] No space left on device: {str(path)!r}"
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

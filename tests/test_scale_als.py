@@ -497,7 +497,7 @@ def test_command_line_takes_lists(tmp_path: Any, ratings_matrix: sp.csr_array) -
     assert done.exit_code == 0, done.output
     assert "cpu+cpu" in done.output and hmf.load(tmp_path / "m.safetensors").device == ["cpu", "cpu"]
     done = CliRunner().invoke(main, [*arguments, "--device", "cpu,gpu", "--iterations", "2"])
-    assert done.exit_code == 2 and "a list of devices holds" in done.output
+    assert done.exit_code == 2 and "device, a list of devices, holds" in done.output
     devices = ["--device", "cpu", "--device", "cpu,cpu", "--method", "als", "--method", "sgd-msgd"]
     done = CliRunner().invoke(main, ["compare", "ml-1m", "--scale", "0.02", "--iterations", "2", *devices])
     assert done.exit_code == 0, done.output

@@ -179,8 +179,12 @@ def test_fewer_gpus_take_more_waves() -> None:
         assert new.waves * new.turns > old.waves * old.turns
     assert fewer.seconds > plan.seconds
     assert plan.on(8).seconds < plan.seconds
-    with pytest.raises(ValueError, match="gpus must be an integer >= 1"):
-        plan.on(0)
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 10**9, 1.5, "2", None, True])
+def test_other_numbers_of_gpus_are_judged(gpus: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"gpus must (satisfy 1 <= gpus <= 4096|be an integer), got"):
+        plan_scale(NETFLIX, 4).on(gpus)
 
 
 def test_what_stays_on_the_gpus_may_not_fit_on_fewer() -> None:

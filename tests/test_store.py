@@ -551,6 +551,40 @@ def test_a_full_disk_anywhere_is_said_and_leaves_nothing(kind, tmp_path, monkeyp
     assert failures > 15
 
 
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.EFBIG])
+def test_a_quota_or_a_limit_of_files_is_a_full_disk(code, tmp_path, monkeypatch):
+    def fail(_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=rf"disk is full for you \({os.strerror(code)}\); .*store") as caught:
+        hmf.convert(planted(), tmp_path / "store")
+    assert caught.value.errno == code
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_second_conversion_into_a_folder_is_refused_and_the_first_goes_on(tmp_path, monkeypatch):
+    path, folder = write_text(tmp_path / "r.csv", triplets()), tmp_path / "deep" / "store"
+    original, refused = conversion._Streamed._user_slabs, []
+
+    def another(self: Any) -> Any:
+        for overwrite in (False, True):
+            with pytest.raises(BlockingIOError, match=r"another conversion into this folder is at work; .*store"):
+                hmf.convert(path, folder, slab_bytes=SLAB, overwrite=overwrite)
+            refused.append(overwrite)
+        return original(self)
+
+    monkeypatch.setattr(conversion._Streamed, "_user_slabs", another)
+    assert_same_ratings(hmf.convert(path, folder, slab_bytes=SLAB), hmf.Ratings.from_file(path))
+    assert refused == [False, True]
+
+
+def test_folders_that_stay_empty_are_removed(tmp_path):
+    with pytest.raises(RatingsError):
+        hmf.convert(sp.csr_array([[np.nan]]), tmp_path / "deep" / "store")
+    assert list(tmp_path.iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------------- damage
 
 
@@ -596,6 +630,64 @@ def test_an_altered_byte_is_found_where_it_is_read(name, store):
         opened.verify()
     with pytest.raises(StoreError, match=rf"{name}' was altered"):
         hmf.ExplicitALS(factors=2, device="cpu", iterations=1).fit(hmf.Store.open(store.path))
+
+
+def alter(path: Path) -> None:
+    """Other content of the same size, in place; indices beyond all rows."""
+    array = np.load(path)
+    array[:] = 10**6
+    with open(path, "r+b") as file:
+        np.save(file, array)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 200)
+
+
+@pytest.mark.parametrize("devices", ["cpu", ["cpu", "cpu"]])
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (alter, r"was altered \(CRC-32 .*convert the ratings again"),
+        (cut, r"is truncated: 200 bytes, \d+ were written"),
+        (Path.unlink, r"cannot be read \(No such file"),
+    ],
+)
+def test_what_is_damaged_between_iterations_does_not_reach_a_kernel(damage, problem, devices, store):
+    def spoil(model: Any, record: dict[str, float]) -> None:
+        if record["iteration"] == 2:
+            damage(store.path / "item-000001.indices.npy")
+
+    model = hmf.ExplicitALS(factors=2, device=devices, iterations=5, random_state=0)
+    with pytest.raises(StoreError, match=rf"item-000001\.indices\.npy' {problem}"):
+        model.fit(store, callback=spoil)
+    assert model.n_iter_ == 2
+
+
+def test_a_store_that_is_replaced_while_it_is_used_is_to_be_opened_again(store):
+    store.verify()
+    hmf.convert(planted() * 2, store.path, overwrite=True)
+    with pytest.raises(StoreError, match=r"another conversion has replaced the store since it was opened: open it a"):
+        store.to_ratings()
+    hmf.Store.open(store.path).verify()
+
+
+def test_a_pickled_model_outlives_the_store_it_was_fitted_on(store):
+    model = hmf.ImplicitALS(factors=2, device="cpu", iterations=2, random_state=0).fit(store)
+    pickled, ids = pickle.dumps(model), model.recommend(3, N=4)[0]
+    np.testing.assert_array_equal(pickle.loads(pickled).recommend(3, N=4)[0], ids)
+    store.path.rename(store.path.parent / "elsewhere")
+    alone = pickle.loads(pickle.dumps(copy.deepcopy(pickle.loads(pickled))))
+    np.testing.assert_array_equal(alone.user_factors, model.user_factors)
+    with pytest.raises(FileNotFoundError, match="there is no such store"):
+        alone.recommend(3, N=4)
+    alone.recommend(3, N=4, user_items=planted()[[3]])
+
+
+def test_a_file_that_was_only_touched_is_read_again_and_serves(store):
+    store.verify()
+    os.utime(store.path / "user-000001.values.npy", (1, 1))
+    assert store.to_ratings().nnz == store.nnz
 
 
 def test_what_goes_after_it_was_opened_is_missed(store):

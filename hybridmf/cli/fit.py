@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -154,6 +155,17 @@ def _open_and_say(path: str, load: bool, say: Callable[[str], Any]) -> Ratings |
 
 
 def _save(model: Any, output: str, say: Callable[[str], Any]) -> None:
+    """Save a model; elsewhere if that fails, since the training may have taken hours."""
+    try:
+        _save_what_fits(model, output, say)
+    except OSError as error:
+        rescued = os.path.join(tempfile.mkdtemp(prefix="hybridmf-"), os.path.basename(output))
+        _save_what_fits(model, rescued, say)
+        text = f"{error.strerror or error}; the model was saved as {rescued} instead"
+        raise OSError(error.errno, text, output) from error
+
+
+def _save_what_fits(model: Any, output: str, say: Callable[[str], Any]) -> None:
     """Save a model; without what users have seen where a store has more of that than memory."""
     try:
         model.save(output)

@@ -53,6 +53,11 @@ from ..ratings import Ratings
 from .slabs import MemorySlabs, magnitudes, slab_bounds
 from .store import ARRAYS, FORMAT, MANIFEST, UNFINISHED, VERSION, Store, file_checksum, seal, slab_file
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 logger = logging.getLogger("hybridmf")
 
 STAGES = ("begun", "read", "users in buckets", "users sorted", "items in buckets", "items sorted")
@@ -123,6 +128,8 @@ def convert(
         As for `Ratings.from_file`; nothing is left behind.
     FileExistsError
         The folder is not empty, or holds a store and `overwrite` is False.
+    BlockingIOError
+        Another conversion into the folder is at work; it is not disturbed.
     OSError
         The disk is full, for example; nothing is left behind.
     """
@@ -143,16 +150,17 @@ def convert(
     identity = None
     if reader is not None:
         identity = json.loads(json.dumps({"source": _identity(source), "slab_entries": entries, "options": options}))
-    goes_on = folder.judge(check_bool("overwrite", overwrite), identity)
-    ratings = _in_memory(source, options) if reader is None else None  # a bad one costs no store that is there
-    with folder.cleaning_up():
-        if not goes_on:
-            folder.begin(identity)
-        if reader is None:
-            assert ratings is not None
-            _convert_matrix(ratings, folder, entries)
-        else:
-            _Streamed(folder, reader, duplicates, entries, max(1, limit // CHUNK_BYTES)).run()
+    with folder.alone():
+        goes_on = folder.judge(check_bool("overwrite", overwrite), identity)
+        ratings = _in_memory(source, options) if reader is None else None  # a bad one costs no store that is there
+        with folder.cleaning_up():
+            if not goes_on:
+                folder.begin(identity)
+            if reader is None:
+                assert ratings is not None
+                _convert_matrix(ratings, folder, entries)
+            else:
+                _Streamed(folder, reader, duplicates, entries, max(1, limit // CHUNK_BYTES)).run()
     return Store.open(path)
 
 
@@ -182,6 +190,29 @@ def _in_memory(source: Any, options: dict[str, Any]) -> Ratings:
 
 # ---------------------------------------------------------------------------------------------------- the folder
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a system says where there is no room: on the disk, in a quota, for a file."""
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder; the system lets go of it when the process ends. Where a system cannot, nobody is kept out."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = "another conversion into this folder is at work; wait for it, or give another folder"
+            raise BlockingIOError(errno.EWOULDBLOCK, text, str(folder)) from None
+        except OSError as error:  # some network file systems
+            logger.debug("%s cannot be locked: %s", folder, error)
+        yield
+    finally:
+        os.close(handle)
+
 
 class _Folder:
     """A folder that becomes a store."""
@@ -190,16 +221,26 @@ class _Folder:
         self.path, self.work = path, path / WORK
         self.files: dict[str, dict[str, Any]] = {}
         self.state: dict[str, Any] = {}
-        self._made = False
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Make the folder, and keep other conversions out of it until this one ends; what stays empty goes again."""
+        path = self.path
+        if path.exists() and not path.is_dir():
+            raise FileExistsError(errno.EEXIST, "a store is a folder, and there is a file of that name", str(path))
+        made = [each for each in (path, *path.parents) if not each.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            with _locked(path):
+                yield
+        finally:
+            with contextlib.suppress(OSError):  # it has become a store, or will when this is called again
+                for each in made:
+                    each.rmdir()
 
     def judge(self, overwrite: bool, identity: dict[str, Any] | None) -> bool:
         """Refuse folders that are not ours; tell whether there is an unfinished conversion of the same source."""
         path = self.path
-        if path.exists() and not path.is_dir():
-            raise FileExistsError(errno.EEXIST, "a store is a folder, and there is a file of that name", str(path))
-        self._made = not path.exists()
-        if self._made:
-            return False
         finished = (path / MANIFEST).exists()
         if finished and not overwrite:
             raise FileExistsError(
@@ -260,12 +301,10 @@ class _Folder:
             yield
         except Exception as error:
             self._remove()
-            if self._made:
-                with contextlib.suppress(OSError):
-                    self.path.rmdir()
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                text = "the disk is full; a conversion needs up to 48 bytes an entry while it works. Nothing was left"
-                raise OSError(errno.ENOSPC, text, str(self.path)) from error
+            if isinstance(error, OSError) and error.errno in FULL:
+                why = "" if error.errno == errno.ENOSPC else f" for you ({os.strerror(error.errno)})"
+                text = f"the disk is full{why}; a conversion needs up to 48 bytes an entry while it works. "
+                raise OSError(error.errno, f"{text}Nothing was left", str(self.path)) from error
             raise
 
     def _remove(self, keep: tuple[str, ...] = ()) -> None:

@@ -29,6 +29,7 @@ import numpy as np
 
 from .._memory import mib
 from .._objective import SIDES, Side
+from .._validate import check_int
 from ..errors import DeviceMemoryError, MemoryBudgetError
 from ..gpu import fused
 from .grid import Grid, Layout
@@ -56,6 +57,9 @@ CHUNK_BYTES = 64 << 20
 
 NEAR = 1.05
 """What stays on the GPUs is not moved for a prediction that is better by less."""
+
+MAX_GPUS = 4096
+"""More than any machine has; a bound for plans."""
 
 MOST_PARTS = 1 << 20
 
@@ -368,13 +372,12 @@ class ScalePlan:
 
         Raises
         ------
-        ValueError
-            No GPU at all.
+        TypeError, ValueError
+            No number of GPUs, none at all, or more than any machine has.
         MemoryBudgetError
             What stays on the GPUs does not fit on so few.
         """
-        if gpus < 1:
-            raise ValueError(f"gpus must be an integer >= 1, got {gpus!r}")
+        gpus = check_int("gpus", gpus, 1, MAX_GPUS)
         halves = {}
         for side, half in self.halves.items():
             moved = replace(half, gpus=gpus)

@@ -145,7 +145,10 @@ def _connect(address: tuple[str, int], deadline: float, who: str) -> socket.sock
             return socket.create_connection(address, timeout=max(0.1, min(HANDSHAKE, deadline - time.monotonic())))
         except OSError as error:
             if time.monotonic() + pause > deadline:
-                raise CommunicatorError(f"{who} does not answer at {address[0]}:{address[1]}: {error}") from error
+                raise CommunicatorError(
+                    f"{who} does not answer at {address[0]}:{address[1]}: {error}; it must be started, and "
+                    f"{MASTER_ADDR} and {MASTER_PORT} be the same for all ranks"
+                ) from error
         time.sleep(pause)
         pause = min(1.0, 2 * pause)
 
@@ -183,7 +186,10 @@ class _Meeting:
                 came = _accept(open_listener, self.token, {"rank": 0, "size": self.size}, self.deadline)
                 if came is None:
                     missing = sorted(set(range(1, self.size)) - set(self.peers))
-                    raise CommunicatorError(f"ranks {missing} did not come within {self.timeout:g} s")
+                    raise CommunicatorError(
+                        f"ranks {missing} did not come within {self.timeout:g} s; all {self.size} must be started, "
+                        f"with the same {MASTER_ADDR}, {MASTER_PORT} and {TOKEN}; timeout= lets rank 0 wait longer"
+                    )
                 self._admit(came[0], came[1], where)
             for connection in self.peers.values():
                 _write_header(connection, {"where": where})
@@ -474,7 +480,10 @@ class SocketCommunicator(MessageCommunicator):
         except BaseException as error:
             meeting.leave()
             if isinstance(error, OSError):
-                raise CommunicatorError(f"rank {rank} cannot use {address[0]}:{address[1]}: {error}") from error
+                raise CommunicatorError(
+                    f"rank {rank} cannot use {address[0]}:{address[1]}: {error}; {MASTER_ADDR} has to be an address of "
+                    f"rank 0's machine and {MASTER_PORT} a free port there, the same for all ranks"
+                ) from error
             raise
         return cls(Mesh(rank, peers, meeting.timeout), range(size), rank)
 

@@ -127,7 +127,7 @@ class Store:
         self.shape: tuple[int, int] = (int(manifest["shape"][0]), int(manifest["shape"][1]))
         self.nnz = int(manifest["nnz"])
         self._bounds = {side: np.array(manifest["bounds"][side], dtype=np.int64) for side in SIDES}
-        self._checked: set[str] = set()  # files whose checksum was right
+        self._checked: dict[str, tuple[int, int]] = {}  # files whose checksum was right: their size and time then
         self._sound: set[tuple[str, int]] = set()  # slabs whose arrays fit together
         self._layouts: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}  # of arrays that were mapped before
 
@@ -251,19 +251,35 @@ class Store:
     # ------------------------------------------------------------------------------------------------ files
 
     def _error(self, name: str, problem: str) -> StoreError:
-        return StoreError(f"{str(self.path / name)!r} {problem}; {AGAIN}")
+        way_out = AGAIN
+        if self._was_replaced():
+            way_out = "another conversion has replaced the store since it was opened: open it again (Store.open)"
+        return StoreError(f"{str(self.path / name)!r} {problem}; {way_out}")
+
+    def _was_replaced(self) -> bool:
+        try:
+            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            return bool(manifest["checksum"] != self.checksum)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def _check_content(self, name: str) -> None:
-        """Compare a file with its checksum, once."""
-        if name in self._checked:
-            return
+        """Compare a file with its checksum: once, and again if it was written to since. Kernels trust what it holds."""
+        path, entry = self.path / name, self._manifest["files"][name]
         try:
-            found, wanted = file_checksum(self.path / name), self._manifest["files"][name]["crc32"]
+            status = os.stat(path)
+            seen = status.st_size, status.st_mtime_ns
+            if self._checked.get(name) == seen:
+                return
+            problem = _size_problem(status.st_size, entry["bytes"])
+            found = "" if problem else file_checksum(path)
         except OSError as error:
             raise self._error(name, f"cannot be read ({error.strerror})") from error
-        if found != wanted:
-            raise self._error(name, f"was altered (CRC-32 {found}, {wanted} when it was written)")
-        self._checked.add(name)
+        if not problem and found != entry["crc32"]:
+            problem = f"was altered (CRC-32 {found}, {entry['crc32']} when it was written)"
+        if problem:
+            raise self._error(name, problem)
+        self._checked[name] = seen
 
     def _array(self, name: str) -> np.ndarray:
         """Array of a file, mapped; checked at first need."""
@@ -346,10 +362,16 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             size = os.stat(folder / name).st_size
         except FileNotFoundError:
             raise StoreError(f"{str(folder / name)!r} is missing; {AGAIN}") from None
-        if size != entry["bytes"]:
-            what = "is truncated" if size < entry["bytes"] else "is too long"
-            raise StoreError(f"{str(folder / name)!r} {what}: {size} bytes, {entry['bytes']} were written; {AGAIN}")
+        problem = _size_problem(size, entry["bytes"])
+        if problem:
+            raise StoreError(f"{str(folder / name)!r} {problem}; {AGAIN}")
     return manifest
+
+
+def _size_problem(size: int, written: int) -> str:
+    if size == written:
+        return ""
+    return f"{'is truncated' if size < written else 'is too long'}: {size} bytes, {written} were written"
 
 
 class StoreMatrix:
@@ -450,7 +472,17 @@ class StoredSeen:
 
     def __init__(self, matrix: StoreMatrix) -> None:
         self._matrix = matrix
+        self._which = str(matrix.store.path), matrix.side, matrix.dtype, matrix.drop_zeros
         self.shape, self.nnz = matrix.shape, matrix.nnz
+
+    @cached_property
+    def _matrix(self) -> StoreMatrix:
+        path, side, dtype, drop_zeros = self._which
+        return StoreMatrix(Store.open(path), side, dtype, drop_zeros)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the store, which is opened again at first need: a model is of use where it is not."""
+        return {name: value for name, value in self.__dict__.items() if name != "_matrix"}
 
     def take_rows(self, rows: np.ndarray) -> sp.csr_array:
         """Entries of some users as int8 ones, shape (len(rows), n_items)."""
