@@ -257,7 +257,7 @@ def test_an_interrupted_client_stops_the_ranks(client, monkeypatch):
 
 
 def test_gpus_are_dealt_out_by_the_cluster(client):
-    with pytest.raises(ValueError, match='a cluster deals them out: use device="cuda"'):
+    with pytest.raises(ValueError, match='a cluster deals devices out, one a worker; use "cuda"'):
         hmf_dask.fit(hmf.ExplicitALS(**SMALL | {"device": "cuda:1"}), partitioned(frame()))
 
 
