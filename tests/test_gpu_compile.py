@@ -61,8 +61,8 @@ products. What avoids them was 20 % slower at rank 100 (four warps a row instead
 
 
 TWO_PLACES = 32
-"""The walking warp of `blocked` has two pointers with their rounds on its stack, and spills nothing. To be mended the
-next time that file is changed, and the kernels run on a GPU: it may be what the gates cost (30 ns an entry, 28 before)."""
+"""The walking warp of `blocked` has two pointers with their rounds on its stack, and spills nothing. To be mended when
+that file is changed next, and the kernels run on a GPU: it may be what the gates cost (30 ns an entry, 28 before)."""
 
 
 @dataclass(frozen=True)
