@@ -8,7 +8,8 @@ on its GPU for those of the other ranks; meanwhile CUDA may keep another thread 
 freeing memory on any GPU whose memory they share, and that thread would never come to launch what is waited for. After
 the first meeting all memory is there, and nothing lies between the ranks and their launches. Before the second one no
 rank goes on to what may wait for its GPU with the interpreter locked, as loading a kernel of CuPy's does: others want
-the lock to launch.
+the lock to launch. One thread that calls for all ranks (`allgatherv_together`) has nobody to meet: its calls are one
+group of NCCL's.
 """
 
 from __future__ import annotations
