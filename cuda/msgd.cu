@@ -379,11 +379,6 @@ struct Helper {
 
 // ------------------------------------------------------------------ the walking warp
 
-struct Place {  // of a chunk: its slot, and how many chunks have been there with it
-    Slot* slot;
-    int round;
-};
-
 struct Walker {
     static constexpr int OWNED = Warp_row::OWNED;
     // Rows stay in registers between products and update, if these are not many.
@@ -406,32 +401,34 @@ struct Walker {
 
     __device__ __forceinline__ void run(int chunks) {
         if (!chunks) return;  // nobody prepares the first one
-        const Slot& slot = work.slots[0];
+        Slot* const first = &work.slots[0];
         power = work.powers[lane % CHUNK];
-        slot.prepared.wait(1);
+        first->prepared.wait(1);
         __syncwarp();
         if (KEEPS) {
 #pragma unroll
-            for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], slot.rows[l]);
+            for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], first->rows[l]);
         }
-        multiply(slot);
-        Place place = {&work.slots[0], 1};
+        multiply(*first);
+        // The slot of a chunk, and how many chunks have been there with it: scalars, a struct of both gets a stack frame.
+        Slot* slot = first;
+        int round = 1;
         for (int chunk = 0; chunk < chunks; chunk++) {
-            Place after = {place.slot + 1, place.round};
-            if (after.slot == &work.slots[0] + CHUNK_SLOTS) after = {&work.slots[0], place.round + 1};
+            const bool more = chunk + 1 < chunks, around = slot + 1 == first + CHUNK_SLOTS;
+            Slot* const after = around ? first : slot + 1;
+            const int round_after = around ? round + 1 : round;
             // the last chunk is followed by itself: products that nobody wants
-            walk(chunk, place, chunk + 1 < chunks ? after : place);
-            place.slot->walked.open(place.round, lane);
-            place = after;
+            walk(chunk, *slot, more ? *after : *slot, more ? round_after : round);
+            slot->walked.open(round, lane);
+            slot = after, round = round_after;
         }
         loss += last_error * last_error;
     }
 
-    // From the products of a chunk to those of the next one.
-    __device__ __forceinline__ void walk(int chunk, const Place& here, const Place& following) {
-        const Slot &slot = *here.slot, &next = *following.slot;
+    // From the products of a chunk to those of the next one, which is prepared when its gate is open for `round`.
+    __device__ __forceinline__ void walk(int chunk, const Slot& slot, const Slot& next, int round) {
         const int valid = min(CHUNK, count - chunk * CHUNK), entry = lane % CHUNK;
-        const bool seen = next.prepared.is_open(following.round);  // looked at later: by then it is known
+        const bool seen = next.prepared.is_open(round);  // looked at later: by then it is known
         const real target = slot.targets[entry], shrink = work.powers[valid];
         const real weight = work.weights[max(valid - 1 - entry, 0)];
         __syncwarp();
@@ -447,7 +444,7 @@ struct Walker {
             work.steps[entry] = weight * error;
             if (HAS_BIASES) work.errors[entry] = error;
         }
-        if (!seen) next.prepared.wait(following.round);
+        if (!seen) next.prepared.wait(round);
         __syncwarp();
         read_all(values, work.steps);
         loss += last_error * last_error;  // a chunk late: nobody waits for the conversion

@@ -45,24 +45,17 @@ SPECS = {
 
 
 def excused_bytes(program: Program) -> float:
-    """How much local memory a function of a program may use: none, but for three cases."""
+    """How much local memory a function of a program may use: none, but for two cases."""
     if "ACCUMULATORS=local" in program.constants:
         return float("inf")  # the paper maps the sums of a row to local memory; it is there to be measured against
     if program.file == "fused_als.cu" and {"RANK=64", "RANK=100"} & set(program.constants):
         return FEW_SCALARS
-    if program.file == "msgd.cu":
-        return TWO_PLACES
     return 0
 
 
 FEW_SCALARS = 208
 """Stack, stores and loads together: 2 to 12 scalars and right-hand sides beside the accumulators, outside of the
 products. What avoids them was 20 % slower at rank 100 (four warps a row instead of two), measured on an H200."""
-
-
-TWO_PLACES = 32
-"""The walking warp of `blocked` has two pointers with their rounds on its stack, and spills nothing. To be mended when
-that file is changed next, and the kernels run on a GPU: it may be what the gates cost (30 ns an entry, 28 before)."""
 
 
 @dataclass(frozen=True)
