@@ -30,7 +30,7 @@
 // Chunks lie in a ring of slots in shared memory: copied (some 1,000 cycles), prepared, walked, and free again. A gate of
 // its own hands each over; the warps of a block meet at no barrier but the first.
 //
-// What an entry of the longest row costs, measured by bench/walk.py on an H200 in float32: LD 128 53 cycles (7 helpers, 18
+// What an entry of the longest row costs, measured by bench/walk.py on an H200 in float32: LD 128 52 cycles (7 helpers, 18
 // slots), 68 (5 and 10); LD 64 57, LD 32 55. As it was before (helpers that computed all of M, a triangular system solved
 // by all lanes, a barrier for every three chunks): 98. Chunks of 32 took 1.5 to 3 times as long and are gone.
 //   walking warp   285 instructions a chunk: 140 for update and products, in which the next rows arrive (registers keep
@@ -401,26 +401,20 @@ struct Walker {
 
     __device__ __forceinline__ void run(int chunks) {
         if (!chunks) return;  // nobody prepares the first one
-        Slot* const first = &work.slots[0];
+        const Slot& slot = work.slots[0];
         power = work.powers[lane % CHUNK];
-        first->prepared.wait(1);
+        slot.prepared.wait(1);
         __syncwarp();
         if (KEEPS) {
 #pragma unroll
-            for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], first->rows[l]);
+            for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], slot.rows[l]);
         }
-        multiply(*first);
-        // The slot of a chunk, and how many chunks have been there with it: scalars, a struct of both gets a stack frame.
-        Slot* slot = first;
-        int round = 1;
+        multiply(slot);
         for (int chunk = 0; chunk < chunks; chunk++) {
-            const bool more = chunk + 1 < chunks, around = slot + 1 == first + CHUNK_SLOTS;
-            Slot* const after = around ? first : slot + 1;
-            const int round_after = around ? round + 1 : round;
-            // the last chunk is followed by itself: products that nobody wants
-            walk(chunk, *slot, more ? *after : *slot, more ? round_after : round);
-            slot->walked.open(round, lane);
-            slot = after, round = round_after;
+            Slot& here = work.slots[chunk % CHUNK_SLOTS];
+            const int after = min(chunk + 1, chunks - 1);  // the last chunk: products that nobody wants
+            walk(chunk, here, work.slots[after % CHUNK_SLOTS], after / CHUNK_SLOTS + 1);
+            here.walked.open(chunk / CHUNK_SLOTS + 1, lane);
         }
         loss += last_error * last_error;
     }

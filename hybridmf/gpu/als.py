@@ -215,6 +215,13 @@ class Pieces:
         segments = np.column_stack((np.arange(slots[-1]), begin, end)).astype(np.int64)
         return cls(rows.astype(np.int32), slots.astype(np.int64), segments)
 
+    @property
+    def packed(self) -> np.ndarray:
+        """Segments, slots and rows, two in a number, one after the other; int64."""
+        rows = np.zeros(ceil_div(len(self.rows), 2), np.int64)
+        rows.view(np.int32)[: len(self.rows)] = self.rows
+        return np.concatenate((self.segments.reshape(-1), self.slots, rows))
+
     def batches(self, slots: int) -> Iterator[Pieces]:
         """Consecutive rows with at most `slots` slots together (a single row may have more)."""
         start = 0
@@ -243,9 +250,21 @@ class Batch:
     segments: Array
 
     @classmethod
-    def upload(cls, upload: Callable[[np.ndarray], Array], pieces: Pieces) -> Batch:
-        """The same on a device."""
-        return cls(*map(upload, (pieces.rows, pieces.slots, pieces.segments)))
+    def upload(cls, upload: Callable[[np.ndarray], Array], parts: Iterable[Pieces]) -> list[Batch]:
+        """The same on a device, all by one copy: of small ones, hundreds would take as long as the kernels."""
+        parts = list(parts)
+        packed = [part.packed for part in parts]
+        whole = upload(np.concatenate([np.zeros(0, np.int64), *packed]))
+        bounds = np.cumsum([0, *map(len, packed)])
+        return [
+            cls._unpacked(whole[first:last], part) for (first, last), part in zip(pairwise(bounds), parts, strict=True)
+        ]
+
+    @classmethod
+    def _unpacked(cls, packed: Array, pieces: Pieces) -> Batch:
+        n, after = len(pieces.rows), pieces.segments.size
+        rows = packed[after + n + 1 :].view(np.int32)[:n]
+        return cls(rows, packed[after : after + n + 1], packed[:after].reshape(-1, 3))
 
 
 class HalfSweep:
@@ -481,14 +500,14 @@ class HalfSweep:
                     raise
                 self._take_fewer(slots // 2)
 
-    def _batches(self, done: int) -> Iterable[Batch]:
+    def _batches(self, done: int) -> list[Batch]:
         """Batches from long row `done` on; those of all rows may stay on the device from one sweep to the next."""
-        if done or not self.keeps_batches:
-            return (Batch.upload(self._upload, part) for part in _rest(self.long, done).batches(self.batch_slots))
-        if self._all_batches is None:
-            parts = self.long.batches(self.batch_slots)
-            self._all_batches = [Batch.upload(self._upload, part) for part in parts]
-        return self._all_batches
+        if not done and self._all_batches is not None:
+            return self._all_batches
+        batches = Batch.upload(self._upload, _rest(self.long, done).batches(self.batch_slots))
+        if not done and self.keeps_batches:
+            self._all_batches = batches
+        return batches
 
     def _upload(self, array: np.ndarray) -> Array:
         """An array that a batch needs, on the device."""

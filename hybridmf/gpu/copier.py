@@ -156,8 +156,11 @@ class CudaCopier:
         self._share(len(buffer), lambda k, end: read(buffer[k:end], start + k))
 
     def _share(self, size: int, work: Callable[[int, int], None]) -> None:
-        """``work(first, last)`` on parts of `size` bytes, by several threads."""
+        """``work(first, last)`` on parts of `size` bytes, by several threads; by this one where it is a single part."""
         part = max(STAGING_PART, -(-size // STAGING_THREADS))
+        if size <= part:
+            work(0, size)
+            return
         assert self._pool is not None
         jobs = [self._pool.submit(work, k, min(k + part, size)) for k in range(0, size, part)]
         wait(jobs)  # all, before one that has failed ends what the others work with: a file, a buffer

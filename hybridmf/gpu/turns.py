@@ -294,7 +294,7 @@ class SlabInTurns(HostSlab):
         self, fixed: Any, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
     ) -> Generator[None, None, tuple[DeviceFactors, Array]]:
         """As those of `HalfSweep`, part by part."""
-        systems, batch = self._begun(start, gram), Batch.upload(self._upload, self.long)
+        systems, (batch,) = self._begun(start, gram), Batch.upload(self._upload, [self.long])
         method = self._method(fixed) if self.plan.assembly == "fused" else None
         sums = self._empty_sums(len(batch.segments))
         for turn, part in enumerate(self.parts_of(fixed)):

@@ -519,10 +519,10 @@ def half_bytes(
         solved = share.solved * width + (0 if ratings == "device" else solved)
     at_once = slots_at_once(problem, half)
     systems = at_once * problem.system_bytes
-    pieces = 0 if on_device else at_once * PIECE_BYTES
+    pieces = 0 if on_device else slots(problem, half) * PIECE_BYTES
     if half.turns > 1:
         systems += slots(problem, half) * problem.system_bytes
-        pieces += slots(problem, half) * PIECE_BYTES
+        pieces += at_once * PIECE_BYTES
     own_is_part = on_device and grid.groups == 1 and half.turns == 1
     return {
         "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.turns > 1 else 1),
