@@ -30,8 +30,8 @@
 // Chunks lie in a ring of slots in shared memory: copied (some 1,000 cycles), prepared, walked, and free again. A gate of
 // its own hands each over; the warps of a block meet at no barrier but the first.
 //
-// What an entry of the longest row costs, measured by bench/walk.py on an H200 in float32: LD 128 52 cycles (7 helpers, 18
-// slots), 68 (5 and 10); LD 64 57, LD 32 55. As it was before (helpers that computed all of M, a triangular system solved
+// What an entry of the longest row costs, measured by bench/walk.py on an H200 in float32: LD 128 53 cycles (7 helpers, 18
+// slots), 72 (5 and 10); LD 64 54, LD 32 53. As it was before (helpers that computed all of M, a triangular system solved
 // by all lanes, a barrier for every three chunks): 98. Chunks of 32 took 1.5 to 3 times as long and are gone.
 //   walking warp   285 instructions a chunk: 140 for update and products, in which the next rows arrive (registers keep
 //                  them from the products to the update, if they are not many; else they are read twice); 120 for sums

@@ -113,7 +113,10 @@ def test_the_same_plan_on_other_gpus(problem: Problem, gpus: int, others: int, m
     for side, half in moved.halves.items():
         assert half.parts == plan.halves[side].parts and half.grid.size == others
         assert half.batches >= plan.halves[side].batches
-        assert half.turns * half.grid.splits >= half.parts
+        assert half.resident == (plan.factors == "device")
+        assert half.turns == 1 if half.resident else half.turns * half.grid.splits >= half.parts
+    if plan.ratings == plan.factors == "device":
+        moved.check_served(others)
     same = plan.on(gpus)
     assert same.halves == plan.halves
 

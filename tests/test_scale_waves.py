@@ -37,7 +37,7 @@ from hybridmf.gpu.turns import HostHalf
 from hybridmf.scale import gpu_rank, spmd
 from hybridmf.scale.grid import Grid
 from hybridmf.scale.multi_als import MultiALS
-from hybridmf.scale.planner import SLAB_BUFFERS, Problem, plan_scale
+from hybridmf.scale.planner import H200, SLAB_BUFFERS, HalfPlan, Problem, ScalePlan, judged, plan_scale
 from hybridmf.scale.shares import StoredRatings
 from hybridmf.scale.slabs import RangeSlabs, loaded, slab_entries
 from hybridmf.scale.store import StoreMatrix
@@ -239,6 +239,29 @@ def test_fewer_gpus_take_the_same_partition_in_more_waves(gpus: Machine, store: 
     four.close()
 
 
+def test_fewer_gpus_take_several_parts_of_a_fixed_side(gpus: Machine) -> None:
+    """cuMF 4.4 with everything on the GPUs: p = 4 parts on four of them, two each on two, all on one."""
+    names, problem = gpus(4), Problem(MATRIX.shape, MATRIX.nnz, 7)
+    halves = {side: judged(problem, HalfPlan(side, 4, 1, 4, resident=True)) for side in SIDES}
+    partition = ScalePlan(problem, H200, 4, 10**9, "device", "device", halves)
+    factors = []
+    for count in (4, 3, 2, 1):
+        moved = partition.on(count)
+        assert all(half.parts == 4 and half.grid == Grid(count, 1) for half in moved.halves.values())
+        assert str(moved).count("p = 4") == 2 and "turns" not in str(moved)
+        solver = multi(MATRIX, names[:count], moved, gpu_memory_limit=10**9)
+        assert solver.layout.grids == moved.grids
+        solver.update("item")
+        solver.update("user")
+        state = solver.state.on_host()
+        factors.append((state.user.matrix, state.item.matrix))
+        solver.close()
+    assert partition.on(8).halves["user"].grid == Grid(4, 2)
+    for users, items in factors[:-1]:
+        np.testing.assert_allclose(users, factors[-1][0], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(items, factors[-1][1], rtol=1e-3, atol=1e-3)
+
+
 def test_partitions_that_no_fit_serves(gpus: Machine) -> None:
     partition = multi(MATRIX, gpus(2)).plan.scale
     assert partition is not None
@@ -248,7 +271,7 @@ def test_partitions_that_no_fit_serves(gpus: Machine) -> None:
         (replace(partition, factors="disk"), "a fit keeps factors on the GPUs or on the host; .* has them on disk"),
         (replace(partition, factors="host", ratings="device"), "streams ratings where factors are on the host"),
         (
-            replace(partition, halves=dict(partition.halves) | {"item": replace(half, parts=4)}),
+            replace(partition, halves=dict(partition.halves) | {"item": replace(half, parts=4, resident=False)}),
             r"has the fixed side of items in turns, and factors on the GPUs: let the fit plan for itself, or use plan_",
         ),
         (

@@ -265,6 +265,8 @@ class HalfPlan:
         Row parts of ratings in memory at a time where they are streamed.
     splits : int
         GPUs that hold different parts at a time; 0: as many as there are parts and GPUs for.
+    resident : bool
+        Factors stay on the GPUs: one that has several parts has them side by side, as one.
     bytes : dict of str to int
         Memory of one GPU by purpose.
     seconds : dict of str to float
@@ -280,6 +282,7 @@ class HalfPlan:
     buffers: int = 2
     loads: int = 2
     splits: int = 0
+    resident: bool = False
     bytes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
@@ -293,7 +296,7 @@ class HalfPlan:
     @property
     def turns(self) -> int:
         """Parts of the fixed side that a GPU loads one after the other; 1: it stays."""
-        return -(-self.parts // self.grid.splits)
+        return 1 if self.resident else -(-self.parts // self.grid.splits)
 
     @property
     def waves(self) -> int:
@@ -303,7 +306,7 @@ class HalfPlan:
     @property
     def fixed(self) -> str:
         """Where the fixed side is: "replicated", "split" or "streamed"."""
-        return "streamed" if self.turns > 1 else "split" if self.parts > 1 else "replicated"
+        return "streamed" if self.turns > 1 else "split" if self.grid.splits > 1 else "replicated"
 
     def __str__(self) -> str:
         grid = self.grid
@@ -489,7 +492,8 @@ class Share:
         entries = half.loads * -(-problem.nnz // ((half.splits or half.parts) * half.batches))
         if ratings == "device":
             entries = 2 * -(-problem.nnz // half.gpus)
-        return cls(-(-fixed // half.parts), -(-rows // half.gpus), -(-(rows + fixed) // half.gpus), entries)
+        parts = half.grid.splits if half.resident else half.parts
+        return cls(-(-fixed // parts), -(-rows // half.gpus), -(-(rows + fixed) // half.gpus), entries)
 
 
 def slots(problem: Problem, half: HalfPlan) -> int:
@@ -577,7 +581,7 @@ def half_seconds(
     """Seconds of a half sweep by purpose."""
     rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
     gpus, grid, width = half.gpus, half.grid, problem.row_bytes
-    table = fixed / half.parts * width
+    table = fixed / (grid.splits if half.resident else half.parts) * width
     entry = machine.entry_seconds(problem.factors) + machine.gather_seconds(table, width)
     if problem.itemsize == 8:
         entry *= 4  # not measured: no tensor cores, twice the bytes
@@ -669,9 +673,12 @@ def _best_half(
     problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, factors: Place, memory: float
 ) -> HalfPlan | None:
     """The fastest of those with the fewest turns: what stays on a GPU need not come again (cuMF 4.3)."""
-    for candidates in _turns(gpus, sum(problem.shape) - problem.rows(side)):
+    resident = factors == "device"
+    for candidates in _turns(gpus, 0 if resident else sum(problem.shape) - problem.rows(side)):
         halves = [
-            fewest_batches(problem, machine, HalfPlan(side, parts, 1, gpus), ratings, factors, memory)
+            fewest_batches(
+                problem, machine, HalfPlan(side, parts, 1, gpus, resident=resident), ratings, factors, memory
+            )
             for parts in candidates
         ]
         if any(half is not None for half in halves):
@@ -684,7 +691,7 @@ def _best_served(
 ) -> HalfPlan | None:
     """The fastest of those that fits serve in which each GPU solves its own rows."""
     if factors == "device":
-        half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS, splits=1)
+        half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS, splits=1, resident=True)
         return fewest_batches(problem, machine, half, ratings, factors, memory)
     if ratings == "device":
         return None
@@ -760,7 +767,8 @@ def plan_ranks(
     halves: dict[Side, HalfPlan] = {}
     for side in SIDES:
         grids = [Grid(1, gpus)] if model_parallel_only else Grid.all_of(gpus)
-        found = [judged(problem, HalfPlan(side, grid.splits, grid.groups, gpus), machine=machine) for grid in grids]
+        halves_of = [HalfPlan(side, grid.splits, grid.groups, gpus, resident=True) for grid in grids]
+        found = [judged(problem, half, machine=machine) for half in halves_of]
         fits = [half for half in found if sum(half.bytes.values()) <= memory]
         halves[side] = (
             min(fits, key=lambda half: half.total) if fits else min(found, key=lambda half: sum(half.bytes.values()))
@@ -778,7 +786,7 @@ def plan_streamed_ranks(
     least = -(-problem.nnz // slab)
     halves: dict[Side, HalfPlan] = {}
     for side in SIDES:
-        half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS)
+        half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS, resident=True)
         found = fewest_batches(problem, machine, half, ratings, "device", memory, least)
         if found is None:
             return None
