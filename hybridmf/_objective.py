@@ -181,7 +181,7 @@ def initial_state(
     """
 
     def draw(degrees: np.ndarray) -> Factors:
-        matrix = np.empty((len(degrees), rank), dtype)
+        matrix: np.ndarray = np.empty((len(degrees), rank), dtype)
         for rows, drawn in drawn_rows(degrees, rank, rng):
             matrix[rows] = drawn
         return Factors(matrix, first_bias(degrees, dtype, objective))

@@ -407,8 +407,8 @@ class Plan:
             lines.append(f"host      {mib(self.host_bytes)}: factors, old and new; they come to the GPU in parts")
         if self.disk_bytes:
             lines.append(
-                f"disk      {mib(self.disk_bytes)} in {self.scratch[0]!r}: factors, old and new; they come to the GPU in "
-                "parts"
+                f"disk      {mib(self.disk_bytes)} in {self.scratch[0]!r}: factors, old and new; they come to the GPU "
+                "in parts"
             )
         if self.scale is not None:
             lines += [str(half) for half in self.scale.halves.values()]
@@ -440,8 +440,8 @@ def make_plan(
 ) -> Plan:
     """Decide everything about a fit from its sizes, and from what is known of the degrees, before any work.
 
-    `slab`: entries of the largest slab of a store, None for ratings in memory. `beside`: folder that the store is in, the
-    first choice for files of factors that have no room in memory.
+    `slab`: entries of the largest slab of a store, None for ratings in memory. `beside`: folder that the store is in,
+    the first choice for files of factors that have no room in memory.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Files for arrays that have no room in memory: without a name from the start, so that nothing is left of them.
 
-Their space is reserved as they are made, so that a full disk is an error then, and never the end of the process later, when
-a page of them is written to. The system keeps in memory what it has room for.
+Their space is reserved as they are made, so that a full disk is an error then, and never the end of the process later,
+when a page of them is written to. The system keeps in memory what it has room for.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def scratch_folders(beside: str | os.PathLike[str] | None = None) -> tuple[str, 
     Returns
     -------
     tuple of str
-        What HYBRIDMF_SCRATCH_DIR names ("~" is the home folder), and nothing else; else `beside` and the system's folder
-        for temporary files.
+        What HYBRIDMF_SCRATCH_DIR names ("~" is the home folder), and nothing else; else `beside` and the system's
+        folder for temporary files.
     """
     named = os.environ.get(SCRATCH_DIR)
     if named:
@@ -150,8 +150,8 @@ def _refusal(error: Exception, folder: str, size: int) -> OSError:
         free = "it cannot be looked at"
     return OSError(
         code,
-        f"a file of {mib(size)} for factors cannot be made ({os.strerror(code)}; {free}): set {SCRATCH_DIR} to a folder on "
-        "a disk with more room, use fewer factors, or a host with more memory",
+        f"a file of {mib(size)} for factors cannot be made ({os.strerror(code)}; {free}): set {SCRATCH_DIR} to a "
+        "folder on a disk with more room, use fewer factors, or a host with more memory",
         folder,
     )
 

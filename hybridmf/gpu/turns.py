@@ -10,8 +10,8 @@ sums of the slab's rows stay on the device and grow in the order of the parts, t
 solved. Columns ascend within a row, so that a segment's entries of one part lie side by side: `clip_segments` finds
 where they begin and end, and no entry is copied.
 
-Files of `hybridmf._scratch` take the place of memory that the host does not have; all of them together are what `HostTables`
-holds, made before the fit begins. Nothing here works on more of a table at a time than some rows.
+Files of `hybridmf._scratch` take the place of memory that the host does not have: `HostTables` are then made of them,
+before the fit begins. Nothing here works on more of a table at a time than some rows.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ def first_state(
 ) -> State:
     """What `hybridmf._objective.initial_state` has, in the tables of a fit: there is no room for more."""
     tables = {side: HostTables.of(side, plan, dtype) for side in SIDES}
-    sides = [_first_factors(tables[side], degrees[side], plan.factors, objective, rng) for side in SIDES]
-    return State(*sides, first_mean(mean, objective))
+    users, items = (_first_factors(tables[side], degrees[side], plan.factors, objective, rng) for side in SIDES)
+    return State(users, items, first_mean(mean, objective))
 
 
 def _first_factors(
@@ -592,8 +592,8 @@ class HostGpuALS(StreamedGpuALS):
     Parameters
     ----------
     device, user_items, item_users, objective, plan, state
-        As for `StreamedGpuALS`; the plan's `scale` has factors on the host or on disk. A state of `first_state` brings its
-        tables with it.
+        As for `StreamedGpuALS`; the plan's `scale` has factors on the host or on disk. A state of `first_state` brings
+        its tables with it.
     """
 
     inward: dict[Side, Any]

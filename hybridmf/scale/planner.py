@@ -16,8 +16,8 @@ A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 c
                        and as many as are summed before they join those
     (m + n)/GPUs w i   its share of both sides, where factors stay on the GPUs
 
-Ratings and factors that do not stay on GPUs are in the memory of the host, or on its disks where that has no room for both
-sides, old and new.
+Ratings and factors that do not stay on GPUs are in the memory of the host, or on its disks where they have no room
+there: factors of both sides, old and new, and then ratings in both orientations.
 """
 
 from __future__ import annotations

@@ -225,8 +225,8 @@ class RankALS(Alternating):
             raise ValueError(f"the layout is of {layout.size} ranks, the communicator of {communicator.size}")
         if plan.factors_on == "disk":
             raise ValueError(
-                "ranks keep factors on the GPUs or in the memory of the host, which is too small for them; a fit without "
-                'ranks on one GPU, device="cuda:0", has them in files'
+                "ranks keep factors on the GPUs or in the memory of the host, and the plan has them on disk; a fit "
+                'without ranks on one GPU, device="cuda:0", does that'
             )
         with worker.active():
             self._check_alike(blocks)
