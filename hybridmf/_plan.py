@@ -312,7 +312,7 @@ class Plan:
         rows = self.tables_of("user") * self.n_users + self.tables_of("item") * self.n_items
         if self.devices:
             rows += len(self.devices) * max(self.n_users, self.n_items)  # gathered by each rank
-        return rows * host_problem(self).row_bytes
+        return rows * Problem((0, 0), 0, self.rank, np.dtype(self.dtype).itemsize).row_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -937,10 +937,11 @@ def _check_host(plan: Plan) -> None:
     free = available_memory()
     if free is None or plan.host_bytes <= free:
         return
-    files = ", one GPU alone, which may have factors in files"
+    files = ", or one GPU alone, which may have factors in files"
     if not plan.devices:
         problem = find_room(plan.scratch, plan.host_bytes)[1]
-        files = f", or set {SCRATCH_DIR} to a folder on a disk with room for files of that size ({problem})"
+        files = f", or set {SCRATCH_DIR} to a folder on a disk with room for files of that size"
+        files += f" ({problem})" if problem else ""
     raise MemoryBudgetError(
         f"the factors do not fit on {plan.gpu.name if plan.gpu else 'the GPU'}, and in the memory of the host they "
         f"need about {mib(plan.host_bytes)}, of which {mib(free)} are free; use fewer factors, or a GPU or a host "

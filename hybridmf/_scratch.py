@@ -133,8 +133,12 @@ def mapped(shape: tuple[int, ...], dtype: Any, folder: str) -> np.ndarray:
 def _reserve(handle: int, size: int) -> None:
     """Have the disk keep room for a whole file; it is zeros."""
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(handle, 0, size)
-        return
+        try:
+            os.posix_fallocate(handle, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that does not know how
+                raise
     for start in range(0, size, _ZEROS):
         rest = memoryview(bytes(min(_ZEROS, size - start)))
         while rest:

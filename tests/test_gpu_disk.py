@@ -189,9 +189,9 @@ def test_a_damaged_checkpoint_is_found_where_it_is_mapped(gpu, small_host, tmp_p
 
 
 def large_fit(monkeypatch: pytest.MonkeyPatch, device: Any) -> sp.csr_array:
-    """Ratings whose factors, 128 wide, are 82 MB; kernels stand aside, since they would take minutes to emulate."""
+    """Ratings whose factors, 128 wide, are 51 MB; kernels stand aside, since they would take minutes to emulate."""
     rng = np.random.default_rng(0)
-    entries = np.ones(400, np.float32), (rng.integers(0, 100_000, 400), rng.integers(0, 60_000, 400))
+    entries = np.ones(400, np.float32), (rng.integers(0, 60_000, 400), rng.integers(0, 40_000, 400))
     original = device.empty
 
     def empty(shape: Any, dtype: Any) -> np.ndarray:
@@ -213,7 +213,7 @@ def large_fit(monkeypatch: pytest.MonkeyPatch, device: Any) -> sp.csr_array:
     monkeypatch.setattr("hybridmf.gpu.losses.row_squares", lambda device, table, factors: np.ones(len(table)))
     for name in ("gpu.turns.EXACT_ROWS", "_objective.DRAWN_ROWS", "_io.CHECKED_ROWS"):
         monkeypatch.setattr(f"hybridmf.{name}", 2048)
-    matrix = sp.csr_array(entries, shape=(100_000, 60_000))
+    matrix = sp.csr_array(entries, shape=(60_000, 40_000))
     matrix.sum_duplicates()
     return matrix
 
@@ -223,9 +223,9 @@ def test_no_step_has_a_side_in_memory(gpu, folder, monkeypatch, tmp_path):  # no
     if gpu.spec.name != "emulated":
         pytest.skip("kernels do not stand aside on a GPU")
     matrix = large_fit(monkeypatch, gpu)
-    monkeypatch.setattr(_plan, "available_memory", lambda: 80_000_000)
+    monkeypatch.setattr(_plan, "available_memory", lambda: 50_000_000)
     options = {"biases": True, "balance": True, "random_state": 0, "assembly": "sparse_syrk"}
-    options |= {"device": "cuda", "gpu_memory_limit": 100_000_000}
+    options |= {"device": "cuda", "gpu_memory_limit": 62_000_000}
     saved, resume = tmp_path / "saved", None
     for iterations in (1, 2):
         gc.collect()
@@ -234,8 +234,8 @@ def test_no_step_has_a_side_in_memory(gpu, folder, monkeypatch, tmp_path):  # no
         model.fit(matrix, checkpoint=saved, resume_from=resume, callback=lambda model, record: None)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert model.plan_.factors_on == "disk" and model.user_factors_.nbytes > 50_000_000
-        assert peak < 20_000_000  # two thirds of the smaller side, most of it vectors with a number a row
+        assert model.plan_.factors_on == "disk" and model.user_factors_.nbytes > 30_000_000
+        assert peak < 14_000_000  # two thirds of the smaller side, most of it vectors with a number a row
         resume = saved
 
 
@@ -271,7 +271,7 @@ def test_a_plan_falls_from_the_host_to_the_disk(folder, monkeypatch):
             costs.append(cost_of(plan, Machine()).iteration)
     assert costs[:2] == costs[2:4] and costs[4] >= costs[0] and costs[5] > costs[1]
     assert plan_of(8 << 30).factors_on == "device"
-    assert plan_of(200_000_000, balance=True).disk_bytes == needed  # a plan of exact solves alone knows no balance
+    assert _plan.replace(plan, balance=True).disk_bytes == needed + NETFLIX[0][1] * 64 * 4
 
 
 def test_what_the_disk_has_no_room_for_is_named(folder, monkeypatch):
@@ -297,6 +297,8 @@ def test_what_the_disk_has_no_room_for_is_named(folder, monkeypatch):
             with pytest.raises(MemoryBudgetError, match=re.escape(reason)) as caught:
                 check_memory(plan)
             assert "or set HYBRIDMF_SCRATCH_DIR to a folder on a disk with room" in str(caught.value)
+            with pytest.raises(MemoryBudgetError, match="or one GPU alone, which may have factors in files"):
+                check_memory(_plan.replace(plan, devices=("cuda:0", "cuda:1")))
 
 
 def test_the_planner_has_factors_on_disk_where_the_host_is_too_small():
@@ -425,8 +427,14 @@ def test_file_systems_in_memory_are_known():
     assert find_room(("/dev/shm",), 10) == ("", "'/dev/shm' is memory (tmpfs)")
 
 
-def test_a_system_that_reserves_nothing_writes_zeros(folder, monkeypatch):
-    monkeypatch.delattr("os.posix_fallocate")
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_system_that_reserves_nothing_writes_zeros(knows, folder, monkeypatch):
+    def refused(*arguments: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr("os.posix_fallocate", refused)
+    if not knows:
+        monkeypatch.delattr("os.posix_fallocate")
     monkeypatch.setattr(_scratch, "_ZEROS", 100)
     table = mapped((123, 3), np.uint8, str(folder))
     assert table.shape == (123, 3) and not table.any()

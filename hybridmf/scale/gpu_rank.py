@@ -93,7 +93,8 @@ class GpuWorker:
     def times(self, factors: als.DeviceFactors | HostFactors, basis: np.ndarray) -> als.DeviceFactors | HostFactors:
         """Factors in another basis."""
         if isinstance(factors, HostFactors):
-            return turns.host_times(self.device, factors, basis)
+            self._copiers = self._copiers or turns.Copiers(self.device)
+            return turns.host_times(self.device, factors, basis, copier=self._copiers.solutions)
         table = factors.table.copy()
         if len(table):
             on_device = self.device.upload(basis.astype(table.dtype))
