@@ -1,10 +1,10 @@
 """What it costs to keep ratings or factors outside of the memory they are worked on in: milliseconds an iteration.
 
     python bench/out_of_core.py                        on a GPU, Netflix's shape: about 2 minutes on an H200
-    python bench/out_of_core.py --away factors         factors on the host too, MSD's shape: within a minute on an H200
+    python bench/out_of_core.py --away factors         factors on the host or in files, MSD's shape: a minute on an H200
     python bench/out_of_core.py --device cpu           on the CPU, ML-10M's shape: about 2 minutes on 2 cores
     python bench/out_of_core.py --profile full         more ranks, implicit feedback too
-    python bench/out_of_core.py --folder /fast/disk    where the store goes (it is removed at the end)
+    python bench/out_of_core.py --folder /fast/disk    where the store, or files of factors, go (removed at the end)
 
 Alternatives take turns on the same factors: all ratings in the device's memory; slabs from the memory of the host;
 slabs of a store on the disk, which the page cache serves where it is large enough (`--cold` drops the files from it
@@ -12,9 +12,11 @@ before each iteration, by POSIX_FADV_DONTNEED). Before anything is timed, one it
 bits. "ratio" is against the ratings in the device's memory.
 
 With `--away factors` one alternative has a limit of memory below what the factors need, so that they come from the host
-as a whole in each half sweep, and one a limit below either side, so that parts of the users take turns. Each first runs
-an iteration with HYBRIDMF_GPU_MEMORY_LIMIT at its limit, which no allocation may pass. The first has to end with the
-same bits as a fit in the GPU's memory, the other with its objective to five digits and its factors to rounding.
+as a whole in each half sweep, one has them in files of `--folder` under the same limit, as on a host without room for
+them, and one a limit below either side, so that parts of the users take turns. Each first runs an iteration with
+HYBRIDMF_GPU_MEMORY_LIMIT at its limit, which no allocation may pass. The first two have to end with the same bits as a
+fit in the GPU's memory, the last with its objective to five digits and its factors to rounding. The page cache serves
+what it has room for of the files: where the machine has much memory, that is all of them.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import hybridmf as hmf
 from hybridmf import _plan
 from hybridmf._objective import State
 from hybridmf._plan import Plan, make_plan
+from hybridmf._scratch import SCRATCH_DIR, find_room
 from hybridmf._solver import Solver
 from hybridmf.errors import DeviceError
 from hybridmf.gpu.device import MEMORY_LIMIT
@@ -165,13 +168,30 @@ def limits_of(matrix: Any, plan: Plan) -> dict[str, int]:
     """Bytes that a fit with factors on the GPU cannot do with, and ones in which not even the users' have room."""
     width = -(-plan.rank // 4) * 16
     users, items = (rows * width for rows in matrix.shape)
-    return {"factors": int(0.9 * (users + items + max(users, items))), "turns": int(0.6 * max(users, items))}
+    whole = int(0.9 * (users + items + max(users, items)))
+    return {"factors": whole, "factors-on-disk": whole, "turns": int(0.6 * max(users, items))}
 
 
 def limited_plan(model: Any, matrix: Any, limit: int | None) -> Plan:
     """What a fit runs by on a GPU of so much memory."""
     model.set_params(gpu_memory_limit=limit)
     return make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
+
+
+def disk_plan(model: Any, matrix: Any, limit: int, folder: str) -> Plan:
+    """The same where the host has no room for the factors, and `folder` has."""
+    needed, measured = limited_plan(model, matrix, limit).host_bytes, _plan.available_memory
+    with environment(SCRATCH_DIR, folder):
+        try:
+            _plan.available_memory = lambda: needed - 1
+            plan = limited_plan(model, matrix, limit)
+        finally:
+            _plan.available_memory = measured
+    if plan.factors_on != "disk":
+        raise click.ClickException(
+            f"{folder!r} cannot have files of factors, give --folder: {find_room([folder], 0)[1]}"
+        )
+    return plan
 
 
 def run_enforced(model: Any, arguments: tuple[Any, ...], plan: Plan, limit: int) -> None:
@@ -201,7 +221,7 @@ def differences(name: str, expected: tuple[State, float], found: tuple[State, fl
         errors[side] = float(np.linalg.norm(other - one) / np.linalg.norm(one))
     near = max(errors.values()) == 0 if name != "turns" else errors["objective"] < 1e-5 and max(errors.values()) < 1e-2
     if not near:
-        raise click.ClickException(f"factors on the host, {name}: relative errors {errors}: not measured")
+        raise click.ClickException(f"factors away, {name}: relative errors {errors}: not measured")
     return errors
 
 
@@ -215,8 +235,8 @@ def seconds_of(solver: Solver, repeats: int) -> list[float]:
     return found
 
 
-def measure_factors(feedback: str, factors: int, shape: str, repeats: int) -> None:
-    """Factors in the GPU's memory, on the host, and on the host in turns: check, time, print, record."""
+def measure_factors(feedback: str, factors: int, shape: str, folder: str, repeats: int) -> None:
+    """Factors in the GPU's memory, on the host, in files, and on the host in turns: check, time, print, record."""
     from hybridmf.formats import transpose
 
     matrix, model = data_of(feedback, shape, "cuda"), model_of(feedback, factors, "cuda")
@@ -224,8 +244,9 @@ def measure_factors(feedback: str, factors: int, shape: str, repeats: int) -> No
     memory = limited_plan(model, matrix, None)
     limits = limits_of(matrix, memory)
     chosen = {"memory": memory} | {name: limited_plan(model, matrix, limit) for name, limit in limits.items()}
+    chosen["factors-on-disk"] = disk_plan(model, matrix, limits["factors-on-disk"], folder)
     for name, limit in limits.items():
-        turns = [half.turns for half in chosen[name].scale.halves.values()] if chosen[name].factors_on_host else []
+        turns = [half.turns for half in chosen[name].scale.halves.values()] if chosen[name].factors_away else []
         if not turns or (max(turns) > 1) != (name == "turns"):
             raise click.ClickException(f"{name}: {limit} bytes have another plan:\n{chosen[name]}")
         run_enforced(model, arguments, chosen[name], limit)
@@ -233,7 +254,7 @@ def measure_factors(feedback: str, factors: int, shape: str, repeats: int) -> No
     base = 0.0
     for name, plan in chosen.items():  # one after the other: memory of the host is page-locked for one of them
         started = time.perf_counter()
-        solver = model._solver(plan, *arguments, model._initial_state(*arguments, memory, model._objective()), 0)
+        solver = model._solver(plan, *arguments, model._initial_state(*arguments, plan, model._objective()), 0)
         set_up = time.perf_counter() - started
         iterate(solver)
         found = solver.state.on_host(), solver.objective_value()
@@ -247,6 +268,7 @@ def measure_factors(feedback: str, factors: int, shape: str, repeats: int) -> No
             "task": "factors away", "device": str(plan.gpu), "shape": shape, "nnz": matrix.nnz, "feedback": feedback,
             "factors": factors, "from": name, "ms": [1e3 * second for second in each], "ratio": one / base,
             "limit": limits.get(name), "planned_bytes": plan.total_bytes, "host_bytes": plan.host_bytes,
+            "disk_bytes": plan.disk_bytes,
             "set_up_s": set_up, "errors": errors, "partition": None if plan.scale is None else as_record(plan.scale),
         }  # fmt: skip
         record("out_of_core", line)
@@ -266,7 +288,7 @@ def main(profile: str, device: str, shape: str | None, folder: str | None, cold:
     for feedback, factors in CASES[profile]:
         try:
             if away == "factors":
-                measure_factors(feedback, factors, shape or AWAY_SHAPE, repeats)
+                measure_factors(feedback, factors, shape or AWAY_SHAPE, folder or tempfile.gettempdir(), repeats)
                 continue
             rank = CPU_FACTORS if device == "cpu" else factors
             place = folder or tempfile.gettempdir()

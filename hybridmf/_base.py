@@ -142,14 +142,15 @@ class FactorModel(ServingMixin, BaseEstimator):
         stored = isinstance(matrix, StoreMatrix)
         facts = Facts.of(matrix, items=settings.method is not None)
         slab = matrix.largest_slab if stored else None
-        plan = make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab)
+        beside = matrix.store.path.parent if stored else None
+        plan = make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside)
         check_memory(plan)
         validation = _check_validation(validation, user_items, matrix.shape, objective)
         where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)
         data = ""
         if where or resume_from is not None:
             data = checkpoints.fingerprint(matrix)
-        resumed = None if resume_from is None else checkpoints.read(resume_from, self, data)
+        resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.factors_away)
 
         logger.info("plan:\n%s", plan)
         converting = time.perf_counter()

@@ -291,9 +291,10 @@ def _gpu_iteration(plan: Plan, rates: GpuRates) -> float:
         return seconds
     # copies go on beside the kernels: the slower of both decides
     moved = 2 * plan.nnz * (4 + _itemsize(plan)) / (PINNED_BYTES if plan.streamed == "host" else rates.upload_bytes)
-    if plan.scale is not None and plan.factors_on_host:
+    if plan.scale is not None and plan.factors_away:
         halves = plan.scale.halves.values()
-        moved = max(moved, sum(half.seconds["from host"] for half in halves))
+        files = "from disk" if plan.factors_on == "disk" else "from host"
+        moved = max(moved, sum(max(half.seconds["from host"], half.seconds[files]) for half in halves))
         seconds += sum(half.seconds.get(name, 0.0) for half in halves for name in ("turns", "waves"))
     return max(seconds, moved)
 

@@ -57,7 +57,7 @@ def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
     """
     from .cpu.engine import CpuEngine
 
-    if plan.gpu is None or plan.factors_on_host:
+    if plan.gpu is None or plan.factors_away:
         return CpuEngine(plan if plan.device == "cpu" else on_cpu(plan))
     if scores >= GPU_SCORES:
         from .gpu.device import open_device

@@ -35,6 +35,12 @@ TENSORS = frozenset(
 DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "int32": "I32", "uint8": "U8"}
 """NumPy's names of dtypes, and those of safetensors."""
 
+LARGE = frozenset(["user_factors", "item_factors"])
+"""Tensors that may be larger than memory."""
+
+CHECKED_ROWS = 65536
+"""Rows of a tensor that are looked at together."""
+
 LABEL_DTYPES = (np.int64, np.uint64, np.uint8)
 MAX_COUNT = int(np.iinfo(np.int64).max)
 
@@ -194,6 +200,13 @@ def _checksums(metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> dict
     return {"": zlib.crc32(said.encode())} | {name: zlib.crc32(_bytes_of(array)) for name, array in tensors.items()}
 
 
+def _all_finite(array: np.ndarray) -> bool:
+    """Whether no value is infinite or NaN; of integers none is."""
+    if array.dtype.kind != "f":
+        return True
+    return all(bool(np.isfinite(array[k : k + CHECKED_ROWS]).all()) for k in range(0, len(array), CHECKED_ROWS))
+
+
 class ModelFile:
     """A model file whose content was checked.
 
@@ -206,15 +219,21 @@ class ModelFile:
     state : State
     seen : csr_array or None
     user_ids, item_ids : array or None
+
+    Parameters
+    ----------
+    path : path-like
+    mapped : bool
+        Factors are mapped from the file, not read into memory; it must not be written to while they are used.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, mapped: bool = False) -> None:
         self.path = Path(path)
         if self.path.is_dir():
             raise IsADirectoryError(f"path {str(path)!r} is a folder, not a model file")
         if not self.path.exists():
             raise FileNotFoundError(f"there is no model file {str(path)!r}")
-        metadata, tensors = self._read()
+        metadata, tensors = self._read(LARGE if mapped else frozenset())
         if metadata.get("format") != FORMAT:
             raise self._error("is a safetensors file, but not a hybridmf model")
         if metadata.get("version") != str(VERSION):
@@ -245,14 +264,28 @@ class ModelFile:
         if not sound:
             raise self._error(f"is corrupt: {problem}")
 
-    def _read(self) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    def _read(self, to_map: frozenset[str]) -> tuple[dict[str, str], dict[str, np.ndarray]]:
         try:
             with safetensors.safe_open(self.path, framework="numpy") as file:
-                return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                metadata, names = file.metadata() or {}, file.keys()
+                return metadata, {
+                    name: self._mapped(name) if name in to_map else file.get_tensor(name) for name in names
+                }
         except (safetensors.SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise self._error(
                 f"is not a complete model file ({error}); it is truncated, altered, or of another format"
             ) from error
+
+    def _mapped(self, name: str) -> np.ndarray:
+        """A tensor as it is in the file, whose header the library has checked."""
+        with open(self.path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            found = json.loads(file.read(size))[name]
+        dtype = next(known for known, short in DTYPES.items() if short == found["dtype"])
+        shape, begin = tuple(found["shape"]), 8 + size + found["data_offsets"][0]
+        if 0 in shape:  # nothing cannot be mapped
+            return np.zeros(shape, dtype)
+        return np.memmap(self.path, dtype, "r", begin, shape)
 
     def _check_sums(self, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
         if "checksums" not in metadata:  # written before there were any
@@ -300,8 +333,7 @@ class ModelFile:
                     f"expected ({len(factors)},) and {factors.dtype}",
                 )
         for name, array in tensors.items():
-            finite = array.dtype.kind != "f" or bool(np.all(np.isfinite(array)))
-            self._require(finite, f"{name} has values that are not finite")
+            self._require(_all_finite(array), f"{name} has values that are not finite")
         squares = self._squares(tensors)
         return State(
             Factors(users, user_bias, squares.get("user")),

@@ -1,7 +1,7 @@
-"""Arrays that are mapped from files, read as files.
+"""Arrays that are mapped from files, read and written as files.
 
-That takes no page fault every few pages, and gives an error that can be caught where a file has become shorter: to
-touch its mapped pages would end the process.
+That takes no page fault every few pages, and gives an error that can be caught where a file has become shorter or its
+disk fails: to touch its mapped pages would end the process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from ._scratch import scratch_file
 from .errors import StoreError
 
 
@@ -59,6 +60,23 @@ def read_into(buffer: np.ndarray, handle: int, begin: int) -> None:
         rest, begin = rest[found:], begin + found
 
 
+def write_from(buffer: np.ndarray, handle: int, begin: int) -> None:
+    """Write a buffer to a file.
+
+    Parameters
+    ----------
+    buffer : uint8 array, C order
+    handle : int
+        Descriptor of the file; threads may share it.
+    begin : int
+        Where in the file the bytes go.
+    """
+    rest = buffer.data
+    while len(rest):
+        written = os.pwrite(handle, rest, begin)
+        rest, begin = rest[written:], begin + written
+
+
 def _opened(path: str) -> int | None:
     """Descriptor of a file that can be read at any place by several threads; None where there is none."""
     if not path or not hasattr(os, "preadv"):  # as on Windows
@@ -76,8 +94,12 @@ def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]
     Parameters
     ----------
     source : uint8 array, C order
-        Where it is mapped from a file that still has its name, the file is read.
+        Where it is mapped from a file that still has its name, or from one of `hybridmf._scratch`, the file is read.
     """
+    scratch = scratch_file(source)
+    if scratch is not None and hasattr(os, "preadv"):
+        yield lambda buffer, start: read_into(buffer, scratch[0], scratch[1] + start)
+        return
     path, begin = file_behind(source) or ("", 0)
     handle = _opened(path)
     if handle is None:
@@ -87,3 +109,18 @@ def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]
         yield lambda buffer, start: read_into(buffer, handle, begin + start)
     finally:
         os.close(handle)
+
+
+def writer_of(target: np.ndarray) -> Callable[[np.ndarray, int], None]:
+    """``write(buffer, start)``, which puts the bytes of a buffer into an array from `start` on.
+
+    Parameters
+    ----------
+    target : uint8 array, C order
+        Where it is mapped from a file of `hybridmf._scratch`, the file is written to.
+    """
+    scratch = scratch_file(target)
+    if scratch is None or not hasattr(os, "pwrite"):  # as on Windows
+        return lambda buffer, start: np.copyto(target[start : start + len(buffer)], buffer)
+    handle, begin = scratch
+    return lambda buffer, start: write_from(buffer, handle, begin + start)

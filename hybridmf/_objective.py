@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from ._validate import check_bool, check_choice, check_real
 
 Side = Literal["user", "item"]
 SIDES: tuple[Side, Side] = ("user", "item")
+
+DRAWN_ROWS = 65536
+"""Rows whose random factors are drawn at a time; the values do not depend on it."""
 
 
 def other_side(side: Side) -> Side:
@@ -177,12 +181,31 @@ def initial_state(
     """
 
     def draw(degrees: np.ndarray) -> Factors:
-        matrix: np.ndarray = rng.standard_normal((len(degrees), rank), dtype=np.float32)
+        matrix: np.ndarray = np.empty((len(degrees), rank), dtype)
+        for rows, drawn in drawn_rows(degrees, rank, rng):
+            matrix[rows] = drawn
+        return Factors(matrix, first_bias(degrees, dtype, objective))
+
+    return State(draw(user_degrees), draw(item_degrees), first_mean(mean, objective))
+
+
+def drawn_rows(degrees: np.ndarray, rank: int, rng: np.random.Generator) -> Iterator[tuple[slice, np.ndarray]]:
+    """Random factors of one side, some rows at a time, float32; see `initial_state`."""
+    for start in range(0, len(degrees), DRAWN_ROWS):
+        rows = slice(start, min(start + DRAWN_ROWS, len(degrees)))
+        matrix: np.ndarray = rng.standard_normal((rows.stop - start, rank), dtype=np.float32)
         # non-negative and of length about 1: a first product near the mean rating, not near zero
         np.abs(matrix, out=matrix)
         matrix *= np.float32(1.0 / np.sqrt(rank))
-        matrix[np.asarray(degrees) == 0] = 0
-        bias: np.ndarray | None = np.zeros(len(degrees), dtype=dtype) if objective.biases else None
-        return Factors(matrix.astype(dtype, copy=False), bias)
+        matrix[np.asarray(degrees[rows]) == 0] = 0
+        yield rows, matrix
 
-    return State(draw(user_degrees), draw(item_degrees), mean if objective.biases else 0.0)
+
+def first_bias(degrees: np.ndarray, dtype: Any, objective: Objective) -> np.ndarray | None:
+    """Biases that a fit starts from; None where the objective has none."""
+    return np.zeros(len(degrees), dtype=dtype) if objective.biases else None
+
+
+def first_mean(mean: float, objective: Objective) -> float:
+    """The mean rating where the objective has biases, else 0."""
+    return mean if objective.biases else 0.0

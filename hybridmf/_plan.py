@@ -14,6 +14,7 @@ import numpy as np
 from . import dispatch
 from ._cost import Facts
 from ._memory import available_memory, cpu_bytes, mib, system_bytes, tile_pointers
+from ._scratch import SCRATCH_DIR, find_room, scratch_folders
 from ._validate import (
     MAX_FACTORS,
     check_bool,
@@ -225,7 +226,9 @@ class Plan:
     devices : tuple of str
         Of each rank, where there are several; `device` is then the first, which serves the fitted model.
     scale : ScalePlan or None
-        How ALS spreads over several GPUs; on one, in which parts factors come that are in the memory of the host.
+        How ALS spreads over several GPUs; on one, in which parts factors come that do not stay there.
+    scratch : tuple of str
+        Folders for files of factors that fit neither on a GPU nor in the memory of the host, the one to use first.
     facts : Facts or None
         What is known of the degrees of the data.
     estimates : tuple of Estimate
@@ -264,6 +267,7 @@ class Plan:
     resident: bool = False
     devices: tuple[str, ...] = ()
     scale: ScalePlan | None = None
+    scratch: tuple[str, ...] = ()
     facts: Facts | None = field(default=None, compare=False, repr=False)
     estimates: tuple[dispatch.Estimate, ...] = field(default=(), compare=False, repr=False)
 
@@ -281,17 +285,44 @@ class Plan:
         return {"user": grid, "item": grid}
 
     @property
+    def factors_on(self) -> Place:
+        """Where factors are between half sweeps: "device" (for a fit on the CPU, its memory), "host" or "disk"."""
+        return "device" if self.scale is None else self.scale.factors
+
+    @property
     def factors_on_host(self) -> bool:
         """Whether factors are in the memory of the host, and on a GPU only while they are worked with."""
-        return self.scale is not None and self.scale.factors == "host"
+        return self.factors_on == "host"
+
+    @property
+    def factors_away(self) -> bool:
+        """Whether factors are in the memory of the host or in files, and on a GPU only while they are worked with."""
+        return self.factors_on != "device"
+
+    def tables_of(self, side: Side) -> int:
+        """Tables of a side's factors that a fit has at a time where they are away: new ones beside the last ones.
+
+        To balance makes new ones of both sides, of which the items' are replaced while the last ones are still there.
+        """
+        return 3 if self.balance and side == "item" else 2
+
+    @property
+    def _away_bytes(self) -> int:
+        """Of the factors of both sides, new and old, where they are away."""
+        rows = self.tables_of("user") * self.n_users + self.tables_of("item") * self.n_items
+        if self.devices:
+            rows += len(self.devices) * max(self.n_users, self.n_items)  # gathered by each rank
+        return rows * Problem((0, 0), 0, self.rank, np.dtype(self.dtype).itemsize).row_bytes
 
     @property
     def host_bytes(self) -> int:
         """Memory of the host that factors take which stay there: those of a half sweep beside the ones before."""
-        if self.scale is None or not self.factors_on_host:
-            return 0
-        gathered = max(1, len(self.devices)) * max(self.n_users, self.n_items) if self.devices else 0
-        return (2 * (self.n_users + self.n_items) + gathered) * self.scale.problem.row_bytes
+        return self._away_bytes if self.factors_on == "host" else 0
+
+    @property
+    def disk_bytes(self) -> int:
+        """The same of files, where factors are on disk."""
+        return self._away_bytes if self.factors_on == "disk" else 0
 
     @property
     def row_cost(self) -> float:
@@ -374,6 +405,11 @@ class Plan:
         lines += [f"estimate  {text}" for text in dispatch.estimate_lines(self.estimates)]
         if self.host_bytes:
             lines.append(f"host      {mib(self.host_bytes)}: factors, old and new; they come to the GPU in parts")
+        if self.disk_bytes:
+            lines.append(
+                f"disk      {mib(self.disk_bytes)} in {self.scratch[0]!r}: factors, old and new; they come to the GPU "
+                "in parts"
+            )
         if self.scale is not None:
             lines += [str(half) for half in self.scale.halves.values()]
             lines.append(f"predicted {self.scale.seconds:.3g} s per iteration")
@@ -400,10 +436,12 @@ def make_plan(
     nnz: int,
     facts: Facts | None = None,
     slab: int | None = None,
+    beside: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Decide everything about a fit from its sizes, and from what is known of the degrees, before any work.
 
-    `slab`: entries of the largest slab of a store, None for ratings in memory.
+    `slab`: entries of the largest slab of a store, None for ratings in memory. `beside`: folder that the store is in,
+    the first choice for files of factors that have no room in memory.
 
     Raises
     ------
@@ -424,6 +462,7 @@ def make_plan(
     else:
         spec, reason = dispatch.find_gpu(settings.device)
     plan = replace(_undecided(objective, settings, shape, nnz), reason=reason, devices=devices, facts=facts)
+    plan = replace(plan, scratch=scratch_folders(beside))
     if slab is not None and settings.method is None:
         plan = _stored(plan, slab)
     if settings.method is not None:
@@ -494,7 +533,7 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
     free = plan.gpu.free_bytes
     scale = _spread(plan, free)
     plan = _placed(plan, scale)
-    if scale.factors == "host":
+    if scale.factors != "device":
         return _with_scale(plan, scale)
     fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
     left = min(GPU_BATCH_BYTES, max(0, free - scale.bytes_per_gpu + fullest.bytes["systems"]))
@@ -503,7 +542,7 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
 
 
 def _with_scale(plan: Plan, scale: ScalePlan) -> Plan:
-    """The plan with factors on the host."""
+    """The plan with factors that do not stay on GPUs."""
     fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
     sizes = {name: size for name, size in fullest.bytes.items() if size}
     slots = min(slots_at_once(scale.problem, half) for half in scale.halves.values())
@@ -520,7 +559,7 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
         return scale
     place: Place = "disk" if stored and not _host_has_room(plan) else "host"
     streamed = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
-    if stored and not _host_has_room(plan, _host_factor_bytes(plan)):
+    if stored and not _host_has_room(plan, plan._away_bytes):
         place = "disk"
     return streamed or plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place)) or scale
 
@@ -552,7 +591,7 @@ def _placed(plan: Plan, scale: ScalePlan) -> Plan:
     if scale.ratings == "device":
         return replace(plan, resident=bool(plan.streamed))
     notes = plan.notes
-    if scale.factors == "host":
+    if scale.factors != "device":
         notes = (*notes, "the factors do not fit on the GPUs: they stay in the memory of the host")
     elif not plan.streamed:
         notes = (*notes, _streaming_note(plan, f"{scale.gpus} GPUs"))
@@ -689,17 +728,30 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     streamed = _gpu_streamed(plan, spec)
     if not dispatch.memory_lacks(streamed):
         return streamed
-    return _gpu_host(plan, spec, "host") or whole
+    return _gpu_away(plan, spec) or whole
 
 
-def _gpu_host(plan: Plan, spec: DeviceSpec, place: Place) -> Plan | None:
-    """The plan with factors in the memory of the host and ratings from `place`; None if not even that fits."""
-    scale = plan_host_ranks(host_problem(plan), 1, spec.free_bytes, place, _host_slab(plan, place))
+def _gpu_away(plan: Plan, spec: DeviceSpec) -> Plan | None:
+    """The plan with factors in the memory of the host or in files; None if not even their parts fit on the GPU."""
+    folder = _folder_for_factors(plan)
+    factors: Place = "disk" if folder else "host"
+    beside = 0 if folder else plan._away_bytes
+    ratings: Place = "disk" if plan.streamed and not _host_has_room(plan, beside) else "host"
+    slab = _host_slab(plan, ratings)
+    scale = plan_host_ranks(host_problem(plan), 1, spec.free_bytes, ratings, slab, factors=factors)
     if scale is None:
         return None
-    notes = (*plan.notes, "the factors do not fit on the GPU: they stay in the memory of the host")
-    slab = max(map(scale.slab, scale.halves))
-    return _with_scale(replace(plan, streamed=place, slab=slab, notes=notes), scale)
+    note = "the factors do not fit on the GPU: they stay in the memory of the host"
+    if folder:
+        note = f"the factors do not fit on the GPU, nor in the memory of the host: they are in files in {folder!r}"
+    plan = replace(plan, notes=(*plan.notes, note), scratch=(folder,) if folder else plan.scratch)
+    return _with_scale(replace(plan, streamed=ratings, slab=max(map(scale.slab, scale.halves))), scale)
+
+
+def _folder_for_factors(plan: Plan) -> str:
+    """Where files of factors go that the memory of the host has no room for; empty if it has, or if nothing has."""
+    free, needed = available_memory(), plan._away_bytes
+    return "" if free is None or needed <= free else find_room(plan.scratch, needed)[0]
 
 
 def _gpu_choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
@@ -753,13 +805,7 @@ def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
     streamed = _with_batches(replace(plan, streamed=where), _streamed_bytes(plan), spec)
     if not dispatch.memory_lacks(streamed):
         return streamed
-    where = "host" if _host_has_room(plan, _host_factor_bytes(plan)) else "disk"
-    return _gpu_host(plan, spec, where) or streamed
-
-
-def _host_factor_bytes(plan: Plan) -> int:
-    """Of the factors of both sides, old and new, where they stay on the host."""
-    return 2 * (plan.n_users + plan.n_items) * host_problem(plan).row_bytes
+    return _gpu_away(plan, spec) or streamed
 
 
 def _host_has_room(plan: Plan, beside: int = 0) -> bool:
@@ -889,9 +935,15 @@ def _needs_all(plan: Plan) -> str:
 def _check_host(plan: Plan) -> None:
     """Refuse factors that are to stay on the host and do not fit there."""
     free = available_memory()
-    if free is not None and plan.host_bytes > free:
-        raise MemoryBudgetError(
-            f"the factors do not fit on {plan.gpu.name if plan.gpu else 'the GPU'}, and in the memory of the host they "
-            f"need about {mib(plan.host_bytes)}, of which {mib(free)} are free; use fewer factors, or a GPU or a host "
-            "with more memory"
-        )
+    if free is None or plan.host_bytes <= free:
+        return
+    files = ", or one GPU alone, which may have factors in files"
+    if not plan.devices:
+        problem = find_room(plan.scratch, plan.host_bytes)[1]
+        files = f", or set {SCRATCH_DIR} to a folder on a disk with room for files of that size"
+        files += f" ({problem})" if problem else ""
+    raise MemoryBudgetError(
+        f"the factors do not fit on {plan.gpu.name if plan.gpu else 'the GPU'}, and in the memory of the host they "
+        f"need about {mib(plan.host_bytes)}, of which {mib(free)} are free; use fewer factors, or a GPU or a host "
+        f"with more memory{files}"
+    )

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ._base import FactorModel
-from ._objective import Objective, State
+from ._learned import total_of
+from ._objective import Objective, Side, State
 from ._plan import Plan, Settings
 from ._solver import Solver
+from ._validate import check_rng
 from .cpu.als import CpuALS
 from .cpu.stream import StreamedCpuALS
 
@@ -35,6 +39,15 @@ class _ALS(FactorModel):
             iterations=self.iterations,
         )
 
+    def _initial_state(self, matrix: Any, item_users: Any, plan: Plan, objective: Objective) -> State:
+        if not plan.factors_away or plan.devices:
+            return super()._initial_state(matrix, item_users, plan, objective)
+        from .gpu.turns import first_state
+
+        degrees: dict[Side, np.ndarray] = {"user": np.diff(matrix.indptr), "item": np.diff(item_users.indptr)}
+        mean, rng = total_of(matrix) / matrix.nnz, check_rng(self.random_state)
+        return first_state(degrees, plan, matrix.dtype.type, objective, mean, rng)
+
     def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
         arguments = (user_items, item_users, self._objective(), plan, state)
         if plan.devices:
@@ -45,7 +58,7 @@ class _ALS(FactorModel):
             return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
         from .gpu.device import open_device
 
-        if plan.factors_on_host:
+        if plan.factors_away:
             from .gpu.turns import HostGpuALS
 
             return HostGpuALS(open_device(plan.device), *arguments)

@@ -389,7 +389,8 @@ def test_what_a_callback_has_seen_stays_as_it_was(gpu):  # noqa: F811
 
 
 def test_tables_are_used_again_when_nobody_holds_them(device):
-    tables = HostTables((3, 4), np.float32, device.copier())
+    tables = HostTables((3, 4), np.float32)
+    tables.lock(device.copier())
     one, two = tables.take(), tables.take()
     first = one.ctypes.data
     assert one.shape == (3, 4) and first != two.ctypes.data

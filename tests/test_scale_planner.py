@@ -135,7 +135,12 @@ def test_model_parallel_plans_are_served(problem: Problem, gpus: int, others: in
         assert half.grid == Grid(1, gpus) and half.turns == half.parts
         assert (plan.slab_rows(side) is None) == (plan.factors == "device")
     with contextlib.suppress(MemoryBudgetError):
-        plan.on(others).check_served(others)
+        moved = plan.on(others)
+        if plan.factors != "disk" or others == 1:
+            moved.check_served(others)
+            return
+        with pytest.raises(ValueError, match="keeps factors on them or on the host; the partition has them on disk"):
+            moved.check_served(others)
 
 
 def test_more_turns_where_they_leave_room_for_more_rows() -> None:

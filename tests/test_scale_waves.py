@@ -268,7 +268,10 @@ def test_partitions_that_no_fit_serves(gpus: Machine) -> None:
     half = partition.halves["item"]
     for changed, message in (
         (partition.on(4), r"the partition is for 4 GPUs and the fit has 2; use partition.on\(2\)"),
-        (replace(partition, factors="disk"), "a fit keeps factors on the GPUs or on the host; .* has them on disk"),
+        (
+            replace(partition, factors="disk"),
+            "a fit on several GPUs keeps factors on them or on the host; .* has them on disk",
+        ),
         (replace(partition, factors="host", ratings="device"), "streams ratings where factors are on the host"),
         (
             replace(partition, halves=dict(partition.halves) | {"item": replace(half, parts=4, resident=False)}),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .._mapped import reader_of
+from .._mapped import reader_of, writer_of
 from ..errors import DeviceError
 
 if TYPE_CHECKING:
@@ -185,6 +185,7 @@ class CudaCopier:
 
     def _fetch_staged(self, raw: np.ndarray, source: Array) -> None:
         arriving: list[tuple[int, int, np.ndarray, Any]] = []
+        write = writer_of(raw)
         for start in range(0, raw.nbytes, COPY_CHUNK):
             buffer, event = self._stage()
             size = min(COPY_CHUNK, raw.nbytes - start)
@@ -192,14 +193,15 @@ class CudaCopier:
             event.record(self._stream)
             arriving.append((start, size, buffer, event))
             if len(arriving) == STAGES:
-                self._take(raw, *arriving.pop(0))
+                self._take(write, *arriving.pop(0))
         for piece in arriving:
-            self._take(raw, *piece)
+            self._take(write, *piece)
 
-    def _take(self, raw: np.ndarray, start: int, size: int, buffer: np.ndarray, event: Any) -> None:
+    def _take(
+        self, write: Callable[[np.ndarray, int], None], start: int, size: int, buffer: np.ndarray, event: Any
+    ) -> None:
         event.synchronize()
-        target = raw[start : start + size]
-        self._share(size, lambda k, end: np.copyto(target[k:end], buffer[k:end]))
+        self._share(size, lambda k, end: write(buffer[k:end], start + k))
 
     def mark(self) -> Any:
         """An event behind the copies begun so far."""

@@ -1,4 +1,4 @@
-"""ALS on a GPU whose factors stay in the memory of the host: for problems whose factors are larger than the GPU.
+"""ALS on a GPU whose factors stay in the memory of the host, or in files: for factors that are larger than the GPU.
 
     ratings    slab k + 1 ──> device ┐                              a thread and a stream each, beside the kernels
     fixed side part t + 1 ──> device ┼─> kernels: rows of slab k ──> solutions of slab k - 1 ──> host
@@ -9,6 +9,9 @@ Where the fixed side fits on the GPU as a whole it is brought there once in each
 sums of the slab's rows stay on the device and grow in the order of the parts, then the systems are completed and
 solved. Columns ascend within a row, so that a segment's entries of one part lie side by side: `clip_segments` finds
 where they begin and end, and no entry is copied.
+
+Files of `hybridmf._scratch` take the place of memory that the host does not have: `HostTables` are then made of them,
+before the fit begins. Nothing here works on more of a table at a time than some rows.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._balance import balancing
-from .._objective import SIDES, Factors, Objective, Side, State
+from .._objective import SIDES, Factors, Objective, Side, State, drawn_rows, first_bias, first_mean
 from .._plan import Plan
+from .._scratch import mapped
 from ..cpu.als import check_status
 from ..scale.planner import slots_at_once
 from ..scale.slabs import MemorySlabs, Slabs, slab_entries
@@ -68,12 +72,20 @@ class HostFactors(Factors):
     host_bias : float array, shape (n,), or None
     range : RowRange, optional
         Of the table's rows, where it is known.
+    tables : HostTables, optional
+        Where the table is from, and the next one will be.
     """
 
     def __init__(
-        self, table: np.ndarray, factors: int, host_bias: np.ndarray | None, range: RowRange | None = None
+        self,
+        table: np.ndarray,
+        factors: int,
+        host_bias: np.ndarray | None,
+        range: RowRange | None = None,
+        tables: HostTables | None = None,
     ) -> None:
         object.__setattr__(self, "table", table)
+        object.__setattr__(self, "tables", tables)
         object.__setattr__(self, "factors", factors)
         object.__setattr__(self, "host_bias", host_bias)
         object.__setattr__(self, "range", range)
@@ -83,12 +95,14 @@ class HostFactors(Factors):
     factors: int
     host_bias: np.ndarray | None
     range: RowRange | None
+    tables: HostTables | None
     _host: Factors | None
 
     def on_host(self) -> Factors:
         """The factors without what only devices need; a copy only where rows are padded, made once."""
         if self._host is None:
-            matrix = np.ascontiguousarray(self.table[:, : self.factors])
+            rows = self.table[:, : self.factors]
+            matrix = np.ascontiguousarray(rows) if self.tables is None else self.tables.packed(rows)
             object.__setattr__(self, "_host", Factors(matrix, self.host_bias))
         host = self._host
         assert host is not None
@@ -141,34 +155,71 @@ def range_on_host(table: np.ndarray) -> RowRange:
 
 
 class HostTables:
-    """Tables of one shape, page-locked once where possible, that are used again when nobody holds them any more.
+    """Tables of one shape that are used again when nobody holds them any more.
 
-    A half sweep writes new factors and leaves the old ones alone: whoever has looked at them may keep them. Locking the
-    pages of new memory each time would take longer than to fill it.
+    A half sweep writes new factors and leaves the old ones alone: whoever has looked at them may keep them. They are
+    page-locked once where possible: to lock the pages of new memory each time would take longer than to fill it.
 
     Parameters
     ----------
     shape : (n, width)
     dtype : dtype
-    copier : Copier
-        What pages are locked for.
+    folder : str
+        Where their files are; empty: they are in memory.
     """
 
-    def __init__(self, shape: tuple[int, int], dtype: Any, copier: Copier) -> None:
-        self.shape, self.dtype, self.copier = shape, np.dtype(dtype), copier
+    def __init__(self, shape: tuple[int, int], dtype: Any, folder: str = "") -> None:
+        self.shape, self.dtype, self.folder = shape, np.dtype(dtype), folder
+        self._made: list[np.ndarray] = []
         self._free: list[np.ndarray] = []
+        self._copier: Copier | None = None
+
+    @classmethod
+    def of(cls, side: Side, plan: Plan, dtype: Any) -> HostTables:
+        """Tables of a side of a fit; files of all that it needs are made at once."""
+        shape = (plan.n_users if side == "user" else plan.n_items, table_width(plan.rank, dtype))
+        tables = cls(shape, dtype, plan.scratch[0] if plan.factors_on == "disk" else "")
+        if tables.folder:
+            tables._free = [tables._make() for _ in range(plan.tables_of(side))]
+        return tables
+
+    def lock(self, copier: Copier) -> None:
+        """Have a copier lock the pages of all tables, those that are made later, too."""
+        self._copier = copier
+        for table in self._made:
+            self._pin(table)
+
+    def _pin(self, table: np.ndarray) -> None:
+        if self._copier is not None and not self.folder:
+            self._copier.pin(table)
 
     def take(self) -> np.ndarray:
         """A table of anything, until the last array that is made of it goes."""
         table = self._free.pop() if self._free else self._make()
         lent = _Lent(table)
-        weakref.finalize(lent, self._free.append, table).atexit = False
+        weakref.finalize(lent, _take_back, weakref.ref(self), table).atexit = False
         return np.asarray(lent)
 
+    def packed(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of tables as one piece of memory: as they are if they are one, else a copy in the place of a table."""
+        if rows.flags.c_contiguous or not self.folder:
+            return np.ascontiguousarray(rows)
+        copy = self.take().reshape(-1)[: rows.size].reshape(rows.shape)
+        copy[...] = rows
+        return copy
+
     def _make(self) -> np.ndarray:
-        table = np.empty(self.shape, self.dtype)
-        self.copier.pin(table)
+        table = mapped(self.shape, self.dtype, self.folder) if self.folder else np.empty(self.shape, self.dtype)
+        self._made.append(table)
+        self._pin(table)
         return table
+
+
+def _take_back(tables: weakref.ref[HostTables], table: np.ndarray) -> None:
+    """Have a table used again if there is still a fit; else it goes."""
+    owner = tables()
+    if owner is not None:
+        owner._free.append(table)
 
 
 class _Lent:
@@ -185,7 +236,25 @@ def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> H
     given = factors.on_host()
     table = np.empty((len(given), width), given.matrix.dtype) if tables is None else tables.take()
     fill_table(table, given)
-    return HostFactors(table, given.matrix.shape[1], given.bias)
+    return HostFactors(table, given.matrix.shape[1], given.bias, tables=tables)
+
+
+def first_state(
+    degrees: dict[Side, np.ndarray], plan: Plan, dtype: Any, objective: Objective, mean: float, rng: np.random.Generator
+) -> State:
+    """What `hybridmf._objective.initial_state` has, in the tables of a fit: there is no room for more."""
+    tables = {side: HostTables.of(side, plan, dtype) for side in SIDES}
+    users, items = (_first_factors(tables[side], degrees[side], plan.factors, objective, rng) for side in SIDES)
+    return State(users, items, first_mean(mean, objective))
+
+
+def _first_factors(
+    tables: HostTables, degrees: np.ndarray, rank: int, objective: Objective, rng: np.random.Generator
+) -> HostFactors:
+    table, bias = tables.take(), first_bias(degrees, tables.dtype, objective)
+    for rows, drawn in drawn_rows(degrees, rank, rng):
+        fill_table(table[rows], Factors(drawn, None if bias is None else bias[rows]))
+    return HostFactors(table, rank, bias, tables=tables)
 
 
 class Copiers:
@@ -372,6 +441,8 @@ class HostHalf(StreamedHalf):
     device, side, slabs, objective, plan, names, ends
         As for `StreamedHalf`; the plan's `scale` says in how many turns the fixed side comes.
     copiers : Copiers
+    tables : HostTables, optional
+        Of the rows that are solved. Default: its own, in memory.
     """
 
     def __init__(
@@ -384,6 +455,7 @@ class HostHalf(StreamedHalf):
         copiers: Copiers,
         names: np.ndarray | None = None,
         ends: np.ndarray | None = None,
+        tables: HostTables | None = None,
     ) -> None:
         assert plan.scale is not None
         half = plan.scale.halves[side]
@@ -394,7 +466,9 @@ class HostHalf(StreamedHalf):
             copiers.entries.pin(slabs.csr.indices)
             copiers.entries.pin(slabs.csr.data)
         self.longest = int(slab_entries(slabs.bounds, self.degrees).max(initial=0))
-        self.tables = HostTables((len(self.degrees), table_width(plan.rank, slabs.dtype)), slabs.dtype, copiers.entries)
+        width = table_width(plan.rank, slabs.dtype)
+        self.tables = tables or HostTables((len(self.degrees), width), slabs.dtype)
+        self.tables.lock(copiers.entries)
 
     def _slab_half(self, *arguments: Any) -> SlabHalf:
         slab = SlabInTurns(*arguments) if self.turns > 1 else HostSlab(*arguments)
@@ -413,7 +487,7 @@ class HostHalf(StreamedHalf):
         status, found = device.zeros(n, np.int32), device.zeros(3, np.uint32)
         table = self.tables.take()
         bias = np.zeros(n, table.dtype) if self.objective.biases else None
-        solved = HostFactors(table, self.plan.factors, bias)
+        solved = HostFactors(table, self.plan.factors, bias, tables=self.tables)
         drain = Drain(device, self.copiers.solutions)
         gram = self._gram(fixed)
         if self.turns > 1 and self.plan.assembly == "fused":
@@ -513,12 +587,13 @@ def part_bounds(rows: int, parts: int) -> np.ndarray:
 
 
 class HostGpuALS(StreamedGpuALS):
-    """`GpuALS` over factors that stay in the memory of the host, and ratings that come slab by slab.
+    """`GpuALS` over factors that stay in the memory of the host or in files, and ratings that come slab by slab.
 
     Parameters
     ----------
     device, user_items, item_users, objective, plan, state
-        As for `StreamedGpuALS`; the plan's `scale` has factors on the host.
+        As for `StreamedGpuALS`; the plan's `scale` has factors on the host or on disk. A state of `first_state` brings
+        its tables with it.
     """
 
     inward: dict[Side, Any]
@@ -535,12 +610,15 @@ class HostGpuALS(StreamedGpuALS):
         self.device, self.objective, self.plan, self.mean = device, objective, plan, state.mean
         self._reordered = None
         matrices, copiers = {"user": user_items, "item": item_users}, Copiers(device)
+        tables = {side: _tables_of(state.side(side)) or HostTables.of(side, plan, user_items.dtype) for side in SIDES}
         self.halves = {
-            side: HostHalf(device, side, waves_of(matrices[side], side, plan), objective, plan, copiers)
+            side: HostHalf(
+                device, side, waves_of(matrices[side], side, plan), objective, plan, copiers, tables=tables[side]
+            )
             for side in SIDES
         }
         width = table_width(plan.rank, user_items.dtype)
-        self.inward = {side: to_host(state.side(side), width, self.halves[side].tables) for side in SIDES}
+        self.inward = {side: to_host(state.side(side), width, tables[side]) for side in SIDES}
 
     def balance(self) -> None:
         """Change both sides to the basis of least penalty; the same predictions."""
@@ -563,6 +641,10 @@ class HostGpuALS(StreamedGpuALS):
             grams = [host_gram(self.device, side) for side in (users, items)] if self.objective.is_implicit else []
             squares = [host_squares(self.device, side) for side in (users, items)]
             return total + penalties(self.objective, grams, squares, [self.halves[side].degrees for side in SIDES])
+
+
+def _tables_of(factors: Factors) -> HostTables | None:
+    return factors.tables if isinstance(factors, HostFactors) else None
 
 
 # ------------------------------------------------------------------------------------------------ over all rows
@@ -606,4 +688,4 @@ def host_times(
         part[:, : factors.factors] = device.matmul(part[:, : factors.factors], on_device)
         copier.after(device.record())
         copier.fetch(table[rows], part)
-    return HostFactors(table, factors.factors, factors.host_bias)
+    return HostFactors(table, factors.factors, factors.host_bias, tables=factors.tables)

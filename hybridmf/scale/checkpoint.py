@@ -392,8 +392,10 @@ def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
     return Path(directory).is_dir() and any(_NAME.fullmatch(path.name) for path in Path(directory).iterdir())
 
 
-def read(path: str | os.PathLike[str], model: Any, data: str) -> ModelFile:
+def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = False) -> ModelFile:
     """Find the checkpoint to resume from: a file, or the newest readable one of a folder.
+
+    `mapped`: the factors stay in the file, for a fit that has no room for them in memory.
 
     Raises
     ------
@@ -403,7 +405,7 @@ def read(path: str | os.PathLike[str], model: Any, data: str) -> ModelFile:
         It belongs to other data or other parameters, which are named, or cannot be read.
     """
     path = check_path("resume_from", path)
-    content = _newest(Path(path)) if Path(path).is_dir() else ModelFile(path)
+    content = _newest(Path(path), mapped) if Path(path).is_dir() else ModelFile(path, mapped=mapped)
     name = str(content.path)
     if "data" not in content.summary:
         raise ModelFileError(f"{name!r} is a saved model, not a checkpoint; pass what checkpoint= wrote")
@@ -425,14 +427,14 @@ def read(path: str | os.PathLike[str], model: Any, data: str) -> ModelFile:
     return content
 
 
-def _newest(directory: Path) -> ModelFile:
+def _newest(directory: Path, mapped: bool) -> ModelFile:
     found = _listed(directory)
     if not found:
         raise FileNotFoundError(f"resume_from folder {str(directory)!r} holds no checkpoint")
     problem: ModelFileError | None = None
     for each in reversed(found):
         try:
-            return ModelFile(each.path)
+            return ModelFile(each.path, mapped=mapped)
         except ModelFileError as error:
             problem = error
             logger.warning("checkpoint passed over: %s", error)

@@ -56,7 +56,7 @@ class GpuWorker:
     def own(self, factors: Factors, plan: Plan) -> als.DeviceFactors | HostFactors:
         """Factors as a table, where the plan has them between half sweeps."""
         width = als.table_width(plan.rank, factors.matrix.dtype)
-        return turns.to_host(factors, width) if plan.factors_on_host else als.to_device(self.device, factors, width)
+        return turns.to_host(factors, width) if plan.factors_away else als.to_device(self.device, factors, width)
 
     def blank(self, like: Array, rows: int) -> Array:
         """Zeros of the dtype and width of an array."""
@@ -93,7 +93,8 @@ class GpuWorker:
     def times(self, factors: als.DeviceFactors | HostFactors, basis: np.ndarray) -> als.DeviceFactors | HostFactors:
         """Factors in another basis."""
         if isinstance(factors, HostFactors):
-            return turns.host_times(self.device, factors, basis)
+            self._copiers = self._copiers or turns.Copiers(self.device)
+            return turns.host_times(self.device, factors, basis, copier=self._copiers.solutions)
         table = factors.table.copy()
         if len(table):
             on_device = self.device.upload(basis.astype(table.dtype))
@@ -112,7 +113,7 @@ class GpuWorker:
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
     ) -> als.HalfSweep | StreamedHalf:
         """The half sweep of one device, over a slab of rows; in waves where the plan says that ratings are streamed."""
-        if plan.factors_on_host:
+        if plan.factors_away:
             self._copiers = self._copiers or turns.Copiers(self.device)
             waves = waves_of(block, side, plan)
             return turns.HostHalf(self.device, side, waves, objective, plan, self._copiers, names, ends)

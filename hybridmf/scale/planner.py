@@ -15,6 +15,9 @@ A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 c
     systems            a batch (ours are solved batch by batch), or, where parts take turns, those of the whole row part
                        and as many as are summed before they join those
     (m + n)/GPUs w i   its share of both sides, where factors stay on the GPUs
+
+Ratings and factors that do not stay on GPUs are in the memory of the host, or on its disks where they have no room
+there: factors of both sides, old and new, and then ratings in both orientations.
 """
 
 from __future__ import annotations
@@ -414,8 +417,8 @@ class ScalePlan:
         """What of the partition fits do not work with; empty if nothing."""
         turning = [side for side, half in self.halves.items() if half.turns > 1]
         split = [side for side, half in self.halves.items() if half.grid.splits > 1]
-        if self.factors == "disk":
-            return "a fit keeps factors on the GPUs or on the host; the partition has them on disk"
+        if self.factors == "disk" and self.gpus > 1:
+            return "a fit on several GPUs keeps factors on them or on the host; the partition has them on disk"
         if self.factors == "host" and self.ratings == "device":
             return "a fit streams ratings where factors are on the host; the partition has them on the GPUs"
         if self.factors == "device" and turning:
@@ -602,16 +605,21 @@ def half_seconds(
         seconds["turns"] = again / machine.copy + half.turns * half.waves * machine.launch
     elif factors != "device":
         seconds["waves"] = half.waves * machine.launch
-    load = 0.0
+    load, loads = (
+        0.0,
+        half.waves if half.turns > 1 else 1,
+    )  # a part that does not stay comes again for each wave of rows
     if factors != "device":
-        loads = half.waves if half.turns > 1 else 1  # a part that does not stay comes again for each wave of rows
         load += loads * half.turns * table + rows / gpus * width
     if ratings != "device":
         load += problem.nnz / gpus * problem.entry_bytes
     if load:
         seconds["from host"] = load / machine.host
-    if ratings == "disk":
-        seconds["from disk"] = problem.nnz * problem.entry_bytes / machine.disk
+    read = problem.nnz * problem.entry_bytes if ratings == "disk" else 0.0
+    if factors == "disk":  # which all GPUs share
+        read += gpus * loads * half.turns * table + rows * width
+    if read:
+        seconds["from disk"] = read / machine.disk
     return seconds
 
 
@@ -693,9 +701,9 @@ def _best_served(
     if factors == "device":
         half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS, splits=1, resident=True)
         return fewest_batches(problem, machine, half, ratings, factors, memory)
-    if ratings == "device":
+    if ratings == "device" or (factors == "disk" and gpus > 1):
         return None
-    return _fastest_turns(problem, machine, gpus, side, ratings, memory, 1)
+    return _fastest_turns(problem, machine, gpus, side, ratings, factors, memory, 1)
 
 
 def plan_scale(
@@ -746,11 +754,11 @@ def _fastest(
     problem: Problem, gpus: int, memory: int, machine: Machine, host: int, best: Callable[..., HalfPlan | None]
 ) -> ScalePlan | None:
     usable = int(memory * (1 - HEADROOM))
-    both = 2 * problem.nnz * problem.entry_bytes + 2 * sum(problem.shape) * problem.row_bytes
-    away: Place = "host" if both <= host else "disk"
+    loaded, tables = 2 * problem.nnz * problem.entry_bytes, 2 * sum(problem.shape) * problem.row_bytes
     plans = []
-    ratings_on: tuple[Place, Place] = ("device", away)
-    factors_on: tuple[Place, Place] = ("device", "host")
+    factors_on: tuple[Place, Place] = ("device", "host" if tables <= host else "disk")
+    beside = tables if tables <= host else 0
+    ratings_on: tuple[Place, Place] = ("device", "host" if loaded + beside <= host else "disk")
     for ratings, factors in itertools.product(ratings_on, factors_on):
         found = {side: best(problem, machine, gpus, side, ratings, factors, usable) for side in SIDES}
         halves = {side: half for side, half in found.items() if half is not None}
@@ -795,9 +803,15 @@ def plan_streamed_ranks(
 
 
 def plan_host_ranks(
-    problem: Problem, gpus: int, memory: int, ratings: Place, slab: int, machine: Machine = H200
+    problem: Problem,
+    gpus: int,
+    memory: int,
+    ratings: Place,
+    slab: int,
+    machine: Machine = H200,
+    factors: Place = "host",
 ) -> ScalePlan | None:
-    """Model parallel with factors on the host, and ratings that come in row parts of at most `slab` entries.
+    """Model parallel with factors on the host or its disk, and ratings in row parts of at most `slab` entries.
 
     Where parts of the fixed side take turns for each row part, row parts may be larger, unless they are a store's.
 
@@ -807,15 +821,22 @@ def plan_host_ranks(
     usable = memory if gpus == 1 else int(memory * (1 - HEADROOM))  # a rank may own more rows than the mean
     halves: dict[Side, HalfPlan] = {}
     for side in SIDES:
-        found = _fastest_turns(problem, machine, gpus, side, ratings, usable, least)
+        found = _fastest_turns(problem, machine, gpus, side, ratings, factors, usable, least)
         if found is None:
             return None
         halves[side] = found
-    return ScalePlan(problem, machine, gpus, memory, ratings, "host", halves)
+    return ScalePlan(problem, machine, gpus, memory, ratings, factors, halves)
 
 
 def _fastest_turns(
-    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, memory: float, least: int
+    problem: Problem,
+    machine: Machine,
+    gpus: int,
+    side: Side,
+    ratings: Place,
+    factors: Place,
+    memory: float,
+    least: int,
 ) -> HalfPlan | None:
     """The half sweep whose number of turns is predicted to be fastest: more of them leave room for more rows.
 
@@ -826,7 +847,7 @@ def _fastest_turns(
     while parts <= min(fixed, MOST_TURNS) or (best is None and parts <= min(fixed, MOST_PARTS)):
         half = HalfPlan(side, parts, 1, gpus, loads=SLAB_BUFFERS, splits=1)
         fewest = 1 if parts > 1 and ratings == "host" else least
-        found = fewest_batches(problem, machine, half, ratings, "host", memory, fewest)
+        found = fewest_batches(problem, machine, half, ratings, factors, memory, fewest)
         if found is not None and (best is None or found.total < best.total):
             best = found
         parts = parts // 3 * 4 if parts % 3 == 0 else max(parts + 1, parts * 3 // 2)  # 1, 2, 3, 4, 6, 8, 12 ...

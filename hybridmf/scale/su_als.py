@@ -223,6 +223,11 @@ class RankALS(Alternating):
         self.rank = communicator.rank
         if communicator.size != layout.size:
             raise ValueError(f"the layout is of {layout.size} ranks, the communicator of {communicator.size}")
+        if plan.factors_on == "disk":
+            raise ValueError(
+                "ranks keep factors on the GPUs or in the memory of the host, and the plan has them on disk; a fit "
+                'without ranks on one GPU, device="cuda:0", does that'
+            )
         with worker.active():
             self._check_alike(blocks)
             if plan.scale is not None:
@@ -580,7 +585,7 @@ def batch_rows(plan: Plan, splits: int, rows: int) -> int:
 
 def has_room_for_both(plan: Plan) -> bool:
     """Whether a GPU has room for both sides as they are gathered, beside what a half sweep needs."""
-    if plan.gpu is None or plan.scale is None or plan.factors_on_host:
+    if plan.gpu is None or plan.scale is None or plan.factors_away:
         return False
     both = (plan.n_users + plan.n_items) * plan.scale.problem.row_bytes
     return plan.scale.bytes_per_gpu + both <= ROOM * plan.gpu.free_bytes
