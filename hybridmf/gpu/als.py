@@ -382,14 +382,18 @@ class HalfSweep:
     def _begun(self, start: DeviceFactors | None, gram: Array | None) -> Systems:
         """Where solutions go, begun where approximate solvers begin."""
         plan, device = self.plan, self.device
-        solutions = device.zeros((len(self), self.width), self.dtype)
+        solutions, status = self._results()
         if plan.solver != "cholesky" and start is not None:
             solutions[...] = start.table
             if start.device_bias is not None:
                 solutions[:, plan.factors] = start.device_bias
             if not self.degrees.all():
                 solutions[device.upload(np.flatnonzero(self.degrees == 0))] = 0
-        return Systems(solutions, device.zeros(len(self), np.int32), gram, self.ridge, self.scale)
+        return Systems(solutions, status, gram, self.ridge, self.scale)
+
+    def _results(self) -> tuple[Array, Array]:
+        """Zeros, where solutions and the status of each row go."""
+        return self.device.zeros((len(self), self.width), self.dtype), self.device.zeros(len(self), np.int32)
 
     def judge(self, status: Array, solved: DeviceFactors) -> None:
         """Raise what went wrong in a row; what the next half sweep wants to know of `solved` is found on the way."""

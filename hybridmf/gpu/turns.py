@@ -423,10 +423,11 @@ class HostHalf(StreamedHalf):
                 gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
             method = self.parts[0].method_for(side) if self.parts and self.plan.assembly == "fused" else None
             for rows, slab in slabs:
-                slab.shared_method, slab.statuses = method, status[rows]
+                slab.shared_method = method
+                slab.lend_results(None, status[rows])
                 new = slab.solve(side, mean, self._first_guess(start, rows), gram)
                 if table.dtype == np.float32:
-                    widen_range(device, found, new.table, slab.statuses)
+                    widen_range(device, found, new.table, status[rows])
                 arrays = [new.table.reshape(-1)] + ([] if bias is None else [new.device_bias])
                 drain.put(list(zip(solved.vectors(rows.start, rows.stop), arrays, strict=True)))
             drain.finish()
