@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import test_scale_gpu_als
 from test_gpu_als import FITS, gpu  # noqa: F401
 from test_gpu_stream import NETFLIX, plan_of
 from test_gpu_turns import Tracked
@@ -18,7 +19,10 @@ from hybridmf._objective import SIDES
 from hybridmf._plan import STREAM_BUFFERS, STREAM_SLAB
 from hybridmf.errors import DeviceMemoryError
 from hybridmf.gpu import fused
+from hybridmf.scale import gpu_rank
 from hybridmf.scale.planner import HalfPlan, Problem, half_bytes, plan_host_ranks, slots_at_once
+
+gpus = test_scale_gpu_als.gpus
 
 ROWS, COLUMNS, LONG = 40, 400, 17
 
@@ -84,7 +88,25 @@ def test_memory_stays_within_the_plan(
     plan = model.plan_
     assert (plan.streamed, plan.factors_on_host) == ("host", on_host)
     assert tracked.peak <= plan.total_bytes <= limit
-    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("name", "limit", "on_host"), [("last rows", 45_000, False), ("one row", 25_000, True)])
+def test_memory_of_several_gpus_stays_within_the_plan(
+    name: str,
+    limit: int,
+    on_host: bool,
+    gpus: Any,
+    short_segments: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = gpus(2)
+    devices = list(map(gpu_rank.open_device, names))
+    if devices[0].spec.name != "emulated":
+        pytest.skip("the pool of a GPU keeps what was given back")
+    tracked = [Tracked(device, monkeypatch) for device in devices]
+    plan = fitted("explicit", skewed(name), device=names, gpu_memory_limit=limit).plan_
+    assert (plan.streamed, plan.factors_on_host) == ("host", on_host)
+    assert max(each.peak for each in tracked) <= plan.total_bytes <= limit
 
 
 @pytest.mark.parametrize("name", ["one row", "last rows"])

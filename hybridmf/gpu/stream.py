@@ -15,7 +15,7 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import SIDES, Objective, Side, State, other_side
+from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import STREAM_BUFFERS, Plan
 from .._validate import csr_arrays, make_csr
 from ..cpu.als import check_status
@@ -479,13 +479,23 @@ class StreamedGpuALS(GpuALS):
     ) -> None:
         self.device, self.objective, self.plan, self.mean = device, objective, plan, state.mean
         self._reordered = None
-        slabs = {"user": _slabs(user_items, plan), "item": _slabs(item_users, plan)}
-        self.pipeline = None if plan.resident else Pipeline(device, plan.slab, user_items.dtype)
-        self.halves = {side: StreamedHalf(device, side, slabs[side], objective, plan, self.pipeline) for side in SIDES}
-        for side in SIDES:
-            self.halves[side].following = slabs[other_side(side)]
+        self.halves = self._make_halves({"user": user_items, "item": item_users})
         width = table_width(plan.rank, user_items.dtype)
-        self.inward = {side: to_device(device, state.side(side), width) for side in SIDES}
+        self.inward = {side: self._begin(side, state.side(side), width) for side in SIDES}
+
+    def _make_halves(self, matrices: Mapping[Side, sp.csr_array | StoreMatrix]) -> dict[Side, Any]:
+        """Both half sweeps, over slabs from where the plan says."""
+        device, plan = self.device, self.plan
+        slabs = {side: _slabs(matrices[side], plan) for side in SIDES}
+        self.pipeline = None if plan.resident else Pipeline(device, plan.slab, slabs["user"].dtype)
+        halves = {side: StreamedHalf(device, side, slabs[side], self.objective, plan, self.pipeline) for side in SIDES}
+        for side in SIDES:
+            halves[side].following = slabs[other_side(side)]
+        return halves
+
+    def _begin(self, side: Side, factors: Factors, width: int) -> Any:
+        """Factors to start from, where they are between half sweeps."""
+        return to_device(self.device, factors, width)
 
     def close(self) -> None:
         """Load nothing more; `state` stays readable."""

@@ -14,7 +14,7 @@ where they begin and end, and no entry is copied.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -25,7 +25,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._balance import balancing
-from .._objective import SIDES, Factors, Objective, Side, State
+from .._objective import SIDES, AwayFactors, Factors, Objective, Side
 from .._plan import Plan
 from ..cpu.als import check_status
 from ..scale.planner import slots_at_once
@@ -56,7 +56,7 @@ from .stream import Loader, Pipeline, SlabHalf, StreamedGpuALS, StreamedHalf, Wo
 # ------------------------------------------------------------------------------------------------ on the host
 
 
-class HostFactors(Factors):
+class HostFactors(AwayFactors):
     """Factors in the memory of the host, as tables that a device takes as they are.
 
     Parameters
@@ -73,31 +73,16 @@ class HostFactors(Factors):
     def __init__(
         self, table: np.ndarray, factors: int, host_bias: np.ndarray | None, range: RowRange | None = None
     ) -> None:
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "factors", factors)
-        object.__setattr__(self, "host_bias", host_bias)
-        object.__setattr__(self, "range", range)
-        object.__setattr__(self, "_host", None)
+        self.keep(table=table, factors=factors, host_bias=host_bias, range=range)
 
     table: np.ndarray
     factors: int
     host_bias: np.ndarray | None
     range: RowRange | None
-    _host: Factors | None
 
-    def on_host(self) -> Factors:
-        """The factors without what only devices need; a copy only where rows are padded, made once."""
-        if self._host is None:
-            matrix = np.ascontiguousarray(self.table[:, : self.factors])
-            object.__setattr__(self, "_host", Factors(matrix, self.host_bias))
-        host = self._host
-        assert host is not None
-        return host
-
-    @property
-    def matrix(self) -> np.ndarray:
-        """Factors, shape (n, factors)."""
-        return self.on_host().matrix
+    def _brought(self) -> Factors:
+        """Without what only devices need; a copy only where rows are padded."""
+        return Factors(np.ascontiguousarray(self.table[:, : self.factors]), self.host_bias)
 
     @property
     def bias(self) -> np.ndarray | None:
@@ -107,7 +92,7 @@ class HostFactors(Factors):
     def look(self) -> None:
         """Find the range of the rows."""
         if self.range is None and self.table.dtype == np.float32:
-            object.__setattr__(self, "range", range_on_host(self.table))
+            self.keep(range=range_on_host(self.table))
 
     def vectors(self, first: int, last: int) -> list[np.ndarray]:
         """Some rows as vectors to be copied: the table, and biases if there are any."""
@@ -125,9 +110,6 @@ class HostFactors(Factors):
 
     def __len__(self) -> int:
         return len(self.table)
-
-    def __reduce__(self) -> Any:
-        return Factors, (self.matrix, self.bias)
 
 
 def range_on_host(table: np.ndarray) -> RowRange:
@@ -444,7 +426,7 @@ class HostHalf(StreamedHalf):
         """Raise what went wrong in a row; keep what the next half sweep wants to know of the new factors."""
         if solved.table.dtype == np.float32:
             known, failed = read_range(self.device, found)
-            object.__setattr__(solved, "range", known)
+            solved.keep(range=known)
         else:
             failed = bool(status.any())
         if failed:
@@ -524,24 +506,15 @@ class HostGpuALS(StreamedGpuALS):
 
     inward: dict[Side, Any]
 
-    def __init__(
-        self,
-        device: Device,
-        user_items: sp.csr_array | StoreMatrix,
-        item_users: sp.csr_array | StoreMatrix,
-        objective: Objective,
-        plan: Plan,
-        state: State,
-    ) -> None:
-        self.device, self.objective, self.plan, self.mean = device, objective, plan, state.mean
-        self._reordered = None
-        matrices, copiers = {"user": user_items, "item": item_users}, Copiers(device)
-        self.halves = {
-            side: HostHalf(device, side, waves_of(matrices[side], side, plan), objective, plan, copiers)
+    def _make_halves(self, matrices: Mapping[Side, sp.csr_array | StoreMatrix]) -> dict[Side, Any]:
+        device, plan, copiers = self.device, self.plan, Copiers(self.device)
+        return {
+            side: HostHalf(device, side, waves_of(matrices[side], side, plan), self.objective, plan, copiers)
             for side in SIDES
         }
-        width = table_width(plan.rank, user_items.dtype)
-        self.inward = {side: to_host(state.side(side), width, self.halves[side].tables) for side in SIDES}
+
+    def _begin(self, side: Side, factors: Factors, width: int) -> HostFactors:
+        return to_host(factors, width, self.halves[side].tables)
 
     def balance(self) -> None:
         """Change both sides to the basis of least penalty; the same predictions."""
