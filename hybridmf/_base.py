@@ -18,10 +18,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from tqdm.auto import tqdm
 
 from . import _io, dispatch
-from ._cost import Facts
 from ._learned import Learned, align, pattern, total_of
 from ._objective import Objective, State, initial_state
-from ._plan import Plan, Settings, check_memory, make_plan
+from ._plan import Plan, Settings, check_memory, make_plan, plan_for
 from ._serving import ServingMixin
 from ._solver import Solver
 from ._validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape
@@ -111,7 +110,8 @@ class FactorModel(ServingMixin, BaseEstimator):
             newest two are kept); or a `Checkpoint` that says how often. On return the last iteration is on the disk. A
             write that fails is logged and tried again after the next iteration.
         resume_from : path-like, optional
-            Checkpoint, or folder of them, to continue from; the same data and objective are required.
+            Checkpoint, or folder of them, to continue from; the same data and objective are required. `iterations`
+            counts those that it has behind it; if it has more, the model is that of the checkpoint, with a warning.
 
         Returns
         -------
@@ -140,10 +140,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         check_nonempty(matrix, "user_items")
         checked = time.perf_counter()
         stored = isinstance(matrix, StoreMatrix)
-        facts = Facts.of(matrix, items=settings.method is not None)
-        slab = matrix.largest_slab if stored else None
-        beside = matrix.store.path.parent if stored else None
-        plan = make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside)
+        plan = plan_for(matrix, objective, settings)
         check_memory(plan)
         validation = _check_validation(validation, user_items, matrix.shape, objective)
         where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)

@@ -12,7 +12,7 @@ a GPU, kernels compiled or loaded, libraries started. All functions are pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import scipy.sparse as sp
 
     from ._plan import Plan
+    from .scale.store import StoreMatrix
 
 CHECK_ENTRY = 6e-9
 """Seconds of one core to check an entry of the input, on any device (as_csr, 18 million entries)."""
@@ -64,23 +65,42 @@ class Facts:
         Entries of the longest row of either side; 0 where they have not been counted.
     empty : int
         Rows without entries that have been found, which no solver touches.
+    positions : (int, int)
+        Which user and which item are the longest; -1 where they have not been counted.
     """
 
     longest_user: int = 0
     longest_item: int = 0
     empty: int = 0
+    positions: tuple[int, int] = field(default=(-1, -1), compare=False)
 
     @classmethod
-    def of(cls, matrix: sp.csr_array, *, items: bool = False) -> Facts:
-        """Of a CSR matrix, shape (n_users, n_items); the rows' cost nothing, the columns' (`items`) a pass over all."""
+    def of(cls, matrix: sp.csr_array | StoreMatrix, *, items: bool = False) -> Facts:
+        """Of ratings, shape (n_users, n_items).
+
+        The rows' cost nothing, the columns' (`items`) a pass over all entries, unless a store has counted them.
+        """
         users = np.diff(matrix.indptr)
-        facts = cls(int(users.max(initial=0)), 0, int(np.count_nonzero(users == 0)))
+        facts = cls(int(users.max(initial=0)), 0, int(np.count_nonzero(users == 0)), (_longest(users), -1))
         if not items:
             return facts
-        degrees = np.zeros(matrix.shape[1], dtype=np.int64)
-        for start in range(0, matrix.nnz, PIECE):
-            degrees += np.bincount(matrix.indices[start : start + PIECE], minlength=matrix.shape[1])
-        return cls(facts.longest_user, int(degrees.max(initial=0)), facts.empty + int(np.count_nonzero(degrees == 0)))
+        degrees = _item_degrees(matrix)
+        empty = facts.empty + int(np.count_nonzero(degrees == 0))
+        positions = (facts.positions[0], _longest(degrees))
+        return cls(facts.longest_user, int(degrees.max(initial=0)), empty, positions)
+
+
+def _longest(degrees: np.ndarray) -> int:
+    return int(degrees.argmax()) if len(degrees) else -1
+
+
+def _item_degrees(matrix: sp.csr_array | StoreMatrix) -> np.ndarray:
+    if not hasattr(matrix, "indices"):
+        return matrix.transposed().degrees
+    degrees = np.zeros(matrix.shape[1], dtype=np.int64)
+    for start in range(0, matrix.nnz, PIECE):
+        degrees += np.bincount(matrix.indices[start : start + PIECE], minlength=matrix.shape[1])
+    return degrees
 
 
 @dataclass(frozen=True)

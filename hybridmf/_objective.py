@@ -136,6 +136,48 @@ class Factors:
         return Factors(matrix, bias)
 
 
+class AwayFactors(Factors):
+    """Factors that are kept elsewhere or in another layout: arrays of the host are made once somebody looks.
+
+    A subclass stores what it has by `keep`, since factors are frozen, and says in `_brought` how they come.
+    """
+
+    _host: Factors | None = None
+
+    def keep(self, **attributes: Any) -> None:
+        """Set attributes."""
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
+
+    def _brought(self) -> Factors:
+        """The factors in NumPy arrays."""
+        raise NotImplementedError
+
+    def on_host(self) -> Factors:
+        """The factors in NumPy arrays, made once."""
+        host = self._host
+        if host is None:
+            host = self._brought()
+            self.keep(_host=host)
+        return host
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """Factors on the host."""
+        return self.on_host().matrix
+
+    @property
+    def bias(self) -> np.ndarray | None:
+        """Biases on the host."""
+        return self.on_host().bias
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __reduce__(self) -> Any:
+        return Factors, (self.matrix, self.bias, self.squares)
+
+
 @dataclass(frozen=True)
 class State:
     """Everything a fit has learned: both sides and the mean rating (0 without biases)."""

@@ -29,6 +29,7 @@ from .gpu.device import DeviceSpec, parse_bytes
 from .scale.grid import Grid
 from .scale.planner import (
     H200,
+    PIECE_BYTES,
     SLAB_BUFFERS,
     Place,
     Problem,
@@ -40,7 +41,10 @@ from .scale.planner import (
 )
 
 if TYPE_CHECKING:
+    import scipy.sparse as sp
+
     from ._objective import Objective, Side
+    from .scale.store import StoreMatrix
 
 logger = logging.getLogger("hybridmf")
 
@@ -337,6 +341,18 @@ class Plan:
         return sum(self.bytes.values())
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """Entries of the longest user and of the longest item; 0 where that is not known."""
+        return (0, 0) if self.facts is None else (self.facts.longest_user, self.facts.longest_item)
+
+    @property
+    def asks_for_degrees(self) -> bool:
+        """Whether its memory depends on the longest item, which nobody has counted: ratings come in whole rows."""
+        if self.gpu is None or self.method is not None or self.longest[1]:
+            return False
+        return (self.streamed != "" and not self.resident) or self.batch_slots * self.segment < self.nnz
+
+    @property
     def uses_blas(self) -> bool:
         """Whether assembly and Gram matrix are the published ones, which go through BLAS."""
         return self.assembly in ("rank1", "blas3")
@@ -477,6 +493,19 @@ def make_plan(
     return decided
 
 
+def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings: Settings) -> Plan:
+    """`make_plan` for ratings that are there, whose degrees are counted as far as the plan depends on them."""
+    slab, store = getattr(matrix, "largest_slab", None), getattr(matrix, "store", None)
+    beside = None if store is None else store.path.parent
+
+    def plan(items: bool) -> Plan:
+        facts = Facts.of(matrix, items=items)
+        return make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside)
+
+    found = plan(items=settings.method is not None or slab is not None)
+    return plan(items=True) if found.asks_for_degrees else found
+
+
 def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
     """What was asked for, "auto" included."""
     rank = settings.factors + (1 if objective.biases else 0)
@@ -551,7 +580,8 @@ def _with_scale(plan: Plan, scale: ScalePlan) -> Plan:
 
 def _spread(plan: Plan, free: int) -> ScalePlan:
     """How ALS spreads over GPUs of so much memory: with its ratings on them or, if those do not fit, streamed."""
-    problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, np.dtype(plan.dtype).itemsize)
+    itemsize = np.dtype(plan.dtype).itemsize
+    problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, itemsize, longest=plan.longest)
     ranks, stored = len(plan.devices), bool(plan.streamed)
     # tiles need whole rows, and so does a store, which is read row by row
     scale = plan_ranks(problem, ranks, free, model_parallel_only=plan.tile_rows > 0 or stored)
@@ -583,6 +613,7 @@ def host_problem(plan: Plan) -> Problem:
         begins=plan.solver != "cholesky",
         on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
         batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
+        longest=plan.longest,
     )
 
 
@@ -826,12 +857,10 @@ def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
     """The plan of streaming ratings that are in the memory of the host, in slabs that fit."""
     itemsize = np.dtype(plan.dtype).itemsize
     left = spec.free_bytes - sum(_streamed_bytes(plan).values())
-    # an entry takes its buffers and its part of the factors of the slab's rows; the other half is for batches
-    entry = (
-        STREAM_BUFFERS * (4 + itemsize) + 8 * _slab_rows(replace(plan, slab=plan.nnz)) * plan.rank * itemsize / plan.nnz
-    )
-    slab = int(np.clip(left / 2 / entry, 1, STREAM_SLAB))
-    plan = replace(plan, streamed="host", slab=min(slab, plan.nnz), notes=(*plan.notes, _streaming_note(plan, "GPU")))
+    # half of it for the buffers, the other half for batches
+    slab = int(np.clip(left / 2 / (STREAM_BUFFERS * (4 + itemsize)), 1, STREAM_SLAB))
+    slab = min(max(slab, *plan.longest), plan.nnz)  # a row is never cut
+    plan = replace(plan, streamed="host", slab=slab, notes=(*plan.notes, _streaming_note(plan, "GPU")))
     return _with_batches(plan, _streamed_bytes(plan), spec)
 
 
@@ -839,28 +868,26 @@ def _streamed_bytes(plan: Plan) -> dict[str, int]:
     """`_gpu_fixed_bytes` with a few slabs in place of all ratings."""
     sizes, itemsize = _gpu_fixed_bytes(plan), np.dtype(plan.dtype).itemsize
     sizes["ratings"] += (STREAM_BUFFERS * plan.slab - 2 * plan.nnz) * (4 + itemsize)
-    width = fused.round_up(plan.rank, 16 // itemsize)
-    sizes["factors"] += _slab_rows(plan) * width * itemsize  # those of a slab, before they join the others
     return sizes
-
-
-def _slab_rows(plan: Plan) -> int:
-    """A guess at the most rows of a slab: four times the mean."""
-    longest = max(plan.n_users, plan.n_items)
-    return min(plan.slab, longest, 4 * longest * plan.slab // max(1, plan.nnz))
 
 
 def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
     """The plan with as many systems at a time as memory allows."""
-    assembly, slot_bytes = plan.assembly, _slot_bytes(plan)
-    # a row has one slot, and one more for each segment it is cut into; solved at once, only long rows need any
-    cuts = plan.nnz // plan.segment
-    at_once = assembly == "fused" and plan.rank < fused.SOLVED_APART
-    most = cuts + (cuts if at_once else max(plan.n_users, plan.n_items)) + 1
+    slot_bytes = _slot_bytes(plan)
+    most = _most_slots(plan, max(plan.n_users, plan.n_items))
     left = min(GPU_BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
-    least = plan.tile_rows or 1  # BALS assembles whole blocks of rows
+    # BALS assembles whole blocks of rows; the others sum all segments of a row together
+    least = plan.tile_rows or max(1, -(-max(plan.longest) // plan.segment))
     slots = int(np.clip(left // slot_bytes, least, max(least, most)))
     return replace(plan, batch_slots=slots, bytes=sizes | {"batch": slots * slot_bytes})
+
+
+def _most_slots(plan: Plan, rows: int) -> int:
+    """Systems and segments of them that so many rows of a side may have."""
+    # a row has one slot, and one more for each segment it is cut into; solved at once, only long rows need any
+    cuts = plan.nnz // plan.segment
+    at_once = plan.assembly == "fused" and plan.rank < fused.SOLVED_APART
+    return cuts + (cuts if at_once else rows) + 1
 
 
 def _slot_bytes(plan: Plan) -> int:
@@ -875,13 +902,17 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
     m, n, nnz = plan.n_users, plan.n_items, plan.nnz
     itemsize = np.dtype(plan.dtype).itemsize
     width = fused.round_up(plan.rank, 16 // itemsize)
+    if plan.rank > plan.factors:  # biases beside them, and what ratings owe to the fixed side's
+        width += 2
     sizes = {
         # both orientations; offsets, order, scale and status of each row
         "ratings": 2 * nnz * (4 + itemsize) + (m + n) * (8 + 4 + itemsize + 4),
         # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
         "factors": (m + n + max(m, n)) * width * itemsize,
     }
-    if plan.tile_rows:
+    if not plan.tile_rows:
+        sizes["ratings"] += sum(_most_slots(plan, rows) for rows in (m, n)) * PIECE_BYTES
+    else:
         sizes["tiles"] = 2 * nnz * (8 + itemsize) + 8 * (tile_pointers(m, n, plan) + tile_pointers(n, m, plan))
     return sizes
 
@@ -903,10 +934,9 @@ def check_memory(plan: Plan) -> None:
     if plan.gpu is not None:
         lack = dispatch.memory_lacks(plan)
         if lack:
-            whole = _needs_all(plan)
             raise DeviceMemoryError(
-                f"{lack}; {whole}use fewer factors, a GPU with more memory, free what other programs hold, or "
-                'device="cpu"'
+                f"{lack}; {_long_row(plan)}{_needs_all(plan)}use fewer factors, a GPU with more memory, free what "
+                'other programs hold, or device="cpu"'
             )
         _check_host(plan)
         return
@@ -929,6 +959,22 @@ def _needs_all(plan: Plan) -> str:
         'reorder= needs ratings and factors on the GPU, reorder="none" streams them; or '
         if (plan.reorder != "none")
         else ""
+    )
+
+
+def _long_row(plan: Plan) -> str:
+    """What the longest row keeps a plan from, and what to do about it; empty if it is not in the way."""
+    entries = max(plan.longest)
+    size = STREAM_BUFFERS * entries * (4 + np.dtype(plan.dtype).itemsize)
+    if plan.gpu is None or plan.facts is None or plan.method is not None or _needs_all(plan):
+        return ""
+    if 4 * size <= plan.gpu.free_bytes:
+        return ""
+    user = plan.longest[0] == entries
+    row = f"{'user' if user else 'item'} {plan.facts.positions[0 if user else 1]}"
+    return (
+        f"a row is never cut, so that slabs which hold {row} with its {entries:,} entries take {mib(size)}: leave some "
+        "of them out; or "
     )
 
 

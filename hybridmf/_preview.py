@@ -8,13 +8,11 @@ import numpy as np
 from sklearn.base import clone
 
 from ._base import FactorModel
-from ._cost import Facts
-from ._plan import Plan, make_plan
+from ._plan import Plan, make_plan, plan_for
 from ._validate import MAX_AXIS, check_int, check_nonempty
 from .als import ExplicitALS
 from .gpu.device import parse_bytes
 from .scale.planner import MAX_GPUS, Problem, ScalePlan, plan_scale
-from .scale.store import StoreMatrix
 
 
 @overload
@@ -93,7 +91,7 @@ def plan(
     >>> plan.n_users
     480189
     """
-    facts, slab, beside = None, None, None
+    matrix = None
     model = ExplicitALS() if model is None else model
     if not isinstance(model, FactorModel):
         hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
@@ -103,10 +101,7 @@ def plan(
             raise ValueError("give either user_items or shape and nnz, not both")
         matrix = model._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
-        facts = Facts.of(matrix, items=model._settings().method is not None)
         shape, nnz = matrix.shape, matrix.nnz
-        if isinstance(matrix, StoreMatrix):
-            slab, beside = matrix.largest_slab, matrix.store.path.parent
     if shape is None or nnz is None:
         raise ValueError("plan needs user_items, or shape and nnz")
     if factors is not None:
@@ -115,7 +110,8 @@ def plan(
     if gpus is None:
         if gpu_memory is not None or host_memory is not None:
             raise ValueError("gpu_memory and host_memory describe a machine to plan for; give gpus, their number, too")
-        return make_plan(model._objective(), model._settings(), *sizes, facts, slab, beside)
+        objective, settings = model._objective(), model._settings()
+        return make_plan(objective, settings, *sizes) if matrix is None else plan_for(matrix, objective, settings)
     return _plan_machine(model, sizes, check_int("gpus", gpus, 1, MAX_GPUS), gpu_memory, host_memory)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -294,6 +295,49 @@ def test_it_is_tried_again_with_the_next_iteration(tmp_path, monkeypatch, in_ste
     assert "there is none yet" in caplog.text
 
 
+def removes(folder: Path, iteration: int):
+    """A callback that removes a folder, and the one it is in, after an iteration."""
+
+    def callback(model, record) -> None:
+        if record["iteration"] == iteration:
+            shutil.rmtree(folder.parent)
+
+    return callback
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path, in_step, caplog):
+    folder = tmp_path / "runs" / "a"
+    als(6).fit(planted(), checkpoint=hmf.Checkpoint(folder, every=2, keep=9), callback=removes(folder, 3))
+    assert iterations_in(folder) == [4, 6]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"checkpoint folder {str(folder)!r} was removed during the fit, with what was in it" in caplog.text
+    assert_same_factors(als(8).fit(planted(), resume_from=folder), als(8).fit(planted()))
+
+
+def test_the_last_iteration_is_written_again_if_it_is_gone(tmp_path, in_step, monkeypatch):
+    folder, offer = tmp_path / "runs" / "a", checkpoints.Writer.offer
+
+    def offer_and_lose(self, model) -> None:
+        offer(self, model)
+        removes(folder, 4)(model, model.history_[-1])
+
+    monkeypatch.setattr(checkpoints.Writer, "offer", offer_and_lose)
+    als(4).fit(planted(), checkpoint=folder)
+    assert iterations_in(folder) == [4]
+
+
+def test_a_file_in_place_of_the_folder_does_not_end_the_fit(tmp_path, in_step, caplog):
+    folder = tmp_path / "a"
+
+    def replace(model, record) -> None:
+        if record["iteration"] == 2:
+            shutil.rmtree(folder)
+            folder.write_text("mine")
+
+    assert als(4).fit(planted(), checkpoint=folder, callback=replace).n_iter_ == 4
+    assert folder.read_text() == "mine" and "could not be written" in caplog.text
+
+
 def test_the_last_iteration_is_tried_once_more(tmp_path, monkeypatch, in_step):
     failing(monkeypatch, "write", 1, errno.ENOSPC)
     als(4).fit(planted(), checkpoint=tmp_path)  # fails four times
@@ -478,6 +522,19 @@ def test_a_checkpoint_that_does_not_tell_its_iteration_has_that_of_its_name(tmp_
     assert als(3).fit(planted(), resume_from=tmp_path).n_iter_ == 3
     first, second = caplog.messages
     assert "checkpoint-000008" in first and "checkpoint-000007" in second
+
+
+def test_a_checkpoint_with_more_iterations_than_asked_for_says_so(tmp_path, caplog):
+    whole = als(6).fit(planted(), checkpoint=tmp_path)
+    again = als(4).fit(planted(), resume_from=tmp_path)
+    assert again.n_iter_ == 6
+    assert_same_factors(again, whole)
+    (message,) = caplog.messages
+    assert "checkpoint-000006.safetensors' has 6 iterations behind it and iterations=4 counts them in" in message
+    assert "set iterations to more than 6 to go on, or resume from an earlier checkpoint" in message
+    caplog.clear()
+    als(6).fit(planted(), checkpoint=tmp_path, resume_from=tmp_path)  # a job that was done and is started again
+    assert not caplog.messages
 
 
 def test_altered_metadata_are_noticed(tmp_path):

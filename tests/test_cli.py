@@ -511,6 +511,11 @@ def test_fit_goes_on_from_a_checkpoint(tmp_path):
     assert "Going on from" in succeed(*checkpointed, "--iterations", 6)
     ours, whole = (hmf.load(path) for path in reversed(saved))
     np.testing.assert_array_equal(ours.user_factors, whole.user_factors)
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridmf", *map(str, checkpointed), "--iterations", "4"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "6 iterations in" in done.stdout
+    assert "has 6 iterations behind it and iterations=4 counts them in: nothing is trained" in done.stderr
     again = refuse(*common, saved[1], "--checkpoint", tmp_path / "c")
     assert "add --resume to continue it" in again
 

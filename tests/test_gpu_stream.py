@@ -17,7 +17,7 @@ from test_gpu_als import FITS, gpu, limit_memory, on_a_gpu  # noqa: F401
 
 import hybridmf as hmf
 from hybridmf import _plan
-from hybridmf._cost import PINNED_BYTES, cost_of
+from hybridmf._cost import PINNED_BYTES, Facts, cost_of
 from hybridmf._machine import Machine
 from hybridmf._objective import Objective
 from hybridmf._plan import Settings, check_memory, gpu_plan, make_plan
@@ -228,14 +228,14 @@ def test_an_objective_whose_ratings_do_not_fit_on_the_gpu_is_computed_on_the_cpu
 NETFLIX = ((480_189, 17_770), 99_072_112)
 
 
-def plan_of(free: int, slab: int | None = None, **options: Any) -> _plan.Plan:
+def plan_of(free: int, slab: int | None = None, facts: Facts | None = None, **options: Any) -> _plan.Plan:
     spec = DeviceSpec("H200", 0, (9, 0), 132, 227 * 1024, 60 << 20, 141 << 30, free)
     settings = Settings.check(**({"factors": 64, "dtype": "float32", "num_threads": 1, "device": "cuda"} | options))
     objective = Objective.implicit(0.1, "none", 1.0, 1.0)
     base = make_plan(
         objective, Settings.check(factors=64, dtype="float32", num_threads=1, device="cpu"), *NETFLIX, slab=slab
     )
-    base = replace(base, assembly=settings.assembly, reorder="none" if slab else settings.reorder)
+    base = replace(base, assembly=settings.assembly, reorder="none" if slab else settings.reorder, facts=facts)
     return gpu_plan(replace(base, solver=settings.solver, notes=()), settings, objective, spec)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._balance import balancing
-from .._objective import SIDES, Factors, Objective, Side, State, other_side
+from .._objective import SIDES, AwayFactors, Factors, Objective, Side, State, other_side
 from .._plan import Plan
 from .._solver import Alternating
 from .._validate import csr_arrays
@@ -40,7 +40,7 @@ LOSS_ROWS = 2048
 """Entries one warp sums the losses of."""
 
 
-class DeviceFactors(Factors):
+class DeviceFactors(AwayFactors):
     """Factors on a device; they come to the host when somebody looks.
 
     Parameters
@@ -58,19 +58,13 @@ class DeviceFactors(Factors):
     def __init__(
         self, device: Device, table: Array, factors: int, device_bias: Array | None, range: RowRange | None = None
     ) -> None:
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "factors", factors)
-        object.__setattr__(self, "device_bias", device_bias)
-        object.__setattr__(self, "range", range)
-        object.__setattr__(self, "_host", None)
+        self.keep(device=device, table=table, factors=factors, device_bias=device_bias, range=range)
 
     device: Device
     table: Array
     factors: int
     device_bias: Array | None
     range: RowRange | None
-    _host: Factors | None
 
     def look(self, status: Array | None = None) -> bool:
         """Find the range of the rows; whether any of `status` is not 0. Waits for the device, once."""
@@ -89,36 +83,18 @@ class DeviceFactors(Factors):
         """Wait for what `begin_look` has launched."""
         known, failed = read_range(self.device, found)
         if self.table.dtype == np.float32:
-            object.__setattr__(self, "range", known)
+            self.keep(range=known)
         return failed
 
-    def on_host(self) -> Factors:
-        """A copy in NumPy arrays, made once."""
-        if self._host is None:
-            bias = None if self.device_bias is None else self.device.download(self.device_bias)
-            matrix = self.device.download(self.table)
-            if matrix.shape[1] != self.factors:
-                matrix = np.ascontiguousarray(matrix[:, : self.factors])
-            object.__setattr__(self, "_host", Factors(matrix, bias))
-        host = self._host
-        assert host is not None
-        return host
-
-    @property
-    def matrix(self) -> np.ndarray:
-        """Factors on the host."""
-        return self.on_host().matrix
-
-    @property
-    def bias(self) -> np.ndarray | None:
-        """Biases on the host."""
-        return self.on_host().bias
+    def _brought(self) -> Factors:
+        bias = None if self.device_bias is None else self.device.download(self.device_bias)
+        matrix = self.device.download(self.table)
+        if matrix.shape[1] != self.factors:
+            matrix = np.ascontiguousarray(matrix[:, : self.factors])
+        return Factors(matrix, bias)
 
     def __len__(self) -> int:
         return len(self.table)
-
-    def __reduce__(self) -> Any:
-        return Factors, (self.matrix, self.bias)
 
 
 def to_device(device: Device, factors: Factors, width: int) -> DeviceFactors:
@@ -401,14 +377,18 @@ class HalfSweep:
     def _begun(self, start: DeviceFactors | None, gram: Array | None) -> Systems:
         """Where solutions go, begun where approximate solvers begin."""
         plan, device = self.plan, self.device
-        solutions = device.zeros((len(self), self.width), self.dtype)
+        solutions, status = self._results()
         if plan.solver != "cholesky" and start is not None:
             solutions[...] = start.table
             if start.device_bias is not None:
                 solutions[:, plan.factors] = start.device_bias
             if not self.degrees.all():
                 solutions[device.upload(np.flatnonzero(self.degrees == 0))] = 0
-        return Systems(solutions, device.zeros(len(self), np.int32), gram, self.ridge, self.scale)
+        return Systems(solutions, status, gram, self.ridge, self.scale)
+
+    def _results(self) -> tuple[Array, Array]:
+        """Zeros, where solutions and the status of each row go."""
+        return self.device.zeros((len(self), self.width), self.dtype), self.device.zeros(len(self), np.int32)
 
     def judge(self, status: Array, solved: DeviceFactors) -> None:
         """Raise what went wrong in a row; what the next half sweep wants to know of `solved` is found on the way."""

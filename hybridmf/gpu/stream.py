@@ -15,7 +15,7 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import SIDES, Objective, Side, State, other_side
+from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import STREAM_BUFFERS, Plan
 from .._validate import csr_arrays, make_csr
 from ..cpu.als import check_status
@@ -291,7 +291,7 @@ class SlabHalf(HalfSweep):
         rows = make_csr(indptr, np.empty(0, np.int32), np.empty(0, dtype), (len(degrees), 1))
         super().__init__(device, side, rows, objective, plan, roots=roots)
         self.shared_method: Any = None
-        self.statuses: Array = None
+        self._lent: tuple[Array | None, Array] | None = None
 
     def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
         return None, None
@@ -300,9 +300,19 @@ class SlabHalf(HalfSweep):
         """Entries for the next solve."""
         self.indices, self.ratings = indices, ratings
 
+    def lend_results(self, table: Array | None, status: Array) -> None:
+        """Rows of what the half sweep returns, zeros, for the next solve to write to; no table: it makes its own."""
+        self._lent = table, status
+
+    def _results(self) -> tuple[Array, Array]:
+        assert self._lent is not None
+        (table, status), self._lent = self._lent, None  # kept, they would keep alive what they are rows of
+        if table is None:
+            table = self.device.zeros((len(self), self.width), self.dtype)
+        return table, status
+
     def judge(self, status: Array, solved: DeviceFactors) -> None:
-        """Keep the status of each row for the half sweep."""
-        self.statuses[...] = status  # looked at once all slabs are solved: to look is to wait
+        """Nothing yet: the half sweep looks once all slabs are solved, for to look is to wait."""
 
     def method_for(self, fixed: DeviceFactors) -> Any:
         """Solver and arithmetic for these fixed factors; the same for all slabs."""
@@ -362,6 +372,8 @@ class StreamedHalf:
         self.parts = [
             self._slab_half(device, side, self.degrees[rows], slabs.dtype, objective, plan, roots) for rows in self.rows
         ]
+        for part in self.parts[1:]:
+            part.ridge = self.parts[0].ridge
         self._kept: list[tuple[Array, Array]] = []
 
     def _slab_half(self, *arguments: Any) -> SlabHalf:
@@ -416,9 +428,9 @@ class StreamedHalf:
         method = self.parts[0].method_for(fixed) if self.parts and plan.assembly == "fused" else None
         with closing(self.entries()) as slabs:  # else a failure would leave the thread at work
             for rows, part in slabs:
-                part.shared_method, part.statuses = method, status[rows]
+                part.shared_method = method
+                part.lend_results(table[rows], status[rows])
                 solved = part.solve(fixed, mean, None if start is None else _part(start, rows), gram)
-                table[rows] = solved.table
                 if bias is not None:
                     bias[rows] = solved.device_bias
         solved = DeviceFactors(device, table, plan.factors, bias)
@@ -467,13 +479,23 @@ class StreamedGpuALS(GpuALS):
     ) -> None:
         self.device, self.objective, self.plan, self.mean = device, objective, plan, state.mean
         self._reordered = None
-        slabs = {"user": _slabs(user_items, plan), "item": _slabs(item_users, plan)}
-        self.pipeline = None if plan.resident else Pipeline(device, plan.slab, user_items.dtype)
-        self.halves = {side: StreamedHalf(device, side, slabs[side], objective, plan, self.pipeline) for side in SIDES}
-        for side in SIDES:
-            self.halves[side].following = slabs[other_side(side)]
+        self.halves = self._make_halves({"user": user_items, "item": item_users}, state)
         width = table_width(plan.rank, user_items.dtype)
-        self.inward = {side: to_device(device, state.side(side), width) for side in SIDES}
+        self.inward = {side: self._begin(side, state.side(side), width) for side in SIDES}
+
+    def _make_halves(self, matrices: Mapping[Side, sp.csr_array | StoreMatrix], state: State) -> dict[Side, Any]:
+        """Both half sweeps, over slabs from where the plan says."""
+        device, plan = self.device, self.plan
+        slabs = {side: _slabs(matrices[side], plan) for side in SIDES}
+        self.pipeline = None if plan.resident else Pipeline(device, plan.slab, slabs["user"].dtype)
+        halves = {side: StreamedHalf(device, side, slabs[side], self.objective, plan, self.pipeline) for side in SIDES}
+        for side in SIDES:
+            halves[side].following = slabs[other_side(side)]
+        return halves
+
+    def _begin(self, side: Side, factors: Factors, width: int) -> Any:
+        """Factors to start from, where they are between half sweeps."""
+        return to_device(self.device, factors, width)
 
     def close(self) -> None:
         """Load nothing more; `state` stays readable."""

@@ -17,7 +17,7 @@ before the fit begins. Nothing here works on more of a table at a time than some
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -28,7 +28,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._balance import balancing
-from .._objective import SIDES, Factors, Objective, Side, State, drawn_rows, first_bias, first_mean
+from .._objective import SIDES, AwayFactors, Factors, Objective, Side, State, drawn_rows, first_bias, first_mean
 from .._plan import Plan
 from .._scratch import mapped
 from ..cpu.als import check_status
@@ -60,7 +60,7 @@ from .stream import Loader, Pipeline, SlabHalf, StreamedGpuALS, StreamedHalf, Wo
 # ------------------------------------------------------------------------------------------------ on the host
 
 
-class HostFactors(Factors):
+class HostFactors(AwayFactors):
     """Factors in the memory of the host, as tables that a device takes as they are.
 
     Parameters
@@ -84,34 +84,19 @@ class HostFactors(Factors):
         range: RowRange | None = None,
         tables: HostTables | None = None,
     ) -> None:
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "tables", tables)
-        object.__setattr__(self, "factors", factors)
-        object.__setattr__(self, "host_bias", host_bias)
-        object.__setattr__(self, "range", range)
-        object.__setattr__(self, "_host", None)
+        self.keep(table=table, factors=factors, host_bias=host_bias, range=range, tables=tables)
 
     table: np.ndarray
     factors: int
     host_bias: np.ndarray | None
     range: RowRange | None
     tables: HostTables | None
-    _host: Factors | None
 
-    def on_host(self) -> Factors:
-        """The factors without what only devices need; a copy only where rows are padded, made once."""
-        if self._host is None:
-            rows = self.table[:, : self.factors]
-            matrix = np.ascontiguousarray(rows) if self.tables is None else self.tables.packed(rows)
-            object.__setattr__(self, "_host", Factors(matrix, self.host_bias))
-        host = self._host
-        assert host is not None
-        return host
-
-    @property
-    def matrix(self) -> np.ndarray:
-        """Factors, shape (n, factors)."""
-        return self.on_host().matrix
+    def _brought(self) -> Factors:
+        """Without what only devices need; a copy only where rows are padded."""
+        rows = self.table[:, : self.factors]
+        matrix = np.ascontiguousarray(rows) if self.tables is None else self.tables.packed(rows)
+        return Factors(matrix, self.host_bias)
 
     @property
     def bias(self) -> np.ndarray | None:
@@ -121,7 +106,7 @@ class HostFactors(Factors):
     def look(self) -> None:
         """Find the range of the rows."""
         if self.range is None and self.table.dtype == np.float32:
-            object.__setattr__(self, "range", range_on_host(self.table))
+            self.keep(range=range_on_host(self.table))
 
     def vectors(self, first: int, last: int) -> list[np.ndarray]:
         """Some rows as vectors to be copied: the table, and biases if there are any."""
@@ -139,9 +124,6 @@ class HostFactors(Factors):
 
     def __len__(self) -> int:
         return len(self.table)
-
-    def __reduce__(self) -> Any:
-        return Factors, (self.matrix, self.bias)
 
 
 def range_on_host(table: np.ndarray) -> RowRange:
@@ -497,10 +479,11 @@ class HostHalf(StreamedHalf):
                 gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
             method = self.parts[0].method_for(side) if self.parts and self.plan.assembly == "fused" else None
             for rows, slab in slabs:
-                slab.shared_method, slab.statuses = method, status[rows]
+                slab.shared_method = method
+                slab.lend_results(None, status[rows])
                 new = slab.solve(side, mean, self._first_guess(start, rows), gram)
                 if table.dtype == np.float32:
-                    widen_range(device, found, new.table, slab.statuses)
+                    widen_range(device, found, new.table, status[rows])
                 arrays = [new.table.reshape(-1)] + ([] if bias is None else [new.device_bias])
                 drain.put(list(zip(solved.vectors(rows.start, rows.stop), arrays, strict=True)))
             drain.finish()
@@ -517,7 +500,7 @@ class HostHalf(StreamedHalf):
         """Raise what went wrong in a row; keep what the next half sweep wants to know of the new factors."""
         if solved.table.dtype == np.float32:
             known, failed = read_range(self.device, found)
-            object.__setattr__(solved, "range", known)
+            solved.keep(range=known)
         else:
             failed = bool(status.any())
         if failed:
@@ -598,27 +581,18 @@ class HostGpuALS(StreamedGpuALS):
 
     inward: dict[Side, Any]
 
-    def __init__(
-        self,
-        device: Device,
-        user_items: sp.csr_array | StoreMatrix,
-        item_users: sp.csr_array | StoreMatrix,
-        objective: Objective,
-        plan: Plan,
-        state: State,
-    ) -> None:
-        self.device, self.objective, self.plan, self.mean = device, objective, plan, state.mean
-        self._reordered = None
-        matrices, copiers = {"user": user_items, "item": item_users}, Copiers(device)
-        tables = {side: _tables_of(state.side(side)) or HostTables.of(side, plan, user_items.dtype) for side in SIDES}
-        self.halves = {
+    def _make_halves(self, matrices: Mapping[Side, sp.csr_array | StoreMatrix], state: State) -> dict[Side, Any]:
+        device, plan, copiers, dtype = self.device, self.plan, Copiers(self.device), matrices["user"].dtype
+        tables = {side: _tables_of(state.side(side)) or HostTables.of(side, plan, dtype) for side in SIDES}
+        return {
             side: HostHalf(
-                device, side, waves_of(matrices[side], side, plan), objective, plan, copiers, tables=tables[side]
+                device, side, waves_of(matrices[side], side, plan), self.objective, plan, copiers, tables=tables[side]
             )
             for side in SIDES
         }
-        width = table_width(plan.rank, user_items.dtype)
-        self.inward = {side: to_host(state.side(side), width, tables[side]) for side in SIDES}
+
+    def _begin(self, side: Side, factors: Factors, width: int) -> HostFactors:
+        return to_host(factors, width, self.halves[side].tables)
 
     def balance(self) -> None:
         """Change both sides to the basis of least penalty; the same predictions."""

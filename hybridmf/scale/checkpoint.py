@@ -214,7 +214,7 @@ class Writer:
     """Writes checkpoints in a thread of its own, while the fit goes on.
 
     A write that fails (a full disk, no memory for the copy from a GPU) is logged and tried again with the next
-    iteration; what was written before stays.
+    iteration; what was written before stays. A folder that somebody has removed is made again.
 
     Parameters
     ----------
@@ -229,6 +229,7 @@ class Writer:
     def __init__(self, checkpoint: Checkpoint, extra: dict[str, Any], completed: int = 0) -> None:
         self.checkpoint, self.extra = checkpoint, extra
         self._written = completed
+        self._newest: Path | None = None  # the file that was written last
         self._next_time = time.monotonic() + 60 * (checkpoint.minutes or 0)
         self._lasting: dict[str, np.ndarray] | None = None
         self._waiting: _Snapshot | None = None
@@ -263,9 +264,9 @@ class Writer:
             self._take(model)
 
     def finish(self, model: Any) -> None:
-        """Take the state of the last iteration, if it is not written yet."""
+        """Take the state of the last iteration, if it is not written yet, or what was written is gone."""
         self._wait(report=False)
-        if model.n_iter_ > self._written:
+        if model.n_iter_ > self._written or (self._newest is not None and not self._newest.exists()):
             self._take(model)
 
     def _take(self, model: Any) -> None:
@@ -332,12 +333,19 @@ class Writer:
         """Write the file, then remove those before the last ones that are kept."""
         folder, lasting = self.checkpoint.folder, self._lasting
         assert lasting is not None
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            logger.warning(
+                "checkpoint folder %r was removed during the fit, with what was in it: made again", str(folder)
+            )
         tensors = state_tensors(snapshot.state.on_host(), resumable=True) | lasting
+        newest = folder / _file_name(snapshot.iteration)
         write_atomically(
-            folder / _file_name(snapshot.iteration),
+            newest,
             lambda file: write_model(file, snapshot.metadata, tensors),
             prefix=UNFINISHED,
         )
+        self._newest = newest
         # later ones could not be read when this run was resumed from one before them; somebody keeps renamed ones
         ours = [each for each in _listed(folder) if each.iteration <= snapshot.iteration and not each.renamed]
         for old in ours[: -self.checkpoint.keep]:
@@ -424,7 +432,22 @@ def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = 
     shape = f"{len(content.state.user)}x{len(content.state.item)}"
     if not data.startswith(f"{shape}-"):
         raise ModelFileError(f"{name!r} is corrupt: it holds factors of {shape} users x items for other data ({data})")
+    _warn_of_too_many(content, model.iterations)
     return content
+
+
+def _warn_of_too_many(content: ModelFile, iterations: int) -> None:
+    """Say that a fit of so many iterations in all ends with more; with as many, it was resumed when it was done."""
+    completed = int(content.summary["n_iter"])
+    if completed > iterations:
+        logger.warning(
+            "%r has %d iterations behind it and iterations=%d counts them in: nothing is trained, the model is that of "
+            "the checkpoint; set iterations to more than %d to go on, or resume from an earlier checkpoint",
+            str(content.path),
+            completed,
+            iterations,
+            completed,
+        )
 
 
 def _newest(directory: Path, mapped: bool) -> ModelFile:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from .._objective import Factors
+from .._objective import AwayFactors, Factors
 
 
 def part_of(factors: Factors, first: int, last: int) -> Factors:
@@ -17,7 +16,7 @@ def part_of(factors: Factors, first: int, last: int) -> Factors:
     return Factors(factors.matrix[first:last], bias, squares)
 
 
-class JoinedFactors(Factors):
+class JoinedFactors(AwayFactors):
     """The ranks' rows one after the other, on the host once somebody looks.
 
     Parameters
@@ -29,36 +28,18 @@ class JoinedFactors(Factors):
     """
 
     def __init__(self, parts: Sequence[Factors], order: np.ndarray | None = None) -> None:
-        object.__setattr__(self, "parts", tuple(parts))
-        object.__setattr__(self, "order", order)
-        object.__setattr__(self, "_host", None)
+        self.keep(parts=tuple(parts), order=order)
 
     parts: tuple[Factors, ...]
     order: np.ndarray | None
-    _host: Factors | None
 
-    def on_host(self) -> Factors:
-        """A copy in NumPy arrays, made once."""
-        if self._host is None:
-            host = _joined([part.on_host() for part in self.parts])
-            if self.order is not None:
-                inverse = np.empty_like(self.order)
-                inverse[self.order] = np.arange(len(self.order))
-                host = host.take(inverse)
-            object.__setattr__(self, "_host", host)
-        joined = self._host
-        assert joined is not None
-        return joined
-
-    @property
-    def matrix(self) -> np.ndarray:
-        """Factors on the host."""
-        return self.on_host().matrix
-
-    @property
-    def bias(self) -> np.ndarray | None:
-        """Biases on the host."""
-        return self.on_host().bias
+    def _brought(self) -> Factors:
+        host = _joined([part.on_host() for part in self.parts])
+        if self.order is None:
+            return host
+        inverse = np.empty_like(self.order)
+        inverse[self.order] = np.arange(len(self.order))
+        return host.take(inverse)
 
     @property
     def squares(self) -> Factors | None:
@@ -67,9 +48,6 @@ class JoinedFactors(Factors):
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
-
-    def __reduce__(self) -> Any:
-        return Factors, (self.matrix, self.bias, self.squares)
 
 
 def _joined(parts: Sequence[Factors]) -> Factors:

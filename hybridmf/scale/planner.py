@@ -8,8 +8,8 @@ its own one after the other, in waves.
 A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 counts ``f`` and ``f^2`` cells instead)
 
     n/p w i            the part of the fixed side; twice where the next part is loaded meanwhile
-    m/q w i            solutions of the row part; twice where they leave for the host meanwhile, and once more where
-                       approximate solvers begin with the last ones
+    m/q w i            solutions of the row part, twice where they leave for the host meanwhile, and once more where
+                       approximate solvers begin with the last ones; or all new rows, where they stay on the GPUs
     nnz/(p q) (4 + i)  entries, as often as they are loaded ahead (a fit: SLAB_BUFFERS); or all of its share, both
                        orientations
     systems            a batch (ours are solved batch by batch), or, where parts take turns, those of the whole row part
@@ -212,6 +212,8 @@ class Problem:
         Whether rows of one segment are solved where they are summed, if the fixed side is there as a whole.
     batch : int
         Bytes of sums that are made at a time.
+    longest : (int, int)
+        Entries of the longest user and of the longest item, which no row part can be shorter than; 0: not known.
     """
 
     shape: tuple[int, int]
@@ -224,10 +226,19 @@ class Problem:
     begins: bool = False
     on_chip: bool = False
     batch: int = BATCH_BYTES
+    longest: tuple[int, int] = (0, 0)
 
     def rows(self, side: Side) -> int:
         """Rows of a side."""
         return self.shape[0] if side == "user" else self.shape[1]
+
+    def longest_row(self, side: Side) -> int:
+        """Entries of the longest row of a side; 0: not known."""
+        return self.longest[0] if side == "user" else self.longest[1]
+
+    def part_entries(self, side: Side, batches: int) -> int:
+        """Most entries of a row part where there are so many: of whole rows."""
+        return max(-(-self.nnz // batches), self.longest_row(side))
 
     @property
     def row_bytes(self) -> int:
@@ -365,7 +376,7 @@ class ScalePlan:
 
     def slab(self, side: Side) -> int:
         """Entries of a row part of a half sweep: what a rank of a fit loads and solves at a time, in each wave."""
-        return -(-self.problem.nnz // self.halves[side].batches)
+        return self.problem.part_entries(side, self.halves[side].batches)
 
     def slab_rows(self, side: Side) -> int | None:
         """Most rows of such a row part, where memory depends on them: where factors do not stay on the GPUs."""
@@ -492,7 +503,7 @@ class Share:
         """Of GPUs that all have the same."""
         rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
         # a fit that takes turns has the entries of all parts meanwhile
-        entries = half.loads * -(-problem.nnz // ((half.splits or half.parts) * half.batches))
+        entries = half.loads * -(-problem.part_entries(half.side, half.batches) // (half.splits or half.parts))
         if ratings == "device":
             entries = 2 * -(-problem.nnz // half.gpus)
         parts = half.grid.splits if half.resident else half.parts
@@ -501,7 +512,7 @@ class Share:
 
 def slots(problem: Problem, half: HalfPlan) -> int:
     """Sums of a row part that go through memory: one for each row, and more for rows longer than a segment."""
-    rows, entries = -(-problem.rows(half.side) // half.batches), -(-problem.nnz // half.batches)
+    rows, entries = -(-problem.rows(half.side) // half.batches), problem.part_entries(half.side, half.batches)
     cuts = entries // problem.segment if problem.segment else 0
     return 2 * cuts + 1 if problem.on_chip and half.turns == 1 else rows + cuts
 
@@ -509,7 +520,9 @@ def slots(problem: Problem, half: HalfPlan) -> int:
 def slots_at_once(problem: Problem, half: HalfPlan) -> int:
     """Of these, as many as are made at a time."""
     most = min(CHUNK_BYTES, problem.batch) if half.turns > 1 else problem.batch
-    return max(1, min(slots(problem, half), most // problem.system_bytes))
+    # a row's pieces are solved together, where parts do not take turns they are summed together, too
+    row = -(-problem.longest_row(half.side) // problem.segment) if problem.segment and half.turns == 1 else 1
+    return max(1, row, min(slots(problem, half), most // problem.system_bytes))
 
 
 def half_bytes(
@@ -523,7 +536,7 @@ def half_bytes(
     batch = -(-problem.rows(half.side) // half.batches)
     solved = batch * width
     if on_device:  # the new rows of a GPU beside the old ones, until the half sweep is complete
-        solved = share.solved * width + (0 if ratings == "device" else solved)
+        solved = share.solved * width
     at_once = slots_at_once(problem, half)
     systems = at_once * problem.system_bytes
     pieces = 0 if on_device else slots(problem, half) * PIECE_BYTES
