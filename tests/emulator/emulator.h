@@ -1,8 +1,9 @@
 // emulator.h - just enough CUDA to run the kernels of cuda/ on a CPU, for tests of their logic where there is no GPU.
 //
 // Each thread of a block is a fiber with a stack of its own; a fiber runs until it waits for others (barriers, warp
-// intrinsics). It is left and entered by _setjmp and _longjmp: swapcontext asks the system for the signal mask each time,
-// which took most of the time of a kernel with many barriers. Blocks run one after another, so __shared__ variables are static. Dynamic shared memory starts as NaN.
+// intrinsics). It is left and entered by _setjmp and _longjmp: swapcontext calls the system for the signal mask,
+// which took most of the time of a kernel with many barriers. Blocks run one after another, so __shared__ variables are
+// static. Dynamic shared memory starts as NaN.
 // Not emulated: races between threads that no barrier separates, bank conflicts, the rounding of tensor cores.
 #pragma once
 #define HYBRIDMF_EMULATE 1
