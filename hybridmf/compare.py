@@ -43,6 +43,9 @@ RACING = ("hogwild", "batch_hogwild")
 
 RACING_TOLERANCE = 2e-2
 
+CPU_PRODUCT, GPU_PRODUCT = 1536, 8192
+"""Rows and columns of the matrices whose product says what a device can do."""
+
 LEGEND = """\
 Lower is better for seconds, objective and RMSE; higher for NDCG. An iteration of one method is not the work of another:
 judge methods by what they reach and when, devices by their seconds. speedup: over the slowest row. of gemm: share of
@@ -500,7 +503,7 @@ def _ceiling(plan: Plan, device: Any) -> float:
     """GFLOP/s of a float32 matrix product on the device of a plan."""
     from threadpoolctl import threadpool_limits
 
-    size = 1536 if device is None else 8192
+    size = CPU_PRODUCT if device is None else GPU_PRODUCT
     a = np.ones((size, size), np.float32)
     if device is not None:
         a = device.upload(a)

@@ -104,6 +104,7 @@ class Nccl:
         for name in TYPES:
             setattr(self, f"NCCL_{name.upper()}", np.dtype(name))
         self.worlds, self.lock, self.calls, self.hang, self.broken = {}, threading.Lock(), [], threading.Event(), None
+        self.timeout = 20.0
         module = self
 
         class NcclCommunicator:
@@ -112,7 +113,7 @@ class Nccl:
                 if module.broken == rank:
                     raise NcclError("no route")
                 with module.lock:
-                    world = module.worlds.setdefault(name, ThreadCommunicator.group(size, timeout=20))
+                    world = module.worlds.setdefault(name, ThreadCommunicator.group(size, timeout=module.timeout))
                 self.inner, self.rank, self.aborted, self.async_error = world[rank], rank, False, None
 
             def _later(self, name, call):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import numpy as np
@@ -46,7 +47,9 @@ def test_each_method_runs_as_a_fit_of_its_own():
         assert sum(run.seconds) == pytest.approx(run.phases["solve"] + run.phases["compile"])
 
 
-def test_devices_start_from_the_same_factors_and_agree(backend):
+def test_devices_start_from_the_same_factors_and_agree(backend, monkeypatch):
+    # how fast it is does not matter here, and the emulated device multiplies on the CPU
+    monkeypatch.setattr(importlib.import_module("hybridmf.compare"), "GPU_PRODUCT", 256)
     result = compare(SMALL, als(), devices=["cpu", backend], test_size=0)
     assert result.agree
     if backend == "cuda":

@@ -1,11 +1,16 @@
 // emulator.h - just enough CUDA to run the kernels of cuda/ on a CPU, for tests of their logic where there is no GPU.
 //
 // Each thread of a block is a fiber with a stack of its own; a fiber runs until it waits for others (barriers, warp
-// intrinsics). Blocks run one after another, so __shared__ variables are static. Dynamic shared memory starts as NaN.
+// intrinsics). It is left and entered by _setjmp and _longjmp: swapcontext calls the system for the signal mask,
+// which took most of the time of a kernel with many barriers. Blocks run one after another, so __shared__ variables are
+// static. Dynamic shared memory starts as NaN.
 // Not emulated: races between threads that no barrier separates, bank conflicts, the rounding of tensor cores.
 #pragma once
 #define HYBRIDMF_EMULATE 1
 
+#undef _FORTIFY_SOURCE  // its longjmp takes another stack for a broken one
+
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -65,14 +70,14 @@ struct Barrier {
 };
 
 struct Fiber {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack;
+    jmp_buf place;                  // where it goes on
+    std::unique_ptr<char[]> stack;  // once it has begun
     dim3 thread;
     int linear = 0;
     bool done = false;
 };
 
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::vector<Fiber> fibers;
 inline Fiber* current = nullptr;
 inline int alive = 0;
@@ -82,7 +87,9 @@ inline Barrier barriers[16];
 inline std::function<void()> body;
 inline void* dynamic = nullptr;
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+inline void yield() {
+    if (!_setjmp(current->place)) _longjmp(scheduler, 1);
+}
 
 inline void barrier(int id, int expected) {
     Barrier& b = barriers[id];
@@ -126,10 +133,27 @@ template <class T> std::array<T, 32> exchange(unsigned mask, const T& value) {
 }
 
 inline void entry() {
-    body();
-    current->done = true;
-    alive--;
-    swapcontext(&current->context, &scheduler);
+    for (;;) {  // a round for each block
+        body();
+        current->done = true;
+        alive--;
+        yield();
+    }
+}
+
+// Runs a fiber until it yields.
+inline void resume(Fiber& fiber) {
+    current = &fiber;
+    if (_setjmp(scheduler)) return;
+    if (fiber.stack) _longjmp(fiber.place, 1);
+    fiber.stack.reset(new char[STACK]);
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = fiber.stack.get();
+    context.uc_stack.ss_size = STACK;
+    context.uc_link = nullptr;
+    makecontext(&context, entry, 0);
+    setcontext(&context);
 }
 
 inline void run_block(size_t shared_bytes, void* shared) {
@@ -142,22 +166,13 @@ inline void run_block(size_t shared_bytes, void* shared) {
     alive = threads;
     for (int t = 0; t < threads; t++) {
         Fiber& fiber = fibers[t];
-        if (!fiber.stack) fiber.stack.reset(new char[STACK]);
         fiber.linear = t;
         fiber.done = false;
         fiber.thread = {t % block_size.x, t / block_size.x % block_size.y, t / (block_size.x * block_size.y)};
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.get();
-        fiber.context.uc_stack.ss_size = STACK;
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, entry, 0);
     }
     while (alive > 0)
         for (int t = 0; t < threads; t++)
-            if (!fibers[t].done) {
-                current = &fibers[t];
-                swapcontext(&scheduler, &current->context);
-            }
+            if (!fibers[t].done) resume(fibers[t]);
 }
 
 template <class... Arguments, size_t... I>
