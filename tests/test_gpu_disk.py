@@ -202,7 +202,7 @@ def large_fit(monkeypatch: pytest.MonkeyPatch, device: Any) -> sp.csr_array:
         return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
 
     def solve(slab: Any, fixed: Any, mean: float, start: Any = None, gram: Any = None) -> DeviceFactors:
-        rows = len(slab.statuses)
+        rows = len(slab)
         table = device.empty((rows, 128), np.float32)
         table[...] = 0.01 * np.arange(128, dtype=np.float32)
         return DeviceFactors(device, table, 126, device.zeros(rows, np.float32))
@@ -344,6 +344,7 @@ def test_a_full_disk_is_an_error_before_the_fit(gpu, small_host, monkeypatch):  
         reserve(handle, first, size)
 
     monkeypatch.setattr("os.posix_fallocate", full)
+    gc.collect()
     before = len(_scratch._mapped)
     seen: list[Any] = []
     model = hmf.ImplicitALS(factors=7, device="cuda", gpu_memory_limit=HOST_LIMIT)
