@@ -126,7 +126,7 @@ def test_a_row_that_is_too_long_is_named(side: str, gpu: Any, short_segments: No
     message = rf"a row is never cut, so that slabs which hold {side} {LONG} with its 360 entries take .* leave some of"
     with pytest.raises(DeviceMemoryError, match=message):
         fitted("explicit", matrix, gpu_memory_limit=20_000)
-    assert not gpu.launches
+    assert not getattr(gpu, "launches", ())  # a device that counts them is emulated
     with pytest.raises(DeviceMemoryError) as found:  # which has no slabs
         fitted("explicit", matrix, gpu_memory_limit=20_000, reorder="both")
     assert "never cut" not in str(found.value)
