@@ -350,7 +350,9 @@ class Plan:
         """Whether its memory depends on the longest item, which nobody has counted: ratings come in whole rows."""
         if self.gpu is None or self.method is not None or self.longest[1]:
             return False
-        return (self.streamed != "" and not self.resident) or self.batch_slots * self.segment < self.nnz
+        most = min(self.nnz, self.n_users)
+        in_slabs = self.streamed != "" and not self.resident and (self.scale is not None or self.slab < most)
+        return in_slabs or self.batch_slots * self.segment < most
 
     @property
     def uses_blas(self) -> bool:
