@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 import scipy.sparse as sp
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Take Ctrl-C as usual: shells start background jobs with SIGINT ignored, and child processes inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # measured constants of whoever runs the tests would decide what runs where, and tests leave none behind
-    os.environ["HYBRIDMF_CACHE_DIR"] = tempfile.mkdtemp(prefix="hybridmf-tests-")
+    folder = tempfile.mkdtemp(prefix="hybridmf-tests-")
+    os.environ["HYBRIDMF_CACHE_DIR"] = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.fixture(scope="session")
