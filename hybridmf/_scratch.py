@@ -173,7 +173,8 @@ def scratch_file(array: np.ndarray) -> tuple[int, int] | None:
     array : ndarray, C order
     """
     first = array.ctypes.data
-    for start, (size, handle) in tuple(_mapped.items()):
+    # copied at once: to walk over it makes objects, and the collector may then remove the array of a cycle from it
+    for start, (size, handle) in _mapped.copy().items():
         if start <= first and first + array.nbytes <= start + size:
             return handle, first - start
     return None
