@@ -152,11 +152,11 @@ def _refusal(error: Exception, folder: str, size: int) -> OSError:
         free = f"{mib(shutil.disk_usage(folder).free)} are free"
     except OSError:
         free = "it cannot be looked at"
+    way_out = f"set {SCRATCH_DIR} to a folder on a disk with more room, use fewer factors, or a host with more memory"
+    if code in (errno.EMFILE, errno.ENFILE):
+        way_out = "raise the limit of open files (ulimit -n), or let go of models and of factors that callbacks keep"
     return OSError(
-        code,
-        f"a file of {mib(size)} for factors cannot be made ({os.strerror(code)}; {free}): set {SCRATCH_DIR} to a "
-        "folder on a disk with more room, use fewer factors, or a host with more memory",
-        folder,
+        code, f"a file of {mib(size)} for factors cannot be made ({os.strerror(code)}; {free}): {way_out}", folder
     )
 
 

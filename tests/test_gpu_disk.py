@@ -414,6 +414,15 @@ def test_files_are_found_while_the_collector_removes_some(folder):
         gc.set_threshold(*thresholds)
 
 
+def test_too_many_open_files_are_told_from_a_full_disk(folder, monkeypatch):
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(OSError, match=r"cannot be made \(Too many open files.*raise the limit of open files"):
+        mapped((3,), np.float32, str(folder))
+
+
 def test_a_killed_process_leaves_nothing(folder):
     code = (
         "import sys; from hybridmf._scratch import mapped; table = mapped((1000, 1000), 'float32', sys.argv[1]);"
