@@ -103,7 +103,8 @@ def write_atomically(
     if path.is_dir():
         raise IsADirectoryError(f"path {str(path)!r} is a folder; give the name of a file")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} does not exist")
+        why = "is no folder" if os.path.lexists(path.parent) else "does not exist"
+        raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} {why}")
     try:
         _write_and_rename(path, content, prefix)
     except OSError as error:  # a full disk names no file, and nobody knows the temporary one

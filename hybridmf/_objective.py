@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -160,6 +160,12 @@ class AwayFactors(Factors):
             host = self._brought()
             self.keep(_host=host)
         return host
+
+    def wait_by(self, release: Callable[[], bool]) -> None:
+        """Take what waits until others have let go of older factors: where there is no room for more beside them."""
+
+    def let_go(self) -> None:
+        """Forget arrays that `on_host` has made, where they take room that new factors may need."""
 
     @property
     def matrix(self) -> np.ndarray:

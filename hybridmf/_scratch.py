@@ -152,11 +152,11 @@ def _refusal(error: Exception, folder: str, size: int) -> OSError:
         free = f"{mib(shutil.disk_usage(folder).free)} are free"
     except OSError:
         free = "it cannot be looked at"
+    way_out = f"set {SCRATCH_DIR} to a folder on a disk with more room, use fewer factors, or a host with more memory"
+    if code in (errno.EMFILE, errno.ENFILE):
+        way_out = "raise the limit of open files (ulimit -n), or let go of models and of factors that callbacks keep"
     return OSError(
-        code,
-        f"a file of {mib(size)} for factors cannot be made ({os.strerror(code)}; {free}): set {SCRATCH_DIR} to a "
-        "folder on a disk with more room, use fewer factors, or a host with more memory",
-        folder,
+        code, f"a file of {mib(size)} for factors cannot be made ({os.strerror(code)}; {free}): {way_out}", folder
     )
 
 
@@ -173,7 +173,8 @@ def scratch_file(array: np.ndarray) -> tuple[int, int] | None:
     array : ndarray, C order
     """
     first = array.ctypes.data
-    for start, (size, handle) in tuple(_mapped.items()):
+    # copied at once: to walk over it makes objects, and the collector may then remove the array of a cycle from it
+    for start, (size, handle) in _mapped.copy().items():
         if start <= first and first + array.nbytes <= start + size:
             return handle, first - start
     return None

@@ -336,6 +336,10 @@ def test_a_file_in_place_of_the_folder_does_not_end_the_fit(tmp_path, in_step, c
 
     assert als(4).fit(planted(), checkpoint=folder, callback=replace).n_iter_ == 4
     assert folder.read_text() == "mine" and "could not be written" in caplog.text
+    assert "is no folder" in caplog.text and "training goes on, the one of iteration 2 is gone" in caplog.text
+    assert "newest that is safe" not in caplog.text
+    # whoever keeps the record keeps no state by a traceback
+    assert not [one for record in caplog.records for one in record.args if isinstance(one, BaseException)]
 
 
 def test_the_last_iteration_is_tried_once_more(tmp_path, monkeypatch, in_step):

@@ -336,7 +336,7 @@ def test_targets_that_cannot_be_written(tmp_path):
     with pytest.raises(FileNotFoundError, match=says("the folder", "missing", "of path", "model", "does not exist")):
         fitted().save(tmp_path / "missing" / "model")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(FileNotFoundError, match=says("the folder", "file", "does not exist")):
+    with pytest.raises(FileNotFoundError, match=says("the folder", "file", "is no folder")):
         fitted().save(tmp_path / "file" / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

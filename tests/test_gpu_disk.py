@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from hybridmf._scratch import SCRATCH_DIR, file_system, find_room, mapped, scrat
 from hybridmf.errors import MemoryBudgetError
 from hybridmf.gpu.als import DeviceFactors
 from hybridmf.gpu.turns import HostSlab, HostTables
-from hybridmf.scale.checkpoint import UNFINISHED
+from hybridmf.scale.checkpoint import UNFINISHED, Writer
 from hybridmf.scale.planner import H200, Problem, plan_host_ranks, plan_scale
 
 FREE = 4_000
@@ -357,6 +358,69 @@ def test_a_full_disk_is_an_error_before_the_fit(gpu, small_host, monkeypatch):  
     del caught, error
     gc.collect()
     assert len(_scratch._mapped) == before
+
+
+@pytest.mark.parametrize("factors", [7, 8])  # rows with padding, which a checkpoint copies, and without
+def test_a_full_disk_puts_checkpoints_off(factors, gpu, small_host, monkeypatch, tmp_path):  # noqa: F811
+    """The disk has room for the files that a fit begins with, and a slow checkpoint holds on to what is in them."""
+    options = {"factors": factors, "iterations": 5, "random_state": 0, "device": "cuda", "gpu_memory_limit": HOST_LIMIT}
+    whole = hmf.ImplicitALS(**options).fit(MATRIX)
+    made: list[int] = []
+    reserve, write = os.posix_fallocate, Writer._write
+
+    def four(handle: int, first: int, size: int) -> None:
+        if len(made) == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made.append(size)
+        reserve(handle, first, size)
+
+    def slowly(self: Writer, snapshot: Any) -> None:
+        time.sleep(0.3)
+        write(self, snapshot)
+
+    monkeypatch.setattr("os.posix_fallocate", four)
+    monkeypatch.setattr(Writer, "_write", slowly)
+    model = hmf.ImplicitALS(**options).fit(MATRIX, checkpoint=tmp_path / "saved")
+    assert model.plan_.factors_on == "disk" and len(made) == 4
+    np.testing.assert_array_equal(model.user_factors, whole.user_factors)
+    assert (tmp_path / "saved" / "checkpoint-000005.safetensors").exists()
+
+
+def test_tables_are_taken_by_two_threads(folder):
+    class Emptied(list[np.ndarray]):
+        """Seems to hold a table, which another thread has taken."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    tables = HostTables((3, 4), np.float32, str(folder))
+    tables._free = Emptied()
+    assert tables.take().shape == (3, 4)
+
+
+def test_files_are_found_while_the_collector_removes_some(folder):
+    kept = [mapped((4,), np.float32, str(folder)) for _ in range(100)]
+    thresholds = gc.get_threshold()
+    try:
+        for allocations in range(5, 105, 5):
+            gc.collect()
+            cycle: list[Any] = [mapped((4,), np.float32, str(folder))]
+            cycle.append(cycle)
+            del cycle
+            gc.set_threshold(allocations)
+            assert scratch_file(kept[-1]) is not None
+            gc.set_threshold(*thresholds)
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_too_many_open_files_are_told_from_a_full_disk(folder, monkeypatch):
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(OSError, match=r"cannot be made \(Too many open files.*raise the limit of open files"):
+        mapped((3,), np.float32, str(folder))
 
 
 def test_a_killed_process_leaves_nothing(folder):

@@ -103,6 +103,16 @@ class HostFactors(AwayFactors):
         """Biases."""
         return self.host_bias
 
+    def wait_by(self, release: Callable[[], bool]) -> None:
+        """As `HostTables.wait_by`."""
+        if self.tables is not None:
+            self.tables.wait_by(release)
+
+    def let_go(self) -> None:
+        """Forget a copy without padding, if it is in a file."""
+        if self.tables is not None and self.tables.folder:
+            self.keep(_host=None)
+
     def look(self) -> None:
         """Find the range of the rows."""
         if self.range is None and self.table.dtype == np.float32:
@@ -155,6 +165,7 @@ class HostTables:
         self._made: list[np.ndarray] = []
         self._free: list[np.ndarray] = []
         self._copier: Copier | None = None
+        self._release: Callable[[], bool] | None = None
 
     @classmethod
     def of(cls, side: Side, plan: Plan, dtype: Any) -> HostTables:
@@ -171,16 +182,38 @@ class HostTables:
         for table in self._made:
             self._pin(table)
 
+    def wait_by(self, release: Callable[[], bool]) -> None:
+        """Where there is no room for one more table, call this once before that is an error.
+
+        Parameters
+        ----------
+        release : callable
+            Waits until others, who hold tables for a while, have let go of them; False if this thread cannot wait.
+        """
+        self._release = release
+
     def _pin(self, table: np.ndarray) -> None:
         if self._copier is not None and not self.folder:
             self._copier.pin(table)
 
     def take(self) -> np.ndarray:
         """A table of anything, until the last array that is made of it goes."""
-        table = self._free.pop() if self._free else self._make()
+        try:
+            table = self._spare()
+        except OSError:  # a full disk
+            if self._release is None or not self._release():
+                raise
+            table = self._spare()
         lent = _Lent(table)
         weakref.finalize(lent, _take_back, weakref.ref(self), table).atexit = False
         return np.asarray(lent)
+
+    def _spare(self) -> np.ndarray:
+        """A table that nobody holds, or a new one."""
+        try:
+            return self._free.pop()
+        except IndexError:  # none, or the thread that writes checkpoints was quicker
+            return self._make()
 
     def packed(self, rows: np.ndarray) -> np.ndarray:
         """Rows of tables as one piece of memory: as they are if they are one, else a copy in the place of a table."""

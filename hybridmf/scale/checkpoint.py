@@ -32,7 +32,7 @@ from .._io import (
     stored_iteration,
     write_model,
 )
-from .._objective import State
+from .._objective import AwayFactors, State
 from .._validate import check_bool, check_int, check_path, check_real
 from ..errors import ModelFileError
 from ..ratings import Ratings
@@ -209,6 +209,15 @@ class _Snapshot:
     metadata: dict[str, str]
     state: State
 
+    def away(self) -> list[AwayFactors]:
+        """What of the factors is not in arrays of the host."""
+        return [each for each in (self.state.user, self.state.item) if isinstance(each, AwayFactors)]
+
+    def let_go(self) -> None:
+        """Forget copies that were made for the file alone."""
+        for factors in self.away():
+            factors.let_go()
+
 
 class Writer:
     """Writes checkpoints in a thread of its own, while the fit goes on.
@@ -269,11 +278,20 @@ class Writer:
         if model.n_iter_ > self._written or (self._newest is not None and not self._newest.exists()):
             self._take(model)
 
+    def release(self) -> bool:
+        """Wait until no state is held here any more; False in the thread that writes, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            return False
+        self._wait(report=False)
+        return True
+
     def _take(self, model: Any) -> None:
         if self._lasting is None:
             self._lasting = lasting_tensors(model, include_seen=self.checkpoint.include_seen)
         # the history grows while the thread writes: it is put into words here
         snapshot = _Snapshot(model.n_iter_, model_metadata(model, self.extra), model._learned.state)
+        for factors in snapshot.away():
+            factors.wait_by(self.release)
         self._next_time = time.monotonic() + 60 * (self.checkpoint.minutes or 0)
         with self._changed:
             self._waiting = snapshot
@@ -305,6 +323,7 @@ class Writer:
             try:
                 self._try_to_write(snapshot)
             finally:
+                snapshot.let_go()
                 del snapshot  # what it holds of a device is free again
                 with self._changed:
                     self._busy = False
@@ -316,18 +335,25 @@ class Writer:
             self._failed, self._written = False, snapshot.iteration
         except (OSError, MemoryError) as error:
             self._failed = True
-            good = f"iteration {self._written} is the newest that is safe" if self._written else "there is none yet"
             logger.warning(
                 "the checkpoint of iteration %d could not be written to %r (%s: %s); training goes on, %s; "
                 "the next iteration tries again",
                 snapshot.iteration,
                 str(self.checkpoint.folder),
                 type(error).__name__,
-                error,
-                good,
+                str(error),  # as text: whoever keeps the record would keep the state by the traceback
+                self._newest_said(),
             )
         except Exception as error:  # a device that failed, a fault of ours: for the fit to raise
             self._error = error
+
+    def _newest_said(self) -> str:
+        """What there is to resume from, in words."""
+        if not self._written:
+            return "there is none yet"
+        if self._newest is not None and not self._newest.exists():
+            return f"the one of iteration {self._written} is gone"
+        return f"iteration {self._written} is the newest that is safe"
 
     def _write(self, snapshot: _Snapshot) -> None:
         """Write the file, then remove those before the last ones that are kept."""
