@@ -618,10 +618,7 @@ def half_seconds(
         seconds["turns"] = again / machine.copy + half.turns * half.waves * machine.launch
     elif factors != "device":
         seconds["waves"] = half.waves * machine.launch
-    load, loads = (
-        0.0,
-        half.waves if half.turns > 1 else 1,
-    )  # a part that does not stay comes again for each wave of rows
+    load, loads = 0.0, half.waves if half.turns > 1 else 1  # parts in turns come again for each wave of rows
     if factors != "device":
         load += loads * half.turns * table + rows / gpus * width
     if ratings != "device":
