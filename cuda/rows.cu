@@ -6,7 +6,7 @@
 //           its other pieces lie. A listed row without other pieces has none at all and becomes zeros.
 //   order : pieces in their order, so a rerun gives the same bits
 // row_range
-//   grid  : any number of blocks     block : THREADS, a warp a row
+//   grid  : any number of blocks     block : THREADS, a warp ROWS rows at a time
 //   shapes: table (n_rows, width)  status (n_solved,)  found (3,), zeros
 //   result: found[0] = bits of the largest |element|; found[1] = LARGEST_BITS minus the bits of the least of the rows'
 //           own largest |element|, rows of zeros left out; found[2] = 1 if any status is not 0. Bits of numbers that are
@@ -26,6 +26,7 @@
 #endif
 
 constexpr unsigned LARGEST_BITS = 0x7fffffffu;
+constexpr int ROWS = 4;  // of row_range: a row of 400 bytes alone would leave too few of them on their way
 
 struct alignas(VECTOR * sizeof(real)) Chunk {
     real element[VECTOR];
@@ -53,21 +54,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 row_range(unsigned* __restrict__ found, const float* __restrict__ table, int64 n_rows, int width,
           const int* __restrict__ status, int64 n_solved) {
     const int lane = threadIdx.x % WARP;
-    const int64 stride = int64(gridDim.x) * (THREADS / WARP);
+    const int64 stride = int64(gridDim.x) * (THREADS / WARP) * ROWS;
     unsigned largest = 0, room = 0;
-    for (int64 row = int64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP; row < n_rows; row += stride) {
-        unsigned peak = 0;
-        for (int column = lane; column < width; column += WARP) {
-            const unsigned bits = __float_as_uint(table[row * width + column]) & LARGEST_BITS;
-            peak = bits > peak ? bits : peak;
-        }
+    for (int64 first = (int64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP) * ROWS; first < n_rows; first += stride) {
+        unsigned peaks[ROWS] = {};
+        for (int column = lane; column < width; column += WARP)
 #pragma unroll
-        for (int distance = WARP / 2; distance > 0; distance /= 2) {
-            const unsigned other = __shfl_xor_sync(FULL_WARP, peak, distance);
-            peak = other > peak ? other : peak;
+            for (int k = 0; k < ROWS; k++) {
+                const int64 row = first + k < n_rows ? first + k : first;
+                peaks[k] = max(peaks[k], __float_as_uint(table[row * width + column]) & LARGEST_BITS);
+            }
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+#pragma unroll
+            for (int distance = WARP / 2; distance > 0; distance /= 2)
+                peaks[k] = max(peaks[k], __shfl_xor_sync(FULL_WARP, peaks[k], distance));
+            largest = max(largest, peaks[k]);
+            if (peaks[k]) room = max(room, LARGEST_BITS - peaks[k]);
         }
-        largest = peak > largest ? peak : largest;
-        if (peak && LARGEST_BITS - peak > room) room = LARGEST_BITS - peak;
     }
     if (lane == 0 && largest) {
         atomicMax(&found[0], largest);

@@ -88,9 +88,32 @@ def test_a_range_grows_with_each_table(device: Device) -> None:
     found = device.zeros(3, np.uint32)
     for table in tables:
         widen_range(device, found, device.upload(table))
-    assert read_range(device, found) == (RowRange(8.0, 0.5), False)
+    assert read_range(device.download(found)) == (RowRange(8.0, 0.5), False)
     widen_range(device, found, device.upload(tables[0]), device.upload(status))
-    assert read_range(device, found) == (RowRange(8.0, 0.5), True)
+    assert read_range(device.download(found)) == (RowRange(8.0, 0.5), True)
+
+
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf])
+def test_parts_have_the_range_of_all(bad: float | None, device: Device) -> None:
+    table = np.random.default_rng(3).standard_normal((60, 5)).astype(np.float32)
+    table[20:40] = 0
+    if bad is not None:
+        table[41, 2] = bad
+    parts = [row_range(device, device.upload(table[first : first + 20]))[0] for first in (0, 20, 40)]
+    found, whole = RowRange.of_all(parts), row_range(device, device.upload(table))[0]
+    np.testing.assert_equal([found.largest, found.least], [whole.largest, whole.least])
+    assert RowRange.of_all([parts[1]]) == RowRange.of_all([]) == RowRange(0.0, 0.0)
+
+
+def test_a_small_array_arrives_when_it_is_waited_for(device: Device) -> None:
+    arrays = [np.arange(n, dtype=dtype) for n, dtype in ((3, np.uint32), (1, np.float64), (0, np.int8))]
+    on_device = [device.upload(array) for array in arrays]
+    arriving = [device.begin_download(array) for array in on_device]
+    for array in on_device:
+        array[...] = 7  # launched after the copies
+    for wait, array in zip(arriving, arrays, strict=True):
+        np.testing.assert_array_equal(wait(), array, strict=True)
+        np.testing.assert_array_equal(wait(), array)
 
 
 @pytest.mark.parametrize("n_segments", [1, 40, 3 * THREADS + 1])

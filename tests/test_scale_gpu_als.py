@@ -22,6 +22,7 @@ from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, N
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.device import Device, device_count, open_device
+from hybridmf.gpu.rows import row_range
 from hybridmf.scale import gpu_rank, su_als
 from hybridmf.scale.gpu_rank import Cut, GpuWorker, sockets
 from hybridmf.scale.grid import Grid
@@ -132,6 +133,35 @@ def test_one_thread_launches_for_all_gpus(name: str, gpus: Machine, monkeypatch:
     both_ways.close()
     with pytest.raises(CommunicatorError, match="the ranks were closed"):
         both_ways.update("user")
+
+
+def test_the_first_step_ends_with_sums_under_way(gpus: Machine, request: pytest.FixtureRequest) -> None:
+    """Until then the GPUs that come after this one have nothing to do."""
+    if "cuda" in request.node.name:
+        pytest.skip("only an emulated device tells what was launched")
+    device: Any = gpu_rank.open_device(gpus(1)[0])
+    for assembly in ("fused", "sparse_syrk", "mo_als"):
+        arguments = changed(parts("explicit", "cuda:0", SMALL), segment=3, batch_slots=9, assembly=assembly)
+        alone = GpuALS(device, *arguments)
+        launches = alone.halves["user"].launches(alone.inward["item"], alone.mean)
+        device.launches.clear()
+        next(launches)
+        assert [name for name in device.launches if name != "row_range"] == [
+            {"fused": "assemble_segments"}.get(assembly, assembly)
+        ]
+
+
+def test_what_is_gathered_ahead_has_the_range_of_all_rows(gpus: Machine) -> None:
+    """Each GPU looks at the rows it has solved, before they travel: the scale of float16 parts is that of all rows."""
+    solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
+    solver.update("item")
+    for rank in solver.ranks:
+        gathered = rank.ahead("user")
+        assert len(gathered) == SMALL.shape[1] > len(rank.own["item"])
+        with rank.worker.active():
+            assert gathered.range == row_range(rank.worker.device, gathered.table)[0]
+            assert rank.own["item"].range == row_range(rank.worker.device, rank.own["item"].table)[0]
+    assert len({rank.own["item"].range for rank in solver.ranks}) == 2
 
 
 def test_what_ends_the_one_thread_stops_the_ranks(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,21 +71,26 @@ class DeviceFactors(AwayFactors):
         """Find the range of the rows; whether any of `status` is not 0. Waits for the device, once."""
         return self.seen(self.begin_look(status))
 
-    def begin_look(self, status: Array | None = None) -> Array:
-        """Launch what `look` waits for; for `seen`."""
+    def begin_look(self, status: Array | None = None) -> Callable[[], np.ndarray]:
+        """Launch what `look` waits for; for `seen`. What is launched after it is not waited for."""
         found = self.device.zeros(3, np.uint32)
-        if self.table.dtype == np.float32:  # only the fused kernels, which are float32, ask for the range
+        if self.has_range:
             widen_range(self.device, found, self.table, status)
         elif status is not None:
             found[2] = status.any()
-        return found
+        return self.device.begin_download(found)
 
-    def seen(self, found: Array) -> bool:
+    def seen(self, found: Callable[[], np.ndarray]) -> bool:
         """Wait for what `begin_look` has launched."""
-        known, failed = read_range(self.device, found)
-        if self.table.dtype == np.float32:
+        known, failed = read_range(found())
+        if self.has_range:
             self.keep(range=known)
         return failed
+
+    @property
+    def has_range(self) -> bool:
+        """Only the fused kernels, which are float32, ask for the range."""
+        return bool(self.table.dtype == np.float32)
 
     def _brought(self) -> Factors:
         bias = None if self.device_bias is None else self.device.download(self.device_bias)
@@ -358,21 +364,24 @@ class HalfSweep:
         start: DeviceFactors | None = None,
         gram: Array | None = None,
     ) -> Generator[None, None, tuple[DeviceFactors, Array]]:
-        """Launch what `solve` does, batch by batch; (new factors, the status of each row), which are not waited for.
+        """Launch what `solve` does, step by step; (new factors, the status of each row), which are not waited for.
 
-        One thread that has several devices can have all of them begin before it goes on with any.
+        One thread that has several devices can have all of them begin before it goes on with any: the first step ends
+        with the first kernel that takes long.
         """
         plan = self.plan
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, plan.rank, self.objective)
-        systems, entries = self._begun(start, gram), self._entries(fixed, mean)
+        # first asked for when there are sums to solve: until these are launched the device has nothing to do
+        systems = functools.cache(functools.partial(self._begun, start, gram))
+        entries = self._entries(fixed, mean)
         if plan.assembly == "fused":
             yield from self._solve_fused(systems, fixed, entries)
         elif plan.assembly == "bals":
-            yield from self._solve_tiles(systems, fixed.table, entries)
+            yield from self._solve_tiles(systems(), fixed.table, entries)
         else:
             yield from self._solve_batches(systems, fixed.table, entries)
-        return self._unpack(systems.solutions), systems.status
+        return self._unpack(systems().solutions), systems().status
 
     def _begun(self, start: DeviceFactors | None, gram: Array | None) -> Systems:
         """Where solutions go, begun where approximate solvers begin."""
@@ -434,17 +443,20 @@ class HalfSweep:
             self.config = FusedConfig.default(plan.rank, self.device.spec, plan.precision, plan.solver)
         return self.config
 
-    def _solve_fused(self, systems: Systems, fixed: DeviceFactors, entries: Entries) -> Iterator[None]:
+    def _solve_fused(
+        self, systems: Callable[[], Systems], fixed: DeviceFactors, entries: Entries
+    ) -> Generator[None, None, None]:
         table, config, method = fixed.table, self._fused_config(), self._method(fixed)
 
-        def one_batch(batch: Batch) -> None:
+        def one_batch(batch: Batch) -> Iterator[None]:
             device = self.device
             partials = device.empty((len(batch.segments), config.partial_floats), np.float32)
             fused.assemble_segments(device, partials, table, entries, batch.segments, config, method)
-            fused.solve_partials(device, systems, partials, batch.slots, batch.rows, entries, config, method)
+            yield
+            fused.solve_partials(device, systems(), partials, batch.slots, batch.rows, entries, config, method)
 
         yield from self._in_batches(one_batch)  # rows longer than a segment, or all
-        fused.solve_rows(self.device, systems, table, entries, self.indptr, self.short, config, method)
+        fused.solve_rows(self.device, systems(), table, entries, self.indptr, self.short, config, method)
 
     def _matrices(self, n_slots: int) -> tuple[Array, Array]:
         rank = self.plan.rank
@@ -465,13 +477,13 @@ class HalfSweep:
                 scale = fused.entry_scale(rows.largest, largest)
         return fused.Method(precision, plan.solver, self.epsilon, plan.cg_steps, scale)
 
-    def _in_batches(self, one_batch: Callable[[Batch], None]) -> Iterator[None]:
+    def _in_batches(self, one_batch: Callable[[Batch], Iterator[None]]) -> Generator[None, None, None]:
         """Work through the long rows; where memory runs out, with batches half as large from there on."""
         done = 0
         while done < len(self.long.rows):
             try:
                 for batch in self._batches(done):
-                    one_batch(batch)
+                    yield from one_batch(batch)
                     done += len(batch.rows)
                     yield
             except DeviceMemoryError:
@@ -499,13 +511,16 @@ class HalfSweep:
 
     # ------------------------------------------------------------------------------------------------ published
 
-    def _solve_batches(self, systems: Systems, table: Array, entries: Entries) -> Iterator[None]:
+    def _solve_batches(
+        self, systems: Callable[[], Systems], table: Array, entries: Entries
+    ) -> Generator[None, None, None]:
         plan, assemble = self.plan, published(self.plan.assembly)
 
-        def one_batch(batch: Batch) -> None:
+        def one_batch(batch: Batch) -> Iterator[None]:
             matrices, rhs = self._matrices(len(batch.segments))
             assemble(self.device, matrices, rhs, table, entries, batch.segments, plan.rank)
-            self._finish(systems, matrices, rhs, batch.slots, batch.rows)
+            yield
+            self._finish(systems(), matrices, rhs, batch.slots, batch.rows)
 
         yield from self._in_batches(one_batch)
 

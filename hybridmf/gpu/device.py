@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -114,6 +115,9 @@ class Device(Protocol):
 
     def download(self, array: Array) -> np.ndarray:
         """Copy to the host; waits for what computes it."""
+
+    def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
+        """Begin to copy a small array to the host; what is returned waits for it, not for work launched since."""
 
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
         """Compiled kernel of a source text."""
@@ -267,6 +271,7 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._pinned: list[Any] = []
         self._second: Any = None
+        self._arriving: deque[tuple[np.ndarray, Any]] = deque()
         with self.active():
             properties = self._cupy.cuda.runtime.getDeviceProperties(index)
         capability = (int(properties["major"]), int(properties["minor"]))
@@ -397,6 +402,26 @@ class CudaDevice:
                 if pending is not None:
                     _take(raw, *pending)
             return target
+
+    def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
+        """Begin to copy a small array to pinned memory; what is returned waits for that and gives the array."""
+        with self.active():
+            cuda = self._cupy.cuda
+            source, stream = self._cupy.ascontiguousarray(array), cuda.get_current_stream()
+            target = np.frombuffer(cuda.alloc_pinned_memory(max(1, source.nbytes)), source.dtype, source.size)
+            cuda.runtime.memcpyAsync(target.ctypes.data, source.data.ptr, source.nbytes, 2, stream.ptr)
+            arrived = self.record()
+            # who does not wait must not give back what is still written to: CuPy would hand it out again
+            while self._arriving and self._arriving[0][1].done:
+                self._arriving.popleft()
+            self._arriving.append((target, arrived))
+
+        def wait() -> np.ndarray:
+            with self.active():
+                arrived.synchronize()
+            return target.reshape(source.shape).copy()
+
+        return wait
 
     def _copy_stream_waits(self) -> None:
         """Copies come after the work launched so far: it may still read what `upload` is given by the pool anew."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,13 @@ class RowRange:
     largest: float
     least: float
 
+    @classmethod
+    def of_all(cls, parts: Iterable[RowRange]) -> RowRange:
+        """The range of a table from those of its parts."""
+        known = list(parts)
+        largest = np.max([0.0, *(part.largest for part in known)])  # NaN stays
+        return cls(float(largest), min((part.least for part in known if part.least > 0), default=0.0))
+
 
 def row_range(device: Device, table: Array, status: Array | None = None) -> tuple[RowRange, bool]:
     """The range of a table's rows, and whether any status is not 0; waits for what computes them, once.
@@ -73,7 +80,7 @@ def row_range(device: Device, table: Array, status: Array | None = None) -> tupl
     """
     found = device.zeros(3, np.uint32)
     widen_range(device, found, table, status)
-    return read_range(device, found)
+    return read_range(device.download(found))
 
 
 def widen_range(device: Device, found: Array, table: Array, status: Array | None = None) -> None:
@@ -102,9 +109,9 @@ def widen_range(device: Device, found: Array, table: Array, status: Array | None
     kernel((blocks,), (THREADS,), (found, table, *sizes, found if status is None else status, np.int64(n_solved)), 0)
 
 
-def read_range(device: Device, found: Array) -> tuple[RowRange, bool]:
-    """What `widen_range` has found; waits for it."""
-    largest, room, failed = device.download(found).tolist()
+def read_range(found: np.ndarray) -> tuple[RowRange, bool]:
+    """What `widen_range` has found, on the host."""
+    largest, room, failed = found.tolist()
     if not largest:
         return RowRange(0.0, 0.0), bool(failed)
     ends = np.array([largest, LARGEST_BITS - room], dtype=np.uint32).view(np.float32)

@@ -532,7 +532,7 @@ class HostHalf(StreamedHalf):
     def _judge(self, status: Array, found: Array, solved: HostFactors) -> None:
         """Raise what went wrong in a row; keep what the next half sweep wants to know of the new factors."""
         if solved.table.dtype == np.float32:
-            known, failed = read_range(self.device, found)
+            known, failed = read_range(self.device.download(found))
             solved.keep(range=known)
         else:
             failed = bool(status.any())

@@ -2,7 +2,7 @@
 
 A thread for each GPU would have to take turns under the interpreter's lock, which changes hands at every call of CUDA:
 on four GPUs that takes about as long as some kernels. Here one thread launches for all GPUs what none of them waits
-for, a batch of each in turn, so that all begin at once; NCCL's calls of all ranks are one group; then it waits for all.
+for, a step of each in turn, so that all begin at once; NCCL's calls of all ranks are one group; then it waits for all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from .._objective import Side, other_side
 from ..gpu.als import DeviceFactors, HalfSweep
+from ..gpu.rows import RowRange
 from .gpu_rank import GpuWorker
 from .su_als import RankALS
 
@@ -42,17 +43,20 @@ def solve(ranks: Sequence[RankALS], side: Side) -> list[DeviceFactors]:
     """
     launched = _launch(ranks, side, _fixed(ranks, side))
     solved = [factors for factors, _ in launched]
-    following = _gather_ahead(ranks, side, solved)
     looks = []
-    for rank, factors, (_, status) in zip(ranks, following, launched, strict=True):
+    for rank, (factors, status) in zip(ranks, launched, strict=True):
         with rank.worker.active():
             looks.append(factors.begin_look(status))
-    for rank, factors, found, (_, status) in zip(ranks, following, looks, launched, strict=True):
+    # exchanged while the ranks' looks are waited for, and while the next half sweep is launched
+    following = _gather_ahead(ranks, side, solved)
+    for rank, found, (factors, status) in zip(ranks, looks, launched, strict=True):
         with rank.worker.active():
             if factors.seen(found):
                 rank.halves[side].check(status)
     for rank, own, factors in zip(ranks, solved, following, strict=True):
         if factors is not own:
+            if own.has_range:
+                factors.keep(range=RowRange.of_all(part.range for part in solved if part.range is not None))
             rank.keep_ahead(other_side(side), own, factors)
     return solved
 
