@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from . import losses, tables
 from .als import LOSS_ROWS, DeviceFactors, Pieces, to_device
 from .device import Array, Device, DeviceSpec, Kernel
 from .launch import Entries, ceil_div, check, check_not_host, get_kernel
+from .rows import read_range, widen_range
 
 LAYOUTS: dict[str, dict[Side, Side]] = {
     "user": {"item": "user", "user": "user"},
@@ -377,8 +378,14 @@ class Epochs(Protocol):
     stored: np.dtype
     walks: dict[Side, Walk]
 
-    def run(self, work: dict[Side, Rows], terms: Terms) -> float:
-        """One epoch on `work`, in place; its training loss, each error at the factors of its time."""
+    def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
+        """One epoch on `work`, in place; nothing is waited for.
+
+        Returns
+        -------
+        float64 array of one
+            Its training loss, each error at the factors of its time.
+        """
 
 
 class Msgd:
@@ -427,22 +434,21 @@ class Msgd:
             _check_walk(device, self.walks[self.layouts[side]], self.stored, bounds=bounds)
         self._kernels = MsgdKernels(device)
 
-    def run(self, work: dict[Side, Rows], terms: Terms) -> float:
+    def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
         """See `Epochs`; half of each pass's loss, since an epoch sees every entry twice."""
-        return sum(self.one_pass(side, work[side], work[other_side(side)], terms) for side in SWEEP_ORDER) / 2
-
-    def one_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms) -> float:
-        """Move all rows of a side; the training loss."""
-        losses = self.device.empty(self.n_losses(side), np.float64)
-        self.launch_pass(side, moved, fixed, terms, losses)
-        return float(losses.sum())
+        counts = {side: self.n_losses(side) for side in SWEEP_ORDER}
+        losses, first = self.device.empty(sum(counts.values()), np.float64), 0
+        for side, count in counts.items():
+            self.launch_pass(side, work[side], work[other_side(side)], terms, losses[first : first + count])
+            first += count
+        return losses.sum(keepdims=True) / 2
 
     def n_losses(self, side: Side) -> int:
         """How many sums of squared errors a pass gives."""
         return len(self.bounds[side]) - 1 if side in self.bounds else len(self.long[side]) + len(self.short[side])
 
     def launch_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms, losses: Array) -> None:
-        """As `one_pass`, but nothing is waited for; the training loss is the sum of `losses`, shape (n_losses,)."""
+        """Move all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,)."""
         _check_rows(self.device, moved, fixed, self.stored)
         walk, kernels = self.walks[self.layouts[side]], self._kernels
         if side in self.bounds:
@@ -620,11 +626,11 @@ class BatchHogwild:
         self.runs = device.upload(make_runs(matrix.indptr, method.rng(), config.run))
         self.config = config.limited(len(self.runs))
 
-    def run(self, work: dict[Side, Rows], terms: Terms) -> float:
+    def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
         """See `Epochs`."""
         held, walked = work[self.held], work[other_side(self.held)]
         walk = self.walks[self.held]
-        return float(batch_hogwild(self.device, held, walked, walk, self.runs, terms, self.config).sum())
+        return batch_hogwild(self.device, held, walked, walk, self.runs, terms, self.config).sum(keepdims=True)
 
 
 # ---------------------------------------------------------------------------------------------- solver
@@ -691,11 +697,12 @@ class GpuSGD(Unconnected):
     def _epoch(self) -> None:
         terms = Terms(learning_rate_at(self.method, self.epoch), self.objective.regularization, self.mean)
         work = {side: self._copy(side) for side in SIDES}
-        loss = self.epochs.run(work, terms)
+        launched = self.epochs.run(work, terms)
+        tables = {side: self._table(work.pop(side)) for side in SIDES}
+        loss, finite = judged(self.device, launched, *tables.values())
         if not math.isfinite(loss):
             self._fail("errors became infinite or NaN")
-        tables = {side: self._table(work.pop(side)) for side in SIDES}
-        if not is_finite(*tables.values()):
+        if not finite:
             self._fail("factors became infinite or NaN")
         if loss > RISE * self.best:
             self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
@@ -787,17 +794,36 @@ def penalty(table: DeviceFactors, objective: Objective, degrees: np.ndarray) -> 
     return objective.regularization * float(squares @ objective.row_scale(degrees))
 
 
-def is_finite(*sides: DeviceFactors) -> bool:
-    """Whether no factor and no bias is infinite or NaN: one would show in a sum, which in float64 cannot overflow.
+def judged(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[float, bool]:
+    """A training loss, and whether no factor and no bias is infinite or NaN; waits for the device, once.
 
-    Of all sides at a time: the device is waited for once.
+    Parameters
+    ----------
+    device : Device
+    loss : float64 array of one
+    sides : DeviceFactors
+        Of one dtype.
     """
-    total = 0.0
-    for factors in sides:
-        total = total + factors.table.sum(dtype=np.float64)
-        if factors.device_bias is not None:
-            total = total + factors.device_bias.sum(dtype=np.float64)
-    return math.isfinite(float(total))
+    known = device.begin_download(loss)
+    sound = _begin_look(
+        device, [array for side in sides for array in (side.table, side.device_bias) if array is not None]
+    )
+    return float(known()[0]), math.isfinite(sound())
+
+
+def _begin_look(device: Device, arrays: Sequence[Array]) -> Callable[[], float]:
+    """What is infinite or NaN if an element of an array is."""
+    if all(array.dtype == np.float32 for array in arrays):
+        found = device.zeros(3, np.uint32)
+        for array in arrays:
+            widen_range(device, found, array if len(array.shape) == 2 else array[:, None])
+        seen = device.begin_download(found)
+        return lambda: read_range(seen())[0].largest
+    total = device.zeros(1, np.float64)
+    for array in arrays:
+        total += array.sum(dtype=np.float64)
+    added = device.begin_download(total)
+    return lambda: float(added()[0])
 
 
 # ---------------------------------------------------------------------------------------------- what is compiled

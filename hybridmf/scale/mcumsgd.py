@@ -141,14 +141,15 @@ class Backend(Protocol):
     def move(self, block: int, side: Side, work: dict[Side, Any], terms: cpu_sgd.Terms, epoch: int) -> Iterator[None]:
         """Move the rows of a side by the ratings of a block; yields where it may end early."""
 
-    def take_loss(self) -> float:
-        """Half the squared errors of all moves since the last call: an epoch sees every entry twice."""
-
     def factors(self, work: Any) -> Factors:
         """What was worked on, as it is kept; `work` is not used again."""
 
-    def is_finite(self, *sides: Factors) -> bool:
-        """Whether nothing is infinite or NaN."""
+    def judged(self, *sides: Factors) -> tuple[float, bool]:
+        """What an epoch has come to, once all of it is done.
+
+        Half the squared errors of all moves since the last call, since an epoch sees every entry twice; and whether
+        nothing of `sides` is infinite or NaN.
+        """
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
         """Squared errors of the ratings of a block."""
@@ -230,17 +231,17 @@ class CpuBackend:
                 self._losses.append(loss)
                 yield
 
-    def take_loss(self) -> float:
-        """See `Backend`."""
-        losses, self._losses = self._losses, []
-        return float(np.sum(losses))
-
     def factors(self, work: Copies) -> Factors:
         """See `Backend`."""
         return work.factors()
 
-    def is_finite(self, *sides: Factors) -> bool:
+    def judged(self, *sides: Factors) -> tuple[float, bool]:
         """See `Backend`."""
+        losses, self._losses = self._losses, []
+        return float(np.sum(losses)), self.is_finite(*sides)
+
+    def is_finite(self, *sides: Factors) -> bool:
+        """Whether nothing is infinite or NaN."""
         arrays = [array for factors in sides for array in (factors.matrix, factors.bias) if array is not None]
         return all(math.isfinite(float(array.sum(dtype=np.float64))) for array in arrays)
 
@@ -365,17 +366,14 @@ class GpuBackend:
             msgd.launch_pass(side, work[side], work[other_side(side)], Terms(*terms), sums)
             yield
 
-    def take_loss(self) -> float:
-        """See `Backend`; waits for the device."""
-        return float(self._sums.sum()) / 2
-
     def factors(self, work: Rows) -> DeviceFactors:
         """See `Backend`."""
         return gpu_sgd.table_of(self.device, work, self.plan, self.dtype)
 
-    def is_finite(self, *sides: Factors) -> bool:
+    def judged(self, *sides: Factors) -> tuple[float, bool]:
         """See `Backend`; waits for the device."""
-        return gpu_sgd.is_finite(*(factors for factors in sides if isinstance(factors, DeviceFactors)))
+        on_device = [factors for factors in sides if isinstance(factors, DeviceFactors)]
+        return gpu_sgd.judged(self.device, self._sums.sum(keepdims=True) / 2, *on_device)
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
         """See `Backend`."""
@@ -502,9 +500,8 @@ class RankSGD:
         """
         with self.backend.active():
             new, loss, is_finite = self._epoch()
+            # what this rank has launched is done: a failure of NCCL's would have been told to all, and shows here
             sums = self.communicator.allreduce(np.array([loss, not is_finite], dtype=np.float64))
-            # NCCL's calls are checked by this, too: nothing is kept of what was computed beside a failure
-            self.communicator.barrier()
         total = float(sums[0])
         if not math.isfinite(total):
             raise diverged("errors became infinite or NaN", self.method, self.epoch)
@@ -533,7 +530,7 @@ class RankSGD:
                 if step + 1 == self.size:  # this rank's own items are back, moved by all
                     own = work["item"]
         new: dict[Side, Factors] = {"user": self.backend.factors(work.pop("user")), "item": self.backend.factors(own)}
-        return new, self.backend.take_loss(), self.backend.is_finite(*new.values())
+        return new, *self.backend.judged(*new.values())
 
     def _user_steps(self) -> range:
         """In which the users move. The items do in steps 0 to p - 1."""
