@@ -5,10 +5,10 @@
     python bench/scale.py --task reduction             sums added up in parallel, in two phases and on one GPU
 
 Each line of bench/results/scale.jsonl is one number of GPUs: after a warm-up median seconds of each half sweep alone
-and of iterations, in which nobody waits for all GPUs between the half sweeps (as in a fit); the speed-up over one GPU in
-the same run, the objective and its difference from that of one GPU after as many sweeps from the same factors, and the
-planner's prediction. Hugewiki's shape is drawn on a GPU from a seed: Poisson user degrees with log-normal means, Zipf
-item popularity, planted low rank plus noise.
+and of iterations, in which nobody waits for all GPUs between the half sweeps (as in a fit); the speed-up over one GPU
+in the same run, the objective and its difference from that of one GPU after as many sweeps from the same factors, and
+the planner's prediction. Hugewiki's shape is drawn on a GPU from a seed: Poisson user degrees with log-normal means,
+Zipf item popularity, planted low rank plus noise.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class SgdMethod:
         shared = self._gpu_bytes(plan)
         width = -(-plan.rank // 8) * 8 * itemsize
         # each block of ratings has tables of its own for this rank's users and the block's items: bounds, order, sums
-        tables = (m + n) * (8 + 4 + 8)
+        tables = (m + n) * (8 + 4 + 8) + self._range_bytes(plan)
         travelling = 2 * -(-n // ranks) * width
         return {"ratings": shared["ratings"] // ranks + tables, "factors": shared["factors"] // ranks + travelling}
 
@@ -216,7 +216,18 @@ class SgdMethod:
             runs = 16 * (nnz // RUN + max(m, n))
             return {"ratings": nnz * (4 + itemsize) + max(m, n) * 8 + runs, "factors": (copies + 1) * rows}
         layouts = 1 if self.ordering in ("user", "item") else 2
-        return {"ratings": layouts * nnz * (4 + itemsize) + (m + n) * (8 + 4), "factors": copies * rows}
+        tables = (m + n) * (8 + 4 + 8) + self._range_bytes(plan)
+        return {"ratings": layouts * nnz * (4 + itemsize) + tables, "factors": copies * rows}
+
+    def _range_bytes(self, plan: Plan) -> int:
+        """Bounds and sums of the ranges in which rows are walked, beyond the first of each."""
+        from .gpu.sgd import range_count, stored_width
+
+        assert plan.gpu is not None
+        row_bytes = stored_width(plan.factors, plan.dtype) * np.dtype(plan.dtype).itemsize
+        shapes = ((plan.n_users, plan.n_items), (plan.n_items, plan.n_users))
+        counts = [range_count(shape, plan.nnz, row_bytes, plan.gpu.l2_bytes) for shape in shapes]
+        return sum(moved * (8 + 8) * (count - 1) for (moved, _), count in zip(shapes, counts, strict=True))
 
     def _cpu_plan(self, base: Plan, settings: Settings) -> Plan:
         notes = _plan._instruction_set_notes()

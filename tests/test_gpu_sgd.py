@@ -15,6 +15,8 @@ import pytest
 import scipy.sparse as sp
 from conftest import planted
 from emulated import EmulatedDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_gpu_als import on_a_gpu, rows_of, serve_cuda
 from test_sgd import arrays, relative_error
 
@@ -410,7 +412,7 @@ class LateSecondStream(EmulatedDevice):
         self.waiting: list[Any] = []
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, stream: int = 0) -> Iterator[None]:
         self.inside = True
         yield
         self.inside = False
@@ -445,7 +447,7 @@ def test_long_rows_beside_the_others(long_row):
     for device, beside in ((EmulatedDevice(), False), (LateSecondStream(), True)):
         problem = Pass(device, SMALL, 5)
         matrices = {"user": problem.matrix, "item": transpose(problem.matrix)}
-        msgd = sgd.Msgd(device, matrices, "mixed", long_row, beside)
+        msgd = sgd.Msgd(device, matrices, "mixed", 5, long_row, beside)
         work = dict(zip(SIDES, map(problem.rows, problem.factors), strict=True))
         losses = [one_pass(msgd, side, work) for side in ("item", "user", "item")]
         assert not getattr(device, "waiting", [])
@@ -459,13 +461,70 @@ def test_long_rows_beside_the_others(long_row):
     assert launches == {1: ["blocked"] * 3, 7: both[::-1], 1000: ["centralized"] * 3}[long_row]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("biases", [False, True])
+def test_rows_walk_range_after_range(monkeypatch, device, biases, ranks):
+    """The fixed rows of a range stay in the cache; the updates and their order are those of a walk through all."""
+    monkeypatch.setattr(sgd, "RANGE_OF_L2", 1e-9)
+    monkeypatch.setattr(sgd, "RANGE_ENTRIES", 1)
+    problem = Pass(device, rows_of(LENGTHS, 80), 5, biases=biases)
+    matrices = {"user": problem.matrix, "item": transpose(problem.matrix)}
+    msgd = sgd.Msgd(device, matrices, "mixed", 5, 30, ranks=ranks)
+    work = dict(zip(SIDES, map(problem.rows, problem.factors), strict=True))
+    losses = device.empty(msgd.n_losses("user"), np.float64)
+    if device.spec.name == "emulated":
+        device.launches.clear()
+    msgd.launch_pass("user", work["user"], work["item"], problem.terms, losses)
+    problem.compare(work["user"], losses)
+    count = sgd.MOST_RANGES // ranks
+    assert len(msgd.ranges["user"]) == count
+    assert len(losses) == count * np.count_nonzero(np.diff(problem.matrix.indptr))
+    if device.spec.name == "emulated":
+        kernels = ["blocked", "centralized"] if ranks == 1 else ["blocked", "blocked", "centralized"]
+        assert device.launches == [kernel for kernel in kernels for _ in range(count)]
+
+
+def test_the_longest_rows_of_a_shared_epoch_are_walked_fastest(device):
+    """A step of several GPUs ends with its longest walk; alone, a GPU has others to do meanwhile."""
+    matrix = as_csr(rows_of((90, 50, 44, 31, 9, 0), 100), dtype=np.float32)
+    matrices = {"user": matrix, "item": transpose(matrix)}
+    alone = {ranks: sgd.Msgd(device, matrices, "mixed", 128, 30, ranks=ranks).alone["user"] for ranks in (1, 2)}
+    assert alone == {1: 0, 2: 2}
+    fastest, most = (choose(128, 4, device.spec) for choose in (BlockedConfig.fastest, BlockedConfig.rule))
+    assert fastest.helpers > most.helpers
+    if device.spec.name == "emulated":
+        assert 2 * most.shared_bytes <= device.spec.shared_bytes < 2 * fastest.shared_bytes
+
+
+def test_ranges_are_where_the_cache_wants_them():
+    l2 = 60 << 20
+    netflix, users = (17_770, 480_189), (480_189, 17_770)
+    assert [sgd.range_count(netflix, 99_072_112, 4 * f, l2) for f in (16, 32, 64, 128)] == [2, 4, 8, 8]
+    assert sgd.range_count(netflix, 99_072_112, 512, l2, most=4) == 4
+    assert sgd.range_count(users, 99_072_112, 512, l2) == 1  # all items fit
+    assert sgd.range_count((3_706, 6_040), 1_000_209, 512, l2) == 1
+    assert sgd.range_count((10**6, 10**6), 10**8, 512, l2) == 1  # rows of 100 entries
+    assert sgd.range_count((0, 10), 0, 512, l2) == 1
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 12), max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_bounds_of_ranges(seed, columns):
+    rng = np.random.default_rng(seed)
+    matrix = as_csr(sp.random_array((7, 12), density=rng.random(), rng=rng, format="csr"), dtype=np.float32)
+    bounds = sgd.range_bounds(matrix, np.sort(columns))
+    for row, (begin, end) in enumerate(pairwise(matrix.indptr)):
+        wanted = [begin + np.searchsorted(matrix.indices[begin:end], column) for column in sorted(columns)]
+        assert bounds[:, row].tolist() == [begin, *wanted, end]
+
+
 def test_an_interrupted_pass_leaves_nothing_at_work_beside(monkeypatch):
     """Who gives back the rows that are moved waits for the first stream only."""
     if emulated.compiler() is None:
         pytest.skip("no C++ compiler to run kernels on the CPU with")
     device = LateSecondStream()
     problem = Pass(device, SMALL, 5)
-    msgd = sgd.Msgd(device, {"user": problem.matrix, "item": transpose(problem.matrix)}, "mixed", 7)
+    msgd = sgd.Msgd(device, {"user": problem.matrix, "item": transpose(problem.matrix)}, "mixed", 5, 7)
     work = dict(zip(SIDES, map(problem.rows, problem.factors), strict=True))
 
     def interrupted(*_: Any) -> None:

@@ -140,8 +140,10 @@ class Device(Protocol):
     def wait(self, mark: Any) -> None:
         """Have work launched from here on wait for a mark."""
 
-    def beside(self) -> AbstractContextManager[None]:
+    def beside(self, stream: int = 0) -> AbstractContextManager[None]:
         """Work launched in this context goes on beside what is launched after it, behind what was launched before.
+
+        What has another number of `stream` goes on beside this, too.
 
         To wait for it, `record` a mark in the context and `wait` for that outside. Until then nothing that it uses may
         be given back.
@@ -270,7 +272,7 @@ class CudaDevice:
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self._lock = threading.Lock()
         self._pinned: list[Any] = []
-        self._second: Any = None
+        self._beside: dict[int, Any] = {}
         self._arriving: deque[tuple[np.ndarray, Any]] = deque()
         with self.active():
             properties = self._cupy.cuda.runtime.getDeviceProperties(index)
@@ -464,13 +466,13 @@ class CudaDevice:
             self._cupy.cuda.get_current_stream().wait_event(mark)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Launch on a second stream, whose blocks go first where both have some to place: it is for long work."""
+    def beside(self, stream: int = 0) -> Iterator[None]:
+        """Launch on a stream whose blocks go before those of the usual one where both have some to place: long work."""
         with self.active():
-            if self._second is None:
-                self._second = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
+            if stream not in self._beside:
+                self._beside[stream] = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
             begun = self.record()
-            with self._second:
+            with self._beside[stream]:
                 self.wait(begun)
                 yield
 

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +40,22 @@ LONG_ROW = 32768
 together are bound by the memory, so that one advances by an entry in some 600 cycles: rows of up to this length end
 with the rest of the pass. An epoch of Netflix's shape, f = 128, took 19.2 ms on an H200, 20.3 with 16,384 and 21.6 with
 8,192; f = 64 11.4, 11.6 and 12.9."""
+
+ALONE = 0.5
+"""Where a pass is over when its longest walk is, rows of at least this part of the longest have a multiprocessor's
+shared memory to themselves, which walks faster; two of the others share one, which does more in all."""
+
+RANGE_OF_L2 = 0.25
+"""Part of the L2 cache that the fixed rows take which are walked at a time: all rows walk those of one range before
+they go on to the next, else each would be elsewhere and all of them would read from memory. An epoch of Netflix's shape
+took 17.9 ms instead of 19.0 on an H200 (f = 128, 31 MB a range), 10.0 instead of 12.0 (64, 15 MB), 7.9 instead of 9.4
+(32)."""
+
+MOST_RANGES = 8
+"""Ranges wait for each other: more of them were slower (f = 128: 12 took 18.0 ms)."""
+
+RANGE_ENTRIES = 64
+"""Entries that a row has in a range, on average, at least: to begin a row takes as long as some of its updates."""
 
 THREADS = 128
 """Of a block."""
@@ -115,6 +132,56 @@ class Walk:
         indptr, indices, ratings = csr_arrays(matrix)
         bounds = device.upload(np.asarray(indptr, dtype=np.int64))
         return cls(device.upload(indices), device.upload(ratings), bounds[:-1], bounds[1:])
+
+    def ranges(self, device: Device, matrix: sp.csr_array, count: int) -> list[Walk]:
+        """The same entries by ranges of columns, of about as many columns each; `matrix` is what was uploaded."""
+        if count == 1:
+            return [self]
+        columns = np.linspace(0, matrix.shape[1], count + 1).astype(np.int64)
+        bounds = device.upload(range_bounds(matrix, columns[1:-1]))
+        return [replace(self, begins=begins, ends=ends) for begins, ends in pairwise(bounds)]
+
+
+def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
+    """Where the entries of each row begin, pass each of some columns, and end.
+
+    Parameters
+    ----------
+    matrix : csr_array, shape (n_rows, n_columns)
+        Indices ascend in each row.
+    columns : int array, shape (n,)
+        Ascending.
+
+    Returns
+    -------
+    int64 array, shape (n + 2, n_rows)
+    """
+    indptr, indices, _ = csr_arrays(matrix)
+    begins, ends = indptr[:-1].astype(np.int64), indptr[1:].astype(np.int64)
+    bounds = [begins]
+    for column in columns:
+        low, high = bounds[-1].copy(), ends.copy()  # bisection of all rows at a time
+        while (open_ := np.flatnonzero(low < high)).size:
+            middle = (low[open_] + high[open_]) // 2
+            before = indices[middle] < column
+            low[open_[before]] = middle[before] + 1
+            high[open_[~before]] = middle[~before]
+        bounds.append(low)
+    return np.stack([*bounds, ends])
+
+
+def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int, most: int = MOST_RANGES) -> int:
+    """In how many ranges of columns rows walk their entries; see `RANGE_OF_L2`.
+
+    Parameters
+    ----------
+    shape : (int, int)
+        Rows that are moved and rows that are fixed.
+    nnz, row_bytes, l2_bytes, most : int
+    """
+    moved, fixed = shape
+    wanted = ceil_div(fixed * row_bytes, max(1, int(RANGE_OF_L2 * l2_bytes)))
+    return max(1, min(wanted, most, nnz // max(1, RANGE_ENTRIES * moved)))
 
 
 @dataclass(frozen=True)
@@ -217,10 +284,14 @@ class BlockedConfig:
 
     @classmethod
     def rule(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
-        """Two blocks on a multiprocessor if both hide the way to memory, else the largest that fits on it."""
-        pair = cls(ld, itemsize, 16, 5, 14)
-        if 2 * pair.shared_bytes <= spec.shared_bytes:
-            return pair
+        """Two blocks on a multiprocessor if both hide the way to memory, else the fastest that fits on it."""
+        pairs = [cls(ld, itemsize, 16, 5, slots) for slots in (14, 10)]
+        fits = [pair for pair in pairs if 2 * pair.shared_bytes <= spec.shared_bytes]
+        return fits[0] if fits else cls.fastest(ld, itemsize, spec)
+
+    @classmethod
+    def fastest(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
+        """What walks a row fastest, if nothing else has to run on its multiprocessor."""
         sizes = ((16, 7, 18), (16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4))
         configs = [cls(ld, itemsize, *size) for size in sizes]
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
@@ -326,16 +397,19 @@ class MsgdKernels:
     device : Device
     config : BlockedConfig, optional
         By default that of the device and the first rows.
+    fastest : bool
+        By default `BlockedConfig.fastest`, not what does most in all.
     """
 
-    def __init__(self, device: Device, config: BlockedConfig | None = None) -> None:
-        self.device, self._config = device, config
+    def __init__(self, device: Device, config: BlockedConfig | None = None, *, fastest: bool = False) -> None:
+        self.device, self._config, self._fastest = device, config, fastest
         self._kernels: dict[str, Kernel] = {}
 
     def _found(self, name: str, rows: Rows) -> tuple[Kernel, BlockedConfig]:
         dtype, ld = rows.matrix.dtype, rows.matrix.shape[1]
         if self._config is None:
-            self._config = BlockedConfig.default(ld, dtype.itemsize, self.device.spec)
+            choose = BlockedConfig.fastest if self._fastest else BlockedConfig.default
+            self._config = choose(ld, dtype.itemsize, self.device.spec)
         if name not in self._kernels:
             # all have the same constants, so that a model compiles the file once
             constants = {"REAL": dtype, "HAS_BIASES": rows.bias is not None} | self._config.constants
@@ -398,11 +472,15 @@ class Msgd:
         The ratings by the rows of each side.
     ordering : str
         See `LAYOUTS`.
+    factors : int
     long_row : int, optional
         Entries from which a row has a block of its own; default `LONG_ROW`.
     beside : bool
         Walk long rows beside the others, on a stream of their own, and not before them: the others have work for all
         multiprocessors while the last long rows end. The result is the same.
+    ranks : int
+        GPUs that share an epoch, of which this one has a block of the ratings: a step ends with its longest walk, so
+        that the longest rows have a multiprocessor to themselves (`ALONE`).
     """
 
     def __init__(
@@ -410,14 +488,18 @@ class Msgd:
         device: Device,
         matrices: dict[Side, sp.csr_array],
         ordering: str,
+        factors: int,
         long_row: int | None = None,
         beside: bool = True,
+        ranks: int = 1,
     ) -> None:
         self.device, self.layouts, self.beside = device, LAYOUTS[ordering], beside
         long_row = LONG_ROW if long_row is None else long_row
         self.stored = matrices["user"].dtype
         self.walks = {side: Walk.upload(device, matrices[side]) for side in SIDES if side in self.layouts.values()}
+        self.ranges: dict[Side, list[Walk]] = {}
         self.long: dict[Side, Array] = {}
+        self.alone: dict[Side, int] = {}
         self.short: dict[Side, Array] = {}
         self.bounds: dict[Side, Array] = {}
         for side, layout in self.layouts.items():
@@ -429,10 +511,19 @@ class Msgd:
             order = np.argsort(-degrees, kind="stable")[: np.count_nonzero(degrees)].astype(np.int32)
             n_long = int(np.count_nonzero(degrees >= long_row)) if ordering == "mixed" else 0
             self.long[side], self.short[side] = device.upload(order[:n_long]), device.upload(order[n_long:])
-            _check_walk(device, self.walks[side], self.stored, long=self.long[side], short=self.short[side])
+            longest = np.count_nonzero(degrees[order[:n_long]] >= ALONE * degrees.max(initial=0))
+            self.alone[side] = int(longest) if ranks > 1 else 0
+            row_bytes, l2_bytes = stored_width(factors, self.stored) * self.stored.itemsize, device.spec.l2_bytes
+            count = range_count(
+                matrices[side].shape, matrices[side].nnz, row_bytes, l2_bytes, max(1, MOST_RANGES // ranks)
+            )
+            self.ranges[side] = self.walks[side].ranges(device, matrices[side], count)
+            for walk in self.ranges[side]:
+                _check_walk(device, walk, self.stored, long=self.long[side], short=self.short[side])
         for side, bounds in self.bounds.items():
             _check_walk(device, self.walks[self.layouts[side]], self.stored, bounds=bounds)
         self._kernels = MsgdKernels(device)
+        self._fastest = MsgdKernels(device, fastest=True)
 
     def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
         """See `Epochs`; half of each pass's loss, since an epoch sees every entry twice."""
@@ -445,28 +536,43 @@ class Msgd:
 
     def n_losses(self, side: Side) -> int:
         """How many sums of squared errors a pass gives."""
-        return len(self.bounds[side]) - 1 if side in self.bounds else len(self.long[side]) + len(self.short[side])
+        if side in self.bounds:
+            return len(self.bounds[side]) - 1
+        return len(self.ranges[side]) * (len(self.long[side]) + len(self.short[side]))
 
     def launch_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms, losses: Array) -> None:
         """Move all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,)."""
         _check_rows(self.device, moved, fixed, self.stored)
-        walk, kernels = self.walks[self.layouts[side]], self._kernels
         if side in self.bounds:
-            kernels.decentralized(moved, fixed, walk, self.bounds[side], terms, losses)
+            walk, bounds = self.walks[self.layouts[side]], self.bounds[side]
+            self._kernels.decentralized(moved, fixed, walk, bounds, terms, losses)
             return
-        long, short = self.long[side], self.short[side]
-        of_long, of_short = losses[: len(long)], losses[len(long) :]
-        if self.beside and len(long) and len(short):
-            with self.device.beside():
-                kernels.blocked(moved, fixed, walk, long, terms, of_long)
-                walked = self.device.record()
-            try:
-                kernels.centralized(moved, fixed, walk, short, terms, of_short)
-            finally:  # else who gives back what it works on would not know of it
-                self.device.wait(walked)
-        else:
-            kernels.blocked(moved, fixed, walk, long, terms, of_long)
-            kernels.centralized(moved, fixed, walk, short, terms, of_short)
+        long, short, alone = self.long[side], self.short[side], self.alone[side]
+        of_ranges = losses.reshape(len(self.ranges[side]), -1)
+
+        def walked(kernel: Callable[..., None], tasks: Array, first: int) -> None:
+            """Range after range: rows begin one where they have ended the last."""
+            for walk, out in zip(self.ranges[side], of_ranges, strict=True):
+                kernel(moved, fixed, walk, tasks, terms, out[first : first + len(tasks)])
+
+        groups = [
+            (self._fastest.blocked, long[:alone], 0),
+            (self._kernels.blocked, long[alone:], alone),
+            (self._kernels.centralized, short, len(long)),
+        ]
+        groups = [group for group in groups if len(group[1])]
+        marks = []
+        try:
+            for stream, group in enumerate(groups):
+                if not self.beside or stream == len(groups) - 1:
+                    walked(*group)
+                    continue
+                with self.device.beside(stream):
+                    walked(*group)
+                    marks.append(self.device.record())
+        finally:  # else who gives back what it works on would not know of it
+            for mark in marks:
+                self.device.wait(mark)
 
 
 # ---------------------------------------------------------------------------------------------- batch-Hogwild
@@ -669,7 +775,7 @@ class GpuSGD(Unconnected):
         self.indptr = {side: csr_arrays(matrix)[0] for side, matrix in matrices.items()}
         self.epochs: Epochs
         if self.method.schedule == "msgd":
-            self.epochs = Msgd(device, matrices, self.method.ordering)
+            self.epochs = Msgd(device, matrices, self.method.ordering, plan.factors)
         else:
             self.epochs = BatchHogwild(device, matrices, plan, self.method)
         # a constant 1 beside the factors where there are biases, which serving and fold-in expect
@@ -840,6 +946,9 @@ def default_builds(
                 config = BlockedConfig.default(ld, real.itemsize, spec)
                 for kernel in ("centralized", "blocked", "decentralized"):
                     yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | config.constants
+                fastest = BlockedConfig.fastest(ld, real.itemsize, spec)
+                if fastest != config:
+                    yield "msgd.cu", "blocked", {"REAL": real, "HAS_BIASES": biases} | fastest.constants
             for stored in (np.dtype(np.float16), np.dtype(np.float32)):
                 ld = stored_width(factors, stored)
                 chosen = HogwildConfig.default(spec, ld, stored.itemsize, biases)

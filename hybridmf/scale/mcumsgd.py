@@ -311,7 +311,9 @@ class GpuBackend:
         self.dtype = blocks[0]["user"].dtype
         self.long_row = long_row = long_row_of(len(blocks)) if long_row is None else long_row
         self.epochs = [
-            Msgd(device, block, plan.method.ordering, long_row, beside) if block["user"].nnz else None
+            Msgd(device, block, plan.method.ordering, plan.factors, long_row, beside, len(blocks))
+            if block["user"].nnz
+            else None
             for block in blocks
         ]
         # of all passes of an epoch, to be added up once
