@@ -61,6 +61,10 @@ CHUNK_BYTES = 64 << 20
 NEAR = 1.05
 """What stays on the GPUs is not moved for a prediction that is better by less."""
 
+PIECES = 3
+"""Systems in memory for each row of a batch whose sums are added up over GPUs: rows are cut so that no thread is left
+with a long one."""
+
 MAX_GPUS = 4096
 """More than any machine has; a bound for plans."""
 
