@@ -278,7 +278,7 @@ def test_partitions_that_no_fit_serves(gpus: Machine) -> None:
             r"has the fixed side of items in turns, and factors on the GPUs: let the fit plan for itself, or use plan_",
         ),
         (
-            replace(partition, halves=dict(partition.halves) | {"item": replace(half, parts=2)}),
+            replace(partition, factors="host", halves=dict(partition.halves) | {"item": replace(half, parts=2)}),
             "splits the fixed side of items over GPUs, with p = 2: let the fit plan for itself",
         ),
     ):
