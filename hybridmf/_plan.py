@@ -589,7 +589,7 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
     itemsize = np.dtype(plan.dtype).itemsize
     problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, itemsize, longest=plan.longest)
     ranks, stored = len(plan.devices), bool(plan.streamed)
-    # tiles need whole rows, and so does a store, which is read row by row
+    # tiles need whole rows, and so do slabs of a store that stay on a GPU
     scale = plan_ranks(problem, ranks, free, model_parallel_only=plan.tile_rows > 0 or stored)
     if scale.bytes_per_gpu <= free or plan.tile_rows or plan.reorder != "none":
         return scale
@@ -597,7 +597,7 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
     streamed = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB, model_parallel_only=True)
     if streamed is not None:
         return streamed
-    split = None if stored else plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
+    split = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
     if stored and not _host_has_room(plan, plan._away_bytes):
         place = "disk"
     away = plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place))

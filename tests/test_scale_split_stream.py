@@ -20,10 +20,10 @@ from test_scale_spmd import entries
 from test_scale_waves import _on, no_loaders
 
 import hybridmf as hmf
-from hybridmf import reference
+from hybridmf import _plan, reference
 from hybridmf._objective import SIDES, Factors, Side
 from hybridmf._plan import Plan, check_memory
-from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
+from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError, StoreError
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.scale import gpu_rank, multi_als, spmd
@@ -42,7 +42,9 @@ from hybridmf.scale.planner import (
     plan_scale,
     plan_streamed_ranks,
 )
-from hybridmf.scale.slabs import slab_bounds, slab_entries
+from hybridmf.scale.shares import StoredRatings
+from hybridmf.scale.slabs import ColumnSlabs, slab_bounds, slab_entries
+from hybridmf.scale.store import StoreMatrix
 from hybridmf.scale.threads import run_ranks
 
 gpus = test_scale_gpu_als.gpus
@@ -55,26 +57,34 @@ MANY_USERS = planted(600, 8, 0.3)
 LIMIT = 37_000
 
 
-def partition(matrix: sp.csr_array, grids: dict[Side, Grid], batches: int, rank: int = 7, **more: Any) -> ScalePlan:
-    """Ratings on the host in so many row parts, factors on the GPUs."""
+@pytest.fixture
+def store(tmp_path: Any) -> hmf.Store:
+    """MATRIX in slabs of at most 20 entries."""
+    return hmf.convert(MATRIX, tmp_path / "store", slab_bytes=160)
+
+
+def partition(
+    matrix: sp.csr_array, grids: dict[Side, Grid], batches: int, memory: int = 10**9, place: Any = "host"
+) -> ScalePlan:
+    """Ratings on the host or in a store in so many row parts, factors on the GPUs."""
     longest = (int(np.diff(matrix.indptr).max()), int(np.diff(matrix.tocsc().indptr).max()))
-    problem, size = Problem(matrix.shape, matrix.nnz, rank, longest=longest), grids["user"].size
+    problem, size = Problem(matrix.shape, matrix.nnz, 7, longest=longest), grids["user"].size
     halves = {
         side: judged(
             problem,
             HalfPlan(side, grids[side].splits, batches, size, loads=SLAB_BUFFERS, resident=True),
-            "host",
+            place,
             "device",
         )
         for side in SIDES
     }
-    return ScalePlan(problem, H200, size, more.pop("memory", 10**9), "host", "device", halves)
+    return ScalePlan(problem, H200, size, memory, place, "device", halves)
 
 
 def streamed(arguments: tuple[Any, ...], grids: dict[Side, Grid], batches: int = 3, **more: Any) -> tuple[Any, ...]:
     """Arguments of a solver whose ratings come from the host."""
     scale = partition(arguments[0], grids, batches, **more)
-    return changed(arguments, scale=scale, streamed="host", slab=max(map(scale.slab, SIDES)), resident=False)
+    return changed(arguments, scale=scale, streamed=scale.ratings, slab=max(map(scale.slab, SIDES)), resident=False)
 
 
 def pairs(*grids: tuple[int, int]) -> dict[Side, Grid]:
@@ -244,6 +254,48 @@ def test_a_half_sweep_against_float64(name: str, gpus: Machine) -> None:
     np.testing.assert_allclose(solved.matrix, exact.matrix, atol=1e-4 * np.abs(exact.matrix).max())
     if solved.bias is not None and exact.bias is not None:
         np.testing.assert_allclose(solved.bias, exact.bias, atol=1e-4 * np.abs(exact.bias).max())
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("name", "grids"), [("implicit", both((2, 1))), ("biases", pairs((2, 1), (1, 2))), ("implicit cg", both((2, 2)))]
+)
+def test_the_bits_of_a_store_are_those_of_its_ratings(
+    name: str, grids: dict[Side, Grid], place: Any, gpus: Machine, store: hmf.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StoreMatrix, "load", None)  # nobody may want all of it
+    arguments = changed(parts(name, gpus(grids["user"].size), MATRIX), segment=17, batch_slots=60)
+    there = MultiALS(*arguments, grids=grids)
+    users, (*_, objective, plan, state) = StoreMatrix(store), streamed(arguments, grids, place=place)
+    here = MultiALS(users, users.transposed(), objective, plan, state)
+    for rank in here.ranks:
+        assert len(rank.batches("user")) > 1
+        block = rank.halves["user"].work.of
+        assert isinstance(block, sp.csr_array if place == "host" else ColumnSlabs)
+    assert_same(sweeps(here, 2), sweeps(there, 2))
+    assert here.objective_value() == pytest.approx(there.objective_value(), rel=1e-10)
+    here.close()
+    assert no_loaders()
+
+
+def test_a_store_that_was_altered_is_told(gpus: Machine, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = hmf.convert(MATRIX, tmp_path / "store", slab_bytes=160)
+    path = store.path / "item-000003.values.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    *_, objective, plan, state = streamed(parts("explicit", gpus(2), MATRIX), both((2, 1)), place="disk")
+    users = StoreMatrix(store)
+    with pytest.raises(StoreError, match=r"item-000003\.values\.npy' was altered .*convert the ratings again"):
+        MultiALS(users, users.transposed(), objective, plan, state)
+    assert no_loaders()
+
+
+def test_slabs_that_stay_on_the_gpus_are_not_split(gpus: Machine, store: hmf.Store) -> None:
+    *_, objective, plan, state = streamed(parts("explicit", gpus(2), MATRIX), both((2, 1)), place="disk")
+    users = StoreMatrix(store)
+    with pytest.raises(ValueError, match=r"a grid of 2 x 1 splits the rows of users; use 1 x 2, or load it"):
+        MultiALS(users, users.transposed(), objective, replace(plan, resident=True), state)
 
 
 def test_more_ranks_than_rows_and_rows_without_entries(gpus: Machine) -> None:
@@ -459,21 +511,53 @@ def test_what_the_planner_plans_is_fitted(gpus: Machine) -> None:
         replace(plan, factors="host").check_served(2)
 
 
-def test_ranks_of_processes_stream_their_entries(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("free", [10**9, 40_000])
+def test_a_fit_splits_a_store(free: int, gpus: Machine, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Onto the host if it has room, else batch by batch from the disk."""
+    store = hmf.convert(MANY_USERS, tmp_path / "store", slab_bytes=2000)
+    options: dict[str, Any] = {"factors": 7, "iterations": 1, "random_state": 0, "device": gpus(2)}
+    options["gpu_memory_limit"] = LIMIT
+    expected = hmf.ExplicitALS(**options).fit(MANY_USERS, callback=lambda model, record: None)
+    monkeypatch.setattr(_plan, "available_memory", lambda: free)
+    monkeypatch.setattr(StoreMatrix, "load", None)
+    model = hmf.ExplicitALS(**options).fit(store, callback=lambda model, record: None, checkpoint=tmp_path / "c")
+    assert model.plan_.streamed == ("host" if free == 10**9 else "disk")
+    assert model.plan_.grids == expected.plan_.grids and model.plan_.grids["item"] == Grid(2, 1)
+    np.testing.assert_array_equal(model.user_factors_, expected.user_factors_)
+    np.testing.assert_array_equal(model.item_factors_, expected.item_factors_)
+    assert model.history_[-1]["objective"] == pytest.approx(expected.history_[-1]["objective"], rel=1e-10)
+    assert no_loaders()
+
+
+@pytest.mark.parametrize("share", ["entries", "store"])
+def test_ranks_of_processes_stream_their_entries(
+    share: str, tmp_path: Any, gpus: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = gpus(2)
     monkeypatch.setattr(spmd, "_worker", _on(names))
+    store = hmf.convert(MANY_USERS, tmp_path / "store", slab_bytes=2000)
+    if share == "store":
+        monkeypatch.setattr(_plan, "available_memory", lambda: 40_000)
 
     def run(communicator: Any) -> Any:
         model = hmf.ExplicitALS(factors=7, iterations=1, random_state=0, device="cpu", gpu_memory_limit=LIMIT)
-        shares = entries(MANY_USERS, communicator.rank, 2)
-        return spmd.fit_rank(model, shares, communicator, device="cuda:0", track_objective=True)
+        shares: Any = entries(MANY_USERS, communicator.rank, 2)
+        if share == "store":
+            shares = StoredRatings(store, np.float32, drop_zeros=False)
+            monkeypatch.setattr(shares, "block", None)  # nobody may bring a whole share into memory
+        where = {"device": "cuda:0", "checkpoint": tmp_path / "c", "track_objective": True}
+        return spmd.fit_rank(model, shares, communicator, **where)
 
     model = run_ranks(2, run, timeout=60)[0]
-    assert model.plan_.streamed == "host" and model.plan_.grids["item"] == Grid(2, 1) and no_loaders()
+    assert model.plan_.streamed == ("host" if share == "entries" else "disk")
+    assert model.plan_.grids["item"] == Grid(2, 1) and no_loaders()
+    monkeypatch.setattr(_plan, "available_memory", lambda: 10**9)
     alone = hmf.ExplicitALS(factors=7, iterations=1, random_state=0, device="cuda")
     alone.fit(MANY_USERS, callback=lambda model, record: None)
     np.testing.assert_allclose(model.user_factors_, alone.user_factors_, atol=2e-3)
     assert model.history_[-1]["objective"] == pytest.approx(alone.history_[-1]["objective"], rel=1e-4)
+    more = hmf.ExplicitALS(factors=7, iterations=2, random_state=0)
+    assert more.fit(MANY_USERS, resume_from=tmp_path / "c").n_iter_ == 2  # the same data
 
 
 # ------------------------------------------------------------------------------------------------------------ planner

@@ -96,7 +96,7 @@ class CpuWorker:
     def partial(
         self,
         side: Side,
-        block: sp.csr_array,
+        block: Block,
         objective: Objective,
         plan: Plan,
         names: np.ndarray,
@@ -104,7 +104,8 @@ class CpuWorker:
         batches: list[Ranges],
         solved: list[Ranges],
     ) -> PartialRows:
-        """See `PartialRows`."""
+        """See `PartialRows`; ratings in memory."""
+        assert isinstance(block, sp.csr_array)
         return PartialRows(side, block, objective, plan, names, degrees, batches, solved)
 
     def losses(

@@ -14,7 +14,6 @@ import scipy.sparse as sp
 
 from .._objective import SIDES, Factors, Objective, Side
 from .._plan import Plan
-from .._validate import csr_arrays
 from ..gpu import als, fused, losses, turns
 from ..gpu.device import Array, CudaDevice, Device, open_device
 from ..gpu.fused import BLOCK, FusedConfig, Systems, round_up
@@ -25,11 +24,11 @@ from ..gpu.turns import HostFactors
 from .batches import Ranges, batch_entries
 from .communicator import Communicator
 from .cpu_rank import InOrder
-from .grid import rows_of
+from .grid import csr_of, rows_of
 from .nccl import NcclCommunicator
 from .planner import PIECES
-from .slabs import RangeSlabs
-from .su_als import Block, Owned, Then
+from .slabs import ColumnSlabs, RangeSlabs
+from .su_als import Block, Owned, Then, degrees_of, ends_of
 
 MOST_SEGMENTS = 32
 """Pieces that a row is cut into at most: its pieces are added one after the other."""
@@ -161,7 +160,7 @@ class GpuWorker:
     def partial(
         self,
         side: Side,
-        block: sp.csr_array,
+        block: Block,
         objective: Objective,
         plan: Plan,
         names: np.ndarray,
@@ -170,10 +169,13 @@ class GpuWorker:
         solved: list[Ranges],
     ) -> PartialRows:
         """Over entries on the device, or that come batch by batch where the plan says that ratings are streamed."""
-        arguments = (self.device, side, block, objective, plan, names, degrees, batches, solved)
+        assert not isinstance(block, RangeSlabs)
+        if isinstance(block, ColumnSlabs) and plan.streamed == "host":
+            block = block.load()
+        arguments = (side, block, objective, plan, names, degrees, batches, solved)
         if plan.resident or not plan.streamed:
-            return PartialRows(*arguments)
-        half = StreamedPartialRows(*arguments, self._entries(plan, block.dtype))
+            return PartialRows(self.device, *arguments)
+        half = StreamedPartialRows(self.device, *arguments, self._entries(plan, block.dtype))
         self._follow(half)
         return half
 
@@ -312,7 +314,7 @@ class PartialRows(als.HalfSweep):
         self,
         device: Device,
         side: Side,
-        block: sp.csr_array,
+        block: sp.csr_array | ColumnSlabs,
         objective: Objective,
         plan: Plan,
         names: np.ndarray,
@@ -326,17 +328,22 @@ class PartialRows(als.HalfSweep):
                 "'sparse_syrk' or 'mo_als'"
             )
         # the rows at hand are not those that are solved here; they are known by their batches
-        roots = als.range_of_roots(objective, block.data)
-        super().__init__(device, side, rows_of(block, 0, 0), objective, plan, names, roots)
-        self.indices, self.ratings = self._hold(block.indices, block.data)
+        nothing = csr_of(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, block.dtype), block.shape[1])
+        super().__init__(device, side, nothing, objective, plan, names, als.range_of_roots(objective, ends_of(block)))
+        self._take(block)
         self.scale = device.upload(objective.row_scale(degrees).astype(self.dtype))
         self.whole_degrees, self.batches, self.n_entries = degrees, batches, int(block.nnz)
-        self.offsets = np.asarray(block.indptr, dtype=np.int64)
+        self.offsets = np.concatenate(([0], np.cumsum(degrees_of(block))))
         self._cuts = [Cut.make(device, *self._places(batch), plan.segment) for batch in range(len(batches))]
         self._to_solve = [self._filled(ranges) for ranges in solved]
         self._config = None
         if plan.assembly == "fused":
             self._config = FusedConfig.default(plan.rank, device.spec, plan.precision, plan.solver)
+
+    def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
+        """Have the entries on the device."""
+        assert isinstance(block, sp.csr_array)
+        self.indices, self.ratings = self._hold(block.indices, block.data)
 
     def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
         """Where rows begin and end in the entries at hand, and which of them are those of a batch."""
@@ -428,7 +435,7 @@ class PartialRows(als.HalfSweep):
 
 
 class StreamedPartialRows(PartialRows):
-    """`PartialRows` whose block stays in the memory of the host: the entries of a batch come while others are summed.
+    """`PartialRows` whose block stays on the host or in a store: the entries of a batch come while others are summed.
 
     Parameters
     ----------
@@ -447,7 +454,7 @@ class StreamedPartialRows(PartialRows):
         self,
         device: Device,
         side: Side,
-        block: sp.csr_array,
+        block: sp.csr_array | ColumnSlabs,
         objective: Objective,
         plan: Plan,
         names: np.ndarray,
@@ -461,11 +468,12 @@ class StreamedPartialRows(PartialRows):
         self.following: Work | None = None
         self._stream: Generator[int, None, None] | None = None
         pipeline.reserve(int(batch_entries(batches, np.diff(self.offsets)).max(initial=0)))
-        pipeline.copier.pin(block.indices)
-        pipeline.copier.pin(block.data)
+        if isinstance(block, sp.csr_array):
+            pipeline.copier.pin(block.indices)
+            pipeline.copier.pin(block.data)
 
-    def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
-        return self.device.empty(0, np.int32), self.device.empty(0, self.dtype)
+    def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
+        """Nothing yet."""
 
     def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
         degrees = [np.diff(self.offsets[first : last + 1]) for first, last in self.batches[batch]]
@@ -504,13 +512,15 @@ class StreamedPartialRows(PartialRows):
             self._stream = None
 
 
-def batch_work(block: sp.csr_array, batches: list[Ranges]) -> Work:
+def batch_work(block: sp.csr_array | ColumnSlabs, batches: list[Ranges]) -> Work:
     """(indices, ratings) of each batch: those of its ranges one behind the other, which lie apart in the block."""
-    indptr, indices, ratings = csr_arrays(block)
 
     def fetch(batch: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        places = [slice(int(indptr[first]), int(indptr[last])) for first, last in batches[batch]]
-        return [indices[place] for place in places], [ratings[place] for place in places]
+        if isinstance(block, ColumnSlabs):
+            pieces = [piece for rows in batches[batch] for piece in block.rows(*rows)]
+        else:
+            pieces = [rows_of(block, *rows) for rows in batches[batch]]
+        return [piece.indices for piece in pieces], [piece.data for piece in pieces]
 
     return Work(len(batches), fetch, block)
 

@@ -28,7 +28,7 @@ from .communicator import Array, Communicator
 from .grid import Layout
 from .planner import SLAB_BUFFERS, ScalePlan, check_rank
 from .reduction import Reduction, make_reduction
-from .slabs import RangeSlabs, magnitudes, slab_bounds, slab_entries
+from .slabs import ColumnSlabs, RangeSlabs, magnitudes, slab_bounds, slab_entries
 
 ROOM = 0.9
 """Part of a GPU's memory up to which the next fixed side is gathered while the last one is still there."""
@@ -36,8 +36,8 @@ ROOM = 0.9
 Then = Callable[[Any], Any]
 """Called with new factors that may not be complete yet; returns what the next half sweep works with."""
 
-Block: TypeAlias = "sp.csr_array | RangeSlabs"
-"""A rank's entries: in memory, or, where it solves its own rows alone, in slabs that are read in each half sweep."""
+Block: TypeAlias = "sp.csr_array | RangeSlabs | ColumnSlabs"
+"""A rank's entries: in memory, or in slabs that are read in each half sweep, of its own rows or of those of a group."""
 
 Owned: TypeAlias = "tuple[tuple[int, int], Any]"
 """Some rows of a rank's block, the first and the one after the last, and their factors."""
@@ -118,7 +118,7 @@ class Worker(Protocol):
     def partial(
         self,
         side: Side,
-        block: sp.csr_array,
+        block: Block,
         objective: Objective,
         plan: Plan,
         names: np.ndarray,
@@ -130,7 +130,7 @@ class Worker(Protocol):
 
         Parameters
         ----------
-        block : csr_array
+        block : csr_array or ColumnSlabs
             Entries at hand.
         names : int64 array, shape (n,)
             What errors call each row that is solved here.
@@ -178,8 +178,9 @@ class RankALS(Alternating):
     communicator : Communicator
     layout : Layout
         The same on all ranks.
-    blocks : dict of side to csr_array or RangeSlabs
-        `Layout.cut` of either orientation of the ratings, or, with a whole fixed side, the slabs of the same rows.
+    blocks : dict of side to csr_array, RangeSlabs or ColumnSlabs
+        `Layout.cut` of either orientation of the ratings, or the slabs of the same rows, and with a split fixed side of
+        the same columns.
     objective : Objective
     plan : Plan
         The same on all ranks, but for `num_threads` and `gpu`.
@@ -284,7 +285,7 @@ class RankALS(Alternating):
 
         Of slabs only the number: a store would have to be read for it, and has checksums of its own.
         """
-        if isinstance(block, RangeSlabs):
+        if not isinstance(block, sp.csr_array):
             return np.array([block.nnz, 0, 0, 0], dtype=np.int64)
         rows, n = np.int64(0), 0
         for first, last in self.layout.ranges(side, self.rank):
@@ -347,7 +348,7 @@ class RankALS(Alternating):
 
         What depends on them, as the scale of float16 parts does, is then the same on all ranks as on one device.
         """
-        own = np.asarray(block.ends if isinstance(block, RangeSlabs) else magnitudes(block.data), dtype=np.float64)
+        own = np.asarray(ends_of(block), dtype=np.float64)
         known = np.array([own if len(own) else (np.inf, -np.inf)])
         everyone = self.communicator.allgatherv(known, [1] * self.layout.size)
         ends = np.array([everyone[:, 0].min(), everyone[:, 1].max()])
@@ -596,8 +597,13 @@ class RankALS(Alternating):
 
 def degrees_of(block: Block) -> np.ndarray:
     """Entries of each row, int64."""
-    degrees = block.degrees if isinstance(block, RangeSlabs) else np.diff(block.indptr)
+    degrees = np.diff(block.indptr) if isinstance(block, sp.csr_array) else block.degrees
     return degrees.astype(np.int64, copy=False)
+
+
+def ends_of(block: Block) -> np.ndarray:
+    """Smallest and largest absolute value; empty for no entries."""
+    return magnitudes(block.data) if isinstance(block, sp.csr_array) else block.ends
 
 
 def has_room_for_both(plan: Plan) -> bool:
