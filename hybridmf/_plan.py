@@ -567,7 +567,8 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
     if scale.factors != "device":
         return _with_scale(plan, scale)
     fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
-    left = min(GPU_BATCH_BYTES, max(0, free - scale.bytes_per_gpu + fullest.bytes["systems"]))
+    beside = max(sum(half.bytes.values()) - half.bytes["systems"] for half in scale.halves.values())
+    left = min(GPU_BATCH_BYTES, max(0, free - beside))
     slots = max(left // _slot_bytes(plan), plan.tile_rows, 1)
     return replace(plan, scale=scale, bytes=fullest.bytes, batch_slots=slots)
 

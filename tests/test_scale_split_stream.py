@@ -529,6 +529,26 @@ def test_a_fit_splits_a_store(free: int, gpus: Machine, tmp_path: Any, monkeypat
     assert no_loaders()
 
 
+def test_ranks_that_plan_other_batches_are_told_why(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs with different memory free may."""
+    gpus(2)
+    make_plan = spmd.make_plan
+
+    def differently(*arguments: Any) -> Plan:
+        plan = make_plan(*arguments)
+        count = 3 if threading.current_thread().name.endswith("1") else 2
+        return replace(plan, scale=partition(MANY_USERS, pairs((1, 2), (2, 1)), count), streamed="host")
+
+    monkeypatch.setattr(spmd, "make_plan", differently)
+
+    def run(communicator: Any) -> Any:
+        model = hmf.ExplicitALS(factors=7, device="cpu")
+        return spmd.fit_rank(model, entries(MANY_USERS, communicator.rank, 2), communicator, device="cuda:0")
+
+    with pytest.raises(CommunicatorError, match=r"rank 1 plans batches of \[0, \d+\] entries and rank 0 .*_limit"):
+        run_ranks(2, run, timeout=30)
+
+
 @pytest.mark.parametrize("share", ["entries", "store"])
 def test_ranks_of_processes_stream_their_entries(
     share: str, tmp_path: Any, gpus: Machine, monkeypatch: pytest.MonkeyPatch

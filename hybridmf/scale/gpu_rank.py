@@ -264,11 +264,17 @@ class Cut:
     others: Array
 
     @classmethod
-    def make(cls, device: Device, indptr: np.ndarray, ranges: Ranges, longest: int) -> Cut:
-        """Rows of some ranges, one range after the other, in pieces of at most `longest` entries."""
+    def make(
+        cls, device: Device, indptr: np.ndarray, ranges: Ranges, longest: int, slots: int = 2 * FEW_SEGMENTS
+    ) -> Cut:
+        """Rows of some ranges, one range after the other, in pieces of at most `longest` entries.
+
+        Longer ones where `slots`, of two batches and of what is added up, would not do.
+        """
         rows = np.concatenate([np.arange(first, last) for first, last in ranges]).astype(np.int64)
         begins, ends = indptr[rows], indptr[rows + 1]
-        entries, most = int((ends - begins).sum()), max((PIECES - 1) * len(rows), FEW_SEGMENTS)
+        few = min(FEW_SEGMENTS, slots // 2 - 2 * len(rows))
+        entries, most = int((ends - begins).sum()), max((PIECES - 1) * len(rows), few)
         longest = max(longest, ceil_div(entries, most), ceil_div(int((ends - begins).max(initial=0)), MOST_SEGMENTS))
         pieces = -(-(ends - begins) // longest)
         others = np.maximum(pieces - 1, 0)
@@ -334,7 +340,8 @@ class PartialRows(als.HalfSweep):
         self.scale = device.upload(objective.row_scale(degrees).astype(self.dtype))
         self.whole_degrees, self.batches, self.n_entries = degrees, batches, int(block.nnz)
         self.offsets = np.concatenate(([0], np.cumsum(degrees_of(block))))
-        self._cuts = [Cut.make(device, *self._places(batch), plan.segment) for batch in range(len(batches))]
+        cut = functools.partial(Cut.make, device, longest=plan.segment, slots=plan.batch_slots)
+        self._cuts = [cut(*self._places(batch)) for batch in range(len(batches))]
         self._to_solve = [self._filled(ranges) for ranges in solved]
         self._config = None
         if plan.assembly == "fused":
