@@ -195,8 +195,8 @@ class _Fit:
         first = self.communicator.broadcast(np.array(sizes, dtype=np.int64)).tolist()
         if sizes != first:
             raise CommunicatorError(
-                f"rank {self.communicator.rank} plans {what.format(sizes)} and rank 0 {what.format(first)}: their GPUs "
-                "have different memory free; set gpu_memory_limit"
+                f"rank {self.communicator.rank} plans {what.format(sizes)} and rank 0 of {first}: "
+                "their GPUs have different memory free; set gpu_memory_limit"
             )
 
     def _start(self, checkpoint: Any, resume_from: Any) -> State:
