@@ -28,11 +28,12 @@ from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.scale import gpu_rank, multi_als, spmd
 from hybridmf.scale.batches import batch_entries, bounded_batches, even_batches
-from hybridmf.scale.gpu_rank import PartialRows, StreamedPartialRows
+from hybridmf.scale.gpu_rank import Cut, PartialRows, StreamedPartialRows
 from hybridmf.scale.grid import Grid, Layout
 from hybridmf.scale.multi_als import MultiALS
 from hybridmf.scale.planner import (
     H200,
+    PIECES,
     SLAB_BUFFERS,
     HalfPlan,
     Problem,
@@ -137,6 +138,17 @@ def test_batches_of_rows_that_are_long_on_their_own() -> None:
     assert bounded_batches([np.array([0])] * 2, [np.array([], int)] * 2, 10) == []
     assert even_batches([3, 1], 2) == [[(0, 2), (0, 1)], [(2, 3), (1, 1)]]
     assert even_batches([0, 0], 2) == []
+
+
+def test_pieces_of_few_rows_keep_to_the_room_for_sums(gpus: Machine) -> None:
+    """Two batches are in memory at a time; what a batch of one long row may be cut into depends on what is left."""
+    gpus(1)
+    device, indptr = gpu_rank.open_device("cuda:0"), np.array([0, 300])
+    many = Cut.make(device, indptr, [(0, 1)], 10)
+    assert many.n_slots == 30
+    few = Cut.make(device, indptr, [(0, 1)], 10, slots=20)
+    assert few.n_slots == 8 and 2 * few.n_slots + 1 <= 20
+    assert Cut.make(device, indptr, [(0, 1)], 10, slots=1).n_slots == PIECES - 1
 
 
 @pytest.mark.parametrize("grid", [(2, 1), (2, 2), (4, 1)])
@@ -440,7 +452,10 @@ def test_a_fit_splits_what_has_no_room_on_one_gpu(gpus: Machine, tmp_path: Any) 
     check_memory(plan)
     assert plan.scale is not None and plan.streamed == "host" and not plan.factors_away
     assert plan.grids == {"user": Grid(1, 2), "item": Grid(2, 1)}
-    assert plan.scale.halves["item"].waves >= 1 and plan.total_bytes == plan.scale.bytes_per_gpu <= LIMIT
+    assert plan.total_bytes == plan.scale.bytes_per_gpu <= LIMIT
+    sums = plan.batch_slots * _plan._slot_bytes(plan)
+    for half in plan.scale.halves.values():  # of either side, beside all else that it needs
+        assert sum(half.bytes.values()) - half.bytes["systems"] + sums <= LIMIT
     text = str(plan)
     assert "streamed  from host in slabs" in text and "fixed side split, 2 x 1 GPUs" in text
     assert "note      the ratings do not fit on the 2 GPUs" in text

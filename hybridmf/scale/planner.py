@@ -13,7 +13,7 @@ A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 c
     nnz/(p q) (4 + i)  entries, as often as they are loaded ahead (a fit: SLAB_BUFFERS); or all of its share, both
                        orientations
     systems            a batch (ours are solved batch by batch), or, where parts take turns, those of the whole row part
-                       and as many as are summed before they join those
+                       and as many as are summed before they join those; where they are added up over GPUs, of all rows
     (m + n)/GPUs w i   its share of both sides, where factors stay on the GPUs
 
 Ratings and factors that do not stay on GPUs are in the memory of the host, or on its disks where they have no room

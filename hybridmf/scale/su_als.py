@@ -4,7 +4,7 @@ Who owns and sums what is said in `hybridmf.scale.grid`. A half sweep on a grid 
 rank gathers the whole fixed side and solves its own rows as one device would. With more splits a rank sums what its
 part of the fixed side adds to the systems of its group's rows (lines 9-11), batch by batch; the group's sums are
 scattered over its ranks while they are added (lines 13-16), and each rank completes and solves the rows it owns
-(line 17).
+(line 17). Where ratings do not stay on the devices, the entries of a batch come while the one before is worked on.
 """
 
 from __future__ import annotations
