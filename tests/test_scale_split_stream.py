@@ -564,20 +564,23 @@ def test_ranks_that_plan_other_batches_are_told_why(gpus: Machine, monkeypatch: 
         run_ranks(2, run, timeout=30)
 
 
-@pytest.mark.parametrize("share", ["entries", "store"])
+@pytest.mark.parametrize("share", ["entries", "store", "store of many items"])
 def test_ranks_of_processes_stream_their_entries(
     share: str, tmp_path: Any, gpus: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = gpus(2)
     monkeypatch.setattr(spmd, "_worker", _on(names))
-    store = hmf.convert(MANY_USERS, tmp_path / "store", slab_bytes=2000)
-    if share == "store":
+    matrix, wide = MANY_USERS, "item"
+    if share == "store of many items":  # then ranks share users, of whom the checkpoint's fingerprint is made
+        matrix, wide = sp.csr_array(MANY_USERS.T), "user"
+    store = hmf.convert(matrix, tmp_path / "store", slab_bytes=2000)
+    if share != "entries":
         monkeypatch.setattr(_plan, "available_memory", lambda: 40_000)
 
     def run(communicator: Any) -> Any:
         model = hmf.ExplicitALS(factors=7, iterations=1, random_state=0, device="cpu", gpu_memory_limit=LIMIT)
-        shares: Any = entries(MANY_USERS, communicator.rank, 2)
-        if share == "store":
+        shares: Any = entries(matrix, communicator.rank, 2)
+        if share != "entries":
             shares = StoredRatings(store, np.float32, drop_zeros=False)
             monkeypatch.setattr(shares, "block", None)  # nobody may bring a whole share into memory
         where = {"device": "cuda:0", "checkpoint": tmp_path / "c", "track_objective": True}
@@ -585,14 +588,14 @@ def test_ranks_of_processes_stream_their_entries(
 
     model = run_ranks(2, run, timeout=60)[0]
     assert model.plan_.streamed == ("host" if share == "entries" else "disk")
-    assert model.plan_.grids["item"] == Grid(2, 1) and no_loaders()
+    assert model.plan_.grids[wide] == Grid(2, 1) and no_loaders()
     monkeypatch.setattr(_plan, "available_memory", lambda: 10**9)
     alone = hmf.ExplicitALS(factors=7, iterations=1, random_state=0, device="cuda")
-    alone.fit(MANY_USERS, callback=lambda model, record: None)
+    alone.fit(matrix, callback=lambda model, record: None)
     np.testing.assert_allclose(model.user_factors_, alone.user_factors_, atol=2e-3)
     assert model.history_[-1]["objective"] == pytest.approx(alone.history_[-1]["objective"], rel=1e-4)
     more = hmf.ExplicitALS(factors=7, iterations=2, random_state=0)
-    assert more.fit(MANY_USERS, resume_from=tmp_path / "c").n_iter_ == 2  # the same data
+    assert more.fit(matrix, resume_from=tmp_path / "c").n_iter_ == 2  # the same data
 
 
 # ------------------------------------------------------------------------------------------------------------ planner
@@ -631,7 +634,7 @@ def test_a_split_is_planned_where_a_whole_side_has_no_room() -> None:
     assert plan is not None and plan.bytes_per_gpu <= memory
     assert plan.grids["user"] == Grid(1, 4) and plan.grids["item"].splits > 1
     for side, half in plan.halves.items():  # each GPU loads at most a slab at a time
-        assert plan.slab(side) <= slab * half.grid.splits
+        assert slab / 2 < plan.slab(side) / half.grid.splits <= slab
     plan.check_served(4)
     assert plan_streamed_ranks(hugewiki, 4, 10**9, "host", slab) is None
     for count in (2, 8):
@@ -641,12 +644,17 @@ def test_a_split_is_planned_where_a_whole_side_has_no_room() -> None:
 
 
 def test_a_rank_is_checked_by_its_own_grid() -> None:
-    """A partition of whole sides says nothing of the memory that the sums of a split one take."""
-    plan = partition(MATRIX, both((1, 2)), 2)
-    degrees = {"user": np.diff(MATRIX.indptr), "item": np.diff(MATRIX.tocsc().indptr)}
-    layout = Layout.even(degrees, both((2, 1)), 1.0)
-    split = partition(MATRIX, both((2, 1)), 2)
-    limit = split.bytes_per_gpu - 500
-    with pytest.raises(DeviceMemoryError, match="rank 0 needs about"):
-        check_rank(replace(plan, memory=limit), layout, 0, 10**3)
-    check_rank(replace(plan, memory=10 * limit), layout, 0, 10**3)
+    """Whatever the partition says of its own: one of whole sides does not count the sums of a split one."""
+    shape, grids = (400_000, 300_000), both((2, 1))
+    layout = Layout({side: np.array([0, n // 2, n]) for side, n in zip(SIDES, shape, strict=True)}, grids)
+    messages = []
+    for parts_of, splits in ((2, 0), (1, 1), (1, 0)):
+        half = HalfPlan("user", parts_of, 2, 2, loads=SLAB_BUFFERS, splits=splits, resident=True)
+        halves: dict[Side, HalfPlan] = {side: replace(half, side=side) for side in SIDES}
+        plan = ScalePlan(Problem(shape, 10**7, 64), H200, 2, 10**8, "host", "device", halves)
+        plan = replace(plan, halves={side: judged(plan.problem, halves[side], "host", "device") for side in SIDES})
+        with pytest.raises(DeviceMemoryError, match=r"rank 1 needs about .*fixed side 0.0 MiB") as raised:
+            check_rank(plan, layout, 1, 10**6)
+        messages.append(str(raised.value).partition("the plan's")[0])
+        check_rank(replace(plan, memory=10**11), layout, 1, 10**6)
+    assert len(set(messages)) == 1
