@@ -234,7 +234,7 @@ def test_reductions_give_the_same(reduction: Any, grid: tuple[int, int], gpus: M
     arguments = changed(parts("biases", gpus(4), MATRIX), batch_slots=80)
     here = MultiALS(*streamed(arguments, grids), reduction=reduction, topology=[0, 0, 1, 1])
     there = MultiALS(*arguments, grids=grids, reduction=reduction, topology=[0, 0, 1, 1])
-    assert len(here.ranks[0].batches("user")) > 1
+    assert len(here.ranks[0].batches["user"]) > 1
     assert_same(sweeps(here, 1), sweeps(there, 1))
     assert here.objective_value() == pytest.approx(there.objective_value(), rel=1e-10)
     here.close()
@@ -281,7 +281,7 @@ def test_the_bits_of_a_store_are_those_of_its_ratings(
     users, (*_, objective, plan, state) = StoreMatrix(store), streamed(arguments, grids, place=place)
     here = MultiALS(users, users.transposed(), objective, plan, state)
     for rank in here.ranks:
-        assert len(rank.batches("user")) > 1
+        assert len(rank.batches["user"]) > 1
         block = rank.halves["user"].work.of
         assert isinstance(block, sp.csr_array if place == "host" else ColumnSlabs)
     assert_same(sweeps(here, 2), sweeps(there, 2))

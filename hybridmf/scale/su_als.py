@@ -230,6 +230,7 @@ class RankALS(Alternating):
             self._split_communicators(reduction, topology)
             self.degrees = {side: self._whole_degrees(side, blocks[side]) for side in SIDES}
             self._pieces = {side: self._pieces_of(side) for side in SIDES}
+            self.batches = {side: self._batches(side) for side in SIDES}
             if plan.scale is not None:
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
             self._ends = self._all_ends(blocks["user"])
@@ -340,7 +341,7 @@ class RankALS(Alternating):
         if self.layout.grids[side].splits == 1:
             waves = slab_entries(slab_bounds(degrees, scale.slab(side), scale.slab_rows(side)), degrees)
         else:
-            waves = batch_entries(self.batches(side), degrees)
+            waves = batch_entries(self.batches[side], degrees)
         return int(waves.max(initial=0))
 
     def _all_ends(self, block: Block) -> np.ndarray:
@@ -368,7 +369,7 @@ class RankALS(Alternating):
         arguments = (side, block, self.objective, self.plan)
         if self.layout.grids[side].splits == 1:
             return self.worker.whole(*arguments, own, self._ends)
-        batches, solved = self.batches(side), self._solved(side)
+        batches, solved = self.batches[side], self._solved(side)
         degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
         if members is not None and reduction.everything_here is not None:
             counts = self._member_counts(side)
@@ -405,8 +406,10 @@ class RankALS(Alternating):
             np.split(bounds, ends[:-1]), np.split(entries, (ends - np.arange(1, splits + 1))[:-1]), most
         )
 
-    def batches(self, side: Side) -> list[Ranges]:
+    def _batches(self, side: Side) -> list[Ranges]:
         """Rows of the block in each batch, in the order the reduction wants them."""
+        if not self._pieces[side]:
+            return []
         counts, order = self._member_counts(side), self._reductions[side].order
         starts = np.cumsum([0, *counts]).tolist()
         return [[(starts[k] + pieces[k][0], starts[k] + pieces[k][1]) for k in order] for pieces in self._pieces[side]]
@@ -417,7 +420,7 @@ class RankALS(Alternating):
         if everything_here is None:
             mine = self.layout.grids[side].split_of(self.rank)
             return [[pieces[mine]] for pieces in self._pieces[side]]
-        return [batch if everything_here else [] for batch in self.batches(side)]
+        return [batch if everything_here else [] for batch in self.batches[side]]
 
     # ------------------------------------------------------------------------------------------------ half sweeps
 
@@ -507,7 +510,7 @@ class RankALS(Alternating):
         return self.worker.factors(arrays if everything_here else [array[:0] for array in arrays], own)
 
     def _assembled(self, side: Side, half: Partial, pipeline: Pipeline) -> Iterator[tuple[int, Any, Any, list[int]]]:
-        for batch, pieces in enumerate(self.batches(side)):
+        for batch, pieces in enumerate(self.batches[side]):
             sums = half.assemble(batch)
             yield batch, sums, pipeline.assembled(), [last - first for first, last in pieces]
 
@@ -571,7 +574,7 @@ class RankALS(Alternating):
         if members is None:
             yield (0, len(self.degrees["user"])), own
             return
-        for batch, pieces in zip(self.batches("user"), self._pieces["user"], strict=True):
+        for batch, pieces in zip(self.batches["user"], self._pieces["user"], strict=True):
             for rows, k in zip(batch, self._reductions["user"].order, strict=True):
                 if rows[0] < rows[1]:
                     yield rows, self._from_member(members, k, slice(*pieces[k]))
