@@ -637,6 +637,10 @@ def test_a_split_is_planned_where_a_whole_side_has_no_room() -> None:
         assert slab / 2 < plan.slab(side) / half.grid.splits <= slab
     plan.check_served(4)
     assert plan_streamed_ranks(hugewiki, 4, 10**9, "host", slab) is None
+    facebook = plan_scale(Problem((1_056_000_000, 48_000_000), 112_000_000_000, 16), 4)  # as cuMF fits it
+    assert (facebook.ratings, facebook.factors) == ("host", "device")
+    assert facebook.halves["item"].fixed == "split"
+    facebook.check_served(4)
     for count in (2, 8):
         moved = replace(plan, memory=10**12).on(count)
         moved.check_served(count)
