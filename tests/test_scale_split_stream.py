@@ -23,7 +23,14 @@ import hybridmf as hmf
 from hybridmf import _plan, reference
 from hybridmf._objective import SIDES, Factors, Side
 from hybridmf._plan import Plan, check_memory
-from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError, StoreError
+from hybridmf.errors import (
+    CommunicatorError,
+    DeviceError,
+    DeviceMemoryError,
+    NonFiniteError,
+    NotPositiveDefiniteError,
+    StoreError,
+)
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.scale import gpu_rank, multi_als, spmd
@@ -399,6 +406,19 @@ def test_rows_that_fail_are_named(gpus: Machine) -> None:
     arguments = streamed(parts("explicit", gpus(2), matrix), both((2, 1)))
     solver = MultiALS(*arguments[:2], replace(arguments[2], regularization=0.0), *arguments[3:])
     with pytest.raises(NotPositiveDefiniteError, match="of user 21 are"):
+        solver.update("user")
+    solver.close()
+    assert no_loaders()
+
+
+def test_factors_that_are_not_finite_are_told(gpus: Machine) -> None:
+    solver = MultiALS(*streamed(changed(parts("explicit", gpus(2), MATRIX), batch_slots=60), both((2, 1))))
+    solver.ranks[1].own["item"].table[0] = np.nan  # what rank 1 adds up spoils the rows of both
+    before = solver.state.on_host()
+    with pytest.raises(NonFiniteError, match="of user"):
+        solver.update("user")
+    np.testing.assert_array_equal(solver.state.on_host().user.matrix, before.user.matrix)
+    with pytest.raises(CommunicatorError):
         solver.update("user")
     solver.close()
     assert no_loaders()
