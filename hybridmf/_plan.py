@@ -567,7 +567,8 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
     if scale.factors != "device":
         return _with_scale(plan, scale)
     fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
-    left = min(GPU_BATCH_BYTES, max(0, free - scale.bytes_per_gpu + fullest.bytes["systems"]))
+    beside = max(sum(half.bytes.values()) - half.bytes["systems"] for half in scale.halves.values())
+    left = min(GPU_BATCH_BYTES, max(0, free - beside))
     slots = max(left // _slot_bytes(plan), plan.tile_rows, 1)
     return replace(plan, scale=scale, bytes=fullest.bytes, batch_slots=slots)
 
@@ -581,19 +582,28 @@ def _with_scale(plan: Plan, scale: ScalePlan) -> Plan:
 
 
 def _spread(plan: Plan, free: int) -> ScalePlan:
-    """How ALS spreads over GPUs of so much memory: with its ratings on them or, if those do not fit, streamed."""
+    """How ALS spreads over GPUs of so much memory.
+
+    With its ratings on them or, if those do not fit, streamed to GPUs that solve their own rows; if these have no room
+    for a whole fixed side, it is split over them or comes from the host, whichever is predicted to be faster.
+    """
     itemsize = np.dtype(plan.dtype).itemsize
     problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, itemsize, longest=plan.longest)
     ranks, stored = len(plan.devices), bool(plan.streamed)
-    # tiles need whole rows, and so does a store, which is read row by row
+    # tiles need whole rows, and so do slabs of a store that stay on a GPU
     scale = plan_ranks(problem, ranks, free, model_parallel_only=plan.tile_rows > 0 or stored)
     if scale.bytes_per_gpu <= free or plan.tile_rows or plan.reorder != "none":
         return scale
     place: Place = "disk" if stored and not _host_has_room(plan) else "host"
-    streamed = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
+    streamed = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB, model_parallel_only=True)
+    if streamed is not None:
+        return streamed
+    split = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
     if stored and not _host_has_room(plan, plan._away_bytes):
         place = "disk"
-    return streamed or plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place)) or scale
+    away = plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place))
+    found = [other for other in (split, away) if other is not None]
+    return min(found, key=lambda other: other.seconds, default=scale)
 
 
 def _host_slab(plan: Plan, place: Place) -> int:
@@ -628,6 +638,9 @@ def _placed(plan: Plan, scale: ScalePlan) -> Plan:
         notes = (*notes, "the factors do not fit on the GPUs: they stay in the memory of the host")
     elif not plan.streamed:
         notes = (*notes, _streaming_note(plan, f"{scale.gpus} GPUs"))
+    if scale.factors == "device":
+        split = [f"{side}s" for side, half in scale.halves.items() if half.fixed == "split"]
+        notes += (f"the fixed side of {' and '.join(split)} is split over the GPUs, which add up sums",) * bool(split)
     return replace(plan, streamed=scale.ratings, slab=max(map(scale.slab, scale.halves)), notes=notes)
 
 

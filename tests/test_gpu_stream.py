@@ -25,7 +25,7 @@ from hybridmf._validate import as_csr
 from hybridmf.errors import NotPositiveDefiniteError, StoreError
 from hybridmf.gpu import copier as copiers
 from hybridmf.gpu.device import DeviceSpec
-from hybridmf.gpu.stream import Pipeline, StreamedGpuALS
+from hybridmf.gpu.stream import Pipeline, StreamedGpuALS, slab_work
 from hybridmf.scale.slabs import MemorySlabs
 
 MATRIX = planted(50, 30, 0.8)
@@ -136,7 +136,7 @@ def test_the_thread_ends_when_nobody_wants_more_slabs(device):
     slabs = MemorySlabs.cut(as_csr(MATRIX), 50)
     pipeline = Pipeline(device, 120, np.float32, buffers=2)
     for _ in range(2):
-        stream = pipeline.stream(slabs)
+        stream = pipeline.loads(slab_work(slabs))
         number, indices, ratings = next(stream)
         assert number == 0
         part = slabs.matrix(0)
@@ -180,10 +180,10 @@ def wait_for(condition) -> None:
 def test_the_first_slabs_of_the_next_half_sweep_come_before_it_asks(device):
     first, second = watched(50), watched(70)
     pipeline, every = Pipeline(device, 120, np.float32), as_csr(MATRIX).data
-    np.testing.assert_array_equal(collected(device, pipeline.stream(first, second)), every)
+    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(first), slab_work(second))), every)
     wait_for(lambda: second.asked == [0, 1, 2])  # as many as there are buffers
     for slabs, following in ((second, first), (first, second)) * 2:
-        np.testing.assert_array_equal(collected(device, pipeline.stream(slabs, following)), every)
+        np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(slabs), slab_work(following))), every)
     assert second.asked[: 2 * len(second.bounds) - 2] == 2 * [*range(len(second.bounds) - 1)]  # each once
     assert len(loading_threads()) == 1
     del pipeline
@@ -194,24 +194,24 @@ def test_the_first_slabs_of_the_next_half_sweep_come_before_it_asks(device):
 def test_other_slabs_than_were_expected(device):
     first, second, third = watched(50), watched(70), watched(60)
     pipeline, every = Pipeline(device, 120, np.float32), as_csr(MATRIX).data
-    collected(device, pipeline.stream(first, second))
-    np.testing.assert_array_equal(collected(device, pipeline.stream(third, second)), every)
-    np.testing.assert_array_equal(collected(device, pipeline.stream(second)), every)
+    collected(device, pipeline.loads(slab_work(first), slab_work(second)))
+    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(third), slab_work(second))), every)
+    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(second))), every)
     assert not loading_threads()
-    collected(device, pipeline.stream(first, second))
+    collected(device, pipeline.loads(slab_work(first), slab_work(second)))
     pipeline.reserve(500)  # nothing may still be on its way to the buffers that go
-    np.testing.assert_array_equal(collected(device, pipeline.stream(second)), every)
+    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(second))), every)
 
 
 def test_a_slab_that_fails_early_is_told_where_it_is_asked_for(device):
     first, second = watched(50), watched(70)
     object.__setattr__(second, "broken", 1)
     pipeline = Pipeline(device, 120, np.float32)
-    collected(device, pipeline.stream(first, second))
+    collected(device, pipeline.loads(slab_work(first), slab_work(second)))
     with pytest.raises(StoreError, match="this slab is gone"):
-        collected(device, pipeline.stream(second, first))
+        collected(device, pipeline.loads(slab_work(second), slab_work(first)))
     assert not loading_threads()
-    np.testing.assert_array_equal(collected(device, pipeline.stream(first)), as_csr(MATRIX).data)
+    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(first))), as_csr(MATRIX).data)
 
 
 def test_an_objective_whose_ratings_do_not_fit_on_the_gpu_is_computed_on_the_cpu(gpu, monkeypatch, caplog):  # noqa: F811

@@ -29,12 +29,13 @@ from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError, RatingsError
 from hybridmf.formats import transpose
 from hybridmf.scale import cpu_rank, su_als
+from hybridmf.scale.batches import BATCH_BYTES, batch_rows
 from hybridmf.scale.communicator import Single
 from hybridmf.scale.cpu_rank import CpuWorker
 from hybridmf.scale.grid import Grid, Layout
 from hybridmf.scale.multi_als import MultiALS
 from hybridmf.scale.reduction import make_reduction
-from hybridmf.scale.su_als import RankALS, batch_rows
+from hybridmf.scale.su_als import RankALS
 from hybridmf.scale.threads import run_ranks
 
 MODELS: dict[str, Callable[..., Any]] = {
@@ -473,7 +474,7 @@ def test_batches_fit_and_leave_something_to_overlap() -> None:
     assert batch_rows(large, 2, 4 * 10**7) == 10**7
     few = batch_rows(large, 2, 100)  # not worth while to cut
     sums = 2 * few * plan.rank * (plan.rank + 1) // 2 * 4
-    assert su_als.BATCH_BYTES <= sums < 1.1 * su_als.BATCH_BYTES
+    assert BATCH_BYTES <= sums < 1.1 * BATCH_BYTES
     assert batch_rows(su_als.replace(plan, batch_slots=1), 2, 100) == 1
 
 

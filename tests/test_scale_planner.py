@@ -115,7 +115,7 @@ def test_the_same_plan_on_other_gpus(problem: Problem, gpus: int, others: int, m
         assert half.batches >= plan.halves[side].batches
         assert half.resident == (plan.factors == "device")
         assert half.turns == 1 if half.resident else half.turns * half.grid.splits >= half.parts
-    if plan.ratings == plan.factors == "device":
+    if plan.factors == "device":
         moved.check_served(others)
     same = plan.on(gpus)
     assert same.halves == plan.halves

@@ -39,7 +39,7 @@ from hybridmf.scale.grid import Grid
 from hybridmf.scale.multi_als import MultiALS
 from hybridmf.scale.planner import H200, SLAB_BUFFERS, HalfPlan, Problem, ScalePlan, judged, plan_scale
 from hybridmf.scale.shares import StoredRatings
-from hybridmf.scale.slabs import RangeSlabs, loaded, slab_entries
+from hybridmf.scale.slabs import ColumnSlabs, RangeSlabs, loaded, magnitudes, slab_entries
 from hybridmf.scale.store import StoreMatrix
 from hybridmf.scale.threads import run_ranks
 
@@ -72,6 +72,27 @@ def no_loaders() -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------ slabs
+
+
+@pytest.mark.parametrize("ranges", [[(0, 50)], [(3, 20), (31, 50)], [(5, 5), (12, 13), (50, 50)], [(0, 0)]])
+@pytest.mark.parametrize("columns", [(0, 30), (4, 17), (9, 9)])
+def test_some_columns_of_ranges_of_slabs(
+    ranges: list[tuple[int, int]], columns: tuple[int, int], store: hmf.Store
+) -> None:
+    for dtype in (np.float32, np.float64):
+        part = ColumnSlabs(StoreMatrix(store, dtype=dtype), ranges, columns)
+        rows = np.concatenate([np.arange(first, last) for first, last in ranges])
+        expected = MATRIX[rows][:, slice(*columns)]
+        assert part.shape == expected.shape and part.nnz == expected.nnz and part.dtype == dtype
+        np.testing.assert_array_equal(part.degrees, np.diff(expected.indptr))
+        np.testing.assert_array_equal(part.ends, magnitudes(expected.data))
+        found = part.load()
+        assert found.shape == expected.shape and found.dtype == dtype and (found != expected).nnz == 0
+        for first, last in ((0, len(rows)), (1, 1), (len(rows) // 3, len(rows) // 2)):
+            pieces = list(part.rows(first, last))
+            assert sum(piece.shape[0] for piece in pieces) == last - first
+            data = np.concatenate([np.zeros(0, dtype), *(piece.data for piece in pieces)])
+            np.testing.assert_array_equal(data, expected[first:last].data)
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 50), (7, 31), (12, 13), (20, 20), (0, 0), (50, 50)])
@@ -142,7 +163,7 @@ def test_cpu_ranks_over_a_store_name_the_row_that_fails(tmp_path: Any) -> None:
         model.fit(store)
 
 
-def test_a_store_is_not_split_by_columns(store: hmf.Store) -> None:
+def test_a_store_is_not_split_by_columns_on_the_cpu(store: hmf.Store) -> None:
     model = hmf.ExplicitALS(factors=5, device=["cpu", "cpu"], random_state=0)
     matrix = model._check_matrix(store)
     plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz, slab=matrix.largest_slab)
@@ -278,7 +299,7 @@ def test_partitions_that_no_fit_serves(gpus: Machine) -> None:
             r"has the fixed side of items in turns, and factors on the GPUs: let the fit plan for itself, or use plan_",
         ),
         (
-            replace(partition, halves=dict(partition.halves) | {"item": replace(half, parts=2)}),
+            replace(partition, factors="host", halves=dict(partition.halves) | {"item": replace(half, parts=2)}),
             "splits the fixed side of items over GPUs, with p = 2: let the fit plan for itself",
         ),
     ):

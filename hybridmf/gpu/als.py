@@ -702,10 +702,14 @@ def entry_losses(half: HalfSweep, users: DeviceFactors, items: DeviceFactors, me
 
 def loss_segments(half: HalfSweep) -> Array:
     """Pieces of rows that losses are summed of: (user, begin, end)."""
-    indptr = half.device.download(half.indptr)
-    pieces = Pieces.cut(indptr, np.flatnonzero(half.degrees), LOSS_ROWS)
+    return row_segments(half.device, half.device.download(half.indptr))
+
+
+def row_segments(device: Device, indptr: np.ndarray) -> Array:
+    """The same of rows that begin and end where `indptr` says."""
+    pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), LOSS_ROWS)
     owners = np.repeat(pieces.rows, np.diff(pieces.slots))
-    return half.device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
+    return device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
 
 
 def segment_losses(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -43,6 +43,9 @@ from .als import (
 )
 from .copier import Copier
 from .device import Array, Device
+
+Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
+"""A vector of the host, or pieces that come one behind the other."""
 
 
 class Loader:
@@ -138,7 +141,7 @@ class Work:
     """
 
     count: int
-    fetch: Callable[[int], Sequence[np.ndarray]]
+    fetch: Callable[[int], Sequence[Vector]]
     of: object
 
 
@@ -201,21 +204,28 @@ class _Loading:
         except BaseException as error:  # the thread that waits for the set has to hear of it, whatever it is
             self._ready.put(error)
 
-    def _fill(self, slot: int, mark: Any, vectors: Sequence[np.ndarray]) -> None:
+    def _fill(self, slot: int, mark: Any, vectors: Sequence[Vector]) -> None:
         self.copier.after(mark)
-        for target, source in zip(self.buffers[slot], vectors, strict=True):
-            self.copier.copy(target, source)
-        self._ready.put((slot, list(map(len, vectors)), self.copier.mark()))
+        sizes = [self._copy(target, source) for target, source in zip(self.buffers[slot], vectors, strict=True)]
+        self._ready.put((slot, sizes, self.copier.mark()))
+
+    def _copy(self, target: Array, source: Vector) -> int:
+        """Begin to copy a vector to the beginning of `target`; its length."""
+        at = 0
+        for piece in (source,) if isinstance(source, np.ndarray) else source:
+            self.copier.copy(target[at:], piece)
+            at += len(piece)
+        return at
 
 
 class Pipeline(Loader):
-    """Slabs of ratings on their way.
+    """Entries on their way, (indices, ratings) at a time: slabs, or batches of rows whose sums are added up.
 
     Parameters
     ----------
     device : Device
     capacity : int
-        Entries of the largest slab.
+        Most entries at a time.
     dtype : dtype
         Of the ratings.
     buffers : int
@@ -232,29 +242,15 @@ class Pipeline(Loader):
         return [(self.capacity, np.int32), (self.capacity, self.dtype)]
 
     def reserve(self, capacity: int) -> None:
-        """Have room for slabs of so many entries; not while a stream is under way."""
+        """Have room for so many entries at a time; not while a stream is under way."""
         if capacity > self.capacity:
             self.capacity = capacity
             self._allocate(self._vectors())
 
-    def stream(self, slabs: Slabs, then: Slabs | None = None) -> Generator[tuple[int, Array, Array], None, None]:
-        """(number, indices, ratings) of each slab in order; the arrays are valid for work launched until the next one.
 
-        Parameters
-        ----------
-        slabs : Slabs
-        then : Slabs, optional
-            What is probably asked for next: the half sweep after this one need not wait for its first slab.
+def slab_work(slabs: Slabs) -> Work:
+    """(indices, ratings) of each slab."""
 
-        Raises
-        ------
-        StoreError, DeviceError, OSError
-            What the thread met with.
-        """
-        return self.loads(_work(slabs), None if then is None else _work(then))
-
-
-def _work(slabs: Slabs) -> Work:
     def fetch(slab: int) -> tuple[np.ndarray, np.ndarray]:
         slabs.prefetch(slab + 1)
         _, indices, ratings = csr_arrays(slabs.matrix(slab))
@@ -343,8 +339,10 @@ class StreamedHalf:
 
     Attributes
     ----------
-    following : Slabs or None
-        Those of the half sweep that comes after this one: they are on their way before it asks for them.
+    work : Work
+        The slabs as they are loaded.
+    following : Work or None
+        What the half sweep that comes after this one loads: it is on its way before that asks for it.
     """
 
     def __init__(
@@ -360,7 +358,8 @@ class StreamedHalf:
     ) -> None:
         self.device, self.side, self.slabs, self.objective, self.plan = device, side, slabs, objective, plan
         self.pipeline, self.names = pipeline, names
-        self.following: Slabs | None = None
+        self.work = slab_work(slabs)
+        self.following: Work | None = None
         self.degrees = slabs.degrees
         if pipeline is not None:
             pipeline.reserve(int(slab_entries(slabs.bounds, self.degrees).max(initial=0)))
@@ -393,7 +392,7 @@ class StreamedHalf:
                 self._kept.append((self.device.upload(indices), self.device.upload(ratings)))
             lent: Any = ((slab, *arrays) for slab, arrays in enumerate(self._kept))
         else:
-            lent = self.pipeline.stream(self.slabs, self.following)
+            lent = self.pipeline.loads(self.work, self.following)
         try:
             for slab, indices, ratings in lent:
                 self.parts[slab].lend(indices, ratings)
@@ -490,7 +489,7 @@ class StreamedGpuALS(GpuALS):
         self.pipeline = None if plan.resident else Pipeline(device, plan.slab, slabs["user"].dtype)
         halves = {side: StreamedHalf(device, side, slabs[side], self.objective, plan, self.pipeline) for side in SIDES}
         for side in SIDES:
-            halves[side].following = slabs[other_side(side)]
+            halves[side].following = halves[other_side(side)].work
         return halves
 
     def _begin(self, side: Side, factors: Factors, width: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,8 +13,9 @@ from .._objective import Factors, Objective, Side
 from .._plan import Plan
 from ..cpu import _als, als
 from ..cpu.stream import StreamedHalf
+from .batches import Ranges
 from .slabs import RangeSlabs
-from .su_als import Block, Ranges, Then
+from .su_als import Block, Owned, Then
 
 
 class CpuWorker:
@@ -95,7 +96,7 @@ class CpuWorker:
     def partial(
         self,
         side: Side,
-        block: sp.csr_array,
+        block: Block,
         objective: Objective,
         plan: Plan,
         names: np.ndarray,
@@ -103,7 +104,8 @@ class CpuWorker:
         batches: list[Ranges],
         solved: list[Ranges],
     ) -> PartialRows:
-        """See `PartialRows`."""
+        """See `PartialRows`; ratings in memory."""
+        assert isinstance(block, sp.csr_array)
         return PartialRows(side, block, objective, plan, names, degrees, batches, solved)
 
     def losses(
@@ -111,14 +113,26 @@ class CpuWorker:
         objective: Objective,
         plan: Plan,
         half: Any,
+        users: Iterator[Owned],
+        items: Factors,
+        mean: float,
+    ) -> float:
+        """Loss of all entries, range after range of rows."""
+        if isinstance(half, StreamedHalf):
+            return sum(float(half.losses(own, items, mean).sum()) for _, own in users)
+        return sum(self._losses(objective, plan, half, *owned, items, mean) for owned in users)
+
+    def _losses(
+        self,
+        objective: Objective,
+        plan: Plan,
+        half: als.HalfSweep,
         rows: tuple[int, int],
         users: Factors,
         items: Factors,
         mean: float,
     ) -> float:
-        """Loss of the entries of some rows; of all where they are read from slabs."""
-        if isinstance(half, StreamedHalf):
-            return float(half.losses(users, items, mean).sum())
+        """Loss of the entries of some rows."""
         offsets = (np.empty(0), np.empty(0))
         if users.bias is not None and items.bias is not None:
             offsets = (users.bias.astype(np.float64) + mean, items.bias.astype(np.float64))
@@ -263,6 +277,9 @@ class PartialRows(als.HalfSweep):
                     plan.num_threads,
                 )
             at += n
+
+    def close(self) -> None:
+        """Nothing goes on beside the rank's thread."""
 
     def result(self, then: Then | None = None) -> Factors:
         """Factors of the rows solved here."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+import functools
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,15 +17,18 @@ from .._plan import Plan
 from ..gpu import als, fused, losses, turns
 from ..gpu.device import Array, CudaDevice, Device, open_device
 from ..gpu.fused import BLOCK, FusedConfig, Systems, round_up
-from ..gpu.launch import Entries, ceil_div
+from ..gpu.launch import ceil_div
 from ..gpu.rows import add_pieces
-from ..gpu.stream import Pipeline, StreamedHalf, waves_of
+from ..gpu.stream import Pipeline, StreamedHalf, Work, waves_of
 from ..gpu.turns import HostFactors
+from .batches import Ranges, batch_entries
 from .communicator import Communicator
 from .cpu_rank import InOrder
+from .grid import csr_of, rows_of
 from .nccl import NcclCommunicator
-from .slabs import RangeSlabs
-from .su_als import PIECES, Block, Ranges, Then
+from .planner import PIECES
+from .slabs import ColumnSlabs, RangeSlabs
+from .su_als import Block, Owned, Then, degrees_of, ends_of
 
 MOST_SEGMENTS = 32
 """Pieces that a row is cut into at most: its pieces are added one after the other."""
@@ -46,7 +51,7 @@ class GpuWorker:
         self.device = device
         self._streams: Streams | None = None
         self._pipeline: Pipeline | None = None  # one for both half sweeps
-        self._streamed: StreamedHalf | None = None  # the half sweep made last
+        self._streamed: StreamedHalf | StreamedPartialRows | None = None  # the half sweep made last
         self._copiers: turns.Copiers | None = None  # of both, where factors are on the host
 
     def active(self) -> AbstractContextManager[None]:
@@ -121,15 +126,25 @@ class GpuWorker:
             roots = als.range_of_roots(objective, ends)
             return als.HalfSweep(self.device, side, block, objective, plan, names, roots)
         slabs = waves_of(block, side, plan)
-        if not plan.resident and self._pipeline is None:
-            longest = plan.slab if plan.scale is None else max(map(plan.scale.slab, SIDES))
-            self._pipeline = Pipeline(self.device, longest, slabs.dtype)
-        pipeline = None if plan.resident else self._pipeline
+        pipeline = None if plan.resident else self._entries(plan, slabs.dtype)
         half = StreamedHalf(self.device, side, slabs, objective, plan, pipeline, names, ends)
-        if self._streamed is not None and self._streamed.side != side:
-            half.following, self._streamed.following = self._streamed.slabs, half.slabs
-        self._streamed = half
+        self._follow(half)
         return half
+
+    def _entries(self, plan: Plan, dtype: Any) -> Pipeline:
+        """What brings the entries of both half sweeps."""
+        if self._pipeline is None:
+            longest = plan.slab
+            if plan.scale is not None:
+                longest = max(plan.scale.slab(side) // plan.grids[side].splits for side in SIDES)
+            self._pipeline = Pipeline(self.device, longest, dtype)
+        return self._pipeline
+
+    def _follow(self, half: StreamedHalf | StreamedPartialRows) -> None:
+        """Have the entries of each half sweep begin to come while the other one ends."""
+        if self._streamed is not None and self._streamed.side != half.side:
+            half.following, self._streamed.following = self._streamed.work, half.work
+        self._streamed = half
 
     def solve(
         self,
@@ -145,7 +160,7 @@ class GpuWorker:
     def partial(
         self,
         side: Side,
-        block: sp.csr_array,
+        block: Block,
         objective: Objective,
         plan: Plan,
         names: np.ndarray,
@@ -153,43 +168,31 @@ class GpuWorker:
         batches: list[Ranges],
         solved: list[Ranges],
     ) -> PartialRows:
-        """See `PartialRows`."""
-        return PartialRows(self.device, side, block, objective, plan, names, degrees, batches, solved)
+        """Over entries on the device, or that come batch by batch where the plan says that ratings are streamed."""
+        assert not isinstance(block, RangeSlabs)
+        if isinstance(block, ColumnSlabs) and plan.streamed == "host":
+            block = block.load()
+        arguments = (side, block, objective, plan, names, degrees, batches, solved)
+        if plan.resident or not plan.streamed:
+            return PartialRows(self.device, *arguments)
+        half = StreamedPartialRows(self.device, *arguments, self._entries(plan, block.dtype))
+        self._follow(half)
+        return half
 
     def losses(
         self,
         objective: Objective,
         plan: Plan,
         half: Any,
-        rows: tuple[int, int],
-        users: als.DeviceFactors,
+        users: Iterator[Owned],
         items: als.DeviceFactors,
         mean: float,
     ) -> float:
-        """Loss of the entries of some rows; of all where they are streamed."""
-        if isinstance(half, StreamedHalf):
-            return float(half.losses(users, items, mean).sum())
-        indptr = self.device.download(half.indptr)[rows[0] : rows[1] + 1]
-        pieces = als.Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), als.LOSS_ROWS)
-        if not len(pieces.rows):
-            return 0.0
-        owners = np.repeat(pieces.rows, np.diff(pieces.slots))
-        return losses.total_loss(
-            self.device,
-            users.table,
-            items.table,
-            Entries(
-                half.indices,
-                half.ratings,
-                items.device_bias,
-                objective.is_implicit,
-                objective.alpha,
-                objective.unobserved_weight,
-            ),
-            None if users.device_bias is None else users.device_bias + users.table.dtype.type(mean),
-            self.device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64)),
-            plan.factors,
-        )
+        """Loss of all entries, range after range of rows."""
+        if isinstance(half, PartialRows):
+            return half.losses(users, items, mean)
+        losses_of = half.losses if isinstance(half, StreamedHalf) else functools.partial(als.entry_losses, half)
+        return sum(float(losses_of(own, items, mean).sum()) for _, own in users)
 
     def pipeline(self) -> AbstractContextManager[Any]:
         """Reductions on a stream of their own; an emulated device has none."""
@@ -261,11 +264,17 @@ class Cut:
     others: Array
 
     @classmethod
-    def make(cls, device: Device, indptr: np.ndarray, ranges: Ranges, longest: int) -> Cut:
-        """Rows of some ranges, one range after the other, in pieces of at most `longest` entries."""
+    def make(
+        cls, device: Device, indptr: np.ndarray, ranges: Ranges, longest: int, slots: int = 2 * FEW_SEGMENTS
+    ) -> Cut:
+        """Rows of some ranges, one range after the other, in pieces of at most `longest` entries.
+
+        Longer ones where `slots`, of two batches and of what is added up, would not do.
+        """
         rows = np.concatenate([np.arange(first, last) for first, last in ranges]).astype(np.int64)
         begins, ends = indptr[rows], indptr[rows + 1]
-        entries, most = int((ends - begins).sum()), max((PIECES - 1) * len(rows), FEW_SEGMENTS)
+        few = min(FEW_SEGMENTS, slots // 2 - 2 * len(rows))
+        entries, most = int((ends - begins).sum()), max((PIECES - 1) * len(rows), few)
         longest = max(longest, ceil_div(entries, most), ceil_div(int((ends - begins).max(initial=0)), MOST_SEGMENTS))
         pieces = -(-(ends - begins) // longest)
         others = np.maximum(pieces - 1, 0)
@@ -311,7 +320,7 @@ class PartialRows(als.HalfSweep):
         self,
         device: Device,
         side: Side,
-        block: sp.csr_array,
+        block: sp.csr_array | ColumnSlabs,
         objective: Objective,
         plan: Plan,
         names: np.ndarray,
@@ -324,15 +333,32 @@ class PartialRows(als.HalfSweep):
                 "assembly='bals' needs all entries of a row on one rank; with a split fixed side use 'fused', "
                 "'sparse_syrk' or 'mo_als'"
             )
-        super().__init__(device, side, block, objective, plan, names)
+        # the rows at hand are not those that are solved here; they are known by their batches
+        nothing = csr_of(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, block.dtype), block.shape[1])
+        super().__init__(device, side, nothing, objective, plan, names, als.range_of_roots(objective, ends_of(block)))
+        self._take(block)
         self.scale = device.upload(objective.row_scale(degrees).astype(self.dtype))
-        self.whole_degrees = degrees
-        indptr = np.asarray(block.indptr, dtype=np.int64)
-        self._cuts = [Cut.make(device, indptr, ranges, plan.segment) for ranges in batches]
+        self.whole_degrees, self.batches, self.n_entries = degrees, batches, int(block.nnz)
+        self.offsets = np.concatenate(([0], np.cumsum(degrees_of(block))))
+        cut = functools.partial(Cut.make, device, longest=plan.segment, slots=plan.batch_slots)
+        self._cuts = [cut(*self._places(batch)) for batch in range(len(batches))]
         self._to_solve = [self._filled(ranges) for ranges in solved]
         self._config = None
         if plan.assembly == "fused":
             self._config = FusedConfig.default(plan.rank, device.spec, plan.precision, plan.solver)
+
+    def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
+        """Have the entries on the device."""
+        assert isinstance(block, sp.csr_array)
+        self.indices, self.ratings = self._hold(block.indices, block.data)
+
+    def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
+        """Where rows begin and end in the entries at hand, and which of them are those of a batch."""
+        return self.offsets, self.batches[batch]
+
+    def _at_hand(self) -> Generator[int, None, None]:
+        """Batch after batch, its entries at hand until the next one."""
+        yield from range(len(self.batches))
 
     def _filled(self, ranges: Ranges) -> tuple[Array, Array] | None:
         """(slots, rows) of a batch's rows that have entries.
@@ -359,7 +385,7 @@ class PartialRows(als.HalfSweep):
         self._table, self._entries_at_hand = fixed.table, self._entries(fixed, mean)
         self._systems = Systems(solutions, device.zeros(n_rows, np.int32), gram, self.ridge, self.scale)
         self._how = fused.Method("float32", plan.solver, self.epsilon, plan.cg_steps)
-        if self._config is not None and len(self.ratings):
+        if self._config is not None and self.n_entries:
             self._how = self._method(fixed)
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
@@ -390,11 +416,120 @@ class PartialRows(als.HalfSweep):
             matrices, rhs = sums
             self._finish(self._systems, matrices, rhs, *to_solve)
 
+    def close(self) -> None:
+        """Nothing goes on beside the rank's thread."""
+
     def result(self, then: Then | None = None) -> als.DeviceFactors:
         """Factors of the rows solved here."""
         solved = self._unpack(self._systems.solutions)
         self.judge(self._systems.status, solved if then is None else then(solved))
         return solved
+
+    def losses(self, users: Iterator[Owned], items: als.DeviceFactors, mean: float) -> float:
+        """Loss of all entries, where rows are users; they come in the order of the batches, but for empty ranges."""
+        total = 0.0
+        with closing(self._at_hand()) as batches:
+            for batch in batches:
+                indptr, ranges = self._places(batch)
+                for (first, last), rows in zip(ranges, self.batches[batch], strict=True):
+                    if first == last:
+                        continue
+                    come, own = next(users)
+                    assert come == rows
+                    segments = als.row_segments(self.device, indptr[first : last + 1])
+                    total += float(als.segment_losses(self, own, items, mean, segments).sum())
+        return total
+
+
+class StreamedPartialRows(PartialRows):
+    """`PartialRows` whose block stays on the host or in a store: the entries of a batch come while others are summed.
+
+    Parameters
+    ----------
+    device, side, block, objective, plan, names, degrees, batches, solved
+        As for `PartialRows`.
+    pipeline : Pipeline
+        Brings the entries.
+
+    Attributes
+    ----------
+    work, following
+        As of `hybridmf.gpu.stream.StreamedHalf`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        side: Side,
+        block: sp.csr_array | ColumnSlabs,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray,
+        degrees: np.ndarray,
+        batches: list[Ranges],
+        solved: list[Ranges],
+        pipeline: Pipeline,
+    ) -> None:
+        super().__init__(device, side, block, objective, plan, names, degrees, batches, solved)
+        self.pipeline, self.work = pipeline, batch_work(block, batches)
+        self.following: Work | None = None
+        self._stream: Generator[int, None, None] | None = None
+        pipeline.reserve(int(batch_entries(batches, np.diff(self.offsets)).max(initial=0)))
+        if isinstance(block, sp.csr_array):
+            pipeline.copier.pin(block.indices)
+            pipeline.copier.pin(block.data)
+
+    def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
+        """Nothing yet."""
+
+    def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
+        degrees = [np.diff(self.offsets[first : last + 1]) for first, last in self.batches[batch]]
+        ends = np.cumsum([0, *map(len, degrees)]).tolist()
+        return np.cumsum(np.concatenate(([0], *degrees))), list(pairwise(ends))
+
+    def _at_hand(self) -> Generator[int, None, None]:
+        nothing = self.indices, self.ratings
+        with closing(self.pipeline.loads(self.work, self.following)) as loads:
+            try:
+                for batch, self.indices, self.ratings in loads:
+                    yield batch
+            finally:
+                self.indices, self.ratings = nothing
+
+    def start(self, fixed: als.DeviceFactors, mean: float, start: als.DeviceFactors, gram: Array | None) -> None:
+        """Begin a half sweep; its entries begin to come with the first batch, if they have not before."""
+        super().start(fixed, mean, start, gram)
+        self._stream = self._at_hand()
+
+    def assemble(self, batch: int) -> tuple[Array, ...]:
+        """Sums of a batch's entries; batches are asked for in their order."""
+        assert self._stream is not None
+        come = next(self._stream)
+        assert come == batch
+        self._entries_at_hand = replace(self._entries_at_hand, indices=self.indices, ratings=self.ratings)
+        sums = super().assemble(batch)
+        if batch == len(self.batches) - 1:
+            next(self._stream, None)  # its buffer is free again; what follows may come
+        return sums
+
+    def close(self) -> None:
+        """Load nothing more for this half sweep."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+def batch_work(block: sp.csr_array | ColumnSlabs, batches: list[Ranges]) -> Work:
+    """(indices, ratings) of each batch: those of its ranges one behind the other, which lie apart in the block."""
+
+    def fetch(batch: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        if isinstance(block, ColumnSlabs):
+            pieces = [piece for rows in batches[batch] for piece in block.rows(*rows)]
+        else:
+            pieces = [rows_of(block, *rows) for rows in batches[batch]]
+        return [piece.indices for piece in pieces], [piece.data for piece in pieces]
+
+    return Work(len(batches), fetch, block)
 
 
 def gpu_worker(names: Sequence[str], control: Communicator) -> tuple[Communicator, GpuWorker]:

@@ -18,7 +18,7 @@ from .communicator import Communicator
 from .cpu_rank import CpuWorker
 from .grid import Grid, Layout
 from .joined import JoinedFactors, part_of
-from .slabs import RangeSlabs
+from .slabs import ColumnSlabs, RangeSlabs
 from .store import StoreMatrix
 from .su_als import Block, RankALS, ReductionName, Worker, rank_plan
 from .threads import RankThreads
@@ -105,7 +105,7 @@ class MultiALS(Alternating):
             return RankALS(
                 communicator,
                 self.layout,
-                {side: block_of(self.layout, side, rank, matrices[side]) for side in SIDES},
+                {side: block_of(self.layout, side, rank, matrices[side], plan) for side in SIDES},
                 objective,
                 rank_plan(plan),
                 State(own["user"], own["item"], state.mean),
@@ -208,23 +208,25 @@ class MultiALS(Alternating):
             self.threads.close()
 
 
-def block_of(layout: Layout, side: Side, rank: int, matrix: sp.csr_array | StoreMatrix) -> Block:
+def block_of(layout: Layout, side: Side, rank: int, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> Block:
     """A rank's entries while `side` is solved: cut out of ratings in memory, or where to read them.
 
     Raises
     ------
     ValueError
-        A store, and a grid in which ranks share rows.
+        A store whose slabs are worked with as they are, and a grid in which ranks share rows.
     """
     if not isinstance(matrix, StoreMatrix):
         return layout.cut(side, rank, matrix)
     grid = layout.grids[side]
-    if grid.splits > 1:
+    if grid.splits == 1:
+        return RangeSlabs(matrix, *layout.own(side, rank))
+    if plan.gpu is None or plan.resident:
         raise ValueError(
             f"a store is read row by row, and a grid of {grid.splits} x {grid.groups} splits the rows of {side}s; use "
             f"1 x {grid.size}, or load it: store.to_ratings()"
         )
-    return RangeSlabs(matrix, *layout.own(side, rank))
+    return ColumnSlabs(matrix, layout.ranges(side, rank), layout.columns(side, rank))
 
 
 def _close_rank(rank: RankALS, communicator: Communicator) -> None:

@@ -13,7 +13,7 @@ A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 c
     nnz/(p q) (4 + i)  entries, as often as they are loaded ahead (a fit: SLAB_BUFFERS); or all of its share, both
                        orientations
     systems            a batch (ours are solved batch by batch), or, where parts take turns, those of the whole row part
-                       and as many as are summed before they join those
+                       and as many as are summed before they join those; where they are added up over GPUs, of all rows
     (m + n)/GPUs w i   its share of both sides, where factors stay on the GPUs
 
 Ratings and factors that do not stay on GPUs are in the memory of the host, or on its disks where they have no room
@@ -60,6 +60,10 @@ CHUNK_BYTES = 64 << 20
 
 NEAR = 1.05
 """What stays on the GPUs is not moved for a prediction that is better by less."""
+
+PIECES = 3
+"""Systems in memory for each row of a batch whose sums are added up over GPUs: rows are cut so that no thread is left
+with a long one."""
 
 MAX_GPUS = 4096
 """More than any machine has; a bound for plans."""
@@ -437,10 +441,10 @@ class ScalePlan:
                 "parts of a fixed side take turns where factors are on the host; the partition has the fixed side of "
                 f"{turning[0]}s in turns, and factors on the GPUs"
             )
-        if self.ratings != "device" and split:
+        if self.factors != "device" and split:
             return (
-                f"a fit streams ratings where each GPU solves its own rows; the partition splits the fixed side of "
-                f"{split[0]}s over GPUs, with p = {self.halves[split[0]].parts}"
+                f"a fit keeps factors on the host where each GPU solves its own rows; the partition splits the fixed "
+                f"side of {split[0]}s over GPUs, with p = {self.halves[split[0]].parts}"
             )
         return ""
 
@@ -502,8 +506,9 @@ class Share:
     def mean(cls, problem: Problem, half: HalfPlan, ratings: Place) -> Share:
         """Of GPUs that all have the same."""
         rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
-        # a fit that takes turns has the entries of all parts meanwhile
-        entries = half.loads * -(-problem.part_entries(half.side, half.batches) // (half.splits or half.parts))
+        # a fit that takes turns has the entries of all parts meanwhile, and one of parts side by side those of its own
+        at_a_time = half.grid.splits if half.resident else half.splits or half.parts
+        entries = half.loads * -(-problem.part_entries(half.side, half.batches) // at_a_time)
         if ratings == "device":
             entries = 2 * -(-problem.nnz // half.gpus)
         parts = half.grid.splits if half.resident else half.parts
@@ -514,15 +519,19 @@ def slots(problem: Problem, half: HalfPlan) -> int:
     """Sums of a row part that go through memory: one for each row, and more for rows longer than a segment."""
     rows, entries = -(-problem.rows(half.side) // half.batches), problem.part_entries(half.side, half.batches)
     cuts = entries // problem.segment if problem.segment else 0
-    return 2 * cuts + 1 if problem.on_chip and half.turns == 1 else rows + cuts
+    return 2 * cuts + 1 if problem.on_chip and half.fixed == "replicated" else rows + cuts
 
 
 def slots_at_once(problem: Problem, half: HalfPlan) -> int:
     """Of these, as many as are made at a time."""
     most = min(CHUNK_BYTES, problem.batch) if half.turns > 1 else problem.batch
-    # a row's pieces are solved together, where parts do not take turns they are summed together, too
-    row = -(-problem.longest_row(half.side) // problem.segment) if problem.segment and half.turns == 1 else 1
-    return max(1, row, min(slots(problem, half), most // problem.system_bytes))
+    least = 1
+    if half.fixed == "split":  # of a row of each GPU twice, and as they are added up
+        least = 2 * (PIECES * half.grid.splits + 1)
+    elif problem.segment and half.turns == 1:
+        # a row's pieces are solved together, where parts do not take turns they are summed together, too
+        least = max(1, -(-problem.longest_row(half.side) // problem.segment))
+    return max(least, min(slots(problem, half), most // problem.system_bytes))
 
 
 def half_bytes(
@@ -540,6 +549,8 @@ def half_bytes(
     at_once = slots_at_once(problem, half)
     systems = at_once * problem.system_bytes
     pieces = 0 if on_device else slots(problem, half) * PIECE_BYTES
+    if on_device and half.fixed == "split":  # all rows of a group are cut once
+        pieces = -(-problem.rows(half.side) // grid.groups) * PIECE_BYTES
     if half.turns > 1:
         systems += slots(problem, half) * problem.system_bytes
         pieces += at_once * PIECE_BYTES
@@ -576,7 +587,7 @@ def check_rank(plan: ScalePlan, layout: Layout, rank: int, entries: int) -> None
         grid, (first, last) = layout.grids[side], layout.columns(side, rank)
         half = replace(planned, batches=max(planned.batches, grid.groups))
         if planned.turns == 1:
-            half = replace(half, parts=grid.splits)
+            half = replace(half, parts=grid.splits, splits=grid.splits)
         share = Share(-(-(last - first) // half.turns), counts[side], sum(counts.values()), entries)
         sizes = half_bytes(plan.problem, half, plan.ratings, plan.factors, share)
         if sum(sizes.values()) <= plan.memory:
@@ -611,7 +622,7 @@ def half_seconds(
     if grid.splits > 1:
         sums = rows / grid.groups * problem.system_bytes * half.turns
         crossing = sums * (grid.splits - 1) / grid.splits
-        batches = max(4.0, sums / BATCH_BYTES)
+        batches = max(4.0, sums / BATCH_BYTES, half.waves)
         seconds["reduce-scatter"] = crossing / machine.reduce_rate(grid.splits) + batches * machine.latency
     if half.turns > 1:  # sums of a row part are read and written again in each turn
         again = 2 * half.turns * rows / grid.groups * problem.system_bytes
@@ -692,10 +703,16 @@ def _best_half(
 ) -> HalfPlan | None:
     """The fastest of those with the fewest turns: what stays on a GPU need not come again (cuMF 4.3)."""
     resident = factors == "device"
+    loads = SLAB_BUFFERS if resident else 2
     for candidates in _turns(gpus, 0 if resident else sum(problem.shape) - problem.rows(side)):
         halves = [
             fewest_batches(
-                problem, machine, HalfPlan(side, parts, 1, gpus, resident=resident), ratings, factors, memory
+                problem,
+                machine,
+                HalfPlan(side, parts, 1, gpus, loads=loads, resident=resident),
+                ratings,
+                factors,
+                memory,
             )
             for parts in candidates
         ]
@@ -737,7 +754,7 @@ def plan_scale(
     host_bytes : int, optional
         Host memory. Default: the machine's.
     model_parallel_only : bool
-        Each GPU solves its own rows, with all parts of the fixed side: what fits do where anything is streamed.
+        Each GPU solves its own rows, with all parts of the fixed side: what fits do where factors are not on the GPUs.
 
     Raises
     ------
@@ -795,20 +812,30 @@ def plan_ranks(
 
 
 def plan_streamed_ranks(
-    problem: Problem, gpus: int, memory: int, ratings: Place, slab: int, machine: Machine = H200
+    problem: Problem,
+    gpus: int,
+    memory: int,
+    ratings: Place,
+    slab: int,
+    machine: Machine = H200,
+    *,
+    model_parallel_only: bool = False,
 ) -> ScalePlan | None:
-    """Model parallel with factors on the GPUs and ratings that come in row parts of at most `slab` entries.
+    """The fastest grids with factors on the GPUs and ratings of which each GPU loads at most `slab` entries at a time.
 
     None if not even row parts of a row fit.
     """
-    least = -(-problem.nnz // slab)
     halves: dict[Side, HalfPlan] = {}
     for side in SIDES:
-        half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS, resident=True)
-        found = fewest_batches(problem, machine, half, ratings, "device", memory, least)
-        if found is None:
+        found = []
+        for grid in [Grid(1, gpus)] if model_parallel_only else Grid.all_of(gpus):
+            half = HalfPlan(side, grid.splits, 1, gpus, loads=SLAB_BUFFERS, resident=True)
+            least = -(-problem.nnz // (slab * grid.splits))
+            found.append(fewest_batches(problem, machine, half, ratings, "device", memory, least))
+        fits = [half for half in found if half is not None]
+        if not fits:
             return None
-        halves[side] = found
+        halves[side] = min(fits, key=lambda half: half.total)
     return ScalePlan(problem, machine, gpus, memory, ratings, "device", halves)
 
 

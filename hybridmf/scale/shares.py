@@ -19,7 +19,7 @@ from ..formats import transpose
 from .checkpoint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
 from .communicator import Communicator
 from .grid import Grid, Layout, columns_of, stacked
-from .slabs import RangeSlabs
+from .slabs import ColumnSlabs, RangeSlabs
 from .store import Store, StoreMatrix
 from .su_als import Block
 
@@ -134,7 +134,14 @@ class StoredRatings:
         columns = layout.columns(side, rank)
         return stacked([columns_of(piece, *columns) for piece in pieces])
 
-    def slabs(self, communicator: Communicator, layout: Layout, side: Side) -> RangeSlabs:
+    def slabs(self, communicator: Communicator, layout: Layout, side: Side) -> RangeSlabs | ColumnSlabs:
+        """Where this rank reads what `block` would have."""
+        matrix, rank = self._sides[side], communicator.rank
+        if layout.grids[side].splits == 1:
+            return self.own_rows(communicator, layout, side)
+        return ColumnSlabs(matrix, layout.ranges(side, rank), layout.columns(side, rank))
+
+    def own_rows(self, communicator: Communicator, layout: Layout, side: Side) -> RangeSlabs:
         """Where this rank reads its own rows."""
         return RangeSlabs(self._sides[side], *layout.own(side, communicator.rank))
 
@@ -273,7 +280,7 @@ class Cut:
     Attributes
     ----------
     layout : Layout
-    blocks : dict of side to csr_array, or to RangeSlabs where they are streamed from a store
+    blocks : dict of side to csr_array, or to RangeSlabs or ColumnSlabs where they are streamed from a store
     degrees : dict of side to int64 array
         Entries of each row on all ranks, repeated pairs merged.
     nnz : int
@@ -295,7 +302,7 @@ class Cut:
         self._piece: Piece | None
         if streamed and isinstance(ratings, StoredRatings):
             self.blocks = {side: ratings.slabs(communicator, self.layout, side) for side in SIDES}
-            self._piece = None
+            self._piece, self._users = None, ratings.own_rows(communicator, self.layout, "user")
             self.degrees, self.total = dict(degrees), ratings.total
             self.nnz = int(self.degrees["user"].sum())
             return
@@ -317,7 +324,7 @@ class Cut:
     def fingerprint(self, communicator: Communicator) -> str:
         """`checkpoint.fingerprint` of the whole matrix; what is streamed is read for it."""
         if self._piece is None:
-            rows: Any = self.blocks["user"]
+            rows = self._users
             parts = map(rows.matrix, range(len(rows.bounds) - 1))
             self._piece = join_pieces(map(piece_of_fingerprint, parts), rows.dtype.itemsize)
         own = np.array([self._piece], dtype=np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -10,7 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._validate import csr_arrays, make_csr
-from .grid import rows_of
+from .grid import columns_of, rows_of
 
 
 class Slabs(Protocol):
@@ -188,12 +189,64 @@ class RangeSlabs:
         return loaded(self)
 
 
+class ColumnSlabs:
+    """Some columns of ranges of rows of other slabs, one range after the other: where ranks share rows (`Layout.cut`).
+
+    All of it is read once, to count.
+
+    Parameters
+    ----------
+    source : Slabs
+    ranges : sequence of (first, last)
+        Rows.
+    columns : (first, last)
+        They count from the first of them.
+
+    Attributes
+    ----------
+    shape, dtype, nnz, degrees, ends
+        Of these rows and columns, as of `Slabs`.
+    """
+
+    def __init__(self, source: Slabs, ranges: Sequence[tuple[int, int]], columns: tuple[int, int]) -> None:
+        self.dtype, self._columns = source.dtype, columns
+        self._parts = [RangeSlabs(source, *rows) for rows in ranges]
+        self._starts = np.cumsum([0, *(part.shape[0] for part in self._parts)]).tolist()
+        self.shape = (self._starts[-1], columns[1] - columns[0])
+        degrees, ends = [np.zeros(0, np.int64)], [np.zeros(0, self.dtype)]
+        for piece in self.rows(0, self.shape[0]):
+            degrees.append(np.diff(piece.indptr))
+            ends.append(magnitudes(piece.data))
+        self.degrees, self.ends = np.concatenate(degrees), magnitudes(np.concatenate(ends))
+        self.nnz = int(self.degrees.sum())
+
+    def rows(self, first: int, last: int) -> Iterator[sp.csr_array]:
+        """The rows from `first` to before `last`, in as many pieces as there are slabs; the next one is read ahead."""
+        for part, start in zip(self._parts, self._starts, strict=False):
+            at, stop = max(first - start, 0), min(last - start, part.shape[0])
+            while at < stop:
+                slab = int(np.searchsorted(part.bounds, at, side="right")) - 1
+                begin, end = part.bounds[slab : slab + 2].tolist()
+                part.prefetch(slab + 1)
+                yield columns_of(rows_of(part.matrix(slab), at - begin, min(stop, end) - begin), *self._columns)
+                at = end
+
+    def load(self) -> sp.csr_array:
+        """All rows in memory."""
+        return _filled(self, self.rows(0, self.shape[0]))
+
+
 def loaded(slabs: Slabs) -> sp.csr_array:
     """All rows of slabs as one matrix in memory."""
+    return _filled(slabs, (slabs.matrix(slab) for slab in range(len(slabs.bounds) - 1)))
+
+
+def _filled(slabs: Slabs | ColumnSlabs, pieces: Iterable[sp.csr_array]) -> sp.csr_array:
+    """All rows of slabs, which come in pieces."""
     indices, data = np.empty(slabs.nnz, dtype=np.int32), np.empty(slabs.nnz, dtype=slabs.dtype)
     at = 0
-    for slab in range(len(slabs.bounds) - 1):
-        _, columns, values = csr_arrays(slabs.matrix(slab))
+    for piece in pieces:
+        _, columns, values = csr_arrays(piece)
         indices[at : at + len(columns)], data[at : at + len(columns)] = columns, values
         at += len(columns)
     indptr = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(slabs.degrees)))

@@ -182,14 +182,22 @@ class _Fit:
             plan = replace(plan, bytes=rank_bytes(plan, size))
         check_memory(plan)
         splits = [plan.grids[side].splits for side in SIDES]
-        agreed = self.communicator.broadcast(np.array(splits, dtype=np.int64))
-        if splits != agreed.tolist():
-            raise CommunicatorError(
-                f"rank {self.communicator.rank} plans grids of {splits} splits and rank 0 of {agreed.tolist()}: "
-                "their GPUs have different memory free; set gpu_memory_limit"
-            )
+        self._agree(splits, "grids of {} splits")
+        batches = [0] * len(SIDES)
+        if plan.scale is not None and plan.streamed and not plan.resident:
+            batches = [plan.scale.slab(side) if plan.grids[side].splits > 1 else 0 for side in SIDES]
+        self._agree(batches, "batches of {} entries")
         slots = self.communicator.allgatherv(np.array([plan.batch_slots], dtype=np.int64), [1] * size)
         return replace(plan, batch_slots=int(slots.min()))
+
+    def _agree(self, sizes: list[int], what: str) -> None:
+        """Refuse to go on where this rank plans otherwise than the first one."""
+        first = self.communicator.broadcast(np.array(sizes, dtype=np.int64)).tolist()
+        if sizes != first:
+            raise CommunicatorError(
+                f"rank {self.communicator.rank} plans {what.format(sizes)} and rank 0 of {first}: "
+                "their GPUs have different memory free; set gpu_memory_limit"
+            )
 
     def _start(self, checkpoint: Any, resume_from: Any) -> State:
         """Where to start: initial factors, or those of the checkpoint that the first rank reads."""

@@ -4,14 +4,14 @@ Who owns and sums what is said in `hybridmf.scale.grid`. A half sweep on a grid 
 rank gathers the whole fixed side and solves its own rows as one device would. With more splits a rank sums what its
 part of the fixed side adds to the systems of its group's rows (lines 9-11), batch by batch; the group's sums are
 scattered over its ranks while they are added (lines 13-16), and each rank completes and solves the rows it owns
-(line 17).
+(line 17). Where ratings do not stay on the devices, the entries of a batch come while the one before is worked on.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -23,30 +23,24 @@ from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import Plan
 from .._solver import Alternating
 from ..errors import CommunicatorError, RatingsError
+from .batches import Ranges, batch_entries, batch_rows, bounded_batches, even_batches
 from .communicator import Array, Communicator
 from .grid import Layout
 from .planner import SLAB_BUFFERS, ScalePlan, check_rank
 from .reduction import Reduction, make_reduction
-from .slabs import RangeSlabs, magnitudes, slab_bounds, slab_entries
-
-MORE_BATCHES, BATCH_BYTES = 4, 128 << 20
-"""Batches that a half sweep is cut into so that sums travel while others are made, if each still has so many bytes:
-GPUs add them up in about the time in which ranks that are threads launch what a batch needs."""
+from .slabs import ColumnSlabs, RangeSlabs, magnitudes, slab_bounds, slab_entries
 
 ROOM = 0.9
 """Part of a GPU's memory up to which the next fixed side is gathered while the last one is still there."""
 
-PIECES = 3
-"""Systems in memory for each row of a batch: rows are cut so that no thread is left with a long one."""
-
 Then = Callable[[Any], Any]
 """Called with new factors that may not be complete yet; returns what the next half sweep works with."""
 
-Ranges = list[tuple[int, int]]
-"""Ranges of rows: the first of each, and the one after its last."""
+Block: TypeAlias = "sp.csr_array | RangeSlabs | ColumnSlabs"
+"""A rank's entries: in memory, or in slabs that are read in each half sweep, of its own rows or of those of a group."""
 
-Block: TypeAlias = "sp.csr_array | RangeSlabs"
-"""A rank's entries: in memory, or, where it solves its own rows alone, in slabs that are read in each half sweep."""
+Owned: TypeAlias = "tuple[tuple[int, int], Any]"
+"""Some rows of a rank's block, the first and the one after the last, and their factors."""
 
 ReductionName = Literal["scatter", "two_phase", "root"]
 
@@ -69,6 +63,9 @@ class Partial(Protocol):
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
         """Complete and solve the systems of the rows of a batch that are solved here."""
+
+    def close(self) -> None:
+        """End what goes on beside the rank's thread: all batches have been assembled, or the half sweep has failed."""
 
     def result(self, then: Then | None = None) -> Any:
         """Factors of the rows that are solved here; raises what a system's status says."""
@@ -121,7 +118,7 @@ class Worker(Protocol):
     def partial(
         self,
         side: Side,
-        block: sp.csr_array,
+        block: Block,
         objective: Objective,
         plan: Plan,
         names: np.ndarray,
@@ -133,7 +130,7 @@ class Worker(Protocol):
 
         Parameters
         ----------
-        block : csr_array
+        block : csr_array or ColumnSlabs
             Entries at hand.
         names : int64 array, shape (n,)
             What errors call each row that is solved here.
@@ -150,12 +147,11 @@ class Worker(Protocol):
         objective: Objective,
         plan: Plan,
         half: Any,
-        rows: tuple[int, int],
-        users: Any,
+        users: Iterator[Owned],
         items: Any,
         mean: float,
     ) -> float:
-        """Loss of the entries of some rows of the users' half sweep, in float64."""
+        """Loss of all entries of the users' half sweep, in float64; its rows come in the order of the batches."""
 
     def pipeline(self) -> AbstractContextManager[Any]:
         """How sums of one batch travel while the next one is assembled: see `Pipeline`."""
@@ -182,8 +178,9 @@ class RankALS(Alternating):
     communicator : Communicator
     layout : Layout
         The same on all ranks.
-    blocks : dict of side to csr_array or RangeSlabs
-        `Layout.cut` of either orientation of the ratings, or, with a whole fixed side, the slabs of the same rows.
+    blocks : dict of side to csr_array, RangeSlabs or ColumnSlabs
+        `Layout.cut` of either orientation of the ratings, or the slabs of the same rows, and with a split fixed side of
+        the same columns.
     objective : Objective
     plan : Plan
         The same on all ranks, but for `num_threads` and `gpu`.
@@ -230,10 +227,12 @@ class RankALS(Alternating):
             )
         with worker.active():
             self._check_alike(blocks)
-            if plan.scale is not None:
-                check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
             self._split_communicators(reduction, topology)
             self.degrees = {side: self._whole_degrees(side, blocks[side]) for side in SIDES}
+            self._pieces = {side: self._pieces_of(side) for side in SIDES}
+            self.batches = {side: self._batches(side) for side in SIDES}
+            if plan.scale is not None:
+                check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
             self._ends = self._all_ends(blocks["user"])
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
@@ -278,6 +277,7 @@ class RankALS(Alternating):
             plan.assembly,
             plan.precision,
             plan.batch_slots,
+            *(plan.scale.slab(side) for side in SIDES if plan.scale and self._splits_streamed(side)),
         )
         return repr((bounds, [layout.grids[side] for side in SIDES], asdict(self.objective), choices, self.mean))
 
@@ -286,7 +286,7 @@ class RankALS(Alternating):
 
         Of slabs only the number: a store would have to be read for it, and has checksums of its own.
         """
-        if isinstance(block, RangeSlabs):
+        if not isinstance(block, sp.csr_array):
             return np.array([block.nnz, 0, 0, 0], dtype=np.int64)
         rows, n = np.int64(0), 0
         for first, last in self.layout.ranges(side, self.rank):
@@ -330,22 +330,26 @@ class RankALS(Alternating):
         return self._made[-1]
 
     def _entries_at_a_time(self, blocks: Mapping[Side, Block], scale: ScalePlan) -> int:
-        """Entries on this rank's GPU: all of both orientations, or some of the longest waves."""
+        """Entries on this rank's GPU: all of both orientations, or some of the longest waves or batches."""
         if scale.ratings == "device":
             return sum(int(block.nnz) for block in blocks.values())
-        longest = 0
-        for side in SIDES:
-            degrees = degrees_of(blocks[side])
+        return SLAB_BUFFERS * max(self._most_entries(side, blocks[side], scale) for side in SIDES)
+
+    def _most_entries(self, side: Side, block: Block, scale: ScalePlan) -> int:
+        """Entries of this rank's longest wave or batch."""
+        degrees = degrees_of(block)
+        if self.layout.grids[side].splits == 1:
             waves = slab_entries(slab_bounds(degrees, scale.slab(side), scale.slab_rows(side)), degrees)
-            longest = max(longest, int(waves.max(initial=0)))
-        return SLAB_BUFFERS * longest
+        else:
+            waves = batch_entries(self.batches[side], degrees)
+        return int(waves.max(initial=0))
 
     def _all_ends(self, block: Block) -> np.ndarray:
         """Smallest and largest absolute value of the entries of all ranks; (0,) if there are none.
 
         What depends on them, as the scale of float16 parts does, is then the same on all ranks as on one device.
         """
-        own = np.asarray(block.ends if isinstance(block, RangeSlabs) else magnitudes(block.data), dtype=np.float64)
+        own = np.asarray(ends_of(block), dtype=np.float64)
         known = np.array([own if len(own) else (np.inf, -np.inf)])
         everyone = self.communicator.allgatherv(known, [1] * self.layout.size)
         ends = np.array([everyone[:, 0].min(), everyone[:, 1].max()])
@@ -365,7 +369,7 @@ class RankALS(Alternating):
         arguments = (side, block, self.objective, self.plan)
         if self.layout.grids[side].splits == 1:
             return self.worker.whole(*arguments, own, self._ends)
-        batches, solved = self._batches(side)
+        batches, solved = self.batches[side], self._solved(side)
         degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
         if members is not None and reduction.everything_here is not None:
             counts = self._member_counts(side)
@@ -378,22 +382,45 @@ class RankALS(Alternating):
         """Rows of `side` that each rank of this one's group owns."""
         return [last - first for first, last in self.layout.ranges(side, self.rank)]
 
-    def _batches(self, side: Side) -> tuple[list[Ranges], list[Ranges]]:
-        """Rows of the block in each batch, in the order the reduction wants them; and those solved here."""
-        grid, reduction = self.layout.grids[side], self._reductions[side]
-        counts = self._member_counts(side)
-        starts = [sum(counts[:k]) for k in range(len(counts))]
-        rows = batch_rows(self.plan, grid.splits, max(counts))
-        batches, solved = [], []
-        for at in range(0, max(counts), rows):
-            pieces = [(min(at, count), min(at + rows, count)) for count in counts]
-            batch = [(starts[k] + pieces[k][0], starts[k] + pieces[k][1]) for k in reduction.order]
-            batches.append(batch)
-            if reduction.everything_here is None:
-                solved.append([pieces[grid.split_of(self.rank)]])
-            else:
-                solved.append(batch if reduction.everything_here else [])
-        return batches, solved
+    def _splits_streamed(self, side: Side) -> bool:
+        """Whether rows of `side` are summed batch by batch as their entries come from the host."""
+        streams = self.plan.streamed != "" and not self.plan.resident
+        return streams and self.layout.grids[side].splits > 1
+
+    def _pieces_of(self, side: Side) -> list[Ranges]:
+        """Of each batch, the range of each member's own rows in the order of the group; none for a rank alone."""
+        splits, members, counts = self.layout.grids[side].splits, self._members[side], self._member_counts(side)
+        if members is None:
+            return []
+        rows = batch_rows(self.plan, splits, max(counts))
+        if not self._splits_streamed(side):
+            return even_batches(counts, rows)
+        assert self.plan.scale is not None
+        most, degrees = self.plan.scale.slab(side), self.degrees[side]
+        own = slab_bounds(degrees, max(1, most // splits), rows)
+        cuts = members.allgatherv(np.array([len(own)], dtype=np.int64), [1] * splits).tolist()
+        bounds = members.allgatherv(own, cuts)
+        entries = members.allgatherv(slab_entries(own, degrees), [count - 1 for count in cuts])
+        ends = np.cumsum(cuts)
+        return bounded_batches(
+            np.split(bounds, ends[:-1]), np.split(entries, (ends - np.arange(1, splits + 1))[:-1]), most
+        )
+
+    def _batches(self, side: Side) -> list[Ranges]:
+        """Rows of the block in each batch, in the order the reduction wants them."""
+        if not self._pieces[side]:
+            return []
+        counts, order = self._member_counts(side), self._reductions[side].order
+        starts = np.cumsum([0, *counts]).tolist()
+        return [[(starts[k] + pieces[k][0], starts[k] + pieces[k][1]) for k in order] for pieces in self._pieces[side]]
+
+    def _solved(self, side: Side) -> list[Ranges]:
+        """The rows that are solved here of each batch."""
+        everything_here = self._reductions[side].everything_here
+        if everything_here is None:
+            mine = self.layout.grids[side].split_of(self.rank)
+            return [[pieces[mine]] for pieces in self._pieces[side]]
+        return [batch if everything_here else [] for batch in self.batches[side]]
 
     # ------------------------------------------------------------------------------------------------ half sweeps
 
@@ -463,7 +490,7 @@ class RankALS(Alternating):
         if gram is not None:
             gram = self.communicator.allreduce(gram)
         half.start(self._gathered(side), self.mean, self._start(side), gram)
-        with self.worker.pipeline() as pipeline:
+        with closing(half), self.worker.pipeline() as pipeline:
             for batch, sums, mark, counts in _one_behind(self._assembled(side, half, pipeline)):
                 with pipeline.after(mark):
                     mine = tuple(reduction.reduce(array, counts) for array in sums)
@@ -483,8 +510,7 @@ class RankALS(Alternating):
         return self.worker.factors(arrays if everything_here else [array[:0] for array in arrays], own)
 
     def _assembled(self, side: Side, half: Partial, pipeline: Pipeline) -> Iterator[tuple[int, Any, Any, list[int]]]:
-        batches, _ = self._batches(side)
-        for batch, pieces in enumerate(batches):
+        for batch, pieces in enumerate(self.batches[side]):
             sums = half.assemble(batch)
             yield batch, sums, pipeline.assembled(), [last - first for first, last in pieces]
 
@@ -538,23 +564,29 @@ class RankALS(Alternating):
         return total
 
     def _losses(self) -> float:
-        """Loss of the entries of this rank's users' block; its users come from their owners, one after the other."""
-        items, members = self._gathered("user"), self._members["user"]
-        half, start, total = self.halves["user"], 0, 0.0
-        for k, (first, last) in enumerate(self.layout.ranges("user", self.rank)):
-            users = self.own["user"]
-            if members is not None:
-                users = self._from_member(members, k, last - first)
-            rows = (start, start + last - first)
-            total += self.worker.losses(self.objective, self.plan, half, rows, users, items, self.mean)
-            start += last - first
-        return total
+        """Loss of the entries of this rank's users' block."""
+        half, items = self.halves["user"], self._gathered("user")
+        return self.worker.losses(self.objective, self.plan, half, self._users(), items, self.mean)
 
-    def _from_member(self, members: Communicator, root: int, rows: int) -> Any:
+    def _users(self) -> Iterator[Owned]:
+        """Rows of the users' block in the order in which their entries come, with factors from who owns them."""
+        own, members = self.own["user"], self._members["user"]
+        if members is None:
+            yield (0, len(self.degrees["user"])), own
+            return
+        for batch, pieces in zip(self.batches["user"], self._pieces["user"], strict=True):
+            for rows, k in zip(batch, self._reductions["user"].order, strict=True):
+                if rows[0] < rows[1]:
+                    yield rows, self._from_member(members, k, slice(*pieces[k]))
+
+    def _from_member(self, members: Communicator, root: int, rows: slice) -> Any:
+        """Some of the users that a member of the group owns."""
         own = self.own["user"]
         arrays = self.worker.arrays(own)
-        if members.rank != root:
-            arrays = [self.worker.blank(array, rows) for array in arrays]
+        if members.rank == root:
+            arrays = [array[rows] for array in arrays]
+        else:
+            arrays = [self.worker.blank(array, rows.stop - rows.start) for array in arrays]
         return self.worker.factors([members.broadcast(array, root) for array in arrays], own)
 
     def close(self) -> None:
@@ -568,19 +600,13 @@ class RankALS(Alternating):
 
 def degrees_of(block: Block) -> np.ndarray:
     """Entries of each row, int64."""
-    degrees = block.degrees if isinstance(block, RangeSlabs) else np.diff(block.indptr)
+    degrees = np.diff(block.indptr) if isinstance(block, sp.csr_array) else block.degrees
     return degrees.astype(np.int64, copy=False)
 
 
-def batch_rows(plan: Plan, splits: int, rows: int) -> int:
-    """Rows of each member that are summed at a time.
-
-    Two batches of all members' rows are in memory at a time, each row with up to two more pieces, and the added-up
-    systems of the own rows.
-    """
-    most = max(1, plan.batch_slots // (2 * (PIECES * splits + 1)))
-    worth_while = BATCH_BYTES // (splits * (plan.rank + 1) * plan.rank * np.dtype(plan.dtype).itemsize // 2) + 1
-    return max(1, min(most, max(worth_while, -(-rows // MORE_BATCHES))))
+def ends_of(block: Block) -> np.ndarray:
+    """Smallest and largest absolute value; empty for no entries."""
+    return magnitudes(block.data) if isinstance(block, sp.csr_array) else block.ends
 
 
 def has_room_for_both(plan: Plan) -> bool:
