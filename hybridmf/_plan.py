@@ -599,11 +599,20 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
     if streamed is not None:
         return streamed
     split = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
+    if split is not None and not stored and not _room_for_copies(split):
+        split = None
     if stored and not _host_has_room(plan, plan._away_bytes):
         place = "disk"
     away = plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place))
     found = [other for other in (split, away) if other is not None]
     return min(found, key=lambda other: other.seconds, default=scale)
+
+
+def _room_for_copies(scale: ScalePlan) -> bool:
+    """Whether the host has room for what ranks cut out of ratings in memory, where they share rows."""
+    copied = sum(half.fixed == "split" for half in scale.halves.values()) * scale.problem.nnz
+    free = available_memory()
+    return free is None or copied * scale.problem.entry_bytes < free
 
 
 def _host_slab(plan: Plan, place: Place) -> int:

@@ -507,6 +507,16 @@ def test_more_memory_and_less_of_it_are_other_plans(gpus: Machine) -> None:
     assert found == [("", "device", found[0][2]), ("host", "device", 1), ("host", "device", 2), ("host", "host", 1)]
 
 
+@pytest.mark.parametrize(("free", "factors_on"), [(MANY_USERS.nnz * 8, "host"), (MANY_USERS.nnz * 8 + 1, "device")])
+def test_ranks_that_share_rows_need_room_for_copies(
+    free: int, factors_on: str, gpus: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each loads of ratings in memory is cut out of them: of one orientation here."""
+    monkeypatch.setattr(_plan, "available_memory", lambda: free)
+    plan = hmf.plan(MANY_USERS, MODELS["explicit"](device=gpus(2), gpu_memory_limit=LIMIT))
+    assert plan.factors_on == factors_on
+
+
 def test_the_same_partition_on_fewer_and_more_gpus(gpus: Machine) -> None:
     """cuMF 4.4: what four GPUs hold of a fixed side, two hold two parts each of, side by side, and one all."""
     names = gpus(4)
