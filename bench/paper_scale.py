@@ -103,10 +103,12 @@ def scale_task(line: Line) -> str:
     """Which section shows a line of scale.jsonl."""
     if "reduction" in line:
         return "reduction"
+    if "limit" in line:
+        return "streamed"
     return "hugewiki" if line["shape"].startswith("hugewiki") else "scaling"
 
 
-CASE = ("shape", "factors", "gpus", "grids", "reduction")
+CASE = ("shape", "factors", "gpus", "grids", "reduction", "limit")
 """What tells lines of scale.jsonl apart."""
 
 
@@ -189,6 +191,19 @@ def reduction_part(hardware: str, lines: Sequence[Line]) -> str:
                 ratio = f"{root['seconds'] / line['seconds']:.2f}" if root else "-"
                 rows.append([data, gpus, text, *spent, f"{1e3 * line['seconds']:.1f}", ratio])
     header = ["", "GPUs", "added up", "users, ms", "items, ms", "iteration, ms", "times as fast as on one GPU"]
+    return paper.table(header, rows)
+
+
+def streamed_part(hardware: str, lines: Sequence[Line]) -> str:
+    """Iterations of GPUs without room for everything, and what the planner said of them."""
+    rows = []
+    for line in sorted(lines, key=lambda line: (data_of(line), line["gpus"], -line["limit"])):
+        halves = [f"{1e3 * line['halves'][side]:.0f} ({grid_of(line, side)})" for side in ("user", "item")]
+        places = f"{line['ratings']} / {line['factors_on']}"
+        times = f"{1e3 * line['seconds']:.0f}", f"{1e3 * line['predicted']:.0f}"
+        rows.append([data_of(line), line["gpus"], f"{line['limit']:g}", places, *halves, *times])
+    header = ["", "GPUs", "GB of each", "ratings / factors on", "users, ms (grid)", "items, ms (grid)", "iteration, ms",
+              "predicted, ms"]  # fmt: skip
     return paper.table(header, rows)
 
 
@@ -336,13 +351,18 @@ def render(folder: Path) -> None:
     """Write the sections of multi-gpu.md and its plots from the lines."""
     lines = measured("scale", scale_task)
     # the planner knows no other way to add up
-    whole = [line | prediction(line) for line in lines if line.get("reduction", "scatter") == "scatter"]
+    whole = [
+        line | prediction(line)
+        for line in lines
+        if line.get("reduction", "scatter") == "scatter" and "limit" not in line
+    ]
     epochs = [line | {"case": epoch_case(line)} for line in measured("mcumsgd", lambda line: "mcumsgd")]
     plans = {(line["problem"], line["gpus"], line["host_memory"]): line for line in paper.read_lines("scale_planner")}
     parts: dict[str, tuple[Callable[[str, list[Line]], str], list[Line]]] = {
         "scaling": (partial(scaling_part, "scaling", folder), paper.select(lines, "scaling", *CASE)),
         "hugewiki": (partial(scaling_part, "hugewiki", folder), paper.select(lines, "hugewiki", *CASE)),
         "reduction": (reduction_part, paper.select(lines, "reduction", *CASE)),
+        "streamed": (streamed_part, paper.select(lines, "streamed", *CASE)),
         "mcumsgd": (partial(mcumsgd_part, folder), paper.select(epochs, "mcumsgd", "case")),
         "prediction": (partial(prediction_part, folder), paper.select(whole, "prediction", *CASE)),
     }  # fmt: skip

@@ -3,6 +3,8 @@
     python bench/scale.py                              Netflix shape, f = 100, on 1, 2 and 4 GPUs: model parallel
     python bench/scale.py --task hugewiki              Hugewiki's shape, items data parallel; --fraction of its entries
     python bench/scale.py --task reduction             sums added up in parallel, in two phases and on one GPU
+    python bench/scale.py --task streamed --factors 32 --fraction 0.15 --limit 9 --limit 6
+                                                       Hugewiki's shape where a GPU may use so many GB
 
 Each line of bench/results/scale.jsonl is one number of GPUs: after a warm-up median seconds of each half sweep alone
 and of iterations, in which nobody waits for all GPUs between the half sweeps (as in a fit); the speed-up over one GPU
@@ -27,7 +29,7 @@ from gpu_data import synthetic_gpu
 
 import hybridmf as hmf
 from hybridmf._objective import SIDES, Factors, Side, State
-from hybridmf._plan import make_plan
+from hybridmf._plan import Plan, make_plan
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.device import CudaDevice, device_count, open_device
@@ -38,6 +40,7 @@ from hybridmf.scale.planner import HalfPlan, Problem, judged
 HUGEWIKI = (50_082_603, 39_780, 3_100_000_000)
 """Users, items and entries (cuMF, table 5)."""
 
+TASKS = ("netflix", "hugewiki", "reduction", "streamed")
 USERS_AT_A_TIME = 2_000_000
 AGREE = 1e-3
 """Relative difference of the objectives of one and of several GPUs: rounding over some sweeps."""
@@ -98,10 +101,15 @@ class Case:
         self.state = State(Factors(np.zeros((matrix.shape[0], factors), np.float32)), Factors(items))
         self.one: dict[str, float] = {}
 
-    def solver(self, gpus: int, grids: Any = None, reduction: Any = "scatter") -> Any:
-        """The solver on so many GPUs."""
+    def solver(
+        self, gpus: int, grids: Any = None, reduction: Any = "scatter", limit: float | None = None
+    ) -> GpuALS | MultiALS:
+        """The solver on so many GPUs; `limit`: gigabytes that each may use."""
         names = [f"cuda:{k}" for k in range(gpus)]
-        model = hmf.ExplicitALS(factors=self.factors, regularization=0.05, device=names if gpus > 1 else names[0])
+        memory = None if limit is None else int(limit * 1e9)
+        model = hmf.ExplicitALS(
+            factors=self.factors, regularization=0.05, device=names if gpus > 1 else names[0], gpu_memory_limit=memory
+        )
         plan = make_plan(model._objective(), model._settings(), self.matrix.shape, self.matrix.nnz)
         arguments = (self.matrix, self.item_users, model._objective(), plan, self.state)
         if gpus == 1:
@@ -134,6 +142,8 @@ class Case:
             "set_up_seconds": set_up, "objective": objective, "sweeps": 2 * sweeps,
         }  # fmt: skip
         line |= self._prediction(solver, gpus)
+        if more.get("limit") is not None:
+            line |= {"limit": more["limit"]} | _places(solver.plan)
         if gpus == 1:
             self.one = {"seconds": line["seconds"], "objective": objective}
         if self.one:
@@ -152,6 +162,16 @@ class Case:
             "predicted_halves": halves,
             "predicted": sum(halves.values()),
         }
+
+
+def _places(plan: Plan) -> dict[str, Any]:
+    """Where the planner has put ratings and factors, and what it says of an iteration."""
+    assert plan.scale is not None
+    halves = {side: half.total for side, half in plan.scale.halves.items()}
+    waves = {side: half.waves for side, half in plan.scale.halves.items()}
+    turns = {side: half.turns for side, half in plan.scale.halves.items()}
+    places = {"ratings": plan.scale.ratings, "factors_on": plan.scale.factors, "waves": waves, "turns": turns}
+    return places | {"predicted_halves": halves, "predicted": plan.scale.seconds}
 
 
 def _timed(solver: Any, sides: Sequence[Side], devices: list[CudaDevice]) -> float:
@@ -179,9 +199,13 @@ def _say(line: dict[str, Any]) -> None:
     click.echo(
         f"{line['shape']:<10} {line['gpus']} GPUs ({grids}; {line.get('reduction', 'scatter')}): "
         f"{1e3 * line['seconds']:.1f} ms ({halves}), predicted {1e3 * line['predicted']:.1f} ms, "
-        f"x {line.get('speedup', 1):.2f}, objective {line['objective']:.7g} "
+        f"x {line.get('speedup', 1):.2f}, {_place(line)}objective {line['objective']:.7g} "
         f"({line.get('objective_difference', 0):.1e} from one GPU), set-up {line['set_up_seconds']:.1f} s"
     )
+
+
+def _place(line: dict[str, Any]) -> str:
+    return f"ratings on {line['ratings']} and factors on {line['factors_on']}, " if "ratings" in line else ""
 
 
 def _keep(line: dict[str, Any]) -> None:
@@ -192,23 +216,39 @@ def _keep(line: dict[str, Any]) -> None:
 
 
 @click.command(help=__doc__.split("\n\n")[0] if __doc__ else None)
-@click.option("--task", type=click.Choice(["netflix", "hugewiki", "reduction"]), default="netflix", show_default=True)
+@click.option(
+    "--task", type=click.Choice(["netflix", "hugewiki", "reduction", "streamed"]), default="netflix", show_default=True
+)
 @click.option("--gpus", "counts", multiple=True, type=int, help="Repeat it.  [default: 1, 2, 4 as far as there are]")
 @click.option("--factors", type=int, default=100, show_default=True)
 @click.option("--fraction", type=float, default=0.25, show_default=True, help="Of Hugewiki's entries.")
+@click.option("--limit", "limits", multiple=True, type=float, help="Of --task streamed: GB of each GPU; repeat it.")
 @click.option("--sweeps", type=int, default=8, show_default=True, help="Of each kind; the first one warms up.")
 @click.option("--seed", type=int, default=0, show_default=True)
-def main(task: str, counts: tuple[int, ...], factors: int, fraction: float, sweeps: int, seed: int) -> None:
+def main(
+    task: str,
+    counts: tuple[int, ...],
+    factors: int,
+    fraction: float,
+    limits: tuple[float, ...],
+    sweeps: int,
+    seed: int,
+) -> None:
     there = device_count()
     used = [count for count in counts or (1, 2, 4) if count <= there]
     started = time.perf_counter()
-    if task == "hugewiki":
+    if task in ("hugewiki", "streamed"):
         case = Case(f"hugewiki x {fraction:g}", hugewiki(fraction, seed), factors)
     else:
         case = Case("netflix", synthetic_gpu("netflix", seed=seed), factors)
     click.echo(f"{case.matrix.nnz:,} entries ready after {time.perf_counter() - started:.1f} s")
     if task == "reduction":
         _reductions(case, max(used), sweeps)
+        return
+    if task == "streamed":
+        _keep(case.run(1, sweeps))
+        for limit in limits:
+            _keep(case.run(max(used), sweeps, limit=limit))
         return
     for count in used:
         ways: list[dict[str, Grid] | None] = [None]

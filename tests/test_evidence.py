@@ -393,6 +393,8 @@ def test_the_page_of_several_gpus_has_the_newest_line_of_each_case(bench, tmp_pa
             scale_line(4, 0.16, grids=split, reduction="scatter"),
             scale_line(4, 0.20, grids=split, reduction="root"),
             scale_line(1, 0.2, shape="hugewiki x 0.5"),
+            scale_line(2, 0.3, limit=9.0, ratings="host", factors_on="device", predicted=0.27),
+            scale_line(2, 0.5, limit=6.5, ratings="host", factors_on="host", predicted=0.6),
         ],
     )  # fmt: skip
     bench["scale"].render(tmp_path)
@@ -400,6 +402,9 @@ def test_the_page_of_several_gpus_has_the_newest_line_of_each_case(bench, tmp_pa
     assert "| netflix, 99 million entries, f = 100 | 4 | 18.8 (1 x 4) | 6.2 (1 x 4) | 25.0 | 3.20 | 3e-09 |" in scaling
     assert "| 40.0 |" not in scaling and "(multi-gpu-scaling-g.svg)" in scaling and "hugewiki" not in scaling
     assert "| 4 | on all GPUs at a time | 120.0 | 40.0 | 160.0 | 1.25 |" in section_of(tmp_path, "reduction")
+    streamed = section_of(tmp_path, "streamed")
+    assert "| 2 | 9 | host / device | 225 (1 x 2) | 75 (1 x 2) | 300 | 270 |" in streamed
+    assert streamed.index("| 9 |") < streamed.index("| 6.5 | host / host |")
     wiki = section_of(tmp_path, "hugewiki")
     assert "hugewiki x 0.5" in wiki and ".svg" not in wiki  # a single number of GPUs is no curve
     prediction = section_of(tmp_path, "prediction")
