@@ -534,7 +534,7 @@ def test_work_beside_other_work(machine: Machine) -> None:
     module = machine()
     device, first = open_device(), module.streams[0]
     for _ in range(2):
-        with device.beside():
+        with device.beside(device.record()):
             second = module.streams[-1]
             mark = device.record()
         assert module.streams == [first]

@@ -140,8 +140,8 @@ class Device(Protocol):
     def wait(self, mark: Any) -> None:
         """Have work launched from here on wait for a mark."""
 
-    def beside(self, stream: int = 0) -> AbstractContextManager[None]:
-        """Work launched in this context goes on beside what is launched after it, behind what was launched before.
+    def beside(self, begun: Any, stream: int = 0) -> AbstractContextManager[None]:
+        """Work launched in this context goes on beside what is launched outside of it, behind the mark `begun`.
 
         What has another number of `stream` goes on beside this, too.
 
@@ -466,12 +466,11 @@ class CudaDevice:
             self._cupy.cuda.get_current_stream().wait_event(mark)
 
     @contextmanager
-    def beside(self, stream: int = 0) -> Iterator[None]:
+    def beside(self, begun: Any, stream: int = 0) -> Iterator[None]:
         """Launch on a stream whose blocks go before those of the usual one where both have some to place: long work."""
         with self.active():
             if stream not in self._beside:
                 self._beside[stream] = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
-            begun = self.record()
             with self._beside[stream]:
                 self.wait(begun)
                 yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -547,32 +548,30 @@ class Msgd:
             walk, bounds = self.walks[self.layouts[side]], self.bounds[side]
             self._kernels.decentralized(moved, fixed, walk, bounds, terms, losses)
             return
-        long, short, alone = self.long[side], self.short[side], self.alone[side]
-        of_ranges = losses.reshape(len(self.ranges[side]), -1)
-
-        def walked(kernel: Callable[..., None], tasks: Array, first: int) -> None:
-            """Range after range: rows begin one where they have ended the last."""
-            for walk, out in zip(self.ranges[side], of_ranges, strict=True):
-                kernel(moved, fixed, walk, tasks, terms, out[first : first + len(tasks)])
-
-        groups = [
-            (self._fastest.blocked, long[:alone], 0),
-            (self._kernels.blocked, long[alone:], alone),
-            (self._kernels.centralized, short, len(long)),
-        ]
-        groups = [group for group in groups if len(group[1])]
-        marks = []
+        groups, begun = self._groups(side), self.device.record()
+        beside = len(groups) - 1 if self.beside else 0
         try:
-            for stream, group in enumerate(groups):
-                if not self.beside or stream == len(groups) - 1:
-                    walked(*group)
-                    continue
-                with self.device.beside(stream):
-                    walked(*group)
-                    marks.append(self.device.record())
-        finally:  # else who gives back what it works on would not know of it
-            for mark in marks:
-                self.device.wait(mark)
+            # not group after group: of several GPUs, the last one's first launch would come a tenth of a step late
+            for walk, out in zip(self.ranges[side], losses.reshape(len(self.ranges[side]), -1), strict=True):
+                for stream, (kernel, tasks, place) in enumerate(groups):
+                    with self.device.beside(begun, stream) if stream < beside else nullcontext():
+                        kernel(moved, fixed, walk, tasks, terms, out[place])
+        finally:  # else who gives back what they work on would not know of them
+            for stream in range(beside):
+                with self.device.beside(begun, stream):
+                    walked = self.device.record()
+                self.device.wait(walked)
+
+    def _groups(self, side: Side) -> list[tuple[Callable[..., None], Array, slice]]:
+        """Kernels and the rows they walk, the longest first, and the places of their losses in each range."""
+        long, short, alone = self.long[side], self.short[side], self.alone[side]
+        n_long, n_rows = len(long), len(long) + len(short)
+        groups = [
+            (self._fastest.blocked, long[:alone], slice(alone)),
+            (self._kernels.blocked, long[alone:], slice(alone, n_long)),
+            (self._kernels.centralized, short, slice(n_long, n_rows)),
+        ]
+        return [group for group in groups if len(group[1])]
 
 
 # ---------------------------------------------------------------------------------------------- batch-Hogwild
