@@ -54,10 +54,9 @@ from .threads import RankThreads
 
 logger = logging.getLogger("hybridmf")
 
-LONG_ROW = 16384
-"""Entries of a row in all blocks from which it has blocks of GPUs to itself: fewer than on one GPU, since a step lasts
-as long as its longest walk. An epoch of Netflix's shape, f = 128, took 11.8 ms on two H200s, 12.1 with 32,768 and 12.2
-with 8,192."""
+LONG_ROW = 32768
+"""Entries of a row in all blocks from which it has blocks of GPUs to itself. An epoch of Netflix's shape, f = 128, took
+10.9 ms on two H200s, 11.0 with 16,384 and 11.7 with 8,192."""
 
 SHORTEST_LONG_ROW = 1024
 """A row as short as this never has a block of a GPU to itself: preparing one takes as long as walking the row."""

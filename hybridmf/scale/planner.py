@@ -179,7 +179,7 @@ H200 = Machine(
     latency=60e-6,
     launch=300e-6,
     # bench/results/scale.jsonl: half sweeps on 2 GPUs less half of those on one, divided by two
-    turn=0.3e-3,
+    turn=0.1e-3,
     cached_bytes=50e6,
     gather=6e12,
     gather_far=3e12,  # not measured: rows of 400 bytes at random from tens of gigabytes
