@@ -197,11 +197,12 @@ def reduction_part(hardware: str, lines: Sequence[Line]) -> str:
 def streamed_part(hardware: str, lines: Sequence[Line]) -> str:
     """Iterations of GPUs without room for everything, and what the planner said of them."""
     rows = []
-    for line in sorted(lines, key=lambda line: (data_of(line), line["gpus"], -line["limit"])):
+    for line in sorted(lines, key=lambda line: (data_of(line), line["gpus"], -(line["limit"] or 0))):
         halves = [f"{1e3 * line['halves'][side]:.0f} ({grid_of(line, side)})" for side in ("user", "item")]
         places = f"{line['ratings']} / {line['factors_on']}"
         times = f"{1e3 * line['seconds']:.0f}", f"{1e3 * line['predicted']:.0f}"
-        rows.append([data_of(line), line["gpus"], f"{line['limit']:g}", places, *halves, *times])
+        limit = f"{line['limit']:g}" if line["limit"] else "-"
+        rows.append([data_of(line), line["gpus"], limit, places, *halves, *times])
     header = ["", "GPUs", "GB of each", "ratings / factors on", "users, ms (grid)", "items, ms (grid)", "iteration, ms",
               "predicted, ms"]  # fmt: skip
     return paper.table(header, rows)

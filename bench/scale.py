@@ -216,9 +216,7 @@ def _keep(line: dict[str, Any]) -> None:
 
 
 @click.command(help=__doc__.split("\n\n")[0] if __doc__ else None)
-@click.option(
-    "--task", type=click.Choice(["netflix", "hugewiki", "reduction", "streamed"]), default="netflix", show_default=True
-)
+@click.option("--task", type=click.Choice(TASKS), default="netflix", show_default=True)
 @click.option("--gpus", "counts", multiple=True, type=int, help="Repeat it.  [default: 1, 2, 4 as far as there are]")
 @click.option("--factors", type=int, default=100, show_default=True)
 @click.option("--fraction", type=float, default=0.25, show_default=True, help="Of Hugewiki's entries.")
@@ -246,7 +244,7 @@ def main(
         _reductions(case, max(used), sweeps)
         return
     if task == "streamed":
-        _keep(case.run(1, sweeps))
+        _keep(case.run(1, sweeps) | {"limit": None, "ratings": "device", "factors_on": "device"})
         for limit in limits:
             _keep(case.run(max(used), sweeps, limit=limit))
         return

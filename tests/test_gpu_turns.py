@@ -90,6 +90,24 @@ def in_memory(host: HostGpuALS, data: Any = MATRIX) -> GpuALS:
     return GpuALS(host.device, matrix, transpose(matrix, num_threads=1), host.objective, plan, state)
 
 
+def test_no_room_for_new_rows_is_told(gpu, monkeypatch):  # noqa: F811
+    """Smaller batches are tried, which need as much; the last of them says so."""
+    device, host = gpu, solver("explicit", gpu, 1, 2, segment=3)
+    slab = host.halves["user"].parts[0]
+    zeros = device.zeros
+
+    def full(shape: Any, dtype: Any) -> Any:
+        if shape == (len(slab), slab.width):
+            raise DeviceMemoryError("emulated: no room for new rows")
+        return zeros(shape, dtype)
+
+    monkeypatch.setattr(device, "zeros", full)
+    assert len(slab.long.rows) > 1
+    with pytest.raises(DeviceMemoryError, match="no room for new rows"):
+        host.update("user")
+    assert slab._lent is None
+
+
 def factors_after(solver: Any, sweeps: int = 1) -> list[np.ndarray]:
     for _ in range(sweeps):
         for _ in solver.sweep():

@@ -20,7 +20,7 @@ from hybridmf._plan import Plan, check_memory, make_plan
 from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
 from hybridmf.formats import transpose
-from hybridmf.gpu.als import GpuALS
+from hybridmf.gpu.als import DeviceFactors, GpuALS
 from hybridmf.gpu.device import Device, device_count, open_device
 from hybridmf.gpu.rows import row_range
 from hybridmf.scale import gpu_rank, su_als
@@ -162,6 +162,33 @@ def test_what_is_gathered_ahead_has_the_range_of_all_rows(gpus: Machine) -> None
             assert gathered.range == row_range(rank.worker.device, gathered.table)[0]
             assert rank.own["item"].range == row_range(rank.worker.device, rank.own["item"].table)[0]
     assert len({rank.own["item"].range for rank in solver.ranks}) == 2
+
+
+def test_a_gather_that_failed_is_no_state(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was launched behind it has run through by then, on a table that was half filled."""
+    solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
+    solver.update("user")
+    before = solver.state.on_host()
+    seen = DeviceFactors.seen
+
+    def aborted(factors: DeviceFactors, found: Any) -> bool:
+        solver.ranks[1].communicator.abort("the gather did not end")
+        return seen(factors, found)
+
+    monkeypatch.setattr(DeviceFactors, "seen", aborted)
+    with pytest.raises(CommunicatorError, match="the gather did not end"):
+        solver.update("item")
+    np.testing.assert_array_equal(solver.state.on_host().item.matrix, before.item.matrix)
+    solver.close()
+
+
+def test_nothing_of_a_half_sweep_over_a_split_side_stays(gpus: Machine) -> None:
+    """The other half sweep needs the room of the gathered fixed side."""
+    solver = MultiALS(*changed(parts("explicit", gpus(4), SMALL), segment=17, batch_slots=40), grids=both((2, 2)))
+    sweeps(solver, 1)
+    for half in (rank.halves[side] for rank in solver.ranks for side in SIDES):
+        assert half._table is half._entries_at_hand is half._systems is None
+    solver.close()
 
 
 def test_what_ends_the_one_thread_stops_the_ranks(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from hybridmf.scale.planner import (
     H200,
     HEADROOM,
     NEAR,
+    SLAB_BUFFERS,
     HalfPlan,
     Problem,
     ScalePlan,
@@ -31,6 +32,7 @@ from hybridmf.scale.planner import (
     plan_host_ranks,
     plan_ranks,
     plan_scale,
+    plan_streamed_ranks,
 )
 
 NETFLIX = Problem((480_189, 17_770), 99_072_112, 100)
@@ -98,6 +100,24 @@ def test_more_memory_never_more_batches(
     many = fewest_batches(problem, H200, half, ratings, factors, memory * times)
     assert many is not None
     assert (many.buffers, -many.batches) >= (few.buffers, -few.batches)
+
+
+@pytest.mark.parametrize("longest", [0, 20_000_000])
+@pytest.mark.parametrize("memory", [2 * 10**9, 10**10, 4 * 10**10])
+def test_both_half_sweeps_have_the_same_buffers(memory: int, longest: int) -> None:
+    """As many entries as either of them loads; the ranks of a fit ask for as much."""
+    found = 0
+    for shape, gpus in itertools.product([(10**7, 5 * 10**7), (10**6, 10**4), (10**5, 5 * 10**7)], [2, 4]):
+        problem = Problem(shape, 10**9, 64, longest=(longest, longest))
+        plan = plan_streamed_ranks(problem, gpus, memory, "host", 16 << 20)
+        if plan is None:
+            continue
+        found += 1
+        loaded = [plan.slab(side) / half.grid.splits for side, half in plan.halves.items()]
+        for half in plan.halves.values():
+            assert half.bytes["ratings"] >= SLAB_BUFFERS * max(loaded) * problem.entry_bytes
+            assert sum(half.bytes.values()) <= memory
+    assert found
 
 
 @settings(deadline=None, max_examples=30)

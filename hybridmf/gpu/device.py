@@ -274,6 +274,7 @@ class CudaDevice:
         self._pinned: list[Any] = []
         self._beside: dict[int, Any] = {}
         self._arriving: deque[tuple[np.ndarray, Any]] = deque()
+        self._arriving_lock = threading.Lock()
         with self.active():
             properties = self._cupy.cuda.runtime.getDeviceProperties(index)
         capability = (int(properties["major"]), int(properties["minor"]))
@@ -414,9 +415,10 @@ class CudaDevice:
             cuda.runtime.memcpyAsync(target.ctypes.data, source.data.ptr, source.nbytes, 2, stream.ptr)
             arrived = self.record()
             # who does not wait must not give back what is still written to: CuPy would hand it out again
-            while self._arriving and self._arriving[0][1].done:
-                self._arriving.popleft()
-            self._arriving.append((target, arrived))
+            with self._arriving_lock:
+                while self._arriving and self._arriving[0][1].done:
+                    self._arriving.popleft()
+                self._arriving.append((target, arrived))
 
         def wait() -> np.ndarray:
             with self.active():

@@ -13,6 +13,9 @@ from .launch import ceil_div, check, check_not_host, get_kernel
 
 THREADS = 256
 BLOCKS_PER_SM = 8
+ROWS = 4
+"""Rows that a warp of the kernel row_range takes at a time."""
+
 PARTS = 32
 """Blocks that share a row at most: few rows with many pieces must not keep the others waiting."""
 
@@ -102,7 +105,8 @@ def widen_range(device: Device, found: Array, table: Array, status: Array | None
         check_not_host(device, status=status)
     if not table.size and not n_solved:
         return
-    blocks = min(ceil_div(max(len(table), n_solved), THREADS // 32), BLOCKS_PER_SM * device.spec.multiprocessors)
+    wanted = max(ceil_div(len(table), ROWS * THREADS // 32), ceil_div(n_solved, THREADS))
+    blocks = min(wanted, BLOCKS_PER_SM * device.spec.multiprocessors)
     kernel = get_kernel(device, "rows.cu", "row_range", REAL=table.dtype, THREADS=THREADS)
     sizes = (np.int64(len(table)), np.int32(table.shape[1]))
     # any pointer does where there is no status to read

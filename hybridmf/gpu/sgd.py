@@ -118,7 +118,7 @@ class Walk:
     begins, ends : int64 array, shape (n_rows,)
         Entries of each row: all, or those of a range of columns.
     first : int
-        First column of that range, which is row 0 of the other side's `Rows`.
+        Column that is row 0 of the other side's `Rows`; 0 where these are all columns.
     """
 
     indices: Array
@@ -139,8 +139,8 @@ class Walk:
         if count == 1:
             return [self]
         columns = np.linspace(0, matrix.shape[1], count + 1).astype(np.int64)
-        bounds = device.upload(range_bounds(matrix, columns[1:-1]))
-        return [replace(self, begins=begins, ends=ends) for begins, ends in pairwise(bounds)]
+        inner = device.upload(range_bounds(matrix, columns[1:-1])[1:-1])
+        return [replace(self, begins=a, ends=b) for a, b in pairwise([self.begins, *inner, self.ends])]
 
 
 def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:

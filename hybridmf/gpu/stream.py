@@ -302,10 +302,16 @@ class SlabHalf(HalfSweep):
 
     def _results(self) -> tuple[Array, Array]:
         assert self._lent is not None
-        (table, status), self._lent = self._lent, None  # kept, they would keep alive what they are rows of
+        table, status = self._lent
         if table is None:
             table = self.device.zeros((len(self), self.width), self.dtype)
         return table, status
+
+    def _solve(self, *arguments: Any) -> DeviceFactors:
+        try:
+            return super()._solve(*arguments)
+        finally:
+            self._lent = None  # kept, they would keep alive what they are rows of
 
     def judge(self, status: Array, solved: DeviceFactors) -> None:
         """Nothing yet: the half sweep looks once all slabs are solved, for to look is to wait."""

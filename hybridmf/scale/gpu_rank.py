@@ -346,6 +346,10 @@ class PartialRows(als.HalfSweep):
         self._config = None
         if plan.assembly == "fused":
             self._config = FusedConfig.default(plan.rank, device.spec, plan.precision, plan.solver)
+        # of the half sweep that is under way
+        self._table: Any = None
+        self._entries_at_hand: Any = None
+        self._systems: Any = None
 
     def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
         """Have the entries on the device."""
@@ -417,12 +421,14 @@ class PartialRows(als.HalfSweep):
             self._finish(self._systems, matrices, rhs, *to_solve)
 
     def close(self) -> None:
-        """Nothing goes on beside the rank's thread."""
+        """Nothing goes on beside the rank's thread; what was lent to this half sweep has room in no other."""
+        self._table = self._entries_at_hand = None
 
     def result(self, then: Then | None = None) -> als.DeviceFactors:
         """Factors of the rows solved here."""
-        solved = self._unpack(self._systems.solutions)
-        self.judge(self._systems.status, solved if then is None else then(solved))
+        systems, self._systems = self._systems, None
+        solved = self._unpack(systems.solutions)
+        self.judge(systems.status, solved if then is None else then(solved))
         return solved
 
     def losses(self, users: Iterator[Owned], items: als.DeviceFactors, mean: float) -> float:
@@ -514,6 +520,7 @@ class StreamedPartialRows(PartialRows):
 
     def close(self) -> None:
         """Load nothing more for this half sweep."""
+        super().close()
         if self._stream is not None:
             self._stream.close()
             self._stream = None

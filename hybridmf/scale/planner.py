@@ -823,8 +823,31 @@ def plan_streamed_ranks(
 ) -> ScalePlan | None:
     """The fastest grids with factors on the GPUs and ratings of which each GPU loads at most `slab` entries at a time.
 
+    Both half sweeps have the same buffers, for as many entries as either of them loads.
+
     None if not even row parts of a row fit.
     """
+    before = math.inf
+    while True:
+        halves = _streamed_halves(problem, gpus, memory, ratings, slab, machine, model_parallel_only)
+        if halves is None:
+            return None
+        longest = max(-(-problem.part_entries(side, half.batches) // half.grid.splits) for side, half in halves.items())
+        for side, half in halves.items():
+            share = replace(Share.mean(problem, half, ratings), entries=half.loads * longest)
+            halves[side] = replace(half, bytes=half_bytes(problem, half, ratings, "device", share))
+        plan = ScalePlan(problem, machine, gpus, memory, ratings, "device", halves)
+        if plan.bytes_per_gpu <= memory:
+            return plan
+        if longest >= before:  # a row is as long
+            return None
+        before, slab = longest, max(1, longest // 2)
+
+
+def _streamed_halves(
+    problem: Problem, gpus: int, memory: int, ratings: Place, slab: int, machine: Machine, model_parallel_only: bool
+) -> dict[Side, HalfPlan] | None:
+    """The fastest grid of each half sweep, with buffers of its own."""
     halves: dict[Side, HalfPlan] = {}
     for side in SIDES:
         found = []
@@ -836,7 +859,7 @@ def plan_streamed_ranks(
         if not fits:
             return None
         halves[side] = min(fits, key=lambda half: half.total)
-    return ScalePlan(problem, machine, gpus, memory, ratings, "device", halves)
+    return halves
 
 
 def plan_host_ranks(

@@ -179,6 +179,10 @@ class RangeSlabs:
         start = self.first - int(self.source.bounds[number])
         return rows_of(self._at_hand[1], *(self.bounds[slab : slab + 2] + start).tolist())
 
+    def release(self) -> None:
+        """Keep no slab of the source."""
+        self._at_hand = None
+
     def prefetch(self, slab: int) -> None:
         """Have the source read ahead what it does not read anyway."""
         if slab < len(self._slab_of) and (not slab or self._slab_of[slab] != self._slab_of[slab - 1]):
@@ -217,6 +221,7 @@ class ColumnSlabs:
         for piece in self.rows(0, self.shape[0]):
             degrees.append(np.diff(piece.indptr))
             ends.append(magnitudes(piece.data))
+        self._release()
         self.degrees, self.ends = np.concatenate(degrees), magnitudes(np.concatenate(ends))
         self.nnz = int(self.degrees.sum())
 
@@ -233,7 +238,14 @@ class ColumnSlabs:
 
     def load(self) -> sp.csr_array:
         """All rows in memory."""
-        return _filled(self, self.rows(0, self.shape[0]))
+        found = _filled(self, self.rows(0, self.shape[0]))
+        self._release()
+        return found
+
+    def _release(self) -> None:
+        """Keep no slab of the source: each range would keep one."""
+        for part in self._parts:
+            part.release()
 
 
 def loaded(slabs: Slabs) -> sp.csr_array:

@@ -196,7 +196,7 @@ class _Fit:
         if sizes != first:
             raise CommunicatorError(
                 f"rank {self.communicator.rank} plans {what.format(sizes)} and rank 0 of {first}: "
-                "their GPUs have different memory free; set gpu_memory_limit"
+                "their GPUs, or their hosts, have different memory free; set gpu_memory_limit to what the least has"
             )
 
     def _start(self, checkpoint: Any, resume_from: Any) -> State:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._objective import Side, other_side
+from ..errors import CommunicatorError
 from ..gpu.als import DeviceFactors, HalfSweep
 from ..gpu.rows import RowRange
 from .gpu_rank import GpuWorker
@@ -53,6 +54,9 @@ def solve(ranks: Sequence[RankALS], side: Side) -> list[DeviceFactors]:
         with rank.worker.active():
             if factors.seen(found):
                 rank.halves[side].check(status)
+    for rank in ranks:  # a gather that has failed ends; what was solved with its half-filled table is no state
+        if rank.communicator.cause:
+            raise CommunicatorError(rank.communicator.cause)
     for rank, own, factors in zip(ranks, solved, following, strict=True):
         if factors is not own:
             if own.has_range:
