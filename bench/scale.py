@@ -3,7 +3,7 @@
     python bench/scale.py                              Netflix shape, f = 100, on 1, 2 and 4 GPUs: model parallel
     python bench/scale.py --task hugewiki              Hugewiki's shape, items data parallel; --fraction of its entries
     python bench/scale.py --task reduction             sums added up in parallel, in two phases and on one GPU
-    python bench/scale.py --task streamed --factors 32 --fraction 0.15 --limit 9 --limit 6
+    python bench/scale.py --task streamed --factors 32 --fraction 0.15 --limit 12 --limit 9
                                                        Hugewiki's shape where a GPU may use so many GB
 
 Each line of bench/results/scale.jsonl is one number of GPUs: after a warm-up median seconds of each half sweep alone
