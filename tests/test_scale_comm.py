@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -733,14 +734,59 @@ def test_ctrl_c_ends_processes():
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_ctrl_c_while_processes_start(started, monkeypatch):
+    start = multiprocessing.context.SpawnProcess.start
+
+    def interrupted(process):
+        if started:
+            start(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_processes(2, unusual, ("hang",), timeout=30)
+    assert not multiprocessing.active_children()
+
+
 def test_ranks_take_quick_turns_while_they_work() -> None:
+    """All of them, and again as before once the last is done, however it ends."""
+    gc.collect()  # what other tests left ends now
+    wait_until(lambda: not threads._Turns.at_work)
+
+    def turns(communicator):
+        within = []
+        for _ in range(2):
+            communicator.barrier()
+            within.append(sys.getswitchinterval())
+            communicator.barrier()
+        return within
+
     usual = sys.getswitchinterval()
-    within = run_ranks(2, lambda communicator: sys.getswitchinterval())
-    assert max(within) < 1e-3 <= usual
-    assert sys.getswitchinterval() == usual
-    with pytest.raises(ArithmeticError):
-        run_ranks(1, lambda communicator: (_ for _ in ()).throw(ArithmeticError))
-    assert sys.getswitchinterval() == usual
+    try:
+        for own in (0.003, 0.01):
+            sys.setswitchinterval(own)
+            assert np.ptp(run_ranks(3, turns)) == 0
+            assert run_ranks(1, turns)[0] == pytest.approx([threads.TURN] * 2)
+            assert sys.getswitchinterval() == own
+            with pytest.raises(ArithmeticError):
+                run_ranks(1, lambda communicator: (_ for _ in ()).throw(ArithmeticError))
+            assert sys.getswitchinterval() == own
+        sys.setswitchinterval(threads.TURN / 4)  # shorter already
+        assert run_ranks(1, turns)[0] == pytest.approx([threads.TURN / 4] * 2)
+        assert sys.getswitchinterval() == pytest.approx(threads.TURN / 4)
+    finally:
+        sys.setswitchinterval(usual)
+
+
+def test_ranks_that_are_closed_do_something_last():
+    ended = []
+    ranks = RankThreads(3)
+    ranks.run(lambda communicator: None)
+    ranks.close(lambda communicator: (communicator.barrier(), ended.append(communicator.rank)), wait=True)
+    assert sorted(ended) == [0, 1, 2]
+    ranks.close(lambda communicator: ended.append(None), wait=True)
+    assert len(ended) == 3
 
 
 # ------------------------------------------------------------------------------------------------ meetings of threads

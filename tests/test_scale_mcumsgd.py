@@ -29,6 +29,7 @@ from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.gpu.device import DeviceSpec
 from hybridmf.scale import mcumsgd
+from hybridmf.scale import threads as scale_threads
 from hybridmf.scale.communicator import Single, check_agreement
 from hybridmf.scale.joined import JoinedFactors, part_of
 from hybridmf.scale.mcumsgd import Bounds, MultiSGD, RankSGD, cut_share
@@ -436,6 +437,27 @@ def test_threads_end_with_the_solver(ratings_matrix):
     for thread in mine:
         thread.join(10)
     assert not any(thread.is_alive() for thread in mine)
+
+
+def test_a_rank_that_holds_the_solver_last_does_not_wait_for_itself(monkeypatch, ratings_matrix):
+    """Nobody closed it, and its end comes on a thread of its own."""
+    before, gone = set(threading.enumerate()), threading.Event()
+    finish = scale_threads._Run.finish
+
+    def later(self, rank, *answer):
+        finish(self, rank, *answer)
+        gone.wait(20)
+
+    solver = multi(ratings_matrix, method_of())
+    mine = set(threading.enumerate()) - before
+    monkeypatch.setattr(scale_threads._Run, "finish", later)
+    run(solver, 1)
+    del solver
+    gone.set()
+    for thread in mine:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in mine)
+    assert not scale_threads._Turns.at_work
 
 
 # --------------------------------------------------------------------------------------------- the estimator

@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -637,7 +638,7 @@ class MultiSGD:
                 agreed=True,  # they are given the same objects
             )
 
-        self.workers = workers
+        self.workers, self._opened = workers, opened
         self._finish = weakref.finalize(self, _close, self.threads, opened)
         self._finish.atexit = False
         self.threads.run(begin)
@@ -662,18 +663,23 @@ class MultiSGD:
         return self.threads.run(lambda control: self.workers[control.rank].objective_value())[0]
 
     def close(self) -> None:
-        """End the threads and connections."""
-        self._finish()
+        """End the threads and connections. Closing once more does nothing."""
+        if self._finish.detach():
+            _close(self.threads, self._opened, wait=True)
 
 
-def _close(threads: RankThreads, opened: dict[int, Communicator]) -> None:
+def _close(threads: RankThreads, opened: dict[int, Communicator], *, wait: bool = False) -> None:
     """Close what each rank has opened, on its thread; after a failure, end what waits for ranks that are gone."""
     if threads.stopping.is_set():
         for communicator in opened.values():
             communicator.abort("")
+        threads.close()
     else:
-        try:
-            threads.run(lambda control: opened[control.rank].close())
-        except CommunicatorError as error:
-            logger.warning("ranks did not end well: %s", error)
-    threads.close()
+        threads.close(partial(_close_rank, opened), wait=wait)
+
+
+def _close_rank(opened: dict[int, Communicator], control: Communicator) -> None:
+    try:
+        opened[control.rank].close()
+    except CommunicatorError as error:
+        logger.warning("rank %d did not end well: %s", control.rank, error)

@@ -72,9 +72,9 @@ def run_processes(
                 rank_listener = listener if rank == 0 else None
                 parameters = (rank, size, address, rank_listener, token, timeout, theirs, function, tuple(args))
                 process = context.Process(target=_rank, args=parameters, name=f"hybridmf rank {rank}", daemon=True)
+                crew.add(process, ours)  # before it starts: an interrupt may come right after
                 process.start()
                 theirs.close()
-                crew.add(process, ours)
             return crew.results()
         finally:
             crew.end()
@@ -132,6 +132,8 @@ class _Crew:
     def end(self) -> None:
         """No process outlives the call."""
         for process in self.processes:
+            if process.pid is None:  # the start failed
+                continue
             process.join(0 if process.is_alive() and len(self.answers) < len(self.processes) else PATIENCE)
             if process.is_alive():
                 process.kill()

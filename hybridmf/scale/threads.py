@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -235,28 +235,32 @@ class _Run:
 
 
 class _Turns:
-    """How many runs are under way, and the switch interval to go back to after the last."""
+    """Ranks at work, and the switch interval to go back to after the last.
 
-    lock = threading.Lock()
-    runs = 0
-    usual = 0.0
+    No lock: ranks may be closed by the garbage collector, so in any thread and between any two lines of this, too.
+    """
+
+    at_work: ClassVar[set[object]] = set()
+    usual = 0.0  # it was not changed
 
 
 @contextmanager
 def _quick_turns() -> Iterator[None]:
-    """Have threads take turns in Python every TURN seconds."""
-    with _Turns.lock:
-        if not _Turns.runs:
-            _Turns.usual = sys.getswitchinterval()
-            sys.setswitchinterval(min(TURN, _Turns.usual))
-        _Turns.runs += 1
+    """Have threads take turns in Python every TURN seconds. By the threads of ranks: Ctrl-C does not end these."""
+    rank = object()
+    _Turns.at_work.add(rank)
+    now = sys.getswitchinterval()
+    if now > 2 * TURN:  # else it is set, or a shorter one
+        _Turns.usual = now
+        sys.setswitchinterval(TURN)
     try:
         yield
     finally:
-        with _Turns.lock:
-            _Turns.runs -= 1
-            if not _Turns.runs:
-                sys.setswitchinterval(_Turns.usual)
+        _Turns.at_work.discard(rank)
+        if not _Turns.at_work:
+            usual, _Turns.usual = _Turns.usual, 0.0
+            if usual:
+                sys.setswitchinterval(usual)
 
 
 class RankThreads:
@@ -282,8 +286,9 @@ class RankThreads:
     def __init__(self, size: int, *, timeout: float = TIMEOUT) -> None:
         self._work: list[queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None]] = []
         self.communicators = ThreadCommunicator.group(size, timeout=timeout)
-        self._hub = self.communicators[0].transport
-        assert isinstance(self._hub, Hub)
+        hub = self.communicators[0].transport
+        assert isinstance(hub, Hub)
+        self._hub = hub
         self.stopping = self._hub.failed
         for communicator in self.communicators:
             work: queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None] = queue.SimpleQueue()
@@ -304,15 +309,13 @@ class RankThreads:
             The ranks have failed before; or what one sent was never received.
         """
         hub = self._hub
-        assert isinstance(hub, Hub)
         hub.check()
         hub.left.clear()
         run = _Run(len(self.communicators))
         try:
-            with _quick_turns():
-                for work in self._work:
-                    work.put((run, function))
-                run.wait(lambda: not run.pending or run.error is not None)
+            for work in self._work:
+                work.put((run, function))
+            run.wait(lambda: not run.pending or run.error is not None)
         except BaseException as error:
             hub.fail(f"stopped by {type(error).__name__}")
             _let_go(run)
@@ -336,7 +339,6 @@ class RankThreads:
             The ranks have failed before.
         """
         hub = self._hub
-        assert isinstance(hub, Hub)
         hub.check()
         try:
             yield
@@ -344,11 +346,26 @@ class RankThreads:
             hub.fail(f"stopped by {type(error).__name__}")
             raise
 
-    def close(self) -> None:
-        """End the threads; they must not be at work."""
-        for work in self._work:
-            work.put(None)
-        self._work = []
+    def close(self, last: Callable[[ThreadCommunicator], object] | None = None, *, wait: bool = False) -> None:
+        """End the threads; they must not be at work. Closing once more does nothing.
+
+        Parameters
+        ----------
+        last : callable, optional
+            What each rank does before it ends; it must not raise.
+        wait : bool
+            Return when all have done so. Not for what the garbage collector calls: it may do so on one of the threads.
+        """
+        work, self._work = self._work, []
+        run = _Run(len(work) if last else 0)
+        if last:
+            self._hub.left.clear()
+            for each in work:
+                each.put((run, last))
+        for each in work:
+            each.put(None)
+        if wait:
+            run.wait(lambda: not run.pending)
 
     def __enter__(self) -> RankThreads:
         return self
@@ -369,10 +386,11 @@ def _serve(
     while (task := work.get()) is not None:
         run, function = task
         result, failure = None, None
-        try:
-            result = function(communicator)
-        except BaseException as error:  # whatever it is, the others must not wait
-            failure = error
+        with _quick_turns():
+            try:
+                result = function(communicator)
+            except BaseException as error:  # whatever it is, the others must not wait
+                failure = error
         if failure is not None:
             with run.changed:
                 if run.error is None:  # what the others raise are consequences
