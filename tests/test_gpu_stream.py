@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -212,6 +213,30 @@ def test_a_slab_that_fails_early_is_told_where_it_is_asked_for(device):
         collected(device, pipeline.loads(slab_work(second), slab_work(first)))
     assert not loading_threads()
     np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(first))), as_csr(MATRIX).data)
+
+
+def test_a_loader_that_ends_on_its_own_thread(device, monkeypatch):
+    """The garbage collector runs on any thread, so on this one, too."""
+    unraisable, held = [], []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    collect = threading.Event()
+
+    class Last(Watched):
+        def matrix(self, slab):
+            if self.asked:
+                assert collect.wait(10)
+                held.clear()
+            return super().matrix(slab)
+
+    last = Last.cut(as_csr(MATRIX), 50)
+    object.__setattr__(last, "asked", [])
+    held.append(Pipeline(device, 120, np.float32))
+    collected(device, held[0].loads(slab_work(watched(50)), slab_work(last)))
+    thread = loading_threads()[0]
+    collect.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert held == unraisable == []
 
 
 def test_an_objective_whose_ratings_do_not_fit_on_the_gpu_is_computed_on_the_cpu(gpu, monkeypatch, caplog):  # noqa: F811

@@ -189,7 +189,8 @@ class _Loading:
         """Wait for what is being loaded, and load nothing more."""
         self._works.put(None)
         self._free.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # the garbage collector runs on any
+            self._thread.join()
         self.copier.synchronize()
 
     def _run(self) -> None:

@@ -110,7 +110,8 @@ class NcclCommunicator:
         self.rank, self.size = control.rank, control.size
         self.timeout = check_timeout(getattr(control, "timeout", TIMEOUT) if timeout is None else timeout)
         self._types = {np.dtype(name): getattr(self._nccl, f"NCCL_{name.upper()}") for name in TYPES}
-        self._lock, self._cause, self._closed = threading.Lock(), "", threading.Event()
+        # what the garbage collector ends may abort it once more on the thread that is about to
+        self._lock, self._cause, self._closed = threading.RLock(), "", threading.Event()
         self._in_use = threading.Lock()  # by the watch, or by what gives it back: not both at a time
         self._held: Any = None
         self._pending: deque[tuple[str, Any, float]] = deque()
