@@ -80,18 +80,18 @@ class Facts:
 
         The rows' cost nothing, the columns' (`items`) a pass over all entries, unless a store has counted them.
         """
-        users = np.diff(matrix.indptr)
-        facts = cls(int(users.max(initial=0)), 0, int(np.count_nonzero(users == 0)), (_longest(users), -1))
-        if not items:
-            return facts
-        degrees = _item_degrees(matrix)
-        empty = facts.empty + int(np.count_nonzero(degrees == 0))
-        positions = (facts.positions[0], _longest(degrees))
-        return cls(facts.longest_user, int(degrees.max(initial=0)), empty, positions)
+        return cls.of_degrees(np.diff(matrix.indptr), _item_degrees(matrix) if items else None)
 
-
-def _longest(degrees: np.ndarray) -> int:
-    return int(degrees.argmax()) if len(degrees) else -1
+    @classmethod
+    def of_degrees(cls, users: np.ndarray, items: np.ndarray | None = None) -> Facts:
+        """Of the entries of each user, and of each item where they have been counted."""
+        longest, empty, positions = [0, 0], 0, [-1, -1]
+        for k, degrees in enumerate((users, items)):
+            if degrees is not None and len(degrees):
+                positions[k] = int(degrees.argmax())
+                longest[k] = int(degrees[positions[k]])
+                empty += int(np.count_nonzero(degrees == 0))
+        return cls(longest[0], longest[1], empty, (positions[0], positions[1]))
 
 
 def _item_degrees(matrix: sp.csr_array | StoreMatrix) -> np.ndarray:

@@ -12,6 +12,7 @@ import scipy.sparse as sp
 from conftest import planted
 
 import hybridmf as hmf
+from hybridmf._cost import Facts
 from hybridmf._validate import as_csr
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileError, NonFiniteError, RatingsError
@@ -78,6 +79,16 @@ def test_exact_model_parallel_ranks_give_the_same_bits(share):
     for size in (2, 4):
         model = fit(size, lambda: KINDS["explicit"](iterations=3), share=share)
         np.testing.assert_array_equal(model.user_factors_, KINDS["explicit"](iterations=3).fit(planted()).user_factors_)
+
+
+@pytest.mark.parametrize("share", [entries, whole])
+def test_plans_of_ranks_know_the_degrees(share):
+    """Of all ranks' entries together: room for the longest row depends on it."""
+    matrix = as_csr(planted(), name="matrix")
+    facts = fit(3, lambda: KINDS["explicit"](iterations=1), share=share).plan_.facts
+    assert facts == Facts.of(matrix, items=True)
+    assert facts.positions == (np.diff(matrix.indptr).argmax(), np.bincount(matrix.indices).argmax())
+    assert facts.empty == 2
 
 
 @pytest.mark.parametrize("grids", [(1, 4), (2, 2), (4, 1)])

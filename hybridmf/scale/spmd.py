@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import _io
 from .._base import FactorModel
+from .._cost import Facts
 from .._learned import Learned
 from .._memory import rank_bytes
 from .._objective import SIDES, Factors, Objective, Side, State, initial_state
@@ -123,7 +124,7 @@ class _Fit:
         self.objective: Objective = model._objective()
         self.iterations = check_int("iterations", model.iterations, 1)
         degrees = ratings.degrees(communicator)
-        self.plan = self._plan(device, num_threads, int(degrees["user"].sum()))
+        self.plan = self._plan(device, num_threads, degrees)
         streamed = bool(self.plan.streamed)
         self.cut = Cut(communicator, ratings, degrees, self.plan.grids, self.plan.row_cost, streamed)
         self.plan = replace(self.plan, nnz=self.cut.nnz)
@@ -160,7 +161,7 @@ class _Fit:
 
     # ------------------------------------------------------------------------------------------------ set-up
 
-    def _plan(self, device: str, num_threads: int | None, nnz: int) -> Plan:
+    def _plan(self, device: str, num_threads: int | None, degrees: Mapping[Side, np.ndarray]) -> Plan:
         """The plan of this rank, alike on all: what depends on a machine is agreed on."""
         size, settings = self.communicator.size, self.model._settings()
         if settings.method is not None:
@@ -168,10 +169,11 @@ class _Fit:
                 f"model: {type(self.model).__name__} is not served by ranks; fit ImplicitALS or ExplicitALS"
             )
         ranks = replace(settings, device=(device,) * size)
+        facts, nnz = Facts.of_degrees(degrees["user"], degrees["item"]), int(degrees["user"].sum())
         mapped = self.ratings.slab if device == "cpu" else None
-        plan = make_plan(self.objective, ranks, self.ratings.shape, nnz, None, mapped)
+        plan = make_plan(self.objective, ranks, self.ratings.shape, nnz, facts, mapped)
         if plan.streamed and self.ratings.slab is not None:  # what GPUs have no room for need not be on the host either
-            plan = make_plan(self.objective, ranks, self.ratings.shape, nnz, None, self.ratings.slab)
+            plan = make_plan(self.objective, ranks, self.ratings.shape, nnz, facts, self.ratings.slab)
         if plan.reorder != "none":
             if settings.reorder not in ("auto", "none"):
                 raise ValueError(f"reorder={settings.reorder!r} is not served by ranks; use reorder='none'")
