@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # measured constants of whoever runs the tests would decide what runs where, and tests leave none behind
     folder = tempfile.mkdtemp(prefix="hybridmf-tests-")
     os.environ["HYBRIDMF_CACHE_DIR"] = folder
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist share what they compile
+        os.environ["HYBRIDMF_EMULATOR_DIR"] = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 

@@ -46,6 +46,10 @@ def compiler() -> str | None:
 
 @functools.cache
 def _folder() -> Path:
+    """Where compiled kernels are, for all processes of a run of the tests."""
+    shared = os.environ.get("HYBRIDMF_EMULATOR_DIR")
+    if shared:
+        return Path(shared)
     folder = Path(tempfile.mkdtemp(prefix="hybridmf-emulator-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -61,7 +65,9 @@ def _header() -> Path:
 
     The compiler finds the result beside the header; where it made none, it takes the text.
     """
-    copy = _folder() / HEADER.name
+    folder = _folder() / f"emulator-{os.getpid()}"  # one for each process: others may be reading theirs
+    folder.mkdir()
+    copy = folder / HEADER.name
     shutil.copy(HEADER, copy)
     subprocess.run([*_command(), "-x", "c++-header", str(copy), "-o", f"{copy}.gch"], capture_output=True)
     return copy
@@ -70,15 +76,18 @@ def _header() -> Path:
 @functools.cache
 def _library(source: str, name: str, constants: tuple[str, ...]) -> Any:
     text = source + WRAPPER.replace("KERNEL", name)
-    stem = _folder() / hashlib.sha256("\n".join([text, *constants]).encode()).hexdigest()[:24]
-    stem.with_suffix(".cpp").write_text(text)
-    command = [*_command(), "-shared", "-include", str(_header()), *(f"-D{constant}" for constant in constants)]
-    done = subprocess.run(
-        [*command, "-o", str(stem.with_suffix(".so")), str(stem.with_suffix(".cpp"))], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{name} with {constants} does not compile for the emulator:\n{done.stderr[:4000]}")
-    return ctypes.CDLL(str(stem.with_suffix(".so")))
+    digest = hashlib.sha256("\n".join([text, *constants]).encode()).hexdigest()
+    library = _folder() / f"{digest[:24]}.so"
+    if not library.exists():
+        header = _header()
+        own = header.parent / library.name
+        own.with_suffix(".cpp").write_text(text)
+        command = [*_command(), "-shared", "-include", str(header), *(f"-D{constant}" for constant in constants)]
+        done = subprocess.run([*command, "-o", str(own), str(own.with_suffix(".cpp"))], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name} with {constants} does not compile for the emulator:\n{done.stderr[:4000]}")
+        own.replace(library)  # whole, whoever else looks for it
+    return ctypes.CDLL(str(library))
 
 
 class EmulatedCopier:
