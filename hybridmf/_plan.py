@@ -642,15 +642,16 @@ def _placed(plan: Plan, scale: ScalePlan) -> Plan:
     """The plan with its ratings where `scale` has them between half sweeps."""
     if scale.ratings == "device":
         return replace(plan, resident=bool(plan.streamed))
-    notes = plan.notes
+    notes = list(plan.notes)
     if scale.factors != "device":
-        notes = (*notes, "the factors do not fit on the GPUs: they stay in the memory of the host")
-    elif not plan.streamed:
-        notes = (*notes, _streaming_note(plan, f"{scale.gpus} GPUs"))
-    if scale.factors == "device":
+        notes.append("the factors do not fit on the GPUs: they stay in the memory of the host")
+    else:
+        if not plan.streamed:
+            notes.append(_streaming_note(plan, f"{scale.gpus} GPUs"))
         split = [f"{side}s" for side, half in scale.halves.items() if half.fixed == "split"]
-        notes += (f"the fixed side of {' and '.join(split)} is split over the GPUs, which add up sums",) * bool(split)
-    return replace(plan, streamed=scale.ratings, slab=max(map(scale.slab, scale.halves)), notes=notes)
+        if split:
+            notes.append(f"the fixed side of {' and '.join(split)} is split over the GPUs, which add up sums")
+    return replace(plan, streamed=scale.ratings, slab=max(map(scale.slab, scale.halves)), notes=tuple(notes))
 
 
 def _als_request(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> dispatch.Request:
