@@ -713,15 +713,20 @@ def test_a_process_that_ends_without_an_answer():
 
 
 class Unreadable(Exception):
-    def __init__(self, one, two):
+    """Cannot be made again from what pickle has of it; `distributed` mends those that have only another constructor."""
+
+    def __init__(self):
         super().__init__("no memory left")
+
+    def __reduce__(self):
+        return Unreadable, (1, 2)
 
 
 def test_answers_that_cannot_be_pickled():
     _, error, _ = pickle.loads(processes._packed(threading.Lock(), None, "", 2))
     assert isinstance(error, TypeError)
     assert "what rank 2 returned cannot be pickled" in str(error)
-    _, error, text = pickle.loads(processes._packed(None, Unreadable(1, 2), "trace", 2))
+    _, error, text = pickle.loads(processes._packed(None, Unreadable(), "trace", 2))
     assert isinstance(error, CommunicatorError)
     assert (str(error), text) == ("rank 2 failed: Unreadable: no memory left", "trace")
 
