@@ -794,6 +794,22 @@ def test_ranks_that_are_closed_do_something_last():
     assert len(ended) == 3
 
 
+def test_what_ranks_raise_last():
+    def last(communicator):
+        if communicator.rank == 1:
+            raise OwnError
+        communicator.barrier()
+
+    before = set(threading.enumerate())
+    with pytest.raises(OwnError):
+        RankThreads(3).close(last, wait=True)
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    ranks = RankThreads(2)
+    ranks.close(last)
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    assert ranks.stopping.is_set()
+
+
 # ------------------------------------------------------------------------------------------------ meetings of threads
 
 

@@ -7,6 +7,7 @@ import inspect
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -458,6 +459,19 @@ def test_a_rank_that_holds_the_solver_last_does_not_wait_for_itself(monkeypatch,
         thread.join(10)
     assert not any(thread.is_alive() for thread in mine)
     assert not scale_threads._Turns.at_work
+
+
+@pytest.mark.parametrize("error", [CommunicatorError("no answer"), DeviceError("no answer")])
+def test_a_rank_that_does_not_end_well_is_told(error, monkeypatch, caplog, ratings_matrix):
+    def refuse():
+        raise error
+
+    solver = multi(ratings_matrix, method_of())
+    monkeypatch.setattr(solver._opened[1], "close", refuse)
+    with nullcontext() if isinstance(error, CommunicatorError) else pytest.raises(DeviceError, match="no answer"):
+        solver.close()
+    assert "rank 1 did not end well: no answer" in caplog.text
+    solver.close()
 
 
 # --------------------------------------------------------------------------------------------- the estimator

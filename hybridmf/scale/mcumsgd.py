@@ -681,5 +681,7 @@ def _close(threads: RankThreads, opened: dict[int, Communicator], *, wait: bool 
 def _close_rank(opened: dict[int, Communicator], control: Communicator) -> None:
     try:
         opened[control.rank].close()
-    except CommunicatorError as error:
+    except Exception as error:
         logger.warning("rank %d did not end well: %s", control.rank, error)
+        if not isinstance(error, CommunicatorError):  # that others are gone is theirs to tell
+            raise

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -234,6 +234,10 @@ class _Run:
                 self.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
 
 
+_Work: TypeAlias = "queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None]"
+"""What a rank is to do, one after the other; None: to end."""
+
+
 class _Turns:
     """Ranks at work, and the switch interval to go back to after the last.
 
@@ -284,14 +288,14 @@ class RankThreads:
     """
 
     def __init__(self, size: int, *, timeout: float = TIMEOUT) -> None:
-        self._work: list[queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None]] = []
+        self._work: list[_Work] = []
         self.communicators = ThreadCommunicator.group(size, timeout=timeout)
         hub = self.communicators[0].transport
         assert isinstance(hub, Hub)
         self._hub = hub
         self.stopping = self._hub.failed
         for communicator in self.communicators:
-            work: queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None] = queue.SimpleQueue()
+            work: _Work = queue.SimpleQueue()
             self._work.append(work)
             # daemons: a rank that hangs must not keep the interpreter from ending
             name = f"hybridmf rank {communicator.rank}"
@@ -308,25 +312,32 @@ class RankThreads:
         CommunicatorError
             The ranks have failed before; or what one sent was never received.
         """
-        hub = self._hub
-        hub.check()
-        hub.left.clear()
-        run = _Run(len(self.communicators))
+        self._hub.check()
+        results = self._do(function, self._work)
+        unread = self._hub.unread()
+        if unread:
+            self._hub.fail(unread)
+            self._hub.check()
+        return results
+
+    def _do(
+        self, function: Callable[[ThreadCommunicator], Result], ranks: Sequence[_Work], *, wait: bool = True
+    ) -> list[Result]:
+        """Give the ranks something to do; if `wait`, what all return, or raise what the first that fails has raised."""
+        run = _Run(len(ranks))
+        self._hub.left.clear()
         try:
-            for work in self._work:
+            for work in ranks:
                 work.put((run, function))
-            run.wait(lambda: not run.pending or run.error is not None)
+            if wait:
+                run.wait(lambda: not run.pending or run.error is not None)
         except BaseException as error:
-            hub.fail(f"stopped by {type(error).__name__}")
+            self._hub.fail(f"stopped by {type(error).__name__}")
             _let_go(run)
             raise
-        if run.error is not None:
+        if wait and run.error is not None:
             _let_go(run)
             raise run.error
-        unread = hub.unread()
-        if unread:
-            hub.fail(unread)
-            hub.check()
         return run.results
 
     @contextmanager
@@ -352,20 +363,18 @@ class RankThreads:
         Parameters
         ----------
         last : callable, optional
-            What each rank does before it ends; it must not raise.
+            What each rank does before it ends.
         wait : bool
-            Return when all have done so. Not for what the garbage collector calls: it may do so on one of the threads.
+            Return when all have done so, or raise what the first that failed has raised. Not for what the garbage
+            collector calls: it may do so on one of the threads.
         """
-        work, self._work = self._work, []
-        run = _Run(len(work) if last else 0)
-        if last:
-            self._hub.left.clear()
-            for each in work:
-                each.put((run, last))
-        for each in work:
-            each.put(None)
-        if wait:
-            run.wait(lambda: not run.pending)
+        ranks, self._work = self._work, []
+        try:
+            if last is not None:
+                self._do(last, ranks, wait=wait)
+        finally:
+            for work in ranks:
+                work.put(None)
 
     def __enter__(self) -> RankThreads:
         return self
@@ -379,9 +388,7 @@ class RankThreads:
         self.close()
 
 
-def _serve(
-    hub: Hub, communicator: ThreadCommunicator, work: queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None]
-) -> None:
+def _serve(hub: Hub, communicator: ThreadCommunicator, work: _Work) -> None:
     """A rank's thread."""
     while (task := work.get()) is not None:
         run, function = task
