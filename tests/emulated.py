@@ -65,9 +65,7 @@ def _header() -> Path:
 
     The compiler finds the result beside the header; where it made none, it takes the text.
     """
-    folder = _folder() / f"emulator-{os.getpid()}"  # one for each process: others may be reading theirs
-    folder.mkdir()
-    copy = folder / HEADER.name
+    copy = Path(tempfile.mkdtemp(dir=_folder())) / HEADER.name  # one for each process: others may be reading theirs
     shutil.copy(HEADER, copy)
     subprocess.run([*_command(), "-x", "c++-header", str(copy), "-o", f"{copy}.gch"], capture_output=True)
     return copy

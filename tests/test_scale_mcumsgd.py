@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from conftest import planted
+from fake_nccl import wait_until
 from test_scale_comm import over_sockets
 from test_scale_nccl import gpus
 from test_sgd import arrays, assert_same_bits, method_of, relative_error, solver_of
@@ -458,7 +459,7 @@ def test_a_rank_that_holds_the_solver_last_does_not_wait_for_itself(monkeypatch,
     for thread in mine:
         thread.join(10)
     assert not any(thread.is_alive() for thread in mine)
-    assert not scale_threads._Turns.at_work
+    wait_until(lambda: not scale_threads._Turns.at_work)
 
 
 @pytest.mark.parametrize("error", [CommunicatorError("no answer"), DeviceError("no answer")])
