@@ -13,6 +13,9 @@ from ._validate import check_bool, check_choice, check_real
 Side = Literal["user", "item"]
 SIDES: tuple[Side, Side] = ("user", "item")
 
+BIAS_REGULARIZATION = 0.1
+"""lambda_b where none is given."""
+
 DRAWN_ROWS = 65536
 """Rows whose random factors are drawn at a time; the values do not depend on it."""
 
@@ -33,7 +36,8 @@ def check_scaling(value: object) -> float:
 class Objective:
     """Squared-error objective with a ridge penalty (no factor 1/2).
 
-    Explicit: ``sum_observed (r - mu - b_u - b_i - x.y)^2 + lambda (sum_u s_u |x_u|^2 + sum_i s_i |y_i|^2)``.
+    Explicit: ``sum_observed (r - mu - b_u - b_i - x.y)^2 + lambda (sum_u s_u |x_u|^2 + sum_i s_i |y_i|^2)
+    + lambda_b (sum_u s_u b_u^2 + sum_i s_i b_i^2)``.
     Implicit: ``sum_all c (p - x.y)^2`` + the same penalty, with ``c = 1 + alpha |r|``, ``p = [r > 0]`` where observed
     and ``c = unobserved_weight``, ``p = 0`` elsewhere.
 
@@ -47,7 +51,9 @@ class Objective:
     alpha, unobserved_weight : float
         Implicit feedback only.
     biases : bool
-        Explicit feedback only; biases carry no penalty.
+        Explicit feedback only.
+    bias_regularization : float
+        lambda_b, the penalty of squared biases.
     """
 
     feedback: Literal["explicit", "implicit"]
@@ -56,15 +62,21 @@ class Objective:
     alpha: float = 1.0
     unobserved_weight: float = 1.0
     biases: bool = False
+    bias_regularization: float = 0.0
 
     @classmethod
-    def explicit(cls, regularization: object, scaling: object, biases: object) -> Objective:
-        """Checked objective of explicit feedback."""
+    def explicit(
+        cls, regularization: object, scaling: object, biases: object, bias_regularization: object = None
+    ) -> Objective:
+        """Checked objective of explicit feedback; a `bias_regularization` of None takes the default."""
+        if bias_regularization is None:
+            bias_regularization = BIAS_REGULARIZATION
         return cls(
             "explicit",
             check_real("regularization", regularization, 0.0),
             check_scaling(scaling),
             biases=check_bool("biases", biases),
+            bias_regularization=check_real("bias_regularization", bias_regularization, 0.0),
         )
 
     @classmethod
@@ -87,10 +99,22 @@ class Objective:
         """s of each row from its number of entries; float64, shape of `degrees`. Empty rows get 1 (unused)."""
         return np.maximum(degrees, 1).astype(np.float64) ** self.scaling
 
-    def penalty(self, factors: np.ndarray, degrees: np.ndarray) -> float:
-        """lambda sum_u s_u |x_u|^2 of one side, in float64."""
-        squares = np.einsum("ij,ij->i", factors, factors, dtype=np.float64)
-        return self.regularization * float(squares @ self.row_scale(degrees))
+    def ridge(self, factors: int, rank: int) -> np.ndarray:
+        """Diagonal that ``s_u`` multiplies in the normal equations, float64, shape (rank,): factors, then a bias."""
+        ridge = np.full(rank, self.regularization)
+        ridge[factors:] = self.bias_regularization
+        return ridge
+
+    def penalty(self, factors: np.ndarray, degrees: np.ndarray, bias: np.ndarray | None = None) -> float:
+        """Penalty of one side, ``sum_u s_u (lambda |x_u|^2 + lambda_b b_u^2)``, in float64."""
+        return self.penalty_of_squares(np.einsum("ij,ij->i", factors, factors, dtype=np.float64), degrees, bias)
+
+    def penalty_of_squares(self, squares: np.ndarray, degrees: np.ndarray, bias: np.ndarray | None = None) -> float:
+        """`penalty` from the squared length of each row's factors, shape (n,)."""
+        rows = self.regularization * squares
+        if bias is not None:
+            rows = rows + self.bias_regularization * np.square(bias, dtype=np.float64)
+        return float(rows @ self.row_scale(degrees))
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,7 @@ item_ids_
         regularization: float = 0.05,
         regularization_scaling: str | float = "count",
         biases: bool = False,
+        bias_regularization: float | None = None,
         iterations: int = 15,
         solver: str = "cholesky",
         device: str | Sequence[str] = "auto",
@@ -260,6 +261,7 @@ item_ids_
         self.regularization = regularization
         self.regularization_scaling = regularization_scaling
         self.biases = biases
+        self.bias_regularization = bias_regularization
         self.iterations = iterations
         self.solver = solver
         self.device = device
@@ -275,4 +277,6 @@ item_ids_
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self) -> Objective:
-        return Objective.explicit(self.regularization, self.regularization_scaling, self.biases)
+        return Objective.explicit(
+            self.regularization, self.regularization_scaling, self.biases, self.bias_regularization
+        )

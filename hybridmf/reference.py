@@ -42,7 +42,7 @@ def solve_row(
         assert fixed.bias is not None
         preference = preference - mean - fixed.bias[columns].astype(np.float64)
         Y = np.column_stack([Y, np.ones(len(Y))])
-        ridge = np.append(ridge, 0.0)
+        ridge = np.append(ridge, objective.bias_regularization * len(columns) ** objective.scaling)
     observed = Y[columns]
     if objective.is_implicit:  # unobserved pairs: c = w0, p = 0
         weight = np.full(len(Y), objective.unobserved_weight)
@@ -85,11 +85,13 @@ def objective_value(matrix: Any, state: State, objective: Objective) -> float:
     degrees = [
         np.bincount(index, minlength=size) for index, size in zip((coo.row, coo.col), predicted.shape, strict=True)
     ]
-    ridge = sum(
-        (np.maximum(degree, 1.0) ** objective.scaling * (factors**2).sum(axis=1)).sum()
-        for degree, factors in zip(degrees, (X, Y), strict=True)
-    )
-    return float((C * (P - predicted) ** 2).sum() + objective.regularization * ridge)
+    penalty = 0.0
+    for degree, side in zip(degrees, (state.user, state.item), strict=True):
+        squares = objective.regularization * (side.matrix.astype(np.float64) ** 2).sum(axis=1)
+        if side.bias is not None:
+            squares = squares + objective.bias_regularization * side.bias.astype(np.float64) ** 2
+        penalty += (np.maximum(degree, 1.0) ** objective.scaling * squares).sum()
+    return float((C * (P - predicted) ** 2).sum() + penalty)
 
 
 def conjugate_gradient(A: np.ndarray, b: np.ndarray, x: np.ndarray, steps: int) -> np.ndarray:

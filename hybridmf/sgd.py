@@ -125,6 +125,7 @@ class SGD(FactorModel):
         schedule: str = "msgd",
         ordering: str = "mixed",
         biases: bool = False,
+        bias_regularization: float | None = None,
         iterations: int = 20,
         device: str | list[str] = "auto",
         precision: str = "float32",
@@ -142,6 +143,7 @@ class SGD(FactorModel):
         self.schedule = schedule
         self.ordering = ordering
         self.biases = biases
+        self.bias_regularization = bias_regularization
         self.iterations = iterations
         self.device = device
         self.precision = precision
@@ -152,7 +154,7 @@ class SGD(FactorModel):
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self) -> Objective:
-        return Objective.explicit(self.regularization, "count", self.biases)
+        return Objective.explicit(self.regularization, "count", self.biases, self.bias_regularization)
 
     def _settings(self) -> Settings:
         method = SgdMethod.check(

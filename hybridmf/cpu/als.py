@@ -135,8 +135,7 @@ class HalfSweep:
         self.indptr, self.indices, self.ratings = csr_arrays(matrix)
         self.degrees = np.diff(self.indptr)
         self.scale = objective.row_scale(self.degrees)
-        self.ridge = np.full(plan.rank, objective.regularization, dtype=matrix.dtype)
-        self.ridge[plan.factors :] = 0  # biases carry no penalty
+        self.ridge = objective.ridge(plan.factors, plan.rank).astype(matrix.dtype)
         self.order = _formats.degree_order(self.indptr)
         self.bals: BalsMatrix | None = None
         if plan.assembly == "bals":
@@ -472,4 +471,5 @@ def total_objective(
     if objective.is_implicit:
         grams = [_als.gram(factors, num_threads) for factors in (users, items)]
         total += objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
-    return total + objective.penalty(users, user_degrees) + objective.penalty(items, item_degrees)
+    user_penalty = objective.penalty(users, user_degrees, state.user.bias)
+    return total + user_penalty + objective.penalty(items, item_degrees, state.item.bias)

@@ -287,9 +287,7 @@ class HalfSweep:
         self.indptr = device.upload(np.asarray(indptr, dtype=np.int64))
         self.indices, self.ratings = self._hold(indices, ratings)
         self.scale = device.upload(objective.row_scale(self.degrees).astype(self.dtype))
-        ridge = np.full(plan.rank, objective.regularization, dtype=self.dtype)
-        ridge[plan.factors :] = 0  # biases carry no penalty
-        self.ridge = device.upload(ridge)
+        self.ridge = device.upload(objective.ridge(plan.factors, plan.rank).astype(self.dtype))
         self.roots = roots or range_of_roots(objective, ratings)
         order = np.argsort(-self.degrees, kind="stable")
         order = order[: int(np.count_nonzero(self.degrees))]
