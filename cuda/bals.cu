@@ -11,9 +11,9 @@
 // ACCUMULATORS=local, the paper's mapping
 // grid  : (row block, lower NB x NB tile of the systems)     block: DX x DY threads a row, DZ rows at a time
 // shared: sY1 and sY2, TILE_COLS x NB factors each (one of them on the diagonal)
-//   Each thread keeps NB / DX x NB / DY x ceil(TILE_ROWS / DZ) sums. Which of them a segment adds to is known only when
-//   it runs, so the compiler puts them into local memory: every product reads and writes L1, which segments of two or
-//   three entries, the usual ones, cannot repay.
+//   Each thread keeps NB / DX x NB / DY x ceil(TILE_ROWS / DZ) sums. The loop over rounds of rows is not unrolled (its
+//   trip count is ceil(TILE_ROWS / DZ)), so it indexes the sums at run time and they lie in local memory: every product
+//   reads and writes L1, which segments of two or three entries, the usual ones, cannot repay.
 //
 // ACCUMULATORS=chip, ours
 // grid  : (row block x group of ROWS rows, part of the tiles)   block: one thread a TILE x TILE tile and row
