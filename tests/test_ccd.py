@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import reference
+from hybridmf import _cost, reference
 from hybridmf._ccd_method import CcdMethod
+from hybridmf._machine import CpuRates, GpuRates
 from hybridmf._objective import SIDES, Factors, Objective, State, initial_state
 from hybridmf._plan import Settings, make_plan
 from hybridmf._validate import as_csr
@@ -70,6 +71,17 @@ def arrays_of(state: State) -> list[np.ndarray]:
     """Factors and biases."""
     sides = [state.side(side) for side in SIDES]
     return [side.matrix for side in sides] + [side.bias for side in sides if side.bias is not None]
+
+
+def grown(state: State, root: float) -> State:
+    """The state that predicts root^2 times as much: factors times root, biases and mean times root^2."""
+
+    def side(factors: Factors) -> Factors:
+        real = factors.matrix.dtype.type
+        bias = None if factors.bias is None else factors.bias * real(root**2)
+        return Factors(factors.matrix * real(root), bias)
+
+    return State(side(state.user), side(state.item), state.mean * root**2)
 
 
 def relative_error(state: State, expected: State) -> float:
@@ -356,6 +368,22 @@ def test_thread_count_changes_no_bit(dtype, inner, biases):
     assert len(_ccd.schedule(matrix.indptr.astype(np.int64))[0]) > 3
     for model in models[1:]:
         assert_same_bits(model._learned.state, models[0]._learned.state)
+
+
+@pytest.mark.parametrize("name", ["count", "biased, 0.3 n^0.5"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("power", [-10, 10])
+def test_no_constant_breaks_the_scale_of_the_ratings(name, dtype, power):
+    """Ratings and lambda times 4^power, from a start times 2^power: no bit of a factor differs but for that power."""
+    matrix = as_csr(planted(), dtype=dtype)
+    objective, root = ALL_OBJECTIVES[name], 2.0**power
+    scaled = replace(objective, regularization=objective.regularization * root**2)
+    one = solver_of(matrix, objective, 4, inner=2)
+    other = solver_of(as_csr(matrix * np.dtype(dtype).type(root**2), dtype=dtype), scaled, 4, inner=2)
+
+    other.state = grown(one.state, root)
+    assert_same_bits(run(other, 3), grown(run(one, 3), root))
+    assert other.objective_value() == pytest.approx(one.objective_value() * root**4, rel=1e-12)
 
 
 @settings(max_examples=15, deadline=None)
@@ -666,8 +694,17 @@ def test_memory_is_what_the_plan_says(name):
     ratings = sum(half.ratings.nbytes + half.indices.nbytes + half.indptr.nbytes for half in halves)
     assert ratings <= plan.bytes["ratings"] + 16
     assert solver._workspace.nbytes == plan.bytes["workspace"]
+    vectors = sum(half.ridges.nbytes + 2 * 4 * len(half.degrees) for half in halves)
+    assert vectors == plan.bytes["vectors"]
     made = sum(solver._columns(side).nbytes for side in SIDES) + sum(map(np.size, arrays_of(solver.state))) * 2 * 4
     assert made <= plan.bytes["factors"] + 4 * sum(matrix.shape)
+
+
+def test_biases_are_estimated_to_take_as_long_as_two_factors():
+    biased = hmf.plan(planted(), hmf.CCD(8, biases=True, device="cpu"))
+    wider = hmf.plan(planted(), hmf.CCD(10, device="cpu"))
+    assert _cost._cpu_ccd(biased, CpuRates()) == pytest.approx(_cost._cpu_ccd(wider, CpuRates()))
+    assert _cost._gpu_ccd(biased, GpuRates()) == pytest.approx(_cost._gpu_ccd(wider, GpuRates()))
 
 
 # ------------------------------------------------------------------------------------------------------------ real data

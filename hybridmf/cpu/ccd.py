@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._ccd_method import CcdMethod, bias_columns, non_finite
+from .._ccd_method import CcdMethod, non_finite
 from .._objective import SIDES, Factors, Objective, Side, State, other_side, scoring_rows
 from .._plan import Plan
 from .._solver import SWEEP_ORDER, Unconnected
@@ -96,7 +96,7 @@ class CpuCCD(Unconnected):
     ) -> None:
         assert isinstance(plan.method, CcdMethod) and not objective.is_implicit
         self.objective, self.plan, self.method, self.state = objective, plan, plan.method, state
-        self.biases = bias_columns(plan)
+        self.biases = plan.method.bias_columns(plan)
         of_users = None if weights is None else _weight_matrix(user_items, weights)
         of_items = None if of_users is None else transpose(of_users, num_threads=plan.num_threads)
         self.halves: dict[Side, _Half] = {

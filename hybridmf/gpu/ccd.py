@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._ccd_method import CcdMethod, bias_columns, non_finite
+from .._ccd_method import CcdMethod, non_finite
 from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import Plan
 from .._solver import SWEEP_ORDER, Unconnected
@@ -563,7 +563,7 @@ class GpuCCD(Unconnected):
     ) -> None:
         assert isinstance(plan.method, CcdMethod) and not objective.is_implicit
         self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
-        self.biases = bias_columns(plan)
+        self.biases = plan.method.bias_columns(plan)
         matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
         self.entries: dict[Side, Entries] = {}
         for side in SIDES:
