@@ -46,8 +46,9 @@ def main() -> None:
         }
         hmf.ImplicitALS(rank, **common).fit(matrix).objective(matrix)
         hmf.ExplicitALS(rank - 1, biases=True, **common).fit(matrix)
-    for inner, dtype in ((1, "float32"), (2, "float64")):
-        hmf.CCD(3, iterations=1, inner_iterations=inner, dtype=dtype, device="cuda").fit(matrix).objective(matrix)
+    for inner, dtype, biases in ((1, "float32", False), (2, "float64", False), (1, "float32", True)):
+        model = hmf.CCD(3, iterations=1, inner_iterations=inner, dtype=dtype, biases=biases, device="cuda")
+        model.fit(matrix).objective(matrix)
     sgd_cases(matrix)
     device = open_device()
     rng = np.random.default_rng(1)

@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from . import _plan, dispatch
+from ._objective import Objective, Side
 from ._plan import Plan, Settings
+from ._solver import SWEEP_ORDER
 from ._validate import check_bool, check_int, index_pointer_dtype
 from .cpu import _ccd
+from .errors import NonFiniteError
 from .gpu.device import DeviceSpec
 
 logger = logging.getLogger("hybridmf")
@@ -81,12 +84,21 @@ class CcdMethod:
             )
         )
 
+    @staticmethod
+    def bias_columns(plan: Plan) -> tuple[Side, ...]:
+        """Sides whose biases the first columns of coordinates hold, where the other side has ones; factors follow."""
+        return SWEEP_ORDER if plan.rank > plan.factors else ()
+
+    def columns_of_work(self, plan: Plan) -> float:
+        """Factors that one inner iteration each would take as long with; each column of biases has one."""
+        return plan.factors * (4.0 * self.inner_iterations + 6.0) / 10.0 + len(self.bias_columns(plan))
+
     def flops_per_iteration(self, plan: Plan) -> float:
         """Useful work: for each entry, side and factor 4 flops an inner iteration, 4 for the residual's two changes.
 
         The residual that opens an iteration takes another 2 a factor.
         """
-        return 2.0 * plan.nnz * plan.factors * (4.0 * self.inner_iterations + 6.0)
+        return 20.0 * plan.nnz * self.columns_of_work(plan)
 
     def bytes_per_iteration(self, plan: Plan) -> float:
         """Both copies of the residual, read and written once a factor, with their indices.
@@ -95,11 +107,23 @@ class CcdMethod:
         """
         itemsize = np.dtype(plan.dtype).itemsize
         once, again = 2.0 * (4 + 2 * itemsize), 2.0 * (4 + itemsize)
-        return plan.nnz * plan.factors * (once + (self.inner_iterations - 1) * again)
+        biases = len(self.bias_columns(plan))
+        return plan.nnz * ((plan.factors + biases) * once + plan.factors * (self.inner_iterations - 1) * again)
 
     def __str__(self) -> str:
         inner = f"{self.inner_iterations} inner iteration{'s' if self.inner_iterations > 1 else ''}"
         return f"ccd++, {inner} of each rank-one update{', non-negative' if self.nonnegative else ''}"
+
+
+def non_finite(objective: Objective, side: Side, row: int, factor: int | None) -> NonFiniteError:
+    """The error for a coordinate that overflowed; a bias where `factor` is None."""
+    what, penalty = f"factor {factor}", f"regularization (now {objective.regularization:g})"
+    if factor is None:
+        what, penalty = "bias", f"bias_regularization (now {objective.bias_regularization:g})"
+    return NonFiniteError(
+        f"{what} of {side} {row} became infinite or NaN; "
+        f"scale the ratings down, increase {penalty}, or use dtype='float64'"
+    )
 
 
 def _on_cpu(plan: Plan) -> Plan:
@@ -112,8 +136,8 @@ def _on_cpu(plan: Plan) -> Plan:
         "ratings": 2 * nnz * (itemsize + 4) + (m + n) * (pointer + 8),
         "residual": 2 * nnz * itemsize,
         # by column; and by row, old and new, so that an interrupted iteration leaves no trace
-        "factors": 3 * (m + n) * plan.factors * itemsize,
-        "vectors": (m + n) * (2 * itemsize + 8),
+        "factors": 3 * (m + n) * (plan.factors + len(CcdMethod.bias_columns(plan))) * itemsize,
+        "vectors": (m + n) * (2 * itemsize + 8 * (1 + plan.rank - plan.factors)),
         "workspace": plan.num_threads * _ccd.LONG_ROW * itemsize,
     }
     return replace(plan, bytes=sizes, notes=tuple(_plan._instruction_set_notes()))
@@ -126,5 +150,6 @@ def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
 
     if settings.gpu_memory_limit is not None:
         spec = replace(spec, free_bytes=min(spec.free_bytes, settings.gpu_memory_limit))
-    sizes = memory_bytes(plan.n_users, plan.n_items, plan.nnz, plan.factors, plan.dtype, spec)
+    biases = plan.rank > plan.factors
+    sizes = memory_bytes(plan.n_users, plan.n_items, plan.nnz, plan.factors, plan.dtype, spec, biases)
     return replace(plan, device=f"cuda:{spec.index}", gpu=spec, bytes=sizes)

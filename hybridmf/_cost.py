@@ -273,10 +273,10 @@ def _cpu_serial(plan: Plan, rates: CpuRates) -> float:
 def _cpu_ccd(plan: Plan, rates: CpuRates) -> tuple[float, float]:
     method: Any = plan.method
     inner = method.inner_iterations
-    share = (4.0 * inner + 6.0) / 10.0
     once = plan.nnz * rates.ccd_entry + _rows(plan) * rates.ccd_row
     floor = _memory_floor(method.bytes_per_iteration(plan) * 4 / _itemsize(plan), plan, rates)
-    return max(plan.factors * once * share, floor), plan.factors * (2.0 * inner + 2.0)
+    biases = len(method.bias_columns(plan))
+    return max(method.columns_of_work(plan) * once, floor), plan.factors * (2.0 * inner + 2.0) + biases * 4.0
 
 
 # ------------------------------------------------------------------------------------------------------------- GPU
@@ -359,6 +359,7 @@ def _chain(longest: int, rates: GpuRates) -> float:
 
 def _gpu_ccd(plan: Plan, rates: GpuRates) -> float:
     method: Any = plan.method
-    launches = plan.factors * (2.0 * method.inner_iterations + 4.0)
-    once = method.bytes_per_iteration(plan) / rates.ccd + _rows(plan) * plan.factors * rates.ccd_row
+    biases = len(method.bias_columns(plan))
+    launches = plan.factors * (2.0 * method.inner_iterations + 4.0) + biases * 6.0
+    once = method.bytes_per_iteration(plan) / rates.ccd + _rows(plan) * (plan.factors + biases) * rates.ccd_row
     return once + launches * rates.launch

@@ -160,6 +160,16 @@ class Factors:
         return Factors(matrix, bias)
 
 
+def scoring_rows(factors: Factors, side: Side, mean: float) -> np.ndarray:
+    """Rows whose inner products are the predictions: factors; mean and biases, if any, as two more columns."""
+    matrix, bias = factors.matrix, factors.bias
+    if bias is None:
+        return matrix
+    ones = np.ones(len(matrix), dtype=matrix.dtype)
+    pair = (bias + matrix.dtype.type(mean), ones) if side == "user" else (ones, bias)
+    return np.column_stack((matrix, *pair))
+
+
 class AwayFactors(Factors):
     """Factors that are kept elsewhere or in another layout: arrays of the host are made once somebody looks.
 

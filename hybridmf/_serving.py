@@ -19,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from ._engine import engine_for
 from ._learned import Learned, align, pattern
 from ._memory import available_memory
-from ._objective import Factors, Side
+from ._objective import Factors, Side, scoring_rows
 from ._plan import Plan
 from ._sparse import keep_entries, take_rows
 from ._validate import (
@@ -149,15 +149,10 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     # ------------------------------------------------------------------------------------------------ top N
 
     def _scoring_factors(self, side: Side, rows: np.ndarray | None = None) -> np.ndarray:
-        """Rows whose inner products are the scores: factors; mean and biases, if any, as two more columns."""
-        factors = self._learned.state.side(side)
-        matrix = factors.matrix if rows is None else factors.matrix[rows]
-        if factors.bias is None:
-            return matrix
-        bias = factors.bias if rows is None else factors.bias[rows]
-        ones = np.ones(len(matrix), dtype=matrix.dtype)
-        pair = (bias + matrix.dtype.type(self._learned.state.mean), ones) if side == "user" else (ones, bias)
-        return np.column_stack((matrix, *pair))
+        """Rows whose inner products are the scores, all or the given ones; see `scoring_rows`."""
+        state = self._learned.state
+        factors = state.side(side)
+        return scoring_rows(factors if rows is None else factors.take(rows), side, state.mean)
 
     def recommend(
         self,

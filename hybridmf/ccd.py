@@ -16,11 +16,12 @@ from ._solver import Solver
 class CCD(FactorModel):
     """Matrix factorization of explicit ratings by cyclic coordinate descent, one rank-one update after another.
 
-    Minimizes what `ExplicitALS` without biases minimizes, ``sum_(u,i observed) (r_ui - x_u.y_i)^2 + lambda (sum_u s_u
-    |x_u|^2 + sum_i s_i |y_i|^2)``, by CCD++ (Yu, Hsieh, Si and Dhillon 2012; MSGD 3.2.2; BALS 6.2): the factors t are
-    visited in turn, and with the residual of all the others, the item coordinates ``y_it`` and then the user
-    coordinates ``x_ut`` are set to their minimizers, each a ridge regression with one unknown. An iteration costs
-    O(nnz factors), where one of ALS costs O(nnz factors^2); the objective never rises, up to rounding.
+    Minimizes what `ExplicitALS` minimizes, ``sum_(u,i observed) (r_ui - mu - b_u - b_i - x_u.y_i)^2 + lambda (sum_u s_u
+    |x_u|^2 + sum_i s_i |y_i|^2) + lambda_b (sum_u s_u b_u^2 + sum_i s_i b_i^2)``, by CCD++ (Yu, Hsieh, Si and Dhillon
+    2012; MSGD 3.2.2; BALS 6.2): the factors t are visited in turn, and with the residual of all the others, the item
+    coordinates ``y_it`` and then the user coordinates ``x_ut`` are set to their minimizers, each a ridge regression
+    with one unknown. Biases are visited before the factors, the items' first. An iteration costs O(nnz factors), where
+    one of ALS costs O(nnz factors^2); the objective never rises, up to rounding.
 
     Parameters
     ----------
@@ -35,7 +36,12 @@ class CCD(FactorModel):
     inner_iterations : int
         Times items and users are solved for each other before the next factor's turn, 1 to 1000.
     nonnegative : bool
-        Keep all factors at or above zero. Fold-in (`transform`, `recommend` of new rows) knows no such constraint.
+        Keep all factors at or above zero; biases may be negative. Fold-in (`transform`, `recommend` of new rows) has no
+        such constraint.
+    biases : bool
+        Fit the mean mu (kept at the training mean) and user and item biases. Without them, all three are 0.
+    bias_regularization : float, optional
+        lambda_b >= 0. Default: as for `ExplicitALS`.
     device : {"auto", "cpu", "cuda", "cuda:N"}
         "auto" takes the best there is and logs why; "cuda" (the first GPU) raises where it cannot be served.
     dtype : {"float32", "float64"}
@@ -52,6 +58,8 @@ class CCD(FactorModel):
     ----------
     user_factors, item_factors : float32 array, shape (n_users, factors) and (n_items, factors)
     user_factors_, item_factors_ : the same in `dtype`
+    user_bias_, item_bias_ : array or None
+    mean_ : float
     n_iter_ : int
         Completed iterations.
     history_ : list of dict
@@ -90,6 +98,8 @@ class CCD(FactorModel):
         iterations: int = 15,
         inner_iterations: int = 1,
         nonnegative: bool = False,
+        biases: bool = False,
+        bias_regularization: float | None = None,
         device: str = "auto",
         dtype: Any = "float32",
         num_threads: int | None = None,
@@ -102,6 +112,8 @@ class CCD(FactorModel):
         self.iterations = iterations
         self.inner_iterations = inner_iterations
         self.nonnegative = nonnegative
+        self.biases = biases
+        self.bias_regularization = bias_regularization
         self.device = device
         self.dtype = dtype
         self.num_threads = num_threads
@@ -109,7 +121,9 @@ class CCD(FactorModel):
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self) -> Objective:
-        return Objective.explicit(self.regularization, self.regularization_scaling, False)
+        return Objective.explicit(
+            self.regularization, self.regularization_scaling, self.biases, self.bias_regularization
+        )
 
     def _settings(self) -> Settings:
         return Settings.check(

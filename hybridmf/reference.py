@@ -171,7 +171,7 @@ def ccd(
     nonnegative: bool = False,
     weights: np.ndarray | None = None,
 ) -> State:
-    """CCD++ from a given state, factor by factor, items first (Yu, Hsieh, Si and Dhillon 2012, Alg. 2).
+    """CCD++ from a given state: biases, then factor by factor, items first (Yu, Hsieh, Si and Dhillon 2012, Alg. 2).
 
     Parameters
     ----------
@@ -185,28 +185,38 @@ def ccd(
     w = np.ones(coo.nnz) if weights is None else np.asarray(weights, dtype=np.float64)
     factors = {side: getattr(state, side).matrix.astype(np.float64) for side in index}
     degrees = {side: np.bincount(index[side], minlength=len(factors[side])) for side in index}
-    ridge = {side: objective.regularization * objective.row_scale(degrees[side]) for side in index}
+    scale = {side: objective.row_scale(degrees[side]) for side in index}
+    bias = {side: getattr(state, side).bias for side in index}
+    bias = {side: np.zeros(len(scale[side])) if b is None else b.astype(np.float64) for side, b in bias.items()}
 
     def product(t: int) -> np.ndarray:
         return factors["user"][coo.row, t] * factors["item"][coo.col, t]
 
-    def solve(side: str, fixed: str, t: int, residual: np.ndarray) -> None:
-        y = factors[fixed][index[fixed], t]
+    def minimizer(side: str, y: Any, residual: np.ndarray, ridge: float) -> np.ndarray:
         size = len(degrees[side])
         numerator = np.bincount(index[side], w * residual * y, minlength=size)
-        denominator = np.bincount(index[side], w * y * y, minlength=size) + ridge[side]
-        x = np.divide(numerator, denominator, out=np.zeros(size), where=denominator > 0)
+        denominator = np.bincount(index[side], w * y * y, minlength=size) + ridge * scale[side]
+        return np.divide(numerator, denominator, out=np.zeros(size), where=denominator > 0)
+
+    def solve(side: str, fixed: str, t: int, residual: np.ndarray) -> None:
+        x = minimizer(side, factors[fixed][index[fixed], t], residual, objective.regularization)
         factors[side][:, t] = np.maximum(x, 0) if nonnegative else x
 
     for _ in range(iterations):
         residual = coo.data.astype(np.float64) - (factors["user"][coo.row] * factors["item"][coo.col]).sum(axis=1)
+        residual -= state.mean + bias["user"][coo.row] + bias["item"][coo.col]
+        for side in ("item", "user") if objective.biases else ():
+            residual += bias[side][index[side]]
+            bias[side] = minimizer(side, 1.0, residual, objective.bias_regularization)
+            residual -= bias[side][index[side]]
         for t in range(factors["user"].shape[1]):
             residual += product(t)
             for _ in range(inner_iterations):
                 solve("item", "user", t, residual)
                 solve("user", "item", t, residual)
             residual -= product(t)
-    return State(Factors(factors["user"]), Factors(factors["item"]))
+    users, items = (Factors(factors[side], bias[side] if objective.biases else None) for side in ("user", "item"))
+    return State(users, items, state.mean)
 
 
 HEAD = 8

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import reference
+from hybridmf import _cost, reference
 from hybridmf._ccd_method import CcdMethod
-from hybridmf._objective import Factors, Objective, State, initial_state
+from hybridmf._machine import CpuRates, GpuRates
+from hybridmf._objective import SIDES, Factors, Objective, State, initial_state
 from hybridmf._plan import Settings, make_plan
 from hybridmf._validate import as_csr
 from hybridmf.cpu import _als, _ccd
@@ -32,11 +33,23 @@ OBJECTIVES = {
     "half-count": Objective("explicit", 0.1, 0.5),
     "unpenalized": Objective("explicit", 0.0, 1.0),
 }
+BIASED = {
+    f"biased, {lambda_b} n^{nu}": Objective("explicit", 0.1, nu, biases=True, bias_regularization=lambda_b)
+    for lambda_b in (0.0, 0.3)
+    for nu in (0.0, 0.5, 1.0)
+}
+ALL_OBJECTIVES = OBJECTIVES | BIASED
 
 
 def start_of(matrix: sp.csr_array, rank: int, objective: Objective, seed: int = 0) -> State:
+    """Where a fit starts; biases that are not zero, so that old ones count too."""
     degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
-    return initial_state(*degrees, rank, matrix.dtype.type, objective, 0.0, np.random.default_rng(seed))
+    rng, mean = np.random.default_rng(seed), float(matrix.data.mean())
+    state = initial_state(*degrees, rank, matrix.dtype.type, objective, mean, rng)
+    for side in SIDES if objective.biases else ():
+        bias = state.side(side).bias
+        bias[:] = 0.3 * rng.standard_normal(len(bias))
+    return state
 
 
 def solver_of(matrix, objective, rank, *, threads=2, inner=1, nonnegative=False, weights=None, **changes) -> CpuCCD:
@@ -54,16 +67,35 @@ def run(solver: CpuCCD, iterations: int) -> State:
     return solver.state
 
 
+def arrays_of(state: State) -> list[np.ndarray]:
+    """Factors and biases."""
+    sides = [state.side(side) for side in SIDES]
+    return [side.matrix for side in sides] + [side.bias for side in sides if side.bias is not None]
+
+
+def grown(state: State, root: float) -> State:
+    """The state that predicts root^2 times as much: factors times root, biases and mean times root^2."""
+
+    def side(factors: Factors) -> Factors:
+        real = factors.matrix.dtype.type
+        bias = None if factors.bias is None else factors.bias * real(root**2)
+        return Factors(factors.matrix * real(root), bias)
+
+    return State(side(state.user), side(state.item), state.mean * root**2)
+
+
 def relative_error(state: State, expected: State) -> float:
+    assert state.mean == expected.mean
     return max(
-        float(np.abs(ours.matrix - theirs.matrix).max() / np.abs(theirs.matrix).max())
-        for ours, theirs in ((state.user, expected.user), (state.item, expected.item))
+        float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+        for ours, theirs in zip(arrays_of(state), arrays_of(expected), strict=True)
     )
 
 
 def assert_same_bits(state: State, other: State) -> None:
-    np.testing.assert_array_equal(state.user.matrix, other.user.matrix)
-    np.testing.assert_array_equal(state.item.matrix, other.item.matrix)
+    assert state.mean == other.mean
+    for one, two in zip(arrays_of(state), arrays_of(other), strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def row_of_entries(entries: int, dtype) -> sp.csr_array:
@@ -77,14 +109,16 @@ def row_of_entries(entries: int, dtype) -> sp.csr_array:
 # ------------------------------------------------------------------------------------------------------- the reference
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", ALL_OBJECTIVES)
 @pytest.mark.parametrize("inner", [1, 2, 5])
 @pytest.mark.parametrize("nonnegative", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_fit_is_the_references(name, inner, nonnegative, weighted):
-    objective = OBJECTIVES[name]
-    # without a penalty some coordinates are quotients of tiny numbers, which float32 knows less well
-    for dtype, tolerance in (("float64", 1e-10), ("float32", 1e-3 if name == "unpenalized" else 1e-4)):
+    objective = ALL_OBJECTIVES[name]
+    # without a penalty some coordinates are quotients of tiny numbers; where the mean is taken off, residuals and hence
+    # coordinates are smaller than the ratings whose rounding they carry
+    in_float32 = 1e-3 if name == "unpenalized" else 3e-4 if objective.biases else 1e-4
+    for dtype, tolerance in (("float64", 1e-10), ("float32", in_float32)):
         matrix = as_csr(planted(), dtype=dtype)
         weights = np.random.default_rng(1).uniform(0, 3, matrix.nnz).astype(dtype) if weighted else None
         solver = solver_of(matrix, objective, 5, inner=inner, nonnegative=nonnegative, weights=weights)
@@ -95,9 +129,10 @@ def test_fit_is_the_references(name, inner, nonnegative, weighted):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 15, 16, 17, 33])
-def test_ranks(rank):
+@pytest.mark.parametrize("name", ["count", "biased, 0.3 n^1.0"])
+def test_ranks(rank, name):
     matrix = as_csr(planted(), dtype=np.float64)
-    solver = solver_of(matrix, OBJECTIVES["count"], rank)
+    solver = solver_of(matrix, ALL_OBJECTIVES[name], rank)
     expected = reference.ccd(matrix, solver.state, solver.objective, 2)
     assert relative_error(run(solver, 2), expected) < 1e-10
 
@@ -113,29 +148,31 @@ def test_row_lengths_around_vectors_and_blocks(entries):
 
 @pytest.mark.parametrize("entries", [16383, 16384, 16385, 32768, 32769])
 @pytest.mark.parametrize("side", ["user", "item"])
-def test_long_rows_are_shared_by_threads(entries, side):
+@pytest.mark.parametrize("name", ["none", "biased, 0.3 n^0.0"])
+def test_long_rows_are_shared_by_threads(entries, side, name):
     for dtype, tolerance in (("float64", 1e-10), ("float32", 1e-4)):
         matrix = row_of_entries(entries, dtype)
         matrix = matrix if side == "user" else transpose(matrix)
         weights = np.linspace(0.5, 2, matrix.nnz).astype(dtype)
-        first = solver_of(matrix, OBJECTIVES["none"], 2, threads=1, inner=2, weights=weights)
+        first = solver_of(matrix, ALL_OBJECTIVES[name], 2, threads=1, inner=2, weights=weights)
         assert len(first.halves[side].segments) == (0 if entries <= _ccd.LONG_ROW else -(-entries // _ccd.SEGMENT))
         expected = reference.ccd(matrix, first.state, first.objective, 2, 2, weights=weights)
         state = run(first, 2)
         assert relative_error(state, expected) < tolerance
-        others = solver_of(matrix, OBJECTIVES["none"], 2, threads=3, inner=2, weights=weights)
+        others = solver_of(matrix, first.objective, 2, threads=3, inner=2, weights=weights)
         assert_same_bits(state, run(others, 2))
 
 
 @pytest.mark.parametrize("name", ["avx512", "avx2", "portable"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_each_instruction_set(name, dtype, monkeypatch):
+@pytest.mark.parametrize("objective", ["count", "biased, 0.3 n^0.5"])
+def test_each_instruction_set(name, dtype, objective, monkeypatch):
     """Each gives the reference's answer, and keeps both copies of the residual equal to the last bit."""
     if not _als.can_run(name):
         pytest.skip(f"this processor cannot run {name} kernels")
     monkeypatch.setenv("HYBRIDMF_ISA", name)
     matrix = as_csr(planted(300, 200, 0.4), dtype=dtype)
-    solver = solver_of(matrix, OBJECTIVES["count"], 6, inner=2)
+    solver = solver_of(matrix, ALL_OBJECTIVES[objective], 6, inner=2)
     assert solver.plan.instruction_set == name
     expected = reference.ccd(matrix, solver.state, solver.objective, 2, 2)
     state = run(solver, 2)
@@ -147,22 +184,25 @@ def test_each_instruction_set(name, dtype, monkeypatch):
     pairs = np.ascontiguousarray(np.column_stack([state.user.matrix[:, -1], state.user.matrix[:, 0]]))
     own, pending = np.zeros((len(catch_up), 2), dtype=dtype), np.ascontiguousarray(state.item.matrix[:, -1])
     _ccd.update(
-        catch_up, own, pairs, items.indptr, items.indices, items.residual, items.weights, items.ridge, pending,
+        catch_up, own, pairs, items.indptr, items.indices, items.residual, items.weights, items.ridges[0], pending,
         pending[:0], items.groups, items.segments, np.zeros((1, _ccd.LONG_ROW), dtype=dtype), _ccd.CATCH_UP, False, 1,
     )  # fmt: skip
     by_columns = sp.csr_array((items.residual, items.indices, items.indptr), shape=matrix.shape[::-1])
     np.testing.assert_array_equal(transpose(as_csr(by_columns, dtype=dtype)).data, solver.halves["user"].residual)
 
 
-def test_residual_is_carried_through_an_iteration():
+@pytest.mark.parametrize("name", ["count", "biased, 0.3 n^0.5"])
+def test_residual_is_carried_through_an_iteration(name):
     """What the updates leave in the rows is the residual of the new factors."""
     for dtype, tolerance in (("float64", 1e-13), ("float32", 1e-5)):
         matrix = as_csr(planted(), dtype=dtype)
-        solver = solver_of(matrix, OBJECTIVES["count"], 8)
+        solver = solver_of(matrix, ALL_OBJECTIVES[name], 8)
         state = run(solver, 1)
         rows = np.repeat(np.arange(60), np.diff(matrix.indptr))
-        products = state.user.matrix[rows].astype(np.float64) * state.item.matrix[matrix.indices]
-        np.testing.assert_allclose(solver.halves["user"].residual, matrix.data - products.sum(1), atol=tolerance)
+        predicted = (state.user.matrix[rows].astype(np.float64) * state.item.matrix[matrix.indices]).sum(axis=1)
+        if state.user.bias is not None:
+            predicted += state.mean + state.user.bias[rows] + state.item.bias[matrix.indices]
+        np.testing.assert_allclose(solver.halves["user"].residual, matrix.data - predicted, atol=tolerance)
 
 
 def test_float32_error_is_that_of_sums_in_blocks():
@@ -209,12 +249,15 @@ def test_by_column_and_back(shape):
     np.testing.assert_array_equal(columns, rows.T)
     assert columns.flags.c_contiguous
     np.testing.assert_array_equal(by_row(columns), rows)
+    after = by_column(rows, 1, np.arange(shape[0]))
+    assert (after[0] == 1).all() and np.array_equal(after[1], np.arange(shape[0]))
+    np.testing.assert_array_equal(after[2:], columns)
 
 
 # ---------------------------------------------------------------------------------------------------------------- laws
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", ALL_OBJECTIVES)
 @pytest.mark.parametrize("options", [{}, {"inner": 3}, {"nonnegative": True}, {"weighted": True}], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_objective_never_rises(name, options, dtype):
@@ -222,7 +265,7 @@ def test_objective_never_rises(name, options, dtype):
     options = dict(options)
     if options.pop("weighted", False):
         options["weights"] = np.random.default_rng(2).exponential(size=matrix.nnz)
-    solver = solver_of(matrix, OBJECTIVES[name], 6, **options)
+    solver = solver_of(matrix, ALL_OBJECTIVES[name], 6, **options)
     values = [solver.objective_value()]
     for _ in range(30):
         run(solver, 1)
@@ -232,28 +275,55 @@ def test_objective_never_rises(name, options, dtype):
     assert values[-1] < 0.5 * values[0]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("scaling", ["count", "none"])
-def test_minimum_is_that_of_als(seed, scaling):
-    """On small dense problems both arrive at the same objective and the same predictions."""
+@pytest.mark.parametrize(
+    ("seed", "scaling", "lambda_b"),
+    [
+        *((seed, scaling, None) for seed in range(3) for scaling in ("count", "none")),
+        *((0, "count", 0.0), (1, "none", 0.3), (2, 0.5, 0.3)),
+    ],
+)
+def test_minimum_is_that_of_als(seed, scaling, lambda_b):
+    """On small dense problems both arrive at the same objective and the same predictions; biases with a lambda_b."""
     dense = 3 + np.random.default_rng(seed).normal(size=(9, 7))
     options = {"factors": 2, "regularization": 0.2, "regularization_scaling": scaling, "dtype": "float64",
-               "random_state": seed, "device": "cpu", "num_threads": 1}  # fmt: skip
+               "biases": lambda_b is not None, "bias_regularization": lambda_b, "random_state": seed, "device": "cpu",
+               "num_threads": 1}  # fmt: skip
     ccd = hmf.CCD(iterations=3000, **options).fit(dense)
     als = hmf.ExplicitALS(iterations=3000, **options).fit(dense)
     assert ccd.objective(dense) == pytest.approx(als.objective(dense), rel=1e-8)
-    products = [model.user_factors_ @ model.item_factors_.T for model in (ccd, als)]
-    np.testing.assert_allclose(products[0], products[1], atol=1e-4)
+    pairs = np.indices(dense.shape).reshape(2, -1)
+    np.testing.assert_allclose(ccd.predict(*pairs), als.predict(*pairs), atol=1e-4)
 
 
-def test_solution_is_stationary():
+@pytest.mark.parametrize("biases", [False, True])
+def test_solution_is_stationary(biases):
     """At a minimum, ALS has nothing left to do."""
     matrix = planted(density=0.5)
     model = hmf.CCD(
-        factors=3, regularization=0.2, iterations=2000, dtype="float64", random_state=0, device="cpu", num_threads=1
-    ).fit(matrix)
-    solved = reference.half_sweep(matrix, model._learned.state.item, 0.0, model._objective())
+        factors=3, regularization=0.2, biases=biases, bias_regularization=0.1, iterations=2000, dtype="float64",
+        random_state=0, device="cpu", num_threads=1,
+    ).fit(matrix)  # fmt: skip
+    state = model._learned.state
+    solved = reference.half_sweep(matrix, state.item, state.mean, model._objective())
     np.testing.assert_allclose(model.user_factors_, solved.matrix, atol=1e-6)
+    if biases:
+        np.testing.assert_allclose(model.user_bias_, solved.bias, atol=1e-6)
+        assert model.mean_ == pytest.approx(matrix.data.mean(dtype=np.float64))
+
+
+def test_biases_alone_are_those_of_the_damped_baseline():
+    """Factors that a huge lambda holds at zero leave alternating ridge regressions of the biases."""
+    matrix = as_csr(planted(), dtype=np.float64)
+    model = hmf.CCD(
+        factors=2, regularization=1e12, biases=True, bias_regularization=0.2, iterations=200, dtype="float64",
+        random_state=0, device="cpu",
+    ).fit(matrix)  # fmt: skip
+    coo, n = matrix.tocoo(), sum(matrix.shape)
+    design = np.zeros((coo.nnz, n))
+    design[np.arange(coo.nnz), coo.row] = design[np.arange(coo.nnz), matrix.shape[0] + coo.col] = 1
+    counts = np.maximum(design.sum(axis=0), 1)  # s of each row
+    expected = np.linalg.solve(design.T @ design + np.diag(0.2 * counts), design.T @ (coo.data - coo.data.mean()))
+    np.testing.assert_allclose(np.concatenate((model.user_bias_, model.item_bias_)), expected, atol=1e-8)
 
 
 def test_nonnegative_minimum_has_no_better_neighbour():
@@ -280,22 +350,40 @@ def test_nonnegative_holds_after_every_iteration():
 
     options = {"factors": 6, "iterations": 4, "random_state": 0, "device": "cpu"}
     hmf.CCD(nonnegative=True, **options).fit(matrix, callback=look)
-    assert min(seen) >= 0
+    assert hmf.CCD(nonnegative=True, biases=True, **options).fit(matrix, callback=look).user_bias_.min() < 0
+    assert len(seen) == 8 and min(seen) >= 0
     assert hmf.CCD(**options).fit(matrix).user_factors_.min() < 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("inner", [1, 3])
-def test_thread_count_changes_no_bit(dtype, inner):
+@pytest.mark.parametrize("biases", [False, True])
+def test_thread_count_changes_no_bit(dtype, inner, biases):
     matrix = planted(900, 300, 0.2)
     models = [
         hmf.CCD(factors=7, iterations=2, inner_iterations=inner, dtype=dtype, random_state=0, device="cpu",
-                num_threads=threads).fit(matrix)
+                num_threads=threads, biases=biases).fit(matrix)
         for threads in (1, 2, 5)
     ]  # fmt: skip
     assert len(_ccd.schedule(matrix.indptr.astype(np.int64))[0]) > 3
     for model in models[1:]:
         assert_same_bits(model._learned.state, models[0]._learned.state)
+
+
+@pytest.mark.parametrize("name", ["count", "biased, 0.3 n^0.5"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("power", [-10, 10])
+def test_no_constant_breaks_the_scale_of_the_ratings(name, dtype, power):
+    """Ratings and lambda times 4^power, from a start times 2^power: no bit of a factor differs but for that power."""
+    matrix = as_csr(planted(), dtype=dtype)
+    objective, root = ALL_OBJECTIVES[name], 2.0**power
+    scaled = replace(objective, regularization=objective.regularization * root**2)
+    one = solver_of(matrix, objective, 4, inner=2)
+    other = solver_of(as_csr(matrix * np.dtype(dtype).type(root**2), dtype=dtype), scaled, 4, inner=2)
+
+    other.state = grown(one.state, root)
+    assert_same_bits(run(other, 3), grown(run(one, 3), root))
+    assert other.objective_value() == pytest.approx(one.objective_value() * root**4, rel=1e-12)
 
 
 @settings(max_examples=15, deadline=None)
@@ -311,9 +399,10 @@ def test_renaming_users_and_items_renames_the_factors(seed):
     np.testing.assert_allclose(two.user.matrix, one.user.matrix[rows], rtol=1e-9, atol=1e-12)
 
 
-def test_unit_weights_change_nothing_and_zero_weights_remove_entries():
+@pytest.mark.parametrize("name", ["none", "biased, 0.3 n^0.0"])
+def test_unit_weights_change_nothing_and_zero_weights_remove_entries(name):
     matrix = as_csr(planted(), dtype=np.float64)
-    objective = OBJECTIVES["none"]  # whose penalty does not count entries
+    objective = ALL_OBJECTIVES[name]  # whose penalty does not count entries
     plain = run(solver_of(matrix, objective, 4), 2)
     assert relative_error(run(solver_of(matrix, objective, 4, weights=np.ones(matrix.nnz)), 2), plain) < 1e-12
     keep = np.random.default_rng(0).random(matrix.nnz) < 0.7
@@ -352,11 +441,15 @@ def test_weights_are_checked(weights, message):
 # ----------------------------------------------------------------------------------------------------- shapes that hurt
 
 
-def test_rows_without_entries_get_zeros():
-    for lam in (0.05, 0.0):
-        model = hmf.CCD(factors=4, iterations=2, regularization=lam, random_state=0, device="cpu").fit(planted())
-        assert not model.user_factors_[30].any() and not model.item_factors_[13].any()
-        assert np.isfinite(model.user_factors_).all() and model.user_factors_[0].any()
+@pytest.mark.parametrize("lam", [0.05, 0.0])
+def test_rows_without_entries_get_zeros(lam):
+    model = hmf.CCD(
+        factors=4, iterations=2, regularization=lam, biases=True, bias_regularization=lam, random_state=0, device="cpu"
+    ).fit(planted())
+    assert not model.user_factors_[30].any() and not model.item_factors_[13].any()
+    assert model.user_bias_[30] == 0 and model.item_bias_[13] == 0
+    assert np.isfinite(model.user_factors_).all() and model.user_factors_[0].any()
+    assert np.count_nonzero(model.user_bias_) == 59 and np.count_nonzero(model.item_bias_) == 39
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.1])
@@ -406,6 +499,8 @@ def test_duplicates_nan_and_bad_values_are_refused():
         ("inner_iterations", 1001, ValueError),
         ("inner_iterations", 1.5, TypeError),
         ("nonnegative", "yes", TypeError),
+        ("biases", "yes", TypeError),
+        ("bias_regularization", -0.1, ValueError),
         ("device", "gpu", ValueError),
         ("dtype", "float16", ValueError),
     ],
@@ -426,21 +521,31 @@ def test_overflow_is_reported_and_keeps_the_last_factors():
     assert np.isfinite(wide.user_factors_).all()
 
 
+def test_a_bias_that_overflows_is_reported():
+    matrix = as_csr(sp.csr_array(np.array([[3e38, -3e38], [3e38, -3e38]], dtype=np.float32)), dtype="float32")
+    model = hmf.CCD(factors=1, biases=True, bias_regularization=0.25, random_state=0, device="cpu")
+    with pytest.raises(
+        NonFiniteError, match=r"bias of item 0 became infinite or NaN.*increase bias_regularization \(now 0\.25\)"
+    ):
+        model.fit(matrix)
+
+
 # --------------------------------------------------------------------------------------------------- services of a fit
 
 
-def test_a_resumed_fit_gives_the_bits_of_an_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_resumed_fit_gives_the_bits_of_an_uninterrupted_one(tmp_path, biases):
     matrix = planted()
-    whole = hmf.CCD(factors=5, iterations=6, inner_iterations=2, random_state=0, device="cpu").fit(matrix)
-    part = hmf.CCD(factors=5, iterations=2, inner_iterations=2, random_state=0, device="cpu")
-    part.fit(matrix, checkpoint=tmp_path)
-    resumed = hmf.CCD(factors=5, iterations=6, inner_iterations=2, random_state=0, device="cpu")
-    resumed.fit(matrix, resume_from=tmp_path)
+    options = {"factors": 5, "inner_iterations": 2, "random_state": 0, "device": "cpu", "biases": biases}
+    whole = hmf.CCD(iterations=6, **options).fit(matrix)
+    hmf.CCD(iterations=2, **options).fit(matrix, checkpoint=tmp_path)
+    resumed = hmf.CCD(iterations=6, **options).fit(matrix, resume_from=tmp_path)
     assert resumed.n_iter_ == 6 and len(resumed.history_) == 6
     assert_same_bits(resumed._learned.state, whole._learned.state)
-    other = hmf.CCD(factors=5, iterations=6, nonnegative=True, inner_iterations=2, random_state=0, device="cpu")
     with pytest.raises(ModelFileError, match="nonnegative=False, this model has nonnegative=True"):
-        other.fit(matrix, resume_from=tmp_path)
+        hmf.CCD(iterations=6, nonnegative=True, **options).fit(matrix, resume_from=tmp_path)
+    with pytest.raises(ModelFileError, match=f"biases={biases}, this model has biases={not biases}"):
+        hmf.CCD(iterations=6, **options | {"biases": not biases}).fit(matrix, resume_from=tmp_path)
 
 
 def test_an_interrupted_fit_keeps_the_last_iteration(monkeypatch):
@@ -484,10 +589,11 @@ def test_the_residual_is_computed_in_pieces(monkeypatch):
     assert len(calls) > 4
 
 
-def test_history_callback_and_validation():
+@pytest.mark.parametrize("biases", [False, True])
+def test_history_callback_and_validation(biases):
     train, test = hmf.split(planted(density=0.5), test_size=0.2, random_state=0)
     seen = []
-    model = hmf.CCD(factors=3, iterations=8, regularization=0.1, random_state=0, device="cpu")
+    model = hmf.CCD(factors=3, iterations=8, regularization=0.1, biases=biases, random_state=0, device="cpu")
     model.fit(train, validation=test, callback=lambda model, record: len(seen) == 4 or seen.append(model.n_iter_))
     assert seen == [1, 2, 3, 4] and model.n_iter_ == 5
     assert [record["iteration"] for record in model.history_] == [1, 2, 3, 4, 5]
@@ -498,12 +604,13 @@ def test_history_callback_and_validation():
     )
 
 
-def test_serving(tmp_path):
+@pytest.mark.parametrize("biases", [False, True])
+def test_serving(tmp_path, biases):
     matrix = planted(density=0.5)
-    model = hmf.CCD(factors=3, regularization=0.1, random_state=0, device="cpu").fit(matrix)
+    model = hmf.CCD(factors=3, regularization=0.1, biases=biases, random_state=0, device="cpu").fit(matrix)
     assert model.user_factors.dtype == np.float32 and model.user_factors.flags.c_contiguous
     assert model.device_ == "cpu" and model.user_factors.shape == (60, 3)
-    exact = reference.half_sweep(matrix, model._learned.state.item, 0.0, model._objective())
+    exact = reference.half_sweep(matrix, model._learned.state.item, model.mean_, model._objective())
     np.testing.assert_allclose(model.transform(matrix), exact.matrix, rtol=1e-3, atol=1e-4)
     ids, scores = model.recommend(0, N=5)
     assert not set(ids) & set(matrix.indices[: matrix.indptr[1]])
@@ -521,9 +628,11 @@ def test_a_changed_parameter_changes_the_answer():
 
     first = factors()
     for change in ({"regularization": 0.4}, {"regularization_scaling": "none"}, {"inner_iterations": 2},
-                   {"iterations": 3}, {"random_state": 1}):  # fmt: skip
+                   {"iterations": 3}, {"random_state": 1}, {"biases": True}):  # fmt: skip
         assert not np.array_equal(factors(**change).user_factors_, first.user_factors_), change
     assert_same_bits(factors()._learned.state, first._learned.state)
+    biased = [factors(biases=True, bias_regularization=value).user_bias_ for value in (None, 1.0)]
+    assert not np.array_equal(*biased)
     np.testing.assert_allclose(factors(dtype="float64").user_factors_, first.user_factors_, rtol=1e-3, atol=1e-4)
 
 
@@ -568,19 +677,49 @@ def test_plan_prints_and_counts():
     assert set(plan.bytes) == {"ratings", "residual", "factors", "vectors", "workspace"}
     assert plan.reorder == "none" and plan.for_fold_in().method is None
     assert "1 inner iteration of" in str(CcdMethod())
+    biased = hmf.plan(planted(), hmf.CCD(factors=8, inner_iterations=2, biases=True, device="cpu"))
+    assert (biased.factors, biased.rank) == (8, 9)
+    assert biased.flops_per_iteration == plan.flops_per_iteration + 2 * planted().nnz * 2 * 10
+    assert biased.bytes["factors"] == plan.bytes["factors"] * 10 // 8
+    inner = CcdMethod().bytes_per_iteration  # two factors more, each with one inner iteration
+    assert biased.method.bytes_per_iteration(biased) == plan.method.bytes_per_iteration(plan) + inner(plan) * 2 / 8
 
 
-def test_memory_is_what_the_plan_says():
+@pytest.mark.parametrize("name", ["count", "biased, 0.3 n^1.0"])
+def test_memory_is_what_the_plan_says(name):
     matrix = as_csr(planted(900, 300, 0.2), dtype=np.float32)
-    solver = solver_of(matrix, OBJECTIVES["count"], 4, threads=2)
+    solver = solver_of(matrix, ALL_OBJECTIVES[name], 4, threads=2)
     plan, halves = solver.plan, solver.halves.values()
     assert sum(half.residual.nbytes for half in halves) == plan.bytes["residual"]
     ratings = sum(half.ratings.nbytes + half.indices.nbytes + half.indptr.nbytes for half in halves)
     assert ratings <= plan.bytes["ratings"] + 16
     assert solver._workspace.nbytes == plan.bytes["workspace"]
+    vectors = sum(half.ridges.nbytes + 2 * 4 * len(half.degrees) for half in halves)
+    assert vectors == plan.bytes["vectors"]
+    made = sum(solver._columns(side).nbytes for side in SIDES) + sum(map(np.size, arrays_of(solver.state))) * 2 * 4
+    assert made <= plan.bytes["factors"] + 4 * sum(matrix.shape)
+
+
+def test_biases_are_estimated_to_take_as_long_as_two_factors():
+    biased = hmf.plan(planted(), hmf.CCD(8, biases=True, device="cpu"))
+    wider = hmf.plan(planted(), hmf.CCD(10, device="cpu"))
+    assert _cost._cpu_ccd(biased, CpuRates()) == pytest.approx(_cost._cpu_ccd(wider, CpuRates()))
+    assert _cost._gpu_ccd(biased, GpuRates()) == pytest.approx(_cost._gpu_ccd(wider, GpuRates()))
 
 
 # ------------------------------------------------------------------------------------------------------------ real data
+
+
+@pytest.mark.realdata
+def test_biases_on_movielens_100k(data_dir):
+    """The held-out error of the exact solver with the same penalties, and no higher an objective."""
+    train, test = hmf.split(hmf.Ratings.from_file(data_dir / "ml-100k" / "u.data.gz"), test_size=0.1, random_state=0)
+    options = {"factors": 16, "regularization": 0.1, "biases": True, "bias_regularization": 0.05, "random_state": 0,
+               "device": "cpu", "num_threads": 1}  # fmt: skip
+    ccd = hmf.CCD(iterations=30, **options).fit(train)
+    als = hmf.ExplicitALS(iterations=30, **options).fit(train)
+    assert ccd.score(test) == pytest.approx(als.score(test), abs=2e-3)
+    assert ccd.objective(train) == pytest.approx(als.objective(train), rel=2e-3)
 
 
 @pytest.mark.realdata

@@ -25,6 +25,8 @@ ESTIMATORS = (*EXACT, hmf.CCD)
     [
         hmf.CCD(**SMALL),
         hmf.CCD(**SMALL, inner_iterations=2, nonnegative=True, dtype="float64", regularization_scaling=0.5),
+        hmf.CCD(**SMALL, biases=True),
+        hmf.CCD(**SMALL, biases=True, bias_regularization=0.0, nonnegative=True, dtype="float64"),
         hmf.ExplicitALS(**SMALL),
         hmf.ExplicitALS(**SMALL, biases=True, solver="cg"),
         hmf.ExplicitALS(**SMALL, biases=True, assembly="bals", dtype="float64"),

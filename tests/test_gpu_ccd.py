@@ -11,6 +11,7 @@ import pytest
 import scipy.sparse as sp
 from conftest import planted
 from test_als import plan_for, random_factors, relative_error
+from test_ccd import grown
 
 import hybridmf as hmf
 from hybridmf import reference
@@ -42,6 +43,9 @@ on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.
 """For problems too large to emulate."""
 
 COUNT = Objective.explicit(0.05, "count", False)
+BIASED = Objective.explicit(0.05, 0.5, True, 0.3)
+OBJECTIVES = {"factors alone": COUNT, "biases": BIASED}
+objectives = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 
 
 def uneven(dtype="float32", seed: int = 0) -> sp.csr_array:
@@ -54,14 +58,18 @@ def uneven(dtype="float32", seed: int = 0) -> sp.csr_array:
     return as_csr(matrix, dtype=dtype)
 
 
-def start_of(matrix, rank: int) -> State:
-    """Factors that need not be positive; zeros where there are no entries."""
+def start_of(matrix, rank: int, objective: Objective = COUNT) -> State:
+    """Factors that need not be positive, and biases if there are any; zeros where there are no entries."""
     users, items = (
-        random_factors(n, rank, matrix.dtype, seed=seed) for n, seed in zip(matrix.shape, (1, 2), strict=True)
+        random_factors(n, rank, matrix.dtype, objective.biases, seed)
+        for n, seed in zip(matrix.shape, (1, 2), strict=True)
     )
-    users.matrix[np.diff(matrix.indptr) == 0] = 0
-    items.matrix[np.bincount(matrix.indices, minlength=matrix.shape[1]) == 0] = 0
-    return State(users, items)
+    degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
+    for side, counts in zip((users, items), degrees, strict=True):
+        for array in (side.matrix, side.bias):
+            if array is not None:
+                array[counts == 0] = 0
+    return State(users, items, float(matrix.data.mean()) if objective.biases and matrix.nnz else 0.0)
 
 
 def configs_for(name: str, matrix) -> dict | None:
@@ -93,8 +101,12 @@ def swept(one, iterations: int = 1):
 
 
 def assert_close(state: State, expected: State, tolerance: float) -> None:
+    assert state.mean == expected.mean
     for side in SIDES:
         assert relative_error(state.side(side).matrix, expected.side(side).matrix) < tolerance
+        assert (state.side(side).bias is None) == (expected.side(side).bias is None)
+        if expected.side(side).bias is not None:
+            assert relative_error(state.side(side).bias, expected.side(side).bias) < tolerance
 
 
 # ---------------------------------------------------------------------------------------------------- factors
@@ -102,22 +114,35 @@ def assert_close(state: State, expected: State, tolerance: float) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("rank", "inner", "nonnegative"), [(1, 1, False), (2, 3, True), (5, 1, False)])
-def test_iterations_equal_the_reference(device, config, rank, inner, nonnegative):
+@objectives
+def test_iterations_equal_the_reference(device, config, rank, inner, nonnegative, objective):
     matrix = uneven()
-    start = start_of(matrix, rank)
-    one = swept(solver(device, matrix, start, inner=inner, nonnegative=nonnegative, config=config), 2)
-    expected = reference.ccd(matrix, start, COUNT, 2, inner, nonnegative)
-    assert_close(one.state, expected, 2e-5)
+    start = start_of(matrix, rank, objective)
+    one = swept(solver(device, matrix, start, objective, inner, nonnegative, config), 2)
+    expected = reference.ccd(matrix, start, objective, 2, inner, nonnegative)
+    assert_close(one.state, expected, 1e-4 if objective.biases else 2e-5)
     assert not nonnegative or min(one.state.side(side).matrix.min() for side in SIDES) >= 0
 
 
 @pytest.mark.parametrize("config", ["one tile", "tiles", "gathered"])
-def test_float64(device, config):
+@objectives
+def test_float64(device, config, objective):
     matrix = uneven("float64")
-    start = start_of(matrix, 3)
-    one = swept(solver(device, matrix, start, inner=2, config=config), 2)
+    start = start_of(matrix, 3, objective)
+    one = swept(solver(device, matrix, start, objective, inner=2, config=config), 2)
     assert one.state.user.matrix.dtype == np.float64
-    assert_close(one.state, reference.ccd(matrix, start, COUNT, 2, 2), 1e-12)
+    assert_close(one.state, reference.ccd(matrix, start, objective, 2, 2), 1e-11)
+
+
+@pytest.mark.parametrize("lambda_b", [0.0, 0.3])
+@pytest.mark.parametrize("scaling", ["none", 0.5, "count"])
+def test_penalty_of_biases(device, lambda_b, scaling):
+    matrix, objective = uneven("float64"), Objective.explicit(0.2, scaling, True, lambda_b)
+    start = start_of(matrix, 2, objective)
+    one = swept(solver(device, matrix, start, objective))
+    expected = reference.ccd(matrix, start, objective, 1)
+    assert_close(one.state, expected, 1e-11)
+    assert one.objective_value() == pytest.approx(reference.objective_value(matrix, expected, objective), rel=1e-11)
 
 
 @pytest.mark.parametrize("scaling", ["none", 0.5])
@@ -141,10 +166,11 @@ def test_without_penalty_what_meets_zeros_is_zero(device, config):
 
 def test_rows_without_entries_become_zero(device):
     matrix = uneven()
-    start = start_of(matrix, 2)
-    start.user.matrix[0] = start.item.matrix[-1] = 7
-    state = swept(solver(device, matrix, start)).state
+    start = start_of(matrix, 2, BIASED)
+    start.user.matrix[0] = start.item.matrix[-1] = start.user.bias[0] = start.item.bias[-1] = 7
+    state = swept(solver(device, matrix, start, BIASED)).state
     assert not state.user.matrix[0].any() and not state.item.matrix[-1].any()
+    assert state.user.bias[0] == state.item.bias[-1] == 0 and state.user.bias[1] != 0
     assert np.isfinite(state.user.matrix).all() and np.isfinite(state.item.matrix).all()
 
 
@@ -164,12 +190,13 @@ def test_no_entries_at_all(device):
     assert one.objective_value() == 0
 
 
-def test_equals_the_cpu_to_rounding(device):
+@objectives
+def test_equals_the_cpu_to_rounding(device, objective):
     matrix = as_csr(planted(), dtype="float32")
-    state = start_of(matrix, 5)
-    one = solver(device, matrix, state, inner=2, config="chosen")
-    other = CpuCCD(matrix, transpose(matrix), COUNT, one.plan, state)
-    assert_close(swept(one, 3).state, swept(other, 3).state, 5e-5)
+    state = start_of(matrix, 5, objective)
+    one = solver(device, matrix, state, objective, inner=2, config="chosen")
+    other = CpuCCD(matrix, transpose(matrix), objective, one.plan, state)
+    assert_close(swept(one, 3).state, swept(other, 3).state, 2e-4 if objective.biases else 5e-5)
     assert one.objective_value() == pytest.approx(other.objective_value(), rel=1e-5)
 
 
@@ -206,32 +233,40 @@ def test_movielens_equals_the_cpu(device, data_dir):
 
 
 @pytest.mark.parametrize("config", ["tiles", "gathered"])
-def test_a_rerun_and_a_resumed_run_give_the_same_bits(device, config):
+@objectives
+def test_a_rerun_and_a_resumed_run_give_the_same_bits(device, config, objective):
     matrix = uneven()
-    start = start_of(matrix, 3)
-    first = swept(solver(device, matrix, start, config=config), 2).state
-    again = swept(solver(device, matrix, start, config=config), 1).state.on_host()
-    resumed = swept(solver(device, matrix, again, config=config), 1).state
+    start = start_of(matrix, 3, objective)
+    first = swept(solver(device, matrix, start, objective, config=config), 2).state
+    again = swept(solver(device, matrix, start, objective, config=config), 1).state.on_host()
+    resumed = swept(solver(device, matrix, again, objective, config=config), 1).state
     for side in SIDES:
         assert np.array_equal(first.side(side).matrix, resumed.side(side).matrix)
+        if objective.biases:
+            assert np.array_equal(first.side(side).bias, resumed.side(side).bias)
 
 
 @pytest.mark.parametrize("config", ["one tile", "tiles", "gathered"])
-def test_both_copies_of_the_residual_have_the_same_bits(device, config):
+@objectives
+def test_both_copies_of_the_residual_have_the_same_bits(device, config, objective):
     matrix = uneven()
-    one = swept(solver(device, matrix, start_of(matrix, 3), inner=2, config=config))
+    one = swept(solver(device, matrix, start_of(matrix, 3, objective), objective, inner=2, config=config))
     residuals = {side: residual_of(one, side) for side in SIDES}
     assert np.array_equal(residuals["user"], residuals["item"].T)
     assert np.count_nonzero(residuals["user"]) > matrix.nnz * 0.9
 
 
 @pytest.mark.parametrize("config", ["one tile", "tiles", "gathered"])
-def test_residual_is_what_the_factors_leave(device, config):
+@objectives
+def test_residual_is_what_the_factors_leave(device, config, objective):
     """Before the last factor's new product goes, at the end of an iteration."""
     matrix = uneven("float64")
-    one = swept(solver(device, matrix, start_of(matrix, 3), config=config))
-    users, items = one.state.user.matrix, one.state.item.matrix
-    expected = matrix.toarray() - np.where(matrix.toarray() != 0, users[:, :-1] @ items[:, :-1].T, 0)
+    one = swept(solver(device, matrix, start_of(matrix, 3, objective), objective, config=config))
+    users, items = (one.state.side(side) for side in SIDES)
+    predicted = users.matrix[:, :-1] @ items.matrix[:, :-1].T
+    if objective.biases:
+        predicted += one.state.mean + users.bias[:, None] + items.bias
+    expected = matrix.toarray() - np.where(matrix.toarray() != 0, predicted, 0)
     assert np.allclose(residual_of(one, "user"), expected, atol=1e-12)
 
 
@@ -248,11 +283,13 @@ def residual_of(one: GpuCCD, side) -> np.ndarray:
 
 
 @pytest.mark.parametrize("nonnegative", [False, True])
-def test_the_objective_never_rises(device, nonnegative):
+@objectives
+def test_the_objective_never_rises(device, nonnegative, objective):
     matrix = as_csr(planted(), dtype="float32")
     degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
-    state = initial_state(*degrees, 4, np.float32, COUNT, 0.0, np.random.default_rng(0))
-    one = solver(device, matrix, state, nonnegative=nonnegative, config="chosen")
+    mean = float(matrix.data.mean())
+    state = initial_state(*degrees, 4, np.float32, objective, mean, np.random.default_rng(0))
+    one = solver(device, matrix, state, objective, nonnegative=nonnegative, config="chosen")
     values = [one.objective_value()]
     for _ in range(5):
         swept(one)
@@ -261,31 +298,48 @@ def test_the_objective_never_rises(device, nonnegative):
     assert values[-1] < values[0] / 2
 
 
-def test_objective_is_that_of_the_definition(device):
-    matrix, objective = uneven(), Objective.explicit(0.3, 0.5, False)
-    state = start_of(matrix, 5)
+@pytest.mark.parametrize("biases", [False, True])
+def test_objective_is_that_of_the_definition(device, biases):
+    matrix, objective = uneven(), Objective.explicit(0.3, 0.5, biases, 0.2)
+    state = start_of(matrix, 5, objective)
     for config in CONFIGS:
         one = solver(device, matrix, state, objective, config=config)
-        misses = matrix.data - np.einsum(
-            "ef,ef->e",
-            state.user.matrix[np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))].astype(np.float64),
-            state.item.matrix[matrix.indices],
-        )
-        degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
-        penalties = [objective.penalty(state.side(side).matrix, n) for side, n in zip(SIDES, degrees, strict=True)]
-        assert one.objective_value() == pytest.approx(float(misses @ misses) + sum(penalties), rel=1e-9)
+        expected = reference.objective_value(matrix, state, objective)
+        # the sum of mean and user bias is rounded to float32
+        assert one.objective_value() == pytest.approx(expected, rel=1e-7 if biases else 1e-9)
 
 
-def test_state_stays_on_the_device_and_is_never_written_to(device):
+@objectives
+def test_no_constant_breaks_the_scale_of_the_ratings(device, objective):
+    """Ratings and lambda times 2^20, from a start times 2^10: no bit of a factor differs but for that power."""
+    matrix, root = uneven(), np.float32(2**10)
+    scaled = replace(objective, regularization=objective.regularization * float(root) ** 2)
+    start = start_of(matrix, 3, objective)
+    one = swept(solver(device, matrix, start, objective, inner=2))
+    more = as_csr(matrix * root**2, dtype="float32")
+    other = swept(solver(device, more, grown(start, float(root)), scaled, inner=2))
+    for side in SIDES:
+        ours, expected = other.state.side(side), grown(one.state, float(root)).side(side)
+        assert np.array_equal(ours.matrix, expected.matrix)
+        assert not objective.biases or np.array_equal(ours.bias, expected.bias)
+
+
+@objectives
+def test_state_stays_on_the_device_and_is_never_written_to(device, objective):
     matrix = uneven()
-    one = swept(solver(device, matrix, start_of(matrix, 5)))
+    one = swept(solver(device, matrix, start_of(matrix, 5, objective), objective))
     before = one.state
     copy = before.user.matrix.copy()
     assert isinstance(before.user, DeviceFactors) and before.user.table.shape == (len(LENGTHS), 8)
-    assert not device.download(before.user.table)[:, 5:].any()
+    beside = device.download(before.user.table)[:, 5:]
+    assert np.array_equal(beside, np.tile([float(objective.biases), 0, 0], (len(LENGTHS), 1)))
+    bias = device.download(before.user.device_bias).copy() if objective.biases else None
     swept(one)
     assert np.array_equal(device.download(before.user.table)[:, :5], copy)
     assert not np.array_equal(one.state.user.matrix, copy)
+    if objective.biases:
+        assert np.array_equal(device.download(before.user.device_bias), bias)
+        assert not np.array_equal(one.state.user.bias, bias)
 
 
 def test_factors_that_overflow_are_an_error_and_leave_the_state(device):
@@ -298,22 +352,34 @@ def test_factors_that_overflow_are_an_error_and_leave_the_state(device):
     assert one.state is before
 
 
-def test_estimator(device, monkeypatch):
+def test_a_bias_that_overflows_is_an_error(device):
+    matrix = uneven()
+    one = solver(device, matrix, start_of(matrix, 2, BIASED), BIASED, nonnegative=True)
+    one.entries["user"].ratings[0] = np.inf
+    with pytest.raises(NonFiniteError, match=r"bias of user \d+ became infinite or NaN; .*bias_regularization .*0\.3"):
+        swept(one)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_estimator(device, monkeypatch, biases):
     if device.spec.name == "emulated":
         monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda name="cuda": device)
         monkeypatch.setattr("hybridmf.dispatch.find_gpu", lambda asked: (device.spec, "asked for"))
     matrix = planted()
-    options = {"factors": 3, "iterations": 4, "random_state": 0, "inner_iterations": 2}
+    options = {"factors": 3, "iterations": 4, "random_state": 0, "inner_iterations": 2, "biases": biases}
     on_gpu = hmf.CCD(device="cuda", **options).fit(matrix)
     on_cpu = hmf.CCD(device="cpu", **options).fit(matrix)
     assert on_gpu.device_.startswith("cuda:")
-    assert relative_error(on_gpu.user_factors, on_cpu.user_factors) < 1e-4
+    assert_close(on_gpu._learned.state, on_cpu._learned.state, 3e-4 if biases else 1e-4)
+    pairs = np.arange(40), np.arange(40)
+    np.testing.assert_allclose(on_gpu.predict(*pairs), on_cpu.predict(*pairs), rtol=1e-3)
     assert on_gpu.objective(matrix) == pytest.approx(on_cpu.objective(matrix), rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (17, 300), (300, 17)])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_memory_is_within_what_is_planned(device, monkeypatch, shape, dtype):
+@objectives
+def test_memory_is_within_what_is_planned(device, monkeypatch, shape, dtype, objective):
     if device.spec.name != "emulated":
         pytest.skip("allocations are counted where they are emulated")
     matrix = as_csr(sp.random_array(shape, density=0.4, random_state=0, format="csr"), dtype=dtype)
@@ -328,8 +394,8 @@ def test_memory_is_within_what_is_planned(device, monkeypatch, shape, dtype):
         return array
 
     monkeypatch.setattr(device, "empty", counted)
-    one = swept(solver(device, matrix, start_of(matrix, 5), config="chosen"), 2)
-    planned = ccd.memory_bytes(*shape, matrix.nnz, 5, dtype, device.spec)
+    one = swept(solver(device, matrix, start_of(matrix, 5, objective), objective, config="chosen"), 2)
+    planned = ccd.memory_bytes(*shape, matrix.nnz, 5, dtype, device.spec, objective.biases)
     assert peak[0] <= sum(planned.values()) <= 2 * peak[0] + 1000
     assert one.entries["user"].residuals.nbytes <= planned["residual"] / 2 + 100
 

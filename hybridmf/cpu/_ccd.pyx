@@ -4,6 +4,8 @@ For factor t with coordinates u (users) and v (items), and R the residual of all
 
     v_i = sum_u w_ui R_ui u_u / (lambda s_i + sum_u w_ui u_u^2)      then the same for u with v; w = 1 if not given
 
+A bias is such a coordinate whose partner is the constant 1; the side that has the ones keeps them.
+
 The residual is kept by rows and by columns; an update reads and writes each once. The items' pass subtracts the
 product that the factor before it has left pending in the columns, adds u v^T of its own factor back, and sums. The
 users' pass adds u v^T back in the rows, sums, solves, and subtracts the new product while the row is in the cache.
@@ -162,11 +164,13 @@ cdef struct Update:
     bint subtract           # the new product from the residual, once the row is solved
     const int64_t* indptr
     const int32_t* columns
-    const double* ridge     # (n_rows,) lambda s
+    const double* ridge     # (n_rows,) lambda s; NULL: coordinates stay as they are
 
 
-cdef inline double _solved(Update* how, double* sums, Py_ssize_t row) noexcept nogil:
+cdef inline double _solved(Update* how, double* sums, Py_ssize_t row, double old) noexcept nogil:
     """Minimizer over one coordinate; 0 where any value would do (no entry meets it, and no penalty)."""
+    if how.ridge == NULL:
+        return old
     cdef double curvature = sums[1] + how.ridge[row]
     if curvature == 0:
         return 0.0
@@ -199,7 +203,7 @@ cdef void _update_row(
     sums[0] = sums[1] = 0
     _accumulate(how.table, n, how.terms, how.columns + start, pairs, weights + start if weights != NULL else NULL,
                 -pending[row] if pending != NULL else old, old, e + start, kept if how.subtract else NULL, sums)
-    new = <real> _solved(how, sums, row)
+    new = <real> _solved(how, sums, row, old)
     _store(how, row, new, coordinates, own, following)
     if how.subtract:
         _subtract(how.table, n, new, <const real*> kept, e + start)
@@ -212,7 +216,7 @@ def update(
         const int64_t[::1] indptr, const int32_t[::1] indices,   # IN   CSR, one row for each coordinate
         real[::1] e,                        # IN OUT (nnz,) residual
         const real[::1] weights,            # IN   (nnz,) or empty
-        const double[::1] ridge,            # IN   (n_rows,) lambda s
+        const double[::1] ridge,            # IN   (n_rows,) lambda s, or empty: coordinates stay as they are
         const real[::1] pending,            # IN   (n_rows,) with CATCH_UP: coordinates of the product to subtract
         const real[::1] following,          # IN   (n_rows,) coordinates of the next factor, or empty
         const int64_t[::1] groups, const int64_t[:, ::1] segments,   # IN   `schedule`
@@ -234,7 +238,8 @@ def update(
     n_threads = hmf_usable_threads(min(n_threads, n_segments + n_groups))
     if indices.shape[0] == 0:
         return
-    cdef Update how = Update(table, terms, nonnegative, following.shape[0] > 0, &indptr[0], &indices[0], &ridge[0])
+    cdef const double* ridge_ = &ridge[0] if ridge.shape[0] else NULL
+    cdef Update how = Update(table, terms, nonnegative, following.shape[0] > 0, &indptr[0], &indices[0], ridge_)
     cdef real* e_ = &e[0]
     cdef real* coordinates_ = &coordinates[0]
     cdef real* own_ = &own[0, 0]
@@ -262,7 +267,7 @@ def update(
         total[0] += sums[k, 0]
         total[1] += sums[k, 1]
         if k + 1 == n_segments or segments[k + 1, 0] != row:
-            _store(&how, row, <real> _solved(&how, total, row), coordinates_, own_, following_)
+            _store(&how, row, <real> _solved(&how, total, row, coordinates_[row]), coordinates_, own_, following_)
             total[0] = total[1] = 0
     if how.subtract:
         for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._ccd_method import CcdMethod
-from .._objective import SIDES, Factors, Objective, Side, State, other_side
+from .._ccd_method import CcdMethod, non_finite
+from .._objective import SIDES, Factors, Objective, Side, State, other_side, scoring_rows
 from .._plan import Plan
 from .._solver import SWEEP_ORDER, Unconnected
 from .._validate import csr_arrays, make_csr
-from ..errors import NonFiniteError
 from ..formats import transpose
 from . import _ccd
 from .als import aligned_zeros, objective_value, workspaces
@@ -25,16 +24,18 @@ RESIDUAL_SLOWNESS = 8.0
 """Times a flop of the residual takes as long as one of the normal equations, whose rows are reused: it only streams."""
 
 
-def by_column(rows: np.ndarray) -> np.ndarray:
-    """Factors of shape (n, rank) as (rank, n): each factor's coordinates lie together."""
-    columns = aligned_zeros(rows.shape[::-1], rows.dtype)
+def by_column(rows: np.ndarray, *first: Any) -> np.ndarray:
+    """Factors of shape (n, rank) by column, after other columns: each factor's coordinates lie together."""
+    columns = aligned_zeros((len(first) + rows.shape[1], len(rows)), rows.dtype)
+    for column, values in zip(columns, first, strict=False):
+        column[:] = values
     for start in range(0, len(rows), TRANSPOSE_ROWS):
-        columns[:, start : start + TRANSPOSE_ROWS] = rows[start : start + TRANSPOSE_ROWS].T
+        columns[len(first) :, start : start + TRANSPOSE_ROWS] = rows[start : start + TRANSPOSE_ROWS].T
     return columns
 
 
 def by_row(columns: np.ndarray) -> np.ndarray:
-    """`by_column` undone: a new array of shape (n, rank), C order."""
+    """Columns of shape (rank, n) as factors: a new array of shape (n, rank), C order."""
     rows = aligned_zeros(columns.shape[::-1], columns.dtype)
     for start in range(0, len(rows), TRANSPOSE_ROWS):
         rows[start : start + TRANSPOSE_ROWS] = columns[:, start : start + TRANSPOSE_ROWS].T
@@ -57,7 +58,8 @@ class _Half:
         self.weights: np.ndarray = np.empty(0, dtype=matrix.dtype) if weights is None else weights.data
         self.residual = aligned_zeros(self.ratings.shape, matrix.dtype)
         self.degrees = np.diff(self.indptr)
-        self.ridge = objective.regularization * objective.row_scale(self.degrees)
+        # of factors, and of biases if there are any
+        self.ridges = objective.ridge(1, 1 + objective.biases)[:, None] * objective.row_scale(self.degrees)
         self.groups, self.segments = _ccd.schedule(self.indptr)
 
 
@@ -69,7 +71,7 @@ class CpuCCD(Unconnected):
     user_items, item_users : csr_array
         The ratings in both orientations.
     objective : Objective
-        Explicit, without biases.
+        Explicit.
     plan : Plan
         Its `method` is a `CcdMethod`.
     state : State
@@ -92,8 +94,9 @@ class CpuCCD(Unconnected):
         state: State,
         weights: Any = None,
     ) -> None:
-        assert isinstance(plan.method, CcdMethod) and not objective.is_implicit and not objective.biases
+        assert isinstance(plan.method, CcdMethod) and not objective.is_implicit
         self.objective, self.plan, self.method, self.state = objective, plan, plan.method, state
+        self.biases = plan.method.bias_columns(plan)
         of_users = None if weights is None else _weight_matrix(user_items, weights)
         of_items = None if of_users is None else transpose(of_users, num_threads=plan.num_threads)
         self.halves: dict[Side, _Half] = {
@@ -104,27 +107,41 @@ class CpuCCD(Unconnected):
 
     def sweep(self) -> Iterator[None]:
         """One outer iteration, on copies of the factors; yields once they are the state."""
-        for side in SWEEP_ORDER:
-            self._compute_residual(side)
-        columns: dict[Side, np.ndarray] = {side: by_column(self.state.side(side).matrix) for side in SIDES}
+        self._compute_residuals(*SWEEP_ORDER)
+        columns = {side: self._columns(side) for side in SIDES}
         # what each pass gathers of the other side, side by side; see _ccd.pyx
         pairs = {side: aligned_zeros((columns[side].shape[1], 2), columns[side].dtype) for side in SIDES}
         pairs["user"][:, 1] = columns["user"][0]
-        for factor in range(self.plan.factors):
-            self._update_rank_one(columns, pairs, factor)
-        self.state = State(Factors(by_row(columns["user"])), Factors(by_row(columns["item"])))
+        for column in range(len(columns["user"])):
+            self._update_rank_one(columns, pairs, column)
+        users, items = (self._factors(side, columns[side]) for side in SIDES)
+        self.state = State(users, items, self.state.mean)
         yield
 
-    def _compute_residual(self, side: Side) -> None:
-        """Compute one copy of the residual from the state.
+    def _columns(self, side: Side) -> np.ndarray:
+        """Coordinates of a side by column: biases, and ones for those of the other side; then factors."""
+        factors = self.state.side(side)
+        return by_column(factors.matrix, *(factors.bias if biased == side else 1 for biased in self.biases))
+
+    def _factors(self, side: Side, columns: np.ndarray) -> Factors:
+        """`_columns` undone."""
+        bias = columns[self.biases.index(side)].copy() if self.biases else None
+        return Factors(by_row(columns[len(self.biases) :]), bias)
+
+    def _compute_residuals(self, *sides: Side) -> None:
+        """Compute copies of the residual from the state.
 
         Anew in every iteration, so that a resumed fit computes what an uninterrupted one does, and no rounding piles
         up. With one inner iteration, both copies take a quarter of the flops of the updates, and less of the time.
         Cut into calls of about ``plan.batch_flops``: between them Python answers Ctrl-C.
         """
+        tables = {side: scoring_rows(self.state.side(side), side, self.state.mean) for side in SIDES}
+        for side in sides:
+            self._compute_residual(side, tables[side], tables[other_side(side)])
+
+    def _compute_residual(self, side: Side, rows: np.ndarray, fixed: np.ndarray) -> None:
         half, plan = self.halves[side], self.plan
-        rows, fixed = (self.state.side(one).matrix for one in (side, other_side(side)))
-        work = RESIDUAL_SLOWNESS * 2.0 * plan.nnz * plan.factors
+        work = RESIDUAL_SLOWNESS * 2.0 * plan.nnz * rows.shape[1]
         pieces = max(1, int(np.ceil(work / plan.batch_flops)))
         cuts = np.linspace(0, len(half.groups) - 1, pieces + 1).astype(np.int64)
         segments = np.array_split(half.segments, pieces)
@@ -133,32 +150,34 @@ class CpuCCD(Unconnected):
             csr = (half.indptr, half.indices, half.ratings)
             _ccd.residual(rows, fixed, *csr, half.residual, groups, segments[piece], plan.num_threads)
 
-    def _update_rank_one(self, columns: dict[Side, np.ndarray], pairs: dict[Side, np.ndarray], factor: int) -> None:
-        """Solve one factor's coordinates, items first, as often as the method says."""
-        last = self.method.inner_iterations - 1
+    def _update_rank_one(self, columns: dict[Side, np.ndarray], pairs: dict[Side, np.ndarray], column: int) -> None:
+        """Solve one column's coordinates, items first: those of a factor as often as the method says, biases once."""
+        last = 0 if column < len(self.biases) else self.method.inner_iterations - 1
         items, users = columns["item"], columns["user"]
         nothing = items[0, :0]
         # no product is pending in a residual that was just computed
-        pending = items[factor - 1] if factor else np.zeros_like(items[0])
+        pending = items[column - 1] if column else np.zeros_like(items[0])
         for inner in range(last + 1):
             # the first time the product comes back; the last time the new one goes: from the rows at once, from the
             # columns when the next factor's turn comes
             first = inner == 0
-            self._update("item", factor, columns, pairs, _ccd.CATCH_UP if first else _ccd.KEEP, pending, nothing)
-            following = users[(factor + 1) % len(users)] if inner == last else nothing
-            self._update("user", factor, columns, pairs, _ccd.ADD_BACK if first else _ccd.KEEP, nothing, following)
+            self._update("item", column, columns, pairs, _ccd.CATCH_UP if first else _ccd.KEEP, pending, nothing)
+            following = users[(column + 1) % len(users)] if inner == last else nothing
+            self._update("user", column, columns, pairs, _ccd.ADD_BACK if first else _ccd.KEEP, nothing, following)
 
     def _update(
         self,
         side: Side,
-        factor: int,
+        column: int,
         columns: dict[Side, np.ndarray],
         pairs: dict[Side, np.ndarray],
         terms: int,
         pending: np.ndarray,
         following: np.ndarray,
     ) -> None:
-        half, coordinates = self.halves[side], columns[side][factor]
+        half, coordinates = self.halves[side], columns[side][column]
+        is_factor = column >= len(self.biases)
+        solves = is_factor or self.biases[column] == side  # else it has the ones that biases meet
         _ccd.update(
             coordinates,
             pairs[side],
@@ -167,35 +186,32 @@ class CpuCCD(Unconnected):
             half.indices,
             half.residual,
             half.weights,
-            half.ridge,
+            half.ridges[0 if is_factor else 1] if solves else np.empty(0),
             pending,
             following,
             half.groups,
             half.segments,
             self._workspace,
             terms,
-            self.method.nonnegative,
+            self.method.nonnegative and is_factor,
             self.plan.num_threads,
         )
         finite = np.isfinite(coordinates)
         if not np.all(finite):
-            raise NonFiniteError(
-                f"factor {factor} of {side} {int(np.argmin(finite))} became infinite or NaN; "
-                "scale the ratings down, increase regularization "
-                f"(now {self.objective.regularization:g}), or use dtype='float64'"
-            )
+            factor = column - len(self.biases) if is_factor else None
+            raise non_finite(self.objective, side, int(np.argmin(finite)), factor)
 
     def objective_value(self) -> float:
         """The objective at the current factors, in float64; weighted, of errors in the type of the factors."""
         users, items = self.halves["user"], self.halves["item"]
         if len(users.weights):
-            self._compute_residual("user")
+            self._compute_residuals("user")
             error = users.residual.astype(np.float64)
             penalty = self.objective.penalty
             return (
                 float(np.dot(users.weights * error, error))
-                + penalty(self.state.user.matrix, users.degrees)
-                + penalty(self.state.item.matrix, items.degrees)
+                + penalty(self.state.user.matrix, users.degrees, self.state.user.bias)
+                + penalty(self.state.item.matrix, items.degrees, self.state.item.bias)
             )
         csr = (users.indptr, users.indices, users.ratings)
         return objective_value(self.objective, csr, self.state, users.degrees, items.degrees, self.plan.num_threads)

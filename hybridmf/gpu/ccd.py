@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from .._ccd_method import CcdMethod
-from .._objective import SIDES, Objective, Side, State, other_side
+from .._ccd_method import CcdMethod, non_finite
+from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import Plan
 from .._solver import SWEEP_ORDER, Unconnected
 from .._validate import csr_arrays
-from ..errors import DeviceMemoryError, NonFiniteError
+from ..errors import DeviceMemoryError
 from . import losses, tables
 from .als import DeviceFactors, table_width, to_device
 from .device import Array, Device, DeviceSpec, Kernel
@@ -284,9 +284,9 @@ class Entries:
         self.n_rows, self.n_fixed = matrix.shape
         indptr, indices, ratings = csr_arrays(matrix)
         self.degrees = np.diff(indptr)
-        self.penalties = device.upload(
-            (objective.regularization * objective.row_scale(self.degrees)).astype(self.dtype)
-        )
+        # of factors, and of biases if there are any
+        ridges = objective.ridge(1, 1 + objective.biases)[:, None] * objective.row_scale(self.degrees)
+        self.penalties = device.upload(ridges.astype(self.dtype))
         layout = Layout.cut(indptr[:-1], self._counts(indptr, indices), config.segment)
         self.pieces, self.split = device.upload(layout.pieces), device.upload(layout.split)
         self.bases = device.upload((layout.tiles * self.usable).astype(np.int32))
@@ -403,11 +403,14 @@ class PassMode:
         Whether the residual still has the product of the factor before.
     nonnegative : bool
         Whether what would be negative becomes zero.
+    bias : bool
+        Whether the coordinates are biases, which have a penalty of their own.
     """
 
     vectors: int
     pending: bool
     nonnegative: bool
+    bias: bool = False
 
 
 def rank_one(solved: Array, entries: Entries, fixed: Vectors, own: Vectors, mode: PassMode) -> None:
@@ -433,20 +436,20 @@ def rank_one(solved: Array, entries: Entries, fixed: Vectors, own: Vectors, mode
     if not config.staged:
         packs = interleave(entries, fixed, vectors)
         gathered, shared = (packs, packs, packs), 0
-    nonnegative = np.int32(mode.nonnegative)
+    nonnegative, penalties = np.int32(mode.nonnegative), entries.penalties[int(mode.bias)]
     entries.kernel("rank_one", vectors)(
         (len(entries.first_part) - 1,),
         (config.threads,),
         (
             *(solved, entries.residuals, entries.partials, *gathered, own.subtracted, own.added),
-            *(entries.penalties, entries.indices, entries.pieces, entries.parts, entries.first_part),
+            *(penalties, entries.indices, entries.pieces, entries.parts, entries.first_part),
             *(np.int64(entries.n_fixed), np.int32(mode.pending), nonnegative),
         ),
         shared,
     )
     n_split = len(entries.split)
     if n_split:
-        arrays = (solved, entries.partials, entries.penalties, entries.split)
+        arrays = (solved, entries.partials, penalties, entries.split)
         combine = entries.kernel("combine")
         combine(_warps(n_split), (32 * WARPS_PER_BLOCK,), (*arrays, np.int64(n_split), nonnegative), 0)
 
@@ -460,26 +463,26 @@ def interleave(entries: Entries, fixed: Vectors, vectors: int) -> Array:
     return packs
 
 
-def subtract_products(entries: Entries, own: DeviceFactors, fixed: DeviceFactors) -> None:
-    """residuals <- ratings - x.y, in the type of the factors."""
+def subtract_products(entries: Entries, own: Array, fixed: Array) -> None:
+    """residuals <- ratings - x.y for the rows x, y of two tables, in the type of the factors."""
     _for_each_piece("subtract_products", entries.residuals, entries, own, fixed)
 
 
-def squared_errors(entries: Entries, own: DeviceFactors, fixed: DeviceFactors) -> float:
+def squared_errors(entries: Entries, own: Array, fixed: Array) -> float:
     """Sum of ``(r - x.y)^2`` over all entries, in float64."""
     out = entries.device.empty(len(entries.pieces), np.float64)
     _for_each_piece("squared_errors", out, entries, own, fixed)
     return float(entries.device.download(out).sum())
 
 
-def _for_each_piece(name: str, out: Array, entries: Entries, own: DeviceFactors, fixed: DeviceFactors) -> None:
-    n, width = len(entries.pieces), own.table.shape[1]
+def _for_each_piece(name: str, out: Array, entries: Entries, own: Array, fixed: Array) -> None:
+    n, width = len(entries.pieces), own.shape[1]
     if not n:
         return
-    check("own", own.table, entries.dtype, (entries.n_rows, width))
-    check("fixed", fixed.table, entries.dtype, (entries.n_fixed, width))
+    check("own", own, entries.dtype, (entries.n_rows, width))
+    check("fixed", fixed, entries.dtype, (entries.n_fixed, width))
     chunks = np.int32(width * entries.dtype.itemsize // 16)
-    arrays = (out, entries.ratings, entries.indices, own.table, fixed.table, entries.pieces, entries.bases)
+    arrays = (out, entries.ratings, entries.indices, own, fixed, entries.pieces, entries.bases)
     arguments = (*arrays, np.int64(n), chunks, np.int32(entries.zero))
     entries.kernel(name)(_warps(n), (32 * WARPS_PER_BLOCK,), arguments, 0)
 
@@ -499,7 +502,9 @@ def padded(n: int, dtype: Any) -> int:
     return table_width(n, dtype)
 
 
-def memory_bytes(n_users: int, n_items: int, nnz: int, factors: int, dtype: Any, spec: DeviceSpec) -> dict[str, int]:
+def memory_bytes(
+    n_users: int, n_items: int, nnz: int, factors: int, dtype: Any, spec: DeviceSpec, biases: bool = False
+) -> dict[str, int]:
     """Most memory a fit takes on a device, by purpose; what it takes depends on how the entries lie."""
     itemsize = np.dtype(dtype).itemsize
     sizes = {"ratings": 0, "residual": 0, "pieces": 0}
@@ -513,12 +518,12 @@ def memory_bytes(n_users: int, n_items: int, nnz: int, factors: int, dtype: Any,
         sizes["residual"] += places * itemsize
         # pieces and their tiles; parts; partial sums; split rows; penalties; packs
         sizes["pieces"] += pieces * (16 + 4 + 2 * itemsize) + min(pieces, 2 * config.n_tiles + config.blocks) * 20 + 8
-        sizes["pieces"] += min(n_rows, pieces) * 16 + n_rows * itemsize
+        sizes["pieces"] += min(n_rows, pieces) * 16 + (1 + biases) * n_rows * itemsize
         sizes["pieces"] += 0 if config.staged else (n_fixed + 1) * 4 * itemsize
-    width = table_width(factors, dtype)
-    # old and new tables; columns and a spare one
+    # old and new tables and biases; columns, of which biases take two, and a spare one
     rows = padded(n_users, dtype) + padded(n_items, dtype)
-    sizes["factors"] = rows * (2 * width + factors + 1) * itemsize
+    width = table_width(factors + biases, dtype)
+    sizes["factors"] = rows * (2 * (width + biases) + factors + 2 * biases + 1) * itemsize
     # a part of the entries in their old order, with the pieces that they go to, while the second side is laid out
     chunk = min(nnz, CHUNK_ENTRIES + max(n_users, n_items))
     sizes["chunk"] = chunk * (4 + itemsize)
@@ -537,7 +542,7 @@ class GpuCCD(Unconnected):
     user_items, item_users : csr_array
         The ratings in both orientations.
     objective : Objective
-        Explicit, without biases.
+        Explicit.
     plan : Plan
         Its `method` is a `CcdMethod`.
     state : State
@@ -556,8 +561,9 @@ class GpuCCD(Unconnected):
         state: State,
         configs: dict[Side, CcdConfig] | None = None,
     ) -> None:
-        assert isinstance(plan.method, CcdMethod) and not objective.is_implicit and not objective.biases
+        assert isinstance(plan.method, CcdMethod) and not objective.is_implicit
         self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
+        self.biases = plan.method.bias_columns(plan)
         matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
         self.entries: dict[Side, Entries] = {}
         for side in SIDES:
@@ -569,8 +575,9 @@ class GpuCCD(Unconnected):
                 config = CcdConfig.choose(n_rows, n_fixed, matrix.nnz, vectors, matrix.dtype, device.spec)
             with device.active():
                 self.entries[side] = Entries(device, matrix, objective, config)
-        self.width = table_width(plan.factors, user_items.dtype)
-        self._state = State(to_device(device, state.user, self.width), to_device(device, state.item, self.width))
+        self.width = table_width(plan.rank, user_items.dtype)
+        users, items = (to_device(device, state.side(side), self.width) for side in SIDES)
+        self._state = State(users, items, state.mean)
 
     @property
     def state(self) -> State:
@@ -584,72 +591,104 @@ class GpuCCD(Unconnected):
         yield
 
     def _sweep(self) -> None:
+        self._compute_residuals()
         columns = {side: self._columns(side) for side in SIDES}
-        for side in SIDES:  # anew, so that a resumed fit computes what an uninterrupted one does
-            subtract_products(self.entries[side], self._table(side), self._table(other_side(side)))
-        for factor in range(self.plan.factors):
-            self._update_rank_one(columns, factor)
-        self._state = State(self._by_row("user", columns["user"]), self._by_row("item", columns["item"]))
+        for column in range(len(columns["user"]) - 1):
+            self._update_rank_one(columns, column)
+        users, items = (self._by_row(side, columns[side]) for side in SIDES)
+        self._state = State(users, items, self._state.mean)
 
-    def _table(self, side: Side) -> DeviceFactors:
+    def _compute_residuals(self) -> None:
+        """Anew in every iteration, so that a resumed fit computes what an uninterrupted one does."""
+        tables = {side: self._scoring_table(side) for side in SIDES}
+        for side in SIDES:
+            subtract_products(self.entries[side], tables[side], tables[other_side(side)])
+
+    def _held(self, side: Side) -> DeviceFactors:
         return to_device(self.device, self._state.side(side), self.width)
 
-    def _columns(self, side: Side) -> Array:
-        """Coordinates of factor t in row t + 1; the new ones go to row t, so that both are there for the other side.
+    def _scoring_table(self, side: Side) -> Array:
+        """Rows whose inner products are the predictions; see `scoring_rows`."""
+        held, factors = self._held(side), self.plan.factors
+        table, bias = held.table, held.device_bias
+        if bias is None:
+            return table
+        out = self.device.zeros((len(table), table_width(factors + 2, table.dtype)), table.dtype)
+        out[:, :factors] = table[:, :factors]
+        own, other = (factors, factors + 1) if side == "user" else (factors + 1, factors)
+        out[:, own] = bias + table.dtype.type(self._state.mean if side == "user" else 0)
+        out[:, other] = 1
+        return out
 
-        Rows without entries are zero in all of them.
+    def _columns(self, side: Side) -> Array:
+        """Coordinates by column: biases, and ones for those of the other side; then factors.
+
+        Column t is in row t + 1; the new one goes to row t, so that both are there for the other side. Rows without
+        entries are zero in all of them.
         """
-        entries, factors = self.entries[side], self.plan.factors
-        out = self.device.zeros((factors + 1, padded(entries.n_rows, entries.dtype)), entries.dtype)
+        entries, factors, held = self.entries[side], self.plan.factors, self._held(side)
+        first, n = len(self.biases), entries.n_rows
+        out = self.device.zeros((first + factors + 1, padded(n, entries.dtype)), entries.dtype)
+        for column, biased in enumerate(self.biases):
+            out[1 + column, :n] = held.device_bias if biased == side else 1
         status = self.device.zeros(1, np.int32)
-        transpose(entries, out[1:], self._table(side).table, status, factors, entries.n_rows)
+        transpose(entries, out[1 + first :], held.table, status, factors, n)
         if not entries.degrees.all():
             out[:, self.device.upload(np.flatnonzero(entries.degrees == 0))] = 0
         return out
 
     def _by_row(self, side: Side, columns: Array) -> DeviceFactors:
-        """New factors as a table."""
-        entries, factors = self.entries[side], self.plan.factors
+        """New factors as a table, and biases."""
+        entries, factors, first = self.entries[side], self.plan.factors, len(self.biases)
         table = self.device.zeros((entries.n_rows, self.width), entries.dtype)
         status = self.device.zeros(1, np.int32)
-        transpose(entries, table, columns, status, entries.n_rows, factors)
+        transpose(entries, table, columns[first:], status, entries.n_rows, factors)
+        bias = None
+        if self.biases:
+            table[:, factors] = 1
+            bias = self.device.zeros((entries.n_rows, 1), entries.dtype)
+            transpose(entries, bias, columns[self.biases.index(side) :], status, entries.n_rows, 1)
+            bias = bias.reshape(-1)
+        solved = DeviceFactors(self.device, table, factors, bias)
         if self.device.download(status)[0]:
-            self._raise_non_finite(side, self.device.download(table))
-        return DeviceFactors(self.device, table, factors, None)
+            self._raise_non_finite(side, solved.on_host())
+        return solved
 
-    def _raise_non_finite(self, side: Side, table: np.ndarray) -> None:
-        row, factor = np.argwhere(~np.isfinite(table))[0]
-        raise NonFiniteError(
-            f"factor {factor} of {side} {row} became infinite or NaN; scale the ratings down, increase regularization "
-            f"(now {self.objective.regularization:g}), or use dtype='float64'"
-        )
+    def _raise_non_finite(self, side: Side, solved: Factors) -> None:
+        if solved.bias is not None and not np.isfinite(solved.bias).all():
+            raise non_finite(self.objective, side, int(np.argmin(np.isfinite(solved.bias))), None)
+        row, factor = np.argwhere(~np.isfinite(solved.matrix))[0]
+        raise non_finite(self.objective, side, row, factor)
 
-    def _update_rank_one(self, columns: dict[Side, Array], factor: int) -> None:
-        """Solve one factor's coordinates, items first, as often as the method says."""
-        pending = factor > 0  # no product is missing from a residual that was just computed
-        old = {side: columns[side][factor + 1] for side in SIDES}
-        new = {side: columns[side][factor] for side in SIDES}
-        before = {side: columns[side][factor - 1] if pending else old[side] for side in SIDES}
-        own = {side: Vectors(before[side], old[side], old[side]) for side in SIDES}
-        modes = {side: PassMode(VECTORS[side], pending, self.method.nonnegative) for side in SIDES}
-        rank_one(new["item"], self.entries["item"], own["user"], own["item"], modes["item"])
-        items = Vectors(before["item"], old["item"], new["item"])
-        rank_one(new["user"], self.entries["user"], items, own["user"], modes["user"])
-        sums_alone = replace(modes["item"], vectors=1)
-        for _ in range(1, self.method.inner_iterations):
+    def _update_rank_one(self, columns: dict[Side, Array], column: int) -> None:
+        """Solve one column's coordinates, items first: those of a factor as often as the method says, biases once."""
+        pending = column > 0  # no product is missing from a residual that was just computed
+        old = {side: columns[side][column + 1] for side in SIDES}
+        new = {side: columns[side][column] for side in SIDES}
+        before = {side: columns[side][column - 1] if pending else old[side] for side in SIDES}
+        biased = self.biases[column : column + 1]
+        for inner in range(1 if biased else self.method.inner_iterations):
             for side in SWEEP_ORDER:
-                fixed = new[other_side(side)]
-                rank_one(new[side], self.entries[side], Vectors(fixed, fixed, fixed), own[side], sums_alone)
+                other = other_side(side)
+                met = new[other] if inner or side == "user" else old[other]
+                fixed = Vectors(met, met, met) if inner else Vectors(before[other], old[other], met)
+                own = Vectors(before[side], old[side], old[side])
+                nonnegative = self.method.nonnegative and not biased
+                mode = PassMode(1 if inner else VECTORS[side], pending, nonnegative, bool(biased))
+                rank_one(new[side], self.entries[side], fixed, own, mode)
+                if biased and side not in biased:
+                    new[side][:] = old[side]  # the ones that biases meet stay
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
         with self.device.active():
-            tables = {side: self._table(side) for side in SIDES}
-            total = squared_errors(self.entries["user"], tables["user"], tables["item"])
+            users, items = (self._scoring_table(side) for side in SIDES)
+            total = squared_errors(self.entries["user"], users, items)
             for side in SIDES:
-                squares = losses.row_squares(self.device, tables[side].table, self.plan.factors)
-                scale = self.objective.row_scale(self.entries[side].degrees)
-                total += self.objective.regularization * float(squares @ scale)
+                held = self._held(side)
+                squares = losses.row_squares(self.device, held.table, self.plan.factors)
+                bias = None if held.device_bias is None else self.device.download(held.device_bias)
+                total += self.objective.penalty_of_squares(squares, self.entries[side].degrees, bias)
             return total
 
 
