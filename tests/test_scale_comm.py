@@ -755,7 +755,7 @@ def test_the_number_of_strangers_is_bounded(monkeypatch, caplog):
     with Meeting() as meeting:
         crowd = [meeting.stranger() for _ in range(12)]
         assert all(everything(stranger) == b"" for stranger in crowd[:8])
-        assert len(meeting.door.guests) == 4
+        wait_until(lambda: len(meeting.door.guests) == 4)
         meeting.rank()  # the oldest goes for it, too
     refusals = [record for record in caplog.records if "too many connections" in record.getMessage()]
     assert [record.levelname for record in refusals] == ["WARNING"] * 2 + ["DEBUG"] * 7
