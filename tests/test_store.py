@@ -477,6 +477,8 @@ def test_a_conversion_that_is_killed_anywhere_goes_on_or_begins_anew(tmp_path):
     assert len(folders) > 15
     for folder in folders:
         store = hmf.Store.open(folder)
+        names = {entry.name for entry in folder.iterdir()} - {"unfinished.json"}  # killed when the manifest was written
+        assert names == {"manifest.json", *store._manifest["files"]}
         assert_same_matrix(store.to_ratings().user_items, expected.user_items)
         assert_same_matrix(StoreMatrix(store, "item").load(), expected.item_users)
 
