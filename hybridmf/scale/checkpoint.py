@@ -36,7 +36,8 @@ from .._objective import AwayFactors, State
 from .._validate import check_bool, check_int, check_path, check_real
 from ..errors import ModelFileError
 from ..ratings import Ratings
-from .store import MANIFEST, Store, StoreMatrix
+from .manifest import MANIFEST
+from .store import Store, StoreMatrix
 
 logger = logging.getLogger("hybridmf")
 

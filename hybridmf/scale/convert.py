@@ -62,8 +62,9 @@ from ..errors import DuplicateEntriesError, RatingsError
 from ..formats import transpose
 from ..gpu.device import parse_bytes
 from ..ratings import Ratings
+from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
 from .slabs import MemorySlabs, magnitudes, slab_bounds
-from .store import ARRAYS, FORMAT, MANIFEST, UNFINISHED, VERSION, Store, file_checksum, seal, slab_file
+from .store import UNFINISHED, Store, file_checksum
 
 logger = logging.getLogger("hybridmf")
 
@@ -437,9 +438,9 @@ class _Counts:
 def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarray], counts: _Counts) -> None:
     """Degrees, sums and the manifest."""
     for side in SIDES:
-        folder.save(f"{side}-degrees.npy", counts.degrees[side])
+        folder.save(degrees_file(side), counts.degrees[side])
         if counts.zeros:
-            folder.save(f"{side}-degrees-nonzero.npy", counts.nonzero[side])
+            folder.save(degrees_file(side, nonzero=True), counts.nonzero[side])
     files = [slab_file("user", k, "values") for k in range(len(bounds["user"]) - 1)]
     total = entry_sum(map(folder.load, files))
     nonzero = entry_sum(part[part != 0] for part in map(folder.load, files)) if counts.zeros else total
