@@ -1,12 +1,25 @@
-"""Files as bytes: told apart, opened through gzip, what is wrong with them put into words; and replaced atomically."""
+"""Files as bytes: told apart, opened through gzip, what is wrong with them put into words; and replaced atomically.
+
+A file that is being written has a temporary name, ``PREFIX HOST-RANDOM.tmp``, and its writer holds an advisory lock on
+it. The system releases the lock when the process ends, however it ends: a temporary file whose lock can be taken has no
+owner, and the next writer in the folder removes it. A lock may be invisible to other machines of a network file system,
+so a file of another host, or one that cannot be locked, is removed only when nobody has written to it for a day.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gzip
+import hashlib
+import logging
 import os
+import re
 import secrets
+import socket
+import stat
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +27,21 @@ from typing import Any, BinaryIO, cast
 
 from .errors import RatingsError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger("hybridmf")
+
 FORMATS = ("auto", "text", "csv", "tsv", "mtx", "npz", "parquet")
 """What ``Ratings.from_file(format=)`` may say."""
+
+TEMPORARY = ".hybridmf-"
+"""First letters of temporary files."""
+
+ABANDONED = 24 * 3600.0
+"""Seconds without a write after which a temporary file of unknown ownership is an orphan."""
 
 HEAD_BYTES = 4096
 """Start of a file that its format and encoding are told by."""
@@ -79,7 +105,11 @@ def sniff_format(path: str, head: bytes) -> str:
 
 
 def write_atomically(
-    path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], Any], *, prefix: str = ".hybridmf-"
+    path: str | os.PathLike[str],
+    content: bytes | Callable[[BinaryIO], Any],
+    *,
+    prefix: str = TEMPORARY,
+    clean: bool = True,
 ) -> None:
     """Write `path` so that a reader, or a crash, sees the old file or the new one, never a part.
 
@@ -91,6 +121,8 @@ def write_atomically(
         A callable writes to the binary file it is called with, and leaves it open.
     prefix : str
         First letters of the temporary file, which a process that is killed leaves behind.
+    clean : bool
+        Remove such files of this prefix from the folder first; see `remove_orphans`.
 
     Raises
     ------
@@ -105,6 +137,8 @@ def write_atomically(
     if not path.parent.is_dir():
         why = "is no folder" if os.path.lexists(path.parent) else "does not exist"
         raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} {why}")
+    if clean:
+        remove_orphans(path.parent, prefix)
     try:
         _write_and_rename(path, content, prefix)
     except OSError as error:  # a full disk names no file, and nobody knows the temporary one
@@ -114,11 +148,7 @@ def write_atomically(
 
 
 def _write_and_rename(path: Path, content: bytes | Callable[[BinaryIO], Any], prefix: str) -> None:
-    # In the same folder: a rename must not cross file systems. Not named after `path`: the longest names have no room.
-    temporary = path.parent / f"{prefix}{secrets.token_hex(8)}.tmp"
-    # not mkstemp: its files are their owner's alone, and to undo that needs the umask, which can be read only by
-    # setting it, for all threads
-    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    temporary, handle = _new_temporary(path.parent, prefix)
     try:
         with os.fdopen(handle, "wb") as file:
             if callable(content):
@@ -127,11 +157,98 @@ def _write_and_rename(path: Path, content: bytes | Callable[[BinaryIO], Any], pr
                 file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)  # while the lock is held: without it the file would look abandoned
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def _new_temporary(folder: Path, prefix: str) -> tuple[Path, int]:
+    """A temporary file in a folder, open for writing and locked where the file system can do so."""
+    while True:
+        # In the same folder: a rename must not cross file systems. Not named after what it becomes: the longest names
+        # have no room.
+        path = folder / f"{prefix}{_host()}-{secrets.token_hex(8)}.tmp"
+        # not mkstemp: its files are their owner's alone, and to undo that needs the umask, which can be read only by
+        # setting it, for all threads
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with contextlib.suppress(BlockingIOError):
+            lock(handle)
+            if _is_at(handle, path):
+                return path, handle
+        os.close(handle)  # another process took it for abandoned before it was locked, and removes it
+
+
+def lock(handle: int) -> bool:
+    """Lock an open file or folder until it is closed, or its process ends; False where the system has no locks.
+
+    Raises
+    ------
+    BlockingIOError
+        It is locked already.
+    """
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # some network file systems
+        logger.debug("no lock: %s", error)
+        return False
+    return True
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+@functools.cache
+def _host() -> str:
+    """Eight characters for this machine since it was started: where locks of its processes are visible."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        machine = socket.gethostname()
+    return hashlib.sha256(machine.encode()).hexdigest()[:8]
+
+
+def remove_orphans(folder: Path, prefix: str = TEMPORARY, *, abandoned: float = ABANDONED) -> None:
+    """Remove temporary files of `write_atomically` whose writers were killed; others, and what fails, stay.
+
+    Parameters
+    ----------
+    folder : Path
+    prefix : str
+        First letters of the files.
+    abandoned : float
+        Age in seconds from which files of other hosts, and files that cannot be locked, are removed.
+    """
+    name = re.compile(rf"{re.escape(prefix)}(?:([0-9a-f]{{8}})-)?[0-9a-f]{{16}}\.tmp")
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for found in filter(None, (name.fullmatch(entry.name) for entry in entries)):
+            with contextlib.suppress(OSError):  # it is being written, or another user's, or another process was quicker
+                _remove_orphan(folder / found[0], found[1] == _host(), abandoned)
+
+
+def _remove_orphan(path: Path, ours: bool, abandoned: float) -> None:
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        return
+    unused = time.time() - status.st_mtime >= abandoned
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        locked = lock(handle)  # fails while it is written
+        if ((locked and ours) or unused) and _is_at(handle, path):
+            path.unlink()
+            logger.info("%s: a write that was killed had left it; removed", path)
+    finally:
+        os.close(handle)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import functools
 import json
 import os
 import re
 import struct
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +26,7 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 import hybridmf as hmf
+from hybridmf import _files
 from hybridmf.cpu.als import CpuALS, HalfSweep
 from hybridmf.errors import DeviceError, ModelFileError
 from hybridmf.scale import checkpoint as checkpoints
@@ -349,6 +356,116 @@ def test_a_folder_without_write_permission(tmp_path):
             fitted().save(tmp_path / "model")
     finally:
         tmp_path.chmod(0o700)
+
+
+WRITER = """
+import os, sys, time
+from pathlib import Path
+from hybridmf._files import write_atomically
+
+def content(file):
+    file.write(bytes(1000))
+    file.flush()
+    print("writing", flush=True)
+    time.sleep(60)
+
+write_atomically(Path(sys.argv[1]) / "other", content, prefix=sys.argv[2])
+"""
+
+
+@contextlib.contextmanager
+def writing(folder: Path, prefix: str = ".hybridmf-"):
+    """A process that is writing a file; its temporary file."""
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(folder), prefix], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"writing\n"
+            yield process, *folder.glob(f"{prefix}{_files._host()}-*.tmp")
+        finally:
+            process.kill()
+
+
+def test_what_a_killed_save_has_left_is_removed_by_the_next_one(tmp_path):
+    """Once its writer is dead, not before, and nothing else of the folder."""
+    others = [tmp_path / name for name in (".hybridmf-notes.tmp", ".hybridmf-0123456789abcdef", "0123456789abcdef.tmp")]
+    for other in others:
+        other.write_text("not ours")
+        os.utime(other, (0, 0))
+    with writing(tmp_path) as (process, temporary), writing(tmp_path, ".checkpoint-") as (_, checkpoint):
+        fitted().save(tmp_path / "model")
+        assert temporary.stat().st_size == 1000
+        process.kill()
+        process.wait()
+        assert temporary.exists()
+        fitted().save(tmp_path / "model")
+        assert not temporary.exists()
+        assert checkpoint.exists()
+    fitted().save(tmp_path / "model")
+    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / "model", checkpoint])
+    checkpoints.prepare(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / "model"])
+
+
+@pytest.mark.parametrize("kind", ["another host", "no host", "no locks"])
+def test_temporary_files_of_unknown_owners_are_removed_after_a_day(kind, tmp_path, monkeypatch):
+    host = {"another host": "00000000-", "no host": "", "no locks": f"{_files._host()}-"}[kind]
+    if kind == "no locks":
+        monkeypatch.setattr(_files.fcntl, "flock", refuse_to_lock)
+    fresh, stale, held = (tmp_path / f".hybridmf-{host}{k:016x}.tmp" for k in range(3))
+    for path in (fresh, stale, held):
+        path.write_bytes(b"")
+    for path in (stale, held):
+        os.utime(path, (time.time() - 25 * 3600,) * 2)
+    with open(held, "rb") as file:
+        if kind != "no locks":
+            fcntl.flock(file, fcntl.LOCK_EX)
+        fitted().save(tmp_path / "model")
+    kept = [fresh, tmp_path / "model"] + ([] if kind == "no locks" else [held])
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def refuse_to_lock(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_saving_without_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(_files, "fcntl", None)
+    fitted().save(tmp_path / "model")
+    assert hmf.load(tmp_path / "model").n_iter_ == 5
+
+
+def test_only_plain_files_of_ours_are_removed(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("mine")
+    link, fifo, folder = (tmp_path / f".hybridmf-{_files._host()}-{k:016x}.tmp" for k in range(3))
+    link.symlink_to(target)
+    os.mkfifo(fifo)
+    folder.mkdir()
+    fitted().save(tmp_path / "model")
+    assert sorted(tmp_path.iterdir()) == sorted([link, fifo, folder, target, tmp_path / "model"])
+    _files.remove_orphans(tmp_path / "nowhere")
+
+
+def test_a_temporary_file_that_is_removed_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+    """Another process takes it for abandoned: it holds the lock, or has removed the file already."""
+    lock, holders = fcntl.flock, []
+
+    def late(handle, operation):
+        (path,) = tmp_path.glob(".hybridmf-*.tmp")
+        if not holders:
+            holders.append(open(path))  # noqa: SIM115
+            lock(holders[0], operation)
+        elif len(holders) == 1:
+            holders.append(path.unlink())
+        if len(holders) == 1:
+            path.unlink()
+        lock(handle, operation)
+
+    monkeypatch.setattr(_files, "remove_orphans", lambda *_: None)
+    monkeypatch.setattr(_files.fcntl, "flock", late)
+    fitted().save(tmp_path / "model")
+    holders[0].close()
+    assert len(holders) == 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "model"]
 
 
 def test_long_file_names(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -11,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +30,8 @@ from hybridmf.scale.messages import SMALL, even_counts
 from hybridmf.scale.processes import RankTraceback, run_processes
 from hybridmf.scale.sockets import SocketCommunicator
 from hybridmf.scale.threads import RankThreads, ThreadCommunicator, run_ranks
+
+COST = dict(sockets.SCRYPT)
 
 DTYPES = [np.float32, np.float64, np.int32, np.int64, np.uint8]
 
@@ -391,14 +395,21 @@ def free_address() -> tuple[str, int]:
         return server.getsockname()
 
 
+@pytest.fixture(autouse=True)
+def cheap_tokens(monkeypatch):
+    """The many meetings of these tests do not wait for scrypt."""
+    monkeypatch.setitem(sockets.SCRYPT, "n", 2)
+
+
 def over_sockets(size, function, timeout=20.0, tokens=None, address=None, sizes=None, ranks=None):
     """As run_ranks, with connections on the loopback; what each rank returned or raised."""
     address, answers = address or free_address(), [None] * size
     tokens, sizes, ranks = tokens or ["secret"] * size, sizes or [size] * size, ranks or range(size)
+    timeouts = timeout if isinstance(timeout, list) else [timeout] * size
 
     def run(k):
         try:
-            communicator = SocketCommunicator.connect(ranks[k], sizes[k], address, token=tokens[k], timeout=timeout)
+            communicator = SocketCommunicator.connect(ranks[k], sizes[k], address, token=tokens[k], timeout=timeouts[k])
             answers[k] = function(communicator)
             communicator.close()
         except BaseException as error:
@@ -538,9 +549,9 @@ def test_what_is_no_message_stops_all(frame):
 
 
 def test_who_does_not_know_the_token_stays_out(caplog):
-    answers = texts(over_sockets(2, laws, timeout=0.5, tokens=["secret", "guess"]))
+    answers = texts(over_sockets(2, laws, timeout=[0.5, 20], tokens=["secret", "guess"]))
     assert answers[0].startswith("ranks [1] did not come within 0.5 s; all 2 must be started, with the same HYBRIDMF_")
-    assert "rank 0 refused rank 1: it has another token (HYBRIDMF_TOKEN must be the same everywhere)" in answers[1]
+    assert answers[1] == "rank 0 refused rank 1: it has another token (HYBRIDMF_TOKEN must be the same everywhere)"
     assert "a connection from 127.0.0.1 was refused: the other end does not know the token" in caplog.text
 
 
@@ -548,10 +559,12 @@ def test_who_came_to_a_meeting_that_failed_is_let_go(monkeypatch):
     meetings = []
     meet = sockets._Meeting.host
     monkeypatch.setattr(sockets._Meeting, "host", lambda self, listener: meetings.append(self) or meet(self, listener))
-    answers = texts(over_sockets(2, laws, timeout=0.5, sizes=[3, 3]))
+    answers = texts(over_sockets(2, laws, timeout=[0.5, 20], sizes=[3, 3]))
     assert answers[0].startswith("ranks [2] did not come within 0.5 s; all 3 must be started")
-    assert answers[1] == "rank 0 ended, or waits for ranks that do not come"
+    assert answers[1] == answers[0]
     assert [connection.fileno() for connection in meetings[0].peers.values()] == [-1]
+    answers = texts(over_sockets(2, laws, timeout=[2, 0.5], sizes=[3, 3]))
+    assert answers[1] == "rank 0 ended, or waits for ranks that do not come"
 
 
 def test_a_message_that_stops_in_its_header_stops_all():
@@ -601,6 +614,280 @@ def test_strangers_are_turned_away(caplog):
         worker.join(30)
     assert answers == [3, 3]
     assert "was refused" in caplog.text
+
+
+class Meeting:
+    """Rank 0's door on the loopback, and strangers before it; `admitted` is what came through."""
+
+    def __init__(self, seconds: float = 20.0) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()[:2]
+        self.keys = sockets._Keys("secret")
+        deadline = time.monotonic() + seconds
+        self.door = sockets._Door(self.listener, self.keys, {"rank": 0, "size": 2}, deadline, 1)
+        self.strangers: list[socket.socket] = []
+
+    def __enter__(self) -> Meeting:
+        self.door.__enter__()
+        self.waiter = threading.Thread(target=self._wait, daemon=True)
+        self.waiter.start()
+        return self
+
+    def _wait(self) -> None:
+        self.admitted = self.door.next()
+
+    def __exit__(self, *_) -> None:
+        self.waiter.join(30)
+        self.door.__exit__()
+        for connection in [self.listener, *self.strangers, *(self.admitted or ())[:1]]:
+            connection.close()
+
+    def stranger(self) -> socket.socket:
+        """One that has read the challenge."""
+        self.strangers.append(socket.create_connection(self.address, timeout=10))
+        self.challenge = bytes(sockets._read(self.strangers[-1], 8 + sockets.SALT + sockets.NONCE))
+        return self.strangers[-1]
+
+    def rank(self, token: str = "secret", said: object = None) -> dict:
+        """The other end of a rank that comes."""
+        connection = socket.create_connection(self.address, timeout=10)
+        self.strangers.append(connection)
+        return sockets._introduce(connection, sockets._Keys(token), said or {"rank": 1}, time.monotonic() + 10)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What comes until the other end closes."""
+    found = b""
+    with suppress(ConnectionError):
+        while part := connection.recv(1 << 16):
+            found += part
+    return found
+
+
+def test_strangers_who_say_nothing_stop_no_meeting():
+    """Each has the time of a whole handshake, longer than the ranks wait, and they are there first."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()[:2]
+    idle = [socket.create_connection(address) for _ in range(5)]
+    assert sockets.HANDSHAKE > 5
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(SocketCommunicator.connect, 0, 2, address, token="secret", timeout=5, listener=listener)
+        second = pool.submit(SocketCommunicator.connect, 1, 2, address, token="secret", timeout=5)
+        ranks = [first.result(20), second.result(20)]
+        assert [each.result(20)[0] for each in [pool.submit(rank.allreduce, np.ones(1)) for rank in ranks]] == [2, 2]
+    for each in [*ranks, *idle]:
+        each.close()
+
+
+def test_a_stranger_who_drips_bytes_has_one_deadline(monkeypatch, caplog):
+    monkeypatch.setattr(sockets, "HANDSHAKE", 0.3)
+    with Meeting() as meeting:
+        stranger = meeting.stranger()
+        stranger.settimeout(0.02)
+        came = b"?"
+        for _ in range(200):  # a byte each 20 ms, for ten deadlines
+            with suppress(OSError):
+                stranger.send(b"\0")
+            with suppress(TimeoutError):
+                came = stranger.recv(1)
+                break
+        assert came == b""
+        assert meeting.rank() == {"rank": 0, "size": 2}
+    assert "127.0.0.1 was refused: no proof that it knows the token in time" in caplog.text
+
+
+def test_no_door_is_open_for_ever(caplog):
+    with Meeting(seconds=0.2) as meeting:
+        meeting.stranger()
+        meeting.stranger().close()  # as a rank that comes too early does
+    assert meeting.admitted is None
+    assert not meeting.door.proved
+    assert "it left" not in caplog.text
+
+
+def test_a_stranger_learns_nothing_by_which_a_guess_can_be_checked(caplog):
+    """The end that accepts proves nothing before the other has, and parses nothing."""
+    with Meeting() as meeting:
+        stranger = meeting.stranger()
+        text = b"[" * 4000
+        stranger.sendall(bytes(sockets.NONCE) + len(text).to_bytes(2, "big") + text + bytes(sockets.PROOF))
+        assert everything(stranger) == sockets.REFUSED
+        with pytest.raises(PermissionError, match="another token"):
+            meeting.rank("guess")
+        assert meeting.rank() == {"rank": 0, "size": 2}
+    assert caplog.text.count("was refused: the other end does not know the token") == 2
+    assert meeting.challenge.startswith(sockets.MAGIC + meeting.keys.salt)
+
+
+@pytest.mark.parametrize(
+    ("sent", "problem"),
+    [
+        (lambda sealed: bytes(sockets.NONCE) + b"\xff\xff", "a greeting of 65535 bytes"),
+        (lambda sealed: sealed + b"x", "more than a greeting"),
+        (lambda sealed: sealed[:-1], "it left"),
+    ],
+)
+def test_greetings_are_bounded(sent, problem, caplog):
+    with Meeting() as meeting:
+        stranger, nonce = meeting.stranger(), bytes(sockets.NONCE)
+        salted = meeting.challenge[len(sockets.MAGIC) :] + nonce
+        key = meeting.keys.of(meeting.keys.salt)
+        stranger.sendall(sent(nonce + sockets._greeting(key, b"connects", salted, {"rank": 1})))
+        stranger.shutdown(socket.SHUT_WR)
+        assert everything(stranger) == b""
+        meeting.rank()
+    assert f"127.0.0.1 was refused: {problem}" in caplog.text
+
+
+@pytest.mark.parametrize("said", [["rank"], [[]], "rank"])
+def test_a_greeting_is_an_object(said, caplog):
+    with Meeting() as meeting:
+        with pytest.raises((EOFError, ConnectionError)):
+            meeting.rank(said=said)
+        meeting.rank()
+    assert "127.0.0.1 was refused: a greeting that is no object" in caplog.text
+
+
+def test_the_number_of_strangers_is_bounded(monkeypatch, caplog):
+    monkeypatch.setattr(sockets, "STRANGERS", 3)
+    monkeypatch.setattr(sockets, "REPORTED", 2)
+    caplog.set_level("DEBUG", "hybridmf")
+    with Meeting() as meeting:
+        crowd = [meeting.stranger() for _ in range(12)]
+        assert all(everything(stranger) == b"" for stranger in crowd[:8])
+        wait_until(lambda: len(meeting.door.guests) == 4)
+        meeting.rank()  # the oldest goes for it, too
+    refusals = [record for record in caplog.records if "too many connections" in record.getMessage()]
+    assert [record.levelname for record in refusals] == ["WARNING"] * 2 + ["DEBUG"] * 7
+    assert "further connections that are refused are logged at level DEBUG" in caplog.text
+
+
+def test_a_door_goes_on_where_no_file_can_be_opened(caplog):
+    class Full:
+        def accept(self):
+            raise OSError(24, "Too many open files")
+
+    meeting = Meeting(seconds=0.2)
+    with meeting:
+        meeting.stranger()
+        meeting.waiter.join(10)
+        meeting.door.deadline += 10
+        other = socket.create_connection(meeting.address)
+        meeting.door._open()
+        meeting.door.listener = Full()
+        meeting.door._open()
+        meeting.door._open()
+    assert "too many connections without a proof" in caplog.text
+    other.close()
+
+
+def test_who_does_not_read_is_no_guest():
+    class Deaf:
+        def setblocking(self, blocks):
+            pass
+
+        def send(self, content):
+            return 1
+
+    with pytest.raises(ValueError, match="it does not read"):
+        sockets._Guest(Deaf(), "there", b"salt", 0)
+
+
+def test_join_tries_again_where_it_is_dropped():
+    """By what listens there before rank 0 does, and by a rank 0 that was killed after they had met."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()[:2]
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(SocketCommunicator.connect, 1, 2, address, token="secret", timeout=30)
+        for said in (b"", b"", b"HTTP/1.1 400 Bad Request\r\nConnection: close, and so on and on\r\n\r\n"):
+            with listener.accept()[0] as dropped:
+                dropped.sendall(said)
+        keys = sockets._Keys("secret")
+        with sockets._Door(listener, keys, {"rank": 0, "size": 2}, time.monotonic() + 20, 1) as door:
+            door.next()[0].close()
+        first = pool.submit(SocketCommunicator.connect, 0, 2, address, token="secret", timeout=30, listener=listener)
+        ranks = [first.result(40), second.result(40)]
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (lambda key, nonces: sockets.ACCEPTED + sockets._greeting(bytes(32), b"accepts", nonces, {}), "know the token"),
+        (lambda key, nonces: sockets.ACCEPTED + sockets._greeting(key, b"connects", nonces, {}), "know the token"),
+        (lambda key, nonces: b"?", "another protocol"),
+        (lambda key, nonces: sockets.ACCEPTED, "connection was closed"),
+        (
+            lambda key, nonces: sockets.ACCEPTED + sockets._greeting(key, b"accepts", nonces, {"rank": 3}),
+            "rank 3 answers",
+        ),
+    ],
+)
+def test_an_impostor_is_not_taken_for_rank_0(answer, problem):
+    """Of another key, in the wrong role, of another protocol, one that ends early, another rank."""
+    stop = threading.Event()
+
+    def pretend():
+        keys, challenge = sockets._Keys("secret"), bytes(sockets.SALT + sockets.NONCE)
+        while not stop.is_set():
+            with suppress(OSError, EOFError), listener.accept()[0] as caller:
+                caller.settimeout(10)
+                caller.sendall(sockets.MAGIC + challenge)
+                nonces = challenge + bytes(sockets._read(caller, sockets.NONCE))
+                sockets._read(caller, sockets._length(sockets._read(caller, 2)) + sockets.PROOF)
+                caller.sendall(answer(keys.of(bytes(sockets.SALT)), nonces))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        impostor = threading.Thread(target=pretend, daemon=True)
+        impostor.start()
+        with pytest.raises(CommunicatorError, match=problem):
+            SocketCommunicator.connect(1, 2, listener.getsockname()[:2], token="secret", timeout=0.4)
+        stop.set()
+        impostor.join(20)
+
+
+def test_a_rank_that_comes_again_takes_the_place_of_its_lost_connection():
+    meeting = sockets._Meeting(0, 3, ("127.0.0.1", 1), "secret", 5)
+    pairs = [_loopback() for _ in range(3)]
+    for ours, _ in pairs[:2]:
+        meeting._admit(ours, {"rank": 1, "size": 3, "process": "a"}, range(1, 3))
+    assert (pairs[0][0].fileno(), meeting.peers[1]) == (-1, pairs[1][0])
+    with pytest.raises(CommunicatorError, match="there are two ranks 1"):
+        meeting._admit(pairs[2][0], {"rank": 1, "size": 3, "process": "b"}, range(1, 3))
+    with pytest.raises(CommunicatorError, match="there is no rank 3 among 3"):
+        meeting._admit(_loopback()[0], {"rank": 3, "size": 3, "process": "c"}, range(1, 3))
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()
+
+
+def test_a_rank_that_is_gone_when_all_have_come(monkeypatch):
+    def gone(connection, header):
+        if "where" in header:
+            raise BrokenPipeError(32, "Broken pipe")
+        write(connection, header)
+
+    write = sockets._write_header
+    monkeypatch.setattr(sockets, "_write_header", gone)
+    answers = texts(over_sockets(2, laws))
+    assert answers[0] == "rank 1 left before all ranks had come ([Errno 32] Broken pipe)"
+    assert answers[1] == answers[0]
+
+
+def test_guesses_at_a_token_are_expensive(caplog):
+    """What travels is keyed by scrypt of the token, at its usual cost, with the salt of the meeting."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in COST.items():
+            patched.setitem(sockets.SCRYPT, name, value)
+        key = hashlib.scrypt(b"secret", salt=b"s" * 16, n=1 << 15, r=8, p=1, maxmem=1 << 26, dklen=32)
+        assert sockets._Keys("secret").of(b"s" * 16) == key
+    assert sockets._Keys("secret").salt != sockets._Keys("secret").salt
+    SocketCommunicator.connect(0, 1, ("127.0.0.1", 0), token="0123456789abcdef").close()
+    assert not caplog.text
+    SocketCommunicator.connect(0, 1, ("127.0.0.1", 0), token="secret").close()
+    assert "has 6 characters and may be guessed; make one of at least 16 by `openssl rand -hex 16`" in caplog.text
 
 
 def test_ranks_that_do_not_fit_together():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import gzip
 import json
 import logging
@@ -11,9 +12,12 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,11 @@ from hybridmf._sparse import SUMMED, entry_sum
 from hybridmf._validate import as_csr
 from hybridmf.errors import DuplicateEntriesError, MemoryBudgetError, ModelFileError, RatingsError, StoreError
 from hybridmf.scale import convert as conversion
+from hybridmf.scale import store as stores
 from hybridmf.scale.checkpoint import fingerprint
+from hybridmf.scale.manifest import seal
 from hybridmf.scale.slabs import MemorySlabs, slab_bounds, slab_entries
-from hybridmf.scale.store import StoreMatrix, seal
+from hybridmf.scale.store import StoreMatrix
 
 SLAB = 900
 """Bytes of a slab here: a few rows."""
@@ -477,6 +483,8 @@ def test_a_conversion_that_is_killed_anywhere_goes_on_or_begins_anew(tmp_path):
     assert len(folders) > 15
     for folder in folders:
         store = hmf.Store.open(folder)
+        names = {entry.name for entry in folder.iterdir()} - {"unfinished.json"}  # killed when the manifest was written
+        assert names == {"manifest.json", *store._manifest["files"]}
         assert_same_matrix(store.to_ratings().user_items, expected.user_items)
         assert_same_matrix(StoreMatrix(store, "item").load(), expected.item_users)
 
@@ -711,9 +719,12 @@ def test_manifests_are_checked(store):
             hmf.Store.open(store.path)
 
 
-def replace_array(store: hmf.Store, name: str, array: np.ndarray) -> hmf.Store:
+def replace_array(store: hmf.Store, name: str, array: np.ndarray | bytes) -> hmf.Store:
     """A store one of whose files was replaced, checksum and all."""
-    np.save(store.path / name, array)
+    if isinstance(array, bytes):
+        (store.path / name).write_bytes(array)
+    else:
+        np.save(store.path / name, array)
     found = conversion.file_checksum(store.path / name)
     files = store._manifest["files"] | {name: {"bytes": (store.path / name).stat().st_size, "crc32": found}}
     rewrite_manifest(store, files=files)
@@ -722,10 +733,15 @@ def replace_array(store: hmf.Store, name: str, array: np.ndarray) -> hmf.Store:
 
 def test_files_that_contradict_each_other_do_not_reach_a_kernel(store):
     slab = store.slabs()[0]
-    indices, indptr = np.array(slab.matrix().indices), np.array(slab.matrix().indptr, dtype=np.int64)
+    matrix = slab.matrix()
+    indices, indptr, values = np.array(matrix.indices), np.array(matrix.indptr, dtype=np.int64), np.array(matrix.data)
+    moved = indptr.copy()
+    moved[1] += 1
+    degrees = store.degrees("item")
     cases = {
-        "user-000000.indices.npy": [np.full_like(indices, 40), indices[::-1].copy(), indices[:-1], -indices - 1],
-        "user-000000.indptr.npy": [indptr + 1, indptr[:-1], indptr[::-1].copy()],
+        "user-000000.indices.npy": [np.full_like(indices, 40), indices[::-1].copy(), -indices - 1],
+        "user-000000.indptr.npy": [indptr + 1, indptr[::-1].copy(), moved],
+        "user-000000.values.npy": [np.full_like(values, np.nan), np.zeros_like(values)],
     }
     for name, arrays in cases.items():
         original = np.load(store.path / name)
@@ -733,25 +749,197 @@ def test_files_that_contradict_each_other_do_not_reach_a_kernel(store):
             with pytest.raises(StoreError, match="contradicts the files beside it"):
                 replace_array(store, name, array).slabs()[0].matrix()
         store = replace_array(store, name, original)
-    for array in (indices.astype(np.int64), indices[None]):
-        with pytest.raises(StoreError, match="expected a vector of int32"):
-            replace_array(store, "user-000000.indices.npy", array).slabs()[0].matrix()
-    store = replace_array(store, "user-000000.indices.npy", indices)
-    store = replace_array(store, "item_ids.npy", np.arange(2))
-    with pytest.raises(StoreError, match="has 2 labels for 40 rows"):
-        _ = store.item_ids
-    store = replace_array(store, "item_ids.npy", np.zeros(3, np.uint8))
-    with pytest.raises(StoreError, match="holds no labels"):
-        _ = store.item_ids
-    store = replace_array(store, "item-degrees.npy", np.arange(2))
-    with pytest.raises(StoreError, match="has shape"):
-        store.degrees("item")
-    (store.path / "item-degrees.npy").write_bytes(b"no array at all")
-    files = store._manifest["files"]
-    files["item-degrees.npy"] = {"bytes": 15, "crc32": conversion.file_checksum(store.path / "item-degrees.npy")}
-    rewrite_manifest(store, files=files)
-    with pytest.raises(StoreError, match="is no array"):
-        hmf.Store.open(store.path).degrees("item")
+    for name, array, problem in (
+        (
+            "user-000000.indices.npy",
+            indices.view(np.float32),
+            "holds float32 of shape .*, expected a vector of .* int32",
+        ),
+        ("user-000000.indices.npy", indices[None], r"holds .* of shape \(1, .*, expected a vector of \d+ int32"),
+        ("user-000000.indices.npy", b"\x93NUMPY\2\0", r"is no array \(version \(2, 0\) of .npy\)"),
+        ("user-000000.indices.npy", b"PK\3\4", "is no array"),
+        ("user-000000.indices.npy", b"\x93NUMPY\1\0v\0" + b"[" * 118, "is no array"),
+        ("item-degrees.npy", degrees[::-1].copy(), "contradicts the sizes of slabs"),
+        ("item-degrees.npy", -degrees, "contradicts the sizes of slabs"),
+        ("item-degrees.npy", np.full_like(degrees, 2**62), "contradicts the sizes of slabs"),
+        ("item_ids.npy", np.arange(2), "has 2 labels for 40 rows"),
+        ("item_ids.npy", np.arange(40) // 2, "has a label more than once"),
+        ("item_ids.npy", np.arange(40.0), "holds float64 of shape .*, expected a vector of int64 or uint64 or uint8"),
+        ("item_ids.npy", np.zeros(3, np.uint8), "holds no labels"),
+        ("item_ids.npy", np.full(10**5, ord("["), np.uint8), "holds no labels"),
+    ):
+        original = (store.path / name).read_bytes()
+        size = len(original)
+        content = array if isinstance(array, np.ndarray) else array + b"\n" * (size - len(array))
+        with pytest.raises(StoreError, match=rf"{name}' {problem}"):
+            replace_array(store, name, content).verify()
+        store = replace_array(store, name, original)
+    store.verify()
+
+
+@pytest.mark.parametrize("zeros", [0, 5])
+def test_values_that_the_manifest_does_not_tell_of(zeros, tmp_path):
+    """In one slab, or in the sum of all; explicit zeros in other rows; another transpose."""
+    matrix = as_csr(planted())
+    matrix.data[: 2 * zeros : 2] = 0
+    ratings = hmf.Ratings.from_matrix(matrix)
+
+    def changed(change, name="user-000000.values.npy"):
+        store = hmf.convert(ratings, tmp_path / "store", slab_bytes=SLAB, overwrite=True)
+        return replace_array(store, name, change(np.load(store.path / name)))
+
+    def swapped(values):
+        first, second = np.flatnonzero(values != values[-1])[-1], len(values) - 1
+        values[[first, second]] = values[[second, first]]
+        return values
+
+    for change in (lambda values: values * 2, lambda values: values / 2, lambda values: -values):
+        with pytest.raises(
+            StoreError, match=r"manifest\.json' has other sums or magnitudes than the values of slabs of u"
+        ):
+            changed(change).to_ratings()
+        with pytest.raises(StoreError, match="has other sums or magnitudes"):
+            hmf.ExplicitALS(factors=2, device="cpu", iterations=1).fit(changed(change))
+    with pytest.raises(StoreError, match="slabs of items that are not the transpose of the slabs of users"):
+        changed(swapped).verify()
+    if zeros:
+        with pytest.raises(StoreError, match="contradicts the files beside it"):
+            changed(lambda values: np.roll(values, 1)).to_ratings()
+        with pytest.raises(StoreError, match=r"user-degrees-nonzero\.npy' contradicts the sizes of slabs"):
+            changed(lambda degrees: degrees + 1, "user-degrees-nonzero.npy").to_ratings()
+
+
+# ------------------------------------------------------------------------------------------------ manifests
+
+WRONG = [
+    -1, 0, 1, 2**31, 2**63, 10**30, 1.5, 1e308, float("nan"), float("inf"), True, None, "", "0", "user", [], [0], [-1],
+    [[]], [0, 1], [1, 0], [0.0, 1.0], {}, {"user": []}, {"../x": {"bytes": 1, "crc32": "0"}},
+]  # fmt: skip
+"""What a field may hold instead."""
+
+PATHS = [
+    ["shape"], ["shape", 0], ["shape", 1], ["nnz"], ["zeros"], ["dtype"], ["bounds"], ["bounds", "user"],
+    ["bounds", "user", 0], ["bounds", "user", 1], ["bounds", "item", -1], ["bounds", "item"], ["sums"], ["sums", "all"],
+    ["sums", "nonzero"], ["magnitudes"], ["magnitudes", "all"], ["magnitudes", "nonzero"], ["magnitudes", "all", 0],
+    ["magnitudes", "nonzero", 1], ["files"], ["files", "user-degrees.npy"], ["files", "user-000001.values.npy"],
+    ["files", "item-000000.indices.npy", "bytes"], ["files", "item-000000.indptr.npy", "crc32"], ["version"],
+    ["format"], ["files", "user_ids.npy"], ["files", "user_ids.npy", "bytes"], ["files", "new.npy"], ["title"],
+]  # fmt: skip
+
+
+@functools.cache
+def small_store(zeros: int) -> tuple[Path, str, hmf.Ratings]:
+    """A store, what its manifest says, and its ratings."""
+    matrix = as_csr(planted())
+    matrix.data[: 2 * zeros : 2] = 0
+    ratings = hmf.Ratings.from_matrix(matrix, user_ids=[f"u{k}" for k in range(60)])
+    path = Path(tempfile.mkdtemp(prefix="hybridmf-tests-")) / "store"
+    store = hmf.convert(ratings, path, slab_bytes=SLAB)
+    return path, (store.path / "manifest.json").read_text(), ratings
+
+
+def spoil(manifest: Any, where: list[Any], change: Callable[[Any], Any]) -> None:
+    *outer, last = where
+    for key in outer:
+        manifest = manifest[key]
+    found = manifest[last] if isinstance(manifest, list) or last in manifest else None
+    new = change(found)
+    if new is DELETED:
+        del manifest[last]
+    else:
+        manifest[last] = new
+
+
+DELETED = object()
+CHANGES = st.one_of(
+    st.sampled_from(WRONG).map(lambda value: lambda _: value),
+    st.just(lambda found: DELETED if found is not None else 1),
+    st.integers(-3, 3).map(
+        lambda by: lambda found: found + by if isinstance(found, (int, float)) else [found] * abs(by)
+    ),
+    st.just(lambda found: found[::-1] if isinstance(found, (str, list)) else found),
+    st.just(lambda found: found * 2 if isinstance(found, (list, int, float)) else found),
+)
+
+
+@given(st.integers(0, 1), st.lists(st.tuples(st.sampled_from(PATHS), CHANGES), min_size=1, max_size=2))
+@settings(deadline=None, max_examples=300)
+def test_a_manifest_that_contradicts_itself_is_refused_or_harmless(zeros, changes):
+    """Any field, with a checksum to match: the same ratings or a StoreError, nothing else."""
+    path, text, expected = small_store(5 * zeros)
+    manifest = json.loads(text)
+    for where, change in changes:
+        with suppress(KeyError, IndexError, TypeError, AttributeError):  # the first change took its place away
+            spoil(manifest, where, change)
+    manifest["checksum"] = seal(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    try:
+        store = hmf.Store.open(path)
+        found = store.to_ratings()
+        matrix = StoreMatrix(store, drop_zeros=True)
+        labels, numbers = store.user_ids, (matrix.nnz, matrix.largest_slab, *matrix.ends, matrix.total)
+        store.verify()
+    except StoreError:
+        return
+    finally:
+        (path / "manifest.json").write_text(text)
+    assert_same_matrix(found.user_items, expected.user_items)
+    assert (store.shape, store.nnz) == (expected.shape, expected.nnz)
+    known = StoreMatrix(hmf.Store.open(path), drop_zeros=True)
+    assert numbers == pytest.approx((known.nnz, known.largest_slab, *known.ends, known.total), rel=1e-6)
+    assert labels is None or labels.tolist() == expected.user_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "problem"),
+    [
+        (["bounds", "user"], [0, 60], "the manifest|files has the unknown user-00000"),
+        (["bounds", "user", 1], 61, "bounds of users has 61, expected 0 to 60"),
+        (["bounds", "item", 1], 0, "bounds of items do not ascend from 0 to 40"),
+        (["nnz"], -1, "nnz has -1, expected 0 to 2400"),
+        (["nnz"], 10**18, "nnz has 1000000000000000000, expected 0 to 2400"),
+        (["nnz"], 490, "nnz is 490, slabs of users have 487 entries"),
+        (["shape"], [60], r"shape is \[60\], expected a list of 2"),
+        (["sums", "all"], 1e5, "sums has 100000.0, expected a number of magnitude"),
+        (["sums", "all"], 1.0, "sums differ: 1.0 and"),
+        (["magnitudes", "nonzero"], [-1, 5], "magnitudes of nonzero values are -1.0 to 5.0"),
+        (["magnitudes", "all"], [], r"magnitudes of all values are \[\], expected"),
+        (["files", "user-degrees.npy", "bytes"], 0, "bytes of user-degrees.npy has 0, expected 128 to"),
+        (["files", "user-degrees.npy", "bytes"], 600, "user-degrees.npy has 472 bytes of numbers, expected 480"),
+        (["files", "user-degrees.npy", "crc32"], "0", "crc32 of user-degrees.npy is '0'"),
+        (["files", "user-degrees.npy"], [], "the entry of user-degrees.npy is a list, expected an object"),
+        (["files", "user-000000.values.npy", "bytes"], 129, "user-000000.[a-z]+.npy has .* bytes of numbers"),
+        (["files", "../../etc/passwd"], {}, "files has the unknown ../../etc/passwd"),
+        (["dtype"], "float64", "dtype is 'float64', expected 'float32'"),
+    ],
+)
+def test_a_manifest_names_the_field_that_is_wrong(where, value, problem, store):
+    manifest = json.loads((store.path / "manifest.json").read_text())
+    spoil(manifest, where, lambda _: value)
+    rewrite_manifest(store, **manifest)
+    with pytest.raises(StoreError, match=rf"manifest\.json' contradicts itself: .*{problem}"):
+        hmf.Store.open(store.path)
+
+
+def test_a_slab_has_no_more_entries_than_fit(store):
+    manifest = json.loads((store.path / "manifest.json").read_text())
+    fewest = int(np.argmin(np.diff(manifest["bounds"]["user"])))
+    for slab in range(len(store.slabs())):
+        for array in ("indices", "values"):
+            manifest["files"][f"user-{slab:06d}.{array}.npy"]["bytes"] = 128 + 4 * 487 * (slab == fewest)
+    rewrite_manifest(store, **manifest)
+    with pytest.raises(StoreError, match=rf"itself: slab {fewest} of users has 487 entries, at most \d+ fit"):
+        hmf.Store.open(store.path)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"format": ' + '{"a": ' * 10**5, "1" * 5000, "\ud800", "null", "[1]"])
+def test_what_is_no_manifest(text, store):
+    (store.path / "manifest.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(StoreError, match="is no manifest of a store"):
+        hmf.Store.open(store.path)
+    cut(store.path / "user-000000.values.npy")
+    with pytest.raises(StoreError, match=r"is truncated: .*; convert the ratings again"):
+        store.slabs()[0].matrix()
 
 
 # ------------------------------------------------------------------------------------------------------- parts
@@ -959,17 +1147,17 @@ def test_threads_read_slabs_at_the_same_time(tmp_path, monkeypatch):
     """NumPy has Python parse each file's header; Python 3.11 fails now and then where two threads parse at a time."""
     store = hmf.convert(planted(60, 40, 0.3), tmp_path / "store", slab_bytes="4KiB")
     at_once, most, parsed = [0], [0], []
-    load = np.load
+    layout = stores._layout
 
-    def slow(path, **options):
+    def slow(path):
         at_once[0] += 1
         most[0] = max(most[0], at_once[0])
         time.sleep(0.002)
         parsed.append(Path(path).name)
         at_once[0] -= 1
-        return load(path, **options)
+        return layout(path)
 
-    monkeypatch.setattr(np, "load", slow)
+    monkeypatch.setattr(stores, "_layout", slow)
     matrix = StoreMatrix(store)
     with ThreadPoolExecutor(4) as pool:
         for _ in range(2):

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..errors import HybridMFError
-from ..scale.store import MANIFEST
+from ..scale.manifest import MANIFEST
 
 USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
 """What the library raises for input it cannot use; anything else is a bug and keeps its traceback."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._files import combine_crc32, write_atomically
+from .._files import combine_crc32, remove_orphans, write_atomically
 from .._io import (
     ModelFile,
     check_storable_labels,
@@ -36,7 +36,8 @@ from .._objective import AwayFactors, State
 from .._validate import check_bool, check_int, check_path, check_real
 from ..errors import ModelFileError
 from ..ratings import Ratings
-from .store import MANIFEST, Store, StoreMatrix
+from .manifest import MANIFEST
+from .store import Store, StoreMatrix
 
 logger = logging.getLogger("hybridmf")
 
@@ -196,8 +197,7 @@ def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None, 
             f"checkpoint folder {str(path)!r} holds checkpoints of an earlier run, the newest {newest[0].name}: "
             f"continue it with resume_from={str(path)!r}, or give another folder"
         )
-    for left_behind in path.glob(f"{UNFINISHED}*.tmp"):  # by a run that was killed
-        left_behind.unlink(missing_ok=True)
+    remove_orphans(path, UNFINISHED)
     return checkpoint
 
 

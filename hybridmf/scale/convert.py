@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -29,7 +30,18 @@ from typing import Any, BinaryIO
 import numpy as np
 import scipy.sparse as sp
 
-from .._files import FORMATS, open_bytes, read_head, reading, sniff_format, write_atomically
+from .._files import (
+    ABANDONED,
+    FORMATS,
+    TEMPORARY,
+    lock,
+    open_bytes,
+    read_head,
+    reading,
+    remove_orphans,
+    sniff_format,
+    write_atomically,
+)
 from .._io import decode_labels, encode_labels
 from .._labels import MAX_POSITION, factorize_objects, label_of
 from .._objective import SIDES, Side
@@ -50,13 +62,9 @@ from ..errors import DuplicateEntriesError, RatingsError
 from ..formats import transpose
 from ..gpu.device import parse_bytes
 from ..ratings import Ratings
+from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
 from .slabs import MemorySlabs, magnitudes, slab_bounds
-from .store import ARRAYS, FORMAT, MANIFEST, UNFINISHED, VERSION, Store, file_checksum, seal, slab_file
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from .store import UNFINISHED, Store, file_checksum
 
 logger = logging.getLogger("hybridmf")
 
@@ -70,7 +78,7 @@ CHUNK_BYTES = 128
 SORT_BYTES = 112
 """Memory that one entry of a bucket takes while it is sorted."""
 
-_TEMPORARY = re.compile(r"\.hybridmf-.*\.tmp")  # of `write_atomically`, which was killed
+_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY)}.*\.tmp")  # of `write_atomically`, which was killed
 _OURS = re.compile(
     r"(user|item)-(\d{6,}\.(indptr|indices|values)|degrees|degrees-nonzero)\.npy|(user|item)_ids\.npy"
     rf"|manifest\.json|unfinished\.json|{_TEMPORARY.pattern}"
@@ -190,26 +198,24 @@ def _in_memory(source: Any, options: dict[str, Any]) -> Ratings:
 
 # ---------------------------------------------------------------------------------------------------- the folder
 
+_write = functools.partial(write_atomically, clean=False)
+"""Into a folder that `_Folder.alone` has cleaned: to list it for each of its many files takes time."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a system says where there is no room: on the disk, in a quota, for a file."""
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder; the system lets go of it when the process ends. Where a system cannot, nobody is kept out."""
-    if fcntl is None:
-        yield
-        return
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder until the end, or until the process ends; whether others are kept out, which not all systems do."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = lock(handle)
         except BlockingIOError:
             text = "another conversion into this folder is at work; wait for it, or give another folder"
             raise BlockingIOError(errno.EWOULDBLOCK, text, str(folder)) from None
-        except OSError as error:  # some network file systems
-            logger.debug("%s cannot be locked: %s", folder, error)
-        yield
+        yield locked
     finally:
         os.close(handle)
 
@@ -231,7 +237,9 @@ class _Folder:
         made = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
         try:
-            with _locked(path):
+            with _locked(path) as locked:
+                # nobody else converts into this folder, so whatever is unlocked has no owner on any host
+                remove_orphans(path, abandoned=0.0 if locked else ABANDONED)
                 yield
         finally:
             with contextlib.suppress(OSError):  # it has become a store, or will when this is called again
@@ -267,7 +275,7 @@ class _Folder:
         """Remove what was there of ours, and record that a conversion has begun."""
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
-        write_atomically(path / UNFINISHED, b"{}")
+        _write(path / UNFINISHED, b"{}")
         (path / MANIFEST).unlink(missing_ok=True)  # first: without it, nobody opens what is being removed
         self._remove(keep=(UNFINISHED,))
         self.work.mkdir()
@@ -288,7 +296,7 @@ class _Folder:
     def enter(self, stage: str, **found: Any) -> None:
         """Record that a stage is complete, with what it found."""
         self.state |= {"stage": stage} | found
-        write_atomically(self.path / UNFINISHED, json.dumps(self.state).encode())
+        _write(self.path / UNFINISHED, json.dumps(self.state).encode())
 
     def done(self, stage: str) -> bool:
         """Whether a stage is complete."""
@@ -318,7 +326,7 @@ class _Folder:
     def save(self, name: str, array: np.ndarray) -> None:
         """Write an array as a whole or not at all, and keep its checksum."""
         seen = _Checksum()
-        write_atomically(self.path / name, lambda file: np.save(seen.on(file), array, allow_pickle=False))
+        _write(self.path / name, lambda file: np.save(seen.on(file), array, allow_pickle=False))
         self.files[name] = {"bytes": seen.size, "crc32": f"{seen.crc:08x}"}
 
     def load(self, name: str) -> np.ndarray:
@@ -352,7 +360,7 @@ class _Folder:
         manifest = {"format": FORMAT, "version": VERSION, "dtype": "float32"} | manifest | {"files": self.files}
         manifest["checksum"] = seal(json.loads(json.dumps(manifest)))
         shutil.rmtree(self.work, ignore_errors=True)
-        write_atomically(self.path / MANIFEST, json.dumps(manifest, indent=1).encode())
+        _write(self.path / MANIFEST, json.dumps(manifest, indent=1).encode())
         (self.path / UNFINISHED).unlink(missing_ok=True)
 
 
@@ -430,9 +438,9 @@ class _Counts:
 def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarray], counts: _Counts) -> None:
     """Degrees, sums and the manifest."""
     for side in SIDES:
-        folder.save(f"{side}-degrees.npy", counts.degrees[side])
+        folder.save(degrees_file(side), counts.degrees[side])
         if counts.zeros:
-            folder.save(f"{side}-degrees-nonzero.npy", counts.nonzero[side])
+            folder.save(degrees_file(side, nonzero=True), counts.nonzero[side])
     files = [slab_file("user", k, "values") for k in range(len(bounds["user"]) - 1)]
     total = entry_sum(map(folder.load, files))
     nonzero = entry_sum(part[part != 0] for part in map(folder.load, files)) if counts.zeros else total

@@ -1,14 +1,23 @@
 """Ranks that are processes, on one node or several, connected each with each over TCP.
 
 Only arrays of numbers and short texts travel; nothing that is received is executed. A token that all ranks know lets
-nobody else in (both ends prove by HMAC-SHA256 that they know it), but what is sent is not encrypted: a network that
-others can listen to is not for this.
+nobody else in, but what is sent is neither encrypted nor signed: a network that others can listen to is not for this.
 
-Frame: 4 bytes with the length of a JSON object, the object, and the bytes of the array if it announces one.
+Handshake, with key = scrypt(token, salt), all of it within one deadline:
+
+    who accepts    MAGIC, salt, nonce
+    who connects   nonce, greeting, HMAC-SHA256(key, "connects", salt, both nonces, greeting)
+    who accepts    ACCEPTED, greeting, HMAC-SHA256(key, "accepts", salt, both nonces, greeting); or REFUSED
+
+A greeting is 2 bytes with the length of a JSON object and the object; it is parsed after its proof has held. scrypt
+makes each guess at the token of a recorded handshake cost a tenth of a second.
+
+Frame after that: 4 bytes with the length of a JSON object, the object, and the bytes of the array if it announces one.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -16,13 +25,15 @@ import logging
 import os
 import secrets
 import select
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -41,12 +52,30 @@ SLURM = {RANK: "SLURM_PROCID", WORLD_SIZE: "SLURM_NTASKS", LOCAL_RANK: "SLURM_LO
 PORT = 29477
 """Where rank 0 listens if HYBRIDMF_MASTER_PORT does not say."""
 
-MAGIC = b"hybridmf"
+MAGIC = b"hybridm2"
+SALT, NONCE, PROOF = 16, 32, 32
+"""Bytes of each."""
+
+ACCEPTED, REFUSED = b"\1", b"\0"
+
+SCRYPT = {"n": 1 << 15, "r": 8, "p": 1}
+"""Cost of a guess at the token: 0.13 s on a Zen 4 core, and 32 MiB."""
+
+SHORT_TOKEN = 16
+"""Characters; a shorter token draws a warning."""
 
 LONGEST_HEADER = 1 << 20
 
+LONGEST_GREETING = 1 << 12
+
 HANDSHAKE = 10.0
-"""Seconds a stranger may take to say who he is."""
+"""Seconds from the start of a connection to the proof that the other end knows the token."""
+
+STRANGERS = 64
+"""Connections without a proof that are held at a time, beside one for each expected rank; then the oldest goes."""
+
+REPORTED = 20
+"""Refused connections that are logged one by one."""
 
 FAREWELL = 0.5
 """Seconds that a failing rank tries to tell another why."""
@@ -55,18 +84,29 @@ FAREWELL = 0.5
 # ---------------------------------------------------------------------------------------------- frames
 
 
-def _read(connection: socket.socket, size: int) -> bytearray:
+def _read(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
     buffer = bytearray(size)
-    _read_into(connection, memoryview(buffer))
+    _read_into(connection, memoryview(buffer), deadline)
     return buffer
 
 
-def _read_into(connection: socket.socket, view: memoryview) -> None:
+def _read_into(connection: socket.socket, view: memoryview, deadline: float | None = None) -> None:
+    """Fill a buffer by a deadline; without one the connection's timeout holds for each part."""
     while len(view):
+        if deadline is not None:
+            _hurry(connection, deadline)
         count = connection.recv_into(view)
         if not count:
-            raise EOFError
+            raise EOFError("the connection was closed")
         view = view[count:]
+
+
+def _hurry(connection: socket.socket, deadline: float) -> None:
+    """Let the next operation of a connection end at the deadline."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    connection.settimeout(left)
 
 
 def _write_header(connection: socket.socket, header: dict[str, Any]) -> None:
@@ -74,14 +114,18 @@ def _write_header(connection: socket.socket, header: dict[str, Any]) -> None:
     connection.sendall(struct.pack(">I", len(text)) + text)
 
 
-def _read_header(connection: socket.socket) -> dict[str, Any]:
-    (length,) = struct.unpack(">I", _read(connection, 4))
+def _read_header(connection: socket.socket, deadline: float | None = None) -> dict[str, Any]:
+    (length,) = struct.unpack(">I", _read(connection, 4, deadline))
     if length > LONGEST_HEADER:
         raise ValueError(f"a header of {length} bytes")
-    header = json.loads(bytes(_read(connection, length)))
-    if not isinstance(header, dict):
-        raise ValueError("a header that is no object")
-    return header
+    return _object(_read(connection, length, deadline), "a header")
+
+
+def _object(text: bytes | bytearray, what: str) -> dict[str, Any]:
+    found = json.loads(bytes(text))
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} that is no object")
+    return found
 
 
 def _announced(header: dict[str, Any]) -> np.ndarray:
@@ -96,40 +140,227 @@ def _bytes_of(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-# ---------------------------------------------------------------------------------------------- who is there
+# ---------------------------------------------------------------------------------------------- handshakes
 
 
-def _prove(token: str, role: bytes, nonces: bytes, said: bytes) -> bytes:
-    return hmac.new(token.encode(), role + nonces + said, hashlib.sha256).digest()
+class _UnprovenError(ValueError):
+    """The other end does not know the token."""
 
 
-def _greet(connection: socket.socket, token: str, connects: bool, said: dict[str, Any]) -> dict[str, Any]:
-    """Tell who this is and learn who the other is, each with a proof that it knows the token.
+def _prove(key: bytes, role: bytes, nonces: bytes, said: bytes) -> bytes:
+    """That the one in this role knows the key; the parts before the greeting have fixed lengths."""
+    return hmac.new(key, role + nonces + said, hashlib.sha256).digest()
+
+
+def _greeting(key: bytes, role: bytes, nonces: bytes, said: dict[str, Any]) -> bytes:
+    text = json.dumps(said).encode()
+    return struct.pack(">H", len(text)) + text + _prove(key, role, nonces, text)
+
+
+def _length(packed: bytes | bytearray) -> int:
+    """Bytes of a greeting, from the two before it."""
+    (length,) = struct.unpack(">H", packed)
+    if length > LONGEST_GREETING:
+        raise ValueError(f"a greeting of {length} bytes")
+    return int(length)
+
+
+def _judged(key: bytes, role: bytes, nonces: bytes, text: bytes, proof: bytes) -> dict[str, Any]:
+    """The greeting of a text, which is parsed after its proof has held."""
+    if not hmac.compare_digest(proof, _prove(key, role, nonces, text)):
+        raise _UnprovenError(f"the other end does not know the token ({TOKEN})")
+    return _object(text, "a greeting")
+
+
+class _Keys:
+    """The token, made expensive to guess: a key for each salt."""
+
+    def __init__(self, token: str) -> None:
+        self.token, self.salt = token, secrets.token_bytes(SALT)
+        self._known: dict[bytes, bytes] = {}
+
+    def of(self, salt: bytes) -> bytes:
+        """Key of a salt, which becomes the one that this end gives to others."""
+        self.salt = salt
+        if salt not in self._known:
+            token = self.token.encode(errors="surrogatepass")
+            self._known[salt] = hashlib.scrypt(token, salt=salt, maxmem=1 << 26, dklen=32, **SCRYPT)
+        return self._known[salt]
+
+
+def _introduce(connection: socket.socket, keys: _Keys, said: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """The handshake of the one who connects; the greeting of the other.
 
     Raises
     ------
     PermissionError
-        The other does not know the token.
+        The other end refuses this one's token.
     OSError, EOFError, ValueError
-        It is no rank, or gone.
+        The other is no rank, or gone, or slow.
     """
-    mine, own = secrets.token_bytes(32), json.dumps(said).encode()
-    connection.sendall(MAGIC + mine)
-    hello = bytes(_read(connection, len(MAGIC) + 32))
+    hello = bytes(_read(connection, len(MAGIC) + SALT + NONCE, deadline))
     if not hello.startswith(MAGIC):
         raise ValueError("another protocol")
-    theirs = hello[len(MAGIC) :]
-    nonces = mine + theirs if connects else theirs + mine
-    roles = (b"connects", b"accepts") if connects else (b"accepts", b"connects")
-    connection.sendall(struct.pack(">I", len(own)) + own + _prove(token, roles[0], nonces, own))
-    (length,) = struct.unpack(">I", _read(connection, 4))
-    if length > LONGEST_HEADER:
-        raise ValueError(f"a greeting of {length} bytes")
-    other, proof = bytes(_read(connection, length)), bytes(_read(connection, 32))
-    if not hmac.compare_digest(proof, _prove(token, roles[1], nonces, other)):
-        raise PermissionError(f"the other end does not know the token ({TOKEN})")
-    greeting: dict[str, Any] = json.loads(other)
-    return greeting
+    nonce = secrets.token_bytes(NONCE)
+    key, nonces = keys.of(hello[len(MAGIC) : -NONCE]), hello[len(MAGIC) :] + nonce
+    _hurry(connection, deadline)
+    connection.sendall(nonce + _greeting(key, b"connects", nonces, said))
+    verdict = bytes(_read(connection, 1, deadline))
+    if verdict == REFUSED:
+        raise PermissionError(f"it has another token ({TOKEN} must be the same everywhere)")
+    if verdict != ACCEPTED:
+        raise ValueError("another protocol")
+    text = bytes(_read(connection, _length(_read(connection, 2, deadline)), deadline))
+    return _judged(key, b"accepts", nonces, text, bytes(_read(connection, PROOF, deadline)))
+
+
+class _Guest:
+    """A connection without a proof yet that the other end knows the token."""
+
+    def __init__(self, connection: socket.socket, source: str, salt: bytes, deadline: float) -> None:
+        self.connection, self.source, self.deadline = connection, source, deadline
+        self.challenge, self.received = salt + secrets.token_bytes(NONCE), bytearray()
+        connection.setblocking(False)
+        self.say(MAGIC + self.challenge)
+
+    def say(self, content: bytes) -> None:
+        """Send what the buffers of a new connection have room for; nobody is waited for."""
+        if self.connection.send(content) < len(content):
+            raise ValueError("it does not read")
+
+    def hear(self, key: bytes) -> dict[str, Any] | None:
+        """Take what has come; the greeting once it is there with its proof."""
+        part = self.connection.recv(NONCE + 2 + LONGEST_GREETING + PROOF)
+        if not part:
+            raise EOFError
+        self.received += part
+        begin = NONCE + 2
+        if len(self.received) < begin:
+            return None
+        end = begin + _length(self.received[NONCE:begin])
+        if len(self.received) < end + PROOF:
+            return None
+        if len(self.received) > end + PROOF:
+            raise ValueError("more than a greeting")
+        text, proof = bytes(self.received[begin:end]), bytes(self.received[end:])
+        return _judged(key, b"connects", self.nonces, text, proof)
+
+    @property
+    def nonces(self) -> bytes:
+        """Salt and both nonces."""
+        return self.challenge + bytes(self.received[:NONCE])
+
+
+class _Door:
+    """Takes in the connections of those who know the token: all handshakes go on at the same time, in one thread.
+
+    Whoever proves nothing costs a connection and a few KB for `HANDSHAKE` seconds at most. Where there are too many of
+    them the oldest has to go; a rank among them tries again.
+
+    Parameters
+    ----------
+    listener : socket
+    keys : _Keys
+    said : dict
+        This end's greeting.
+    deadline : float
+        When to stop.
+    expected : int
+        Number of ranks that may come at the same time.
+    """
+
+    def __init__(
+        self, listener: socket.socket, keys: _Keys, said: dict[str, Any], deadline: float, expected: int
+    ) -> None:
+        self.listener, self.said, self.deadline = listener, said, deadline
+        self.salt, self.key = keys.salt, keys.of(keys.salt)
+        self.places = STRANGERS + expected
+        self.guests: dict[socket.socket, _Guest] = {}  # the oldest first
+        self.proved: deque[tuple[socket.socket, dict[str, Any]]] = deque()
+        self.refused = 0
+
+    def __enter__(self) -> _Door:
+        self.selector = selectors.DefaultSelector()
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.selector.close()
+        for connection in [*self.guests, *(connection for connection, _ in self.proved)]:
+            connection.close()
+
+    def next(self) -> tuple[socket.socket, dict[str, Any]] | None:
+        """(connection, greeting) of the next one who knows the token; None when the time is up."""
+        while not self.proved:
+            now = time.monotonic()
+            for guest in [guest for guest in self.guests.values() if guest.deadline <= now]:
+                self._refuse(guest, "no proof that it knows the token in time")
+            left = min([self.deadline, *(guest.deadline for guest in self.guests.values())]) - now
+            if self.deadline <= now:
+                return None
+            for ready, _ in self.selector.select(max(left, 0)):
+                if ready.fileobj is self.listener:
+                    self._open()
+                elif guest := self.guests.get(ready.fileobj):  # type: ignore[call-overload]
+                    self._hear(guest)
+        return self.proved.popleft()
+
+    def _open(self) -> None:
+        try:
+            connection, address = self.listener.accept()
+        except OSError as error:
+            if not isinstance(error, (BlockingIOError, ConnectionError)):  # as many files are open as may be
+                self._make_room()
+                time.sleep(0.01)
+            return
+        if len(self.guests) >= self.places:
+            self._make_room()
+        try:
+            deadline = min(self.deadline, time.monotonic() + HANDSHAKE)
+            guest = _Guest(connection, str(address[0]), self.salt, deadline)
+        except (OSError, ValueError):  # gone already
+            connection.close()
+            return
+        self.guests[connection] = guest
+        self.selector.register(connection, selectors.EVENT_READ)
+
+    def _make_room(self) -> None:
+        for oldest in list(self.guests.values())[:1]:
+            self._refuse(oldest, "too many connections without a proof that they know the token")
+
+    def _hear(self, guest: _Guest) -> None:
+        try:
+            greeting = guest.hear(self.key)
+            if greeting is None:
+                return
+            guest.say(ACCEPTED + _greeting(self.key, b"accepts", guest.nonces, self.said))
+        except _UnprovenError as error:
+            with suppress(OSError, ValueError):
+                guest.say(REFUSED)
+            self._refuse(guest, str(error))
+        except EOFError:  # such as a rank that came before this door was open, and tries again
+            self._refuse(guest, "it left", expected=not guest.received)
+        except (OSError, ValueError, RecursionError) as error:
+            self._refuse(guest, str(error))
+        else:
+            self._forget(guest)
+            self.proved.append((guest.connection, greeting))
+
+    def _forget(self, guest: _Guest) -> None:
+        self.selector.unregister(guest.connection)
+        del self.guests[guest.connection]
+
+    def _refuse(self, guest: _Guest, why: str, *, expected: bool = False) -> None:
+        self._forget(guest)
+        guest.connection.close()
+        if expected:
+            return
+        self.refused += 1
+        level = logging.WARNING if self.refused <= REPORTED else logging.DEBUG
+        logger.log(level, "a connection from %s was refused: %s", guest.source, why)
+        if self.refused == REPORTED:
+            logger.warning("further connections that are refused are logged at level DEBUG")
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -137,123 +368,145 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address[:2], family=family)
 
 
-def _connect(address: tuple[str, int], deadline: float, who: str) -> socket.socket:
-    """Try until somebody listens there."""
-    pause = 0.02
-    while True:
-        try:
-            return socket.create_connection(address, timeout=max(0.1, min(HANDSHAKE, deadline - time.monotonic())))
-        except OSError as error:
-            if time.monotonic() + pause > deadline:
-                raise CommunicatorError(
-                    f"{who} does not answer at {address[0]}:{address[1]}: {error}; it must be started, and "
-                    f"{MASTER_ADDR} and {MASTER_PORT} be the same for all ranks"
-                ) from error
-        time.sleep(pause)
-        pause = min(1.0, 2 * pause)
+# ---------------------------------------------------------------------------------------------- meeting
 
-
-def _accept(listener: socket.socket, token: str, said: dict[str, Any], deadline: float) -> Any:
-    """(connection, greeting) of the next one who knows the token; None when the time is up."""
-    while (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
-        try:
-            connection, address = listener.accept()
-        except TimeoutError:
-            break
-        connection.settimeout(min(HANDSHAKE, left))
-        try:
-            return connection, _greet(connection, token, False, said)
-        except (OSError, EOFError, ValueError, struct.error) as error:
-            logger.warning("a connection from %s was refused: %s", address[0], str(error) or type(error).__name__)
-            connection.close()
-    return None
+Address = tuple[str, int]
+Found = TypeVar("Found")
 
 
 class _Meeting:
     """How the ranks find each other: all come to rank 0, which tells each where the others listen."""
 
-    def __init__(self, rank: int, size: int, address: tuple[str, int], token: str, timeout: float) -> None:
-        self.rank, self.size, self.address, self.token = rank, size, address, token
+    def __init__(self, rank: int, size: int, address: Address, token: str, timeout: float) -> None:
+        self.rank, self.size, self.address, self.keys = rank, size, address, _Keys(token)
         self.timeout, self.deadline = timeout, time.monotonic() + timeout
+        self.said: dict[str, Any] = {"rank": rank, "size": size, "process": secrets.token_hex(8)}
         self.peers: dict[int, socket.socket] = {}
+        self.greetings: dict[int, dict[str, Any]] = {}
+        self.waits = False
 
     def host(self, listener: socket.socket | None) -> dict[int, socket.socket]:
         """Rank 0."""
         with listener or _listen(*self.address) as open_listener:
-            where: dict[int, Any] = {}
-            while len(self.peers) < self.size - 1:
-                came = _accept(open_listener, self.token, {"rank": 0, "size": self.size}, self.deadline)
-                if came is None:
-                    missing = sorted(set(range(1, self.size)) - set(self.peers))
-                    raise CommunicatorError(
-                        f"ranks {missing} did not come within {self.timeout:g} s; all {self.size} must be started, "
-                        f"with the same {MASTER_ADDR}, {MASTER_PORT} and {TOKEN}; timeout= lets rank 0 wait longer"
-                    )
-                self._admit(came[0], came[1], where)
-            for connection in self.peers.values():
+            self._let_in(open_listener, range(1, self.size))
+        where = {rank: greeting["listens"] for rank, greeting in self.greetings.items()}
+        for rank, connection in self.peers.items():
+            try:
+                _hurry(connection, self.deadline)
                 _write_header(connection, {"where": where})
+            except OSError as error:
+                raise CommunicatorError(f"rank {rank} left before all ranks had come ({error})") from error
         return self.peers
-
-    def _admit(self, connection: socket.socket, greeting: dict[str, Any], where: dict[int, Any]) -> None:
-        rank: Any = greeting.get("rank")
-        problem = ""
-        if greeting.get("size") != self.size:
-            problem = f"rank {rank} was started as one of {greeting.get('size')} ranks, rank 0 as one of {self.size}"
-        elif not isinstance(rank, int) or not 0 < rank < self.size:
-            problem = f"there is no rank {rank} among {self.size}"
-        elif rank in self.peers:
-            problem = f"there are two ranks {rank}"
-        if problem:
-            _write_header(connection, {"error": problem})
-            connection.close()
-            raise CommunicatorError(problem)
-        self.peers[rank] = connection
-        where[rank] = greeting["listens"]
 
     def join(self) -> dict[int, socket.socket]:
         """Any other rank."""
-        first = _connect(self.address, self.deadline, "rank 0")
-        # the interface that reaches rank 0 also reaches the others; on one node it is the loopback
-        with _listen(first.getsockname()[0], 0) as listener:
-            self._call(first, 0, {"listens": listener.getsockname()[:2]})
-            first.settimeout(max(0.1, self.deadline - time.monotonic()))
-            try:
-                answer = _read_header(first)
-            except (OSError, EOFError, ValueError) as error:
-                raise CommunicatorError("rank 0 ended, or waits for ranks that do not come") from error
-            if "error" in answer:
-                raise CommunicatorError(answer["error"])
-            where = {int(rank): (str(place[0]), int(place[1])) for rank, place in answer["where"].items()}
+        listener, where = self._try(0, self.address, self._come)
+        with listener:
             for rank in range(1, self.rank):
-                connection = _connect(where[rank], self.deadline, f"rank {rank}")
-                self._call(connection, rank, {})
-            while len(self.peers) < self.size - 1:
-                came = _accept(listener, self.token, {"rank": self.rank}, self.deadline)
-                if came is None:
-                    raise CommunicatorError(f"not all ranks came within {self.timeout:g} s")
-                self.peers[int(came[1]["rank"])] = came[0]
+                self.peers[rank] = self._try(rank, where[rank], functools.partial(self._call, rank))
+            self._let_in(listener, range(self.rank + 1, self.size))
         return self.peers
 
-    def _call(self, connection: socket.socket, rank: int, said: dict[str, Any]) -> None:
-        greeting = {"rank": self.rank, "size": self.size} | said
-        try:
-            other = _greet(connection, self.token, True, greeting)
-        except (OSError, EOFError, ValueError, struct.error) as error:
-            connection.close()
-            raise CommunicatorError(
-                f"rank {rank} refused rank {self.rank}: it has another token ({TOKEN} must be the same everywhere), or "
-                f"something else listens there ({str(error) or type(error).__name__})"
-            ) from error
-        if other.get("rank") != rank:
-            connection.close()
-            raise CommunicatorError(f"rank {other.get('rank')} answers where rank {rank} should")
-        self.peers[rank] = connection
+    def _let_in(self, listener: socket.socket, expected: Collection[int]) -> None:
+        """Wait for those who connect with this rank."""
+        with _Door(listener, self.keys, self.said, self.deadline, len(expected)) as door:
+            while missing := [rank for rank in expected if rank not in self.peers]:
+                came = door.next()
+                if came is None:
+                    raise CommunicatorError(
+                        f"ranks {missing} did not come within {self.timeout:g} s; all {self.size} must be started, "
+                        f"with the same {MASTER_ADDR}, {MASTER_PORT} and {TOKEN}; timeout= lets rank {self.rank} wait "
+                        "longer"
+                    )
+                self._admit(*came, expected)
 
-    def leave(self) -> None:
+    def _admit(self, connection: socket.socket, greeting: dict[str, Any], expected: Collection[int]) -> None:
+        rank: Any = greeting.get("rank")
+        problem = ""
+        if greeting.get("size") != self.size:
+            theirs, ours = greeting.get("size"), f"rank {self.rank} as one of {self.size}"
+            problem = f"rank {rank} was started as one of {theirs} ranks, {ours}"
+        elif rank not in expected:
+            problem = f"there is no rank {rank} among {self.size}"
+        elif self.greetings.get(rank, greeting).get("process") != greeting.get("process"):
+            problem = f"there are two ranks {rank}"
+        if problem:
+            _say_goodbye(connection, problem)
+            raise CommunicatorError(problem)
+        if rank in self.peers:  # its first connection was lost before it had the answer
+            self.peers[rank].close()
+        self.peers[rank], self.greetings[rank] = connection, greeting
+
+    def _try(self, rank: int, address: Address, call: Callable[[socket.socket], Found]) -> Found:
+        """Connect with a rank and `call` it: again and again until that succeeds or the time is up."""
+        pause = 0.02
+        while True:
+            reached = False
+            connection: socket.socket | None = None
+            try:
+                left = self.deadline - time.monotonic()
+                connection = socket.create_connection(address, timeout=max(0.1, min(HANDSHAKE, left)))
+                reached = True
+                return call(connection)
+            except BaseException as error:
+                if connection is not None:
+                    connection.close()
+                if reached and isinstance(error, PermissionError):
+                    raise CommunicatorError(f"rank {rank} refused rank {self.rank}: {error}") from error
+                if not isinstance(error, (OSError, EOFError, ValueError)):
+                    raise
+                if time.monotonic() + pause > self.deadline:
+                    raise CommunicatorError(self._why(rank, address, reached, error)) from error
+                logger.debug("rank %d tries again to reach rank %d: %s", self.rank, rank, error)
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
+
+    def _why(self, rank: int, address: Address, reached: bool, error: BaseException) -> str:
+        """Why a rank was not met."""
+        if self.waits:
+            return "rank 0 ended, or waits for ranks that do not come"
+        what = "completes no handshake" if reached else "does not answer"
+        other = ", and nothing else listen there" if reached else ""
+        return (
+            f"rank {rank} {what} at {address[0]}:{address[1]}: {str(error) or type(error).__name__}; it must be "
+            f"started, and {MASTER_ADDR} and {MASTER_PORT} be the same for all ranks{other}"
+        )
+
+    def _come(self, connection: socket.socket) -> tuple[socket.socket, dict[int, Address]]:
+        """To rank 0: say where this rank listens, and learn where the others do."""
+        with ExitStack() as opened:
+            # the interface that reaches rank 0 also reaches the others; on one node it is the loopback
+            listener = opened.enter_context(_listen(connection.getsockname()[0], 0))
+            self._call(0, connection, {"listens": listener.getsockname()[:2]})
+            self.waits = True
+            answer = _read_header(connection, self.deadline)
+            if "abort" in answer:
+                raise CommunicatorError(str(answer["abort"]))
+            where = {int(rank): (str(place[0]), int(place[1])) for rank, place in answer["where"].items()}
+            self.waits = False
+            opened.pop_all()
+        self.peers[0] = connection
+        return listener, where
+
+    def _call(self, rank: int, connection: socket.socket, said: dict[str, Any] | None = None) -> socket.socket:
+        """The connection, once both ends have proved that they know the token."""
+        deadline = min(self.deadline, time.monotonic() + HANDSHAKE)
+        other = _introduce(connection, self.keys, self.said | (said or {}), deadline)
+        if other.get("rank") != rank:
+            raise CommunicatorError(f"rank {other.get('rank')} answers where rank {rank} should")
+        return connection
+
+    def leave(self, cause: str) -> None:
         """Hang up on those who came: they must not wait for a meeting that has failed."""
         for connection in self.peers.values():
-            connection.close()
+            _say_goodbye(connection, cause)
+
+
+def _say_goodbye(connection: socket.socket, cause: str) -> None:
+    with suppress(OSError):
+        connection.settimeout(FAREWELL)
+        _write_header(connection, {"abort": cause})
+    connection.close()
 
 
 # ---------------------------------------------------------------------------------------------- transport
@@ -457,7 +710,7 @@ class SocketCommunicator(MessageCommunicator):
         address : (host, port)
             Where rank 0 listens; it binds to this address and no other.
         token : str
-            The same secret for all ranks.
+            The same secret for all ranks; of fewer than 16 characters it draws a warning, because it may be guessed.
         timeout : float
             Seconds that ranks wait for each other, here and later.
         listener : socket, optional
@@ -470,15 +723,11 @@ class SocketCommunicator(MessageCommunicator):
         """
         size = check_int("size", size, 1)
         rank = check_int("rank", rank, 0, size - 1)
-        if not isinstance(token, str) or not token:
-            raise ValueError(
-                f"token must be a secret text that all ranks share ({TOKEN}), for example of `openssl rand -hex 16`"
-            )
-        meeting = _Meeting(rank, size, address, token, check_timeout(timeout))
+        meeting = _Meeting(rank, size, address, _check_token(token), check_timeout(timeout))
         try:
             peers = meeting.host(listener) if rank == 0 else meeting.join()
         except BaseException as error:
-            meeting.leave()
+            meeting.leave(str(error) or type(error).__name__)
             if isinstance(error, OSError):
                 raise CommunicatorError(
                     f"rank {rank} cannot use {address[0]}:{address[1]}: {error}; {MASTER_ADDR} has to be an address of "
@@ -512,6 +761,22 @@ class SocketCommunicator(MessageCommunicator):
                 f"export {TOKEN}=$(openssl rand -hex 16) before they are started"
             )
         return cls.connect(rank, size, (host, port), token=token, timeout=timeout)
+
+
+def _check_token(token: Any) -> str:
+    """A secret text."""
+    if not isinstance(token, str) or not token:
+        raise ValueError(
+            f"token must be a secret text that all ranks share ({TOKEN}), for example of `openssl rand -hex 16`"
+        )
+    if len(token) < SHORT_TOKEN:
+        logger.warning(
+            "the token (%s) has %d characters and may be guessed; make one of at least %d by `openssl rand -hex 16`",
+            TOKEN,
+            len(token),
+            SHORT_TOKEN,
+        )
+    return token
 
 
 def local_rank() -> int:

@@ -11,7 +11,8 @@
       user-degrees-nonzero.npy, item-degrees-nonzero.npy      the same without explicit zeros, where there are any
       user_ids.npy, item_ids.npy       labels, as model files have them: int64, uint64, or a JSON list as bytes
 
-Everything is plain .npy. `hybridmf.scale.convert` writes it.
+Everything is plain .npy. `hybridmf.scale.convert` writes it. `hybridmf.scale.manifest` says what a manifest must hold;
+what files hold is compared with it, and with each other, when they are read for the first time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import mmap
 import os
 import threading
@@ -34,20 +36,31 @@ import numpy as np
 import scipy.sparse as sp
 
 from .. import _formats
-from .._io import decode_labels
+from .._io import LABEL_DTYPES, decode_labels
 from .._memory import available_memory
 from .._objective import SIDES, Side, other_side
-from .._sparse import take_rows
+from .._sparse import SUMMED, entry_rows, take_rows
 from .._validate import check_choice, check_path, csr_arrays, make_csr
 from ..errors import MemoryBudgetError, StoreError
 from ..ratings import Ratings
-from .slabs import loaded, slab_entries
+from .manifest import (
+    ARRAYS,
+    FORMAT,
+    LABELS,
+    MANIFEST,
+    ROUNDING,
+    VERSION,
+    check_manifest,
+    degrees_file,
+    entries_of_slabs,
+    seal,
+    slab_file,
+)
+from .slabs import loaded, magnitudes, slab_entries
 
 logger = logging.getLogger("hybridmf")
 
-FORMAT, VERSION = "hybridmf-store", 1
-MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
-ARRAYS = {"indptr": np.int64, "indices": np.int32, "values": np.float32}
+UNFINISHED = "unfinished.json"
 CHUNK = 1 << 22
 """Bytes read at a time to check a file."""
 
@@ -55,17 +68,6 @@ PARSING = threading.Lock()
 """Held while NumPy reads what is written before an array."""
 
 AGAIN = "convert the ratings again (hybridmf convert RATINGS STORE --overwrite)"
-
-
-def slab_file(side: Side, slab: int, array: str) -> str:
-    """Name of a file of a slab."""
-    return f"{side}-{slab:06d}.{array}.npy"
-
-
-def seal(manifest: dict[str, Any]) -> str:
-    """CRC-32 of a manifest without its checksum."""
-    rest = {key: value for key, value in manifest.items() if key != "checksum"}
-    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
 
 def file_checksum(path: str | os.PathLike[str]) -> str:
@@ -127,8 +129,10 @@ class Store:
         self.shape: tuple[int, int] = (int(manifest["shape"][0]), int(manifest["shape"][1]))
         self.nnz = int(manifest["nnz"])
         self._bounds = {side: np.array(manifest["bounds"][side], dtype=np.int64) for side in SIDES}
+        self._entries = {side: entries_of_slabs(manifest, side) for side in SIDES}
         self._checked: dict[str, tuple[int, int]] = {}  # files whose checksum was right: their size and time then
-        self._sound: set[tuple[str, int]] = set()  # slabs whose arrays fit together
+        self._sound: dict[Side, dict[int, _Summary]] = {side: {} for side in SIDES}  # slabs whose arrays fit together
+        self._counted: set[str] = set()  # files of degrees that fit the sizes of slabs
         self._layouts: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}  # of arrays that were mapped before
 
     @classmethod
@@ -192,13 +196,16 @@ class Store:
     def _labels(self, name: str) -> np.ndarray | None:
         if f"{name}.npy" not in self._manifest["files"]:
             return None
+        encoded = np.array(self._vector(f"{name}.npy", *LABEL_DTYPES))
         try:
-            labels = decode_labels(name, np.array(self._array(f"{name}.npy")))
-        except (TypeError, ValueError) as error:
+            labels = decode_labels(name, encoded)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise self._error(f"{name}.npy", f"holds no labels ({error})") from error
         count = self.shape[name != "user_ids"]
         if len(labels) != count:
             raise self._error(f"{name}.npy", f"has {len(labels)} labels for {count} rows")
+        if len(set(labels.tolist())) != count:
+            raise self._error(f"{name}.npy", "has a label more than once")
         return labels
 
     def slabs(self, side: Side = "user") -> list[Slab]:
@@ -208,7 +215,7 @@ class Store:
         return [Slab(self, side, k, *ends) for k, ends in enumerate(pairwise(bounds))]
 
     def verify(self) -> None:
-        """Read every file and compare it with the manifest.
+        """Read every file and compare it with the manifest, and both orientations with each other.
 
         Raises
         ------
@@ -217,12 +224,17 @@ class Store:
         """
         self._checked.clear()
         self._layouts.clear()
-        self._sound.clear()
+        self._counted.clear()
         for name in self._manifest["files"]:
             self._check_content(name)
+        found = []
         for side in SIDES:
-            for slab in self.slabs(side):
-                slab.matrix()
+            self._sound[side].clear()
+            found.append(sum(_hash(slab, slab.matrix()) for slab in self.slabs(side)) % 2**64)
+        if found[0] != found[1]:
+            raise self._error(MANIFEST, "has slabs of items that are not the transpose of the slabs of users")
+        for name in LABELS:
+            self._labels(name.removesuffix(".npy"))
 
     # ------------------------------------------------------------------------------------------------ in memory
 
@@ -260,7 +272,7 @@ class Store:
         try:
             manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
             return bool(manifest["checksum"] != self.checksum)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     def _check_content(self, name: str) -> None:
@@ -281,52 +293,86 @@ class Store:
             raise self._error(name, problem)
         self._checked[name] = seen
 
-    def _array(self, name: str) -> np.ndarray:
-        """Array of a file, mapped; checked at first need."""
+    def _vector(self, name: str, *dtypes: Any, length: int | None = None) -> np.ndarray:
+        """Vector of a file, mapped; checked at first need."""
         self._check_content(name)
         try:
-            known = self._layouts.get(name)
-            if known is not None:
-                dtype, shape, offset = known
-                return np.memmap(self.path / name, dtype, "r", offset, shape)
-            # NumPy has Python parse what is written before an array, which not every Python can do in two threads
-            with PARSING:
-                try:
-                    array = np.load(self.path / name, mmap_mode="r", allow_pickle=False)
-                except ValueError:  # there is nothing to map in an array of length 0
-                    return np.load(self.path / name, allow_pickle=False)
-            if array.ndim == 1:
-                self._layouts[name] = array.dtype, array.shape, array.offset
-            return array
+            if name not in self._layouts:
+                # NumPy has Python parse what is written before an array, which not every Python can do in two threads
+                with PARSING:
+                    self._layouts[name] = _layout(self.path / name)
+            dtype, shape, offset = self._layouts[name]
+            counted = (self._manifest["files"][name]["bytes"] - offset) // max(dtype.itemsize, 1)
+            if dtype not in dtypes or shape != (counted,) or length not in (None, counted):
+                wanted = " or ".join(np.dtype(each).name for each in dtypes)
+                size = "" if length is None else f"{length} "
+                raise self._error(name, f"holds {dtype} of shape {shape}, expected a vector of {size}{wanted}")
+            if not counted:  # there is nothing to map
+                return np.empty(0, dtype)
+            return np.memmap(self.path / name, dtype, "r", offset, shape)
         except (OSError, ValueError) as error:
+            if isinstance(error, StoreError):
+                raise
             raise self._error(name, f"is no array ({error})") from error
 
     def _slab_matrix(self, slab: Slab) -> sp.csr_array:
-        indptr, indices, values = (self._slab_array(slab, array, np.dtype(dtype)) for array, dtype in ARRAYS.items())
         shape = (slab.stop - slab.start, self.shape[1 if slab.side == "user" else 0])
-        if (slab.side, slab.number) not in self._sound:
+        entries = int(self._entries[slab.side][slab.number])
+        lengths = {"indptr": shape[0] + 1, "indices": entries, "values": entries}
+        indptr, indices, values = (
+            self._vector(slab_file(slab.side, slab.number, array), dtype, length=lengths[array]).view(np.ndarray)
+            for array, dtype in ARRAYS.items()
+        )
+        if slab.number not in self._sound[slab.side]:
             # kernels trust what they are given
-            sound = indptr.shape == (shape[0] + 1,) and indptr[0] == 0 and bool(np.all(indptr[1:] >= indptr[:-1]))
-            sound = sound and indptr[-1] == len(indices) == len(values)
-            if not sound or not _formats.is_canonical(indptr, indices, values, shape[1]):
+            if not self._fits_degrees(slab, indptr, values) or not _formats.is_canonical(
+                indptr, indices, values, shape[1]
+            ):
                 raise self._error(slab_file(slab.side, slab.number, "indices"), "contradicts the files beside it")
-            self._sound.add((slab.side, slab.number))
+            self._sum_up(slab, values)
         return make_csr(indptr, indices, values, shape)
 
-    def _slab_array(self, slab: Slab, array: str, dtype: np.dtype) -> np.ndarray:
-        name = slab_file(slab.side, slab.number, array)
-        found = self._array(name)
-        if found.dtype != dtype or found.ndim != 1:
-            raise self._error(name, f"holds {found.dtype} of {found.ndim} dimensions, expected a vector of {dtype}")
-        return found.view(np.ndarray)
+    def _fits_degrees(self, slab: Slab, indptr: np.ndarray, values: np.ndarray) -> bool:
+        rows = slice(slab.start, slab.stop)
+        if indptr[0] != 0 or not np.array_equal(np.diff(indptr), self._degrees(slab.side)[rows]):
+            return False
+        if not self._manifest["zeros"]:
+            return bool(np.all(values))
+        filled = np.concatenate(([0], np.cumsum(values != 0)))[indptr]
+        return np.array_equal(np.diff(filled), self._degrees(slab.side, nonzero=True)[rows])
+
+    def _sum_up(self, slab: Slab, values: np.ndarray) -> None:
+        """Compare the values of a slab with the manifest, and those of all slabs once they have been read."""
+        known = self._sound[slab.side]
+        summary = _Summary.of(values)
+        ends = self._manifest["magnitudes"]["nonzero"]
+        sound = not summary.ends or (ends[0] <= summary.ends[0] and summary.ends[1] <= ends[1])
+        known[slab.number] = summary
+        if sound and len(known) == len(self._entries[slab.side]):
+            total, everything = math.fsum(each.total for each in known.values()), _Summary.joined(list(known.values()))
+            slack = ROUNDING * self.nnz * (ends[1] if ends else 0.0)
+            sound = everything.ends == ends and abs(total - self._manifest["sums"]["all"]) <= slack
+        if not sound:
+            del known[slab.number]
+            raise self._error(MANIFEST, f"has other sums or magnitudes than the values of slabs of {slab.side}s")
 
     def degrees(self, side: Side = "user", *, nonzero: bool = False) -> np.ndarray:
         """Entries of each row of a side, int64; with `nonzero` without explicit zeros."""
-        check_choice("side", side, SIDES)
-        name = f"{side}-degrees-nonzero.npy" if nonzero and self._manifest["zeros"] else f"{side}-degrees.npy"
-        degrees = np.array(self._array(name), dtype=np.int64)
-        if degrees.shape != (self.shape[side != "user"],):
-            raise self._error(name, f"has shape {degrees.shape}")
+        return np.array(self._degrees(check_choice("side", side, SIDES), nonzero=nonzero))
+
+    def _degrees(self, side: Side, *, nonzero: bool = False) -> np.ndarray:
+        """The same, mapped."""
+        zeros = self._manifest["zeros"] if nonzero else 0
+        name = degrees_file(side, nonzero=bool(zeros))
+        degrees = self._vector(name, np.int64, length=self.shape[side != "user"]).view(np.ndarray)
+        if name not in self._counted:
+            sound = not len(degrees) or 0 <= degrees.min() <= degrees.max() <= self.shape[side == "user"]
+            entries = slab_entries(self._bounds[side], degrees)
+            most = self._entries[side]
+            sound = sound and bool(np.all(entries <= most)) and int(most.sum() - entries.sum()) == zeros
+            if not sound:
+                raise self._error(name, "contradicts the sizes of slabs")
+            self._counted.add(name)
         return degrees
 
     def __repr__(self) -> str:
@@ -340,12 +386,61 @@ class Store:
         return Store.open, (str(self.path),)
 
 
+@dataclass(frozen=True)
+class _Summary:
+    """Sum of some values, and the smallest and largest magnitude of those that are not 0; [] of none."""
+
+    total: float
+    ends: list[float]
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> _Summary:
+        """Of values; some at a time, for all of their magnitudes would need memory."""
+        pieces = []
+        for start in range(0, len(values), SUMMED):
+            piece = values[start : start + SUMMED]
+            ends = magnitudes(piece[piece != 0])
+            pieces.append(cls(float(piece.sum(dtype=np.float64)), [float(each) for each in ends]))
+        return cls.joined(pieces)
+
+    @classmethod
+    def joined(cls, parts: list[_Summary]) -> _Summary:
+        """Of all parts."""
+        ends = [end for part in parts for end in part.ends]
+        return cls(math.fsum(part.total for part in parts), [min(ends), max(ends)] if ends else [])
+
+
+def _hash(slab: Slab, matrix: sp.csr_array) -> int:
+    """Sum of a hash of each entry, the same for a matrix and its transpose in any slabs."""
+    rows, columns = (entry_rows(matrix) + slab.start).astype(np.uint64), matrix.indices.astype(np.uint64)
+    users, items = (rows, columns) if slab.side == "user" else (columns, rows)
+    mixed = (users << np.uint64(32) | items) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(32)
+    mixed += matrix.data.view(np.uint32)
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(29)
+    return int(mixed.sum())
+
+
+def _layout(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
+    """Type, shape and beginning of the array of an .npy file."""
+    with open(path, "rb") as file:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise ValueError(f"version {version} of .npy")
+        try:
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        except Exception as error:  # whatever Python's tokenizer and parser raise for text that is no dictionary
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        return dtype, shape, file.tell()
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        kind, version = manifest["format"], manifest["version"]
-    except (ValueError, KeyError, TypeError) as error:
+        kind, version, sealed = manifest["format"], manifest["version"], seal(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(
             f"{str(path)!r} is no manifest of a store ({type(error).__name__}: {error}); {AGAIN}"
         ) from error
@@ -355,8 +450,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise StoreError(
             f"{str(path)!r} has version {version!r}; this hybridmf reads version {VERSION}: upgrade hybridmf or {AGAIN}"
         )
-    if manifest.get("checksum") != seal(manifest):
+    if manifest.get("checksum") != sealed:
         raise StoreError(f"{str(path)!r} was altered: its checksum does not fit; {AGAIN}")
+    try:
+        check_manifest(manifest)
+    except ValueError as error:
+        raise StoreError(f"{str(path)!r} contradicts itself: {error}; {AGAIN}") from error
     for name, entry in manifest["files"].items():
         try:
             size = os.stat(folder / name).st_size
@@ -447,7 +546,7 @@ class StoreMatrix:
         for array in ("indices", "values"):
             name = slab_file(self.side, slab, array)
             if name in self.store._checked:  # else the check reads it
-                mapped = getattr(self.store._array(name), "_mmap", None)
+                mapped = getattr(self.store._vector(name, ARRAYS[array]), "_mmap", None)
                 if mapped is not None and hasattr(mmap, "MADV_WILLNEED"):
                     mapped.madvise(mmap.MADV_WILLNEED)
 
