@@ -23,9 +23,9 @@ from ._objective import Objective, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan, plan_for
 from ._serving import ServingMixin
 from ._solver import Solver
-from ._validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape
+from ._sparse import transposed
+from ._validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape, without_mask
 from .errors import DeviceError, RatingsError
-from .formats import transpose
 from .ratings import Ratings
 from .scale import checkpoint as checkpoints
 from .scale.store import Store, StoreMatrix
@@ -73,7 +73,8 @@ class FactorModel(ServingMixin, BaseEstimator):
         if isinstance(matrix, Store) and self._reads_slabs:
             return StoreMatrix(matrix, "user", self._settings().dtype, self._objective().is_implicit)
         if not sp.issparse(matrix) and not isinstance(matrix, (Ratings, Store)):
-            matrix = check_array(matrix, dtype="numeric", input_name=name, estimator=self)
+            plain = without_mask(matrix, name)
+            matrix = check_array(plain, dtype="numeric", input_name=name, estimator=self)
         return as_csr(matrix, name=name, dtype=self._settings().dtype, drop_zeros=self._objective().is_implicit)
 
     # ------------------------------------------------------------------------------------------------ fit
@@ -94,8 +95,9 @@ class FactorModel(ServingMixin, BaseEstimator):
         Parameters
         ----------
         user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items)
-            Zeros of a dense matrix are absent entries. A store is read slab by slab by ALS, with the same result as
-            in memory, and loaded by the other models.
+            Zeros and masked cells of a dense matrix are absent entries. The fit works on a copy, so a matrix may change
+            meanwhile; Ratings, whose arrays are read-only, are not copied. A store is read slab by slab by ALS, with
+            the same result as in memory, and loaded by the other models.
         y : ignored
             For scikit-learn's sake.
         validation : Ratings or matrix, shape (n_users, n_items), optional
@@ -151,7 +153,7 @@ class FactorModel(ServingMixin, BaseEstimator):
 
         logger.info("plan:\n%s", plan)
         converting = time.perf_counter()
-        item_users = matrix.transposed() if stored else transpose(matrix, num_threads=plan.num_threads)
+        item_users = matrix.transposed() if stored else transposed(matrix, plan.num_threads)
         converted = time.perf_counter()
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
         completed = int(resumed.summary["n_iter"]) if resumed else 0

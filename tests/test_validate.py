@@ -771,13 +771,6 @@ def test_the_input_is_left_as_it_was():
         np.testing.assert_array_equal(array, copy)
 
 
-def test_canonical_input_is_not_copied():
-    matrix = corrupted()
-    result = as_csr(matrix)
-    assert np.shares_memory(result.data, matrix.data)
-    assert np.shares_memory(result.indices, matrix.indices)
-
-
 def unsorted_copy(matrix: sp.csr_array, seed: int = 0) -> sp.csr_array:
     """The same entries, the columns of each row shuffled; SciPy is told nothing of it."""
     rng, shuffled = np.random.default_rng(seed), matrix.copy()

@@ -16,9 +16,10 @@ from .._balance import balancing
 from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import Plan
 from .._solver import Alternating
+from .._sparse import transposed
 from .._validate import MAX_AXIS, csr_arrays
 from ..errors import NonFiniteError, NotPositiveDefiniteError
-from ..formats import BalsMatrix, Reordered, reorder, transpose
+from ..formats import BalsMatrix, Reordered, reorder, tiled
 from . import _als
 
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
@@ -139,7 +140,7 @@ class HalfSweep:
         self.order = _formats.degree_order(self.indptr)
         self.bals: BalsMatrix | None = None
         if plan.assembly == "bals":
-            self.bals = BalsMatrix.from_csr(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads)
+            self.bals = tiled(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads)
             self.tile_ptr = self.bals.tile_ptr.astype(np.int64, copy=False)
             self.seg_ptr = self.bals.seg_ptr.astype(np.int64, copy=False)
 
@@ -369,7 +370,7 @@ class CpuALS(Alternating):
             axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
             self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
             user_items = self._reordered.matrix
-            item_users = transpose(user_items, num_threads=plan.num_threads)
+            item_users = transposed(user_items, plan.num_threads)
         matrices = {"user": user_items, "item": item_users}
         self.halves = {side: HalfSweep(side, matrices[side], objective, plan, self._order(side)) for side in SIDES}
 
