@@ -15,12 +15,12 @@ import scipy.sparse as sp
 from sklearn.base import BaseEstimator
 from sklearn.utils import Tags, check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
-from tqdm.auto import tqdm
 
 from . import _io, dispatch
 from ._learned import Learned, align, pattern, total_of
 from ._objective import Objective, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan, plan_for
+from ._progress import progress_bar
 from ._serving import ServingMixin
 from ._solver import Solver
 from ._sparse import transposed
@@ -106,7 +106,8 @@ class FactorModel(ServingMixin, BaseEstimator):
             Called as ``callback(model, record)`` after each iteration, `model` usable as it is; returning True
             stops the fit.
         show_progress : bool
-            A progress bar on standard error.
+            A progress bar on standard error, where that is a terminal, or in a notebook. Elsewhere nothing is drawn:
+            the objective of each iteration goes to the logger ``hybridmf``, level INFO.
         checkpoint : path-like or hybridmf.Checkpoint, optional
             Folder that gets a checkpoint after each iteration, written in the background while training goes on (the
             newest two are kept); or a `Checkpoint` that says how often. On return the last iteration is on the disk. A
@@ -307,13 +308,7 @@ class _Run:
     def sweep(self, iterations: int, show_progress: bool) -> None:
         """Sweep up to `iterations`; whatever ends it, the model has the last completed half sweep."""
         observed = show_progress or self.validation is not None or self.callback is not None
-        bar = tqdm(
-            total=iterations,
-            initial=self.completed,
-            disable=not show_progress,
-            desc=type(self.model).__name__,
-            unit="iteration",
-        )
+        bar = progress_bar(iterations, show_progress, initial=self.completed, desc=type(self.model).__name__)
         with checkpoints.writing(self.writer):
             try:
                 self._iterate(iterations, observed, bar)
@@ -333,7 +328,11 @@ class _Run:
             self.whole = True
             if observed:
                 self._observe(record)
-                bar.set_postfix({k: f"{v:.5g}" for k, v in record.items() if k not in ("iteration", "seconds")})
+                values = {k: f"{v:.5g}" for k, v in record.items() if k not in ("iteration", "seconds")}
+                bar.set_postfix(values)
+                if bar.disable:
+                    said = ", ".join(f"{name} {value}" for name, value in values.items())
+                    logger.info("iteration %d of %d: %s", iteration, iterations, said)
             bar.update()
             if self.writer is not None:
                 self.writer.offer(self.model)

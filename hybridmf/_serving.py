@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ._engine import engine_for
 from ._learned import Learned, align, pattern, transposed_pattern
-from ._memory import available_memory
+from ._memory import available_memory, check_answer
 from ._objective import Factors, Side
 from ._plan import Plan
 from ._sparse import keep_entries, take_rows, transposed
@@ -201,6 +201,8 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         Raises
         ------
         NotFittedError, TypeError, ValueError
+        MemoryBudgetError
+            N places for each user do not fit in memory.
         """
         check_is_fitted(self)
         users = check_ids("userid", userid, self.n_users, "n_users")
@@ -210,13 +212,16 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             seen = self._seen_rows(users, user_items)
         elif user_items is not None:
             self._seen_rows(users, user_items)  # judged all the same: a wrong matrix is a mistake worth hearing of
+        candidates = self._candidates(items, filter_items)
+        n_candidates = self.n_items if candidates is None else len(candidates)
+        check_answer(len(users), N, n_candidates, self.item_factors_.itemsize)
         engine = engine_for(self.plan_, float(len(users)) * self.n_items * self.plan_.rank)
         ids, scores = engine.top_k(
             self._scoring_factors("user", users),
             self._cached(f"scoring_items on {engine.name}", lambda: engine.pack(self._scoring_factors("item"))),
             N,
             seen,
-            self._candidates(items, filter_items),
+            candidates,
         )
         return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
 
@@ -273,9 +278,11 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             f"normalized {side} factors", lambda: _normalized(self._learned.state.side(side).matrix)
         )
         positions = check_ids(name, ids, len(normalized), f"n_{side}s")
+        N = check_int("N", N, 1, MAX_N)
+        check_answer(len(positions), N, len(normalized), normalized.itemsize)
         engine = engine_for(self.plan_, float(len(positions)) * normalized.size)
         packed = self._cached(f"normalized {side} factors on {engine.name}", lambda: engine.pack(normalized))
-        found, scores = engine.top_k(normalized[positions], packed, check_int("N", N, 1, MAX_N), None, None)
+        found, scores = engine.top_k(normalized[positions], packed, N, None, None)
         _itself_first(found, scores, positions)
         return (found[0], scores[0]) if np.ndim(ids) == 0 else (found, scores)
 

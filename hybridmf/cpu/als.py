@@ -308,6 +308,18 @@ def _cg_forms_from(plan: Plan) -> int:
     return plan.rank + 1 if pays else MAX_AXIS
 
 
+LARGE_WEIGHT = 1e9
+"""Penalties and confidences beyond: where factors overflow, they are the cause, and ratings are not."""
+
+
+def _overflow_advice(objective: Objective) -> str:
+    """What to change where factors became infinite."""
+    name, value = max(objective.weights.items(), key=lambda item: item[1])
+    if value > LARGE_WEIGHT:
+        return f"lower {name} (now {value:g}), or use dtype='float64'"
+    return f"scale the ratings down, {'lower alpha, ' if objective.is_implicit else ''}or use dtype='float64'"
+
+
 def check_status(status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None) -> None:
     """Raise what the first row with a status says went wrong.
 
@@ -332,10 +344,7 @@ def check_status(status: np.ndarray, side: Side, objective: Objective, names: np
         row = int(names[row])
     more = f" ({bad.size - 1} more such rows)" if bad.size > 1 else ""
     if code == _als.NON_FINITE:
-        raise NonFiniteError(
-            f"factors of {side} {row} became infinite or NaN{more}; "
-            "scale the ratings down, lower alpha, or use dtype='float64'"
-        )
+        raise NonFiniteError(f"factors of {side} {row} became infinite or NaN{more}; {_overflow_advice(objective)}")
     minor = code if code > 0 else 0
     what = f"leading minor {minor}" if code > 0 else "negative curvature in a conjugate gradient step"
     raise NotPositiveDefiniteError(
