@@ -15,17 +15,17 @@ import scipy.sparse as sp
 from sklearn.base import BaseEstimator
 from sklearn.utils import Tags, check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
-from tqdm.auto import tqdm
 
 from . import _io, dispatch
 from ._learned import Learned, align, pattern, total_of
 from ._objective import Objective, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan, plan_for
+from ._progress import progress_bar
 from ._serving import ServingMixin
 from ._solver import Solver
-from ._validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape
+from ._sparse import transposed
+from ._validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape, without_mask
 from .errors import DeviceError, RatingsError
-from .formats import transpose
 from .ratings import Ratings
 from .scale import checkpoint as checkpoints
 from .scale.store import Store, StoreMatrix
@@ -73,7 +73,8 @@ class FactorModel(ServingMixin, BaseEstimator):
         if isinstance(matrix, Store) and self._reads_slabs:
             return StoreMatrix(matrix, "user", self._settings().dtype, self._objective().is_implicit)
         if not sp.issparse(matrix) and not isinstance(matrix, (Ratings, Store)):
-            matrix = check_array(matrix, dtype="numeric", input_name=name, estimator=self)
+            plain = without_mask(matrix, name)
+            matrix = check_array(plain, dtype="numeric", input_name=name, estimator=self)
         return as_csr(matrix, name=name, dtype=self._settings().dtype, drop_zeros=self._objective().is_implicit)
 
     # ------------------------------------------------------------------------------------------------ fit
@@ -94,8 +95,9 @@ class FactorModel(ServingMixin, BaseEstimator):
         Parameters
         ----------
         user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items)
-            Zeros of a dense matrix are absent entries. A store is read slab by slab by ALS, with the same result as
-            in memory, and loaded by the other models.
+            Zeros and masked cells of a dense matrix are absent entries. The fit works on a copy, so a matrix may change
+            meanwhile; Ratings, whose arrays are read-only, are not copied. A store is read slab by slab by ALS, with
+            the same result as in memory, and loaded by the other models.
         y : ignored
             For scikit-learn's sake.
         validation : Ratings or matrix, shape (n_users, n_items), optional
@@ -104,7 +106,8 @@ class FactorModel(ServingMixin, BaseEstimator):
             Called as ``callback(model, record)`` after each iteration, `model` usable as it is; returning True
             stops the fit.
         show_progress : bool
-            A progress bar on standard error.
+            A progress bar on standard error, where that is a terminal, or in a notebook. Elsewhere nothing is drawn:
+            the objective of each iteration goes to the logger ``hybridmf``, level INFO.
         checkpoint : path-like or hybridmf.Checkpoint, optional
             Folder that gets a checkpoint after each iteration, written in the background while training goes on (the
             newest two are kept); or a `Checkpoint` that says how often. On return the last iteration is on the disk. A
@@ -151,7 +154,7 @@ class FactorModel(ServingMixin, BaseEstimator):
 
         logger.info("plan:\n%s", plan)
         converting = time.perf_counter()
-        item_users = matrix.transposed() if stored else transpose(matrix, num_threads=plan.num_threads)
+        item_users = matrix.transposed() if stored else transposed(matrix, plan.num_threads)
         converted = time.perf_counter()
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
@@ -305,13 +308,7 @@ class _Run:
     def sweep(self, iterations: int, show_progress: bool) -> None:
         """Sweep up to `iterations`; whatever ends it, the model has the last completed half sweep."""
         observed = show_progress or self.validation is not None or self.callback is not None
-        bar = tqdm(
-            total=iterations,
-            initial=self.completed,
-            disable=not show_progress,
-            desc=type(self.model).__name__,
-            unit="iteration",
-        )
+        bar = progress_bar(iterations, show_progress, initial=self.completed, desc=type(self.model).__name__)
         with checkpoints.writing(self.writer):
             try:
                 self._iterate(iterations, observed, bar)
@@ -331,7 +328,11 @@ class _Run:
             self.whole = True
             if observed:
                 self._observe(record)
-                bar.set_postfix({k: f"{v:.5g}" for k, v in record.items() if k not in ("iteration", "seconds")})
+                values = {k: f"{v:.5g}" for k, v in record.items() if k not in ("iteration", "seconds")}
+                bar.set_postfix(values)
+                if bar.disable:
+                    said = ", ".join(f"{name} {value}" for name, value in values.items())
+                    logger.info("iteration %d of %d: %s", iteration, iterations, said)
             bar.update()
             if self.writer is not None:
                 self.writer.offer(self.model)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ._validate import check_ids, check_int, from_triplets
+from ._validate import check_ids, check_int, from_triplets, refuse_masked
 from .errors import DuplicateEntriesError, RatingsError, UnknownLabelError
 
 MAX_PADDED = 256
@@ -71,6 +71,7 @@ def as_vector(name: str, values: Any) -> np.ndarray:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a vector, got {values!r} of type {type(values).__name__}")
     if hasattr(values, "__array__"):
+        refuse_masked(name, values)
         result = np.asarray(values)
         if result.ndim != 1:
             raise RatingsError(f"{name} must be one-dimensional, got shape {result.shape}")

@@ -10,8 +10,8 @@ import scipy.sparse as sp
 
 from ._objective import Factors, Objective, Side, State
 from ._plan import Plan
-from ._sparse import entry_rows, entry_sum
-from ._validate import csr_arrays, from_triplets, make_csr
+from ._sparse import as_ones, entry_rows, entry_sum, transposed
+from ._validate import from_triplets, frozen_csr
 from .errors import RatingsError
 from .scale.store import StoredSeen, StoreMatrix
 
@@ -89,11 +89,13 @@ def total_of(matrix: sp.csr_array | StoreMatrix) -> float:
 
 
 def pattern(matrix: Any) -> Any:
-    """A copy of the entries of a matrix as int8 ones; of a store, where to read them."""
-    if isinstance(matrix, StoreMatrix):
-        return StoredSeen(matrix)
-    indptr, indices, _ = csr_arrays(matrix)
-    return make_csr(indptr.copy(), indices.copy(), np.ones(len(indices), dtype=np.int8), matrix.shape)
+    """The entries of a matrix as int8 ones, their positions shared; of a store, where to read them."""
+    return StoredSeen(matrix) if isinstance(matrix, StoreMatrix) else frozen_csr(as_ones(matrix, np.int8))
+
+
+def transposed_pattern(seen: sp.csr_array) -> sp.csr_array:
+    """The transpose of a `pattern` in memory."""
+    return pattern(transposed(as_ones(seen, np.float32)))  # the type of kernels
 
 
 def align(matrix: sp.csr_array, axis: int, have: Any, want: Any, what: str) -> sp.csr_array:

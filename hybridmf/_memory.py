@@ -9,12 +9,44 @@ import numpy as np
 
 from ._validate import cgroup_folders, index_pointer_dtype, system_words
 from .cpu import _als
+from .errors import MemoryBudgetError
 
 if TYPE_CHECKING:
     from ._plan import Plan
 
 GRAM_ROWS = 512
 """Rows a thread of `_als.gram` widens to float64 at a time (GRAM_ROWS of cpu/_als.pyx)."""
+
+
+ANSWER_BYTES = 1 << 28
+"""Size of ids and scores from which memory is looked at before they are allocated."""
+
+
+def check_answer(n_rows: int, N: int, found: int, itemsize: int) -> None:
+    """Refuse an `N` whose ids and scores do not fit in memory.
+
+    Parameters
+    ----------
+    n_rows, N : int
+        Shape of the answer.
+    found : int
+        Columns that can hold results; those beyond are gaps.
+    itemsize : int
+        Bytes of a score.
+
+    Raises
+    ------
+    MemoryBudgetError
+    """
+    columns = N if found >= N else N + found  # results are computed without gaps, and copied
+    needed = n_rows * columns * (4 + itemsize)
+    free = available_memory() if needed > ANSWER_BYTES else None
+    if free is not None and needed > free:
+        way_out = f"N={found} holds all {found:,} that there are" if found < N else "ask for fewer of them at a time"
+        raise MemoryBudgetError(
+            f"N={N:,} results for each of {n_rows:,} rows take {mib(needed)} of memory and {mib(free)} are free; "
+            f"{way_out}"
+        )
 
 
 def cpu_bytes(plan: Plan) -> dict[str, int]:

@@ -91,6 +91,29 @@ class Objective:
         )
 
     @property
+    def weights(self) -> dict[str, float]:
+        """What multiplies errors and penalties, by the name of its parameter."""
+        if self.is_implicit:
+            names = ["regularization", "alpha", "unobserved_weight"]
+        else:
+            names = ["regularization", "bias_regularization"] if self.biases else ["regularization"]
+        return {name: getattr(self, name) for name in names}
+
+    def check_finite_in(self, dtype: np.dtype) -> None:
+        """Refuse a weight that is infinite in the type of the computation.
+
+        Raises
+        ------
+        ValueError
+        """
+        largest = float(np.finfo(dtype).max)
+        for name, value in self.weights.items():
+            if value > largest:
+                raise ValueError(
+                    f"{name} must be at most {largest:g}, the largest {dtype.name}, got {value:g}; lower {name}"
+                )
+
+    @property
     def is_implicit(self) -> bool:
         """Whether feedback is implicit."""
         return self.feedback == "implicit"

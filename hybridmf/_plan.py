@@ -466,8 +466,9 @@ def make_plan(
     DeviceError
         The device cannot be served.
     ValueError
-        A combination that makes no sense on this device.
+        A combination that makes no sense on this device, or a weight too large for the type of the computation.
     """
+    objective.check_finite_in(np.dtype(settings.dtype))
     devices: tuple[str, ...] = ()
     if isinstance(settings.device, tuple):
         devices = settings.device if len(settings.device) > 1 else ()

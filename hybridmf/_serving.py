@@ -17,11 +17,11 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ._engine import engine_for
-from ._learned import Learned, align, pattern
-from ._memory import available_memory
+from ._learned import Learned, align, pattern, transposed_pattern
+from ._memory import available_memory, check_answer
 from ._objective import Factors, Side, scoring_rows
 from ._plan import Plan
-from ._sparse import keep_entries, take_rows
+from ._sparse import keep_entries, take_rows, transposed
 from ._validate import (
     MAX_N,
     as_csr,
@@ -32,10 +32,10 @@ from ._validate import (
     check_shape,
     csr_arrays,
     make_csr,
+    without_mask,
 )
 from .cpu import _als
 from .errors import DeviceMemoryError, MemoryBudgetError, RatingsError
-from .formats import transpose
 from .ratings import Ratings
 from .scale.store import Store, StoredSeen
 
@@ -63,15 +63,18 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     @property
     def user_factors_(self) -> np.ndarray:
-        """User factors, shape (n_users, factors), in the dtype of the computation."""
+        """User factors, shape (n_users, factors), in the dtype of the computation.
+
+        A view: its values may be written to, and its shape is its own.
+        """
         check_is_fitted(self)
-        return self._learned.state.user.matrix
+        return self._learned.state.user.matrix.view()
 
     @property
     def item_factors_(self) -> np.ndarray:
-        """Item factors, shape (n_items, factors), in the dtype of the computation."""
+        """Item factors, shape (n_items, factors), in the dtype of the computation; a view as `user_factors_`."""
         check_is_fitted(self)
-        return self._learned.state.item.matrix
+        return self._learned.state.item.matrix.view()
 
     @property
     def user_factors(self) -> np.ndarray:
@@ -87,13 +90,15 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     def user_bias_(self) -> np.ndarray | None:
         """User biases, shape (n_users,), or None for a model without biases."""
         check_is_fitted(self)
-        return self._learned.state.user.bias
+        bias = self._learned.state.user.bias
+        return None if bias is None else bias.view()
 
     @property
     def item_bias_(self) -> np.ndarray | None:
         """Item biases, shape (n_items,), or None for a model without biases."""
         check_is_fitted(self)
-        return self._learned.state.item.bias
+        bias = self._learned.state.item.bias
+        return None if bias is None else bias.view()
 
     @property
     def mean_(self) -> float:
@@ -191,6 +196,8 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         Raises
         ------
         NotFittedError, TypeError, ValueError
+        MemoryBudgetError
+            N places for each user do not fit in memory.
         """
         check_is_fitted(self)
         users = check_ids("userid", userid, self.n_users, "n_users")
@@ -200,13 +207,16 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             seen = self._seen_rows(users, user_items)
         elif user_items is not None:
             self._seen_rows(users, user_items)  # judged all the same: a wrong matrix is a mistake worth hearing of
+        candidates = self._candidates(items, filter_items)
+        n_candidates = self.n_items if candidates is None else len(candidates)
+        check_answer(len(users), N, n_candidates, self.item_factors_.itemsize)
         engine = engine_for(self.plan_, float(len(users)) * self.n_items * self.plan_.rank)
         ids, scores = engine.top_k(
             self._scoring_factors("user", users),
             self._cached(f"scoring_items on {engine.name}", lambda: engine.pack(self._scoring_factors("item"))),
             N,
             seen,
-            self._candidates(items, filter_items),
+            candidates,
         )
         return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
 
@@ -263,9 +273,11 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             f"normalized {side} factors", lambda: _normalized(self._learned.state.side(side).matrix)
         )
         positions = check_ids(name, ids, len(normalized), f"n_{side}s")
+        N = check_int("N", N, 1, MAX_N)
+        check_answer(len(positions), N, len(normalized), normalized.itemsize)
         engine = engine_for(self.plan_, float(len(positions)) * normalized.size)
         packed = self._cached(f"normalized {side} factors on {engine.name}", lambda: engine.pack(normalized))
-        found, scores = engine.top_k(normalized[positions], packed, check_int("N", N, 1, MAX_N), None, None)
+        found, scores = engine.top_k(normalized[positions], packed, N, None, None)
         _itself_first(found, scores, positions)
         return (found[0], scores[0]) if np.ndim(ids) == 0 else (found, scores)
 
@@ -326,7 +338,8 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         learned = self._learned
         matrix = rows
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
-            matrix = check_array(rows, dtype="numeric", input_name=name, estimator=self)
+            plain = without_mask(rows, name)
+            matrix = check_array(plain, dtype="numeric", input_name=name, estimator=self)
         matrix = as_csr(
             matrix, name=name, dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
         )
@@ -450,7 +463,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         )
         check_shape("cols", matrix, (self.n_users, len(positions)), ("n_users", "n_ids"))
         grown = positions.max() >= self.n_items
-        self._update("item", positions, transpose(matrix, num_threads=self.plan_.num_threads), labels)
+        self._update("item", positions, transposed(matrix, self.plan_.num_threads), labels)
         self.n_features_in_ = self.n_items
         if grown and hasattr(self, "feature_names_in_"):
             del self.feature_names_in_  # the new columns have no names
@@ -472,9 +485,9 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         factors = known.put(positions, self._fold_in(side, rows), size)
         seen = learned.seen_matrix()
         if seen is not None:
-            by_row = seen if side == "user" else pattern(transpose(seen))
+            by_row = seen if side == "user" else transposed_pattern(seen)
             by_row = _replace_rows(by_row, positions, rows, size)
-            seen = by_row if side == "user" else pattern(transpose(by_row))
+            seen = by_row if side == "user" else transposed_pattern(by_row)
         self._learn(learned.with_side(side, factors, seen, names))
 
     # ------------------------------------------------------------------------------------------------ score

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ._validate import make_csr
+from . import _formats
+from ._validate import csr_arrays, frozen_csr, make_csr
 
 
 def entry_rows(matrix: sp.csr_array) -> np.ndarray:
@@ -35,6 +36,12 @@ def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
     pointer = np.concatenate(([0], np.cumsum(matrix.indptr[rows + 1] - starts)))
     entries = np.arange(pointer[-1]) + np.repeat(starts - pointer[:-1], np.diff(pointer))
     return make_csr(pointer, matrix.indices[entries], matrix.data[entries], (len(rows), matrix.shape[1]))
+
+
+def transposed(matrix: sp.csr_array, num_threads: int | None = None) -> sp.csr_array:
+    """The transpose of a canonical matrix that was checked already; `hybridmf.formats.transpose` checks."""
+    arrays = _formats.transpose(*csr_arrays(matrix), matrix.shape[1], num_threads)
+    return frozen_csr(make_csr(*arrays, matrix.shape[::-1]))
 
 
 def as_ones(matrix: sp.csr_array, dtype: Any) -> sp.csr_array:

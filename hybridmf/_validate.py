@@ -1,6 +1,7 @@
 """The only judge of input: hyperparameters, identifiers, rating matrices.
 
-Every message names the argument, what came, what is wanted and the way out. Kernels trust what passed here.
+Every message names the argument, what came, what is wanted and the way out. Kernels trust what passed here, so the
+arrays of a judged matrix belong to the library (`owned`): no caller, callback or thread can change them afterwards.
 """
 
 from __future__ import annotations
@@ -188,6 +189,7 @@ def check_threads(num_threads: int | None) -> int:
 
 def check_ids(name: str, ids: Any, count: int, counted: str) -> np.ndarray:
     """Positions as an int64 vector, each 0 <= id < count; `counted` is e.g. ``"n_items"``."""
+    refuse_masked(name, ids)
     array = np.asarray(ids)
     if array.ndim > 1:
         raise ValueError(f"{name} must be one position or a vector of them, got an array of shape {array.shape}")
@@ -205,6 +207,58 @@ def check_ids(name: str, ids: Any, count: int, counted: str) -> np.ndarray:
     return array.astype(np.int64, copy=False)
 
 
+# ---------------------------------------------------------------------------------------------------------- ownership
+
+
+class _Owned(np.ndarray):
+    """Memory that only the library refers to: the mark by which `owned` recognizes it."""
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """A read-only view of an array that the library made and gave to nobody; NumPy never makes it writable again."""
+    if _is_frozen(array):
+        return array
+    return np.asarray(memoryview(np.ascontiguousarray(array).view(_Owned).data).toreadonly())
+
+
+def owned(array: np.ndarray, dtype: Any = None) -> np.ndarray:
+    """The values of an array where no caller can change them: `array` itself if it is `frozen` already, else a copy."""
+    if _is_frozen(array) and array.flags.c_contiguous and dtype in (None, array.dtype):
+        return array
+    return frozen(np.array(array, dtype=dtype, order="C"))
+
+
+def _is_frozen(array: np.ndarray) -> bool:
+    base: Any = array
+    while isinstance(base, np.ndarray) and not base.flags.writeable:
+        base = base.base
+    return isinstance(base, memoryview) and base.readonly and isinstance(base.obj, _Owned)
+
+
+def refuse_masked(name: str, values: Any) -> None:
+    """Refuse masked elements of a vector, which NumPy's functions would take for values.
+
+    Raises
+    ------
+    RatingsError
+    """
+    masked = np.flatnonzero(np.ma.getmaskarray(values)) if isinstance(values, np.ma.MaskedArray) else np.empty(0)
+    if masked.size:
+        more = f" (and {masked.size - 1} more)" if masked.size > 1 else ""
+        raise RatingsError(
+            f"{name} is masked at position {masked[0]}{more}; every element needs a value: leave masked ones out, "
+            f"as in {name}[~numpy.ma.getmaskarray({name})]"
+        )
+
+
+def without_mask(matrix: Any, name: str) -> Any:
+    """A dense matrix whose masked cells are 0, that is, absent entries; anything else as it is."""
+    if not isinstance(matrix, np.ma.MaskedArray):
+        return matrix
+    _check_value_dtype(name, matrix.dtype)
+    return matrix.filled(0)
+
+
 # ------------------------------------------------------------------------------------------------------- matrices
 
 
@@ -220,14 +274,15 @@ def as_csr(
     dtype: Any = np.float32,
     drop_zeros: bool = False,
     duplicates: str = "error",
+    sort: bool = True,
 ) -> sp.csr_array:
     """Validated canonical CSR: sorted int32 column indices, no duplicates, finite real values of `dtype`.
 
     Parameters
     ----------
     matrix : csr_array, csr_matrix, or any other SciPy sparse format, Ratings, or 2-D array, shape (n_users, n_items)
-        Zeros of a dense array, and those in BSR blocks and DIA diagonals, which are padding, are absent entries;
-        explicit zeros of the other formats are entries.
+        Zeros and masked cells of a dense array, and zeros in BSR blocks and DIA diagonals, which are padding, are
+        absent entries; explicit zeros of the other formats are entries.
     name : str
         Argument name for messages.
     dtype : numpy dtype
@@ -236,18 +291,20 @@ def as_csr(
         Remove explicit zeros (implicit feedback).
     duplicates : {"error", "sum", "mean", "last", "max"}
         What to do with a pair that occurs more than once.
+    sort : bool
+        False refuses CSR whose columns do not ascend within rows.
 
     Returns
     -------
     csr_array, shape (n_users, n_items)
-        Shares memory with `matrix` where nothing had to change; `matrix` itself is never written to.
+        Its arrays are `owned`: read-only, and copies unless `matrix` has such arrays itself, as that of Ratings has.
 
     Raises
     ------
     TypeError
         Not a matrix; complex, boolean-object or non-numeric values.
     RatingsError
-        Corrupt structure, indices out of range, NaN or infinite values.
+        Corrupt structure, indices out of range, masked, NaN or infinite values.
     DuplicateEntriesError
         A repeated pair under ``duplicates="error"``.
     """
@@ -264,20 +321,18 @@ def as_csr(
         padded, matrix = matrix.format in ("bsr", "dia"), matrix.tocoo(copy=True)
         if padded:
             matrix.eliminate_zeros()
-    if matrix.format == "csr":
-        canonical = _if_canonical(matrix, dtype)
-        if canonical is not None:
-            return _assemble(*canonical, matrix.shape, drop_zeros)
-        indptr, indices, data = checked_compressed(matrix, name)
-        indptr, indices, data = _sorted_unique(indptr, indices, data, matrix.shape, name, duplicates, dtype)
-    else:
-        if matrix.format == "csc":
-            rows, columns, values = _expand_csc(matrix, name)
-        else:
-            rows, columns, values = matrix.row, matrix.col, matrix.data
+    if matrix.format != "csr":
+        rows, columns, values = (
+            _expand_csc(matrix, name) if matrix.format == "csc" else (matrix.row, matrix.col, matrix.data)
+        )
         return from_triplets(
             rows, columns, values, matrix.shape, name=name, dtype=dtype, drop_zeros=drop_zeros, duplicates=duplicates
         )
+    indptr, indices, data = _own_compressed(matrix, name, dtype)
+    if data.dtype == dtype and _formats.is_canonical(indptr, indices, data, matrix.shape[1]):
+        return _assemble(indptr, indices, data, matrix.shape, drop_zeros)
+    _check_compressed(matrix, indices, name)
+    indptr, indices, data = _sorted_unique(indptr, indices, data, matrix.shape, name, duplicates, sort)
     data = _finite_values(data, indices, indptr, name, dtype)
     return _assemble(indptr, indices, data, matrix.shape, drop_zeros)
 
@@ -314,6 +369,7 @@ def from_triplets(
     check_axes(name, shape)
     rows = _checked_positions(rows, shape[0], f"{name} row index", "n_users")
     columns = _checked_positions(columns, shape[1], f"{name} column index", "n_items")
+    refuse_masked(f"{name} values", values)
     values = np.asarray(values)
     if not len(rows) == len(columns) == len(values):
         raise RatingsError(
@@ -330,12 +386,12 @@ def from_triplets(
             "values must be finite: remove or replace such entries"
         )
     # A stable transposition of the columns, then of the rows, sorts by (row, column) and keeps input order in ties.
-    work = np.ascontiguousarray(values, dtype=np.float64)
+    work = np.array(values, dtype=np.float64, order="C")
     pointer = _row_pointer(rows, shape[0])
     by_row = np.argsort(rows, kind="stable") if np.any(rows[1:] < rows[:-1]) else slice(None)
     indices = np.ascontiguousarray(columns[by_row])
     data = np.ascontiguousarray(work[by_row])
-    pointer, indices, data = _sorted_unique(pointer, indices, data, shape, name, duplicates, dtype)
+    pointer, indices, data = _sorted_unique(pointer, indices, data, shape, name, duplicates)
     data = _finite_values(data, indices, pointer, name, dtype)
     return _assemble(pointer, indices, data, shape, drop_zeros)
 
@@ -398,7 +454,7 @@ def _numeric_objects(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def _from_dense(matrix: Any, name: str, dtype: Any) -> sp.csr_array:
-    array = np.asarray(matrix)
+    array = np.asarray(without_mask(matrix, name))
     if array.ndim != 2:
         raise RatingsError(
             f"{name} must be a sparse or dense matrix of shape (n_users, n_items), "
@@ -412,6 +468,7 @@ def _from_dense(matrix: Any, name: str, dtype: Any) -> sp.csr_array:
 
 
 def _checked_positions(index: Any, count: int, what: str, counted: str) -> np.ndarray:
+    refuse_masked(what, index)
     index = np.asarray(index)
     if index.ndim != 1:
         raise RatingsError(f"{what} must be one-dimensional, got shape {index.shape}")
@@ -419,70 +476,94 @@ def _checked_positions(index: Any, count: int, what: str, counted: str) -> np.nd
         return np.empty(0, dtype=np.int32)
     if not np.issubdtype(index.dtype, np.integer):
         raise TypeError(f"{what} must be integers, got dtype {index.dtype}")
-    bad = np.flatnonzero((index < 0) | (index >= count))
-    if bad.size:
-        k = int(bad[0])
+    narrow, k = _narrowed(index, count)
+    if k is not None:
         raise RatingsError(f"{what} {index[k]} at entry {k} is out of range; expected 0 <= index < {counted}={count}")
-    return np.ascontiguousarray(index, dtype=np.int32)
+    return narrow
 
 
-def _if_canonical(matrix: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """The arrays of a CSR matrix in which there is nothing to find fault with or to convert, by one parallel pass."""
-    indptr, indices, data = np.asarray(matrix.indptr), np.asarray(matrix.indices), np.asarray(matrix.data)
-    if indices.dtype != np.int32 or data.dtype != dtype or indptr.dtype not in (np.int32, np.int64):
-        return None
-    if indptr.shape != (matrix.shape[0] + 1,) or indptr[0] != 0 or np.any(indptr[1:] < indptr[:-1]):
-        return None
-    nnz = int(indptr[-1])
-    if indices.ndim != 1 or indices.shape != data.shape or len(indices) < nnz:
-        return None
-    arrays = indptr.astype(np.int64), np.ascontiguousarray(indices[:nnz]), np.ascontiguousarray(data[:nnz])
-    return arrays if _formats.is_canonical(*arrays, matrix.shape[1]) else None
+def _narrowed(index: np.ndarray, count: int) -> tuple[np.ndarray, int | None]:
+    """(`index` as int32 of our own, where the first element outside 0 <= index < count stands or None).
+
+    What is judged is the copy, which nobody can change between this check and a kernel.
+    """
+    narrow = owned(index, np.int32)
+    outside = (narrow < 0) | (narrow >= count)
+    if index.dtype != np.int32:
+        outside |= narrow != index  # wider integers that wrapped around
+    bad = np.flatnonzero(outside)
+    return narrow, int(bad[0]) if bad.size else None
 
 
-def checked_compressed(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Give indptr (int64), indices (int32) and data of a CSR or CSC matrix whose structure was checked."""
-    major, minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
-    axis, counted = ("column", "n_items") if matrix.format == "csr" else ("row", "n_users")
-    indptr, indices, data = np.asarray(matrix.indptr), np.asarray(matrix.indices), np.asarray(matrix.data)
-    if indptr.ndim != 1 or indices.ndim != 1 or data.ndim != 1:
+def _own_compressed(matrix: Any, name: str, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Give indptr (int64), indices (int32) and data of a CSR or CSC matrix; `_check_compressed` judges the indices.
+
+    The index arrays are `owned`, and so are values of `dtype`; others are shared, and converted by the caller.
+    """
+    major = matrix.shape[0 if matrix.format == "csr" else 1]
+    for part in ("indptr", "indices", "data"):
+        refuse_masked(f"{name}.{part}", getattr(matrix, part))
+    indices, data = np.asarray(matrix.indices), np.asarray(matrix.data)
+    indptr = checked_pointer(matrix.indptr, major, name)
+    if indices.ndim != 1 or data.ndim != 1:
         raise RatingsError(f"{name} is corrupt: indptr, indices and data must be vectors")
-    for what, positions in (("indptr has", indptr), ("indices have", indices)):
-        if not np.issubdtype(positions.dtype, np.integer):
-            raise RatingsError(f"{name} is corrupt: {what} dtype {positions.dtype}, expected integers")
-    if len(indptr) != major + 1 or indptr[0] != 0:
-        raise RatingsError(
-            f"{name} is corrupt: indptr has {len(indptr)} elements starting at {indptr[0] if len(indptr) else 'none'}; "
-            f"expected {major + 1} starting at 0"
-        )
-    steps = np.flatnonzero(indptr[1:] < indptr[:-1])  # the difference of unsigned integers would wrap around
-    if steps.size:
-        k = steps[0]
-        raise RatingsError(f"{name} is corrupt: indptr falls from {indptr[k]} to {indptr[k + 1]} at position {k}")
+    if not np.issubdtype(indices.dtype, np.integer):
+        raise RatingsError(f"{name} is corrupt: indices have dtype {indices.dtype}, expected integers")
     nnz = int(indptr[-1])
     if nnz > len(indices) or nnz > len(data):
         raise RatingsError(
             f"{name} is corrupt: indptr ends at {nnz}, but there are {len(indices)} indices and {len(data)} values"
         )
-    indices = indices[:nnz]
-    out = np.flatnonzero((indices < 0) | (indices >= minor))
-    if out.size:
-        k = int(out[0])
-        index = indices[k]
-        problem = f"a negative {axis} index ({index}" if index < 0 else f"the {axis} index {index} (out of range"
-        raise RatingsError(f"{name} has {problem} at entry {k}); expected 0 <= index < {counted}={minor}")
+    if indices.dtype != np.int32:
+        _check_compressed(matrix, indices[:nnz], name)
     if data.dtype == object:
         data = _numeric_objects(name, data)
-    return (
-        np.ascontiguousarray(indptr, dtype=np.int64),
-        np.ascontiguousarray(indices, dtype=np.int32),
-        np.ascontiguousarray(data[:nnz]),
-    )
+    values = owned(data[:nnz]) if data.dtype == dtype else np.ascontiguousarray(data[:nnz])
+    return indptr, owned(indices[:nnz], np.int32), values
+
+
+def _check_compressed(matrix: Any, indices: np.ndarray, name: str) -> None:
+    """Refuse indices of a CSR or CSC matrix that are out of range."""
+    axis, counted, minor = ("column", "n_items", matrix.shape[1])
+    if matrix.format == "csc":
+        axis, counted, minor = ("row", "n_users", matrix.shape[0])
+    bad = np.flatnonzero((indices < 0) | (indices >= minor))
+    if bad.size:
+        index = indices[bad[0]]
+        problem = f"a negative {axis} index ({index}" if index < 0 else f"the {axis} index {index} (out of range"
+        raise RatingsError(f"{name} has {problem} at entry {bad[0]}); expected 0 <= index < {counted}={minor}")
+
+
+def checked_pointer(indptr: Any, n_rows: int, name: str) -> np.ndarray:
+    """`indptr` of a compressed matrix as int64 of our own, checked but for its end.
+
+    Raises
+    ------
+    RatingsError
+        No vector of n_rows + 1 integers that starts at 0 and never falls.
+    """
+    given = np.asarray(indptr)
+    if given.ndim != 1:
+        raise RatingsError(f"{name} is corrupt: indptr, indices and data must be vectors")
+    if not np.issubdtype(given.dtype, np.integer):
+        raise RatingsError(f"{name} is corrupt: indptr has dtype {given.dtype}, expected integers")
+    pointer = owned(given, np.int64)
+    if len(pointer) != n_rows + 1 or pointer[0] != 0:
+        raise RatingsError(
+            f"{name} is corrupt: indptr has {len(pointer)} elements starting at "
+            f"{pointer[0] if len(pointer) else 'none'}; expected {n_rows + 1} starting at 0"
+        )
+    steps = np.flatnonzero(pointer[1:] < pointer[:-1])
+    if steps.size:
+        k = steps[0]
+        raise RatingsError(f"{name} is corrupt: indptr falls from {given[k]} to {given[k + 1]} at position {k}")
+    return pointer
 
 
 def _expand_csc(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    indptr, indices, data = checked_compressed(matrix, name)
-    return indices, np.repeat(np.arange(matrix.shape[1], dtype=np.int32), np.diff(indptr)), data
+    indptr, indices, data = _own_compressed(matrix, name, None)
+    _check_compressed(matrix, indices, name)
+    return indices, frozen(np.repeat(np.arange(matrix.shape[1], dtype=np.int32), np.diff(indptr))), data
 
 
 def _sorted_unique(
@@ -492,12 +573,14 @@ def _sorted_unique(
     shape: tuple[int, int],
     name: str,
     duplicates: str,
-    dtype: Any,
+    sort: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sort each row's columns (stable) and settle duplicates; copies only when something has to change."""
     order, first = _formats.row_order_status(indptr, indices)
     if order == _formats.SORTED_UNIQUE:
         return indptr, indices, data
+    if order == _formats.UNSORTED and not sort:
+        raise _unsorted_error(indptr, indices, name)
     if order == _formats.UNSORTED:
         logger.debug("%s: column indices are not sorted within rows; sorting a copy", name)
         # Two stable transpositions sort in O(nnz) and keep the input order of equal pairs.
@@ -515,6 +598,16 @@ def _sorted_unique(
             "fit, which has no such argument, takes Ratings.from_matrix(..., duplicates=...)"
         )
     return _merge_duplicates(indptr, indices, data, shape, duplicates)
+
+
+def _unsorted_error(indptr: np.ndarray, indices: np.ndarray, name: str) -> RatingsError:
+    falls = np.flatnonzero(np.diff(indices) < 0) + 1
+    first = falls[~np.isin(falls, indptr)][0]
+    row = int(np.searchsorted(indptr, first, side="right") - 1)
+    return RatingsError(
+        f"{name} has unsorted column indices in row {row} ({indices[first - 1]} before {indices[first]}); "
+        f"call {name}.sort_indices() first"
+    )
 
 
 def _row_pointer(rows: np.ndarray, count: int) -> np.ndarray:
@@ -566,7 +659,7 @@ def _assemble(
         keep = data != 0
         counts = np.concatenate(([0], np.cumsum(keep)))[indptr]
         indptr, indices, data = counts.astype(np.int64), indices[keep], data[keep]
-    return make_csr(indptr, indices, data, shape)
+    return frozen_csr(make_csr(indptr, indices, data, shape))
 
 
 def make_csr(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, shape: tuple[int, int]) -> sp.csr_array:
@@ -577,6 +670,12 @@ def make_csr(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, shape: t
     matrix.indptr = indptr.astype(index_pointer_dtype(len(indices)), copy=False)
     matrix.has_sorted_indices = True
     matrix.has_canonical_format = True
+    return matrix
+
+
+def frozen_csr(matrix: sp.csr_array) -> sp.csr_array:
+    """A matrix of the library's own, given to nobody yet, with `frozen` arrays: checks of it need no copy."""
+    matrix.indptr, matrix.indices, matrix.data = map(frozen, (matrix.indptr, matrix.indices, matrix.data))
     return matrix
 
 

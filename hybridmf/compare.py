@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import clone
-from tqdm.auto import tqdm
 
 from . import dispatch
 from ._base import FactorModel
 from ._files import write_atomically
 from ._plan import Plan
+from ._progress import progress_bar
 from ._table import format_table
 from ._validate import check_bool, check_choice, check_int, check_real
 from .als import ExplicitALS, ImplicitALS
@@ -647,7 +647,7 @@ def compare(
     cases, skipped = _cases(named, wanted, iterations, seed, train)
     results: list[_Result] = []
     steps = sum(model.iterations for _, _, model in cases)
-    with tqdm(total=steps, disable=not show_progress, unit="iteration") as bar:
+    with progress_bar(steps, show_progress) as bar:
         for method, device, model in cases:
             try:
                 results.append(_run(method, model, device, train, test, bar))

@@ -5,7 +5,8 @@ The kernels are in ``_formats.pyx``, whose docstring has a picture of the BALS a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,13 @@ from ._validate import (
     check_bool,
     check_int,
     check_threads,
-    checked_compressed,
+    checked_pointer,
     csr_arrays,
+    frozen,
     index_pointer_dtype,
     make_csr,
+    owned,
+    refuse_masked,
 )
 from .errors import RatingsError
 
@@ -36,18 +40,7 @@ def _sorted_csr(csr: Any) -> sp.csr_array:
     if not (sp.issparse(csr) or hasattr(csr, "user_items") or isinstance(csr, np.ndarray)):
         raise TypeError(f"csr must be a SciPy sparse matrix, a dense array or Ratings, got {type(csr).__name__}")
     dtype = np.float64 if getattr(csr, "dtype", None) == np.float64 else np.float32
-    matrix = as_csr(csr, name="csr", dtype=dtype)
-    if sp.issparse(csr) and csr.format == "csr" and matrix.indices is not csr.indices:
-        indptr, indices, _ = checked_compressed(csr, "csr")
-        if _formats.row_order_status(indptr, indices)[0] == _formats.UNSORTED:
-            falls = np.flatnonzero(np.diff(indices) < 0) + 1
-            first = falls[~np.isin(falls, indptr)][0]
-            row = int(np.searchsorted(indptr, first, side="right") - 1)
-            raise RatingsError(
-                f"csr has unsorted column indices in row {row} ({indices[first - 1]} before {indices[first]}); "
-                "call csr.sort_indices() first"
-            )
-    return matrix
+    return as_csr(csr, name="csr", dtype=dtype, sort=False)
 
 
 def transpose(csr: Any, *, num_threads: int | None = None) -> sp.csr_array:
@@ -62,20 +55,44 @@ def transpose(csr: Any, *, num_threads: int | None = None) -> sp.csr_array:
     Returns
     -------
     csr_array, shape (n_cols, n_rows)
+        float32, or float64 if `csr` is.
+
+    Raises
+    ------
+    RatingsError, TypeError
+        Unsorted or corrupt CSR; not a matrix.
     """
     csr = _sorted_csr(csr)
     arrays = _formats.transpose(*csr_arrays(csr), csr.shape[1], check_threads(num_threads))
     return make_csr(*arrays, (csr.shape[1], csr.shape[0]))
 
 
-def degree_order(csr: sp.csr_array) -> np.ndarray:
+def degree_order(csr: Any) -> np.ndarray:
     """Rows by descending number of entries, ties in row order (BALS Alg. 3, by counting sort).
+
+    Parameters
+    ----------
+    csr : CSR matrix or Ratings, shape (n_rows, n_cols)
+        Only its `indptr` is read.
 
     Returns
     -------
     int64 array, shape (n_rows,)
+
+    Raises
+    ------
+    RatingsError
+        An `indptr` that contradicts the shape or the number of entries.
+    TypeError
+        Not a CSR matrix.
     """
-    return _formats.degree_order(csr.indptr.astype(np.int64, copy=False))
+    csr = getattr(csr, "user_items", csr)
+    if getattr(csr, "format", None) != "csr":
+        raise TypeError(f"csr must be a CSR matrix or Ratings, got {type(csr).__name__}; call its tocsr() first")
+    pointer = checked_pointer(csr.indptr, csr.shape[0], "csr")
+    if pointer[-1] > len(csr.indices):
+        raise RatingsError(f"csr is corrupt: indptr ends at {pointer[-1]}, but there are {len(csr.indices)} indices")
+    return _formats.degree_order(pointer)
 
 
 @dataclass(frozen=True)
@@ -161,8 +178,11 @@ def reorder(csr: Any, rows: bool = True, cols: bool = True, *, num_threads: int 
     return Reordered(make_csr(*arrays, (n_rows, n_cols)), row_order, col_order)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class BalsMatrix:
     """A sparse matrix in the BALS blocked format (Chen et al., IEEE TPDS 2021, section 4.1); see `from_csr`.
+
+    The arrays are read-only: copies of what was given, and checked against each other.
 
     Tiles are ``tile_rows`` x ``tile_cols``, numbered along each row block; a segment is one row of one tile. Example
     (the first row block of the paper's Fig. 6, ``tile_rows=2``, ``tile_cols=3``)::
@@ -188,27 +208,39 @@ class BalsMatrix:
     shape : (n_rows, n_cols)
     tile_rows, tile_cols : int
         Tile height and width (the paper's xb and yb).
+
+    Raises
+    ------
+    TypeError, ValueError
+        A shape, a tile size or an array of another type.
+    RatingsError
+        Arrays that contradict each other or the shape.
     """
 
-    def __init__(
-        self,
-        values: np.ndarray,
-        tile_colidx: np.ndarray,
-        tile_ptr: np.ndarray,
-        seg_colidx: np.ndarray,
-        seg_ptr: np.ndarray,
-        shape: tuple[int, int],
-        tile_rows: int,
-        tile_cols: int,
-    ) -> None:
-        self.values = values
-        self.tile_colidx = tile_colidx
-        self.tile_ptr = tile_ptr
-        self.seg_colidx = seg_colidx
-        self.seg_ptr = seg_ptr
-        self.shape = shape
-        self.tile_rows = tile_rows
-        self.tile_cols = tile_cols
+    values: np.ndarray
+    tile_colidx: np.ndarray
+    tile_ptr: np.ndarray
+    seg_colidx: np.ndarray
+    seg_ptr: np.ndarray
+    shape: tuple[int, int]
+    tile_rows: int
+    tile_cols: int
+
+    def __post_init__(self) -> None:
+        set_field = partial(object.__setattr__, self)
+        if not isinstance(self.shape, (tuple, list)) or len(self.shape) != 2:
+            raise ValueError(f"shape must be (n_rows, n_cols), got {self.shape!r}")
+        set_field("shape", tuple(check_int(f"shape[{axis}]", self.shape[axis], 0, MAX_AXIS) for axis in (0, 1)))
+        set_field("tile_rows", check_int("tile_rows", self.tile_rows, 1, MAX_AXIS))
+        set_field("tile_cols", check_int("tile_cols", self.tile_cols, 1, MAX_AXIS))
+        for name, dtypes in _BALS_DTYPES.items():
+            set_field(name, _bals_array(name, getattr(self, name), dtypes))
+        problem = _bals_fault(self)
+        if problem:
+            raise RatingsError(f"{problem}; BalsMatrix.from_csr builds arrays that fit together")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     @classmethod
     def from_csr(
@@ -236,23 +268,8 @@ class BalsMatrix:
         ValueError
             A tile size below 1, or tiles so narrow that there are more than `MAX_SEGMENTS` segments.
         """
-        csr = _sorted_csr(csr)
-        n_rows, n_cols = csr.shape
-        tile_rows = check_int("tile_rows", tile_rows, 1, MAX_AXIS)
-        tile_cols = check_int("tile_cols", tile_cols, 1, MAX_AXIS)
-        n_tile_cols, n_blocks = -(-n_cols // tile_cols), -(-n_rows // tile_rows)
-        if n_rows * n_tile_cols > MAX_SEGMENTS:
-            raise ValueError(
-                f"tile_cols={tile_cols} gives {n_rows} x {n_tile_cols} segments, more than {MAX_SEGMENTS}: their "
-                "pointers alone would fill the memory; choose wider tiles"
-            )
-        offsets = index_pointer_dtype(csr.nnz)
-        seg_ptr = np.empty(n_rows * n_tile_cols + 1, dtype=offsets)
-        tile_ptr = np.empty(n_blocks * n_tile_cols + 1, dtype=offsets)
-        values, seg_colidx, tile_colidx = _formats.build_bals(
-            *csr_arrays(csr), n_cols, tile_rows, tile_cols, seg_ptr, tile_ptr, check_threads(num_threads)
-        )
-        return cls(values, tile_colidx, tile_ptr, seg_colidx, seg_ptr, (n_rows, n_cols), tile_rows, tile_cols)
+        sizes = check_int("tile_rows", tile_rows, 1, MAX_AXIS), check_int("tile_cols", tile_cols, 1, MAX_AXIS)
+        return tiled(_sorted_csr(csr), *sizes, check_threads(num_threads))
 
     @property
     def nnz(self) -> int:
@@ -321,3 +338,78 @@ class BalsMatrix:
             f"BalsMatrix(shape={self.shape}, nnz={self.nnz}, tiles of {self.tile_rows} x {self.tile_cols}, "
             f"reuse factor {self.nnz / max(len(self.tile_colidx), 1):.2f})"
         )
+
+
+def tiled(csr: sp.csr_array, tile_rows: int, tile_cols: int, num_threads: int) -> BalsMatrix:
+    """`BalsMatrix.from_csr` of a canonical matrix and sizes that were checked already."""
+    n_rows, n_cols = csr.shape
+    n_tile_cols, n_blocks = -(-n_cols // tile_cols), -(-n_rows // tile_rows)
+    if n_rows * n_tile_cols > MAX_SEGMENTS:
+        raise ValueError(
+            f"tile_cols={tile_cols} gives {n_rows} x {n_tile_cols} segments, more than {MAX_SEGMENTS}: their "
+            "pointers alone would fill the memory; choose wider tiles"
+        )
+    offsets = index_pointer_dtype(csr.nnz)
+    seg_ptr = np.empty(n_rows * n_tile_cols + 1, dtype=offsets)
+    tile_ptr = np.empty(n_blocks * n_tile_cols + 1, dtype=offsets)
+    values, seg_colidx, tile_colidx = _formats.build_bals(
+        *csr_arrays(csr), n_cols, tile_rows, tile_cols, seg_ptr, tile_ptr, num_threads
+    )
+    made = object.__new__(BalsMatrix)  # the check of arrays from elsewhere takes as long as building these
+    for name, array in zip(_BALS_DTYPES, (values, tile_colidx, tile_ptr, seg_colidx, seg_ptr), strict=True):
+        object.__setattr__(made, name, frozen(array))
+    for name, value in (("shape", (n_rows, n_cols)), ("tile_rows", tile_rows), ("tile_cols", tile_cols)):
+        object.__setattr__(made, name, value)
+    return made
+
+
+_BALS_DTYPES: dict[str, tuple[type, ...]] = {
+    "values": (np.float32, np.float64),
+    "tile_colidx": (np.int32,),
+    "tile_ptr": (np.int32, np.int64),
+    "seg_colidx": (np.int32,),
+    "seg_ptr": (np.int32, np.int64),
+}
+
+
+def _bals_array(name: str, array: Any, dtypes: tuple[type, ...]) -> np.ndarray:
+    refuse_masked(name, array)
+    array = np.asarray(array)
+    if array.dtype not in dtypes or array.ndim != 1:
+        wanted = " or ".join(np.dtype(dtype).name for dtype in dtypes)
+        raise TypeError(f"{name} must be a vector of {wanted}, got {array.dtype} of shape {array.shape}")
+    return owned(array)
+
+
+def _bals_fault(bals: BalsMatrix) -> str | None:
+    """What is wrong with the arrays of a BalsMatrix, in words; None if they describe a canonical matrix."""
+    n_rows, n_cols = bals.shape
+    across, down = -(-n_cols // bals.tile_cols), -(-n_rows // bals.tile_rows)
+    lengths = {"tile_ptr": down * across + 1, "seg_ptr": n_rows * across + 1, "seg_colidx": len(bals.values)}
+    for name, length in lengths.items():
+        if len(getattr(bals, name)) != length:
+            return f"{name} has {len(getattr(bals, name))} elements, expected {length}"
+    for name, end in (("tile_ptr", len(bals.tile_colidx)), ("seg_ptr", len(bals.values))):
+        pointer = getattr(bals, name)
+        if pointer[0] != 0 or pointer[-1] != end or np.any(pointer[1:] < pointer[:-1]):
+            return f"{name} must ascend from 0 to {end}"
+    tile_of_segment = _tiles_of_segments(n_rows, across, down, bals.tile_rows)
+    tile = np.repeat(tile_of_segment, np.diff(bals.seg_ptr))  # of each entry
+    place = bals.tile_ptr[tile].astype(np.int64) + bals.seg_colidx
+    if np.any((bals.seg_colidx < 0) | (place >= bals.tile_ptr[tile + 1])):
+        return "seg_colidx has a place beyond the columns of its tile"
+    first = np.repeat(np.arange(len(bals.tile_ptr) - 1) % max(across, 1), np.diff(bals.tile_ptr)) * bals.tile_cols
+    if np.any((bals.tile_colidx < first) | (bals.tile_colidx >= np.minimum(first + bals.tile_cols, n_cols))):
+        return "tile_colidx has a column outside its tile"
+    columns = bals.tile_colidx[place]
+    same_segment = np.ones(len(columns), dtype=bool)
+    same_segment[bals.seg_ptr[:-1][np.diff(bals.seg_ptr) > 0]] = False
+    if np.any(same_segment[1:] & (columns[1:] <= columns[:-1])):
+        return "the columns of a segment must ascend"
+    return None
+
+
+def _tiles_of_segments(n_rows: int, across: int, down: int, tile_rows: int) -> np.ndarray:
+    """Tile of each segment: row block by row block, in it tile by tile, in it row by row."""
+    heights = np.minimum(tile_rows, n_rows - np.arange(down, dtype=np.int64) * tile_rows)
+    return np.repeat(np.arange(down * across), np.repeat(heights, across))

@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ._sparse import as_ones, entry_rows, keep_entries, take_rows
-from ._validate import as_csr, check_choice, check_ids, check_int, check_real, check_shape
+from ._validate import as_csr, check_choice, check_ids, check_int, check_real, check_shape, refuse_masked
 from .errors import NonFiniteError
 from .popularity import PopularityRecommender as PopularityRecommender
 
@@ -41,12 +41,11 @@ def rmse(truth: Any, predicted: Any) -> float:
     Returns
     -------
     float
-        NaN if a value is NaN.
 
     Raises
     ------
     ValueError
-        No values, different lengths, or arrays that are not vectors.
+        No values, different lengths, arrays that are not vectors, or a value that is NaN, infinite or masked.
     """
     error = _differences(truth, predicted)
     return float(np.sqrt(np.mean(np.square(error))))
@@ -58,10 +57,7 @@ def mae(truth: Any, predicted: Any) -> float:
 
 
 def _differences(truth: Any, predicted: Any) -> np.ndarray:
-    truth, predicted = np.asarray(truth, dtype=np.float64), np.asarray(predicted, dtype=np.float64)
-    for name, values in (("truth", truth), ("predicted", predicted)):
-        if values.ndim != 1:
-            raise ValueError(f"{name} must be a vector, got an array of shape {values.shape}; pass {name}.ravel()")
+    truth, predicted = _finite_vector("truth", truth), _finite_vector("predicted", predicted)
     if len(truth) != len(predicted):
         raise ValueError(
             f"truth has {len(truth)} values and predicted has {len(predicted)}; each prediction needs its true value"
@@ -69,6 +65,21 @@ def _differences(truth: Any, predicted: Any) -> np.ndarray:
     if len(truth) == 0:
         raise ValueError("truth and predicted are empty; an error can be averaged over at least one value only")
     return predicted - truth
+
+
+def _finite_vector(name: str, given: Any) -> np.ndarray:
+    refuse_masked(name, given)
+    values = np.asarray(given, dtype=np.float64)
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be a vector, got an array of shape {values.shape}; pass {name}.ravel()")
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        more = f" (and {bad.size - 1} more such values)" if bad.size > 1 else ""
+        raise ValueError(
+            f"{name} has the value {values[bad[0]]} at position {bad[0]}{more}; errors are averages of finite values: "
+            "leave such pairs out"
+        )
+    return values
 
 
 # -------------------------------------------------------------------------------------------------------- rankings
@@ -208,6 +219,7 @@ def _judge_checked(recommended: np.ndarray, relevant: sp.csr_array) -> _Judged:
 
 def _checked_recommendations(recommended: Any, shape: tuple[int, int], k: int) -> np.ndarray:
     """Return the first k columns as int64, each -1 or an item position and no item twice in a row."""
+    refuse_masked("recommended", recommended)
     recommended = np.asarray(recommended)
     if recommended.ndim != 2 or recommended.shape[0] != shape[0]:
         raise ValueError(

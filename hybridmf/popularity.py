@@ -8,8 +8,9 @@ import numpy as np
 import scipy.sparse as sp
 from sklearn.exceptions import NotFittedError
 
+from ._memory import check_answer
 from ._sparse import entry_rows, take_rows
-from ._validate import as_csr, check_bool, check_ids, check_int, check_nonempty, check_real, check_shape
+from ._validate import MAX_N, as_csr, check_bool, check_ids, check_int, check_nonempty, check_real, check_shape
 
 
 class PopularityRecommender:
@@ -109,16 +110,21 @@ class PopularityRecommender:
             `fit` was not called.
         TypeError, ValueError
             A position is out of range, N < 1, or `user_items` does not have a row for each user.
+        MemoryBudgetError
+            N places for each user do not fit in memory.
         """
         self._check_fitted()
         users = check_ids("userid", userid, self.n_users, "n_users")
-        N = check_int("N", N, 1)
+        N = check_int("N", N, 1, MAX_N)
         order = self._candidates(filter_items, items)
         seen = None
         if check_bool("filter_already_liked_items", filter_already_liked_items):
             seen = self._rows_seen(user_items, users)
-        ids = _first_unseen(order, seen, len(users), N, self.n_items)
-        scores = np.where(ids >= 0, self.item_counts_.astype(np.float32)[ids], np.float32(-np.inf))
+        check_answer(len(users), N, len(order), np.dtype(np.float32).itemsize)
+        found = _first_unseen(order, seen, len(users), min(N, len(order)), self.n_items)
+        scores = np.where(found >= 0, self.item_counts_.astype(np.float32)[found], np.float32(-np.inf))
+        gap = ((0, 0), (0, N - found.shape[1]))
+        ids, scores = np.pad(found, gap, constant_values=-1), np.pad(scores, gap, constant_values=-np.inf)
         return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
 
     def predict(self, users: Any, items: Any) -> np.ndarray:

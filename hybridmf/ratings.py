@@ -19,7 +19,6 @@ from typing import Any, cast
 import numpy as np
 import scipy.sparse as sp
 
-from . import _formats
 from ._files import FORMATS, read_head, sniff_format, write_atomically
 from ._labels import (
     Entries,
@@ -33,7 +32,7 @@ from ._labels import (
     storable,
 )
 from ._readers import frame_entries, naming, read_matrix_market, read_npz, read_parquet
-from ._sparse import keep_entries
+from ._sparse import keep_entries, transposed
 from ._text import find_layout, read_text
 from ._validate import (
     MERGE_RULES,
@@ -43,8 +42,7 @@ from ._validate import (
     check_real,
     check_rng,
     check_threads,
-    csr_arrays,
-    make_csr,
+    frozen_csr,
 )
 from .errors import DuplicateEntriesError, RatingsError
 
@@ -55,7 +53,7 @@ class Ratings:
     Parameters
     ----------
     user_items : sparse or dense matrix, shape (n_users, n_items)
-        Checked and brought to canonical CSR, float32; memory is shared where nothing had to change.
+        Checked and brought to canonical CSR, float32, in memory of its own.
     user_ids : sequence, shape (n_users,), optional
         Label of each row; None where positions are all there is.
     item_ids : sequence, shape (n_items,), optional
@@ -64,7 +62,8 @@ class Ratings:
     Attributes
     ----------
     user_items : csr_array, shape (n_users, n_items)
-        float32 values, int32 indices, columns sorted within rows, no pair twice. An explicit zero is an entry.
+        float32 values, int32 indices, columns sorted within rows, no pair twice. An explicit zero is an entry. The
+        three arrays are read-only; ``user_items.copy()`` is a matrix to change.
     user_ids, item_ids : ndarray or None
 
     Raises
@@ -79,6 +78,10 @@ class Ratings:
         self.user_items: sp.csr_array = as_csr(user_items, name="user_items")
         self.user_ids = label_array("user_ids", user_ids, self.n_users)
         self.item_ids = label_array("item_ids", item_ids, self.n_items)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.user_items = as_csr(self.user_items)  # unpickled arrays may be writable, or maps of a file
 
     # ------------------------------------------------------------------------------------------------ constructors
 
@@ -151,7 +154,7 @@ class Ratings:
         Parameters
         ----------
         matrix : sparse matrix or array of any SciPy format, or 2-D array, shape (n_users, n_items)
-            Explicit zeros of a sparse matrix are entries; zeros of a dense one are absent.
+            Explicit zeros of a sparse matrix are entries; zeros and masked cells of a dense one are absent.
         user_ids, item_ids : sequence, optional
             Label of each row and of each column.
         duplicates : {"error", "sum", "mean", "last", "max"}
@@ -160,7 +163,6 @@ class Ratings:
         Returns
         -------
         Ratings
-            Shares memory with a matrix that already was canonical float32 CSR.
 
         Raises
         ------
@@ -318,9 +320,8 @@ class Ratings:
 
     @cached_property
     def item_users(self) -> sp.csr_array:
-        """The transpose, csr_array, shape (n_items, n_users); made once."""
-        arrays = _formats.transpose(*csr_arrays(self.user_items), self.n_items, num_threads=check_threads(None))
-        return make_csr(*arrays, self.shape[::-1])
+        """The transpose, csr_array, shape (n_items, n_users), read-only as `user_items`; made once."""
+        return transposed(as_csr(self.user_items), check_threads(None))
 
     @cached_property
     def _user_table(self) -> dict[Any, int]:
@@ -427,7 +428,8 @@ def split(ratings: Any, test_size: float | int = 0.1, random_state: Any = None) 
     chosen = _choose(matrix.nnz, test_size, check_rng(random_state))
     train, test = keep_entries(matrix, ~chosen), keep_entries(matrix, chosen)
     if isinstance(ratings, Ratings):
-        return tuple(Ratings(part, ratings.user_ids, ratings.item_ids) for part in (train, test))  # type: ignore[return-value]
+        parts = map(frozen_csr, (train, test))
+        return tuple(Ratings(part, ratings.user_ids, ratings.item_ids) for part in parts)  # type: ignore[return-value]
     return train, test
 
 

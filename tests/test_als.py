@@ -392,7 +392,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(name, assembly):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objective_is_the_sum_over_all_cells(name):
     objective = OBJECTIVES[name]
-    matrix = as_csr(planted(), dtype=np.float32)
+    matrix = as_csr(planted(), dtype=np.float32).copy()
     matrix.data[::4] *= -1
     state = State(
         random_factors(60, 5, np.float32, objective.biases, 1), random_factors(40, 5, np.float32, objective.biases, 2),

@@ -73,8 +73,21 @@ def test_errors_accumulate_in_float64():
     assert rmse(truth, predicted) == pytest.approx(np.sqrt(0.5))
 
 
-def test_nan_prediction_is_not_hidden():
-    assert np.isnan(rmse([1.0, 2.0], [1.0, np.nan])) and np.isnan(mae([1.0, 2.0], [1.0, np.nan]))
+@pytest.mark.parametrize("error", [rmse, mae])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_errors_of_values_that_are_not_finite_are_refused(error, value):
+    with pytest.raises(ValueError, match=rf"predicted has the value {value} at position 1; .* leave such pairs out"):
+        error([1.0, 2.0], [1.0, value])
+    with pytest.raises(ValueError, match=rf"truth has the value {value} at position 0 \(and 1 more such values\)"):
+        error([value, value, 1.0], [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("error", [rmse, mae])
+def test_masked_values_are_refused(error):
+    with pytest.raises(ValueError, match="predicted is masked at position 1"):
+        error([1.0, 2.0], np.ma.array([1.0, 2.0], mask=[False, True]))
+    with pytest.raises(ValueError, match="recommended is masked at position 2"):
+        precision_at_k(np.ma.array([[0, 1], [1, 0]], mask=[[0, 0], [1, 0]]), np.eye(2), 1)
 
 
 @pytest.mark.parametrize("error", [rmse, mae])

@@ -581,7 +581,13 @@ def test_dtype_may_be_a_name_or_a_type(dtype):
     assert model.user_factors.dtype == np.float32
 
 
-@pytest.mark.parametrize("dtype", [None, 3.5, [], {"names": 3}, np.floating, list])
+ABSTRACT = pytest.param(
+    np.floating,
+    marks=pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.4.0", reason="a deprecated name of float64"),
+)
+
+
+@pytest.mark.parametrize("dtype", [None, 3.5, [], {"names": 3}, ABSTRACT, list])
 def test_dtype_that_is_no_type_is_refused_by_name(dtype):
     with pytest.raises(ValueError, match=says("dtype must be one of 'float32', 'float64'; got")):
         hmf.ExplicitALS(factors=2, iterations=1, dtype=dtype, device="cpu").fit(planted())
@@ -769,13 +775,6 @@ def test_the_input_is_left_as_it_was():
     hmf.ExplicitALS(factors=2, iterations=1, device="cpu").fit(shuffled)
     for array, copy in zip((shuffled.data, shuffled.indices, shuffled.indptr), before, strict=True):
         np.testing.assert_array_equal(array, copy)
-
-
-def test_canonical_input_is_not_copied():
-    matrix = corrupted()
-    result = as_csr(matrix)
-    assert np.shares_memory(result.data, matrix.data)
-    assert np.shares_memory(result.indices, matrix.indices)
 
 
 def unsorted_copy(matrix: sp.csr_array, seed: int = 0) -> sp.csr_array:

@@ -70,7 +70,7 @@ def command(
     quiet: bool,
     **options: Any,
 ) -> None:
-    r"""Compare methods and devices on the same ratings, from the same initial factors.
+    """Compare methods and devices on the same ratings, from the same initial factors.
 
     RATINGS is a file or a store (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m, ml-10m,
     ml-20m, netflix, yahoo-r1, sls, rucci, msd, epinions, eachmovie, yahoo-songs. Without a GPU the methods of the CPU
@@ -85,7 +85,7 @@ def command(
     sgd-msgd           the same, items and users in turn
     sgd-batch-hogwild  runs of ratings without looking out (GPU)
     ccd                cyclic coordinate descent, CCD++
-    """
+    """  # noqa: D301 (click wants the backspace itself before a paragraph that keeps its lines)
     refuse_overwriting(json_file, ratings)
     refuse_overwriting(plot, ratings)
     models = default_models(feedback, factors, iterations)

@@ -73,7 +73,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option("--checkpoint-every", type=int, metavar="N", help="After every N iterations.  [default: 1]")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one.")
 @ratings_options
-@click.option("--quiet", is_flag=True, help="No output but errors.")
+@click.option("--quiet", is_flag=True, help="No progress bar and no plan: results only.")
 @debug_option
 def command(
     ratings_file: str,
@@ -112,12 +112,12 @@ def command(
     if resume:
         say(f"Going on from {checkpoint}.\n" if "resume_from" in saving else f"No checkpoint in {checkpoint} yet.\n")
     model.fit(train, show_progress=not quiet, **saving)
-    say(_training_summary(model))
+    click.echo(_training_summary(model))
     if test is not None:
-        say(_held_out_summary(kind, model, train, test))
-    _save(model, output, say)
+        click.echo(_held_out_summary(kind, model, train, test))
+    _save(model, output)
     whole = "" if test is None else f", trained on {train.nnz:,} of {ratings.nnz:,} ratings (--test-size 0 takes all)"
-    say(f"Saved {output} ({file_size(output)}){whole}.")
+    click.echo(f"Saved {output} ({file_size(output)}){whole}.")
 
 
 def _silent(_: str) -> None:
@@ -154,23 +154,23 @@ def _open_and_say(path: str, load: bool, say: Callable[[str], Any]) -> Ratings |
     return store.to_ratings() if load else store
 
 
-def _save(model: Any, output: str, say: Callable[[str], Any]) -> None:
+def _save(model: Any, output: str) -> None:
     """Save a model; elsewhere if that fails, since the training may have taken hours."""
     try:
-        _save_what_fits(model, output, say)
+        _save_what_fits(model, output)
     except OSError as error:
         rescued = os.path.join(tempfile.mkdtemp(prefix="hybridmf-"), os.path.basename(output))
-        _save_what_fits(model, rescued, say)
+        _save_what_fits(model, rescued)
         text = f"{error.strerror or error}; the model was saved as {rescued} instead"
         raise OSError(error.errno, text, output) from error
 
 
-def _save_what_fits(model: Any, output: str, say: Callable[[str], Any]) -> None:
+def _save_what_fits(model: Any, output: str) -> None:
     """Save a model; without what users have seen where a store has more of that than memory."""
     try:
         model.save(output)
     except MemoryBudgetError as error:
-        say(f"Saved without what users have seen: {error}")
+        click.echo(f"Saved without what users have seen: {error}")
         model.save(output, include_seen=False)
 
 

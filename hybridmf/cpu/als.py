@@ -16,9 +16,10 @@ from .._balance import balancing
 from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import Plan
 from .._solver import Alternating
+from .._sparse import transposed
 from .._validate import MAX_AXIS, csr_arrays
 from ..errors import NonFiniteError, NotPositiveDefiniteError
-from ..formats import BalsMatrix, Reordered, reorder, transpose
+from ..formats import BalsMatrix, Reordered, reorder, tiled
 from . import _als
 
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
@@ -139,7 +140,7 @@ class HalfSweep:
         self.order = _formats.degree_order(self.indptr)
         self.bals: BalsMatrix | None = None
         if plan.assembly == "bals":
-            self.bals = BalsMatrix.from_csr(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads)
+            self.bals = tiled(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads)
             self.tile_ptr = self.bals.tile_ptr.astype(np.int64, copy=False)
             self.seg_ptr = self.bals.seg_ptr.astype(np.int64, copy=False)
 
@@ -307,6 +308,18 @@ def _cg_forms_from(plan: Plan) -> int:
     return plan.rank + 1 if pays else MAX_AXIS
 
 
+LARGE_WEIGHT = 1e9
+"""Penalties and confidences beyond: where factors overflow, they are the cause, and ratings are not."""
+
+
+def _overflow_advice(objective: Objective) -> str:
+    """What to change where factors became infinite."""
+    name, value = max(objective.weights.items(), key=lambda item: item[1])
+    if value > LARGE_WEIGHT:
+        return f"lower {name} (now {value:g}), or use dtype='float64'"
+    return f"scale the ratings down, {'lower alpha, ' if objective.is_implicit else ''}or use dtype='float64'"
+
+
 def check_status(status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None) -> None:
     """Raise what the first row with a status says went wrong.
 
@@ -331,10 +344,7 @@ def check_status(status: np.ndarray, side: Side, objective: Objective, names: np
         row = int(names[row])
     more = f" ({bad.size - 1} more such rows)" if bad.size > 1 else ""
     if code == _als.NON_FINITE:
-        raise NonFiniteError(
-            f"factors of {side} {row} became infinite or NaN{more}; "
-            "scale the ratings down, lower alpha, or use dtype='float64'"
-        )
+        raise NonFiniteError(f"factors of {side} {row} became infinite or NaN{more}; {_overflow_advice(objective)}")
     minor = code if code > 0 else 0
     what = f"leading minor {minor}" if code > 0 else "negative curvature in a conjugate gradient step"
     raise NotPositiveDefiniteError(
@@ -369,7 +379,7 @@ class CpuALS(Alternating):
             axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
             self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
             user_items = self._reordered.matrix
-            item_users = transpose(user_items, num_threads=plan.num_threads)
+            item_users = transposed(user_items, plan.num_threads)
         matrices = {"user": user_items, "item": item_users}
         self.halves = {side: HalfSweep(side, matrices[side], objective, plan, self._order(side)) for side in SIDES}
 

@@ -12,8 +12,8 @@ from .._ccd_method import CcdMethod, non_finite
 from .._objective import SIDES, Factors, Objective, Side, State, other_side, scoring_rows
 from .._plan import Plan
 from .._solver import SWEEP_ORDER, Unconnected
+from .._sparse import transposed
 from .._validate import csr_arrays, make_csr
-from ..formats import transpose
 from . import _ccd
 from .als import aligned_zeros, objective_value, workspaces
 
@@ -98,7 +98,7 @@ class CpuCCD(Unconnected):
         self.objective, self.plan, self.method, self.state = objective, plan, plan.method, state
         self.biases = plan.method.bias_columns(plan)
         of_users = None if weights is None else _weight_matrix(user_items, weights)
-        of_items = None if of_users is None else transpose(of_users, num_threads=plan.num_threads)
+        of_items = None if of_users is None else transposed(of_users, plan.num_threads)
         self.halves: dict[Side, _Half] = {
             "user": _Half(user_items, of_users, objective),
             "item": _Half(item_users, of_items, objective),

@@ -75,6 +75,8 @@ def top_k(
     ids, scores = _topk.top_k(
         users, norms, items.packed, items.ids, items.block_norms, seen_ptr, seen_ids, kept, num_threads
     )
+    if kept == n:
+        return ids, scores
     gap = ((0, 0), (0, n - kept))
     return np.pad(ids, gap, constant_values=-1), np.pad(scores, gap, constant_values=-np.inf)
 

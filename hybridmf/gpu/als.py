@@ -16,10 +16,11 @@ from .._balance import balancing
 from .._objective import SIDES, AwayFactors, Factors, Objective, Side, State, other_side
 from .._plan import Plan
 from .._solver import Alternating
+from .._sparse import transposed
 from .._validate import csr_arrays
 from ..cpu.als import SINGULAR_PIVOT, check_status
 from ..errors import DeviceMemoryError
-from ..formats import BalsMatrix, Reordered, reorder, transpose
+from ..formats import Reordered, reorder, tiled
 from . import assemblies, cholesky_any, fused, losses
 from .device import Array, Device
 from .fused import BLOCK, FusedConfig, Systems, round_up
@@ -299,7 +300,7 @@ class HalfSweep:
         self._all_batches: list[Batch] | None = None
         self.tiles = None
         if plan.assembly == "bals":
-            bals = BalsMatrix.from_csr(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads)
+            bals = tiled(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads)
             self.tiles = assemblies.upload_tiles(device, bals)
 
     def __len__(self) -> int:
@@ -617,7 +618,7 @@ class GpuALS(Alternating):
             axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
             self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
             user_items = self._reordered.matrix
-            item_users = transpose(user_items, num_threads=plan.num_threads)
+            item_users = transposed(user_items, plan.num_threads)
         matrices = {"user": user_items, "item": item_users}
         self.halves = {
             side: HalfSweep(device, side, matrices[side], objective, plan, self._order(side)) for side in SIDES

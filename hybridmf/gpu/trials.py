@@ -18,9 +18,10 @@ import scipy.sparse as sp
 
 from .. import reference
 from .._objective import SIDES, Factors, Objective, Side, State
+from .._sparse import transposed
 from .._validate import csr_arrays, make_csr
 from ..datasets import _degrees, _popularity
-from ..formats import BalsMatrix, reorder, transpose
+from ..formats import BalsMatrix, reorder
 from . import assemblies, ccd, cholesky_any, fused, sgd, topk
 from .als import Pieces, table_width
 from .device import Array, Device
@@ -105,7 +106,7 @@ class Sample:
         values = rng.integers(1, 6, len(pairs)).astype(np.float32)
         indptr = np.searchsorted(pairs, np.arange(n_users + 1, dtype=np.int64) * n_items)
         matrix = make_csr(indptr, (pairs % n_items).astype(np.int32), values, (n_users, n_items))
-        return cls(matrix, transpose(matrix), f"{n_users} x {n_items}, {len(pairs)} entries, seed {seed}")
+        return cls(matrix, transposed(matrix), f"{n_users} x {n_items}, {len(pairs)} entries, seed {seed}")
 
     def side(self, side: Side, itemsize: int = 4) -> sp.csr_array:
         """By the rows of a side."""
@@ -246,7 +247,7 @@ class BalsTrial:
         self.itemsize = facts["itemsize"]
         if "by degree" not in sample.memory:
             by_degree = reorder(sample.user_items).matrix
-            sample.memory["by degree"] = {"user": by_degree, "item": transpose(by_degree)}
+            sample.memory["by degree"] = {"user": by_degree, "item": transposed(by_degree)}
         matrices = sample.memory["by degree"]
         self.sides: dict[Side, Sums] = {}
         for side in SIDES:

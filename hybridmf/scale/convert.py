@@ -46,7 +46,7 @@ from .._io import decode_labels, encode_labels
 from .._labels import MAX_POSITION, factorize_objects, label_of
 from .._objective import SIDES, Side
 from .._readers import MarketHeader, check_market_rows, market_header, parquet_chunks
-from .._sparse import entry_rows, entry_sum
+from .._sparse import entry_rows, entry_sum, transposed
 from .._text import (
     BLOCK_CHARS,
     BLOCK_RECORDS,
@@ -57,9 +57,8 @@ from .._text import (
     record_chunks,
     sorted_labels,
 )
-from .._validate import MERGE_RULES, check_bool, check_choice, check_path, csr_arrays, from_triplets
+from .._validate import MERGE_RULES, as_csr, check_bool, check_choice, check_path, csr_arrays, from_triplets
 from ..errors import DuplicateEntriesError, RatingsError
-from ..formats import transpose
 from ..gpu.device import parse_bytes
 from ..ratings import Ratings
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
@@ -385,10 +384,10 @@ class _Checksum:
 
 
 def _convert_matrix(ratings: Ratings, folder: _Folder, entries: int) -> None:
-    matrix = ratings.user_items
+    matrix = as_csr(ratings)
     _save_labels(folder, ratings.user_ids, ratings.item_ids)
     counts, bounds = _Counts(*matrix.shape), {}
-    for side, csr in zip(SIDES, (matrix, transpose(matrix)), strict=True):
+    for side, csr in zip(SIDES, (matrix, transposed(matrix)), strict=True):
         slabs = MemorySlabs.cut(csr, entries)
         bounds[side] = slabs.bounds
         for k in range(len(slabs.bounds) - 1):

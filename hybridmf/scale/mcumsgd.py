@@ -36,12 +36,12 @@ import scipy.sparse as sp
 from .._objective import SIDES, Factors, Objective, Side, State, other_side
 from .._plan import BATCH_FLOPS, Plan
 from .._sgd_method import SgdMethod, learning_rate_at
+from .._sparse import transposed
 from .._validate import check_choice, csr_arrays, make_csr
 from ..cpu import sgd as cpu_sgd
 from ..cpu.als import aligned_zeros, objective_value
 from ..cpu.sgd import RISE, Copies, RowSweeps, diverged, starting_state, sums_width
 from ..errors import CommunicatorError
-from ..formats import transpose
 from ..gpu import sgd as gpu_sgd
 from ..gpu.als import DeviceFactors, to_device
 from ..gpu.device import Device, open_device
@@ -106,11 +106,11 @@ Block = dict[Side, sp.csr_array]
 
 def cut_share(user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: int) -> list[Block]:
     """The ratings of a rank's users, cut by the ranges of items."""
-    by_item = transpose(row_range(user_items, *bounds.range_of("user", rank)), num_threads=num_threads)
+    by_item = transposed(row_range(user_items, *bounds.range_of("user", rank)), num_threads)
     blocks: list[Block] = []
     for other in range(len(bounds.item) - 1):
         items = row_range(by_item, *bounds.range_of("item", other))
-        blocks.append({"user": transpose(items, num_threads=num_threads), "item": items})
+        blocks.append({"user": transposed(items, num_threads), "item": items})
     return blocks
 
 

@@ -12,8 +12,9 @@ import scipy.sparse as sp
 from .._objective import SIDES, Objective, Side, State
 from .._plan import Plan
 from .._solver import Alternating
+from .._sparse import transposed
 from ..errors import CommunicatorError
-from ..formats import Reordered, reorder, transpose
+from ..formats import Reordered, reorder
 from .communicator import Communicator
 from .cpu_rank import CpuWorker
 from .grid import Grid, Layout
@@ -82,7 +83,7 @@ class MultiALS(Alternating):
             axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
             self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
             user_items = self._reordered.matrix
-            item_users = transpose(user_items, num_threads=plan.num_threads)
+            item_users = transposed(user_items, plan.num_threads)
         matrices: dict[Side, sp.csr_array | StoreMatrix] = {"user": user_items, "item": item_users}
         degrees = {side: np.diff(matrices[side].indptr) for side in SIDES}
         self.layout = Layout.even(degrees, grids or plan.grids, plan.row_cost)

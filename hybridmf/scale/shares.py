@@ -13,9 +13,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._objective import SIDES, Side, other_side
+from .._sparse import transposed
 from .._validate import from_triplets
 from ..errors import CommunicatorError, DuplicateEntriesError
-from ..formats import transpose
 from .checkpoint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
 from .communicator import Communicator
 from .grid import Grid, Layout, columns_of, stacked
@@ -88,7 +88,7 @@ class WholeRatings:
     ) -> None:
         self.shape: tuple[int, int] = matrix.shape
         self.user_ids, self.item_ids = user_ids, item_ids
-        self._matrices: dict[Side, sp.csr_array] = {"user": matrix, "item": transpose(matrix)}
+        self._matrices: dict[Side, sp.csr_array] = {"user": matrix, "item": transposed(matrix)}
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
         """Of the matrix, after a look whether the others have the same."""

@@ -40,7 +40,7 @@ from .._io import LABEL_DTYPES, decode_labels
 from .._memory import available_memory
 from .._objective import SIDES, Side, other_side
 from .._sparse import SUMMED, entry_rows, take_rows
-from .._validate import check_choice, check_path, csr_arrays, make_csr
+from .._validate import check_choice, check_path, csr_arrays, frozen_csr, make_csr
 from ..errors import MemoryBudgetError, StoreError
 from ..ratings import Ratings
 from .manifest import (
@@ -254,7 +254,7 @@ class Store:
                 f"{free / 2**20:,.0f} MiB are free; ExplicitALS and ImplicitALS fit a store without loading it"
             )
         logger.info("loading the store %s into memory: %s entries", self.path, f"{self.nnz:,}")
-        return StoreMatrix(self).load()
+        return frozen_csr(StoreMatrix(self).load())
 
     def to_ratings(self) -> Ratings:
         """All ratings in memory, with their labels; the same as `Ratings.from_file` of what was converted."""
