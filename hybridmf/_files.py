@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import gzip
@@ -14,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from .errors import RatingsError
 
-FORMATS = ("auto", "text", "csv", "tsv", "mtx", "npz", "parquet")
+FORMATS = ("auto", "text", "csv", "tsv", "lists", "mtx", "npz", "parquet")
 """What ``Ratings.from_file(format=)`` may say."""
 
 HEAD_BYTES = 4096
@@ -40,13 +41,18 @@ def reading(path: str, encoding: str = "utf-8") -> Iterator[None]:
 def _undecodable_line(path: str, encoding: str) -> str:
     if encoding.startswith(("utf-16", "utf-32")):  # a line end is more than one byte there
         return ""
+    decoder, number = codecs.getincrementaldecoder(encoding)(), 1
     with open_bytes(path) as stream:
-        for number, line in enumerate(stream, 1):
+        while True:
+            block = stream.read(1 << 20)
             try:
-                line.decode(encoding)
-            except UnicodeError:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                number += error.object.count(b"\n", 0, error.start)
                 return f", line {number}"
-    return ""
+            if not block:
+                return ""
+            number += block.count(b"\n")
 
 
 def open_bytes(path: str) -> BinaryIO:

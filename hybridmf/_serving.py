@@ -22,6 +22,7 @@ from ._memory import available_memory
 from ._objective import Factors, Side
 from ._plan import Plan
 from ._sparse import keep_entries, take_rows
+from ._triplets import refuse_triplets
 from ._validate import (
     MAX_N,
     as_csr,
@@ -331,6 +332,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         learned = self._learned
         matrix = rows
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
+            refuse_triplets(rows, name)  # by names of columns, which check_array drops
             matrix = check_array(rows, dtype="numeric", input_name=name, estimator=self)
         matrix = as_csr(
             matrix, name=name, dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
