@@ -11,7 +11,7 @@ from .errors import RatingsError
 MAX_LINE = 1 << 24
 """Characters of a line: entries are far shorter, and so is any list of a user's items."""
 
-PIECE = 1 << 20
+PIECE = 1 << 16
 """Characters read at a time while lines are numbered."""
 
 _CONTENT = re.compile(r"\S")
@@ -27,8 +27,8 @@ def numbered_lines(stream: TextIO, path: str) -> Iterator[tuple[int, str]]:
     """
     number, rest = 1, ""  # `rest` begins line `number`
     while piece := stream.read(PIECE):
-        text, start = rest + piece, 0
-        end = text.rfind("\n") + 1
+        text, start, end = rest + piece, 0, piece.rfind("\n") + 1
+        end += len(rest) if end else 0
         while found := _CONTENT.search(text, start, end):
             begin = max(text.rfind("\n", start, found.start()) + 1, start)
             number += text.count("\n", start, begin)
