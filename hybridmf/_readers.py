@@ -225,7 +225,7 @@ def market_header(path: str, head: bytes) -> MarketHeader | None:
     Raises
     ------
     RatingsError
-        A negative size.
+        A negative size, or a line that is too long to be read.
     """
     words = head.split(b"\n", 1)[0].decode("latin-1").lower().split()
     if len(words) != 5 or words[1] != "matrix" or words[2] not in ("coordinate", "array"):
@@ -234,6 +234,8 @@ def market_header(path: str, head: bytes) -> MarketHeader | None:
     try:
         sizes = _sizes_of(path)
         rows, columns, entries = sizes if layout == "coordinate" else [*sizes, math.prod(sizes)]
+    except RatingsError:
+        raise
     except ValueError:
         return None
     if min(rows, columns, entries) < 0:

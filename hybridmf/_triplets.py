@@ -12,7 +12,7 @@ from ._column_names import role_of
 from .errors import RatingsError
 
 CHANCE = 10.0
-"""Repeated pairs that two independent columns would have on average, from which having none is no coincidence."""
+"""Repeated pairs that independent columns would have on average, from which having hardly any is no coincidence."""
 
 SMALL_RATING = 100
 """Largest value taken for a rating; ids of real data exceed it."""
@@ -70,23 +70,28 @@ def named_like_entries(names: Sequence[Any]) -> bool:
 def are_entries(array: np.ndarray) -> bool:
     """Whether an array has 2 to 4 columns, and the first two are ids of users and items.
 
-    These hold whole numbers from 0 on, and no pair of them occurs twice, although one of these holds:
-
-    - By chance at least `CHANCE` pairs would repeat: n**2 / (2 d0 d1) of n rows whose columns have d0 and d1 values.
-      Ratings of two items repeat pairs, as do two items that most users have not rated.
-    - There is a third column, no larger than a tenth of the largest id in either of the first two, which both exceed
-      `SMALL_RATING`, in at least `FEW_ROWS` rows: a few of many ratings.
+    These hold whole numbers from 0 on, whose pairs repeat at most a twentieth as often as they would if the columns were
+    independent, by chance: n (n - 1) / 2 times the shares of each column's values, squared and summed, of n rows. The
+    ratings of two items do repeat pairs, also as (0, 0) of users who rated neither. Chance has to be `CHANCE` or more;
+    or, in a small sample of many ratings, no pair repeats in at least `FEW_ROWS` rows, both columns exceed
+    `SMALL_RATING`, and a third one is no larger than a tenth of either.
     """
     if array.ndim != 2 or not 2 <= array.shape[1] <= 4 or array.dtype.kind not in "iuf" or len(array) < 2:
         return False
-    ids = array[:, :2]
+    ids, n = array[:, :2], len(array)
     if not np.all((ids >= 0) & (ids < 2**31) & (ids == np.floor(ids))):  # NaN fails all of them
         return False
     users, items = ids.astype(np.int64).T
-    largest = min(int(users.max()), int(items.max()))
-    rated = array.shape[1] > 2 and len(array) >= FEW_ROWS and largest > SMALL_RATING
-    rated = rated and bool(np.all(array[:, 2] <= largest / 10))
-    by_chance = len(array) ** 2 / (2 * len(np.unique(users)) * len(np.unique(items)))
-    if by_chance < CHANCE and not rated:
-        return False
-    return len(np.unique(users * 2**31 + items)) == len(array)
+    repeated = n - len(np.unique(users * 2**31 + items))
+    chance = n * (n - 1) / 2 * _concentration(users) * _concentration(items)
+    if chance >= CHANCE and repeated <= chance / 20:
+        return True
+    largest = min(users.max(), items.max())
+    large = n >= FEW_ROWS and largest > SMALL_RATING and repeated == 0
+    return bool(large and array.shape[1] > 2 and np.all(array[:, 2] <= largest / 10))
+
+
+def _concentration(values: np.ndarray) -> float:
+    """Probability that two of these numbers, drawn at random, are equal."""
+    counts = np.unique(values, return_counts=True)[1]
+    return float(np.sum((counts / len(values)) ** 2))
