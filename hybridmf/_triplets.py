@@ -70,8 +70,8 @@ def named_like_entries(names: Sequence[Any]) -> bool:
 def are_entries(array: np.ndarray) -> bool:
     """Whether an array has 2 to 4 columns, and the first two are ids of users and items.
 
-    These hold whole numbers from 0 on, whose pairs repeat at most a twentieth as often as they would if the columns were
-    independent, by chance: n (n - 1) / 2 times the shares of each column's values, squared and summed, of n rows. The
+    These hold whole numbers from 0 on. Their pairs agree in at most a twentieth as many pairs of rows as they would by
+    chance, were the columns independent: n (n - 1) / 2 times the shares of each column's values, squared and summed, of n rows. The
     ratings of two items do repeat pairs, also as (0, 0) of users who rated neither. Chance has to be `CHANCE` or more;
     or, in a small sample of many ratings, no pair repeats in at least `FEW_ROWS` rows, both columns exceed
     `SMALL_RATING`, and a third one is no larger than a tenth of either.
@@ -82,7 +82,8 @@ def are_entries(array: np.ndarray) -> bool:
     if not np.all((ids >= 0) & (ids < 2**31) & (ids == np.floor(ids))):  # NaN fails all of them
         return False
     users, items = ids.astype(np.int64).T
-    repeated = n - len(np.unique(users * 2**31 + items))
+    counts = np.unique(users * 2**31 + items, return_counts=True)[1]
+    repeated = int(np.sum(counts * (counts - 1))) // 2
     chance = n * (n - 1) / 2 * _concentration(users) * _concentration(items)
     if chance >= CHANCE and repeated <= chance / 20:
         return True
