@@ -24,6 +24,7 @@ from ._progress import progress_bar
 from ._serving import ServingMixin
 from ._solver import Solver
 from ._sparse import transposed
+from ._triplets import refuse_triplets
 from ._validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape, without_mask
 from .errors import DeviceError, RatingsError
 from .ratings import Ratings
@@ -73,6 +74,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         if isinstance(matrix, Store) and self._reads_slabs:
             return StoreMatrix(matrix, "user", self._settings().dtype, self._objective().is_implicit)
         if not sp.issparse(matrix) and not isinstance(matrix, (Ratings, Store)):
+            refuse_triplets(matrix, name)  # by names of columns, which check_array drops
             plain = without_mask(matrix, name)
             matrix = check_array(plain, dtype="numeric", input_name=name, estimator=self)
         return as_csr(matrix, name=name, dtype=self._settings().dtype, drop_zeros=self._objective().is_implicit)

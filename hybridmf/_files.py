@@ -8,6 +8,7 @@ so a file of another host, or one that cannot be locked, is removed only when no
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import functools
@@ -34,7 +35,7 @@ except ImportError:  # Windows
 
 logger = logging.getLogger("hybridmf")
 
-FORMATS = ("auto", "text", "csv", "tsv", "mtx", "npz", "parquet")
+FORMATS = ("auto", "text", "csv", "tsv", "lists", "mtx", "npz", "parquet")
 """What ``Ratings.from_file(format=)`` may say."""
 
 TEMPORARY = ".hybridmf-"
@@ -66,13 +67,18 @@ def reading(path: str, encoding: str = "utf-8") -> Iterator[None]:
 def _undecodable_line(path: str, encoding: str) -> str:
     if encoding.startswith(("utf-16", "utf-32")):  # a line end is more than one byte there
         return ""
+    decoder, number = codecs.getincrementaldecoder(encoding)(), 1
     with open_bytes(path) as stream:
-        for number, line in enumerate(stream, 1):
+        while True:
+            block = stream.read(1 << 20)
             try:
-                line.decode(encoding)
-            except UnicodeError:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                number += error.object.count(b"\n", 0, error.start)
                 return f", line {number}"
-    return ""
+            if not block:
+                return ""
+            number += block.count(b"\n")
 
 
 def open_bytes(path: str) -> BinaryIO:

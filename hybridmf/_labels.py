@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ._validate import check_ids, check_int, from_triplets, refuse_masked
+from ._validate import MERGE_HINT, Repeats, check_ids, check_int, from_triplets, refuse_masked, repeats
 from .errors import DuplicateEntriesError, RatingsError, UnknownLabelError
 
 MAX_PADDED = 256
@@ -42,16 +42,30 @@ class Entries:
     def duplicate_error(self) -> DuplicateEntriesError:
         """Name the first entry that repeats a pair, and the one it repeats."""
         pairs = self.users.astype(np.int64) * self.shape[1] + self.items
-        order = np.argsort(pairs, kind="stable")
-        repeats = np.flatnonzero(pairs[order[1:]] == pairs[order[:-1]])
-        place = repeats[np.argmin(order[repeats + 1])]
-        first, second = int(order[place]), int(order[place + 1])
+        first, second = first_repeat(pairs)
         user, item = label_of(self.user_ids, self.users[first]), label_of(self.item_ids, self.items[first])
-        return DuplicateEntriesError(
-            f"{self.source} has more than one entry for the pair (user {user}, item {item}): "
-            f"{self.where(first, second)}, values {float(self.values[first]):g} and {float(self.values[second]):g}. "
-            'Merge them with duplicates="sum", "mean", "last" or "max"'
-        )
+        return duplicate_error(
+            self.source, user, item, self.where(first, second), self.values[[first, second]],
+            repeats(pairs, self.values),
+        )  # fmt: skip
+
+
+def first_repeat(pairs: np.ndarray) -> tuple[int, int]:
+    """Places of the first entry that repeats a pair, and, before it, of the one that it repeats."""
+    order = np.argsort(pairs, kind="stable")
+    again = np.flatnonzero(pairs[order[1:]] == pairs[order[:-1]])
+    place = again[np.argmin(order[again + 1])]
+    return int(order[place]), int(order[place + 1])
+
+
+def duplicate_error(
+    source: str, user: str, item: str, where: str, values: np.ndarray, found: Repeats
+) -> DuplicateEntriesError:
+    """The error for a pair that occurs more than once; all arguments but the last are about the first such pair."""
+    return DuplicateEntriesError(
+        f"{source} has more than one entry for the pair (user {user}, item {item}): "
+        f"{where}, values {float(values[0]):g} and {float(values[1]):g}. {found}. {MERGE_HINT}"
+    )
 
 
 def label_kind(ids: np.ndarray | None) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
+import zipfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,21 +13,55 @@ import numpy as np
 import scipy.io
 import scipy.sparse as sp
 
-from ._files import open_bytes, reading
+from ._columns import AUTO, Columns, check_distinct_names, resolve_columns
+from ._files import open_bytes, read_head, reading, sniff_format
 from ._labels import MAX_VALUE, Entries, factorize
+from ._lines import numbered_lines
 from ._memory import available_memory
-from ._text import select_columns
+from ._text import find_layout, text_separator
+from ._triplets import frame_names
 from ._validate import ROW_BYTES
 from .errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 
 Labels = dict[str, np.ndarray]
 """``user_ids`` and ``item_ids``, as far as a file has them."""
 
+NPZ_ARRAYS = ("user_ids", "item_ids", "indptr", "indices", "data", "row", "col", "coords", "offsets")
+"""Arrays that are loaded of an archive; the others are left where they are."""
 
-def frame_entries(frame: Any, source: str, user: Any, item: Any, value: Any) -> Entries:
+Selectors = tuple[Any, Any, Any]
+"""``user=``, ``item=`` and ``value=``; see `_columns.resolve_columns`."""
+
+
+def frame_entries(frame: Any, source: str, user: Any = AUTO, item: Any = AUTO, value: Any = AUTO) -> Entries:
     """Entries of any frame narwhals knows; `source` is what messages call it. See `Ratings.from_frame`."""
     import narwhals as nw
 
+    table, names = _frame(frame, source)
+    columns = resolve_columns(source, names, len(names), user, item, value, by_place=False)
+    taken = [names[place] for place in (columns.user, columns.item, columns.value) if place is not None]
+    table = table.select(*map(nw.col, taken))
+    eager = table.collect() if isinstance(table, nw.LazyFrame) else table
+    users, user_ids = factorize(f"column {taken[0]!r} of {source}", _frame_ids(source, eager, taken[0]), "row")
+    items, item_ids = factorize(f"column {taken[1]!r} of {source}", _frame_ids(source, eager, taken[1]), "row")
+    values = np.ones(len(users), np.float32) if len(taken) == 2 else _frame_values(source, eager, taken[2])
+    shape = (len(user_ids), len(item_ids))
+    return Entries(users, items, values, user_ids, item_ids, shape, source, lambda a, b: f"rows {a} and {b}")
+
+
+def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
+    """A frame as narwhals sees it, and the names of its columns.
+
+    Raises
+    ------
+    TypeError
+        It is no frame.
+    RatingsError
+        Columns that share a name.
+    """
+    import narwhals as nw
+
+    check_distinct_names(source, frame_names(frame) or [])
     try:
         table = nw.from_native(frame)
     except TypeError as error:
@@ -33,31 +69,7 @@ def frame_entries(frame: Any, source: str, user: Any, item: Any, value: Any) -> 
             f"frame must be a pandas, polars or pyarrow table, got {type(frame).__name__}; "
             "matrices go through Ratings.from_matrix, arrays through Ratings.from_coo"
         ) from error
-    names = table.collect_schema().names()
-    if value == "rating" and value not in names and len(names) == 2:
-        value = None
-    wanted = {"user": user, "item": item} | ({} if value is None else {"value": value})
-    _check_columns(source, wanted, names)
-    table = table.select(*wanted.values())
-    eager = table.collect() if isinstance(table, nw.LazyFrame) else table
-    users, user_ids = factorize(f"column {user!r} of {source}", _frame_ids(source, eager, user), "row")
-    items, item_ids = factorize(f"column {item!r} of {source}", _frame_ids(source, eager, item), "row")
-    values = np.ones(len(users), np.float32) if value is None else _frame_values(source, eager, value)
-    shape = (len(user_ids), len(item_ids))
-    return Entries(users, items, values, user_ids, item_ids, shape, source, lambda a, b: f"rows {a} and {b}")
-
-
-def _check_columns(source: str, wanted: dict[str, Any], names: list[Any]) -> None:
-    for argument, column in wanted.items():
-        if column not in names:
-            hint = "; value=None makes every entry 1" if argument == "value" else ""
-            raise RatingsError(
-                f"{source} has no column {column!r} ({argument}={column!r}); its columns are "
-                f"{', '.join(map(repr, names))}{hint}"
-            )
-    if len(set(wanted.values())) < len(wanted):
-        named = ", ".join(f"{argument}={column!r}" for argument, column in wanted.items())
-        raise ValueError(f"user, item and value must be different columns, got {named}")
+    return table, table.collect_schema().names()
 
 
 def _frame_column(source: str, table: Any, column: Any, first_row: int = 0) -> Any:
@@ -91,23 +103,29 @@ def _frame_values(source: str, table: Any, column: Any, first_row: int = 0) -> n
     return values
 
 
-def read_parquet(path: str, user: int | str, item: int | str, value: int | str | None) -> Entries:
-    """Entries of a Parquet file, of which only the named columns are read."""
+def read_parquet(path: str, columns: Selectors) -> Entries:
+    """Entries of a Parquet file, of which only the columns that are needed are read."""
     with _parquet(path) as file:
-        selected = _parquet_columns(path, file, (user, item, value))
+        selected = _parquet_columns(path, file, columns)
         table = file.read(columns=[name for name in selected if name is not None])
     return frame_entries(table, path, *selected)
 
 
+def parquet_layout(path: str, columns: Selectors) -> Columns:
+    """Columns of a Parquet file, by its schema."""
+    with _parquet(path) as file:
+        return _resolved(path, file, columns)
+
+
 def parquet_chunks(
-    path: str, user: int | str, item: int | str, value: int | str | None, rows: int
+    path: str, columns: Selectors, rows: int
 ) -> Iterator[tuple[np.ndarray | list[Any], np.ndarray | list[Any], np.ndarray]]:
     """Ids (integers as an array, others as a list) and values of some rows of a Parquet file after others."""
     import narwhals as nw
     import pyarrow as pa
 
     with _parquet(path) as file:
-        user, item, value = _parquet_columns(path, file, (user, item, value))
+        user, item, value = _parquet_columns(path, file, columns)
         first = 0
         for batch in file.iter_batches(rows, columns=[name for name in (user, item, value) if name is not None]):
             table = nw.from_native(pa.Table.from_batches([batch]), eager_only=True)
@@ -132,15 +150,22 @@ def _parquet(path: str) -> Iterator[Any]:
         raise RatingsError(f"{path} cannot be read as Parquet ({error}); it is damaged or another format") from error
 
 
-def _parquet_columns(path: str, file: Any, columns: tuple[Any, Any, Any]) -> list[Any]:
+def _resolved(path: str, file: Any, columns: Selectors) -> Columns:
     names = file.schema_arrow.names
-    return [None if k is None else names[k] for k in select_columns(path, tuple(names), len(names), columns)]
+    check_distinct_names(path, names)
+    return resolve_columns(path, names, len(names), *columns)
+
+
+def _parquet_columns(path: str, file: Any, columns: Selectors) -> list[Any]:
+    names, found = file.schema_arrow.names, _resolved(path, file, columns)
+    return [None if k is None else names[k] for k in (found.user, found.item, found.value)]
 
 
 def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
     """Matrix and labels of a file of `Ratings.save` or ``scipy.sparse.save_npz``; pickles are never loaded."""
     if not head.startswith(b"PK\x03\x04"):
         raise RatingsError(f"{path} is no .npz file (it starts with {head[:8]!r}); write one with Ratings.save")
+    _check_npz_memory(path)
     try:
         with np.load(path, allow_pickle=False) as archive:
             names = archive.files
@@ -154,6 +179,33 @@ def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
             "or scipy.sparse.save_npz (unpack other archives first)"
         )
     return matrix, ids
+
+
+def _check_npz_memory(path: str) -> None:
+    """Refuse arrays that, by their headers, do not fit into memory; what cannot be read is left to the reader."""
+    try:
+        sizes = _npz_sizes(path)
+    except Exception:  # a damaged archive, which fails again, and is explained, when it is loaded
+        return
+    needed = sum(sizes[name] for name in NPZ_ARRAYS if name in sizes)
+    way_out = "convert text, Parquet or MatrixMarket to a store, which is done in bounded memory"
+    _check_memory(path, f"{needed:,} bytes of arrays", "load them", needed, way_out)
+
+
+def _npz_sizes(path: str) -> dict[str, int]:
+    """Bytes of each array of an archive, by the headers."""
+    sizes = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.namelist():
+            if member.endswith(".npy"):
+                with archive.open(member) as stream:
+                    version = np.lib.format.read_magic(stream)
+                    read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
+                        version, np.lib.format.read_array_header_2_0
+                    )
+                    shape, _, dtype = read(stream)
+                sizes[member.removesuffix(".npy")] = math.prod(shape) * dtype.itemsize
+    return sizes
 
 
 class MarketHeader(NamedTuple):
@@ -173,7 +225,7 @@ def market_header(path: str, head: bytes) -> MarketHeader | None:
     Raises
     ------
     RatingsError
-        A negative size.
+        A negative size, or a line that is too long to be read.
     """
     words = head.split(b"\n", 1)[0].decode("latin-1").lower().split()
     if len(words) != 5 or words[1] != "matrix" or words[2] not in ("coordinate", "array"):
@@ -182,6 +234,8 @@ def market_header(path: str, head: bytes) -> MarketHeader | None:
     try:
         sizes = _sizes_of(path)
         rows, columns, entries = sizes if layout == "coordinate" else [*sizes, math.prod(sizes)]
+    except RatingsError:
+        raise
     except ValueError:
         return None
     if min(rows, columns, entries) < 0:
@@ -191,9 +245,9 @@ def market_header(path: str, head: bytes) -> MarketHeader | None:
 
 def _sizes_of(path: str) -> list[int]:
     """Numbers of the first line of a MatrixMarket file that is neither comment nor blank."""
-    with reading(path), open_bytes(path) as stream:
-        lines = (line for line in stream if line.strip() and not line.lstrip().startswith(b"%"))
-        return [int(word) for word in next(lines, b"").split()]
+    with reading(path), io.TextIOWrapper(open_bytes(path), encoding="latin-1") as stream:
+        lines = (line for _, line in numbered_lines(stream, path) if not line.lstrip().startswith("%"))
+        return [int(word) for word in next(lines, "").split()]
 
 
 def check_market_rows(path: str, header: MarketHeader) -> None:
@@ -249,6 +303,25 @@ def _mmread(stream: Any) -> Any:
     except Exception as error:
         problem = error.with_traceback(None)
     raise problem
+
+
+def file_columns(
+    path: str,
+    format: str,
+    separator: str | None,
+    header: bool | str,
+    columns: Selectors,
+    encoding: str | None,
+    comment: str | None,
+) -> Columns | None:
+    """Columns that `Ratings.from_file` takes with these options, by the first lines; None where a file has none."""
+    head = read_head(path)
+    format = sniff_format(path, head) if format == "auto" else format
+    if format == "parquet":
+        return parquet_layout(path, columns)
+    if format in ("npz", "mtx", "lists"):
+        return None
+    return find_layout(path, head, text_separator(format, separator), header, columns, encoding, comment).columns
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from ._memory import available_memory, check_answer
 from ._objective import Factors, Side, scoring_rows
 from ._plan import Plan
 from ._sparse import keep_entries, take_rows, transposed
+from ._triplets import refuse_triplets
 from ._validate import (
     MAX_N,
     as_csr,
@@ -338,6 +339,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         learned = self._learned
         matrix = rows
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
+            refuse_triplets(rows, name)  # by names of columns, which check_array drops
             plain = without_mask(rows, name)
             matrix = check_array(plain, dtype="numeric", input_name=name, estimator=self)
         matrix = as_csr(

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import functools
 import io
+import itertools
 import logging
 import os
 import re
@@ -23,9 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from ._column_names import role_of
+from ._columns import AUTO, DEFAULT_PLACES, Columns, resolve_columns
 from ._files import FORMATS, open_bytes, reading
 from ._labels import MAX_VALUE, Entries, factorize_integers, factorize_objects
-from ._validate import check_bool, check_int
+from ._lines import Lines, line_blocks
+from ._validate import check_bool
 from .errors import RatingsError
 
 logger = logging.getLogger("hybridmf")
@@ -40,12 +44,18 @@ BLOCK_RECORDS = 1 << 20
 """Records gathered at a time on the slow path."""
 
 SNIFFED_LINES = 50
-INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,19})")  # 007 and +7 are labels of their own, not the number 7
+LIST_SEPARATORS = (" ", "\t", ",")
+"""Between the items of a user in files of lists."""
+
+UNEQUAL = "unequal numbers of fields"
+LISTS_HINT = '; a file whose lines hold a user and then all items of that user is read by format="lists"'
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")  # -0, 007 and +7 are labels of their own, not the numbers 0 and 7
+_ID_NAME = re.compile(r"(?i)ids?$|^users?$|^items?$")  # other names of users and items, such as "song", may be labels
+_ITEM_LIST = re.compile(r"[0-9]+(?:[ ,;|]+[0-9]+)+")
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Users, items and values of some entries."""
 
 NOTHING: Chunk = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0))
-ID_COLUMN_NAMES = frozenset({"user", "userid", "users", "uid", "item", "itemid", "items", "iid", "movieid", "artistid"})
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -65,35 +75,16 @@ class Layout:
     item: int
     value: int | None
     integer_ids: bool  # of the first entry: worth trying the fast path
+    columns: Columns
 
     def open(self) -> io.TextIOWrapper:
         """Open the file as text."""
-        return io.TextIOWrapper(open_bytes(self.path), encoding=self.encoding)
+        return open_text(self.path, self.encoding)
 
 
-class Lines:
-    """Iterator over the lines that count; knows the number and text of the first line of the record being read."""
-
-    def __init__(self, stream: Iterable[str], comment: str | None) -> None:
-        self.stream, self.comment = enumerate(stream, 1), comment
-        self.last = 0
-        self.start()
-
-    def start(self) -> None:
-        """Begin a new record."""
-        self.number, self.text = 0, ""
-
-    def __iter__(self) -> Lines:
-        return self
-
-    def __next__(self) -> str:
-        while True:
-            self.last, line = next(self.stream)
-            text = line.strip()
-            if text and not (self.comment and text.startswith(self.comment)):
-                if not self.number:
-                    self.number, self.text = self.last, line
-                return line
+def open_text(path: str, encoding: str) -> io.TextIOWrapper:
+    """Open a file, gzipped or not, as text."""
+    return io.TextIOWrapper(open_bytes(path), encoding=encoding)
 
 
 def find_layout(
@@ -106,33 +97,51 @@ def find_layout(
     comment: str | None,
 ) -> Layout:
     """Look at the first lines and settle separator, header and columns."""
-    codec = _text_encoding(path, head, encoding)
-    if separator is not None:
-        _check_separator(separator)
-    if comment is not None and not isinstance(comment, str):
-        raise TypeError(f"comment must be the text that comments begin with, or None, got {comment!r}")
-    with reading(path, codec), io.TextIOWrapper(open_bytes(path), encoding=codec) as stream:
-        lines = [line for line, _ in zip(Lines(stream, comment), range(SNIFFED_LINES), strict=False)]
-    if not lines:
-        raise RatingsError(f"{path} holds no ratings, only blank lines or comments")
-    if separator is None:
-        separator = _sniff_separator(path, lines, selectors[2])
+    codec = text_encoding(path, head, encoding)
+    check_text_options(separator, comment)
+    lines = first_lines(path, codec, comment)
+    found = separator is None
+    separator = _sniff_separator(path, lines, selectors[2]) if separator is None else separator
     rows = _sample(lines, separator)
     n_fields = _usual_width(rows)[0]
     first = [field.strip() for field in rows[0]]
     has_header = _has_header(rows, n_fields, header, selectors)
     if has_header and len(first) != n_fields:
         raise RatingsError(f"{path}: the header has {len(first)} fields, {first}, but the lines below have {n_fields}")
-    user, item, value = select_columns(path, tuple(first) if has_header else None, n_fields, selectors)
-    if has_header:
-        named = None if value is None else first[value]
-        logger.info("%s has a header; user=%r, item=%r, value=%r", path, first[user], first[item], named)
-    sample = next((row for row in rows[has_header:] if len(row) == n_fields), rows[0])
+    columns = resolve_columns(path, first if has_header else None, n_fields, *selectors)
+    user, item, value = columns.user, columns.item, columns.value
+    whole = [row for row in rows[has_header:] if len(row) == n_fields]
+    if found and n_fields == 2 and any(_ITEM_LIST.fullmatch(row[item].strip()) for row in whole):
+        raise RatingsError(f"{path} has several items in a field, such as {_cut(lines[-1])}{LISTS_HINT}")
+    sample = whole[0] if whole else rows[0]
     integer_ids = all(INTEGER.fullmatch(sample[column].strip()) for column in (user, item))
-    return Layout(path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids)
+    return Layout(path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids, columns)
 
 
-def _text_encoding(path: str, head: bytes, encoding: str | None) -> str:
+def text_separator(format: str, separator: str | None) -> str | None:
+    """Separator of text in that format; None where it has to be found out."""
+    return {"csv": ",", "tsv": "\t"}.get(format) if separator is None else separator
+
+
+def check_text_options(separator: Any, comment: Any) -> None:
+    """Refuse a separator or a beginning of comments that is no text."""
+    if separator is not None:
+        _check_separator(separator)
+    if comment is not None and not isinstance(comment, str):
+        raise TypeError(f"comment must be the text that comments begin with, or None, got {comment!r}")
+
+
+def first_lines(path: str, encoding: str, comment: str | None) -> list[str]:
+    """Up to `SNIFFED_LINES` lines, at least one, that are neither blank nor comments."""
+    with reading(path, encoding), open_text(path, encoding) as stream:
+        lines = list(itertools.islice(Lines(stream, path, comment), SNIFFED_LINES))
+    if not lines:
+        raise RatingsError(f"{path} holds no ratings, only blank lines or comments")
+    return lines
+
+
+def text_encoding(path: str, head: bytes, encoding: str | None) -> str:
+    """Codec of a text file: the one that is named, else UTF-16 by its byte order mark, else UTF-8."""
     if encoding is not None:
         try:
             io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # unlike lookup, refuses base64 and its like
@@ -190,7 +199,8 @@ def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> st
         if width < 2 or share < 0.5:
             return False, False, 0.0
         whole = [row for row in rows[1:] if len(row) == width]
-        numeric = not isinstance(value, int) or all(_is_number(row[value]) for row in whole if value < width)
+        place = _value_place(rows[0], value)
+        numeric = place is None or all(_is_number(row[place]) for row in whole if place < width)
         return width > 2 and numeric, width > 2, share
 
     preferred = {".csv": ",", ".tsv": "\t"}.get(os.path.splitext(path.lower().removesuffix(".gz"))[1])
@@ -200,8 +210,20 @@ def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> st
         best = max(group, key=score)
         if score(best)[2]:
             return best
+    if any(len(row) > 1 for separator in LIST_SEPARATORS for row in _sample(lines, separator)):
+        raise RatingsError(f"{path}: its lines have {UNEQUAL}, such as {_cut(lines[0])}{LISTS_HINT}")
     tried = ", ".join(map(repr, SEPARATORS))
     raise RatingsError(f"{path}: no separator in {_cut(lines[0])}; tried {tried}. Pass the right one as separator=")
+
+
+def _value_place(first: list[str], value: int | str | None) -> int | None:
+    """Column in which values are expected; None where there are none, or a name that is not known yet says it."""
+    if value != AUTO:
+        return value if isinstance(value, int) else None
+    roles = [role_of(name.strip()) for name in first]
+    if "value" in roles:
+        return roles.index("value")
+    return None if {"user", "item"} & set(roles) else DEFAULT_PLACES["value"]
 
 
 def _is_number(text: str) -> bool:
@@ -216,47 +238,26 @@ def _number(text: str) -> float | None:
 
 
 def _has_header(rows: list[list[str]], n_fields: int, header: bool | str, selectors: tuple[Any, Any, Any]) -> bool:
-    named = [selector for selector in selectors if isinstance(selector, str)]
+    named = [selector for selector in selectors if isinstance(selector, str) and selector != AUTO]
     if named and header is False:
         raise ValueError(f"column {named[0]!r} is given by name, but header=False says there are none; give its number")
     if header != "auto" or named:
         return True if named else check_bool("header", header)
-    user, item, value = selectors
-    first, second = rows[0], rows[1] if len(rows) > 1 else []
+    first, second = [field.strip() for field in rows[0]], rows[1] if len(rows) > 1 else []
+    user, item, value = (
+        DEFAULT_PLACES[role] if selector == AUTO else selector
+        for role, selector in zip(DEFAULT_PLACES, selectors, strict=True)
+    )
     places = [place for place in (user, item) if isinstance(place, int) and 0 <= place < len(first)]
     if any(_is_number(first[place]) for place in places):
         return False
-    if value is not None and not (value == 2 and n_fields == 2):
+    if {"user", "item"} <= set(map(role_of, first)) and not any(map(_is_number, first)):
+        return True
+    if value is not None and not (selectors[2] == AUTO and n_fields == 2):
         return isinstance(value, int) and 0 <= value < len(first) and not _is_number(first[value])
-    usual = any(re.sub("[^a-z]", "", first[place].lower()) in ID_COLUMN_NAMES for place in places)
-    return usual or any(INTEGER.fullmatch(second[place].strip()) for place in places if place < len(second))
-
-
-def select_columns(
-    path: str, names: tuple[str, ...] | None, n_fields: int, selectors: tuple[int | str, int | str, int | str | None]
-) -> tuple[int, int, int | None]:
-    """Numbers of the user, item and value columns."""
-    user, item, value = selectors
-    if value == 2 and n_fields == 2:
-        value = None
-    wanted = {"user": user, "item": item} | ({} if value is None else {"value": value})
-    places = {name: _column(path, name, selector, names, n_fields) for name, selector in wanted.items()}
-    if len(set(places.values())) < len(places):
-        raise ValueError(f"user, item and value must be different columns, got columns {places}")
-    return places["user"], places["item"], places.get("value")
-
-
-def _column(path: str, argument: str, selector: int | str, names: tuple[str, ...] | None, n_fields: int) -> int:
-    if isinstance(selector, str):
-        if names is None or selector not in names:
-            known = ", ".join(map(repr, names or ()))
-            raise RatingsError(f"{path} has no column {selector!r} ({argument}={selector!r}); its columns are {known}")
-        return names.index(selector)
-    place = check_int(argument, selector, 0)
-    if place >= n_fields:
-        hint = "; value=None makes every entry 1" if argument == "value" else ""
-        raise RatingsError(f"{path} has {n_fields} columns, none for {argument}={place} (they count from 0){hint}")
-    return place
+    if any(role_of(first[place]) in ("user", "item") and _ID_NAME.search(first[place]) for place in places):
+        return True
+    return any(INTEGER.fullmatch(second[place].strip()) for place in places if place < len(second))
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -301,10 +302,11 @@ def integer_chunks(layout: Layout, size: int | None = None) -> Iterator[Chunk | 
     """Users, items (int64) and values (float64) of `size` characters after others; None at the first irregularity."""
     kinds = {layout.user: "i8", layout.item: "i8", layout.value: "f8"}
     dtype = np.dtype([(f"f{k}", kinds.get(k, "U1")) for k in range(layout.n_fields)])
-    padded = re.compile(rf"(?:\n|{re.escape(layout.separator)})[ \t]*-?0[0-9]")
+    separator = r"\s" if layout.separator == " " else re.escape(layout.separator)
+    odd = re.compile(rf"(?:\n|{separator})[ \t]*(?:-?0[0-9]|-0(?![0-9.]))")
     header = layout.header
     for block in _blocks(layout, size):
-        if "+" in block or padded.search("\n" + block):  # loadtxt would make integers of what `INTEGER` refuses
+        if "+" in block or odd.search("\n" + block):  # loadtxt would make integers of what `INTEGER` refuses
             yield None
             return
         lines = _block_lines(block, layout)
@@ -326,14 +328,13 @@ def integer_chunks(layout: Layout, size: int | None = None) -> Iterator[Chunk | 
 def _blocks(layout: Layout, size: int | None = None) -> Iterator[str]:
     """Stretches of whole lines."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
-        while block := stream.read(size or BLOCK_CHARS):
-            yield block + stream.readline()
+        yield from line_blocks(stream, layout.path, size or BLOCK_CHARS)
 
 
 def _block_lines(block: str, layout: Layout) -> list[str]:
     if len(layout.separator) > 1 and "\x1f" not in block:  # loadtxt takes one character: ASCII's unit separator
         block = block.replace(layout.separator, "\x1f")
-    lines = block.split("\n")
+    lines = re.sub("\n\n+", "\n", block).split("\n") if "\n\n" in block else block.split("\n")
     if layout.comment and layout.comment in block:
         lines = [line for line in lines if not line.lstrip().startswith(layout.comment)]
     return lines
@@ -354,7 +355,7 @@ def _parse_block(lines: list[str], dtype: np.dtype, layout: Layout) -> np.ndarra
 def _records(layout: Layout) -> Iterator[tuple[Lines, list[str]]]:
     """Fields of each record below the header; the `Lines` beside them says where the record starts."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
-        lines = Lines(stream, layout.comment)
+        lines = Lines(stream, layout.path, layout.comment)
         rows = _split_lines(lines, layout.separator)
         if layout.header:
             next(rows)
@@ -367,7 +368,9 @@ def _records(layout: Layout) -> Iterator[tuple[Lines, list[str]]]:
             except csv.Error as error:
                 raise _bad_line(layout, lines, f"cannot be split into fields ({error})") from error
             if len(row) != layout.n_fields:
-                raise _bad_line(layout, lines, f"has {len(row)} field{'s' if len(row) != 1 else ''}")
+                problem = f"has {len(row)} field{'s' if len(row) != 1 else ''}"
+                lists = layout.separator in LIST_SEPARATORS
+                raise _bad_line(layout, lines, problem, f" ({UNEQUAL}{LISTS_HINT})" if lists else "")
             yield lines, row
 
 
@@ -413,13 +416,13 @@ def _value(layout: Layout, lines: Lines, text: str) -> float:
     return value
 
 
-def _bad_line(layout: Layout, lines: Lines, problem: str) -> RatingsError:
+def _bad_line(layout: Layout, lines: Lines, problem: str, more: str = "") -> RatingsError:
     columns = f"user={layout.user}, item={layout.item}" + ("" if layout.value is None else f", value={layout.value}")
     hint = f". It runs to line {lines.last}: is a quote left open?" if lines.last > lines.number else ""
     separator = "white space" if layout.separator == " " else repr(layout.separator)
     return RatingsError(
         f"{layout.path}, line {lines.number} {problem}: {_cut(lines.text)}; "
-        f"expected {layout.n_fields} fields separated by {separator} (columns from 0: {columns}){hint}"
+        f"expected {layout.n_fields} fields separated by {separator} (columns from 0: {columns}){hint}{more}"
     )
 
 

@@ -11,12 +11,13 @@ import math
 import numbers
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
 
 from . import _formats
+from ._triplets import refuse_triplets
 from .errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 
 logger = logging.getLogger("hybridmf")
@@ -45,8 +46,10 @@ MAX_THREADS = 4096
 CGROUPS = "/sys/fs/cgroup"
 """Where Linux shows control groups, by which containers and batch systems limit cores and memory."""
 
-MERGE_RULES = ("error", "sum", "mean", "last", "max")
+MERGE_RULES = ("error", "sum", "mean", "first", "last", "max")
 """What ``duplicates=`` may say."""
+
+MERGE_HINT = 'Merge them with duplicates="sum", "mean", "first", "last" or "max"'
 
 
 # ---------------------------------------------------------------------------------------------- scalars and names
@@ -289,7 +292,7 @@ def as_csr(
         float32 or float64.
     drop_zeros : bool
         Remove explicit zeros (implicit feedback).
-    duplicates : {"error", "sum", "mean", "last", "max"}
+    duplicates : {"error", "sum", "mean", "first", "last", "max"}
         What to do with a pair that occurs more than once.
     sort : bool
         False refuses CSR whose columns do not ascend within rows.
@@ -304,13 +307,14 @@ def as_csr(
     TypeError
         Not a matrix; complex, boolean-object or non-numeric values.
     RatingsError
-        Corrupt structure, indices out of range, masked, NaN or infinite values.
+        Corrupt structure, indices out of range, masked, NaN or infinite values; a table of entries (`refuse_triplets`).
     DuplicateEntriesError
         A repeated pair under ``duplicates="error"``.
     """
     check_choice("duplicates", duplicates, MERGE_RULES)
     matrix = getattr(matrix, "user_items", matrix)  # a Ratings object
     if not sp.issparse(matrix):
+        refuse_triplets(matrix, name)
         return _from_dense(matrix, name, dtype)
     if matrix.ndim != 2:
         raise RatingsError(f"{name} must have 2 dimensions (n_users, n_items), got shape {matrix.shape}")
@@ -594,7 +598,7 @@ def _sorted_unique(
         raise DuplicateEntriesError(
             f"{name} has more than one entry for the pair (row {row}, column {indices[first]}): "
             f"values {data[first - 1]:g} and {data[first]:g}. "
-            'Merge them with duplicates="sum", "mean", "last" or "max"; '
+            f"{repeats(_entry_pairs(indptr, indices, shape), data)}. {MERGE_HINT}; "
             "fit, which has no such argument, takes Ratings.from_matrix(..., duplicates=...)"
         )
     return _merge_duplicates(indptr, indices, data, shape, duplicates)
@@ -608,6 +612,30 @@ def _unsorted_error(indptr: np.ndarray, indices: np.ndarray, name: str) -> Ratin
         f"{name} has unsorted column indices in row {row} ({indices[first - 1]} before {indices[first]}); "
         f"call {name}.sort_indices() first"
     )
+
+
+def _entry_pairs(indptr: np.ndarray, indices: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Number of each entry's cell, row by row; int64."""
+    return np.repeat(np.arange(shape[0], dtype=np.int64), np.diff(indptr)) * shape[1] + indices
+
+
+class Repeats(NamedTuple):
+    """Pairs that occur more than once, and how many of these have entries of different values."""
+
+    pairs: int
+    conflicting: int
+
+    def __str__(self) -> str:
+        some, differ = self
+        return f"{some:,} {'pair repeats' if some == 1 else 'pairs repeat'}, {differ:,} of them with different values"
+
+
+def repeats(pairs: np.ndarray, values: np.ndarray) -> Repeats:
+    """Count the repeated numbers among `pairs`, one number for each entry."""
+    order = np.argsort(pairs, kind="stable")
+    pairs, values = pairs[order], values[order]
+    same = pairs[1:] == pairs[:-1]
+    return Repeats(len(np.unique(pairs[1:][same])), len(np.unique(pairs[1:][same & (values[1:] != values[:-1])])))
 
 
 def _row_pointer(rows: np.ndarray, count: int) -> np.ndarray:
@@ -628,6 +656,8 @@ def _merge_duplicates(
     work = data.astype(np.float64, copy=False)
     if rule == "max":
         merged = np.maximum.reduceat(work, starts)
+    elif rule == "first":
+        merged = work[starts]
     elif rule == "last":
         merged = work[np.append(starts[1:], len(work)) - 1]
     else:

@@ -233,7 +233,7 @@ class Chunk:
     item_ids: np.ndarray
 
 
-def _chunk_of_frame(partition: Any, user: str, item: str, value: str | None) -> Chunk:
+def _chunk_of_frame(partition: Any, user: Any, item: Any, value: Any) -> Chunk:
     found = frame_entries(partition, "a partition of the ratings", user, item, value)
     assert found.user_ids is not None and found.item_ids is not None
     return Chunk(found.users, found.items, found.values, found.user_ids, found.item_ids)
@@ -329,9 +329,9 @@ def fit(
     ratings: Any,
     *,
     client: Any = None,
-    user: str = "user",
-    item: str = "item",
-    value: str | None = "rating",
+    user: int | str = "auto",
+    item: int | str = "auto",
+    value: int | str | None = "auto",
     duplicates: str = "error",
     workers: Sequence[str] | None = None,
     checkpoint: Any = None,
@@ -350,9 +350,10 @@ def fit(
         numbers; a store lies where every worker can read it. Nothing of it comes to the client but labels.
     client : distributed.Client, optional
         Default: the current one.
-    user, item : str
-        Columns of a DataFrame; ids become labels, sorted, whatever partition they are in.
-    value : str or None
+    user, item : str or int
+        Columns of a DataFrame, found as by `Ratings.from_frame`; ids become labels, sorted, whatever partition they are
+        in.
+    value : str, int or None
         None makes every entry 1.
     duplicates : {"error", "sum", "mean", "max"}
         What to do with a pair that occurs more than once, in any partitions.
@@ -426,7 +427,7 @@ def _is_store(ratings: Any) -> bool:
     return isinstance(ratings, (str, os.PathLike, Store))
 
 
-def _chunks(client: Any, addresses: Sequence[str], ratings: Any, user: str, item: str, value: str | None) -> list[Any]:
+def _chunks(client: Any, addresses: Sequence[str], ratings: Any, user: Any, item: Any, value: Any) -> list[Any]:
     """Futures of the entries of each partition, where its data are."""
     where = {"workers": list(addresses), "allow_other_workers": False, "pure": False}
     if hasattr(ratings, "to_delayed") and hasattr(ratings, "columns"):

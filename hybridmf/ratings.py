@@ -1,7 +1,7 @@
 """Ratings in: triplets, matrices, data frames and files become one labelled, checked CSR matrix; and the random split.
 
     frames, Parquet ──> _readers ─┐
-    text ─────────────> _text ────┼──> _labels.Entries (positions + labels) ──> _validate.from_triplets ─┐
+    text ─────> _text, _lists ────┼──> _labels.Entries (positions + labels) ──> _validate.from_triplets ─┐
     triplets ─────────────────────┘                                                                      ├──> Ratings
     .mtx, .npz ───────> _readers ─┬───────────────────────────────────────────> _validate.as_csr ────────┘
     matrices ─────────────────────┘
@@ -31,9 +31,10 @@ from ._labels import (
     resolve,
     storable,
 )
+from ._lists import list_layout, read_lists
 from ._readers import frame_entries, naming, read_matrix_market, read_npz, read_parquet
 from ._sparse import keep_entries, transposed
-from ._text import find_layout, read_text
+from ._text import find_layout, read_text, text_separator
 from ._validate import (
     MERGE_RULES,
     as_csr,
@@ -111,7 +112,7 @@ class Ratings:
             None, as a whole or for one axis: the largest position + 1, or the number of labels.
         user_ids, item_ids : sequence, optional
             Label of each row and of each column.
-        duplicates : {"error", "sum", "mean", "last", "max"}
+        duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once.
 
         Returns
@@ -157,7 +158,7 @@ class Ratings:
             Explicit zeros of a sparse matrix are entries; zeros and masked cells of a dense one are absent.
         user_ids, item_ids : sequence, optional
             Label of each row and of each column.
-        duplicates : {"error", "sum", "mean", "last", "max"}
+        duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once.
 
         Returns
@@ -184,9 +185,9 @@ class Ratings:
         cls,
         frame: Any,
         *,
-        user: str = "user",
-        item: str = "item",
-        value: str | None = "rating",
+        user: int | str = "auto",
+        item: int | str = "auto",
+        value: int | str | None = "auto",
         duplicates: str = "error",
     ) -> Ratings:
         """Ratings from a data frame with one row for each entry.
@@ -194,12 +195,13 @@ class Ratings:
         Parameters
         ----------
         frame : pandas or polars DataFrame, polars LazyFrame, pyarrow Table, or another frame narwhals knows
-        user, item : str
-            Columns of ids. Ids always become labels, sorted, integers too.
-        value : str or None
-            Column of values. None makes every entry 1, and so does the default where the frame holds nothing but the
-            two id columns.
-        duplicates : {"error", "sum", "mean", "last", "max"}
+        user, item : str or int
+            Columns of ids, by name or by position from 0. "auto" takes columns with usual names ("user_id", "movieId",
+            "asin", ...), in any order; what no name decides is refused. Ids always become labels, sorted, integers too.
+        value : str, int or None
+            Column of values. None makes every entry 1, and so does "auto" where the frame has nothing but two columns
+            of ids and times.
+        duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once.
 
         Returns
@@ -209,7 +211,8 @@ class Ratings:
         Raises
         ------
         RatingsError
-            A column that is not there, a null id or value, a value that is not finite (rows count from 0).
+            A column that is not there, two that could be meant, or that share a name; a null id or value, a value that
+            is not finite (rows count from 0).
         DuplicateEntriesError
             A repeated pair under ``duplicates="error"``.
         TypeError
@@ -226,9 +229,9 @@ class Ratings:
         format: str = "auto",
         separator: str | None = None,
         header: bool | str = "auto",
-        user: int | str = 0,
-        item: int | str = 1,
-        value: int | str | None = 2,
+        user: int | str = "auto",
+        item: int | str = "auto",
+        value: int | str | None = "auto",
         duplicates: str = "error",
         encoding: str | None = None,
         comment: str | None = "#",
@@ -239,8 +242,10 @@ class Ratings:
         ----------
         path : str or path
             Text and MatrixMarket files may be gzipped.
-        format : {"auto", "text", "csv", "tsv", "mtx", "npz", "parquet"}
-            "text" is delimited text with any separator. "npz" is what `save` and ``scipy.sparse.save_npz`` write.
+        format : {"auto", "text", "csv", "tsv", "lists", "mtx", "npz", "parquet"}
+            "text" is delimited text with any separator. "lists" is text whose lines hold a user, then all items of the
+            user, between commas or white space (or `separator`); it is never found out. "npz" is what `save` and
+            ``scipy.sparse.save_npz`` write.
         separator : str, optional
             Between the fields of text: ``","``, ``"::"``, ...; ``" "`` is any run of white space. None finds out.
             Fields may be quoted where the separator is one character other than a blank.
@@ -249,10 +254,13 @@ class Ratings:
             value are not numbers; with ``value=None``, when its ids are not numbers and those of the next line are
             integers, or when it holds usual names ("user_id", "item", ...).
         user, item : int or str
-            Columns of ids, by position from 0 or by name (text and Parquet).
+            Columns of ids, by position from 0 or by name (text and Parquet). "auto" takes the columns that a header
+            names in a usual way ("user_id", "movieId", "asin", ...), wherever they are; without such names the first
+            and the second. A header that names one of them so that the other stays unclear is refused.
         value : int, str or None
-            Column of values. None makes every entry 1, and so does the default in a file of two columns.
-        duplicates : {"error", "sum", "mean", "last", "max"}
+            Column of values; "auto" again goes by usual names ("rating", "plays", ...), else takes the third. None
+            makes every entry 1, and so does "auto" where nothing is left but times.
+        duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once.
         encoding : str, optional
             Of text; None is UTF-8, or UTF-16 after a byte order mark.
@@ -272,7 +280,8 @@ class Ratings:
         DuplicateEntriesError
             A repeated pair under ``duplicates="error"``.
         MemoryBudgetError
-            The header of a MatrixMarket file names more rows, columns or entries than fit into memory.
+            The header of a MatrixMarket file names more rows, columns or entries than fit into memory, or those of
+            an .npz file larger arrays.
         FileNotFoundError, IsADirectoryError
             There is no such file.
         ImportError
@@ -281,7 +290,7 @@ class Ratings:
         check_choice("format", format, FORMATS)
         check_choice("duplicates", duplicates, MERGE_RULES)
         check_choice("header", header, ("auto", True, False))
-        name = os.fsdecode(path)
+        name, columns = os.fsdecode(path), (user, item, value)
         head = read_head(name)
         if format == "auto":
             format = sniff_format(name, head)
@@ -291,9 +300,13 @@ class Ratings:
             with naming(name):
                 return Ratings.from_matrix(matrix, duplicates=duplicates, **labels)
         if format == "parquet":
-            return _from_entries(read_parquet(name, user, item, value), duplicates)
-        separator = {"csv": ",", "tsv": "\t"}.get(format) if separator is None else separator
-        layout = find_layout(name, head, separator, header, (user, item, value), encoding, comment)
+            return _from_entries(read_parquet(name, columns), duplicates)
+        if format == "lists":
+            return _from_entries(
+                read_lists(list_layout(name, head, separator, header, columns, encoding, comment)), duplicates
+            )
+        separator = text_separator(format, separator)
+        layout = find_layout(name, head, separator, header, columns, encoding, comment)
         return _from_entries(read_text(layout), duplicates)
 
     # -------------------------------------------------------------------------------------------------- properties

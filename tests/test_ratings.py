@@ -128,7 +128,7 @@ def test_long_labels_are_not_padded():
         ({"users": [["a"], ["b"]], "items": [0, 1]}, TypeError, "dictionary keys"),
         ({"users": [0], "items": [0], "values": ["5"]}, TypeError, "real numbers"),
         ({"users": [0], "items": [0], "values": [np.nan]}, RatingsError, "nan at entry 0"),
-        ({"users": [0], "items": [0], "duplicates": "first"}, ValueError, "duplicates must be one of"),
+        ({"users": [0], "items": [0], "duplicates": "median"}, ValueError, "duplicates must be one of"),
     ],
 )
 def test_from_coo_refuses(arguments, error, words):
@@ -150,7 +150,7 @@ def test_duplicates_are_named_by_label_in_input_order():
         Ratings.from_coo(["z", "b", "z", "a", "a"], ["x", "x", "x", "y", "y"], [1, 2, 3, 4, 5])
     text = str(caught.value)
     assert "(user 'z', item 'x'): entries 0 and 2, values 1 and 3" in text
-    assert 'duplicates="sum", "mean", "last" or "max"' in text
+    assert 'duplicates="sum", "mean", "first", "last" or "max"' in text
 
 
 def test_duplicates_without_labels_are_named_by_position():
@@ -158,7 +158,7 @@ def test_duplicates_without_labels_are_named_by_position():
         Ratings.from_coo([1, 1], [2, 2])
 
 
-@pytest.mark.parametrize(("rule", "value"), [("sum", 9), ("mean", 3), ("last", 2), ("max", 4)])
+@pytest.mark.parametrize(("rule", "value"), [("sum", 9), ("mean", 3), ("first", 3), ("last", 2), ("max", 4)])
 def test_duplicates_merge(rule, value, tmp_path):
     expected = {("a", "x"): value, ("b", "x"): 1}
     users, items, values = ["a", "b", "a", "a"], ["x"] * 4, [3, 1, 4, 2]
@@ -344,9 +344,9 @@ def test_frame_of_two_columns_has_ones_but_a_missing_value_column_is_an_error():
     frame = pd.DataFrame({"user": ["a"], "item": ["x"]})
     assert triplets(Ratings.from_frame(frame)) == {("a", "x"): 1}
     with pytest.raises(
-        RatingsError, match=r"no column 'rating' \(value='rating'\).*'user', 'item', 'stars'.*value=None"
+        RatingsError, match=r"which column holds the values is unclear.*'user', 'item', 'sentiment'.*value=None"
     ):
-        Ratings.from_frame(frame.assign(stars=1))
+        Ratings.from_frame(frame.assign(sentiment=1))
 
 
 def test_frame_refusals():
@@ -354,8 +354,8 @@ def test_frame_refusals():
     frame = pd.DataFrame({"user": ["a", "a"], "item": ["x", "x"], "rating": [1, 2]})
     with pytest.raises(RatingsError, match=r"no column 'who' \(user='who'\); its columns are 'user', 'item', 'rating'"):
         Ratings.from_frame(frame, user="who")
-    with pytest.raises(ValueError, match="different columns, got user='user', item='user'"):
-        Ratings.from_frame(frame, item="user")
+    with pytest.raises(ValueError, match=r"different columns, got columns \{'user': 0, 'item': 0}"):
+        Ratings.from_frame(frame, user="user", item="user")
     with pytest.raises(DuplicateEntriesError, match=r"user 'a', item 'x'\): rows 0 and 1, values 1 and 2"):
         Ratings.from_frame(frame)
     with pytest.raises(TypeError, match="frame must be a pandas, polars or pyarrow table, got ndarray"):
@@ -600,11 +600,12 @@ def test_bad_text(tmp_path, text, options, words):
 def test_bad_arguments(tmp_path):
     path = write(tmp_path, "1,2,3\n")
     with pytest.raises(
-        ValueError, match="format must be one of 'auto', 'text', 'csv', 'tsv', 'mtx', 'npz', 'parquet'; got 'dat'"
+        ValueError,
+        match="format must be one of 'auto', 'text', 'csv', 'tsv', 'lists', 'mtx', 'npz', 'parquet'; got 'dat'",
     ):
         Ratings.from_file(path, format="dat")
     with pytest.raises(ValueError, match="duplicates must be one of"):
-        Ratings.from_file(path, duplicates="first")
+        Ratings.from_file(path, duplicates="median")
     with pytest.raises(ValueError, match="header must be one of"):
         Ratings.from_file(path, header="yes")
     with pytest.raises(ValueError, match="'rating' is given by name, but header=False"):

@@ -158,7 +158,7 @@ def test_matrices_and_npz_and_stores_are_converted(tmp_path):
     assert not (tmp_path / "error").exists()
 
 
-@pytest.mark.parametrize("rule", ["sum", "mean", "last", "max"])
+@pytest.mark.parametrize("rule", ["sum", "mean", "first", "last", "max"])
 def test_pairs_that_repeat_are_merged_as_in_memory(rule, tmp_path, monkeypatch):
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 1 << 14)
     rng = np.random.default_rng(1)
@@ -347,7 +347,7 @@ def test_a_null_names_its_row_in_any_chunk(tmp_path, monkeypatch):
     [
         ({"slab_bytes": "much"}, "slab_bytes must be a size"),
         ({"memory_limit": 0}, "memory_limit must be a size"),
-        ({"duplicates": "first"}, "duplicates must be one of"),
+        ({"duplicates": "median"}, "duplicates must be one of"),
         ({"format": "xml"}, "format must be one of"),
         ({"header": 3}, "header must be one of"),
     ],

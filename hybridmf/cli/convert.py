@@ -21,7 +21,7 @@ from ..ratings import Ratings
 from ..scale.convert import convert as convert_to_store
 from .options import check_folder_above, debug_option, examples, refuse_overwriting
 from .report import file_size, names_of, pairs, ratings_facts, store_facts, with_output
-from .sources import open_store, ratings_options, read_ratings, reading_arguments
+from .sources import columns_text, open_store, ratings_options, read_ratings, reading_arguments
 
 
 @click.command(
@@ -80,7 +80,7 @@ def command(
         source = open_store(ratings_file) if os.path.isdir(ratings_file) else ratings_file
         store = convert_to_store(source, out, **sizes, **reading_arguments(**options))
         if not quiet:
-            click.echo(pairs(store_facts(store)))
+            click.echo(pairs(_column_facts(ratings_file, options) | store_facts(store)))
         return
     if out is not None and os.path.isdir(out):
         raise click.UsageError(f"{out} is a folder, which can only become a store; give the name of a file")
@@ -91,10 +91,16 @@ def command(
     if out is not None:
         _write_ratings(ratings, out, target, statistics)
     if not quiet:
-        click.echo(pairs(ratings_facts(ratings)))
+        click.echo(pairs(_column_facts(ratings_file, options) | ratings_facts(ratings)))
         click.echo(f"\nBALS tiles of {tile_rows} x {tile_cols}\n\n{_bals_table(statistics)}")
         if out is not None:
             click.echo(f"\nWrote {out} ({file_size(out)}).")
+
+
+def _column_facts(path: str, options: dict[str, Any]) -> dict[str, str]:
+    """Which column was taken for what; empty for a store and for files without columns."""
+    columns = None if os.path.isdir(path) else columns_text(path, **options)
+    return {} if columns is None else {"columns": columns}
 
 
 def _format_of(out: str | None) -> str:

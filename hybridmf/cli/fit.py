@@ -23,7 +23,7 @@ from ..scale.checkpoint import Checkpoint, has_checkpoints
 from ..scale.store import Store
 from .options import debug_option, device_list, examples, output_option, refuse_overwriting
 from .report import file_size
-from .sources import open_store, ratings_options, read_ratings
+from .sources import columns_text, open_store, ratings_options, read_ratings
 
 MODELS: dict[str, type[ExplicitALS] | type[ImplicitALS]] = {"explicit": ExplicitALS, "implicit": ImplicitALS}
 METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
@@ -144,6 +144,9 @@ def _read_and_say(path: str, options: dict[str, Any], say: Callable[[str], Any])
     seconds = time.perf_counter() - started
     n_users, n_items = ratings.shape
     say(f"Read {path} in {seconds:.2f} s: {n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings.")
+    columns = columns_text(path, **options)
+    if columns is not None:
+        say(f"Columns: {columns}.")
     return ratings
 
 

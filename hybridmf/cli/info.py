@@ -11,7 +11,7 @@ from .._config import config
 from .._io import load
 from .options import debug_option, examples
 from .report import file_size, label_text, pairs, ratings_facts, store_facts
-from .sources import open_store, ratings_options, read_ratings, refuse_reading_options
+from .sources import columns_text, open_store, ratings_options, read_ratings, refuse_reading_options
 
 
 @click.command("info", epilog=examples("hybridmf info", "hybridmf info model.safetensors", "hybridmf info ratings.csv"))
@@ -29,7 +29,9 @@ def command(file: str | None, **options: Any) -> None:
         refuse_reading_options(f"{file} is a model")
         click.echo(pairs(_model_facts(load(file), file)))
     else:
-        click.echo(pairs(ratings_facts(read_ratings(file, **options))))
+        facts = ratings_facts(read_ratings(file, **options))
+        columns = columns_text(file, **options)
+        click.echo(pairs(({} if columns is None else {"columns": columns}) | facts))
 
 
 def _installation() -> dict[str, Any]:

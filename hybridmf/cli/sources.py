@@ -11,6 +11,8 @@ import click
 from click.core import ParameterSource
 
 from .. import _validate
+from .._files import FORMATS
+from .._readers import file_columns
 from ..ratings import Ratings
 from ..scale.store import Store
 
@@ -20,18 +22,32 @@ existing_file = click.Path(exists=True, dir_okay=False)
 def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a ratings file is to be read; they arrive as keyword arguments of `read_ratings`."""
     options = (
+        click.option(
+            "--format",
+            "file_format",
+            type=click.Choice(FORMATS),
+            default="auto",
+            show_default=True,
+            help='Of RATINGS; "lists": each line has a user, then all items of the user.',
+        ),
         click.option("--separator", help='Between fields: ",", "::", "\\t" or "tab", ...  [default: found out]'),
         click.option("--header/--no-header", default=None, help="Whether line 1 has names.  [default: found out]"),
         click.option(
             "--user",
             "user_column",
-            default="0",
+            default="auto",
             show_default=True,
-            help="Column of users: its name, or a number from 0.",
+            help="Column of users: its name, or a number from 0; auto: by the names in the header, else 0.",
         ),
-        click.option("--item", "item_column", default="1", show_default=True, help="Column of items."),
         click.option(
-            "--value", "value_column", default="2", show_default=True, help='Column of values; "none": each is 1.'
+            "--item", "item_column", default="auto", show_default=True, help="Column of items; auto: by name, else 1."
+        ),
+        click.option(
+            "--value",
+            "value_column",
+            default="auto",
+            show_default=True,
+            help='Column of values; auto: by name, else 2; "none": each is 1.',
         ),
         click.option(
             "--duplicates",
@@ -53,6 +69,15 @@ def read_ratings(path: str, **options: Any) -> Ratings:
     return Ratings.from_file(path, **reading_arguments(**options))
 
 
+def columns_text(path: str, **options: Any) -> str | None:
+    """Which column of a file `read_ratings` takes for what; None where the file has no columns."""
+    arguments = reading_arguments(**options)
+    selectors = tuple(arguments.pop(name) for name in ("user", "item", "value"))
+    del arguments["duplicates"]
+    columns = file_columns(path, columns=selectors, encoding=None, comment="#", **arguments)
+    return None if columns is None else str(columns)
+
+
 def open_store(path: str) -> Store:
     """Open a store; options that say how a file is read are refused."""
     store = Store.open(path)
@@ -72,15 +97,17 @@ def refuse_reading_options(why: str) -> None:
 
 def reading_arguments(
     *,
+    file_format: str = "auto",
     separator: str | None = None,
     header: bool | None = None,
-    user_column: str = "0",
-    item_column: str = "1",
-    value_column: str = "2",
+    user_column: str = "auto",
+    item_column: str = "auto",
+    value_column: str = "auto",
     duplicates: str = "error",
 ) -> dict[str, Any]:
     """Arguments of `Ratings.from_file` and `convert` for options of the command line."""
     return {
+        "format": file_format,
         "separator": spelled_separator(separator),
         "header": "auto" if header is None else header,
         "user": _column(user_column),

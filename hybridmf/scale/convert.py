@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import json
 import logging
 import os
@@ -43,7 +44,9 @@ from .._files import (
     write_atomically,
 )
 from .._io import decode_labels, encode_labels
-from .._labels import MAX_POSITION, factorize_objects, label_of
+from .._labels import MAX_POSITION, duplicate_error, factorize_objects, first_repeat, label_of
+from .._lines import line_blocks
+from .._lists import ListLayout, lines_of_lists, list_chunks, list_layout
 from .._objective import SIDES, Side
 from .._readers import MarketHeader, check_market_rows, market_header, parquet_chunks
 from .._sparse import entry_rows, entry_sum, transposed
@@ -56,8 +59,19 @@ from .._text import (
     lines_of,
     record_chunks,
     sorted_labels,
+    text_separator,
 )
-from .._validate import MERGE_RULES, as_csr, check_bool, check_choice, check_path, csr_arrays, from_triplets
+from .._validate import (
+    MERGE_RULES,
+    Repeats,
+    as_csr,
+    check_bool,
+    check_choice,
+    check_path,
+    csr_arrays,
+    from_triplets,
+    repeats,
+)
 from ..errors import DuplicateEntriesError, RatingsError
 from ..gpu.device import parse_bytes
 from ..ratings import Ratings
@@ -94,9 +108,9 @@ def convert(
     format: str = "auto",
     separator: str | None = None,
     header: bool | str = "auto",
-    user: int | str = 0,
-    item: int | str = 1,
-    value: int | str | None = 2,
+    user: int | str = "auto",
+    item: int | str = "auto",
+    value: int | str | None = "auto",
     duplicates: str = "error",
     encoding: str | None = None,
     comment: str | None = "#",
@@ -616,10 +630,13 @@ def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[
         return lambda: _matrix_market(path, header, limit)
     if format == "parquet":
         return lambda: _parquet(path, columns, max(1, limit // 256))
-    separator = {"csv": ",", "tsv": "\t"}.get(format) if options["separator"] is None else options["separator"]
+    as_text = (options["header"], columns, options["encoding"], options["comment"])
+    if format == "lists":
+        return lambda: _lists(list_layout(path, head, options["separator"], *as_text), limit)
+    separator = text_separator(format, options["separator"])
 
     def text() -> _Reader:
-        layout = find_layout(path, head, separator, options["header"], columns, options["encoding"], options["comment"])
+        layout = find_layout(path, head, separator, *as_text)
         return _integers(layout, limit) if layout.integer_ids else _records(layout, limit)
 
     return text
@@ -638,6 +655,13 @@ def _records(layout: Layout, limit: int) -> _Reader:
     return _Reader(chunks, (users, items), _where(layout), layout.path)
 
 
+def _lists(layout: ListLayout, limit: int) -> _Reader:
+    users, items = _Codes(sorted_labels), _Codes(sorted_labels)
+    chunks = list_chunks(layout, users.table, items.table, max(1, min(BLOCK_RECORDS, limit // 256)))
+    where = functools.partial(lines_of_lists, layout)
+    return _Reader(chunks, (users, items), where, layout.path)
+
+
 def _where(layout: Layout) -> Callable[[int, int], str]:
     return lambda first, second: lines_of(layout, first, second)
 
@@ -647,7 +671,7 @@ def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int) -> _Reader:
         positions, unique = factorize_objects(f"a column of {path}", labels, "row")
         return positions[codes], unique
 
-    parts = parquet_chunks(path, *columns, rows)
+    parts = parquet_chunks(path, columns, rows)
     first = next(parts, None)
     if first is None:
         raise RatingsError(f"{path} holds no ratings")
@@ -685,15 +709,15 @@ def _matrix_market(path: str, header: MarketHeader, limit: int) -> _Reader:
 
     def chunks() -> Iterator[Chunk]:
         done, sized = 0, False
-        with reading(path), open_bytes(path) as stream:
-            while lines := stream.readlines(min(BLOCK_CHARS, limit // 32)):
-                lines = [line for line in lines if line.strip() and not line.lstrip().startswith(b"%")]
+        with reading(path), io.TextIOWrapper(open_bytes(path), encoding="latin-1") as stream:
+            for block in line_blocks(stream, path, min(BLOCK_CHARS, limit // 32)):
+                lines = [line for line in block.split("\n") if line.strip() and not line.lstrip().startswith("%")]
                 if lines and not sized:
                     lines, sized = lines[1:], True
                 if not lines:
                     continue
                 try:
-                    table = np.loadtxt([line.decode("latin-1") for line in lines], dtype=fields, comments=None, ndmin=1)
+                    table = np.loadtxt(lines, dtype=fields, comments=None, ndmin=1)
                 except ValueError as error:
                     text = f"{path} cannot be read as MatrixMarket: after entry {done}: {error}"
                     raise RatingsError(text) from error
@@ -859,19 +883,23 @@ class _Streamed:
 
     def _duplicate_error(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> DuplicateEntriesError:
         """Name the first pair of a bucket that repeats, and where the source has it."""
-        pairs = rows.astype(np.int64) * self._shape[1] + columns
-        order = np.argsort(pairs, kind="stable")
-        repeats = np.flatnonzero(pairs[order[1:]] == pairs[order[:-1]])
-        place = repeats[np.argmin(order[repeats + 1])]
-        one, other = int(order[place]), int(order[place + 1])
+        one, other = first_repeat(rows.astype(np.int64) * self._shape[1] + columns)
         places = self._places(int(rows[one]), int(columns[one]))
         reader = self.reader()
-        ids = [self._label(name, position) for name, position in zip(SIDES, (rows[one], columns[one]), strict=True)]
-        return DuplicateEntriesError(
-            f"{reader.source} has more than one entry for the pair (user {ids[0]}, item {ids[1]}): "
-            f"{reader.where(places[0], places[1])}, values {values[one]:g} and {values[other]:g}. "
-            'Merge them with duplicates="sum", "mean", "last" or "max"'
-        )
+        user, item = (self._label(name, place) for name, place in zip(SIDES, (rows[one], columns[one]), strict=True))
+        where = reader.where(places[0], places[1])
+        return duplicate_error(reader.source, user, item, where, values[[one, other]], self._repeats())
+
+    def _repeats(self) -> Repeats:
+        """Count repeated pairs over all buckets of users; those that have become slabs had none."""
+        found = Repeats(0, 0)
+        for k in range(len(self.folder.state["user bounds"]) - 1):
+            bucket = _bucket(self.folder.work, "user", k)
+            if bucket.exists() and not self.folder.has_slab("user", k):
+                part = np.fromfile(bucket, USER_ENTRY)
+                more = repeats(part["row"].astype(np.int64) * self._shape[1] + part["column"], part["value"])
+                found = Repeats(found.pairs + more.pairs, found.conflicting + more.conflicting)
+        return found
 
     def _places(self, row: int, column: int) -> list[int]:
         """Numbers of the entries of a pair, in input order."""
