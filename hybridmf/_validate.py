@@ -322,6 +322,8 @@ def as_csr(
     if max(matrix.shape) > MAX_AXIS:
         raise RatingsError(f"{name} has shape {matrix.shape}; at most {MAX_AXIS} rows and columns are supported")
     if matrix.format not in ("csr", "csc", "coo"):
+        if matrix.format == "lil":
+            _check_lists(matrix, name)
         padded, matrix = matrix.format in ("bsr", "dia"), matrix.tocoo(copy=True)
         if padded:
             matrix.eliminate_zeros()
@@ -497,6 +499,14 @@ def _narrowed(index: np.ndarray, count: int) -> tuple[np.ndarray, int | None]:
         outside |= narrow != index  # wider integers that wrapped around
     bad = np.flatnonzero(outside)
     return narrow, int(bad[0]) if bad.size else None
+
+
+def _check_lists(matrix: Any, name: str) -> None:
+    """Refuse a LIL matrix whose lists contradict each other: SciPy's conversion would write beyond its arrays."""
+    lists = [[row if isinstance(row, list) else None for row in side] for side in (matrix.rows, matrix.data)]
+    lengths = [[-1 if row is None else len(row) for row in side] for side in lists]
+    if lengths[0] != lengths[1] or len(lengths[0]) != matrix.shape[0] or -1 in lengths[0]:
+        raise RatingsError(f"{name} is corrupt: rows and data of a LIL matrix need a list of equal length for each row")
 
 
 def _own_compressed(matrix: Any, name: str, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -639,7 +639,7 @@ def test_popularity_refuses_bad_input():
     model = PopularityRecommender().fit(matrix)
     with pytest.raises(ValueError, match="userid has 2"):
         model.recommend(2)
-    with pytest.raises(ValueError, match="N must satisfy N >= 1"):
+    with pytest.raises(ValueError, match="N must satisfy 1 <= N"):
         model.recommend(0, N=0)
     with pytest.raises(TypeError, match="filter_already_liked_items must be True or False"):
         model.recommend(0, filter_already_liked_items=1)

@@ -361,3 +361,21 @@ def test_masked_positions_and_labels_are_refused():
         check_ids("userid", np.ma.array([0, 1], mask=[False, True]), 2, "n_users")
     with pytest.raises(RatingsError, match="user_ids is masked at position 1"):
         hmf.Ratings(np.eye(2), user_ids=np.ma.array([7, 8], mask=[False, True]))
+
+
+# ------------------------------------------------------------------------------------------------------- odd matrices
+
+
+@pytest.mark.parametrize(
+    "spoil_lists",
+    [
+        lambda lists: lists.data.__setitem__(0, [1.0]),
+        lambda lists: lists.rows.__setitem__(0, None),
+        lambda lists: setattr(lists, "rows", lists.rows[:3]),
+    ],
+)
+def test_lists_that_contradict_each_other_are_refused(spoil_lists):
+    lists = planted().tolil()
+    spoil_lists(lists)
+    with pytest.raises(RatingsError, match="a list of equal length for each row"):
+        as_csr(lists)
