@@ -183,11 +183,12 @@ def _problem(
 ) -> str:
     text = f"{name} has {dropped:,} of {entries:,} entries {_said(strangers, have, owner)}"
     for side, ids, theirs in zip(SIDES, have, want, strict=True):
-        if ids is None or theirs is None or theirs is IN_ORDER:
+        if ids is None or theirs is None or theirs is IN_ORDER or set(ids.tolist()) & set(theirs.tolist()):
             continue
+        text += f"; none of the {len(ids):,} {side}s of {name} is known to {owner}"
         mine, other = label_kind(ids), label_kind(theirs)
-        if mine != other and not set(ids.tolist()) & set(theirs.tolist()):
-            text += f"; its {side} labels are of type {mine} and those of {owner} of type {other}: convert one of them"
+        if mine != other:
+            text += f", whose {side} labels are of type {other} and not {mine}: convert one of them"
     if dropped == entries and unknown == "drop":
         return f"{text}; nothing would be left"
     return f"{text}; " + ('drop them with unknown="drop"' if unknown is not None else "leave them out")

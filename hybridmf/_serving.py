@@ -267,8 +267,8 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             return
         if counts is None:
             logger.warning(
-                "the model was saved without the number of entries of its items, so %d users without factors get no "
-                "recommendations; fit it again",
+                "the model was saved without the number of entries of its items, so users without factors get no "
+                "recommendations (%d here); fit it again",
                 len(cold),
             )
             return

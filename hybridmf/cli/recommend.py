@@ -102,9 +102,8 @@ def seen_matrix(model: Any, ratings: Ratings, source: str) -> sp.csr_array:
     counts = (model.n_users, model.n_items), ratings.shape
     texts = [_as_text(ids, others, count) for ids, others, count in zip(ours, theirs, counts[0], strict=True)]
     read = [_as_text(ids, others, count) for ids, others, count in zip(theirs, ours, counts[1], strict=True)]
-    matrix, dropped = align(ratings.user_items, (read[0], read[1]), (texts[0], texts[1]), name=source, unknown="drop")
-    if dropped:
-        click.echo(f"{source}: {dropped:,} ratings of users and items unknown to the model are left out.", err=True)
+    have, want = (read[0], read[1]), (texts[0], texts[1])
+    matrix, _ = align(ratings.user_items, have, want, name=source, unknown="drop")
     return matrix
 
 
