@@ -404,7 +404,7 @@ class _Run:
     def _observe(self, record: Record) -> None:
         record["objective"] = self.solver.objective_value()
         if self.validation is not None:
-            from .metrics import measure
+            from .metrics import _measure
 
             metric, everybody = self.model._validation_metric(), np.arange(self.validation.shape[0])
-            record[metric] = measure(self.model, self.validation, None, (metric,), everybody)[metric]
+            record[metric] = _measure(self.model, self.validation, None, (metric,), everybody)[metric]

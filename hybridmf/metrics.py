@@ -516,14 +516,14 @@ def evaluate(
         raise ValueError('metric "auc" needs train=, the matrix the model was fitted on: its items are left out')
     cold = _cold_users(model, train)
     users = _checked_users(users, model.n_users, cold)
-    found = measure(model, test, train, names, users, relevance_threshold, block_users, cold)
+    found = _measure(model, test, train, names, users, relevance_threshold, block_users, cold)
     found.n_dropped = dropped
     if found.n_cold_users:
         logger.info("%d of %d evaluated users have no training entries", found.n_cold_users, found.n_users)
     return found
 
 
-def measure(
+def _measure(
     model: Any,
     test: sp.csr_array,
     train: sp.csr_array | None,
