@@ -17,7 +17,8 @@ from sklearn.utils import Tags, check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from . import _io, dispatch
-from ._learned import Learned, align, pattern, total_of
+from ._align import UNKNOWN, Labels, align, labels_of
+from ._learned import Learned, pattern, total_of
 from ._objective import Objective, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan, plan_for
 from ._progress import progress_bar
@@ -25,7 +26,16 @@ from ._serving import ServingMixin
 from ._solver import Solver
 from ._sparse import transposed
 from ._triplets import refuse_triplets
-from ._validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape, without_mask
+from ._validate import (
+    as_csr,
+    check_bool,
+    check_choice,
+    check_int,
+    check_nonempty,
+    check_rng,
+    check_shape,
+    without_mask,
+)
 from .errors import DeviceError, RatingsError
 from .ratings import Ratings
 from .scale import checkpoint as checkpoints
@@ -91,6 +101,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         show_progress: bool = False,
         checkpoint: str | os.PathLike[str] | checkpoints.Checkpoint | None = None,
         resume_from: str | os.PathLike[str] | None = None,
+        unknown: str = "error",
     ) -> Any:
         """Learn user and item factors.
 
@@ -103,7 +114,8 @@ class FactorModel(ServingMixin, BaseEstimator):
         y : ignored
             For scikit-learn's sake.
         validation : Ratings or matrix, shape (n_users, n_items), optional
-            Held-out entries: each iteration's RMSE (explicit) or NDCG@10 (implicit) goes into ``history_``.
+            Held-out entries: each iteration's RMSE (explicit) or NDCG@10 (implicit) goes into ``history_``. Labelled
+            ratings go by the labels of `user_items`.
         callback : callable, optional
             Called as ``callback(model, record)`` after each iteration, `model` usable as it is; returning True
             stops the fit.
@@ -117,6 +129,8 @@ class FactorModel(ServingMixin, BaseEstimator):
         resume_from : path-like, optional
             Checkpoint, or folder of them, to continue from; the same data and objective are required. `iterations`
             counts those that it has behind it; if it has more, the model is that of the checkpoint, with a warning.
+        unknown : {"error", "drop"}
+            What becomes of labelled entries of `validation` whose user or item `user_items` does not have.
 
         Returns
         -------
@@ -129,7 +143,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         Raises
         ------
         TypeError, ValueError
-            A hyperparameter out of range; ratings that cannot be used.
+            A hyperparameter out of range; ratings that cannot be used; labels that a model file cannot hold.
         DeviceError, MemoryBudgetError, FileExistsError
             Before any work; the last for a `checkpoint` folder in which another run left checkpoints.
         NotPositiveDefiniteError, NonFiniteError, KeyboardInterrupt
@@ -141,14 +155,15 @@ class FactorModel(ServingMixin, BaseEstimator):
         if callback is not None and not callable(callback):
             raise TypeError(f"callback must be callable, got {type(callback).__name__}")
         started = time.perf_counter()
+        check_labels(labels_of(user_items))
         matrix = self._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
         checked = time.perf_counter()
         stored = isinstance(matrix, StoreMatrix)
         plan = plan_for(matrix, objective, settings)
         check_memory(plan)
-        validation = _check_validation(validation, user_items, matrix.shape, objective)
-        where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)
+        validation = _check_validation(validation, user_items, matrix.shape, objective, unknown)
+        where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from)
         data = ""
         if where or resume_from is not None:
             data = checkpoints.fingerprint(matrix)
@@ -158,13 +173,15 @@ class FactorModel(ServingMixin, BaseEstimator):
         converting = time.perf_counter()
         item_users = matrix.transposed() if stored else transposed(matrix, plan.num_threads)
         converted = time.perf_counter()
+        user_counts, item_counts = np.diff(matrix.indptr), np.diff(item_users.indptr).astype(np.int64)
+        log_empty_rows(user_counts, item_counts)
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
         solver = self._solver(_seeded(plan, seed_bits), matrix, item_users, state, completed)
         ready = time.perf_counter()
         with closing(solver):  # threads and connections of several ranks end with the fit, however it ends
-            learned = self._learned_from(user_items, matrix, objective, plan, state)
+            learned = self._learned_from(user_items, matrix, objective, plan, state, item_counts)
             extra = {"data": data, "seed_bits": seed_bits}
             writer = None if where is None else checkpoints.Writer(where, extra, completed)
             run = _Run(self, solver, learned, user_items, validation, callback, writer)
@@ -180,18 +197,21 @@ class FactorModel(ServingMixin, BaseEstimator):
         }
         return self
 
-    def _learned_from(self, given: Any, matrix: Any, objective: Objective, plan: Plan, state: State) -> Learned:
+    def _learned_from(
+        self, given: Any, matrix: Any, objective: Objective, plan: Plan, state: State, item_counts: np.ndarray
+    ) -> Learned:
         """What is known before the first iteration of a fit on `given`, `matrix` once checked."""
-        labelled = isinstance(given, (Ratings, Store))
+        user_ids, item_ids = labels_of(given) or (None, None)
         return Learned(
             objective,
             plan,
             state,
             pattern(matrix),
             total_of(matrix),
-            given.user_ids if labelled else None,
-            given.item_ids if labelled else None,
+            user_ids,
+            item_ids,
             _io.jsonable(self.get_params(deep=False)),
+            item_counts,
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
@@ -242,6 +262,7 @@ class FactorModel(ServingMixin, BaseEstimator):
                 content.user_ids,
                 content.item_ids,
                 _io.jsonable(self.get_params(deep=False)),
+                content.item_counts,
             )
         )
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])
@@ -265,16 +286,35 @@ def _seeded(plan: Plan, seed_bits: int | None) -> Plan:
     return plan if seed_bits is None else replace(plan, method=replace(method, seed_bits=seed_bits))
 
 
+def check_labels(labels: Labels | None) -> None:
+    """Refuse labels that no model file can hold before the fit, not when it is saved.
+
+    Raises
+    ------
+    TypeError
+    """
+    for name, ids in zip(("user_ids", "item_ids"), labels or (), strict=False):
+        _io.check_storable_labels(name, ids)
+
+
+def log_empty_rows(user_counts: np.ndarray, item_counts: np.ndarray) -> None:
+    """Log how many rows of each side have no entries, and so get no factors."""
+    users, items = (int(np.count_nonzero(counts == 0)) for counts in (user_counts, item_counts))
+    logger.info("%d of %d users and %d of %d items have no entries", users, len(user_counts), items, len(item_counts))
+
+
 def _check_validation(
-    validation: Any, user_items: Any, shape: tuple[int, int], objective: Objective
+    validation: Any, user_items: Any, shape: tuple[int, int], objective: Objective, unknown: str
 ) -> sp.csr_array | None:
     """Held-out entries over the training rows and columns, by label where both have labels."""
+    check_choice("unknown", unknown, UNKNOWN)
     if validation is None:
         return None
     matrix = as_csr(validation, name="validation")
-    if isinstance(validation, (Ratings, Store)) and isinstance(user_items, (Ratings, Store)):
-        matrix = align(matrix, 0, validation.user_ids, user_items.user_ids, "user")
-        matrix = align(matrix, 1, validation.item_ids, user_items.item_ids, "item")
+    want = labels_of(user_items) or (None, None)
+    matrix, _ = align(
+        matrix, labels_of(validation), want, name="validation", unknown=unknown, owner="the training data"
+    )
     check_shape("validation", matrix, shape, ("n_users", "n_items"))
     check_nonempty(matrix, "validation")
     if objective.is_implicit and not np.any(matrix.data > 0):
@@ -376,7 +416,7 @@ class _Run:
     def _observe(self, record: Record) -> None:
         record["objective"] = self.solver.objective_value()
         if self.validation is not None:
-            from .metrics import evaluate
+            from .metrics import _measure
 
-            metric = self.model._validation_metric()
-            record[metric] = evaluate(self.model, self.validation, metrics=(metric,))[metric]
+            metric, everybody = self.model._validation_metric(), np.arange(self.validation.shape[0])
+            record[metric] = _measure(self.model, self.validation, None, (metric,), everybody)[metric]

@@ -24,8 +24,8 @@ class Engine(Protocol):
 
     name: str
 
-    def pack(self, items: np.ndarray) -> Any:
-        """Items in the layout `top_k` reads, made once; shape (n_items, rank)."""
+    def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> Any:
+        """Items in the layout `top_k` reads, made once; shape (n_items, rank). Only `candidates` take part."""
 
     def top_k(
         self, users: np.ndarray, packed: Any, n: int, seen: sp.csr_array | None, candidates: np.ndarray | None

@@ -2,10 +2,10 @@
 
 Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biased models); ``user_squares``,
 ``item_squares``, ``user_bias_squares``, ``item_bias_squares`` (checkpoints of AdaGrad); ``seen_indptr``,
-``seen_indices`` (what users have seen); ``user_ids``, ``item_ids`` (labels: integers as int64 or uint64, others as the
-UTF-8 bytes of a JSON list). Metadata: ``format``, ``version``, ``model`` (class name), ``params``, ``state`` and
-``checksums``, the last three JSON objects. Kernels trust a loaded model, so a file that contradicts itself anywhere is
-refused.
+``seen_indices`` (what users have seen); ``item_counts`` (training entries of each item); ``user_ids``, ``item_ids``
+(labels: integers as int64 or uint64, others as the UTF-8 bytes of a JSON list). Metadata: ``format``, ``version``,
+``model`` (class name), ``params``, ``state`` and ``checksums``, the last three JSON objects. Kernels trust a loaded
+model, so a file that contradicts itself anywhere is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import safetensors
@@ -30,7 +30,17 @@ FORMAT, VERSION = "hybridmf", 1
 
 SQUARES = ("user_squares", "item_squares", "user_bias_squares", "item_bias_squares")
 TENSORS = frozenset(
-    ["user_factors", "item_factors", "user_bias", "item_bias", "seen_indptr", "seen_indices", "user_ids", "item_ids"]
+    [
+        "user_factors",
+        "item_factors",
+        "user_bias",
+        "item_bias",
+        "seen_indptr",
+        "seen_indices",
+        "item_counts",
+        "user_ids",
+        "item_ids",
+    ]
 ) | set(SQUARES)
 DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "int32": "I32", "uint8": "U8"}
 """NumPy's names of dtypes, and those of safetensors."""
@@ -60,6 +70,8 @@ def check_storable_labels(name: str, labels: Any) -> list[Any]:
     TypeError
         A label that is neither a string nor a number.
     """
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "biufU":
+        return cast("list[Any]", labels.tolist())
     plain = [
         label.item() if isinstance(label, np.generic) and label.dtype.kind in "biufU" else label
         for label in (() if labels is None else labels)
@@ -68,7 +80,8 @@ def check_storable_labels(name: str, labels: Any) -> list[Any]:
     if not kinds <= {str, int, float, bool}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise TypeError(
-            f"{name} holds labels of type {names}; only strings and numbers can be saved: relabel them first"
+            f"{name} holds labels of type {names}; only strings and numbers can be saved in a model file: relabel them "
+            f"first, for example by [str(label) for label in {name}]"
         )
     return plain
 
@@ -156,11 +169,13 @@ def state_tensors(state: State, *, resumable: bool = False) -> dict[str, np.ndar
 
 
 def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.ndarray]:
-    """Tensors that stay the same while a fit goes on: labels, and what users have seen."""
+    """Tensors that stay the same while a fit goes on: labels, entries of items, and what users have seen."""
     tensors: dict[str, np.ndarray] = {}
     if include_seen and model._learned.seen is not None:
         seen = model._learned.seen_matrix()
         tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
+    if model._learned.item_counts is not None:
+        tensors["item_counts"] = model._learned.item_counts
     for name in ("user_ids", "item_ids"):
         labels = getattr(model, f"{name}_")
         if labels is not None:
@@ -218,6 +233,7 @@ class ModelFile:
         Constructor parameters; ``mean``, ``n_iter``, ``nnz``, ``total``, ``history`` and what else was stored.
     state : State
     seen : csr_array or None
+    item_counts : int64 array or None
     user_ids, item_ids : array or None
 
     Parameters
@@ -250,6 +266,7 @@ class ModelFile:
             self._require(tensors.keys() <= TENSORS, f"unknown tensors {sorted(tensors.keys() - TENSORS)}")
             self.state = self._state(tensors)
             self.seen = self._seen(tensors)
+            self.item_counts = self._item_counts(tensors)
             self.user_ids = self._labels("user_ids", tensors, len(self.state.user))
             self.item_ids = self._labels("item_ids", tensors, len(self.state.item))
         except ModelFileError:
@@ -366,6 +383,18 @@ class ModelFile:
         shape = (len(self.state.user), len(self.state.item))
         self._require(_is_canonical(indptr, indices, shape), "the record of what users have seen is inconsistent")
         return make_csr(indptr.astype(np.int64), indices.astype(np.int32), np.ones(len(indices), np.int8), shape)
+
+    def _item_counts(self, tensors: dict[str, np.ndarray]) -> np.ndarray | None:
+        """Training entries of each item; of a file without them, by what users have seen."""
+        counted = None if self.seen is None else np.bincount(self.seen.indices, minlength=self.seen.shape[1])
+        counts = tensors.get("item_counts")
+        if counts is None:
+            return counted
+        shape = (len(self.state.item),)
+        sound = counts.shape == shape and counts.dtype == np.int64 and bool(np.all(counts >= 0))
+        sound = sound and (counted is None or np.array_equal(counts, counted))
+        self._require(sound, "item_counts contradicts what it counts")
+        return counts
 
     def _labels(self, name: str, tensors: dict[str, np.ndarray], count: int) -> np.ndarray | None:
         tensor = tensors.get(name)

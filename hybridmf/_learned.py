@@ -11,8 +11,7 @@ import scipy.sparse as sp
 from ._objective import Factors, Objective, Side, State
 from ._plan import Plan
 from ._sparse import as_ones, entry_rows, entry_sum, transposed
-from ._validate import from_triplets, frozen_csr
-from .errors import RatingsError
+from ._validate import frozen_csr
 from .scale.store import StoredSeen, StoreMatrix
 
 
@@ -33,6 +32,8 @@ class Learned:
         Labels.
     params : dict
         The constructor's parameters at the fit, as a model file stores them.
+    item_counts : int64 array, shape (n_items,), or None
+        Training entries of each item; None in a model whose file has neither them nor `seen`.
     """
 
     objective: Objective
@@ -43,18 +44,24 @@ class Learned:
     user_ids: np.ndarray | None = None
     item_ids: np.ndarray | None = None
     params: dict[str, Any] = field(default_factory=dict)
+    item_counts: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(n_users, n_items)."""
         return len(self.state.user), len(self.state.item)
 
-    def with_side(self, side: Side, factors: Factors, seen: sp.csr_array | None, labels: np.ndarray | None) -> Learned:
+    def with_side(
+        self,
+        side: Side,
+        factors: Factors,
+        seen: sp.csr_array | None,
+        labels: np.ndarray | None,
+        item_counts: np.ndarray | None,
+    ) -> Learned:
         """A copy in which one side has other rows."""
-        state = self.state.with_side(side, factors)
-        if side == "user":
-            return replace(self, state=state, seen=seen, total=None, user_ids=labels)
-        return replace(self, state=state, seen=seen, total=None, item_ids=labels)
+        copy = replace(self, state=self.state.with_side(side, factors), seen=seen, total=None, item_counts=item_counts)
+        return replace(copy, user_ids=labels) if side == "user" else replace(copy, item_ids=labels)
 
     def seen_matrix(self) -> sp.csr_array | None:
         """`seen` in memory."""
@@ -88,6 +95,11 @@ def total_of(matrix: sp.csr_array | StoreMatrix) -> float:
     return matrix.total if isinstance(matrix, StoreMatrix) else entry_sum([matrix.data])
 
 
+def count_items(matrix: sp.csr_array) -> np.ndarray:
+    """Entries of each column, int64, shape (n_items,)."""
+    return np.bincount(matrix.indices, minlength=matrix.shape[1]).astype(np.int64)
+
+
 def pattern(matrix: Any) -> Any:
     """The entries of a matrix as int8 ones, their positions shared; of a store, where to read them."""
     return StoredSeen(matrix) if isinstance(matrix, StoreMatrix) else frozen_csr(as_ones(matrix, np.int8))
@@ -96,28 +108,3 @@ def pattern(matrix: Any) -> Any:
 def transposed_pattern(seen: sp.csr_array) -> sp.csr_array:
     """The transpose of a `pattern` in memory."""
     return pattern(transposed(as_ones(seen, np.float32)))  # the type of kernels
-
-
-def align(matrix: sp.csr_array, axis: int, have: Any, want: Any, what: str) -> sp.csr_array:
-    """Rows (axis 0) or columns (axis 1) of labelled ratings, brought to the model's positions by label.
-
-    Raises
-    ------
-    RatingsError
-        A label with entries that the model does not know.
-    """
-    if have is None or want is None or (len(have) == len(want) and bool(np.all(have == want))):
-        return matrix
-    table = {label: position for position, label in enumerate(want.tolist())}
-    positions = np.array([table.get(label, -1) for label in have.tolist()], dtype=np.int64)
-    used = np.diff(matrix.indptr) > 0 if axis == 0 else np.bincount(matrix.indices, minlength=len(have)) > 0
-    unknown = np.flatnonzero((positions < 0) & used)
-    if unknown.size:
-        raise RatingsError(
-            f"the ratings have {what} {have.tolist()[unknown[0]]!r}, which the model was not fitted on "
-            f"({unknown.size} such {what}s); leave them out, or add them by partial_fit_{what}s"
-        )
-    shape = (len(want), matrix.shape[1]) if axis == 0 else (matrix.shape[0], len(want))
-    index = [entry_rows(matrix), matrix.indices]
-    index[axis] = positions[index[axis]]
-    return from_triplets(index[0], index[1], matrix.data, shape, dtype=matrix.dtype)

@@ -163,6 +163,16 @@ class Factors:
         """The factors in NumPy arrays; other backends keep theirs on a device until somebody looks."""
         return self
 
+    def blank_rows(self, rows: np.ndarray | None = None) -> np.ndarray:
+        """Which of `rows` (default: all), by place, have zero factors and no bias: nothing was learned of them."""
+        first = self.matrix[:, 0] if rows is None else self.matrix[rows, 0]
+        suspects = np.flatnonzero(first == 0)  # few, or none: the other columns are read for these only
+        where = suspects if rows is None else rows[suspects]
+        blank = ~self.matrix[where].any(axis=1)
+        if self.bias is not None:
+            blank &= self.bias[where] == 0
+        return suspects[blank]
+
     def take(self, rows: np.ndarray) -> Factors:
         """Factors of the given rows, in that order."""
         return Factors(

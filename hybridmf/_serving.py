@@ -16,10 +16,12 @@ from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from ._engine import engine_for
-from ._learned import Learned, align, pattern, transposed_pattern
+from ._align import IN_ORDER, align, align_rows, labels_of
+from ._engine import Engine, engine_for
+from ._io import check_storable_labels
+from ._learned import Learned, count_items, pattern, transposed_pattern
 from ._memory import available_memory, check_answer
-from ._objective import Factors, Side, scoring_rows
+from ._objective import SIDES, Factors, Side, scoring_rows
 from ._plan import Plan
 from ._sparse import keep_entries, take_rows, transposed
 from ._triplets import refuse_triplets
@@ -36,11 +38,15 @@ from ._validate import (
     without_mask,
 )
 from .cpu import _als
-from .errors import DeviceMemoryError, MemoryBudgetError, RatingsError
+from .errors import DeviceMemoryError, MemoryBudgetError, RatingsError, UnknownLabelError
+from .popularity import allowed_items, rank_by_count
 from .ratings import Ratings
 from .scale.store import Store, StoredSeen
 
 logger = logging.getLogger("hybridmf")
+
+COLD_USERS = ("popular", "mask")
+"""What ``cold_users=`` of `recommend` may say."""
 
 
 def _normalized(factors: np.ndarray) -> np.ndarray:
@@ -131,6 +137,23 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return self._learned.item_ids
 
     @property
+    def cold_users_(self) -> np.ndarray:
+        """Users of whom nothing was learned, mostly for want of training entries: bool array, shape (n_users,)."""
+        return self._blank_rows("user")
+
+    @property
+    def cold_items_(self) -> np.ndarray:
+        """Items of which nothing was learned, mostly for want of training entries: bool array, shape (n_items,)."""
+        return self._blank_rows("item")
+
+    def _blank_rows(self, side: Side) -> np.ndarray:
+        check_is_fitted(self)
+        factors = self._learned.state.side(side)
+        blank = np.zeros(len(factors), dtype=bool)
+        blank[factors.blank_rows()] = True
+        return blank
+
+    @property
     def n_users(self) -> int:
         """Number of users the model has factors for."""
         return len(self.user_factors_)
@@ -142,7 +165,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     @property
     def _n_features_out(self) -> int:
-        return self.item_factors_.shape[1]
+        return self.item_factors_.shape[1] + (self.user_bias_ is not None)
 
     def _learn(self, learned: Learned) -> None:
         """Take over a new state; everything derived from the old one goes."""
@@ -168,16 +191,21 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         filter_already_liked_items: bool = True,
         filter_items: Any = None,
         items: Any = None,
+        cold_users: str = "popular",
     ) -> tuple[np.ndarray, np.ndarray]:
         """The N items each user scores highest.
+
+        Items without training entries have no factors, so they are not recommended: their score of 0 would compare
+        with nothing.
 
         Parameters
         ----------
         userid : int or int array, shape (n,)
             Positions of users (``Ratings.user_index`` turns labels into positions).
-        user_items : sparse matrix, shape (n, n_items), optional
+        user_items : Ratings or sparse matrix, shape (n, n_items), optional
             What each user of `userid` has seen, row by row in the order of `userid`; a matrix with all n_users rows
-            is indexed by `userid`. Default: the entries the model was fitted on.
+            is indexed by `userid`, and labelled ratings go by their labels. Default: the entries the model was fitted
+            on.
         N : int
             How many.
         filter_already_liked_items : bool
@@ -186,13 +214,16 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             Items to leave out for everybody.
         items : int array, optional
             Only these items take part.
+        cold_users : {"popular", "mask"}
+            What a user without training entries gets, whose factors are zero (`cold_users_`). "popular": a ranking by
+            the item biases of a model with biases, else by the number of training entries. "mask": nothing.
 
         Returns
         -------
         ids : int32 array, shape (N,) for one user, (n, N) for several
             Best first, ties by lower position; -1 where fewer than N items are left.
         scores : float array, same shape
-            -inf where ids is -1.
+            Of a cold user of a model without biases, the numbers of training entries; -inf where ids is -1.
 
         Raises
         ------
@@ -208,18 +239,60 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             seen = self._seen_rows(users, user_items)
         elif user_items is not None:
             self._seen_rows(users, user_items)  # judged all the same: a wrong matrix is a mistake worth hearing of
-        candidates = self._candidates(items, filter_items)
-        n_candidates = self.n_items if candidates is None else len(candidates)
-        check_answer(len(users), N, n_candidates, self.item_factors_.itemsize)
+        check_choice("cold_users", cold_users, COLD_USERS)
+        allowed = None if items is None and filter_items is None else allowed_items(self.n_items, items, filter_items)
+        n_allowed = self.n_items if allowed is None else int(np.count_nonzero(allowed))
+        check_answer(len(users), N, n_allowed, self.item_factors_.itemsize)
         engine = engine_for(self.plan_, float(len(users)) * self.n_items * self.plan_.rank)
+        candidates = None if allowed is None else self._with_factors(allowed)
         ids, scores = engine.top_k(
-            self._scoring_factors("user", users),
-            self._cached(f"scoring_items on {engine.name}", lambda: engine.pack(self._scoring_factors("item"))),
-            N,
-            seen,
-            candidates,
+            self._scoring_factors("user", users), self._packed_items(engine), N, seen, candidates
         )
+        cold = self._learned.state.user.blank_rows(users)
+        if len(cold):
+            self._rank_cold(ids, scores, cold, None if seen is None else take_rows(seen, cold), allowed, cold_users)
         return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
+
+    def _rank_cold(
+        self,
+        ids: np.ndarray,
+        scores: np.ndarray,
+        cold: np.ndarray,
+        seen: sp.csr_array | None,
+        allowed: np.ndarray | None,
+        cold_users: str,
+    ) -> None:
+        """Replace rows `cold` of a result, in place: scores of zero factors rank nothing, those of biases do."""
+        biased = self._learned.state.user.bias is not None
+        if cold_users == "popular" and biased:
+            return
+        ids[cold], scores[cold] = -1, -np.inf
+        counts = self._learned.item_counts
+        if cold_users == "mask":
+            return
+        if counts is None:
+            logger.warning(
+                "the model was saved without the number of entries of its items, so users without factors get no "
+                "recommendations (%d here); fit it again",
+                len(cold),
+            )
+            return
+        shown = counts > 0 if allowed is None else allowed & (counts > 0)
+        kept = min(ids.shape[1], self.n_items)
+        ids[cold, :kept], scores[cold, :kept] = rank_by_count(counts, shown, seen, len(cold), kept)
+
+    def _packed_items(self, engine: Engine) -> Any:
+        """Items with factors, as `engine` reads them."""
+
+        def pack() -> Any:
+            return engine.pack(self._scoring_factors("item"), self._with_factors())
+
+        return self._cached(f"scoring_items on {engine.name}", pack)
+
+    def _with_factors(self, allowed: np.ndarray | None = None) -> np.ndarray | None:
+        """Positions of the allowed items that have factors; None where these are all items."""
+        warm = self._cached("warm items", lambda: ~self.cold_items_)
+        return None if allowed is None and warm.all() else np.flatnonzero(warm if allowed is None else warm & allowed)
 
     def _seen_rows(self, users: np.ndarray, user_items: Any) -> sp.csr_array:
         if user_items is None:
@@ -230,23 +303,10 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
                 )
             seen = self._learned.seen
             return seen.take_rows(users) if isinstance(seen, StoredSeen) else take_rows(seen, users)
-        matrix = as_csr(user_items, dtype=np.float32)
-        if isinstance(user_items, (Ratings, Store)):
-            matrix = align(matrix, 1, user_items.item_ids, self.item_ids_, "item")
-        if matrix.shape[0] == self.n_users != len(users):
-            matrix = take_rows(matrix, users)
+        labels = (self.user_ids_, self.item_ids_)
+        matrix = align_rows(as_csr(user_items, dtype=np.float32), user_items, users, labels, self.n_users)
         check_shape("user_items", matrix, (len(users), self.n_items), ("n_userids", "n_items"))
         return matrix
-
-    def _candidates(self, items: Any, filter_items: Any) -> np.ndarray | None:
-        if items is None and filter_items is None:
-            return None
-        keep = np.full(self.n_items, items is None)
-        if items is not None:
-            keep[check_ids("items", items, self.n_items, "n_items")] = True
-        if filter_items is not None:
-            keep[check_ids("filter_items", filter_items, self.n_items, "n_items")] = False
-        return np.flatnonzero(keep)
 
     def similar_items(self, itemid: Any, N: int = 10) -> tuple[np.ndarray, np.ndarray]:
         """The N items whose factors have the highest cosine with those of `itemid`, which comes first itself.
@@ -259,8 +319,10 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         Returns
         -------
         ids : int32 array, shape (N,) or (n, N)
+            Items with factors only; -1 where fewer than N are left, and for an item without factors (one without
+            entries), which is like no other.
         scores : float array, same shape
-            Cosines; 0 for items without entries.
+            Cosines; -inf where ids is -1.
         """
         return self._similar("item", "itemid", itemid, N)
 
@@ -270,16 +332,22 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     def _similar(self, side: Side, name: str, ids: Any, N: int) -> tuple[np.ndarray, np.ndarray]:
         check_is_fitted(self)
-        normalized = self._cached(
-            f"normalized {side} factors", lambda: _normalized(self._learned.state.side(side).matrix)
-        )
+        factors = Factors(self._learned.state.side(side).matrix)  # a bias says nothing of likeness
+        normalized = self._cached(f"normalized {side} factors", lambda: _normalized(factors.matrix))
         positions = check_ids(name, ids, len(normalized), f"n_{side}s")
         N = check_int("N", N, 1, MAX_N)
         check_answer(len(positions), N, len(normalized), normalized.itemsize)
         engine = engine_for(self.plan_, float(len(positions)) * normalized.size)
-        packed = self._cached(f"normalized {side} factors on {engine.name}", lambda: engine.pack(normalized))
+
+        def pack() -> Any:
+            blank = factors.blank_rows()
+            return engine.pack(normalized, np.setdiff1d(np.arange(len(factors)), blank) if len(blank) else None)
+
+        packed = self._cached(f"normalized {side} factors on {engine.name}", pack)
         found, scores = engine.top_k(normalized[positions], packed, N, None, None)
         _itself_first(found, scores, positions)
+        blank = factors.blank_rows(positions)
+        found[blank], scores[blank] = -1, -np.inf
         return (found[0], scores[0]) if np.ndim(ids) == 0 else (found, scores)
 
     def _cached(self, key: str, compute: Callable[[], Any]) -> Any:
@@ -334,8 +402,15 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     # ------------------------------------------------------------------------------------------------ fold-in
 
-    def _rows(self, rows: Any, name: str = "user_items") -> sp.csr_array:
-        """A matrix as the fitted model's kernels take it: its dtype, its items; labelled ratings by label."""
+    def _rows(
+        self,
+        rows: Any,
+        name: str = "user_items",
+        users: Any = IN_ORDER,
+        unknown: str | None = None,
+        owner: str = "the model",
+    ) -> sp.csr_array:
+        """A matrix as the fitted model's kernels take it: its dtype; labelled ratings in the order of `users`."""
         learned = self._learned
         matrix = rows
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
@@ -345,13 +420,11 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         matrix = as_csr(
             matrix, name=name, dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
         )
-        if isinstance(rows, (Ratings, Store)):
-            matrix = align(matrix, 1, rows.item_ids, learned.item_ids, "item")
-        return matrix
+        return align(matrix, labels_of(rows), (users, learned.item_ids), name=name, unknown=unknown, owner=owner)[0]
 
-    def _new_rows(self, rows: Any, name: str = "user_items") -> sp.csr_array:
-        """Rows over the model's items, validated; messages name both axes."""
-        matrix = self._rows(rows, name)
+    def _new_rows(self, rows: Any, name: str = "user_items", **options: Any) -> sp.csr_array:
+        """Rows over the model's items, validated; messages name both axes. `options` are those of `_rows`."""
+        matrix = self._rows(rows, name, **options)
         if matrix.shape[1] != self.n_items:
             n, shape = self.n_items, matrix.shape
             hint = f"; rows are users and columns are items: pass {name}.T" if shape[0] == n else ""
@@ -363,11 +436,9 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             validate_data(self, rows, skip_check_array=True, reset=False)  # names of a frame's columns
         return matrix
 
-    def _training_rows(self, rows: Any) -> sp.csr_array:
+    def _training_rows(self, rows: Any, unknown: str) -> sp.csr_array:
         """A matrix whose rows are the training users, labelled ratings brought into their order."""
-        matrix = self._rows(rows)
-        if isinstance(rows, (Ratings, Store)):
-            matrix = align(matrix, 0, rows.user_ids, self.user_ids_, "user")
+        matrix = self._rows(rows, users=self.user_ids_, unknown=unknown)
         check_shape("user_items", matrix, (self.n_users, self.n_items), ("n_users", "n_items"))
         return matrix
 
@@ -385,29 +456,38 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
         Parameters
         ----------
-        user_items : sparse or dense matrix, shape (n_rows, n_items)
+        user_items : Ratings, or sparse or dense matrix, shape (n_rows, n_items)
+            Labelled items go by their labels.
 
         Returns
         -------
-        float array, shape (n_rows, factors)
-            In the dtype of the computation. A biased model's row biases are not part of it.
+        float array, shape (n_rows, factors), or (n_rows, factors + 1) for a model with biases
+            In the dtype of the computation. The last column of a model with biases is the row's bias, so that the
+            predictions of ``rows = model.transform(user_items)`` are ``rows[:, :-1] @ model.item_factors_.T +
+            rows[:, -1:] + model.item_bias_ + model.mean_``; without biases, ``rows @ model.item_factors_.T``.
         """
         check_is_fitted(self)
-        return self._fold_in("user", self._new_rows(user_items)).matrix
+        factors = self._fold_in("user", self._new_rows(user_items))
+        return factors.matrix if factors.bias is None else np.column_stack((factors.matrix, factors.bias))
 
-    def objective(self, user_items: Any) -> float:
-        """The objective the model minimizes, at its factors, on given data (DESIGN: explicit or implicit), in float64.
+    def objective(self, user_items: Any, *, unknown: str = "error") -> float:
+        """The objective that the model minimizes, of its factors on given data, in float64.
+
+        The page on methods has the formulas of explicit and implicit feedback.
 
         Parameters
         ----------
-        user_items : sparse or dense matrix, shape (n_users, n_items)
+        user_items : Ratings, or sparse or dense matrix, shape (n_users, n_items)
+            Labelled ratings go by their labels.
+        unknown : {"error", "drop"}
+            What becomes of labelled entries of users and items that the model does not have.
 
         Returns
         -------
         float
         """
         check_is_fitted(self)
-        matrix = self._training_rows(user_items)
+        matrix = self._training_rows(user_items, unknown)
         engine = engine_for(self.plan_)
         try:
             return engine.objective_value(self._learned.objective, matrix, self._learned.state)
@@ -425,8 +505,8 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         ----------
         ids : int or int array, shape (n,)
             Positions; those from n_users on are new (positions left out in between get zero factors).
-        rows : sparse or dense matrix, shape (n, n_items)
-            All entries of each of these users.
+        rows : Ratings, or sparse or dense matrix, shape (n, n_items)
+            All entries of each of these users, in the order of `ids`; labelled ratings go by their labels.
         labels : array, shape (n,), optional
             Labels of new users, needed where the model has labels.
 
@@ -435,10 +515,11 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         self
         """
         check_is_fitted(self)
-        positions = _update_positions("ids", ids)
-        matrix = self._new_rows(rows, "rows")
+        positions, names = self._updated_labels("user", ids, labels)
+        wanted = _updated_axis("rows", rows, 0, positions, names)
+        matrix = self._new_rows(rows, "rows", users=wanted, owner="the model or to ids")
         check_shape("rows", matrix, (len(positions), self.n_items), ("n_ids", "n_items"))
-        self._update("user", positions, matrix, labels)
+        self._update("user", positions, matrix, names)
         return self
 
     def partial_fit_items(self, ids: Any, cols: Any, *, labels: Any = None) -> Any:
@@ -448,8 +529,8 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         ----------
         ids : int or int array, shape (n,)
             Positions; those from n_items on are new.
-        cols : sparse or dense matrix, shape (n_users, n)
-            All entries of each of these items, as columns.
+        cols : Ratings, or sparse or dense matrix, shape (n_users, n)
+            All entries of each of these items, as columns in the order of `ids`; labelled ratings go by their labels.
         labels : array, shape (n,), optional
             Labels of new items, needed where the model has labels.
 
@@ -458,23 +539,25 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         self
         """
         check_is_fitted(self)
-        positions = _update_positions("ids", ids)
+        positions, names = self._updated_labels("item", ids, labels)
         learned = self._learned
         matrix = as_csr(
             cols, name="cols", dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
         )
+        want = (learned.user_ids, _updated_axis("cols", cols, 1, positions, names))
+        matrix, _ = align(matrix, labels_of(cols), want, name="cols", unknown=None, owner="the model or to ids")
         check_shape("cols", matrix, (self.n_users, len(positions)), ("n_users", "n_ids"))
         grown = positions.max() >= self.n_items
-        self._update("item", positions, transposed(matrix, self.plan_.num_threads), labels)
+        self._update("item", positions, transposed(matrix, self.plan_.num_threads), names)
         self.n_features_in_ = self.n_items
         if grown and hasattr(self, "feature_names_in_"):
             del self.feature_names_in_  # the new columns have no names
         return self
 
-    def _update(self, side: Side, positions: np.ndarray, rows: sp.csr_array, labels: Any) -> None:
-        """Fold rows in and put them at their positions; everything is computed before anything is replaced."""
-        learned = self._learned
-        known = learned.state.side(side)
+    def _updated_labels(self, side: Side, ids: Any, labels: Any) -> tuple[np.ndarray, np.ndarray | None]:
+        """Positions of an update, and the labels of all rows after it."""
+        positions = _update_positions("ids", ids)
+        known = self._learned.state.side(side)
         size = max(len(known), int(positions.max()) + 1)
         free, needed = available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
         if free is not None and needed > free:
@@ -482,19 +565,26 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
                 f"ids has {positions.max()}, so the model would need {size} {side}s and {needed / 2**20:,.0f} MiB; "
                 f"{free / 2**20:,.0f} MiB are free. Positions are counted from 0: is the id a label?"
             )
-        old_labels = learned.user_ids if side == "user" else learned.item_ids
-        names = _extended_labels(side, old_labels, positions, size, labels)
+        old = self._learned.user_ids if side == "user" else self._learned.item_ids
+        return positions, _extended_labels(side, old, positions, size, labels)
+
+    def _update(self, side: Side, positions: np.ndarray, rows: sp.csr_array, names: np.ndarray | None) -> None:
+        """Fold rows in and put them at their positions; everything is computed before anything is replaced."""
+        learned = self._learned
+        known = learned.state.side(side)
+        size = max(len(known), int(positions.max()) + 1)
         factors = known.put(positions, self._fold_in(side, rows), size)
         seen = learned.seen_matrix()
         if seen is not None:
             by_row = seen if side == "user" else transposed_pattern(seen)
             by_row = _replace_rows(by_row, positions, rows, size)
             seen = by_row if side == "user" else transposed_pattern(by_row)
-        self._learn(learned.with_side(side, factors, seen, names))
+        counts = _updated_counts(learned, side, positions, rows, seen)
+        self._learn(learned.with_side(side, factors, seen, names, counts))
 
     # ------------------------------------------------------------------------------------------------ score
 
-    def score(self, user_items: Any, y: Any = None, *, users: str = "auto") -> float:
+    def score(self, user_items: Any, y: Any = None, *, users: str = "auto", unknown: str = "error") -> float:
         """How well held-out entries are predicted; higher is better.
 
         Parameters
@@ -506,7 +596,10 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             "training": row u holds held-out entries of training user u. "new": rows are new users; every fifth entry
             of a row is hidden (at least one of a row with two or more), the others are folded in, and the hidden ones
             are predicted, which is what cross-validation over rows needs. "auto": training users if there are n_users
-            rows whose entries are all in the training data or all outside it, else new users.
+            rows whose entries are all in the training data or all outside it, else new users. Labelled ratings are
+            those of training users if all their users are; under ``unknown="drop"``, if any of them is.
+        unknown : {"error", "drop"}
+            What becomes of labelled entries of items, and of training users, that the model does not have.
 
         Returns
         -------
@@ -515,19 +608,20 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         """
         check_is_fitted(self)
         check_choice("users", users, ("auto", "training", "new"))
-        matrix = self._new_rows(user_items)
-        if users == "training" or (users == "auto" and self._are_training_users(user_items, matrix)):
-            matrix = self._training_rows(user_items)
+        matrix = self._new_rows(user_items, unknown=unknown)
+        if users == "training" or (users == "auto" and self._are_training_users(user_items, matrix, unknown)):
+            matrix = self._training_rows(user_items, unknown)
             # entries the model was fitted on are looked for among all items, held-out ones among those not seen
             fitted_on = self._learned.is_training_data(matrix)
             return self._held_out_score(self, matrix, sp.csr_array(matrix.shape, dtype=np.int8) if fitted_on else None)
         shown, hidden = _hide_every_fifth(matrix)
         return self._held_out_score(self._serving_for(shown), hidden)
 
-    def _are_training_users(self, given: Any, matrix: sp.csr_array) -> bool:
-        learned = self._learned
-        if isinstance(given, (Ratings, Store)) and given.user_ids is not None and learned.user_ids is not None:
-            return set(given.user_ids.tolist()) <= set(learned.user_ids.tolist())
+    def _are_training_users(self, given: Any, matrix: sp.csr_array, unknown: str) -> bool:
+        learned, have = self._learned, labels_of(given)
+        if have is not None and have[0] is not None and learned.user_ids is not None:
+            theirs, ours = set(have[0].tolist()), set(learned.user_ids.tolist())
+            return bool(theirs & ours) if unknown == "drop" else theirs <= ours
         if matrix.shape != learned.shape:
             return False
         return learned.is_training_data(matrix) or not learned.overlaps(matrix)
@@ -572,6 +666,48 @@ def _update_positions(name: str, ids: Any) -> np.ndarray:
     return positions
 
 
+def _updated_axis(name: str, given: Any, axis: int, positions: np.ndarray, names: np.ndarray | None) -> Any:
+    """Labels to bring the updated rows (axis 0) or columns (axis 1) to; without labels they stay in the order of ids.
+
+    Raises
+    ------
+    UnknownLabelError
+        Labelled ratings have no row of one of the ids: it would lose its factors without a word.
+    """
+    have = labels_of(given)
+    if have is None or have[axis] is None:
+        return IN_ORDER
+    if names is None:
+        return None  # which `align` refuses
+    wanted = names[positions]
+    given_labels = set(have[axis].tolist())
+    missing = [label for label in wanted.tolist() if label not in given_labels]
+    if missing:
+        raise UnknownLabelError(
+            f"{name} does not have {len(missing)} of {len(positions)} {SIDES[axis]}s that ids names, such as "
+            f"{missing[0]!r}; give entries of each of them, or leave it out of ids"
+        )
+    return wanted
+
+
+def _updated_counts(
+    learned: Learned, side: Side, positions: np.ndarray, rows: sp.csr_array, seen: sp.csr_array | None
+) -> np.ndarray | None:
+    """Entries of each item after an update; without `seen`, earlier entries of replaced users stay counted."""
+    if seen is not None:
+        return count_items(seen)
+    counts = learned.item_counts
+    if counts is None:
+        return None
+    if side == "user":
+        added = take_rows(rows, np.flatnonzero(positions >= len(learned.state.user)))
+        return counts + count_items(added)
+    grown = np.zeros(max(len(counts), int(positions.max()) + 1), dtype=np.int64)
+    grown[: len(counts)] = counts
+    grown[positions] = np.diff(rows.indptr)
+    return grown
+
+
 def _extended_labels(side: str, known: Any, positions: np.ndarray, size: int, labels: Any) -> np.ndarray | None:
     """Labels after positions up to `size` were added; each keeps its type."""
     if known is None:
@@ -591,6 +727,7 @@ def _extended_labels(side: str, known: Any, positions: np.ndarray, size: int, la
     missing = sorted(set(range(len(plain), size)) - set(positions.tolist()))
     if missing:
         raise ValueError(f"ids skips position {missing[0]}, which would have no label; add positions without gaps")
+    check_storable_labels("labels", given)
     extended = plain + [None] * (size - len(plain))
     for position, label in zip(positions.tolist(), given, strict=True):
         if position < len(plain) and label != plain[position]:

@@ -70,11 +70,11 @@ def named_like_entries(names: Sequence[Any]) -> bool:
 def are_entries(array: np.ndarray) -> bool:
     """Whether an array has 2 to 4 columns, and the first two are ids of users and items.
 
-    These hold whole numbers from 0 on. Their pairs agree in at most a twentieth as many pairs of rows as they would by
-    chance, were the columns independent: n (n - 1) / 2 times the shares of each column's values, squared and summed, of
-    n rows. The ratings of two items do repeat pairs, also as (0, 0) of users who rated neither. Chance has to be `CHANCE` or more;
-    or, in a small sample of many ratings, no pair repeats in at least `FEW_ROWS` rows, both columns exceed
-    `SMALL_RATING`, and a third one is no larger than a tenth of either.
+    These hold whole numbers from 0 on. Their pairs agree in at most a twentieth as many pairs of rows as they would
+    by chance, were the columns independent: n (n - 1) / 2 times the shares of each column's values, squared and
+    summed, of n rows. The ratings of two items do repeat pairs, also as (0, 0) of users who rated neither. Chance has
+    to be `CHANCE` or more; or, in a small sample of many ratings, no pair repeats in at least `FEW_ROWS` rows, both
+    columns exceed `SMALL_RATING`, and a third one is no larger than a tenth of either.
     """
     if array.ndim != 2 or not 2 <= array.shape[1] <= 4 or array.dtype.kind not in "iuf" or len(array) < 2:
         return False

@@ -17,8 +17,8 @@ class DuplicateEntriesError(RatingsError):
     """A (user, item) pair occurs more than once and no rule to merge the entries was given."""
 
 
-class UnknownLabelError(HybridMFError, KeyError):
-    """A user or item label that the ratings do not have."""
+class UnknownLabelError(RatingsError, KeyError):
+    """A user or item label that the ratings, or the model, do not have."""
 
     __str__ = Exception.__str__  # KeyError would show the message's repr
 

@@ -6,6 +6,7 @@ averages the others. docs/evaluation.md has the formulas.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from sklearn.exceptions import NotFittedError
 
+from ._align import align, labels_of
 from ._sparse import as_ones, entry_rows, keep_entries, take_rows
 from ._validate import as_csr, check_choice, check_ids, check_int, check_real, check_shape, refuse_masked
 from .errors import NonFiniteError
@@ -26,6 +29,8 @@ AUC_BLOCK_BYTES = 64 << 20
 """Bytes of float32 scores, shape (block, n_items), that `auc` holds at a time."""
 
 _AXES = ("n_users", "n_items")
+
+logger = logging.getLogger("hybridmf")
 
 
 # ------------------------------------------------------------------------------------------------ predicted values
@@ -437,6 +442,25 @@ _RANKING_NAME = re.compile(rf"({'|'.join(_RANKING)})@([1-9][0-9]*)")
 _ERRORS: Mapping[str, Callable[[Any, Any], float]] = {"rmse": rmse, "mae": mae}
 
 
+class Evaluation(dict[str, float]):
+    """Metrics by name, as `evaluate` returns them: a dict, and what they were taken over.
+
+    Attributes
+    ----------
+    n_users : int
+        Users that count: those with a relevant test item; where only rmse and mae are asked for, those with a test
+        entry.
+    n_cold_users : int or None
+        Those of them without training entries; None where neither the model nor `train` says.
+    n_dropped : int
+        Test entries left out by ``unknown="drop"``.
+    """
+
+    n_users: int = 0
+    n_cold_users: int | None = None
+    n_dropped: int = 0
+
+
 def evaluate(
     model: Any,
     test: Any,
@@ -446,7 +470,8 @@ def evaluate(
     users: Any = None,
     relevance_threshold: float | None = None,
     block_users: int = BLOCK_USERS,
-) -> dict[str, float]:
+    unknown: str = "error",
+) -> Evaluation:
     """Metrics of a fitted model on held-out entries.
 
     Ranking metrics average over the users with a relevant test item; ``ndcg@k`` takes binary gains. ``rmse`` and
@@ -456,56 +481,137 @@ def evaluate(
     ----------
     model : fitted estimator or PopularityRecommender
         Needs `n_users`, `n_items` and, as the metrics ask: `recommend`; `predict`; `user_factors`, `item_factors` and
-        perhaps `item_bias_` (for ``auc``).
+        perhaps `item_bias_` (for ``auc``). `user_ids_` and `item_ids_` are its labels, `cold_users_` masks its users
+        without training entries, where it has them.
     test : Ratings or sparse matrix, shape (n_users, n_items)
-        Held-out entries.
+        Held-out entries. Labelled ratings go by the labels of the model, whatever their order; a plain matrix is in
+        the positions of the model.
     train : Ratings or sparse matrix, shape (n_users, n_items), optional
         What the users have seen: such items are not recommended, and ``auc`` leaves them out. None: `recommend`
         filters by what the model was fitted on; ``auc`` needs it. A test item that is in `train` too stays a relevant
-        item which cannot be recommended, so keep the two apart, as `split` does.
+        item which cannot be recommended, so keep the two apart, as `split` does. Labels are as for `test`.
     metrics : sequence of str, or one str
         ``"ndcg@k"``, ``"precision@k"``, ``"recall@k"``, ``"map@k"`` for any k >= 1, ``"auc"``, ``"rmse"``, ``"mae"``.
-    users : integer array, optional
-        Positions of the users to evaluate, each counted once; None means all.
+    users : integer array or "warm", optional
+        Positions of the users to evaluate, each counted once; "warm": those with training entries, by the model if it
+        has `cold_users_`, else by `train`. None means all.
     relevance_threshold : float, optional
         Test entries >= this value (as float32, like the values) are relevant; None means entries > 0.
     block_users : int
         Users passed to the model at a time.
+    unknown : {"error", "drop"}
+        What becomes of labelled entries of users and items that the model does not have.
 
     Returns
     -------
-    dict of str to float
-        One value for each name in `metrics`, in that order.
+    Evaluation
+        A dict with one value for each name in `metrics`, in that order; `n_users`, `n_cold_users` and `n_dropped` say
+        what they were taken over.
 
     Raises
     ------
+    UnknownLabelError
+        `test` or `train` has entries of users or items unknown to the model, under ``unknown="error"``; or no others.
     TypeError
-        The model lacks the factors that ``auc`` needs, or an argument has the wrong type.
+        `model` is no fitted model, or lacks what the metrics need; or an argument has the wrong type.
     ValueError
-        Unknown metric, shapes that do not fit the model, no relevant test item or no test entry for these users, or
-        ``auc`` without `train`.
+        Unknown metric, shapes that do not fit the model, labels on one side only, no relevant test item or no test
+        entry for these users, ``auc`` without `train`, or ``users="warm"`` where nothing says who is cold.
     """
     names = _checked_names(metrics)
+    _check_model(model, names)
     block_users = check_int("block_users", block_users, 1)
-    test = _checked_like(model, test, "test")
+    test, dropped = _checked_like(model, test, "test", unknown)
     if train is not None:
-        train = _checked_like(model, train, "train")
+        train, _ = _checked_like(model, train, "train", unknown)
     elif "auc" in names:
         raise ValueError('metric "auc" needs train=, the matrix the model was fitted on: its items are left out')
-    users = np.arange(model.n_users) if users is None else check_ids("users", users, model.n_users, "n_users")
-    users = np.unique(users)
+    cold = _cold_users(model, train)
+    users = _checked_users(users, model.n_users, cold)
+    found = _measure(model, test, train, names, users, relevance_threshold, block_users, cold)
+    found.n_dropped = dropped
+    if found.n_cold_users:
+        logger.info("%d of %d evaluated users have no training entries", found.n_cold_users, found.n_users)
+    return found
+
+
+def _measure(
+    model: Any,
+    test: sp.csr_array,
+    train: sp.csr_array | None,
+    names: Sequence[str],
+    users: np.ndarray,
+    relevance_threshold: float | None = None,
+    block_users: int = BLOCK_USERS,
+    cold: np.ndarray | None = None,
+) -> Evaluation:
+    """`evaluate` for validated arguments: matrices in the model's positions, ascending users, a mask of cold ones."""
     values: dict[str, float] = {}
+    counted = users[np.diff(test.indptr)[users] > 0]
     if any(name in _ERRORS for name in names):
-        values |= _evaluate_errors(model, test, users, block_users)
+        values |= _evaluate_errors(model, test, counted, len(users), block_users)
     if any(name not in _ERRORS for name in names):
         relevant = _relevant_entries(test, relevance_threshold)
-        judged_users = users[np.diff(relevant.indptr)[users] > 0]
-        _check_some_relevant(judged_users, users, relevance_threshold)
+        counted = users[np.diff(relevant.indptr)[users] > 0]
+        _check_some_relevant(counted, users, relevance_threshold)
         cuts = {name: match for name in names if (match := _RANKING_NAME.fullmatch(name))}
-        values |= _evaluate_rankings(model, relevant, train, judged_users, cuts, block_users)
+        values |= _evaluate_rankings(model, relevant, train, counted, cuts, block_users)
         if "auc" in names:
-            values["auc"] = _evaluate_auc(model, relevant, train, judged_users)
-    return {name: values[name] for name in names}
+            values["auc"] = _evaluate_auc(model, relevant, train, counted)
+    found = Evaluation((name, values[name]) for name in names)
+    found.n_users = len(counted)
+    found.n_cold_users = None if cold is None else int(np.count_nonzero(cold[counted]))
+    return found
+
+
+def _check_model(model: Any, names: Sequence[str]) -> None:
+    """Refuse what is no fitted model, and one that lacks the methods that the metrics need."""
+    if isinstance(model, type):
+        raise TypeError(f"model is the class {model.__name__}; make one and fit it: {model.__name__}().fit(train)")
+    needed = ["n_users", "n_items"]
+    needed += ["predict"] if any(name in _ERRORS for name in names) else []
+    needed += ["recommend"] if any(_RANKING_NAME.fullmatch(name) for name in names) else []
+    missing = [name for name in needed if not _has(model, name)]
+    if missing:
+        hint = ", once it is fitted: call fit(train) first" if hasattr(model, "fit") else ""
+        raise TypeError(
+            f"model must be a fitted estimator, a PopularityRecommender, or another object with "
+            f"{', '.join(needed)}; {type(model).__name__} has no {', '.join(missing)}{hint}"
+        )
+
+
+def _has(model: Any, name: str) -> bool:
+    try:
+        getattr(model, name)
+    except NotFittedError:  # an AttributeError too, but it says what to do
+        raise
+    except AttributeError:
+        return False
+    return True
+
+
+def _cold_users(model: Any, train: sp.csr_array | None) -> np.ndarray | None:
+    """Mask of the users without training entries, by the model, else by `train`; None where neither says."""
+    cold = getattr(model, "cold_users_", None)
+    if cold is not None:
+        return np.asarray(cold, dtype=bool)
+    return None if train is None else np.diff(train.indptr) == 0
+
+
+def _checked_users(users: Any, n_users: int, cold: np.ndarray | None) -> np.ndarray:
+    """Positions of the users to evaluate, ascending."""
+    if users is None:
+        return np.arange(n_users)
+    if not isinstance(users, str):
+        return np.unique(check_ids("users", users, n_users, "n_users"))
+    if users != "warm":
+        raise ValueError(f'users must be "warm", positions of users, or None, got {users!r}')
+    if cold is None:
+        raise ValueError(
+            'users="warm" needs a model with cold_users_, or train=, the matrix the model was fitted on: nothing says '
+            "which users have training entries"
+        )
+    return np.flatnonzero(~cold)
 
 
 def _checked_names(metrics: Sequence[str]) -> tuple[str, ...]:
@@ -517,10 +623,12 @@ def _checked_names(metrics: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _checked_like(model: Any, matrix: Any, name: str) -> sp.csr_array:
-    matrix = as_csr(matrix, name=name)
+def _checked_like(model: Any, given: Any, name: str, unknown: str) -> tuple[sp.csr_array, int]:
+    """A matrix in the positions of the model, by label where it has labels, and how many entries were left out."""
+    labels = getattr(model, "user_ids_", None), getattr(model, "item_ids_", None)
+    matrix, dropped = align(as_csr(given, name=name), labels_of(given), labels, name=name, unknown=unknown)
     check_shape(name, matrix, (model.n_users, model.n_items), _AXES)
-    return matrix
+    return matrix, dropped
 
 
 def _relevant_entries(test: sp.csr_array, threshold: float | None) -> sp.csr_array:
@@ -542,14 +650,17 @@ def _check_some_relevant(judged_users: np.ndarray, users: np.ndarray, threshold:
         )
 
 
-def _evaluate_errors(model: Any, test: sp.csr_array, users: np.ndarray, block_users: int) -> dict[str, float]:
+def _evaluate_errors(
+    model: Any, test: sp.csr_array, users: np.ndarray, n_users: int, block_users: int
+) -> dict[str, float]:
+    """Errors over the entries of `users`, who are those of `n_users` that have any."""
     truth, predicted = [], []
-    for block in _blocks(users[np.diff(test.indptr)[users] > 0], block_users):
+    for block in _blocks(users, block_users):
         entries = take_rows(test, block)
         truth.append(entries.data)
         predicted.append(np.asarray(model.predict(block[entry_rows(entries)], entries.indices)))
     if not truth:
-        raise ValueError(f"test has no entry for any of the {len(users)} users; rmse and mae need at least one")
+        raise ValueError(f"test has no entry for any of the {n_users} users; rmse and mae need at least one")
     return {name: error(np.concatenate(truth), np.concatenate(predicted)) for name, error in _ERRORS.items()}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import scipy.sparse as sp
 from sklearn.exceptions import NotFittedError
 
+from ._align import align_rows, labels_of
 from ._memory import check_answer
 from ._sparse import entry_rows, take_rows
 from ._validate import MAX_N, as_csr, check_bool, check_ids, check_int, check_nonempty, check_real, check_shape
@@ -26,6 +27,8 @@ class PopularityRecommender:
     Attributes
     ----------
     n_users, n_items : int
+    user_ids_, item_ids_ : array or None
+        Labels of the `Ratings` it was fitted on.
     item_counts_ : int64 array, shape (n_items,)
         Entries (users) of each item.
     item_means_ : float64 array, shape (n_items,)
@@ -60,6 +63,9 @@ class PopularityRecommender:
         matrix = as_csr(user_items)
         check_nonempty(matrix, "user_items")
         self.n_users, self.n_items = matrix.shape
+        labels = labels_of(user_items) or (None, None)
+        self.user_ids_: np.ndarray | None = labels[0]
+        self.item_ids_: np.ndarray | None = labels[1]
         self._user_items = matrix
         self.item_counts_ = np.bincount(matrix.indices, minlength=self.n_items).astype(np.int64)
         sums = np.bincount(matrix.indices, weights=matrix.data, minlength=self.n_items)
@@ -86,8 +92,9 @@ class PopularityRecommender:
         ----------
         userid : int or integer array, shape (n,)
             Positions of users.
-        user_items : CSR matrix, shape (n, n_items), optional
-            Row j holds what ``userid[j]`` has seen; None takes the rows of the fitted matrix.
+        user_items : Ratings or sparse matrix, shape (n, n_items), optional
+            Row j holds what ``userid[j]`` has seen; labelled ratings go by their labels. None takes the rows of the
+            fitted matrix.
         N : int
             At least 1.
         filter_already_liked_items : bool
@@ -116,15 +123,12 @@ class PopularityRecommender:
         self._check_fitted()
         users = check_ids("userid", userid, self.n_users, "n_users")
         N = check_int("N", N, 1, MAX_N)
-        order = self._candidates(filter_items, items)
+        allowed = allowed_items(self.n_items, items, filter_items)
         seen = None
         if check_bool("filter_already_liked_items", filter_already_liked_items):
             seen = self._rows_seen(user_items, users)
-        check_answer(len(users), N, len(order), np.dtype(np.float32).itemsize)
-        found = _first_unseen(order, seen, len(users), min(N, len(order)), self.n_items)
-        scores = np.where(found >= 0, self.item_counts_.astype(np.float32)[found], np.float32(-np.inf))
-        gap = ((0, 0), (0, N - found.shape[1]))
-        ids, scores = np.pad(found, gap, constant_values=-1), np.pad(scores, gap, constant_values=-np.inf)
+        check_answer(len(users), N, int(np.count_nonzero(allowed)), np.dtype(np.float32).itemsize)
+        ids, scores = rank_by_count(self.item_counts_, allowed, seen, len(users), N)
         return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
 
     def predict(self, users: Any, items: Any) -> np.ndarray:
@@ -149,26 +153,62 @@ class PopularityRecommender:
             raise ValueError(f"users has {len(users)} positions and items has {len(items)}; expected pairs")
         return self.item_means_[items].astype(np.float32)
 
+    @property
+    def cold_users_(self) -> np.ndarray:
+        """Users without training entries: bool array, shape (n_users,)."""
+        self._check_fitted()
+        return np.diff(self._user_items.indptr) == 0
+
     def _check_fitted(self) -> None:
         if not hasattr(self, "item_counts_"):
             raise NotFittedError("this PopularityRecommender is not fitted; call fit(user_items) first")
 
-    def _candidates(self, filter_items: Any, items: Any) -> np.ndarray:
-        """Items that may be shown, by falling count; the stable sort leaves ties in order of position."""
-        allowed = np.full(self.n_items, items is None)
-        if items is not None:
-            allowed[check_ids("items", items, self.n_items, "n_items")] = True
-        if filter_items is not None:
-            allowed[check_ids("filter_items", filter_items, self.n_items, "n_items")] = False
-        order = np.argsort(-self.item_counts_, kind="stable")
-        return order[allowed[order]]
-
     def _rows_seen(self, user_items: Any, users: np.ndarray) -> sp.csr_array:
         if user_items is None:
             return take_rows(self._user_items, users)
-        rows = as_csr(user_items)
+        labels = (self.user_ids_, self.item_ids_)
+        rows = align_rows(as_csr(user_items), user_items, users, labels, self.n_users)
         check_shape("user_items", rows, (len(users), self.n_items), ("number of users asked for", "n_items"))
         return rows
+
+
+def allowed_items(n_items: int, items: Any, filter_items: Any) -> np.ndarray:
+    """Mask of the items that take part: those of `items` (None: all) without those of `filter_items`."""
+    allowed = np.full(n_items, items is None)
+    if items is not None:
+        allowed[check_ids("items", items, n_items, "n_items")] = True
+    if filter_items is not None:
+        allowed[check_ids("filter_items", filter_items, n_items, "n_items")] = False
+    return allowed
+
+
+def rank_by_count(
+    counts: np.ndarray, allowed: np.ndarray, seen: sp.csr_array | None, n_users: int, N: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rank items by falling count, for users of whom no taste is known.
+
+    Parameters
+    ----------
+    counts : integer array, shape (n_items,)
+    allowed : bool array, shape (n_items,)
+        Items that may be shown.
+    seen : csr_array, shape (n_users, n_items), or None
+        Entries are left out.
+    n_users, N : int
+
+    Returns
+    -------
+    ids : int32 array, shape (n_users, N)
+        Ties in order of position; -1 where fewer than N items are left.
+    scores : float32 array, shape (n_users, N)
+        The counts; -inf where ids is -1.
+    """
+    order = np.argsort(-counts, kind="stable")
+    order = order[allowed[order]]
+    found = _first_unseen(order, seen, n_users, min(N, len(order)), len(counts))
+    scores = np.where(found >= 0, counts.astype(np.float32)[found], np.float32(-np.inf))
+    gap = ((0, 0), (0, N - found.shape[1]))
+    return np.pad(found, gap, constant_values=-1), np.pad(scores, gap, constant_values=-np.inf)
 
 
 def _first_unseen(order: np.ndarray, seen: sp.csr_array | None, n_users: int, N: int, n_items: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from test_als import OBJECTIVES, dense_system, plan_for, random_factors, relativ
 
 import hybridmf as hmf
 from hybridmf import reference
+from hybridmf._engine import engine_for
 from hybridmf._objective import Factors, Objective, State, initial_state
 from hybridmf._plan import Settings, gpu_plan
 from hybridmf._validate import as_csr
@@ -548,8 +549,38 @@ def test_reordering_changes_speed_not_results(backend, kind, reorder):
 def test_training_rows_fold_to_their_training_factors(backend, kind):
     model = fit(kind, backend)
     folded = model.transform(SMALL)
-    np.testing.assert_allclose(folded, model.user_factors, rtol=1e-4, atol=1e-5)
+    expected = model.user_factors if kind != "biases" else np.column_stack((model.user_factors, model.user_bias_))
+    np.testing.assert_allclose(folded, expected, rtol=1e-4, atol=1e-5)
     assert not folded[12].any()
+
+
+@pytest.mark.parametrize("kind", ["implicit", "biases"])
+def test_rows_without_factors_are_served_alike_on_every_engine(gpu, kind, monkeypatch):
+    model = fit(kind, "cuda")
+    answers = []
+    for least in (np.inf, 0):  # scores from which the GPU serves
+        monkeypatch.setattr("hybridmf._engine.GPU_SCORES", least)
+        model._learn(model._learned)  # nothing is cached
+        assert engine_for(model.plan_, 1.0).name == ("cpu" if least else model.plan_.device)
+        everybody, everything = np.arange(24), np.arange(16)
+        answers.append(
+            [
+                model.recommend(everybody, N=16),
+                model.recommend(everybody, N=5, cold_users="mask"),
+                model.recommend(everybody, N=5, items=everything[2:9]),
+                model.similar_items(everything, N=16),
+                model.similar_users([12, 3], N=5),
+            ]
+        )
+    for on_cpu, on_gpu in zip(*answers, strict=True):
+        np.testing.assert_array_equal(on_gpu[0], on_cpu[0])
+        np.testing.assert_allclose(on_gpu[1], on_cpu[1], rtol=1e-4, atol=1e-5)
+    (top, _), (masked, _), _, (items, scores), (users, _) = answers[1]
+    assert 5 not in top and set(masked[12]) == {-1} and set(users[0]) == {-1}
+    assert set(items[5]) == {-1} and np.all(np.isneginf(scores[5])) and 5 not in items
+    counts = np.count_nonzero(SMALL.toarray(), axis=0)
+    if kind == "implicit":
+        np.testing.assert_array_equal(top[12, :15], np.argsort(-counts, kind="stable")[:15])
 
 
 def test_rows_fold_in_without_tiles_for_weights_that_have_no_root(backend):

@@ -644,7 +644,7 @@ def test_popularity_refuses_bad_input():
     with pytest.raises(TypeError, match="filter_already_liked_items must be True or False"):
         model.recommend(0, filter_already_liked_items=1)
     with pytest.raises(ValueError, match="user_items has shape"):
-        model.recommend([0], user_items=matrix)
+        model.recommend([0, 1, 1], user_items=matrix[:1])
     with pytest.raises(ValueError, match="filter_items has 3"):
         model.recommend(0, filter_items=[3])
     with pytest.raises(ValueError, match="items has -1"):

@@ -29,13 +29,14 @@ from sklearn.exceptions import NotFittedError
 import hybridmf as hmf
 from hybridmf import _serving, _validate, reference
 from hybridmf._base import FactorModel
-from hybridmf._learned import pattern
+from hybridmf._learned import count_items, pattern
 from hybridmf._objective import Factors, State
 from hybridmf.cpu import _als
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.errors import MemoryBudgetError, NonFiniteError, NotPositiveDefiniteError, RatingsError
 
 M, N_ITEMS = 60, 40
+EMPTY_USER, EMPTY_ITEM = M // 2, N_ITEMS // 3  # of `planted()`
 KINDS = {
     "explicit": (hmf.ExplicitALS, {}),
     "biases": (hmf.ExplicitALS, {"biases": True}),
@@ -80,10 +81,25 @@ def planted_with(model, users: np.ndarray, items: np.ndarray, seen, biases=None)
     user_bias, item_bias, mean = biases or (None, None, 0.0)
     dtype = model.user_factors_.dtype
     cast = [None if a is None else np.asarray(a, dtype=dtype) for a in (users, user_bias, items, item_bias)]
-    state = State(Factors(*cast[:2]), Factors(*cast[2:]), mean)
-    model._learn(replace(model._learned, state=state, seen=pattern(_validate.as_csr(seen)), total=None))
+    state, seen = State(Factors(*cast[:2]), Factors(*cast[2:]), mean), pattern(_validate.as_csr(seen))
+    model._learn(replace(model._learned, state=state, seen=seen, total=None, item_counts=count_items(seen)))
     model.n_features_in_ = len(items)
     return model
+
+
+def expected_top(users, items, count, left_out, counts, biases=None):
+    """Dense scores sorted; items of zero factors are left out, users of zero factors get what most users have."""
+    users, items, left_out = np.asarray(users), np.asarray(items), np.array(left_out, dtype=bool)
+    blank_items, blank_users = ~items.any(axis=1), ~users.any(axis=1)
+    scores = (users @ items.T).astype(float)
+    if biases is not None:
+        user_bias, item_bias, mean = biases
+        scores += mean + user_bias[:, None] + item_bias
+        blank_items &= item_bias == 0
+        blank_users[:] = False  # the biases of items rank for them
+    unknown = np.where(blank_users[:, None], counts == 0, blank_items)
+    scores[blank_users] = counts
+    return reference.top_k(scores, count, left_out | unknown)
 
 
 def snapshot(model) -> dict:
@@ -96,6 +112,11 @@ def snapshot(model) -> dict:
         "sizes": (model.n_features_in_, model.n_iter_, len(model.history_), model.plan_, model.device_),
         "fold-in": model.transform(planted(7, model.n_items, seed=5)),
     }
+
+
+def user_rows(model) -> np.ndarray:
+    """User factors, and biases as a last column: what `transform` has for them."""
+    return model.user_factors_ if model.user_bias_ is None else np.column_stack((model.user_factors_, model.user_bias_))
 
 
 def outcome(call):
@@ -153,10 +174,7 @@ def test_recommend_is_the_stable_sort_of_the_dense_scores(data):
     items[rng.integers(0, n, n // 2)] = items[0]
     seen = sp.csr_array((rng.random((m, n)) < 0.3).astype(np.float32))
     model = fitted(kind)
-    biases, scores = None, (users @ items.T).astype(float)
-    if kind == "biases":
-        biases = rng.integers(-2, 3, m), rng.integers(-2, 3, n), 2.0
-        scores += biases[2] + biases[0][:, None] + biases[1]
+    biases = (rng.integers(-2, 3, m), rng.integers(-2, 3, n), 2.0) if kind == "biases" else None
     planted_with(model, users, items, seen, biases)
 
     count = data.draw(st.integers(1, n + 3))
@@ -171,7 +189,9 @@ def test_recommend_is_the_stable_sort_of_the_dense_scores(data):
     vector = np.atleast_1d(np.asarray(ids, dtype=int))
     left_out = seen.toarray()[vector] != 0 if liked else np.zeros((len(vector), n), dtype=bool)
     left_out[:, sorted(set(range(n)) - set(range(n) if wanted is None else wanted) | set(unwanted or []))] = True
-    expected, expected_scores = reference.top_k(scores[vector], count, left_out)
+    counts = np.count_nonzero(seen.toarray(), axis=0)
+    of_users = None if biases is None else (biases[0][vector], *biases[1:])
+    expected, expected_scores = expected_top(users[vector], items, count, left_out, counts, of_users)
     if np.ndim(ids) == 0:
         expected, expected_scores = expected[0], expected_scores[0]
     np.testing.assert_array_equal(found, expected)
@@ -188,7 +208,8 @@ def test_recommend_at_the_edges_of_blocks(n_items):
     model = planted_with(fitted(num_threads=2), users, items, seen)
     for count in (1, 10, n_items, n_items + 5):
         ids, scores = model.recommend(np.arange(130), N=count)
-        expected_ids, expected_scores = reference.top_k(users @ items.T, count, seen)
+        left_out = seen.toarray() != 0
+        expected_ids, expected_scores = expected_top(users, items, count, left_out, left_out.sum(axis=0))
         np.testing.assert_array_equal(ids, expected_ids)
         np.testing.assert_array_equal(scores, expected_scores)
 
@@ -219,10 +240,13 @@ def test_a_short_list_is_the_start_of_the_long_one(kind, scale):
 @pytest.mark.parametrize("kind", KINDS)
 def test_recommend_scores_are_predictions_and_seen_items_are_left_out(kind):
     model, seen = fitted(kind), planted().toarray() != 0
+    shown = ~seen & seen.any(axis=0)
     ids, scores = model.recommend(np.arange(M), N=N_ITEMS)
     for user in range(M):
         found = ids[user][ids[user] >= 0]
-        np.testing.assert_array_equal(np.sort(found), np.flatnonzero(~seen[user]))
+        np.testing.assert_array_equal(np.sort(found), np.flatnonzero(shown[user]))
+        if user == EMPTY_USER and "biases" not in kind:
+            continue  # popularity
         np.testing.assert_allclose(scores[user, : len(found)], model.predict(user, found), rtol=1e-4, atol=1e-5)
     assert np.all((scores[:, 1:] <= scores[:, :-1])[ids[:, 1:] >= 0])
     np.testing.assert_array_equal(np.isneginf(scores), ids == -1)
@@ -245,8 +269,8 @@ def test_no_users_and_many_n():
         assert ids.shape == scores.shape == (0, 7)
     ids, _ = model.recommend(3, N=1000, filter_already_liked_items=False)
     assert ids.shape == (1000,)
-    np.testing.assert_array_equal(np.sort(ids[:N_ITEMS]), np.arange(N_ITEMS))
-    assert np.all(ids[N_ITEMS:] == -1)
+    np.testing.assert_array_equal(np.sort(ids[: N_ITEMS - 1]), np.delete(np.arange(N_ITEMS), EMPTY_ITEM))
+    assert np.all(ids[N_ITEMS - 1 :] == -1)
 
 
 def test_user_items_aligned_or_whole():
@@ -352,28 +376,40 @@ def test_similar_is_the_cosine(kind, side):
     similar = getattr(model, f"similar_{side}s")
     ids, scores = similar(np.arange(len(factors)), N=7)
     assert ids.dtype == np.int32
-    np.testing.assert_allclose(scores, -np.sort(-cosines, axis=1)[:, :7], atol=1e-6)
-    np.testing.assert_allclose(np.take_along_axis(cosines, ids.astype(int), axis=1), scores, atol=1e-6)
     full = lengths > 0
+    assert np.count_nonzero(~full) == 1
+    np.testing.assert_allclose(scores[full], -np.sort(-cosines[full][:, full], axis=1)[:, :7], atol=1e-6)
+    np.testing.assert_allclose(np.take_along_axis(cosines, ids.astype(int), axis=1)[full], scores[full], atol=1e-6)
     np.testing.assert_array_equal(ids[full, 0], np.flatnonzero(full))
     one_ids, one_scores = similar(3, N=7)
     np.testing.assert_array_equal(one_ids, ids[3])
     np.testing.assert_array_equal(one_scores, scores[3])
 
 
-def test_similar_of_nothing_of_too_many_and_of_empty_items():
+def test_similar_of_nothing_and_of_too_many():
     model = fitted()
     assert model.similar_items([], N=4)[0].shape == (0, 4)
     ids, scores = model.similar_items(0, N=N_ITEMS + 2)
-    np.testing.assert_array_equal(ids[-2:], [-1, -1])
-    assert np.all(np.isneginf(scores[-2:]))
-    empty = N_ITEMS // 3
-    assert not model.item_factors_[empty].any()
-    np.testing.assert_array_equal(model.similar_items(empty, N=3)[1], np.zeros(3))
+    np.testing.assert_array_equal(ids[-3:], [-1, -1, -1])  # and one item has no factors
+    assert np.all(np.isneginf(scores[-3:]))
 
 
-def test_similar_items_start_with_the_item_itself():
-    assert fitted().similar_items(N_ITEMS // 3, N=3)[0][0] == N_ITEMS // 3
+@pytest.mark.parametrize("kind", ["explicit", "biases", "implicit64"])
+@pytest.mark.parametrize(("side", "empty"), [("item", EMPTY_ITEM), ("user", EMPTY_USER)])
+def test_a_row_without_factors_is_like_no_other(kind, side, empty):
+    model = fitted(kind)
+    assert not getattr(model, f"{side}_factors_")[empty].any()
+    similar = getattr(model, f"similar_{side}s")
+    ids, scores = similar(empty, N=3)
+    np.testing.assert_array_equal(ids, [-1, -1, -1])
+    assert np.all(np.isneginf(scores))
+    everything = getattr(model, f"n_{side}s")
+    ids, scores = similar([0, empty, 1], N=everything)
+    np.testing.assert_array_equal(ids[1], np.full(everything, -1))
+    for row, own in ((0, 0), (2, 1)):
+        assert ids[row, 0] == own
+        np.testing.assert_array_equal(np.sort(ids[row, :-1]), np.delete(np.arange(everything), empty))
+        assert ids[row, -1] == -1
 
 
 def test_similar_items_of_tiny_factors():
@@ -476,9 +512,10 @@ NEARLY = [{"assembly": "bals"}, {"reorder": "both"}, {"reorder": True}]
 @pytest.mark.parametrize("options", EXACT)
 def test_training_rows_fold_to_their_training_factors(kind, options):
     model = fitted(kind, **options)
-    np.testing.assert_array_equal(model.transform(planted()), model.user_factors_)
-    np.testing.assert_array_equal(model.transform(planted()[[5, 5, 2]]), model.user_factors_[[5, 5, 2]])
-    np.testing.assert_array_equal(model.transform(planted().toarray()), model.user_factors_)
+    rows = user_rows(model)
+    np.testing.assert_array_equal(model.transform(planted()), rows)
+    np.testing.assert_array_equal(model.transform(planted()[[5, 5, 2]]), rows[[5, 5, 2]])
+    np.testing.assert_array_equal(model.transform(planted().toarray()), rows)
     assert model.transform(planted()).dtype == model.user_factors_.dtype
 
 
@@ -486,7 +523,7 @@ def test_training_rows_fold_to_their_training_factors(kind, options):
 @pytest.mark.parametrize("options", NEARLY)
 def test_training_rows_fold_to_their_training_factors_up_to_rounding(kind, options):
     model = fitted(kind, **options)
-    np.testing.assert_allclose(model.transform(planted()), model.user_factors_, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(model.transform(planted()), user_rows(model), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -494,8 +531,10 @@ def test_fold_in_is_the_reference(kind):
     model, rows = fitted(kind), planted(9, N_ITEMS, seed=3)
     state, objective = model._learned.state, model._learned.objective
     expected = reference.half_sweep(rows, state.item, state.mean, objective)
-    np.testing.assert_allclose(model.transform(rows), expected.matrix, rtol=2e-3, atol=2e-3)
+    found = model.transform(rows)
+    np.testing.assert_allclose(found[:, :4], expected.matrix, rtol=2e-3, atol=2e-3)
     if expected.bias is not None:
+        np.testing.assert_allclose(found[:, 4], expected.bias, rtol=2e-3, atol=2e-3)
         model.partial_fit_users(np.arange(9), rows)
         np.testing.assert_allclose(model.user_bias_[:9], expected.bias, rtol=2e-3, atol=2e-3)
 
@@ -510,8 +549,9 @@ def test_models_of_inexact_solvers_fold_in_exactly(options):
 def test_rows_without_entries_fold_to_zero():
     for kind in KINDS:
         model = fitted(kind)
-        np.testing.assert_array_equal(model.transform(sp.csr_array((2, N_ITEMS))), np.zeros((2, 4)))
-        assert model.transform(sp.csr_array((0, N_ITEMS))).shape == (0, 4)
+        width = 4 + (model.user_bias_ is not None)
+        np.testing.assert_array_equal(model.transform(sp.csr_array((2, N_ITEMS))), np.zeros((2, width)))
+        assert model.transform(sp.csr_array((0, N_ITEMS))).shape == (0, width)
 
 
 def test_explicit_zeros_of_sparse_rows_are_ratings_for_explicit_feedback_only():
@@ -599,12 +639,13 @@ def test_partial_fit_users_replaces_and_extends(kind):
     rows = planted(3, N_ITEMS, density=0.5, seed=8)
     model.partial_fit_users([M + 1, 5, M], rows)
     assert model.n_users == len(model.user_factors_) == M + 2
-    np.testing.assert_array_equal(model.user_factors_[[M + 1, 5, M]], model.transform(rows))
+    np.testing.assert_array_equal(user_rows(model)[[M + 1, 5, M]], model.transform(rows))
     untouched = np.delete(np.arange(M), 5)
     np.testing.assert_array_equal(model.user_factors_[untouched], before[untouched])
     ids, _ = model.recommend([M + 1, 5, M], N=N_ITEMS)
     for found, row in zip(ids, rows.toarray(), strict=True):
-        np.testing.assert_array_equal(np.sort(found[found >= 0]), np.flatnonzero(row == 0))
+        shown = np.delete(np.arange(N_ITEMS), EMPTY_ITEM)
+        np.testing.assert_array_equal(np.sort(found[found >= 0]), shown[row[shown] == 0])
     if model.user_bias_ is not None:
         assert model.user_bias_.shape == (M + 2,)
     assert np.isfinite(model.predict(M + 1, np.arange(N_ITEMS))).all()
@@ -616,7 +657,7 @@ def test_partial_fit_users_leaves_zeros_in_gaps():
     assert not model.user_factors_[M : M + 2].any()
     np.testing.assert_array_equal(model.user_bias_[M : M + 2], 0)
     assert set(model.recommend(M + 2)[0]) == {-1}
-    assert set(model.recommend(M, N=N_ITEMS)[0]) == set(range(N_ITEMS))
+    assert set(model.recommend(M, N=N_ITEMS)[0]) == set(range(N_ITEMS)) - {EMPTY_ITEM} | {-1}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -633,10 +674,12 @@ def test_partial_fit_items_replaces_and_extends(kind):
     seen = planted().toarray() != 0
     seen = np.column_stack((seen, columns.toarray()[:, 0] != 0))
     seen[:, 3] = columns.toarray()[:, 1] != 0
+    assert model.cold_items_.nonzero()[0].tolist() == [EMPTY_ITEM, N_ITEMS]  # the first of the columns is empty, too
+    seen[:, [EMPTY_ITEM, N_ITEMS]] = True
     ids, _ = model.recommend(np.arange(M), N=N_ITEMS + 1)
     for user in range(M):
         np.testing.assert_array_equal(np.sort(ids[user][ids[user] >= 0]), np.flatnonzero(~seen[user]))
-    assert model.transform(sp.csr_array((1, N_ITEMS + 1))).shape == (1, 4)
+    assert model.transform(sp.csr_array((1, N_ITEMS + 1))).shape == (1, user_rows(model).shape[1])
     with pytest.raises(RatingsError, match=says("(1, 40), expected (n_rows, n_items=41)")):
         model.transform(sp.csr_array((1, N_ITEMS)))
 
@@ -766,9 +809,8 @@ def test_label_rules(ids, labels, parts):
         (list(range(100, 100 + M)), "12"),
         ([f"u{k}" for k in range(M)], 5),
         ([7, *(f"u{k}" for k in range(1, M))], 5),
-        ([("a", k) for k in range(M)], ("b", 0)),
     ],
-    ids=["float to int", "text to int", "int to text", "int to mixed", "tuple"],
+    ids=["float to int", "text to int", "int to text", "int to mixed"],
 )
 def test_new_labels_stay_what_they_are(known, label):
     model = make(iterations=1).fit(labelled(users=known))

@@ -197,6 +197,7 @@ def _held_out_summary(kind: str, model: Any, train: Ratings, test: Ratings) -> s
         )
     except ValueError as error:  # a test part nothing can be measured with is no reason to lose the model
         return f"Not evaluated: {error}"
+    cold = f"{ours.n_cold_users:,} of these users have no training ratings.\n" if ours.n_cold_users else ""
     rows = [
         [name, *(f"{value:.4f}" for value in values.values())]
         for name, values in ((type(model).__name__, ours), (BASELINES[kind], baseline))
@@ -209,7 +210,7 @@ def _held_out_summary(kind: str, model: Any, train: Ratings, test: Ratings) -> s
             rows,
             "<" + ">" * len(METRICS[kind]),
         )
-        + "\n"
+        + f"\n{cold}"
     )
 
 

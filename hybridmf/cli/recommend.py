@@ -12,6 +12,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .. import _validate
+from .._align import align
 from .._io import load
 from .._table import format_table
 from ..ratings import Ratings
@@ -96,31 +97,21 @@ def find_users(model: Any, labels: Iterable[str]) -> np.ndarray:
 
 
 def seen_matrix(model: Any, ratings: Ratings, source: str) -> sp.csr_array:
-    """Bring `ratings` to the positions of `model`: csr_array, shape (n_users, n_items), without strangers."""
-    users = _translation(model.user_ids_, model.n_users, ratings.user_ids, ratings.n_users, "user", source)
-    items = _translation(model.item_ids_, model.n_items, ratings.item_ids, ratings.n_items, "item", source)
-    coo = ratings.user_items.tocoo()
-    rows, columns = users[coo.row], items[coo.col]
-    known = (rows >= 0) & (columns >= 0)
-    ones = np.ones(np.count_nonzero(known), dtype=np.float32)
-    return sp.csr_array((ones, (rows[known], columns[known])), shape=(model.n_users, model.n_items))
+    """Bring `ratings` to the positions of `model` by labels as text: csr_array, shape (n_users, n_items)."""
+    ours, theirs = (model.user_ids_, model.item_ids_), (ratings.user_ids, ratings.item_ids)
+    counts = (model.n_users, model.n_items), ratings.shape
+    texts = [_as_text(ids, others, count) for ids, others, count in zip(ours, theirs, counts[0], strict=True)]
+    read = [_as_text(ids, others, count) for ids, others, count in zip(theirs, ours, counts[1], strict=True)]
+    have, want = (read[0], read[1]), (texts[0], texts[1])
+    matrix, _ = align(ratings.user_items, have, want, name=source, unknown="drop")
+    return matrix
 
 
-def _translation(
-    ours: np.ndarray | None, our_count: int, theirs: np.ndarray | None, their_count: int, side: str, source: str
-) -> np.ndarray:
-    """Find the model's position of each of their positions, -1 for strangers."""
-    if (ours is None) != (theirs is None):
-        have, lack = ("the model", source) if theirs is None else (source, "the model")
-        raise ValueError(
-            f"{have} has {side} labels and {lack} only positions, so they cannot be matched; use a file of the same "
-            "format as the one the model was trained on"
-        )
-    table = {str(name): position for position, name in enumerate(names_of(ours, our_count))}
-    found = np.array([table.get(str(name), -1) for name in names_of(theirs, their_count)], dtype=np.int64)
-    if not np.any(found >= 0):
-        raise ValueError(f"none of the {their_count:,} {side}s of {source} is known to the model")
-    return found
+def _as_text(ids: np.ndarray | None, others: np.ndarray | None, count: int) -> np.ndarray | None:
+    """Labels as text, whatever types two files gave them; positions where neither side has labels."""
+    if ids is None and others is not None:
+        return None
+    return np.array([str(name) for name in names_of(ids, count)], dtype=object)
 
 
 def recommendations(

@@ -19,9 +19,9 @@ class CpuEngine:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def pack(self, items: np.ndarray) -> topk.PackedItems:
+    def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
         """Items in the layout of the score kernel."""
-        return topk.PackedItems(items, None, self.plan.num_threads)
+        return topk.PackedItems(items, candidates, self.plan.num_threads)
 
     def top_k(
         self,

@@ -18,9 +18,9 @@ class GpuEngine:
         self.device, self.plan = device, plan
         self.name = plan.device
 
-    def pack(self, items: np.ndarray) -> topk.PackedItems:
+    def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
         """Items on the device, in the layouts of its kernels."""
-        return topk.PackedItems(self.device, items)
+        return topk.PackedItems(self.device, items, candidates)
 
     def top_k(
         self,

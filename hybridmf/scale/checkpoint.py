@@ -24,7 +24,6 @@ import scipy.sparse as sp
 from .._files import combine_crc32, remove_orphans, write_atomically
 from .._io import (
     ModelFile,
-    check_storable_labels,
     jsonable,
     lasting_tensors,
     model_metadata,
@@ -35,9 +34,8 @@ from .._io import (
 from .._objective import AwayFactors, State
 from .._validate import check_bool, check_int, check_path, check_real
 from ..errors import ModelFileError
-from ..ratings import Ratings
 from .manifest import MANIFEST
-from .store import Store, StoreMatrix
+from .store import StoreMatrix
 
 logger = logging.getLogger("hybridmf")
 
@@ -158,7 +156,7 @@ def _crc32(array: np.ndarray) -> int:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None, ratings: Any = None) -> Checkpoint:
+def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None) -> Checkpoint:
     """Judge where checkpoints go and make the folder; fails before training rather than after.
 
     Parameters
@@ -166,8 +164,6 @@ def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None, 
     checkpoint : path-like or Checkpoint
     resume_from : path-like, optional
         As given to ``fit``.
-    ratings : Ratings or matrix, optional
-        What is fitted; labels that no model file can hold are refused.
 
     Raises
     ------
@@ -175,15 +171,10 @@ def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None, 
     FileExistsError
         The folder holds checkpoints that this run does not continue: two runs would replace each other's. Or it is a
         store of ratings.
-    TypeError
-        Labels other than strings and numbers.
     """
     checkpoint = Checkpoint.check(checkpoint)
     path = checkpoint.folder
     resume_from = None if resume_from is None else check_path("resume_from", resume_from)
-    if isinstance(ratings, (Ratings, Store)):
-        check_storable_labels("user_ids", ratings.user_ids)
-        check_storable_labels("item_ids", ratings.item_ids)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"checkpoint {str(path)!r} is a file; give a folder")
     if (path / MANIFEST).exists():

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import _io
-from .._base import FactorModel
+from .._base import FactorModel, check_labels, log_empty_rows
 from .._cost import Facts
 from .._learned import Learned
 from .._memory import rank_bytes
@@ -123,6 +123,7 @@ class _Fit:
         self.first = communicator.rank == 0
         self.objective: Objective = model._objective()
         self.iterations = check_int("iterations", model.iterations, 1)
+        check_labels((ratings.user_ids, ratings.item_ids))
         degrees = ratings.degrees(communicator)
         self.plan = self._plan(device, num_threads, degrees)
         streamed = bool(self.plan.streamed)
@@ -135,6 +136,7 @@ class _Fit:
         state = self._start(checkpoint, resume_from)
         if self.first:
             logger.info("plan:\n%s", self.plan)
+            log_empty_rows(self.cut.degrees["user"], self.cut.degrees["item"])
         users, items = (_rows(state.side(side), *self.cut.layout.own(side, communicator.rank)) for side in SIDES)
         own = State(users, items, state.mean)
         self.moves, worker = _worker(self.plan, device, communicator)
@@ -208,8 +210,6 @@ class _Fit:
         resumed = None
         if self.first and checkpoint is not None:
             where = checkpoints.prepare(checkpoint, resume_from)
-            _io.check_storable_labels("user_ids", self.ratings.user_ids)
-            _io.check_storable_labels("item_ids", self.ratings.item_ids)
         if self.first and resume_from is not None:
             resumed = checkpoints.read(resume_from, self.model, data)
             self.history = list(resumed.summary["history"])
@@ -305,7 +305,8 @@ class _Fit:
         model, ratings = self.model, self.ratings
         labels = (ratings.user_ids, ratings.item_ids)
         params = _io.jsonable(model.get_params(deep=False))
-        learned = Learned(self.objective, self.plan, state, None, self.cut.total, *labels, params)
+        counts = self.cut.degrees["item"].astype(np.int64)
+        learned = Learned(self.objective, self.plan, state, None, self.cut.total, *labels, params, counts)
         model._learn(learned)
         model.n_iter_, model.history_ = self.completed, self.history
         model.n_features_in_ = ratings.shape[1]
