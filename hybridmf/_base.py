@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from tqdm.auto import tqdm
 
 from . import _io, dispatch
-from ._learned import Learned, align, pattern, total_of
+from ._learned import Learned, align, pattern, range_of, total_of
 from ._objective import Objective, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan, plan_for
 from ._serving import ServingMixin
@@ -187,6 +187,7 @@ class FactorModel(ServingMixin, BaseEstimator):
             given.user_ids if labelled else None,
             given.item_ids if labelled else None,
             _io.jsonable(self.get_params(deep=False)),
+            range_of(matrix, objective),
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
@@ -237,6 +238,7 @@ class FactorModel(ServingMixin, BaseEstimator):
                 content.user_ids,
                 content.item_ids,
                 _io.jsonable(self.get_params(deep=False)),
+                content.value_range,
             )
         )
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])

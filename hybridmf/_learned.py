@@ -10,7 +10,7 @@ import scipy.sparse as sp
 
 from ._objective import Factors, Objective, Side, State
 from ._plan import Plan
-from ._sparse import entry_rows, entry_sum
+from ._sparse import entry_rows, entry_sum, value_range
 from ._validate import csr_arrays, from_triplets, make_csr
 from .errors import RatingsError
 from .scale.store import StoredSeen, StoreMatrix
@@ -33,6 +33,9 @@ class Learned:
         Labels.
     params : dict
         The constructor's parameters at the fit, as a model file stores them.
+    value_range : (float, float) or None
+        Smallest and largest training value of explicit feedback, which predictions are clipped to; None where it is
+        unknown (files of earlier versions) and for implicit feedback.
     """
 
     objective: Objective
@@ -43,6 +46,7 @@ class Learned:
     user_ids: np.ndarray | None = None
     item_ids: np.ndarray | None = None
     params: dict[str, Any] = field(default_factory=dict)
+    value_range: tuple[float, float] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,6 +59,12 @@ class Learned:
         if side == "user":
             return replace(self, state=state, seen=seen, total=None, user_ids=labels)
         return replace(self, state=state, seen=seen, total=None, item_ids=labels)
+
+    def widened(self, values: np.ndarray) -> Learned:
+        """A copy whose range of values, where it is known, includes `values`."""
+        if self.value_range is None:
+            return self
+        return replace(self, value_range=value_range([np.array(self.value_range), values]))
 
     def seen_matrix(self) -> sp.csr_array | None:
         """`seen` in memory."""
@@ -86,6 +96,13 @@ class Learned:
 def total_of(matrix: sp.csr_array | StoreMatrix) -> float:
     """Sum of the values; the same bits for a store and for the same ratings in memory."""
     return matrix.total if isinstance(matrix, StoreMatrix) else entry_sum([matrix.data])
+
+
+def range_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> tuple[float, float] | None:
+    """Smallest and largest value of explicit feedback; None for implicit feedback."""
+    if objective.is_implicit:
+        return None
+    return matrix.value_range if isinstance(matrix, StoreMatrix) else value_range([matrix.data])
 
 
 def pattern(matrix: Any) -> Any:

@@ -27,6 +27,9 @@ OBJECTIVES = {
     "explicit-ridge": Objective("explicit", 0.3, 0.0),
     "explicit-half-count": Objective("explicit", 0.1, 0.5),
     "explicit-biases": Objective("explicit", 0.05, 1.0, biases=True),
+    "explicit-damped": Objective("explicit", 0.05, 1.0, biases=True, bias_regularization=0.3),
+    "explicit-damped-ridge": Objective("explicit", 0.3, 0.0, biases=True, bias_regularization=0.3),
+    "explicit-damped-half-count": Objective("explicit", 0.1, 0.5, biases=True, bias_regularization=0.3),
     "implicit": Objective("implicit", 0.01, 0.0, alpha=3.0),
     "implicit-count": Objective("implicit", 0.01, 1.0, alpha=40.0),
     "implicit-light": Objective("implicit", 0.1, 0.0, alpha=1.0, unobserved_weight=0.1),
@@ -78,7 +81,7 @@ def dense_system(matrix, row: int, fixed: Factors, mean: float, objective: Objec
     weight = np.full(len(design), objective.unobserved_weight if objective.is_implicit else 0.0)
     weight[columns] = confidence
     ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling)
-    ridge[rank:] = 0
+    ridge[rank:] = objective.bias_regularization * len(columns) ** objective.scaling
     return design.T @ (weight[:, None] * design) + np.diag(ridge), design[columns].T @ (confidence * target)
 
 
@@ -178,7 +181,7 @@ def test_bals_tile_sizes_do_not_matter(tiles, name):
     assert relative_error(solved.matrix, expected.matrix) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["explicit", "explicit-biases", "implicit", "implicit-heavy"])
+@pytest.mark.parametrize("name", ["explicit", "explicit-biases", "explicit-damped", "implicit", "implicit-heavy"])
 def test_float32_error_is_near_plain_numpys(name):
     """Tolerance is earned: within a few times of float32 NumPy solving the same systems."""
     objective = OBJECTIVES[name]
@@ -204,7 +207,7 @@ def test_float32_error_is_near_plain_numpys(name):
         weight = np.full(len(design), objective.unobserved_weight if objective.is_implicit else 0, np.float32)
         weight[columns] = confidence
         ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling, np.float32)
-        ridge[16:] = 0
+        ridge[16:] = objective.bias_regularization * len(columns) ** objective.scaling
         A = design.T @ (weight[:, None] * design) + np.diag(ridge)
         plain[row] = np.linalg.solve(A, design[columns].T @ (confidence * target).astype(np.float32))[:16]
     assert relative_error(solved.matrix, expected.matrix) < 8 * relative_error(plain, expected.matrix) + 1e-7
@@ -368,7 +371,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(name, assembly):
     extra = (
         {"alpha": objective.alpha, "unobserved_weight": objective.unobserved_weight}
         if objective.is_implicit
-        else {"biases": objective.biases}
+        else {"biases": objective.biases, "bias_regularization": objective.bias_regularization}
     )
     model = cls(
         factors=4, regularization=objective.regularization, regularization_scaling=objective.scaling, iterations=6,

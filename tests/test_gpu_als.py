@@ -156,7 +156,7 @@ class Problem:
             return np.zeros(design.shape[1], real)
         observed, ground = design[columns], real(objective.unobserved_weight if objective.is_implicit else 0)
         ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling, real)
-        ridge[self.rank :] = 0
+        ridge[self.rank :] = objective.bias_regularization * len(columns) ** objective.scaling
         A = ground * (design.T @ design) + observed.T @ ((confidence - ground)[:, None] * observed) + np.diag(ridge)
         return np.linalg.solve(A, observed.T @ (confidence * target))
 
@@ -198,16 +198,19 @@ CASES = [
     ("fused", 7, "float32", "implicit"),
     ("fused", 6, "float32", "explicit-biases"),
     ("fused", 32, "float32", "explicit-biases"),
+    ("fused", 6, "float32", "explicit-damped"),
+    ("fused", 6, "float32", "explicit-damped-half-count"),
+    ("fused", 32, "float32", "explicit-damped-ridge"),
     ("sparse_syrk", 1, "float64", "explicit"),
     ("sparse_syrk", 7, "float32", "implicit-heavy"),
     ("sparse_syrk", 31, "float64", "implicit"),
-    ("sparse_syrk", 32, "float32", "explicit-biases"),
+    ("sparse_syrk", 32, "float32", "explicit-damped"),
     ("mo_als", 7, "float32", "implicit-light"),
     ("mo_als", 31, "float64", "implicit"),
-    ("mo_als", 32, "float32", "explicit-biases"),
+    ("mo_als", 32, "float32", "explicit-damped-half-count"),
     ("bals", 1, "float64", "explicit-ridge"),
     ("bals", 7, "float32", "implicit-unweighted"),
-    ("bals", 32, "float32", "explicit-biases"),
+    ("bals", 32, "float32", "explicit-damped-ridge"),
 ]
 
 LARGE_CASES = [
