@@ -448,7 +448,9 @@ def test_entry_order_within_a_row_is_irrelevant():
         order = rng.permutation(span.stop - span.start)
         shuffled.indices[span], shuffled.data[span] = shuffled.indices[span][order], shuffled.data[span][order]
     shuffled.has_sorted_indices = False
-    one, two = (hmf.ExplicitALS(factors=4, iterations=3, random_state=0).fit(m) for m in (matrix, shuffled))
+    one, two = (
+        hmf.ExplicitALS(biases=False, factors=4, iterations=3, random_state=0).fit(m) for m in (matrix, shuffled)
+    )
     np.testing.assert_array_equal(one.user_factors, two.user_factors)
 
 
@@ -498,10 +500,10 @@ def _fit(cls, **options):
         (hmf.ImplicitALS, {"iterations": 4}),
         (hmf.ImplicitALS, {"solver": "cg"}),
         (hmf.ImplicitALS, {"random_state": 1}),
-        (hmf.ExplicitALS, {"regularization": 1.0}),
-        (hmf.ExplicitALS, {"regularization_scaling": "none"}),
+        (hmf.ExplicitALS, {"biases": False, "regularization": 1.0}),
+        (hmf.ExplicitALS, {"biases": False, "regularization_scaling": "none"}),
         (hmf.ExplicitALS, {"biases": True}),
-        (hmf.ExplicitALS, {"iterations": 4}),
+        (hmf.ExplicitALS, {"biases": False, "iterations": 4}),
     ],
 )
 def test_a_changed_parameter_changes_the_answer(cls, change):
@@ -532,7 +534,9 @@ def test_float64_starts_from_the_same_bits_and_reports_float32():
 def test_a_singular_system_names_side_and_row(assembly, reorder):
     """Item 1 has one entry and two unknowns, so without a penalty its system has a zero second pivot."""
     dense = np.array([[5, 0, 2], [4, 3, 1], [1, 0, 5], [2, 0, 4]], dtype=np.float32)
-    model = hmf.ExplicitALS(factors=2, regularization=0.0, assembly=assembly, reorder=reorder, random_state=0)
+    model = hmf.ExplicitALS(
+        biases=False, factors=2, regularization=0.0, assembly=assembly, reorder=reorder, random_state=0
+    )
     with pytest.raises(
         NotPositiveDefiniteError, match=r"item 1 .*leading minor 2.*increase regularization \(now 0\)"
     ) as caught:
@@ -560,7 +564,7 @@ def test_cg_takes_ratings_of_any_scale(scale, seed):
     """Factors may shrink to zero under the penalty; the residual then underflows, which is no negative curvature."""
     matrix = planted()
     matrix.data *= np.float32(scale)
-    model = hmf.ExplicitALS(factors=4, solver="cg", iterations=30, random_state=seed).fit(matrix)
+    model = hmf.ExplicitALS(biases=False, factors=4, solver="cg", iterations=30, random_state=seed).fit(matrix)
     assert np.isfinite(model.user_factors).all()
 
 
@@ -579,11 +583,11 @@ def test_failures_under_reordering_name_the_callers_row():
 def test_overflow_is_reported_not_stored(solver):
     matrix = planted()
     matrix.data[:] = 1e38
-    model = hmf.ExplicitALS(factors=3, solver=solver, random_state=0)
+    model = hmf.ExplicitALS(biases=False, factors=3, solver=solver, random_state=0)
     with pytest.raises(NonFiniteError, match=r"infinite or NaN.*scale the ratings down"):
         model.fit(matrix)
     assert not hasattr(model, "user_factors_")
-    hmf.ExplicitALS(factors=3, solver=solver, random_state=0, dtype="float64").fit(matrix)
+    hmf.ExplicitALS(biases=False, factors=3, solver=solver, random_state=0, dtype="float64").fit(matrix)
 
 
 # ------------------------------------------------------------------------------------------------ instruction sets

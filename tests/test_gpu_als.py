@@ -39,7 +39,7 @@ BACKWARD_ERROR = {"float32": 2.0**-20, "bf16x3": 2.0**-14, "tf32": 2.0**-10, "fl
 
 FITS = {
     "implicit": (hmf.ImplicitALS, {"factors": RANK, "alpha": 3.0, "regularization": 0.1}),
-    "explicit": (hmf.ExplicitALS, {"factors": RANK}),
+    "explicit": (hmf.ExplicitALS, {"biases": False, "factors": RANK}),
     "biases": (hmf.ExplicitALS, {"factors": RANK - 1, "biases": True}),
 }
 
@@ -624,7 +624,9 @@ def test_a_pickle_holds_numpy_arrays_of_the_right_shape():
 def test_a_singular_system_names_side_row_and_minor(backend, reorder, side):
     """Row 1 has one entry and two unknowns, so without a penalty its system has a zero second pivot."""
     dense = np.array([[5, 0, 2], [4, 3, 1], [1, 0, 5], [2, 0, 4]], dtype=np.float32)
-    model = hmf.ExplicitALS(factors=2, regularization=0.0, reorder=reorder, random_state=0, device=backend)
+    model = hmf.ExplicitALS(
+        biases=False, factors=2, regularization=0.0, reorder=reorder, random_state=0, device=backend
+    )
     with pytest.raises(
         NotPositiveDefiniteError, match=rf"{side} 1 .*leading minor 2.*increase regularization \(now 0\)"
     ) as caught:
@@ -665,7 +667,7 @@ def test_a_failure_in_the_second_half_sweep_keeps_the_state_before_it(backend, m
             halves[self.side] = self
 
     monkeypatch.setattr(name, Recorded)
-    model = hmf.ExplicitALS(factors=RANK, iterations=5, device=backend, random_state=0)
+    model = hmf.ExplicitALS(biases=False, factors=RANK, iterations=5, device=backend, random_state=0)
     with pytest.raises(NonFiniteError):
         model.fit(SMALL, callback=keep)
     assert model.n_iter_ == 2
@@ -678,7 +680,7 @@ def test_a_failure_in_the_second_half_sweep_keeps_the_state_before_it(backend, m
 def test_overflow_is_reported_not_stored(backend, solver):
     matrix = SMALL.copy()
     matrix.data[:] = 1e38
-    model = hmf.ExplicitALS(factors=RANK, solver=solver, random_state=0, device=backend)
+    model = hmf.ExplicitALS(biases=False, factors=RANK, solver=solver, random_state=0, device=backend)
     with pytest.raises(NonFiniteError, match=r"of item .*infinite or NaN.*scale the ratings down"):
         model.fit(matrix)
     assert not hasattr(model, "user_factors_")

@@ -324,14 +324,14 @@ def test_plan_of_a_machine_that_is_not_there() -> None:
 
 
 def test_plan_takes_the_models_limit_of_memory() -> None:
-    model = hmf.ExplicitALS(gpu_memory_limit="20GB")
+    model = hmf.ExplicitALS(biases=False, gpu_memory_limit="20GB")
     sizes: dict[str, Any] = {"shape": (10**6, 10**5), "nnz": 10**8, "gpus": 2}
     assert hmf.plan(model=model, **sizes).memory == hmf.plan(gpu_memory="20GB", **sizes).memory
     assert hmf.plan(model=model, gpu_memory="30GB", **sizes).memory == hmf.plan(gpu_memory="30GB", **sizes).memory
 
 
 def test_plan_takes_factors() -> None:
-    plan = hmf.plan(shape=(100, 50), nnz=500.0, factors=9, model=hmf.ExplicitALS(device="cpu"))
+    plan = hmf.plan(shape=(100, 50), nnz=500.0, factors=9, model=hmf.ExplicitALS(biases=False, device="cpu"))
     assert plan.factors == 9 and plan.nnz == 500
 
 

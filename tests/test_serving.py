@@ -37,10 +37,10 @@ from hybridmf.errors import MemoryBudgetError, NonFiniteError, NotPositiveDefini
 
 M, N_ITEMS = 60, 40
 KINDS = {
-    "explicit": (hmf.ExplicitALS, {}),
+    "explicit": (hmf.ExplicitALS, {"biases": False}),
     "biases": (hmf.ExplicitALS, {"biases": True}),
     "implicit": (hmf.ImplicitALS, {"alpha": 3.0}),
-    "explicit64": (hmf.ExplicitALS, {"dtype": "float64"}),
+    "explicit64": (hmf.ExplicitALS, {"biases": False, "dtype": "float64"}),
     "implicit64": (hmf.ImplicitALS, {"dtype": "float64"}),
     "biases64": (hmf.ExplicitALS, {"biases": True, "dtype": "float64"}),
 }
@@ -274,7 +274,7 @@ def test_explicit_zeros_of_user_items_count_as_seen():
 
 
 def test_user_items_may_be_ratings():
-    model = hmf.ExplicitALS(factors=2, iterations=1, random_state=0, device="cpu").fit(labelled())
+    model = hmf.ExplicitALS(biases=False, factors=2, iterations=1, random_state=0, device="cpu").fit(labelled())
     np.testing.assert_array_equal(model.recommend([1, 2], labelled())[0], model.recommend([1, 2])[0])
 
 
