@@ -223,7 +223,9 @@ def test_recommend_scores_are_predictions_and_seen_items_are_left_out(kind):
     for user in range(M):
         found = ids[user][ids[user] >= 0]
         np.testing.assert_array_equal(np.sort(found), np.flatnonzero(~seen[user]))
-        np.testing.assert_allclose(scores[user, : len(found)], model.predict(user, found), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            scores[user, : len(found)], model.predict(user, found, clip=False), rtol=1e-4, atol=1e-5
+        )
     assert np.all((scores[:, 1:] <= scores[:, :-1])[ids[:, 1:] >= 0])
     np.testing.assert_array_equal(np.isneginf(scores), ids == -1)
 
@@ -422,11 +424,11 @@ def test_predict_is_the_formula(kind):
         assert model.user_bias_ is None
         assert model.item_bias_ is None
     rows, columns = np.nonzero(planted().toarray())
-    np.testing.assert_allclose(model.predict(rows, columns), dense[rows, columns], rtol=1e-6, atol=1e-6)
-    assert model.predict(3, 4) == pytest.approx(dense[3, 4], abs=1e-6)
+    np.testing.assert_allclose(model.predict(rows, columns, clip=False), dense[rows, columns], rtol=1e-6, atol=1e-6)
+    assert model.predict(3, 4, clip=False) == pytest.approx(dense[3, 4], abs=1e-6)
     assert np.ndim(model.predict(3, 4)) == 0
-    np.testing.assert_allclose(model.predict(3, np.arange(N_ITEMS)), dense[3], atol=1e-6)
-    np.testing.assert_allclose(model.predict(np.arange(M), [4]), dense[:, 4], atol=1e-6)
+    np.testing.assert_allclose(model.predict(3, np.arange(N_ITEMS), clip=False), dense[3], atol=1e-6)
+    np.testing.assert_allclose(model.predict(np.arange(M), [4], clip=False), dense[:, 4], atol=1e-6)
     assert model.predict([3], 4).shape == (1,)
     assert model.predict([], []).shape == model.predict(3, []).shape == (0,)
 
