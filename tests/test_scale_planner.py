@@ -311,7 +311,8 @@ def test_ranks_keep_everything_on_the_gpus() -> None:
 
 
 def test_plan_of_a_machine_that_is_not_there() -> None:
-    plan = hmf.plan(shape=(1_056_000_000, 48_000_000), nnz=112e9, factors=100, gpus=4, gpu_memory="141GB")
+    model = hmf.ExplicitALS(factors=100, biases=False)
+    plan = hmf.plan(shape=(1_056_000_000, 48_000_000), nnz=112e9, model=model, gpus=4, gpu_memory="141GB")
     assert plan.problem == FACEBOOK and plan.gpus == 4
     text = str(plan)
     for words in ("4 x H200", "112,000,000,000 entries", "p = ", "q = ", "replicated", "split", "waves", "predicted"):

@@ -646,11 +646,11 @@ class HostGpuALS(StreamedGpuALS):
             users, items = (self.inward[side] for side in SIDES)
             total = float(self.halves["user"].losses(users, items, self.mean).sum())
             grams = [host_gram(self.device, side) for side in (users, items)] if self.objective.is_implicit else []
-            total += unobserved_loss(self.objective, grams)
-            return total + sum(
+            penalties = [
                 host_penalty(self.device, self.objective, self.inward[side], self.halves[side].degrees)
                 for side in SIDES
-            )
+            ]
+            return total + (unobserved_loss(self.objective, grams) + sum(penalties))
 
 
 def _tables_of(factors: Factors) -> HostTables | None:
