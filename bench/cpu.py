@@ -75,7 +75,7 @@ def our_model(kind: str, f: int, threads: int, **options: Any) -> hmf.ImplicitAL
     common = {"num_threads": threads, "device": "cpu", "random_state": 0}
     if kind == "implicit":
         return hmf.ImplicitALS(f, **IMPLICIT, **common, **options)
-    return hmf.ExplicitALS(f, **EXPLICIT, **common, **options)
+    return hmf.ExplicitALS(f, biases=False, **EXPLICIT, **common, **options)
 
 
 def our_maker(kind: str, matrix: Any, f: int, threads: int) -> Callable[..., Maker]:

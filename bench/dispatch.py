@@ -50,9 +50,9 @@ TOLERANCE = 0.10
 REQUIRED = 0.95
 
 MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "explicit exact": (hmf.ExplicitALS, {}),
+    "explicit exact": (hmf.ExplicitALS, {"biases": False}),
     "implicit exact": (hmf.ImplicitALS, {}),
-    "explicit CG 3": (hmf.ExplicitALS, {"solver": "cg"}),
+    "explicit CG 3": (hmf.ExplicitALS, {"biases": False, "solver": "cg"}),
     "implicit CG 3": (hmf.ImplicitALS, {"solver": "cg"}),
     "MSGD": (hmf.SGD, {}),
     "CCD++": (hmf.CCD, {}),

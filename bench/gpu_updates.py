@@ -86,7 +86,7 @@ def rmse(session: Session, data: Data, solver: Solver) -> float:
 def judged(session: Session, data: Data, solver: Solver, regularization: float) -> float:
     """The explicit objective of a solver's factors by the kernels of ALS."""
     users, items = solver.state.user, solver.state.item
-    model = hmf.ExplicitALS(users.matrix.shape[1], regularization=regularization, device="cuda")
+    model = hmf.ExplicitALS(users.matrix.shape[1], biases=False, regularization=regularization, device="cuda")
     objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
     half = HalfSweep(session.device, "user", data.user, objective, plan)

@@ -124,8 +124,8 @@ def run_reorder(shape: str, ranks: tuple[int, ...], threads: int, repeats: int) 
 def explicit_model(f: int, threads: int, **options: Any) -> hmf.ExplicitALS:
     """ALS-WR; which feedback makes no difference to what an order is worth."""
     return hmf.ExplicitALS(
-        f, regularization=0.05, regularization_scaling="count", num_threads=threads, device="cpu", random_state=0,
-        **options,
+        f, biases=False, regularization=0.05, regularization_scaling="count", num_threads=threads, device="cpu",
+        random_state=0, **options,
     )  # fmt: skip
 
 

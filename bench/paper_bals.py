@@ -215,8 +215,8 @@ def timed_alike(runs: dict[str, Callable[[], np.ndarray]], repeats: int, toleran
 def iteration(bench: Bench, matrix: Any, factors: int, **options: Any) -> Callable[[], Any]:
     """A full iteration of ALS on the CPU."""
     model = hmf.ExplicitALS(
-        factors, regularization=LAMBDA, regularization_scaling="count", num_threads=bench.threads, device="cpu",
-        random_state=0, **options,
+        factors, biases=False, regularization=LAMBDA, regularization_scaling="count", num_threads=bench.threads,
+        device="cpu", random_state=0, **options,
     )  # fmt: skip
     return rivals.Ours(model, matrix).step
 
@@ -503,8 +503,8 @@ def methods(bench: Bench, f: int, iterations: dict[str, int]) -> dict[str, Any]:
         same["num_threads"] = bench.threads
     schedule: Any = "blocks" if bench.device is None else "batch_hogwild"
     return {
-        "ALS, BALS tiles": hmf.ExplicitALS(**same, iterations=iterations["ALS"], assembly="bals"),
-        "ALS, ours": hmf.ExplicitALS(**same, iterations=iterations["ALS"]),
+        "ALS, BALS tiles": hmf.ExplicitALS(biases=False, **same, iterations=iterations["ALS"], assembly="bals"),
+        "ALS, ours": hmf.ExplicitALS(biases=False, **same, iterations=iterations["ALS"]),
         "CCD++": hmf.CCD(**same, iterations=iterations["CCD++"]),
         f"SGD, {schedule}": hmf.SGD(**same, iterations=iterations["SGD"], schedule=schedule),
     }

@@ -103,7 +103,8 @@ def contestants(device: str, f: int, iterations: int, threads: int) -> dict[str,
     }[device]  # fmt: skip
     ours = {"ours": {}, "ours, balanced": {"balance": True}}
     found: dict[str, tuple[Any, int]] = {
-        name: (hmf.ExplicitALS(f, **als, **options), iterations) for name, options in (exact | ours).items()
+        name: (hmf.ExplicitALS(f, biases=False, **als, **options), iterations)
+        for name, options in (exact | ours).items()
     }
     found["SGD, blocks, RPCS (LIBMF's method), CPU"] = (
         hmf.SGD(f, **sgd, schedule="blocks", rate_schedule="rpcs", deterministic=False), 3 * iterations
@@ -201,7 +202,9 @@ def measure_switch(
     device: Any, data: Split, profile: Profile, registers: bool, read_only: bool, reference: list[float]
 ) -> Line:
     """Seconds and error of iterations of one combination; `reference` is the error after each of the first one's."""
-    model = hmf.ExplicitALS(profile.factors, regularization=LAMBDA, device="cuda", assembly="mo_als", random_state=0)
+    model = hmf.ExplicitALS(
+        profile.factors, biases=False, regularization=LAMBDA, device="cuda", assembly="mo_als", random_state=0
+    )
     assembly = Assembly(device, registers, read_only)
     with assembly.used():
         iterate(make_solver(model, data))  # compiles
@@ -253,7 +256,7 @@ def run_cost(recorder: Recorder, device: Any, data: Split, profile: Profile, thr
 
 def measure_phases_gpu(device: Any, data: Split, f: int, side: Side, repeats: int, threads: int) -> Line:
     """Assembly of MO-ALS and all the rest of a half sweep: completion and Cholesky."""
-    model = hmf.ExplicitALS(f, regularization=LAMBDA, device="cuda", assembly="mo_als", random_state=0)
+    model = hmf.ExplicitALS(f, biases=False, regularization=LAMBDA, device="cuda", assembly="mo_als", random_state=0)
     assembly = Assembly(device)
     with assembly.used():
         solver: Any = make_solver(model, data)
@@ -278,7 +281,7 @@ def measure_phases_cpu(device: Any, data: Split, f: int, side: Side, repeats: in
 
     some, _ = hmf.split(data.user, 0.75, 0)
     fewer = Split(data.name, data.scale, some, transpose(some), data.test)
-    model = hmf.ExplicitALS(f, regularization=LAMBDA, device="cpu", random_state=0, num_threads=threads)
+    model = hmf.ExplicitALS(f, biases=False, regularization=LAMBDA, device="cpu", random_state=0, num_threads=threads)
     solvers: list[Any] = [make_solver(model, each) for each in (data, fewer)]
 
     def solve(solver: Any) -> Callable[[], Any]:

@@ -345,7 +345,7 @@ def methods(session: Session, threads: int) -> dict[str, Any]:
         "DSGD": hmf.SGD(f, **common, schedule="blocks"),
         "FPSGD": hmf.SGD(f, **common, schedule="blocks", deterministic=False),
         "CCD++": hmf.CCD(f, **common),
-        "ALS": hmf.ExplicitALS(f, **common),
+        "ALS": hmf.ExplicitALS(f, biases=False, **common),
     }
 
 
@@ -359,7 +359,7 @@ def run_convergence(session: Session) -> None:
             "CUMSGD": hmf.SGD(f, **gpu, schedule="msgd"),
             "batch-Hogwild, GPU": hmf.SGD(f, **gpu, schedule="batch_hogwild"),
             "CCD++, GPU": hmf.CCD(f, **gpu),
-            "ALS, GPU": hmf.ExplicitALS(f, **gpu),
+            "ALS, GPU": hmf.ExplicitALS(f, biases=False, **gpu),
         }
     for name, model in models.items():
         session.case(f"convergence, {name}", lambda name=name, model=model: measure_race(session, name, model))  # type: ignore[misc]

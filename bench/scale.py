@@ -108,7 +108,11 @@ class Case:
         names = [f"cuda:{k}" for k in range(gpus)]
         memory = None if limit is None else int(limit * 1e9)
         model = hmf.ExplicitALS(
-            factors=self.factors, regularization=0.05, device=names if gpus > 1 else names[0], gpu_memory_limit=memory
+            biases=False,
+            factors=self.factors,
+            regularization=0.05,
+            device=names if gpus > 1 else names[0],
+            gpu_memory_limit=memory,
         )
         plan = make_plan(model._objective(), model._settings(), self.matrix.shape, self.matrix.nnz)
         arguments = (self.matrix, self.item_users, model._objective(), plan, self.state)

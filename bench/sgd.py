@@ -93,7 +93,9 @@ def contestants(matrix: sp.csr_array, f: int, threads: int) -> dict[str, Contest
         "ours, blocks, AdaGrad": sgd(schedule="blocks", rate_schedule="adagrad"),
         "ours, msgd, power": sgd(schedule="msgd"),
         "ours, CCD++": Contestant(Fit(matrix, lambda n: hmf.CCD(f, **common, iterations=n)).fit, give_up=GIVE_UP),
-        "ours, ALS": Contestant(Fit(matrix, lambda n: hmf.ExplicitALS(f, **common, iterations=n)).fit, give_up=GIVE_UP),
+        "ours, ALS": Contestant(
+            Fit(matrix, lambda n: hmf.ExplicitALS(f, biases=False, **common, iterations=n)).fit, give_up=GIVE_UP
+        ),
     }
     if rivals.installed("libmf"):
         for rate in LIBMF_RATES:

@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from . import _io, dispatch
 from ._align import UNKNOWN, Labels, align, labels_of
-from ._learned import Learned, pattern, total_of
+from ._learned import Learned, pattern, range_of, total_of
 from ._objective import Objective, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan, plan_for
 from ._progress import progress_bar
@@ -212,6 +212,7 @@ class FactorModel(ServingMixin, BaseEstimator):
             item_ids,
             _io.jsonable(self.get_params(deep=False)),
             item_counts,
+            range_of(matrix, objective),
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
@@ -263,6 +264,7 @@ class FactorModel(ServingMixin, BaseEstimator):
                 content.item_ids,
                 _io.jsonable(self.get_params(deep=False)),
                 content.item_counts,
+                content.value_range,
             )
         )
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])

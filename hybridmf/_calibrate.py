@@ -230,7 +230,7 @@ def _measure_cpu(say: Say) -> CpuRates:
     long, short = regular(*CPU_LONG), regular(*CPU_SHORT)
     entries, rows = [], []
     for f in CPU_RANKS:
-        times = [_twice(ExplicitALS(f, **options), problem) for problem in (long, short)]
+        times = [_twice(ExplicitALS(f, biases=False, **options), problem) for problem in (long, short)]
         entry, row = entry_and_row((times[0], times[1]), (long, short))
         entries.append(entry)
         rows.append(row)
@@ -243,8 +243,8 @@ def _measure_cpu(say: Say) -> CpuRates:
         seconds = _twice(model, long)
         return max(seconds - sum(long.shape) * rates.row, 0.1 * seconds)
 
-    steps = [without_rows(ExplicitALS(f, solver="cg", **options)) / (2 * long.nnz) for f in CPU_RANKS]
-    blocks = without_rows(ExplicitALS(64, solver="subspace", block_size=32, **options))
+    steps = [without_rows(ExplicitALS(f, biases=False, solver="cg", **options)) / (2 * long.nnz) for f in CPU_RANKS]
+    blocks = without_rows(ExplicitALS(64, biases=False, solver="subspace", block_size=32, **options))
     rates = replace(
         rates,
         cg=_curve(CPU_RANKS, lambda f: 16 * f, steps),  # 3 steps pass 4 times
@@ -279,10 +279,10 @@ def _measure_overheads(rates: CpuRates) -> CpuRates:
     rates = replace(rates, region=0.0, sweep=0.0, gram=0.0, fresh=0.0)
     tiny, small = regular(*TINY), regular(*SMALL)
     idle = partial(_idle, Machine(cpu=rates))
-    als, ccd = idle(ExplicitALS(8, **options), tiny), idle(CCD(16, **options), tiny)
+    als, ccd = idle(ExplicitALS(8, biases=False, **options), tiny), idle(CCD(16, **options), tiny)
     region = max(0.0, ccd - als) / (16 * 4 - 4)  # 4 regions a factor, and 4 of an ALS
     explicit, implicit = (idle(cls(64, **options), small) for cls in (ExplicitALS, ImplicitALS))
-    fit = _fit(ExplicitALS(8, **(options | {"iterations": 2})), tiny)
+    fit = _fit(ExplicitALS(8, biases=False, **(options | {"iterations": 2})), tiny)
     return replace(
         rates,
         region=region,
@@ -297,7 +297,7 @@ def _measure_memory(rates: CpuRates) -> CpuRates:
     options: dict[str, Any] = {"device": "cpu", "num_threads": available_cores(), "random_state": 0, "iterations": 3}
     sparse, (low, high) = regular(*SPARSE), SPARSE_RANKS
     rows = sum(sparse.shape)
-    models = [ExplicitALS(f, solver="cg", **options) for f in (low, high)]
+    models = [ExplicitALS(f, biases=False, solver="cg", **options) for f in (low, high)]
     less, more = (_fit(model, sparse) for model in models)
     rates = replace(rates, draw=max(1e-10, (more.setup - less.setup) / (rows * (high - low))), fresh=0.0)
     known = cost_of(plan(sparse, models[1]), Machine(cpu=rates)).iteration
@@ -312,7 +312,7 @@ def _sgd_curve(schedule: str, problem: sp.csr_array, options: dict[str, Any]) ->
 
 def _slower(assembly: str, problem: sp.csr_array, options: dict[str, Any], rates: CpuRates) -> float:
     """Time of another assembly as a multiple of ours, at rank 64, without the solution of the systems."""
-    seconds = _twice(ExplicitALS(64, assembly=assembly, **options), problem)
+    seconds = _twice(ExplicitALS(64, biases=False, assembly=assembly, **options), problem)
     solution = sum(problem.shape) * _machine.seconds_at(rates.solve, _solve, 64)
     ours = 2 * problem.nnz * _machine.seconds_at(rates.assembly, _assembly, 64)
     return max(0.5, (seconds - solution) / ours)
@@ -326,7 +326,7 @@ def _serial(options: dict[str, Any]) -> float:
     problem = regular(*CPU_ALL)
 
     def fastest(count: int) -> float:
-        model = ExplicitALS(64, **(options | {"num_threads": count}))
+        model = ExplicitALS(64, biases=False, **(options | {"num_threads": count}))
         return _twice(model, problem)
 
     # other programs may hold cores for a moment: not even two threads of one core are slower than one
@@ -365,13 +365,13 @@ def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
     rates = GpuRates().scaled(spec.multiprocessors, spec.capability)
     say(f"{spec.name}: start, compilation, launches")
     tiny = regular(200, 200, 20)
-    again = [_fit(ExplicitALS(40, assembly="sparse_syrk", **options), tiny) for _ in range(2)]
+    again = [_fit(ExplicitALS(40, biases=False, assembly="sparse_syrk", **options), tiny) for _ in range(2)]
     compile_seconds, loads = dict(rates.compile), []
     fused = _has_fused(device)
     # a rank nobody asks for: its kernels are not in this process yet
     for name, model in (
-        ("fused", ExplicitALS(61, **options)),
-        ("sparse_syrk", ExplicitALS(61, assembly="sparse_syrk", **options)),
+        ("fused", ExplicitALS(61, biases=False, **options)),
+        ("sparse_syrk", ExplicitALS(61, biases=False, assembly="sparse_syrk", **options)),
         ("msgd", SGD(61, **options)),
         ("batch_hogwild", SGD(61, schedule="batch_hogwild", **options)),
         ("ccd++", CCD(61, **options)),
@@ -421,7 +421,7 @@ def _measure_launches(rates: GpuRates, tiny: sp.csr_array, options: dict[str, An
     options = options | {"iterations": TINY_ITERATIONS}
     none = {"als": 0.0, "sgd": 0.0, "ccd": 0.0}
     idle = partial(_idle, Machine(gpu=replace(rates, sweep=none, gram=0.0, launch=0.0, serial_update=0.0)))
-    explicit = idle(ExplicitALS(40, assembly="sparse_syrk", **options), tiny)
+    explicit = idle(ExplicitALS(40, biases=False, assembly="sparse_syrk", **options), tiny)
     implicit = idle(ImplicitALS(40, assembly="sparse_syrk", **options), tiny)
     sgd = idle(SGD(61, **options), tiny)
     few, many = (idle(CCD(f, **options), tiny) for f in (16, 61))
@@ -431,7 +431,7 @@ def _measure_launches(rates: GpuRates, tiny: sp.csr_array, options: dict[str, An
 
 
 def _has_fused(device: str) -> bool:
-    return plan(shape=(10, 10), nnz=10, model=ExplicitALS(64, device=device)).assembly == "fused"
+    return plan(shape=(10, 10), nnz=10, model=ExplicitALS(64, biases=False, device=device)).assembly == "fused"
 
 
 def _join(first: Curve, second: Curve) -> Curve:
@@ -452,7 +452,9 @@ def _gpu_als(
     for f in ranks:
         times = []
         for problem in (long, short):
-            seconds = iteration_seconds(ExplicitALS(f, assembly=assembly, reorder="none", **options), problem)
+            seconds = iteration_seconds(
+                ExplicitALS(f, biases=False, assembly=assembly, reorder="none", **options), problem
+            )
             times.append(max(seconds - 2 * rates.sweep["als"], 0.1 * seconds))
         entry, row = entry_and_row((times[0], times[1]), (long, short))
         entries.append(entry)
@@ -474,13 +476,13 @@ def _measure_setup(rates: GpuRates, device: str) -> GpuRates:
     none = dict.fromkeys(("als", "sgd", "ccd"), 0.0)
     rates = replace(rates, upload_bytes=data.nbytes / min(seconds), row_setup=0.0, factor_setup=0.0)
     rates = replace(rates, fit=none, entry_setup=dict.fromkeys(rates.entry_setup, 0.0))
-    tiny, models = regular(*TINY), {"als": ExplicitALS(SPARSE_RANKS[0]), "sgd": SGD(61), "ccd": CCD(16)}
+    tiny, models = regular(*TINY), {"als": ExplicitALS(SPARSE_RANKS[0], biases=False), "sgd": SGD(61), "ccd": CCD(16)}
     rates = replace(
         rates, fit={kind: max(1e-4, _beyond_cpu(model, tiny, device, rates)) for kind, model in models.items()}
     )
     sparse, (low, high) = regular(*SPARSE), SPARSE_RANKS
     rows = sum(sparse.shape)
-    less, more = (_beyond_cpu(ExplicitALS(f), sparse, device, rates) for f in (low, high))
+    less, more = (_beyond_cpu(ExplicitALS(f, biases=False), sparse, device, rates) for f in (low, high))
     factor = max(0.0, (more - less) / (rows * (high - low)))
     rates = replace(rates, factor_setup=factor, row_setup=max(0.0, less / rows - low * factor))
     entries = {"msgd": SGD(61), "batch_hogwild": SGD(61, schedule="batch_hogwild"), "ccd++": CCD(16)}

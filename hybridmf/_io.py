@@ -23,7 +23,7 @@ from . import _formats
 from ._files import write_atomically as write_atomically
 from ._labels import plain_array
 from ._objective import Factors, State
-from ._validate import check_int, check_real, make_csr
+from ._validate import check_int, check_range, check_real, make_csr
 from .errors import ModelFileError
 
 FORMAT, VERSION = "hybridmf", 1
@@ -150,6 +150,7 @@ def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str,
         "history": model.history_,
         "nnz": model.plan_.nnz,
         "total": model._learned.total,
+        "value_range": model._learned.value_range,
     } | (extra or {})
     return {
         "format": FORMAT,
@@ -230,7 +231,9 @@ class ModelFile:
     model : str
         Class name.
     params, summary : dict
-        Constructor parameters; ``mean``, ``n_iter``, ``nnz``, ``total``, ``history`` and what else was stored.
+        Constructor parameters; ``mean``, ``n_iter``, ``nnz``, ``total``, ``value_range``, ``history`` and what else was
+        stored.
+    value_range : (float, float) or None
     state : State
     seen : csr_array or None
     item_counts : int64 array or None
@@ -260,7 +263,7 @@ class ModelFile:
         try:
             self._check_sums(metadata, tensors)
             self.model = metadata["model"]
-            self.params = self._object("params", metadata["params"])
+            self.params = _with_bias_regularization(self._object("params", metadata["params"]))
             self.summary = self._object("state", metadata["state"])
             self._check_summary()
             self._require(tensors.keys() <= TENSORS, f"unknown tensors {sorted(tensors.keys() - TENSORS)}")
@@ -326,6 +329,8 @@ class ModelFile:
         check_int("nnz", summary["nnz"], 0, MAX_COUNT)
         if summary.setdefault("total", None) is not None:
             check_real("total", summary["total"])
+        found = summary.setdefault("value_range", None)  # files of earlier versions have none
+        self.value_range = None if found is None else check_range("value_range", found)
         history = summary["history"]
         records = isinstance(history, list) and all(isinstance(record, dict) for record in history)
         self._require(records, "history is not a list of records")
@@ -413,6 +418,13 @@ class ModelFile:
         for name, found in _tensor_params(self.state).items():
             problem = f"its tensors are those of a model with {name}={found!r}, not {name}={params[name]!r}"
             self._require(params[name] == found, problem)
+
+
+def _with_bias_regularization(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of a file; those written before biases had a penalty were fitted without one."""
+    if "biases" in params and "bias_regularization" not in params:
+        return params | {"bias_regularization": 0.0 if params["biases"] else None}
+    return params
 
 
 def _is_canonical(indptr: np.ndarray, indices: np.ndarray, shape: tuple[int, int]) -> bool:

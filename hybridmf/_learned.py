@@ -10,7 +10,7 @@ import scipy.sparse as sp
 
 from ._objective import Factors, Objective, Side, State
 from ._plan import Plan
-from ._sparse import as_ones, entry_rows, entry_sum, transposed
+from ._sparse import as_ones, entry_rows, entry_sum, transposed, value_range
 from ._validate import frozen_csr
 from .scale.store import StoredSeen, StoreMatrix
 
@@ -34,6 +34,9 @@ class Learned:
         The constructor's parameters at the fit, as a model file stores them.
     item_counts : int64 array, shape (n_items,), or None
         Training entries of each item; None in a model whose file has neither them nor `seen`.
+    value_range : (float, float) or None
+        Smallest and largest training value of explicit feedback, which predictions are clipped to; None where it is
+        unknown (files of earlier versions) and for implicit feedback.
     """
 
     objective: Objective
@@ -45,6 +48,7 @@ class Learned:
     item_ids: np.ndarray | None = None
     params: dict[str, Any] = field(default_factory=dict)
     item_counts: np.ndarray | None = None
+    value_range: tuple[float, float] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,6 +66,12 @@ class Learned:
         """A copy in which one side has other rows."""
         copy = replace(self, state=self.state.with_side(side, factors), seen=seen, total=None, item_counts=item_counts)
         return replace(copy, user_ids=labels) if side == "user" else replace(copy, item_ids=labels)
+
+    def widened(self, values: np.ndarray) -> Learned:
+        """A copy whose range of values, where it is known, includes `values`."""
+        if self.value_range is None:
+            return self
+        return replace(self, value_range=value_range([np.array(self.value_range), values]))
 
     def seen_matrix(self) -> sp.csr_array | None:
         """`seen` in memory."""
@@ -98,6 +108,13 @@ def total_of(matrix: sp.csr_array | StoreMatrix) -> float:
 def count_items(matrix: sp.csr_array) -> np.ndarray:
     """Entries of each column, int64, shape (n_items,)."""
     return np.bincount(matrix.indices, minlength=matrix.shape[1]).astype(np.int64)
+
+
+def range_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> tuple[float, float] | None:
+    """Smallest and largest value of explicit feedback; None for implicit feedback."""
+    if objective.is_implicit:
+        return None
+    return matrix.value_range if isinstance(matrix, StoreMatrix) else value_range([matrix.data])
 
 
 def pattern(matrix: Any) -> Any:

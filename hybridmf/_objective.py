@@ -13,9 +13,6 @@ from ._validate import check_bool, check_choice, check_real
 Side = Literal["user", "item"]
 SIDES: tuple[Side, Side] = ("user", "item")
 
-BIAS_REGULARIZATION = 0.1
-"""lambda_b where none is given."""
-
 DRAWN_ROWS = 65536
 """Rows whose random factors are drawn at a time; the values do not depend on it."""
 
@@ -68,9 +65,9 @@ class Objective:
     def explicit(
         cls, regularization: object, scaling: object, biases: object, bias_regularization: object = None
     ) -> Objective:
-        """Checked objective of explicit feedback; a `bias_regularization` of None takes the default."""
+        """Checked objective of explicit feedback; a `bias_regularization` of None is that of the factors."""
         if bias_regularization is None:
-            bias_regularization = BIAS_REGULARIZATION
+            bias_regularization = regularization
         return cls(
             "explicit",
             check_real("regularization", regularization, 0.0),

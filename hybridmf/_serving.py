@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import scipy.sparse as sp
@@ -32,6 +32,7 @@ from ._validate import (
     check_choice,
     check_ids,
     check_int,
+    check_range,
     check_shape,
     csr_arrays,
     make_csr,
@@ -359,7 +360,9 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     # ------------------------------------------------------------------------------------------------ predictions
 
-    def predict(self, users: Any, items: Any = None) -> np.ndarray:
+    def predict(
+        self, users: Any, items: Any = None, *, clip: Literal["auto", False] | tuple[float, float] = "auto"
+    ) -> np.ndarray:
         """Predicted values of (user, item) pairs; or, for a matrix of rows, the one item to recommend to each.
 
         Parameters
@@ -367,6 +370,10 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         users : int or int array, shape (n_pairs,); or a matrix, shape (n_rows, n_items), when `items` is None
         items : int or int array, shape (n_pairs,), optional
             Broadcast against `users`.
+        clip : {"auto", False} or (low, high)
+            "auto" clips predicted ratings to the range of the training values; preferences of implicit feedback stay
+            as they are, and so do predictions of a model file that was written before this range was stored. False
+            leaves everything as it is; a pair clips to another range. Rankings never depend on it.
 
         Returns
         -------
@@ -377,6 +384,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             it contains all. This is the form scikit-learn calls.
         """
         check_is_fitted(self)
+        limits = self._clip_limits(clip)
         if items is None:
             if not sp.issparse(users) and not isinstance(users, (Ratings, Store)) and np.ndim(users) < 2:
                 raise ValueError(
@@ -393,7 +401,15 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         values = _als.predict_pairs(state.user.matrix, state.item.matrix, user_ids, item_ids, self.plan_.num_threads)
         if state.user.bias is not None and state.item.bias is not None:
             values += state.mean + state.user.bias[user_ids] + state.item.bias[item_ids]
+        if limits is not None:
+            np.clip(values, *limits, out=values)
         return values[0] if np.ndim(users) == 0 and np.ndim(items) == 0 else values
+
+    def _clip_limits(self, clip: Any) -> tuple[float, float] | None:
+        """What predictions are clipped to, by the argument of `predict`."""
+        if isinstance(clip, str) and clip == "auto":
+            return self._learned.value_range
+        return None if clip is False else check_range("clip", clip, '"auto", False or a pair (low, high)')
 
     def _best_unseen(self, rows: Any) -> np.ndarray:
         matrix = self._new_rows(rows, "users")
@@ -580,7 +596,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             by_row = _replace_rows(by_row, positions, rows, size)
             seen = by_row if side == "user" else transposed_pattern(by_row)
         counts = _updated_counts(learned, side, positions, rows, seen)
-        self._learn(learned.with_side(side, factors, seen, names, counts))
+        self._learn(learned.with_side(side, factors, seen, names, counts).widened(rows.data))
 
     # ------------------------------------------------------------------------------------------------ score
 

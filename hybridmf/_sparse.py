@@ -69,3 +69,9 @@ def entry_sum(parts: Iterable[np.ndarray]) -> float:
                 sums.append(float(rest.sum()))
                 rest = np.empty(0)
     return math.fsum([*sums, float(rest.sum())])
+
+
+def value_range(parts: Iterable[np.ndarray]) -> tuple[float, float] | None:
+    """Smallest and largest of values that come in parts; None if there are none."""
+    ends = [(float(part.min()), float(part.max())) for part in parts if len(part)]
+    return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None

@@ -83,6 +83,16 @@ def check_real(name: str, value: Any, low: float = -math.inf, *, strict: bool = 
     return number
 
 
+def check_range(name: str, value: Any, expected: str = "a pair (low, high)") -> tuple[float, float]:
+    """Return `value` as a pair of floats, the first not above the second; messages say what is `expected`."""
+    if not isinstance(value, (tuple, list, np.ndarray)) or len(value) != 2:
+        raise TypeError(f"{name} must be {expected}, got {value!r} of type {type(value).__name__}")
+    low, high = (check_real(name, end) for end in value)
+    if low > high:
+        raise ValueError(f"{name} must be {expected} with low <= high, got {low:g} and {high:g}")
+    return low, high
+
+
 def check_bool(name: str, value: Any) -> bool:
     """Return `value` as bool; TypeError for anything that merely looks true."""
     if not isinstance(value, (bool, np.bool_)):

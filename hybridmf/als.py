@@ -200,7 +200,8 @@ class ExplicitALS(_ALS):
     """Matrix factorization of explicit ratings by alternating least squares, exact by default.
 
     Minimizes ``sum_(u,i observed) (r_ui - mu - b_u - b_i - x_u.y_i)^2 + lambda (sum_u s_u |x_u|^2 + sum_i s_i
-    |y_i|^2)``, no factor 1/2. The default ``regularization_scaling="count"`` is ALS-WR (Zhou et al. 2008; cuMF eq. 1).
+    |y_i|^2) + lambda_b (sum_u s_u b_u^2 + sum_i s_i b_i^2)``, no factor 1/2. The default
+    ``regularization_scaling="count"`` is that of ALS-WR (Zhou et al. 2008; cuMF eq. 1), which has no biases.
 
     Parameters
     ----------
@@ -211,8 +212,12 @@ class ExplicitALS(_ALS):
     regularization_scaling : {"none", "count"} or float
         ``s = 1``, the number of entries of the row (ALS-WR), or that number to the given power.
     biases : bool
-        Fit the mean mu (kept at the training mean) and user and item biases, solved together with the factors and
-        not penalized.
+        Fit the mean mu (kept at the training mean) and user and item biases, solved together with the factors. A
+        biased model solves systems of one more unknown.
+    bias_regularization : float, optional
+        lambda_b >= 0, the penalty of squared biases; 0 leaves them free. Default: `regularization`. For lists of
+        recommendations rather than predicted ratings take about ten times as much, with
+        ``regularization_scaling="none"``: the biases of rarely rated items are then shrunk most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
 block_size, balance, gpu_memory_limit
         As for `ImplicitALS`.
@@ -241,7 +246,7 @@ item_ids_
         *,
         regularization: float = 0.05,
         regularization_scaling: str | float = "count",
-        biases: bool = False,
+        biases: bool = True,
         bias_regularization: float | None = None,
         iterations: int = 15,
         solver: str = "cholesky",

@@ -354,7 +354,8 @@ def _seconds(value: float) -> str:
 def default_models(feedback: str, factors: int = 64, iterations: int = 10) -> dict[str, FactorModel]:
     """The methods that are compared if none is named: exact and approximate, of each family that serves the feedback.
 
-    They minimize the same sum: the estimators' default lambda is the same for all of explicit feedback.
+    They minimize the same sum: the estimators' default lambda is the same for all of explicit feedback, and ALS fits no
+    biases here, as the others do not.
     """
     common: dict[str, Any] = {"factors": factors, "iterations": iterations, "random_state": 0}
     if feedback == "implicit":
@@ -364,8 +365,8 @@ def default_models(feedback: str, factors: int = 64, iterations: int = 10) -> di
             "als-subspace": ImplicitALS(**common, solver="subspace"),
         }
     return {
-        "als": ExplicitALS(**common),
-        "als-cg": ExplicitALS(**common, solver="cg"),
+        "als": ExplicitALS(biases=False, **common),
+        "als-cg": ExplicitALS(biases=False, **common, solver="cg"),
         "sgd-blocks": SGD(**common, schedule="blocks"),
         "sgd-hogwild": SGD(**common, schedule="hogwild"),
         "sgd-msgd": SGD(**common, schedule="msgd"),

@@ -27,6 +27,9 @@ OBJECTIVES = {
     "explicit-ridge": Objective("explicit", 0.3, 0.0),
     "explicit-half-count": Objective("explicit", 0.1, 0.5),
     "explicit-biases": Objective("explicit", 0.05, 1.0, biases=True),
+    "explicit-damped": Objective("explicit", 0.05, 1.0, biases=True, bias_regularization=0.3),
+    "explicit-damped-ridge": Objective("explicit", 0.3, 0.0, biases=True, bias_regularization=0.3),
+    "explicit-damped-half-count": Objective("explicit", 0.1, 0.5, biases=True, bias_regularization=0.3),
     "implicit": Objective("implicit", 0.01, 0.0, alpha=3.0),
     "implicit-count": Objective("implicit", 0.01, 1.0, alpha=40.0),
     "implicit-light": Objective("implicit", 0.1, 0.0, alpha=1.0, unobserved_weight=0.1),
@@ -78,7 +81,7 @@ def dense_system(matrix, row: int, fixed: Factors, mean: float, objective: Objec
     weight = np.full(len(design), objective.unobserved_weight if objective.is_implicit else 0.0)
     weight[columns] = confidence
     ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling)
-    ridge[rank:] = 0
+    ridge[rank:] = objective.bias_regularization * len(columns) ** objective.scaling
     return design.T @ (weight[:, None] * design) + np.diag(ridge), design[columns].T @ (confidence * target)
 
 
@@ -178,7 +181,7 @@ def test_bals_tile_sizes_do_not_matter(tiles, name):
     assert relative_error(solved.matrix, expected.matrix) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["explicit", "explicit-biases", "implicit", "implicit-heavy"])
+@pytest.mark.parametrize("name", ["explicit", "explicit-biases", "explicit-damped", "implicit", "implicit-heavy"])
 def test_float32_error_is_near_plain_numpys(name):
     """Tolerance is earned: within a few times of float32 NumPy solving the same systems."""
     objective = OBJECTIVES[name]
@@ -204,7 +207,7 @@ def test_float32_error_is_near_plain_numpys(name):
         weight = np.full(len(design), objective.unobserved_weight if objective.is_implicit else 0, np.float32)
         weight[columns] = confidence
         ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling, np.float32)
-        ridge[16:] = 0
+        ridge[16:] = objective.bias_regularization * len(columns) ** objective.scaling
         A = design.T @ (weight[:, None] * design) + np.diag(ridge)
         plain[row] = np.linalg.solve(A, design[columns].T @ (confidence * target).astype(np.float32))[:16]
     assert relative_error(solved.matrix, expected.matrix) < 8 * relative_error(plain, expected.matrix) + 1e-7
@@ -368,7 +371,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(name, assembly):
     extra = (
         {"alpha": objective.alpha, "unobserved_weight": objective.unobserved_weight}
         if objective.is_implicit
-        else {"biases": objective.biases}
+        else {"biases": objective.biases, "bias_regularization": objective.bias_regularization}
     )
     model = cls(
         factors=4, regularization=objective.regularization, regularization_scaling=objective.scaling, iterations=6,
@@ -445,7 +448,9 @@ def test_entry_order_within_a_row_is_irrelevant():
         order = rng.permutation(span.stop - span.start)
         shuffled.indices[span], shuffled.data[span] = shuffled.indices[span][order], shuffled.data[span][order]
     shuffled.has_sorted_indices = False
-    one, two = (hmf.ExplicitALS(factors=4, iterations=3, random_state=0).fit(m) for m in (matrix, shuffled))
+    one, two = (
+        hmf.ExplicitALS(biases=False, factors=4, iterations=3, random_state=0).fit(m) for m in (matrix, shuffled)
+    )
     np.testing.assert_array_equal(one.user_factors, two.user_factors)
 
 
@@ -495,10 +500,10 @@ def _fit(cls, **options):
         (hmf.ImplicitALS, {"iterations": 4}),
         (hmf.ImplicitALS, {"solver": "cg"}),
         (hmf.ImplicitALS, {"random_state": 1}),
-        (hmf.ExplicitALS, {"regularization": 1.0}),
-        (hmf.ExplicitALS, {"regularization_scaling": "none"}),
+        (hmf.ExplicitALS, {"biases": False, "regularization": 1.0}),
+        (hmf.ExplicitALS, {"biases": False, "regularization_scaling": "none"}),
         (hmf.ExplicitALS, {"biases": True}),
-        (hmf.ExplicitALS, {"iterations": 4}),
+        (hmf.ExplicitALS, {"biases": False, "iterations": 4}),
     ],
 )
 def test_a_changed_parameter_changes_the_answer(cls, change):
@@ -529,7 +534,9 @@ def test_float64_starts_from_the_same_bits_and_reports_float32():
 def test_a_singular_system_names_side_and_row(assembly, reorder):
     """Item 1 has one entry and two unknowns, so without a penalty its system has a zero second pivot."""
     dense = np.array([[5, 0, 2], [4, 3, 1], [1, 0, 5], [2, 0, 4]], dtype=np.float32)
-    model = hmf.ExplicitALS(factors=2, regularization=0.0, assembly=assembly, reorder=reorder, random_state=0)
+    model = hmf.ExplicitALS(
+        biases=False, factors=2, regularization=0.0, assembly=assembly, reorder=reorder, random_state=0
+    )
     with pytest.raises(
         NotPositiveDefiniteError, match=r"item 1 .*leading minor 2.*increase regularization \(now 0\)"
     ) as caught:
@@ -557,7 +564,7 @@ def test_cg_takes_ratings_of_any_scale(scale, seed):
     """Factors may shrink to zero under the penalty; the residual then underflows, which is no negative curvature."""
     matrix = planted()
     matrix.data *= np.float32(scale)
-    model = hmf.ExplicitALS(factors=4, solver="cg", iterations=30, random_state=seed).fit(matrix)
+    model = hmf.ExplicitALS(biases=False, factors=4, solver="cg", iterations=30, random_state=seed).fit(matrix)
     assert np.isfinite(model.user_factors).all()
 
 
@@ -576,11 +583,11 @@ def test_failures_under_reordering_name_the_callers_row():
 def test_overflow_is_reported_not_stored(solver):
     matrix = planted()
     matrix.data[:] = 1e38
-    model = hmf.ExplicitALS(factors=3, solver=solver, random_state=0)
+    model = hmf.ExplicitALS(biases=False, factors=3, solver=solver, random_state=0)
     with pytest.raises(NonFiniteError, match=r"infinite or NaN.*scale the ratings down"):
         model.fit(matrix)
     assert not hasattr(model, "user_factors_")
-    hmf.ExplicitALS(factors=3, solver=solver, random_state=0, dtype="float64").fit(matrix)
+    hmf.ExplicitALS(biases=False, factors=3, solver=solver, random_state=0, dtype="float64").fit(matrix)
 
 
 # ------------------------------------------------------------------------------------------------ instruction sets

@@ -84,7 +84,9 @@ def test_rows_count_as_the_penalty_counts_them():
     """The balanced sides have the same ``sum_u s_u x_u x_u^T``, with s of the objective."""
     matrix = planted(60, 25, 0.3)
     for scaling in ("count", "none", 0.5):
-        model = hmf.ExplicitALS(3, regularization_scaling=scaling, device="cpu", dtype="float64", random_state=0)
+        model = hmf.ExplicitALS(
+            3, biases=False, regularization_scaling=scaling, device="cpu", dtype="float64", random_state=0
+        )
         solver = solver_of(model, matrix)
         solver.balance()
         grams = [
@@ -99,7 +101,8 @@ def test_rows_count_as_the_penalty_counts_them():
 
 def test_backends_agree(backend):
     fits = [
-        hmf.ExplicitALS(5, balance=True, iterations=4, random_state=0, device=on).fit(SMALL) for on in ("cpu", backend)
+        hmf.ExplicitALS(5, biases=False, balance=True, iterations=4, random_state=0, device=on).fit(SMALL)
+        for on in ("cpu", backend)
     ]
     np.testing.assert_allclose(fits[1].user_factors, fits[0].user_factors, atol=2e-4)
 
@@ -107,8 +110,8 @@ def test_backends_agree(backend):
 def test_fewer_iterations_reach_a_lower_objective():
     matrix = planted(300, 200, 0.2)
     options = {"factors": 8, "regularization": 0.1, "device": "cpu", "random_state": 0}
-    plain = hmf.ExplicitALS(**options, iterations=12).fit(matrix)
-    balanced = hmf.ExplicitALS(**options, iterations=4, balance=True).fit(matrix)
+    plain = hmf.ExplicitALS(biases=False, **options, iterations=12).fit(matrix)
+    balanced = hmf.ExplicitALS(biases=False, **options, iterations=4, balance=True).fit(matrix)
     assert balanced.objective(matrix) < plain.objective(matrix)
     assert "balanced" in str(balanced.plan_)
     np.testing.assert_allclose(balanced.transform(matrix), balanced.user_factors_, rtol=1e-5, atol=1e-6)
@@ -116,13 +119,15 @@ def test_fewer_iterations_reach_a_lower_objective():
 
 def test_threads_and_resuming_change_no_bit(tmp_path):
     matrix, options = planted(300, 200, 0.2), {"factors": 6, "balance": True, "device": "cpu", "random_state": 0}
-    whole = [hmf.ExplicitALS(**options, iterations=4, num_threads=threads).fit(matrix) for threads in (1, 3)]
+    whole = [
+        hmf.ExplicitALS(biases=False, **options, iterations=4, num_threads=threads).fit(matrix) for threads in (1, 3)
+    ]
     np.testing.assert_array_equal(whole[0].user_factors, whole[1].user_factors)
-    hmf.ExplicitALS(**options, iterations=2).fit(matrix, checkpoint=tmp_path)
-    resumed = hmf.ExplicitALS(**options, iterations=4).fit(matrix, resume_from=tmp_path)
+    hmf.ExplicitALS(biases=False, **options, iterations=2).fit(matrix, checkpoint=tmp_path)
+    resumed = hmf.ExplicitALS(biases=False, **options, iterations=4).fit(matrix, resume_from=tmp_path)
     np.testing.assert_array_equal(resumed.user_factors, whole[0].user_factors)
 
 
 def test_balance_is_judged():
     with pytest.raises(TypeError, match="balance"):
-        hmf.ExplicitALS(balance="yes").fit(SMALL)
+        hmf.ExplicitALS(biases=False, balance="yes").fit(SMALL)

@@ -35,7 +35,7 @@ PACKAGE = Path(hmf.__file__).parents[1]
 
 
 def als(iterations: int = 5, **options) -> hmf.ExplicitALS:
-    return hmf.ExplicitALS(**SMALL | {"iterations": iterations} | options)
+    return hmf.ExplicitALS(**SMALL | {"biases": False, "iterations": iterations} | options)
 
 
 def iterations_in(folder: Path) -> list[int]:
@@ -438,7 +438,7 @@ checkpoints.Writer.offer = in_step
 for folder, stage in STAGES:
     if not os.fork():  # importing takes longer than all of the fits
         exec(stage)
-        hmf.ExplicitALS(**SMALL, iterations=5).fit(planted(), checkpoint=folder)
+        hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted(), checkpoint=folder)
         os._exit(0)
     print(os.wait()[1])
 """

@@ -381,9 +381,11 @@ def test_fit_options_reach_the_model(folder, tmp_path):
     assert {name: params[name] for name in given} == given
     assert params["random_state"] == 5
     assert len(model.history_) == 2
-    succeed("fit", ratings, "-o", out, "--biases", "--balance", "--quiet")
+    succeed("fit", ratings, "-o", out, "--bias-regularization", 0.3, "--balance", "--quiet")
     params = hmf.load(out).get_params()
-    assert (params["biases"], params["balance"]) == (True, True)
+    assert (params["biases"], params["bias_regularization"], params["balance"]) == (True, 0.3, True)
+    succeed("fit", ratings, "-o", out, "--no-biases", "--iterations", 1, "--quiet")
+    assert hmf.load(out).user_bias_ is None
 
 
 def test_an_input_is_not_overwritten(folder, tmp_path):
@@ -482,6 +484,8 @@ FIT_MISTAKES = [
     (["--model", "magic"], "'--model'"),
     (["--alpha", 2], "--alpha belongs to --model implicit"),
     (["--biases", "--model", "implicit"], "--biases belongs to --model explicit"),
+    (["--bias-regularization", 1, "--model", "implicit"], "--bias-regularization belongs to --model explicit"),
+    (["--bias-regularization", -1], "bias_regularization must be >= 0, got -1"),
     (["--test-size", 1.5], "test_size"),
     (["--test-size", -0.1], "test_size"),
     (["--test-size", 10**9], "test_size"),

@@ -56,7 +56,7 @@ def assert_close(model, expected) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda **o: hmf.ExplicitALS(**SMALL | o),
+        lambda **o: hmf.ExplicitALS(biases=False, **SMALL | o),
         lambda **o: hmf.ExplicitALS(**SMALL | {"biases": True} | o),
         lambda **o: hmf.ImplicitALS(**SMALL | {"solver": "cg", "alpha": 3.0} | o),
     ],
@@ -79,13 +79,15 @@ def test_workers_give_the_factors_of_one_process(client, make):
 def test_an_array_of_triplets(client):
     triplets = planted().tocoo()
     rows = np.column_stack((triplets.coords[0] * 10, triplets.coords[1], triplets.data)).astype(np.float64)
-    expected = hmf.ExplicitALS(**SMALL, iterations=2).fit(
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(
         hmf.Ratings.from_frame(
             pd.DataFrame({"user": triplets.coords[0] * 10, "item": triplets.coords[1], "rating": triplets.data})
         )
     )
     model = hmf_dask.fit(
-        hmf.ExplicitALS(**SMALL, iterations=2), dask_array.from_array(rows, chunks=(200, 2)), client=client
+        hmf.ExplicitALS(biases=False, **SMALL, iterations=2),
+        dask_array.from_array(rows, chunks=(200, 2)),
+        client=client,
     )
     assert_close(model, expected)
     assert model.user_ids_.tolist() == expected.user_ids_.tolist()
@@ -137,15 +139,15 @@ def test_workers_with_a_gpu_each(tmp_path):
 
 def test_one_of_the_workers(client):
     address = sorted(client.nthreads())[1]
-    model = hmf_dask.fit(hmf.ExplicitALS(**SMALL, iterations=2), partitioned(frame()), workers=[address])
-    assert_close(model, hmf.ExplicitALS(**SMALL, iterations=2).fit(hmf.Ratings.from_frame(frame())))
+    model = hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=2), partitioned(frame()), workers=[address])
+    assert_close(model, hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(hmf.Ratings.from_frame(frame())))
 
 
 def test_two_fits_at_a_time_take_turns(client):
     results = {}
 
     def run(seed):
-        model = hmf.ExplicitALS(**SMALL | {"random_state": seed}, iterations=3)
+        model = hmf.ExplicitALS(biases=False, **SMALL | {"random_state": seed}, iterations=3)
         results[seed] = hmf_dask.fit(model, partitioned(frame()), client=client)
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2)]
@@ -154,16 +156,20 @@ def test_two_fits_at_a_time_take_turns(client):
     for thread in threads:
         thread.join(60)
     for seed in (1, 2):
-        expected = hmf.ExplicitALS(**SMALL | {"random_state": seed}, iterations=3).fit(hmf.Ratings.from_frame(frame()))
+        expected = hmf.ExplicitALS(biases=False, **SMALL | {"random_state": seed}, iterations=3).fit(
+            hmf.Ratings.from_frame(frame())
+        )
         assert_close(results[seed], expected)
 
 
 def test_a_run_resumes_on_the_cluster_and_off_it(client, tmp_path):
     table = frame()
-    expected = hmf.ExplicitALS(**SMALL, iterations=5).fit(hmf.Ratings.from_frame(table))
-    hmf_dask.fit(hmf.ExplicitALS(**SMALL, iterations=2), partitioned(table), checkpoint=tmp_path)
-    alone = hmf.ExplicitALS(**SMALL, iterations=5).fit(hmf.Ratings.from_frame(table), resume_from=tmp_path)
-    again = hmf.ExplicitALS(**SMALL, iterations=5)
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(hmf.Ratings.from_frame(table))
+    hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=2), partitioned(table), checkpoint=tmp_path)
+    alone = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(
+        hmf.Ratings.from_frame(table), resume_from=tmp_path
+    )
+    again = hmf.ExplicitALS(biases=False, **SMALL, iterations=5)
     hmf_dask.fit(again, partitioned(table, 2), checkpoint=tmp_path, resume_from=tmp_path)
     assert_close(alone, expected)
     assert_close(again, expected)
@@ -175,13 +181,15 @@ def test_a_run_resumes_on_the_cluster_and_off_it(client, tmp_path):
 def test_the_first_cause_comes_out_as_it_was_raised(client):
     table = frame()
     with pytest.raises(DuplicateEntriesError, match=r"more than once .*duplicates=\"sum\""):
-        hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(pd.concat([table, table[:5]], ignore_index=True)))
+        hmf_dask.fit(
+            hmf.ExplicitALS(biases=False, **SMALL), partitioned(pd.concat([table, table[:5]], ignore_index=True))
+        )
     with pytest.raises(RatingsError, match="has no column 'stars'"):
-        hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(table), value="stars")
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL), partitioned(table), value="stars")
     with pytest.raises(NotPositiveDefiniteError, match="normal equations of"):
-        hmf_dask.fit(hmf.ExplicitALS(**SMALL | {"factors": 30}, regularization=0.0), partitioned(table))
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL | {"factors": 30}, regularization=0.0), partitioned(table))
     # and the workers are free again
-    assert hmf_dask.fit(hmf.ExplicitALS(**SMALL, iterations=1), partitioned(table)).n_iter_ == 1
+    assert hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=1), partitioned(table)).n_iter_ == 1
 
 
 @pytest.mark.parametrize(
@@ -202,15 +210,17 @@ def test_the_first_cause_comes_out_as_it_was_raised(client):
 )
 def test_requests_that_cannot_be_served(client, error, match, given, options):
     with pytest.raises(error, match=match):
-        hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()) if given is None else given, **options)
+        hmf_dask.fit(
+            hmf.ExplicitALS(biases=False, **SMALL), partitioned(frame()) if given is None else given, **options
+        )
 
 
 def test_each_worker_is_one_rank(client):
     worker = next(iter(client.nthreads()))
     with pytest.raises(ValueError, match=rf"workers names {worker} more than once; name each worker once"):
-        hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()), workers=[worker, worker])
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL), partitioned(frame()), workers=[worker, worker])
     with pytest.raises(ValueError, match=r"device=\['cpu', 'cpu'\]: a cluster deals devices out, one a worker"):
-        hmf_dask.fit(hmf.ExplicitALS(**SMALL | {"device": ["cpu", "cpu"]}), partitioned(frame()))
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": ["cpu", "cpu"]}), partitioned(frame()))
 
 
 def test_what_is_no_model(client):
@@ -224,7 +234,7 @@ def test_without_a_client_one_is_asked_for(monkeypatch):
 
     monkeypatch.setattr(distributed, "default_client", none)
     with pytest.raises(ValueError, match=r"client: there is no Dask client yet; make one with"):
-        hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()))
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL), partitioned(frame()))
 
 
 class Hanging(hmf.ExplicitALS):
@@ -252,13 +262,13 @@ def test_an_interrupted_client_stops_the_ranks(client, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(hmf_dask, "_watch", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            hmf_dask.fit(hmf.ExplicitALS(**SMALL, iterations=1_000_000), partitioned(frame()))
-    assert hmf_dask.fit(hmf.ExplicitALS(**SMALL, iterations=1), partitioned(frame())).n_iter_ == 1
+            hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=1_000_000), partitioned(frame()))
+    assert hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=1), partitioned(frame())).n_iter_ == 1
 
 
 def test_gpus_are_dealt_out_by_the_cluster(client):
     with pytest.raises(ValueError, match='a cluster deals devices out, one a worker; use "cuda"'):
-        hmf_dask.fit(hmf.ExplicitALS(**SMALL | {"device": "cuda:1"}), partitioned(frame()))
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "cuda:1"}), partitioned(frame()))
 
 
 def test_a_lost_worker_stops_all_and_the_fit_resumes(tmp_path):
@@ -278,14 +288,16 @@ def test_a_lost_worker_stops_all_and_the_fit_resumes(tmp_path):
         killer = threading.Thread(target=kill)
         killer.start()
         with pytest.raises(CommunicatorError, match=r"lost|cannot reach"):
-            hmf_dask.fit(hmf.ExplicitALS(**SMALL, iterations=100_000), partitioned(table), checkpoint=tmp_path)
+            hmf_dask.fit(
+                hmf.ExplicitALS(biases=False, **SMALL, iterations=100_000), partitioned(table), checkpoint=tmp_path
+            )
         killer.join()
         done = max(int(path.stem.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*"))
         client.wait_for_workers(2, timeout=60)  # the cluster starts a new one
-        model = hmf.ExplicitALS(**SMALL, iterations=done + 2)
+        model = hmf.ExplicitALS(biases=False, **SMALL, iterations=done + 2)
         hmf_dask.fit(model, partitioned(table), resume_from=tmp_path, checkpoint=tmp_path, client=client)
     assert model.n_iter_ == done + 2
-    expected = hmf.ExplicitALS(**SMALL, iterations=done + 2).fit(hmf.Ratings.from_frame(table))
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=done + 2).fit(hmf.Ratings.from_frame(table))
     np.testing.assert_allclose(
         model.user_factors @ model.item_factors.T, expected.user_factors @ expected.item_factors.T, rtol=1e-2, atol=1e-2
     )

@@ -237,8 +237,8 @@ def test_the_benchmark_judges_choices(monkeypatch):
 
 MODELS = st.sampled_from(
     [
-        (hmf.ExplicitALS, {}), (hmf.ImplicitALS, {}), (hmf.ImplicitALS, {"solver": "cg"}), (hmf.SGD, {}),
-        (hmf.ExplicitALS, {"solver": "cg"}), (hmf.CCD, {}), (hmf.ImplicitALS, {"dtype": "float64"}),
+        (hmf.ExplicitALS, {"biases": False}), (hmf.ImplicitALS, {}), (hmf.ImplicitALS, {"solver": "cg"}), (hmf.SGD, {}),
+        (hmf.ExplicitALS, {"biases": False, "solver": "cg"}), (hmf.CCD, {}), (hmf.ImplicitALS, {"dtype": "float64"}),
     ]
 )  # fmt: skip
 LAWFUL = settings(deadline=None, max_examples=60, database=None)
@@ -316,7 +316,7 @@ def test_a_longer_column_delays_msgd_and_empty_rows_cost_nothing():
     assert solved - alone == pytest.approx(gained, rel=1e-6)
     sparse = plan_of(hmf.CCD(8, device="cpu"), shape=(10**6, 10**6), nnz=1000)
     assert cost_of(sparse, built_in()).iteration < 0.05  # 1,000 entries are in 2,000 rows at most
-    als = plan_of(hmf.ExplicitALS(32, device="cpu"), shape=(10**6, 1000), nnz=10**6)
+    als = plan_of(hmf.ExplicitALS(32, biases=False, device="cpu"), shape=(10**6, 1000), nnz=10**6)
     assert cost_of(replace(als, facts=Facts(9, 9, 900_000)), built_in()).iteration < cost_of(als, built_in()).iteration
 
 
@@ -332,31 +332,36 @@ def test_degrees_are_counted(monkeypatch):
 def test_set_up_says_what_it_is_made_of():
     machine = built_in()
     cold, warm = (
-        cost_of(plan_of(hmf.ExplicitALS(64, device="cuda"), H200, **NETFLIX), machine, warmth).setup
+        cost_of(plan_of(hmf.ExplicitALS(64, biases=False, device="cuda"), H200, **NETFLIX), machine, warmth).setup
         for warmth in (Warmth(), WARM)
     )
     assert set(cold) == {"input and start", "transfer", "layouts", "fit", "kernels", "start"}
     assert cold["kernels"] == machine.gpu.compile["fused"] and warm["kernels"] == machine.gpu.load
     assert "start" not in warm
-    again = cost_of(plan_of(hmf.ExplicitALS(64, device="cuda"), H200, **NETFLIX), machine, LOADED).setup
+    again = cost_of(plan_of(hmf.ExplicitALS(64, biases=False, device="cuda"), H200, **NETFLIX), machine, LOADED).setup
     assert again == warm | {"kernels": 0.0}
     on_cpu = {
         name: cost_of(plan_of(model, **NETFLIX), machine).setup
         for name, model in {
-            "als": hmf.ExplicitALS(device="cpu"),
-            "tiles": hmf.ExplicitALS(device="cpu", assembly="bals", reorder=True),
+            "als": hmf.ExplicitALS(biases=False, device="cpu"),
+            "tiles": hmf.ExplicitALS(biases=False, device="cpu", assembly="bals", reorder=True),
             "blocks": hmf.SGD(device="cpu", schedule="blocks"),
         }.items()
     }
     assert set(on_cpu["als"]) == {"input and start"}
     assert set(on_cpu["tiles"]) == {"input and start", "tiles", "reorder"}
     assert set(on_cpu["blocks"]) == {"input and start", "schedule"}
-    tiles = cost_of(plan_of(hmf.ExplicitALS(device="cuda", assembly="bals"), H200, **NETFLIX), machine).setup
+    tiles = cost_of(
+        plan_of(hmf.ExplicitALS(biases=False, device="cuda", assembly="bals"), H200, **NETFLIX), machine
+    ).setup
     assert tiles["tiles"] > 0
 
 
 def test_a_smaller_gpu_is_predicted_to_be_slower():
-    plans = [plan_of(hmf.ExplicitALS(64, device="cuda", assembly="mo_als"), spec, **NETFLIX) for spec in (H200, T4)]
+    plans = [
+        plan_of(hmf.ExplicitALS(64, biases=False, device="cuda", assembly="mo_als"), spec, **NETFLIX)
+        for spec in (H200, T4)
+    ]
     large, small = (cost_of(plan, built_in()).iteration for plan in plans)
     assert small == pytest.approx(large * 132 / 40 * 2, rel=0.1)
     measured = Machine(gpu=replace(GpuRates(), launch=1.0), gpu_name="Tesla T4")
@@ -375,7 +380,7 @@ def test_built_in_rates_follow_the_instruction_set(instruction_set):
 def test_auto_takes_what_is_predicted_to_be_done_first(caplog):
     caplog.set_level(logging.INFO, "hybridmf")
     for sizes in (SMALL, NETFLIX):
-        for model in (hmf.ExplicitALS(64), hmf.ImplicitALS(64, solver="cg"), hmf.SGD(64), hmf.CCD(16)):
+        for model in (hmf.ExplicitALS(64, biases=False), hmf.ImplicitALS(64, solver="cg"), hmf.SGD(64), hmf.CCD(16)):
             plan = plan_of(model, H200, **sizes)
             rivals = {one.device: one.total_seconds for one in plan.estimates if one.asked and one.assembly in
                       ("", "simd", "fused")}  # fmt: skip
@@ -411,13 +416,13 @@ def test_compiled_kernels_and_more_iterations_turn_the_choice(tmp_path):
 
 
 def test_what_is_compiled_need_not_be_noted(tmp_path, monkeypatch, caplog):
-    plan = plan_of(hmf.ExplicitALS(64, device="cuda"), H200, **SMALL)
+    plan = plan_of(hmf.ExplicitALS(64, biases=False, device="cuda"), H200, **SMALL)
     (tmp_path / "file").touch()
     monkeypatch.setenv("HYBRIDMF_CACHE_DIR", str(tmp_path / "file"))
     with caplog.at_level(logging.DEBUG, "hybridmf"):
         dispatch.remember(plan)
     assert "cannot note" in caplog.text
-    dispatch.remember(plan_of(hmf.ExplicitALS(64, device="cpu"), **SMALL))
+    dispatch.remember(plan_of(hmf.ExplicitALS(64, biases=False, device="cpu"), **SMALL))
     assert dispatch._started == {"cuda:0"}
 
 
@@ -447,23 +452,23 @@ def test_a_gpu_without_the_memory_is_not_feasible():
 
 
 def test_what_the_cpu_does_not_serve_goes_to_the_gpu():
-    plan = plan_of(hmf.ExplicitALS(8, solver="cg", assembly="bals"), H200, **SMALL)
+    plan = plan_of(hmf.ExplicitALS(8, biases=False, solver="cg", assembly="bals"), H200, **SMALL)
     assert plan.device == "cuda:0"
     assert "the CPU does not serve this: assembly='bals' is for solver='cholesky'" in plan.reason
     with pytest.raises(ValueError, match="assembly='bals' is for solver='cholesky'"):
-        plan_of(hmf.ExplicitALS(8, solver="cg", assembly="bals"), **SMALL)
+        plan_of(hmf.ExplicitALS(8, biases=False, solver="cg", assembly="bals"), **SMALL)
 
 
 def test_without_a_gpu_it_says_so_and_costs_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    model = hmf.ExplicitALS(4, iterations=2, random_state=0).fit(planted())
+    model = hmf.ExplicitALS(4, biases=False, iterations=2, random_state=0).fit(planted())
     assert model.plan_.reason.startswith("no GPU: CuPy is not installed")
     assert {one.device for one in model.plan_.estimates} == {"cpu"}
     assert not _cache.cache_dir().exists()
 
 
 def test_estimates_do_not_tell_plans_apart():
-    plan = plan_of(hmf.ExplicitALS(8, device="cpu"), **SMALL)
+    plan = plan_of(hmf.ExplicitALS(8, biases=False, device="cpu"), **SMALL)
     assert plan == replace(plan, estimates=())
 
 
@@ -487,7 +492,7 @@ def test_seconds_in_words(seconds, text):
 
 def test_an_unknown_instruction_set_is_warned_of_once(monkeypatch, caplog):
     monkeypatch.setenv("HYBRIDMF_ISA", "mmx")
-    plan_of(hmf.ExplicitALS(8, device="cpu"), **SMALL)
+    plan_of(hmf.ExplicitALS(8, biases=False, device="cpu"), **SMALL)
     assert len([one for one in caplog.records if "HYBRIDMF_ISA" in one.message]) == 1
 
 
@@ -503,7 +508,7 @@ def test_measured_constants_are_kept_and_used():
     path = _machine.save(measured(), {"name": "Some GPU", "driver": 13020})
     assert path == _machine.calibration_file()
     assert _machine.machine() == measured()
-    plan = plan_of(hmf.ExplicitALS(64, device="cpu", num_threads=8), **NETFLIX)
+    plan = plan_of(hmf.ExplicitALS(64, biases=False, device="cpu", num_threads=8), **NETFLIX)
     assert plan.estimates[0].seconds_per_iteration == cost_of(plan, measured()).iteration
     assert json.loads(path.read_text())["identity"] == _machine.identity()
     assert set(_machine.identity()) == {"processor", "cores", "instruction_set", "hybridmf"}
@@ -714,7 +719,7 @@ def test_without_a_gpu_the_cores_are_measured(simulated, monkeypatch):
 
 
 def test_a_fit_is_timed():
-    model = hmf.ExplicitALS(4, iterations=3, device="cpu", random_state=0)
+    model = hmf.ExplicitALS(4, biases=False, iterations=3, device="cpu", random_state=0)
     assert 0 < _calibrate.iteration_seconds(model, planted()) <= max(one["seconds"] for one in model.history_[1:])
     found = _calibrate._fit(model, planted())
     assert found.iteration > 0 and found.setup > 0 and found.before > 0
@@ -808,7 +813,7 @@ def test_a_gpu_fit_is_remembered():
         dispatch.find_gpu("cuda")
     except DeviceError as error:
         pytest.skip(f"no GPU: {error}")
-    model = hmf.ExplicitALS(8, iterations=1, device="cuda", random_state=0)
+    model = hmf.ExplicitALS(8, biases=False, iterations=1, device="cuda", random_state=0)
     first = hmf.plan(planted(), model).estimates[0]
     model.fit(planted())
     assert hmf.plan(planted(), model).estimates[0].setup_seconds < first.setup_seconds

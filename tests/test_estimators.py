@@ -27,7 +27,7 @@ ESTIMATORS = (*EXACT, hmf.CCD)
         hmf.CCD(**SMALL, inner_iterations=2, nonnegative=True, dtype="float64", regularization_scaling=0.5),
         hmf.CCD(**SMALL, biases=True),
         hmf.CCD(**SMALL, biases=True, bias_regularization=0.0, nonnegative=True, dtype="float64"),
-        hmf.ExplicitALS(**SMALL),
+        hmf.ExplicitALS(biases=False, **SMALL),
         hmf.ExplicitALS(**SMALL, biases=True, solver="cg"),
         hmf.ExplicitALS(**SMALL, biases=True, assembly="bals", dtype="float64"),
         hmf.ImplicitALS(**SMALL),
@@ -69,16 +69,16 @@ def test_search_scores_are_those_of_new_users():
     """A fold's rows are other users than the training rows, whatever the sizes of the folds."""
     matrix = planted(density=0.4)
     for cv in (2, 3):
-        scores = cross_val_score(hmf.ExplicitALS(**SMALL, random_state=0), matrix, cv=cv)
+        scores = cross_val_score(hmf.ExplicitALS(biases=False, **SMALL, random_state=0), matrix, cv=cv)
         for score, (train, test) in zip(scores, KFold(cv).split(matrix), strict=True):
-            model = hmf.ExplicitALS(**SMALL, random_state=0).fit(matrix[train])
+            model = hmf.ExplicitALS(biases=False, **SMALL, random_state=0).fit(matrix[train])
             assert score == model.score(matrix[test], users="new")
 
 
 def test_search_scores_of_dense_ratings_are_those_of_new_users():
     matrix = np.random.default_rng(0).integers(1, 6, (40, 12)).astype(float)
-    score = cross_val_score(hmf.ExplicitALS(**SMALL, random_state=0), matrix, cv=2)[0]
-    model = hmf.ExplicitALS(**SMALL, random_state=0).fit(matrix[20:])
+    score = cross_val_score(hmf.ExplicitALS(biases=False, **SMALL, random_state=0), matrix, cv=2)[0]
+    model = hmf.ExplicitALS(biases=False, **SMALL, random_state=0).fit(matrix[20:])
     assert score == model.score(matrix[:20], users="new")
 
 
@@ -122,7 +122,7 @@ def test_pipeline_with_preprocessing(cls, layout):
 
 
 def test_pipeline_in_a_search():
-    pipeline = make_pipeline(MaxAbsScaler(), hmf.ExplicitALS(**SMALL, random_state=0))
+    pipeline = make_pipeline(MaxAbsScaler(), hmf.ExplicitALS(biases=False, **SMALL, random_state=0))
     found = GridSearchCV(pipeline, {"explicitals__regularization": [0.01, 50.0]}, cv=3).fit(planted())
     assert len(set(found.cv_results_["mean_test_score"])) == 2
 
@@ -178,7 +178,7 @@ def test_the_same_model_from_every_container(cls):
 
 
 def test_y_is_ignored_and_fit_returns_self():
-    model = hmf.ExplicitALS(**SMALL, random_state=0)
+    model = hmf.ExplicitALS(biases=False, **SMALL, random_state=0)
     assert model.fit(planted(), np.zeros(60)) is model
     np.testing.assert_array_equal(model.user_factors_, clone(model).fit(planted()).user_factors_)
     np.testing.assert_array_equal(clone(model).fit_transform(planted(), np.zeros(60)), model.user_factors_)

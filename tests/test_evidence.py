@@ -212,8 +212,10 @@ def emulated_methods(bench, f, iterations):
     import hybridmf as hmf
 
     return {
-        "ALS, BALS tiles": hmf.ExplicitALS(f, iterations=iterations["ALS"], assembly="bals", random_state=0),
-        "ALS, ours": hmf.ExplicitALS(f, iterations=iterations["ALS"], random_state=0),
+        "ALS, BALS tiles": hmf.ExplicitALS(
+            f, biases=False, iterations=iterations["ALS"], assembly="bals", random_state=0
+        ),
+        "ALS, ours": hmf.ExplicitALS(f, biases=False, iterations=iterations["ALS"], random_state=0),
     }
 
 

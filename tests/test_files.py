@@ -34,13 +34,13 @@ from hybridmf.scale import checkpoint as checkpoints
 
 M, N_ITEMS = 60, 40
 KINDS = {
-    "explicit": (hmf.ExplicitALS, {}),
+    "explicit": (hmf.ExplicitALS, {"biases": False}),
     "biases": (hmf.ExplicitALS, {"biases": True}),
     "biases64": (hmf.ExplicitALS, {"biases": True, "dtype": "float64"}),
     "implicit": (hmf.ImplicitALS, {"alpha": 3.0}),
     "implicit-cg": (hmf.ImplicitALS, {"alpha": 3.0, "solver": "cg"}),
     "subspace": (hmf.ImplicitALS, {"solver": "subspace", "block_size": 2}),
-    "bals": (hmf.ExplicitALS, {"assembly": "bals"}),
+    "bals": (hmf.ExplicitALS, {"biases": False, "assembly": "bals"}),
 }
 
 
@@ -137,7 +137,7 @@ def test_a_model_comes_back_bit_for_bit(kind, labels, tmp_path):
 @pytest.mark.parametrize(
     "model",
     [
-        hmf.ExplicitALS(factors=3, iterations=2, random_state=0),
+        hmf.ExplicitALS(biases=False, factors=3, iterations=2, random_state=0),
         hmf.SGD(factors=3, iterations=2, random_state=0),
     ],
 )

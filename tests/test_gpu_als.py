@@ -40,7 +40,7 @@ BACKWARD_ERROR = {"float32": 2.0**-20, "bf16x3": 2.0**-14, "tf32": 2.0**-10, "fl
 
 FITS = {
     "implicit": (hmf.ImplicitALS, {"factors": RANK, "alpha": 3.0, "regularization": 0.1}),
-    "explicit": (hmf.ExplicitALS, {"factors": RANK}),
+    "explicit": (hmf.ExplicitALS, {"biases": False, "factors": RANK}),
     "biases": (hmf.ExplicitALS, {"factors": RANK - 1, "biases": True}),
 }
 
@@ -157,7 +157,7 @@ class Problem:
             return np.zeros(design.shape[1], real)
         observed, ground = design[columns], real(objective.unobserved_weight if objective.is_implicit else 0)
         ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling, real)
-        ridge[self.rank :] = 0
+        ridge[self.rank :] = objective.bias_regularization * len(columns) ** objective.scaling
         A = ground * (design.T @ design) + observed.T @ ((confidence - ground)[:, None] * observed) + np.diag(ridge)
         return np.linalg.solve(A, observed.T @ (confidence * target))
 
@@ -199,16 +199,19 @@ CASES = [
     ("fused", 7, "float32", "implicit"),
     ("fused", 6, "float32", "explicit-biases"),
     ("fused", 32, "float32", "explicit-biases"),
+    ("fused", 6, "float32", "explicit-damped"),
+    ("fused", 6, "float32", "explicit-damped-half-count"),
+    ("fused", 32, "float32", "explicit-damped-ridge"),
     ("sparse_syrk", 1, "float64", "explicit"),
     ("sparse_syrk", 7, "float32", "implicit-heavy"),
     ("sparse_syrk", 31, "float64", "implicit"),
-    ("sparse_syrk", 32, "float32", "explicit-biases"),
+    ("sparse_syrk", 32, "float32", "explicit-damped"),
     ("mo_als", 7, "float32", "implicit-light"),
     ("mo_als", 31, "float64", "implicit"),
-    ("mo_als", 32, "float32", "explicit-biases"),
+    ("mo_als", 32, "float32", "explicit-damped-half-count"),
     ("bals", 1, "float64", "explicit-ridge"),
     ("bals", 7, "float32", "implicit-unweighted"),
-    ("bals", 32, "float32", "explicit-biases"),
+    ("bals", 32, "float32", "explicit-damped-ridge"),
 ]
 
 LARGE_CASES = [
@@ -652,7 +655,9 @@ def test_a_pickle_holds_numpy_arrays_of_the_right_shape():
 def test_a_singular_system_names_side_row_and_minor(backend, reorder, side):
     """Row 1 has one entry and two unknowns, so without a penalty its system has a zero second pivot."""
     dense = np.array([[5, 0, 2], [4, 3, 1], [1, 0, 5], [2, 0, 4]], dtype=np.float32)
-    model = hmf.ExplicitALS(factors=2, regularization=0.0, reorder=reorder, random_state=0, device=backend)
+    model = hmf.ExplicitALS(
+        biases=False, factors=2, regularization=0.0, reorder=reorder, random_state=0, device=backend
+    )
     with pytest.raises(
         NotPositiveDefiniteError, match=rf"{side} 1 .*leading minor 2.*increase regularization \(now 0\)"
     ) as caught:
@@ -693,7 +698,7 @@ def test_a_failure_in_the_second_half_sweep_keeps_the_state_before_it(backend, m
             halves[self.side] = self
 
     monkeypatch.setattr(name, Recorded)
-    model = hmf.ExplicitALS(factors=RANK, iterations=5, device=backend, random_state=0)
+    model = hmf.ExplicitALS(biases=False, factors=RANK, iterations=5, device=backend, random_state=0)
     with pytest.raises(NonFiniteError):
         model.fit(SMALL, callback=keep)
     assert model.n_iter_ == 2
@@ -706,7 +711,7 @@ def test_a_failure_in_the_second_half_sweep_keeps_the_state_before_it(backend, m
 def test_overflow_is_reported_not_stored(backend, solver):
     matrix = SMALL.copy()
     matrix.data[:] = 1e38
-    model = hmf.ExplicitALS(factors=RANK, solver=solver, random_state=0, device=backend)
+    model = hmf.ExplicitALS(biases=False, factors=RANK, solver=solver, random_state=0, device=backend)
     with pytest.raises(NonFiniteError, match=r"of item .*infinite or NaN.*scale the ratings down"):
         model.fit(matrix)
     assert not hasattr(model, "user_factors_")

@@ -348,7 +348,7 @@ LACKING = pytest.mark.parametrize(
 @LACKING
 def test_cuda_that_cannot_be_served_is_refused_with_the_cause(machine: Machine, lack: dict, cause: str) -> None:
     machine(*lack.get("args", ()), **{name: error for name, error in lack.items() if name != "args"})
-    model = hmf.ExplicitALS(factors=2, device="cuda")
+    model = hmf.ExplicitALS(biases=False, factors=2, device="cuda")
     expected = says('device="cuda" cannot be served: ', cause, 'Use device="auto" or "cpu"')
     for call in (
         lambda: dispatch.find_gpu("cuda"), lambda: model.fit(planted()), lambda: hmf.plan(planted(), model),
@@ -371,7 +371,7 @@ def test_auto_takes_the_cpu_and_logs_why(
 ) -> None:
     machine(*lack.get("args", ()), **{name: error for name, error in lack.items() if name != "args"})
     with caplog.at_level(logging.INFO, "hybridmf"):
-        model = hmf.ExplicitALS(factors=2, iterations=1, device="auto").fit(planted())
+        model = hmf.ExplicitALS(biases=False, factors=2, iterations=1, device="auto").fit(planted())
     assert model.device_ == model.plan_.device == "cpu"
     assert model.plan_.gpu is None
     assert model.plan_.reason.startswith("no GPU: ") and cause in model.plan_.reason
@@ -411,13 +411,13 @@ def test_a_device_that_does_not_exist(machine: Machine) -> None:
     with pytest.raises(DeviceError, match=says("cuda:2 does not exist; this machine has cuda:0, cuda:1")):
         open_device("cuda:2")
     with pytest.raises(DeviceError, match=says('device="cuda:2" cannot be served: cuda:2 does not exist')):
-        hmf.ExplicitALS(device="cuda:2").fit(planted())
+        hmf.ExplicitALS(biases=False, device="cuda:2").fit(planted())
 
 
 def test_cpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "open_device", lambda name: pytest.fail("looked for a GPU"))
     assert dispatch.find_gpu("cpu") == (None, "asked for")
-    hmf.ExplicitALS(factors=2, iterations=1, device="cpu").fit(planted())
+    hmf.ExplicitALS(biases=False, factors=2, iterations=1, device="cpu").fit(planted())
 
 
 # ------------------------------------------------------------------------------------------------------ what is there
@@ -475,7 +475,7 @@ def test_a_memory_limit_that_is_no_size_names_the_variable(machine: Machine, mon
     message = says(f"{MEMORY_LIMIT} must be a size such as", "got 'much'")
     for device in ("auto", "cuda"):
         with pytest.raises(ValueError, match=message):
-            hmf.ExplicitALS(device=device).fit(planted())
+            hmf.ExplicitALS(biases=False, device=device).fit(planted())
     usable, reason = dispatch.gpu_status()  # which never raises
     assert not usable
     assert re.search(message, reason)
@@ -483,7 +483,7 @@ def test_a_memory_limit_that_is_no_size_names_the_variable(machine: Machine, mon
 
 def test_memory_limit_of_a_model() -> None:
     with pytest.raises(ValueError, match=says("gpu_memory_limit must be a size such as", "got 'much'")):
-        hmf.ExplicitALS(gpu_memory_limit="much", device="cpu").fit(planted())
+        hmf.ExplicitALS(biases=False, gpu_memory_limit="much", device="cpu").fit(planted())
 
 
 # ------------------------------------------------------------------------------------------------ memory and copies
@@ -717,7 +717,7 @@ def plan_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
         **options: Any,
     ) -> Plan:
         monkeypatch.setattr(devices, "open_device", lambda name: SimpleNamespace(spec=spec))
-        defaults = hmf.ExplicitALS(num_threads=1).get_params() | {"device": "cuda"}
+        defaults = hmf.ExplicitALS(biases=False, num_threads=1).get_params() | {"device": "cuda"}
         names = Settings.__dataclass_fields__
         settings = Settings.check(**{name: value for name, value in (defaults | options).items() if name in names})
         return make_plan(objective, settings, *size)
@@ -900,7 +900,7 @@ def test_auto_refuses_a_gpu_assembly_where_there_is_no_gpu(machine: Machine) -> 
         "assembly='mo_als' is a GPU's, and there is none (no GPU: CuPy is not installed", 'use assembly="auto"'
     )
     with pytest.raises(DeviceError, match=message):
-        hmf.ExplicitALS(assembly="mo_als").fit(planted())
+        hmf.ExplicitALS(biases=False, assembly="mo_als").fit(planted())
 
 
 # ------------------------------------------------------------------------------------------------------ a fit on a GPU
@@ -916,7 +916,7 @@ def test_a_fit_goes_to_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(devices, "open_device", opened)
     monkeypatch.setattr("hybridmf.gpu.als.GpuALS", _reached)
     with pytest.raises(InterruptedError):
-        hmf.ExplicitALS(factors=4, device="cuda").fit(planted())
+        hmf.ExplicitALS(biases=False, factors=4, device="cuda").fit(planted())
     assert asked == ["cuda", "cuda:0"]
 
 

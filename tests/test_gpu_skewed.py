@@ -142,7 +142,7 @@ def test_items_are_counted_where_a_plan_depends_on_it(gpu: Any, tmp_path: Any) -
         (matrix, 40_000, True),  # factors on the host
         (hmf.convert(matrix, tmp_path / "store"), None, True),  # which knows them
     ):
-        plan = hmf.plan(data, hmf.ExplicitALS(factors=7, device="cuda", gpu_memory_limit=limit))
+        plan = hmf.plan(data, hmf.ExplicitALS(biases=False, factors=7, device="cuda", gpu_memory_limit=limit))
         facts = plan.facts
         assert facts.longest_user == 4 and facts.positions[0] >= 0
         assert (facts.longest_item, facts.positions[1]) == ((items.max(), items.argmax()) if counted else (0, -1))

@@ -166,7 +166,8 @@ def test_porting_libmf_minimizes_the_sum_scaled_by_counts():
 
     excess = {
         lam: objective(lam) / hmf.ExplicitALS(
-            factors=8, regularization=lam, iterations=40, balance=True, dtype="float64", num_threads=1, random_state=0
+            biases=False, factors=8, regularization=lam, iterations=40, balance=True, dtype="float64", num_threads=1,
+            random_state=0,
         ).fit(ratings).objective(ratings) - 1
         for lam in (0.05, 0.1, 0.2)
     }  # fmt: skip

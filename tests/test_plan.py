@@ -29,7 +29,7 @@ def says(*parts: str) -> str:
 
 
 def plan_of(model=None, shape=(1000, 500), nnz=20_000, **options) -> Plan:
-    options = {"device": "cpu", "num_threads": 2} | options
+    options = {"device": "cpu", "num_threads": 2, "biases": False} | options
     return hmf.plan(shape=shape, nnz=nnz, model=model or hmf.ExplicitALS(**options))
 
 
@@ -45,7 +45,7 @@ def machine(monkeypatch):
 def test_auto_takes_the_cpu_and_logs_why(machine, caplog):
     machine(None)
     with caplog.at_level(logging.INFO, "hybridmf"):
-        model = hmf.ExplicitALS(factors=2, iterations=1).fit(planted())
+        model = hmf.ExplicitALS(biases=False, factors=2, iterations=1).fit(planted())
     assert model.device_ == model.plan_.device == "cpu"
     assert model.plan_.reason == f"no GPU: {NO_CUPY}"
     assert f"device='auto' chose the CPU: {NO_CUPY}" in caplog.text
@@ -128,7 +128,7 @@ def test_combinations_that_make_no_sense():
         plan_of(assembly="bals", solver="cg")
     for options in ({"precision": "tf32"}, {"assembly": "bals", "solver": "cg"}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            hmf.ExplicitALS(factors=2, device="cpu", **options).fit(planted())
+            hmf.ExplicitALS(biases=False, factors=2, device="cpu", **options).fit(planted())
 
 
 def test_gpu_precision_on_auto_is_a_note(machine):
@@ -153,7 +153,7 @@ def test_gpu_precision_on_auto_is_a_note(machine):
         ({"shape": (3, 3), "nnz": -1}, ValueError, ("nnz must satisfy nnz >= 0, got -1",)),
         ({"shape": (3, 3), "nnz": "1"}, TypeError, ("nnz must be an integer, got '1'",)),
         (
-            {"shape": (3, 3), "nnz": 1, "model": hmf.ExplicitALS(factors=0)},
+            {"shape": (3, 3), "nnz": 1, "model": hmf.ExplicitALS(biases=False, factors=0)},
             ValueError,
             ("1 <= factors <= 2048, got 0",),
         ),
@@ -246,12 +246,12 @@ def test_bytes_grow_with_what_they_count(monkeypatch):
 
 
 CASES = [
-    (hmf.ExplicitALS, {"factors": 16}),
-    (hmf.ExplicitALS, {"factors": 16, "assembly": "bals"}),
-    (hmf.ExplicitALS, {"factors": 16, "reorder": "both", "dtype": "float64"}),
+    (hmf.ExplicitALS, {"biases": False, "factors": 16}),
+    (hmf.ExplicitALS, {"biases": False, "factors": 16, "assembly": "bals"}),
+    (hmf.ExplicitALS, {"biases": False, "factors": 16, "reorder": "both", "dtype": "float64"}),
     (hmf.ImplicitALS, {"factors": 16}),
     (hmf.ImplicitALS, {"factors": 256}),
-    (hmf.ExplicitALS, {"factors": 16, "solver": "subspace"}),
+    (hmf.ExplicitALS, {"biases": False, "factors": 16, "solver": "subspace"}),
 ]
 
 
@@ -294,7 +294,7 @@ def test_bytes_of_subspaces_bound_the_longest_row():
 def test_bytes_of_tiles_are_at_least_those_of_the_arrays(monkeypatch, limit):
     monkeypatch.setattr(_validate, "INT32_LIMIT", limit)
     matrix = planted(200, 300)
-    plan = hmf.plan(matrix, hmf.ExplicitALS(factors=64, assembly="bals", device="cpu"))
+    plan = hmf.plan(matrix, hmf.ExplicitALS(biases=False, factors=64, assembly="bals", device="cpu"))
     built = [BalsMatrix.from_csr(half, plan.tile_rows, plan.tile_cols) for half in (matrix, matrix.T.tocsr())]
     copies = sum(8 * (len(bals.seg_ptr) + len(bals.tile_ptr)) for bals in built if bals.seg_ptr.dtype == np.int32)
     shared = 4 * sum(bals.redundancy for bals in built)  # tile_colidx, planned as if no column were
@@ -315,7 +315,7 @@ def test_check_memory(monkeypatch):
 
 def test_a_fit_that_cannot_fit_is_refused_before_the_work():
     """Real figures: 2048 factors of float64 in 4,096 threads need 128 GiB of workspace alone."""
-    model = hmf.ExplicitALS(factors=2048, dtype="float64", num_threads=4096, device="cpu")
+    model = hmf.ExplicitALS(biases=False, factors=2048, dtype="float64", num_threads=4096, device="cpu")
     if (available_memory() or 0) > hmf.plan(planted(), model).total_bytes:
         pytest.skip("this machine has the memory")
     with pytest.raises(MemoryBudgetError, match="fewer threads"):

@@ -20,7 +20,7 @@ def test_movielens_1m_als_wr(data_dir):
     ratings = hmf.Ratings.from_file(data_dir / "ml-1m" / "ratings_no_timestamps.dat.gz")
     assert (ratings.n_users, ratings.n_items, ratings.nnz) == (6040, 3706, 1_000_209)
     train, test = hmf.split(ratings, test_size=0.1, random_state=0)
-    model = hmf.ExplicitALS(factors=32, regularization=0.065, iterations=15, random_state=0)
+    model = hmf.ExplicitALS(biases=False, factors=32, regularization=0.065, iterations=15, random_state=0)
     model.fit(train, validation=test)
     assert -model.score(test) <= 0.850
     assert model.history_[-1]["rmse"] == pytest.approx(-model.score(test))
@@ -33,7 +33,9 @@ def test_movielens_100k(data_dir):
     assert (ratings.n_users, ratings.n_items, ratings.nnz) == (943, 1682, 100_000)
     train, test = hmf.split(ratings, test_size=0.1, random_state=0)
     for options in ({}, {"solver": "cg", "cg_steps": 3}, {"assembly": "bals"}):
-        model = hmf.ExplicitALS(factors=16, regularization=0.1, iterations=15, random_state=0, **options).fit(train)
+        model = hmf.ExplicitALS(
+            biases=False, factors=16, regularization=0.1, iterations=15, random_state=0, **options
+        ).fit(train)
         assert -model.score(test) <= 0.93
 
 

@@ -39,9 +39,9 @@ from hybridmf.scale.su_als import RankALS
 from hybridmf.scale.threads import run_ranks
 
 MODELS: dict[str, Callable[..., Any]] = {
-    "explicit": lambda **more: hmf.ExplicitALS(factors=5, regularization=0.05, **more),
+    "explicit": lambda **more: hmf.ExplicitALS(biases=False, factors=5, regularization=0.05, **more),
     "explicit plain": lambda **more: hmf.ExplicitALS(
-        factors=9, regularization=0.3, regularization_scaling="none", **more
+        biases=False, factors=9, regularization=0.3, regularization_scaling="none", **more
     ),
     "biases": lambda **more: hmf.ExplicitALS(factors=4, regularization=0.1, biases=True, **more),
     "cg": lambda **more: hmf.ExplicitALS(factors=5, solver="cg", cg_steps=4, biases=True, **more),

@@ -35,7 +35,7 @@ RANK = 7
 SMALL = planted(24, 16, 0.4)
 
 MODELS: dict[str, Callable[..., Any]] = {
-    "explicit": lambda **more: hmf.ExplicitALS(factors=RANK, **more),
+    "explicit": lambda **more: hmf.ExplicitALS(biases=False, factors=RANK, **more),
     "biases": lambda **more: hmf.ExplicitALS(factors=RANK - 1, biases=True, **more),
     "implicit": lambda **more: hmf.ImplicitALS(factors=RANK, alpha=3.0, regularization=0.1, **more),
     "implicit cg": lambda **more: hmf.ImplicitALS(factors=RANK, alpha=3.0, regularization=0.1, solver="cg", **more),

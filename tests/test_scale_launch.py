@@ -37,7 +37,7 @@ if KILLED == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         return solve(*arguments, **options)
     HalfSweep.solve = solve_or_die
-model = hmf.scale.fit(hmf.ExplicitALS(**SMALL, iterations=5), planted(), timeout=60, **OPTIONS)
+model = hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=5), planted(), timeout=60, **OPTIONS)
 assert (model is None) == (rank > 0)
 if model is not None:
     model.save(MODEL)
@@ -69,7 +69,7 @@ def test_ranks_started_one_by_one_fit_together(tmp_path):
     for rank in start(2, tmp_path / "model", slurm=True):
         _, said = rank.communicate(timeout=60)
         assert rank.returncode == 0, said
-    expected = hmf.ExplicitALS(**SMALL, iterations=5).fit(planted())
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
     np.testing.assert_array_equal(hmf.load(tmp_path / "model").user_factors, expected.user_factors)
 
 
@@ -83,7 +83,7 @@ def test_processes_with_a_gpu_each_fit_together(tmp_path):
     for rank in start(2, tmp_path / "model", slurm=True, small=SMALL | {"device": "cuda"}):
         _, said = rank.communicate(timeout=120)
         assert rank.returncode == 0, said
-    expected = hmf.ExplicitALS(**SMALL, iterations=5).fit(planted())
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
     np.testing.assert_allclose(hmf.load(tmp_path / "model").user_factors, expected.user_factors, rtol=2e-4, atol=2e-5)
 
 
@@ -99,24 +99,26 @@ def test_a_killed_rank_stops_the_others_and_the_run_resumes(tmp_path):
     for rank in start(2, tmp_path / "model", checkpoint=folder, resume_from=folder):
         _, text = rank.communicate(timeout=60)
         assert rank.returncode == 0, text
-    expected = hmf.ExplicitALS(**SMALL, iterations=5).fit(planted())
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
     np.testing.assert_array_equal(hmf.load(tmp_path / "model").user_factors, expected.user_factors)
 
 
 def test_what_ranks_may_be_given(tmp_path):
     labelled = hmf.Ratings.from_matrix(planted(), user_ids=[f"u{k}" for k in range(60)])
-    expected = hmf.ExplicitALS(**SMALL).fit(planted())
+    expected = hmf.ExplicitALS(biases=False, **SMALL).fit(planted())
     triplets = planted().tocoo()
     lines = (f"{u},{i},{v}" for u, i, v in zip(*triplets.coords, triplets.data, strict=True))
     (tmp_path / "ratings.csv").write_text("\n".join(lines) + "\n")
     for ratings in (planted(), labelled):
-        model = run_ranks(2, lambda c, given=ratings: hmf.scale.fit(hmf.ExplicitALS(**SMALL), given, c), timeout=30)[0]
+        model = run_ranks(
+            2, lambda c, given=ratings: hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), given, c), timeout=30
+        )[0]
         np.testing.assert_array_equal(model.user_factors, expected.user_factors)
     assert model.user_ids_.tolist() == labelled.user_ids.tolist()
-    alone = hmf.scale.fit(hmf.ExplicitALS(**SMALL), tmp_path / "ratings.csv", Single())
+    alone = hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), tmp_path / "ratings.csv", Single())
     assert alone.n_users == 59  # one of them has no ratings
     with pytest.raises(TypeError, match=r"ratings must be the path of a store or file, a Store, .* got int"):
-        hmf.scale.fit(hmf.ExplicitALS(**SMALL), 3, Single())
+        hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), 3, Single())
     for model in (None, "als", hmf.ExplicitALS):
         with pytest.raises(TypeError, match="model must be an estimator"):
             hmf.scale.fit(model, planted(), Single())
@@ -125,7 +127,7 @@ def test_what_ranks_may_be_given(tmp_path):
 def test_devices_of_ranks(monkeypatch):
     options = SMALL | {"device": "cuda:1"}
     with pytest.raises(ValueError, match=r"device='cuda:1': ranks choose their GPU by their number on the node"):
-        hmf.scale.fit(hmf.ExplicitALS(**options), planted(), Single())
+        hmf.scale.fit(hmf.ExplicitALS(biases=False, **options), planted(), Single())
     monkeypatch.setenv("HYBRIDMF_RANK", "0")
 
     def none():
@@ -133,8 +135,8 @@ def test_devices_of_ranks(monkeypatch):
 
     monkeypatch.setattr("hybridmf.gpu.device.device_count", none)
     with pytest.raises(DeviceError, match="no NVIDIA driver"):
-        hmf.scale.fit(hmf.ExplicitALS(**SMALL | {"device": "cuda"}), planted(), Single())
-    model = hmf.scale.fit(hmf.ExplicitALS(**SMALL | {"device": "auto"}), planted(), Single())
+        hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "cuda"}), planted(), Single())
+    model = hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "auto"}), planted(), Single())
     assert model.device_ == "cpu"
 
 
@@ -142,7 +144,7 @@ def test_a_rank_without_an_environment_says_what_to_set(monkeypatch):
     for name in ("HYBRIDMF_RANK", "HYBRIDMF_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="HYBRIDMF_RANK"):
-        hmf.scale.fit(hmf.ExplicitALS(**SMALL), planted())
+        hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), planted())
     with pytest.raises(AttributeError, match="nothing"):
         hmf.scale.nothing
 
@@ -156,4 +158,4 @@ def test_a_variable_that_contradicts_another_is_named(rank, size, match, monkeyp
     monkeypatch.setenv("HYBRIDMF_WORLD_SIZE", size)
     monkeypatch.setenv("HYBRIDMF_TOKEN", "secret")
     with pytest.raises(ValueError, match=match):
-        hmf.scale.fit(hmf.ExplicitALS(**SMALL), planted())
+        hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), planted())

@@ -311,7 +311,8 @@ def test_ranks_keep_everything_on_the_gpus() -> None:
 
 
 def test_plan_of_a_machine_that_is_not_there() -> None:
-    plan = hmf.plan(shape=(1_056_000_000, 48_000_000), nnz=112e9, factors=100, gpus=4, gpu_memory="141GB")
+    model = hmf.ExplicitALS(factors=100, biases=False)
+    plan = hmf.plan(shape=(1_056_000_000, 48_000_000), nnz=112e9, model=model, gpus=4, gpu_memory="141GB")
     assert plan.problem == FACEBOOK and plan.gpus == 4
     text = str(plan)
     for words in ("4 x H200", "112,000,000,000 entries", "p = ", "q = ", "replicated", "split", "waves", "predicted"):
@@ -324,14 +325,14 @@ def test_plan_of_a_machine_that_is_not_there() -> None:
 
 
 def test_plan_takes_the_models_limit_of_memory() -> None:
-    model = hmf.ExplicitALS(gpu_memory_limit="20GB")
+    model = hmf.ExplicitALS(biases=False, gpu_memory_limit="20GB")
     sizes: dict[str, Any] = {"shape": (10**6, 10**5), "nnz": 10**8, "gpus": 2}
     assert hmf.plan(model=model, **sizes).memory == hmf.plan(gpu_memory="20GB", **sizes).memory
     assert hmf.plan(model=model, gpu_memory="30GB", **sizes).memory == hmf.plan(gpu_memory="30GB", **sizes).memory
 
 
 def test_plan_takes_factors() -> None:
-    plan = hmf.plan(shape=(100, 50), nnz=500.0, factors=9, model=hmf.ExplicitALS(device="cpu"))
+    plan = hmf.plan(shape=(100, 50), nnz=500.0, factors=9, model=hmf.ExplicitALS(biases=False, device="cpu"))
     assert plan.factors == 9 and plan.nnz == 500
 
 

@@ -466,7 +466,7 @@ def test_ranks_that_cut_their_batches_differently_are_told(gpus: Machine, monkey
 def test_a_fit_splits_what_has_no_room_on_one_gpu(gpus: Machine, tmp_path: Any) -> None:
     names = gpus(2)
     options: dict[str, Any] = {"factors": 7, "iterations": 2, "random_state": 0}
-    model = hmf.ExplicitALS(device=names, gpu_memory_limit=LIMIT, **options)
+    model = hmf.ExplicitALS(biases=False, device=names, gpu_memory_limit=LIMIT, **options)
     model.fit(MANY_USERS, callback=lambda model, record: None, checkpoint=tmp_path)
     plan = model.plan_
     check_memory(plan)
@@ -481,17 +481,17 @@ def test_a_fit_splits_what_has_no_room_on_one_gpu(gpus: Machine, tmp_path: Any) 
     assert "note      the ratings do not fit on the 2 GPUs" in text
     assert "note      the fixed side of items is split over the GPUs, which add up sums" in text
     assert no_loaders()
-    alone = hmf.ExplicitALS(device="cuda", **options).fit(MANY_USERS, callback=lambda model, record: None)
+    alone = hmf.ExplicitALS(biases=False, device="cuda", **options).fit(MANY_USERS, callback=lambda model, record: None)
     np.testing.assert_allclose(model.user_factors_, alone.user_factors_, atol=2e-3)
     np.testing.assert_allclose(model.item_factors_, alone.item_factors_, atol=2e-3)
     objectives = [[record["objective"] for record in each.history_] for each in (model, alone)]
     np.testing.assert_allclose(*objectives, rtol=1e-4)
     options["iterations"] = 3
-    resumed = hmf.ExplicitALS(device=gpus(4), **options).fit(MANY_USERS, resume_from=tmp_path)
-    straight = hmf.ExplicitALS(device=names, gpu_memory_limit=LIMIT, **options)
+    resumed = hmf.ExplicitALS(biases=False, device=gpus(4), **options).fit(MANY_USERS, resume_from=tmp_path)
+    straight = hmf.ExplicitALS(biases=False, device=names, gpu_memory_limit=LIMIT, **options)
     straight.fit(MANY_USERS, checkpoint=tmp_path / "other")
     np.testing.assert_allclose(resumed.user_factors_, straight.user_factors_, atol=2e-3)
-    back = hmf.ExplicitALS(device=names, gpu_memory_limit=LIMIT, **options | {"iterations": 4})
+    back = hmf.ExplicitALS(biases=False, device=names, gpu_memory_limit=LIMIT, **options | {"iterations": 4})
     back.fit(MANY_USERS, resume_from=tmp_path / "other")
     assert back.n_iter_ == 4 and back.plan_.grids["item"] == Grid(2, 1)
 
@@ -562,10 +562,12 @@ def test_a_fit_splits_a_store(free: int, gpus: Machine, tmp_path: Any, monkeypat
     store = hmf.convert(MANY_USERS, tmp_path / "store", slab_bytes=2000)
     options: dict[str, Any] = {"factors": 7, "iterations": 1, "random_state": 0, "device": gpus(2)}
     options["gpu_memory_limit"] = LIMIT
-    expected = hmf.ExplicitALS(**options).fit(MANY_USERS, callback=lambda model, record: None)
+    expected = hmf.ExplicitALS(biases=False, **options).fit(MANY_USERS, callback=lambda model, record: None)
     monkeypatch.setattr(_plan, "available_memory", lambda: free)
     monkeypatch.setattr(StoreMatrix, "load", None)
-    model = hmf.ExplicitALS(**options).fit(store, callback=lambda model, record: None, checkpoint=tmp_path / "c")
+    model = hmf.ExplicitALS(biases=False, **options).fit(
+        store, callback=lambda model, record: None, checkpoint=tmp_path / "c"
+    )
     assert model.plan_.streamed == ("host" if free == 10**9 else "disk")
     assert model.plan_.grids == expected.plan_.grids and model.plan_.grids["item"] == Grid(2, 1)
     np.testing.assert_array_equal(model.user_factors_, expected.user_factors_)
@@ -587,7 +589,7 @@ def test_ranks_that_plan_other_batches_are_told_why(gpus: Machine, monkeypatch: 
     monkeypatch.setattr(spmd, "make_plan", differently)
 
     def run(communicator: Any) -> Any:
-        model = hmf.ExplicitALS(factors=7, device="cpu")
+        model = hmf.ExplicitALS(biases=False, factors=7, device="cpu")
         return spmd.fit_rank(model, entries(MANY_USERS, communicator.rank, 2), communicator, device="cuda:0")
 
     with pytest.raises(CommunicatorError, match=r"rank 1 plans batches of \[0, \d+\] entries and rank 0 .*_limit"):
@@ -608,7 +610,9 @@ def test_ranks_of_processes_stream_their_entries(
         monkeypatch.setattr(_plan, "available_memory", lambda: 40_000)
 
     def run(communicator: Any) -> Any:
-        model = hmf.ExplicitALS(factors=7, iterations=1, random_state=0, device="cpu", gpu_memory_limit=LIMIT)
+        model = hmf.ExplicitALS(
+            biases=False, factors=7, iterations=1, random_state=0, device="cpu", gpu_memory_limit=LIMIT
+        )
         shares: Any = entries(matrix, communicator.rank, 2)
         if share != "entries":
             shares = StoredRatings(store, np.float32, drop_zeros=False)
@@ -620,11 +624,11 @@ def test_ranks_of_processes_stream_their_entries(
     assert model.plan_.streamed == ("host" if share == "entries" else "disk")
     assert model.plan_.grids[wide] == Grid(2, 1) and no_loaders()
     monkeypatch.setattr(_plan, "available_memory", lambda: 10**9)
-    alone = hmf.ExplicitALS(factors=7, iterations=1, random_state=0, device="cuda")
+    alone = hmf.ExplicitALS(biases=False, factors=7, iterations=1, random_state=0, device="cuda")
     alone.fit(matrix, callback=lambda model, record: None)
     np.testing.assert_allclose(model.user_factors_, alone.user_factors_, atol=2e-3)
     assert model.history_[-1]["objective"] == pytest.approx(alone.history_[-1]["objective"], rel=1e-4)
-    more = hmf.ExplicitALS(factors=7, iterations=2, random_state=0)
+    more = hmf.ExplicitALS(biases=False, factors=7, iterations=2, random_state=0)
     assert more.fit(matrix, resume_from=tmp_path / "c").n_iter_ == 2  # the same data
 
 

@@ -25,11 +25,11 @@ from hybridmf.scale.threads import run_ranks
 
 SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
 KINDS = {
-    "explicit": lambda **o: hmf.ExplicitALS(**SMALL | o),
+    "explicit": lambda **o: hmf.ExplicitALS(biases=False, **SMALL | o),
     "biases": lambda **o: hmf.ExplicitALS(**SMALL | {"biases": True} | o),
     "implicit": lambda **o: hmf.ImplicitALS(**SMALL | {"alpha": 3.0} | o),
     "implicit-cg": lambda **o: hmf.ImplicitALS(**SMALL | {"solver": "cg"} | o),
-    "balanced": lambda **o: hmf.ExplicitALS(**SMALL | {"balance": True} | o),
+    "balanced": lambda **o: hmf.ExplicitALS(biases=False, **SMALL | {"balance": True} | o),
 }
 
 

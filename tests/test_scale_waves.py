@@ -158,13 +158,13 @@ def test_cpu_ranks_over_a_store_name_the_row_that_fails(tmp_path: Any) -> None:
     one_entry = sp.csr_array(([1.0], ([0], [3])), shape=(1, 30))
     matrix = sp.vstack([MATRIX[:41], one_entry, MATRIX[42:]], format="csr")
     store = hmf.convert(matrix, tmp_path / "store", slab_bytes=960)
-    model = hmf.ExplicitALS(factors=5, regularization=0.0, device=["cpu", "cpu"], random_state=0)
+    model = hmf.ExplicitALS(biases=False, factors=5, regularization=0.0, device=["cpu", "cpu"], random_state=0)
     with pytest.raises(NotPositiveDefiniteError, match="of user 41 are"):
         model.fit(store)
 
 
 def test_a_store_is_not_split_by_columns_on_the_cpu(store: hmf.Store) -> None:
-    model = hmf.ExplicitALS(factors=5, device=["cpu", "cpu"], random_state=0)
+    model = hmf.ExplicitALS(biases=False, factors=5, device=["cpu", "cpu"], random_state=0)
     matrix = model._check_matrix(store)
     plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz, slab=matrix.largest_slab)
     state = model._initial_state(matrix, matrix.transposed(), plan, model._objective())
@@ -535,7 +535,7 @@ def test_ranks_of_processes_look_at_their_memory_first(
         stored = StoredRatings(store, np.float32, drop_zeros=False)
         ratings = stored if share == "store" else entries(MATRIX, communicator.rank, 2)
         try:
-            spmd.fit_rank(hmf.ExplicitALS(factors=5, device="cpu"), ratings, communicator)
+            spmd.fit_rank(hmf.ExplicitALS(biases=False, factors=5, device="cpu"), ratings, communicator)
         except Exception as error:
             causes[communicator.rank] = error
             raise

@@ -637,7 +637,7 @@ def test_an_altered_byte_is_found_where_it_is_read(name, store):
     with pytest.raises(StoreError, match=rf"{name}' was altered \(CRC-32 [0-9a-f]+, [0-9a-f]+ when it was written\)"):
         opened.verify()
     with pytest.raises(StoreError, match=rf"{name}' was altered"):
-        hmf.ExplicitALS(factors=2, device="cpu", iterations=1).fit(hmf.Store.open(store.path))
+        hmf.ExplicitALS(biases=False, factors=2, device="cpu", iterations=1).fit(hmf.Store.open(store.path))
 
 
 def alter(path: Path) -> None:
@@ -666,7 +666,7 @@ def test_what_is_damaged_between_iterations_does_not_reach_a_kernel(damage, prob
         if record["iteration"] == 2:
             damage(store.path / "item-000001.indices.npy")
 
-    model = hmf.ExplicitALS(factors=2, device=devices, iterations=5, random_state=0)
+    model = hmf.ExplicitALS(biases=False, factors=2, device=devices, iterations=5, random_state=0)
     with pytest.raises(StoreError, match=rf"item-000001\.indices\.npy' {problem}"):
         model.fit(store, callback=spoil)
     assert model.n_iter_ == 2
@@ -987,12 +987,12 @@ def test_a_store_is_pickled_by_its_path(store):
 # ------------------------------------------------------------------------------------------------------- fits
 
 FITS = {
-    "explicit": (hmf.ExplicitALS, {}),
+    "explicit": (hmf.ExplicitALS, {"biases": False}),
     "biases": (hmf.ExplicitALS, {"biases": True}),
     "biases, float64, balance": (hmf.ExplicitALS, {"biases": True, "dtype": "float64", "balance": True}),
-    "explicit cg": (hmf.ExplicitALS, {"solver": "cg", "regularization_scaling": 0.5}),
-    "rank1": (hmf.ExplicitALS, {"assembly": "rank1"}),
-    "bals": (hmf.ExplicitALS, {"assembly": "bals"}),
+    "explicit cg": (hmf.ExplicitALS, {"biases": False, "solver": "cg", "regularization_scaling": 0.5}),
+    "rank1": (hmf.ExplicitALS, {"biases": False, "assembly": "rank1"}),
+    "bals": (hmf.ExplicitALS, {"biases": False, "assembly": "bals"}),
     "implicit": (hmf.ImplicitALS, {"alpha": 3.0}),
     "implicit cg": (hmf.ImplicitALS, {"solver": "cg"}),
     "implicit blas3": (hmf.ImplicitALS, {"assembly": "blas3"}),
@@ -1113,14 +1113,14 @@ def test_sgd_and_ccd_load_a_store_if_there_is_memory(store, monkeypatch, caplog)
 
 
 def test_plan_and_compare_take_a_store(store):
-    plan = hmf.plan(store, hmf.ExplicitALS(factors=4, device="cpu"))
+    plan = hmf.plan(store, hmf.ExplicitALS(biases=False, factors=4, device="cpu"))
     largest = max(slab.matrix().nnz for side in ("user", "item") for slab in store.slabs(side))
     assert (plan.streamed, plan.slab) == ("disk", largest)
     assert f"streamed  from disk in slabs of up to {largest:,} entries" in str(plan)
-    whole = hmf.plan(store.to_ratings(), hmf.ExplicitALS(factors=4, device="cpu"))
+    whole = hmf.plan(store.to_ratings(), hmf.ExplicitALS(biases=False, factors=4, device="cpu"))
     assert (whole.streamed, whole.slab) == ("", 0)
     assert plan.bytes["ratings"] < whole.bytes["ratings"]
-    result = hmf.compare(store, hmf.ExplicitALS(factors=2, iterations=1), devices=["cpu"])
+    result = hmf.compare(store, hmf.ExplicitALS(biases=False, factors=2, iterations=1), devices=["cpu"])
     assert result.name == "store"
 
 

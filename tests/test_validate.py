@@ -353,7 +353,7 @@ def test_corrupt_csr_is_refused(arrays, parts):
 
 def test_corrupt_csr_reaches_every_method_as_a_refusal():
     bad = corrupted(indices=np.array([0, 1, 2, 0, 99], dtype=np.int32))
-    model = hmf.ExplicitALS(factors=1, iterations=1, device="cpu").fit(corrupted())
+    model = hmf.ExplicitALS(biases=False, factors=1, iterations=1, device="cpu").fit(corrupted())
     calls = {
         "user_items": (model.fit, model.transform, model.objective, model.score, lambda m: model.recommend(0, m)),
         "users": (model.predict,),
@@ -487,7 +487,7 @@ def test_implicit_feedback_of_explicit_zeros_only_has_no_entries():
     zeros = corrupted(data=np.zeros(5, dtype=np.float32))
     with pytest.raises(RatingsError, match=says("user_items of shape (3, 4) has no entries")):
         hmf.ImplicitALS(factors=2, device="cpu").fit(zeros)
-    hmf.ExplicitALS(factors=2, iterations=1, device="cpu").fit(zeros)
+    hmf.ExplicitALS(biases=False, factors=2, iterations=1, device="cpu").fit(zeros)
 
 
 # ---------------------------------------------------------------------------------------------------- hyperparameters
@@ -576,7 +576,7 @@ def test_fit_refuses_bad_hyperparameters(cls, name, value, kind, message):
 
 @pytest.mark.parametrize("dtype", ["float64", np.float64, np.dtype("float64"), float])
 def test_dtype_may_be_a_name_or_a_type(dtype):
-    model = hmf.ExplicitALS(factors=2, iterations=1, dtype=dtype, device="cpu").fit(planted())
+    model = hmf.ExplicitALS(biases=False, factors=2, iterations=1, dtype=dtype, device="cpu").fit(planted())
     assert model.user_factors_.dtype == np.float64
     assert model.user_factors.dtype == np.float32
 
@@ -590,16 +590,16 @@ ABSTRACT = pytest.param(
 @pytest.mark.parametrize("dtype", [None, 3.5, [], {"names": 3}, ABSTRACT, list])
 def test_dtype_that_is_no_type_is_refused_by_name(dtype):
     with pytest.raises(ValueError, match=says("dtype must be one of 'float32', 'float64'; got")):
-        hmf.ExplicitALS(factors=2, iterations=1, dtype=dtype, device="cpu").fit(planted())
+        hmf.ExplicitALS(biases=False, factors=2, iterations=1, dtype=dtype, device="cpu").fit(planted())
 
 
 def test_reorder_takes_numpy_booleans():
-    hmf.ExplicitALS(factors=2, iterations=1, reorder=np.True_, device="cpu").fit(planted())
+    hmf.ExplicitALS(biases=False, factors=2, iterations=1, reorder=np.True_, device="cpu").fit(planted())
 
 
 def test_cg_steps_beyond_c_int_is_refused():
     with pytest.raises(ValueError, match="cg_steps"):
-        hmf.ExplicitALS(factors=2, iterations=1, solver="cg", cg_steps=2**31, device="cpu").fit(planted())
+        hmf.ExplicitALS(biases=False, factors=2, iterations=1, solver="cg", cg_steps=2**31, device="cpu").fit(planted())
 
 
 @pytest.mark.parametrize(
@@ -614,7 +614,7 @@ def test_cg_steps_beyond_c_int_is_refused():
 )
 def test_fit_refuses_bad_arguments(argument, kind, message):
     with pytest.raises(kind, match=says(message)):
-        hmf.ExplicitALS(factors=2, device="cpu").fit(planted(), **argument)
+        hmf.ExplicitALS(biases=False, factors=2, device="cpu").fit(planted(), **argument)
 
 
 # -------------------------------------------------------------------------------------------------------- duplicates
@@ -649,7 +649,7 @@ def test_duplicates_are_an_error_that_says_how_to_merge_them(layout):
         as_csr(with_duplicates(layout))
     assert isinstance(caught.value, (RatingsError, HybridMFError, ValueError))
     with pytest.raises(DuplicateEntriesError, match=says(*parts)):
-        hmf.ExplicitALS(factors=1, device="cpu").fit(with_duplicates(layout))
+        hmf.ExplicitALS(biases=False, factors=1, device="cpu").fit(with_duplicates(layout))
 
 
 def test_duplicates_in_an_unsorted_row_and_of_booleans():
@@ -764,7 +764,7 @@ def test_read_only_arrays_are_fine_and_never_written_to():
         matrix = layout(planted())
         for array in (matrix.data, *(getattr(matrix, name) for name in ("indices", "indptr") if hasattr(matrix, name))):
             array.flags.writeable = False
-        model = hmf.ExplicitALS(factors=2, iterations=1, random_state=0, device="cpu").fit(matrix)
+        model = hmf.ExplicitALS(biases=False, factors=2, iterations=1, random_state=0, device="cpu").fit(matrix)
         model.partial_fit_items([0], sp.csc_array(matrix)[:, [0]])
         assert model.recommend(0, user_items=sp.csr_array(matrix))[0].shape == (10,)
 
@@ -772,7 +772,7 @@ def test_read_only_arrays_are_fine_and_never_written_to():
 def test_the_input_is_left_as_it_was():
     shuffled = unsorted_copy(planted())
     before = [array.copy() for array in (shuffled.data, shuffled.indices, shuffled.indptr)]
-    hmf.ExplicitALS(factors=2, iterations=1, device="cpu").fit(shuffled)
+    hmf.ExplicitALS(biases=False, factors=2, iterations=1, device="cpu").fit(shuffled)
     for array, copy in zip((shuffled.data, shuffled.indices, shuffled.indptr), before, strict=True):
         np.testing.assert_array_equal(array, copy)
 

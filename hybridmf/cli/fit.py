@@ -51,7 +51,11 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option("--factors", type=int, help="Rank.  [default: 64]")
 @click.option("--regularization", type=float, help="Lambda.  [default: 0.05 explicit, 0.01 implicit]")
 @click.option("--alpha", type=float, help="Confidence per unit of feedback (implicit only).  [default: 1]")
-@click.option("--biases", is_flag=True, help="Fit user and item biases (explicit only).")
+@click.option("--biases/--no-biases", default=None, help="User and item biases (explicit only).  [default: --biases]")
+@click.option(
+    "--bias-regularization", type=float, metavar="LAMBDA_B",
+    help="Penalty of squared biases (explicit only); 0: none.  [default: that of the factors]",
+)  # fmt: skip
 @click.option("--iterations", type=int, help="Full sweeps.  [default: 15]")
 @click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")
 @click.option("--assembly", metavar="|".join(ASSEMBLIES), help="How equations are built.  [default: auto]")
@@ -80,7 +84,8 @@ def command(
     output: str,
     kind: str,
     alpha: float | None,
-    biases: bool,
+    biases: bool | None,
+    bias_regularization: float | None,
     seed: int,
     test_size: float,
     checkpoint: str | None,
@@ -99,7 +104,8 @@ def command(
     say = _silent if quiet else click.echo
     saving = _checkpoint_options(checkpoint, checkpoint_every, resume)
     hyperparameters = {name: options.pop(name) for name in HYPERPARAMETERS}
-    model = _make_model(kind, hyperparameters | {"alpha": alpha, "biases": biases or None}, seed)
+    hyperparameters |= {"alpha": alpha, "biases": biases, "bias_regularization": bias_regularization}
+    model = _make_model(kind, hyperparameters, seed)
     ratings: Any
     if os.path.isdir(ratings_file):
         ratings = _open_and_say(ratings_file, load=test_size != 0, say=say)
@@ -126,9 +132,10 @@ def _silent(_: str) -> None:
 
 def _make_model(kind: str, given: dict[str, Any], seed: int) -> ExplicitALS | ImplicitALS:
     """Make the estimator; its options are judged here, before a large file is read."""
-    for name, owner in (("alpha", "implicit"), ("biases", "explicit")):
+    for name, owner in (("alpha", "implicit"), ("biases", "explicit"), ("bias_regularization", "explicit")):
         if given[name] is not None and kind != owner:
-            raise click.UsageError(f"--{name} belongs to --model {owner}; this is --model {kind}")
+            option = name.replace("_", "-")
+            raise click.UsageError(f"--{option} belongs to --model {owner}; this is --model {kind}")
     chosen = {name: value for name, value in given.items() if value is not None}
     if "device" in chosen:
         chosen["device"] = device_list(chosen["device"])

@@ -212,7 +212,7 @@ cdef void _gram_part(const hmf_kernel_table* table, const real[:, ::1] factors, 
 cdef void _start_system(
         Py_ssize_t rank,
         const real* gram_matrix,   # IN   (rank, rank) symmetric, or NULL
-        const real* ridge,         # IN   (rank,) lambda, 0 for a bias
+        const real* ridge,         # IN   (rank,) lambda, lambda_b for a bias
         double scale,              # IN   s_u
         real* a, real* b) noexcept nogil:   # OUT (rank, rank), (rank,)
     cdef Py_ssize_t j

@@ -731,23 +731,23 @@ def segment_losses(
 def unobserved_and_penalty(
     half: Any, users: DeviceFactors, items: DeviceFactors, user_degrees: np.ndarray, item_degrees: np.ndarray
 ) -> float:
-    """What the objective has beside the losses of entries; `half` says device, objective and plan."""
+    """What the objective has beside the losses of entries; `half` says device and objective."""
     device, objective, sides = half.device, half.objective, (users, items)
     grams = [exact_gram(device, side.table) for side in sides] if objective.is_implicit else []
-    squares = [losses.row_squares(device, side.table, half.plan.factors) for side in sides]
-    return penalties(objective, grams, squares, (user_degrees, item_degrees))
+    penalties = [
+        penalty(device, objective, side, degrees)
+        for side, degrees in zip(sides, (user_degrees, item_degrees), strict=True)
+    ]
+    return unobserved_loss(objective, grams) + sum(penalties)
 
 
-def penalties(
-    objective: Objective,
-    grams: Sequence[np.ndarray],
-    squares: Sequence[np.ndarray],
-    degrees: Sequence[np.ndarray],
-) -> float:
-    """The same of both sides' Gram matrices (none for explicit feedback) and squared lengths of rows."""
-    total = 0.0
-    if objective.is_implicit:
-        total += objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
-    for lengths, counts in zip(squares, degrees, strict=True):
-        total += objective.regularization * float(lengths @ objective.row_scale(counts))
-    return total
+def unobserved_loss(objective: Objective, grams: Sequence[np.ndarray]) -> float:
+    """Loss of all pairs as if none were observed, from both sides' Gram matrices; 0 for explicit feedback (no Gram)."""
+    return objective.unobserved_weight * float(np.sum(grams[0] * grams[1])) if objective.is_implicit else 0.0
+
+
+def penalty(device: Device, objective: Objective, factors: DeviceFactors, degrees: np.ndarray) -> float:
+    """`Objective.penalty` of one side on a device."""
+    squares = losses.row_squares(device, factors.table, factors.factors)
+    bias = None if factors.device_bias is None else device.download(factors.device_bias)
+    return objective.penalty_of_squares(squares, degrees, bias)

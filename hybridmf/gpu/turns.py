@@ -45,10 +45,10 @@ from .als import (
     gram_sum,
     loss_segments,
     padded_gram,
-    penalties,
     published,
     segment_losses,
     table_width,
+    unobserved_loss,
     weighted_gram,
 )
 from .copier import Copier
@@ -646,8 +646,11 @@ class HostGpuALS(StreamedGpuALS):
             users, items = (self.inward[side] for side in SIDES)
             total = float(self.halves["user"].losses(users, items, self.mean).sum())
             grams = [host_gram(self.device, side) for side in (users, items)] if self.objective.is_implicit else []
-            squares = [host_squares(self.device, side) for side in (users, items)]
-            return total + penalties(self.objective, grams, squares, [self.halves[side].degrees for side in SIDES])
+            penalties = [
+                host_penalty(self.device, self.objective, self.inward[side], self.halves[side].degrees)
+                for side in SIDES
+            ]
+            return total + (unobserved_loss(self.objective, grams) + sum(penalties))
 
 
 def _tables_of(factors: Factors) -> HostTables | None:
@@ -671,12 +674,12 @@ def host_gram(device: Device, factors: HostFactors, weights: np.ndarray | None =
     return total
 
 
-def host_squares(device: Device, factors: HostFactors) -> np.ndarray:
-    """Squared lengths of the rows of a side on the host, in float64."""
+def host_penalty(device: Device, objective: Objective, factors: HostFactors, degrees: np.ndarray) -> float:
+    """`Objective.penalty` of a side on the host."""
     found = [
         losses.row_squares(device, device.upload(factors.table[rows]), factors.factors) for rows in _pieces(factors)
     ]
-    return np.concatenate([np.zeros(0), *found])
+    return objective.penalty_of_squares(np.concatenate([np.zeros(0), *found]), degrees, factors.host_bias)
 
 
 def host_times(

@@ -49,7 +49,7 @@ from .._lines import line_blocks
 from .._lists import ListLayout, lines_of_lists, list_chunks, list_layout
 from .._objective import SIDES, Side
 from .._readers import MarketHeader, check_market_rows, market_header, parquet_chunks
-from .._sparse import entry_rows, entry_sum, transposed
+from .._sparse import entry_rows, entry_sum, transposed, value_range
 from .._text import (
     BLOCK_CHARS,
     BLOCK_RECORDS,
@@ -427,6 +427,7 @@ class _Counts:
     nnz: int = 0
     zeros: int = 0
     ends: dict[str, list[float]] = field(default_factory=lambda: {"all": [], "nonzero": []})
+    range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         self.degrees = {
@@ -446,6 +447,7 @@ class _Counts:
         for kind, values in (("all", part.data), ("nonzero", part.data[filled])):
             sizes = [*self.ends[kind], *map(float, magnitudes(values))]
             self.ends[kind] = [min(sizes), max(sizes)] if sizes else []
+        self.range = value_range([np.array(self.range or ()), part.data])
 
 
 def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarray], counts: _Counts) -> None:
@@ -465,6 +467,7 @@ def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarr
             "bounds": {side: bounds[side].tolist() for side in SIDES},
             "sums": {"all": total, "nonzero": nonzero},
             "magnitudes": counts.ends,
+            "range": counts.range,
         }
     )
 

@@ -72,10 +72,9 @@ class CpuWorker:
             np.matmul(factors.matrix, basis.astype(matrix.dtype), out=matrix)
         return Factors(matrix, factors.bias)
 
-    def squares(self, factors: Factors) -> np.ndarray:
-        """Squared lengths in float64."""
-        squares: np.ndarray = np.einsum("ij,ij->i", factors.matrix, factors.matrix, dtype=np.float64)
-        return squares
+    def penalty(self, objective: Objective, factors: Factors, degrees: np.ndarray) -> float:
+        """`Objective.penalty` of own rows."""
+        return objective.penalty(factors.matrix, degrees, factors.bias)
 
     def whole(
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray

@@ -14,7 +14,7 @@ import scipy.sparse as sp
 
 from .._objective import SIDES, Factors, Objective, Side
 from .._plan import Plan
-from ..gpu import als, fused, losses, turns
+from ..gpu import als, fused, turns
 from ..gpu.device import Array, CudaDevice, Device, open_device
 from ..gpu.fused import BLOCK, FusedConfig, Systems, round_up
 from ..gpu.launch import ceil_div
@@ -106,13 +106,13 @@ class GpuWorker:
             table[:, : factors.factors] = self.device.matmul(factors.table[:, : factors.factors], on_device)
         return als.DeviceFactors(self.device, table, factors.factors, factors.device_bias)
 
-    def squares(self, factors: als.DeviceFactors | HostFactors) -> np.ndarray:
-        """Squared lengths in float64."""
+    def penalty(self, objective: Objective, factors: als.DeviceFactors | HostFactors, degrees: np.ndarray) -> float:
+        """`Objective.penalty` of own rows."""
         if not len(factors):
-            return np.zeros(0)
+            return 0.0
         if isinstance(factors, HostFactors):
-            return turns.host_squares(self.device, factors)
-        return losses.row_squares(self.device, factors.table, factors.factors)
+            return turns.host_penalty(self.device, objective, factors, degrees)
+        return als.penalty(self.device, objective, factors, degrees)
 
     def whole(
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray

@@ -13,7 +13,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._objective import SIDES, Side, other_side
-from .._sparse import transposed
+from .._sparse import transposed, value_range
 from .._validate import from_triplets
 from ..errors import CommunicatorError, DuplicateEntriesError
 from .checkpoint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
@@ -117,7 +117,7 @@ class StoredRatings:
         self.user_ids, self.item_ids = store.user_ids, store.item_ids
         self._sides: dict[Side, StoreMatrix] = {"user": users, "item": users.transposed()}
         self.slab: int | None = users.largest_slab
-        self.total = users.total
+        self.total, self.value_range = users.total, users.value_range
         self._identity = f"store {store.checksum}"
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
@@ -286,6 +286,8 @@ class Cut:
     nnz : int
     total : float
         Sum of the values.
+    value_range : (float, float) or None
+        Smallest and largest value on all ranks; None if there are no entries.
     """
 
     def __init__(
@@ -303,7 +305,7 @@ class Cut:
         if streamed and isinstance(ratings, StoredRatings):
             self.blocks = {side: ratings.slabs(communicator, self.layout, side) for side in SIDES}
             self._piece, self._users = None, ratings.own_rows(communicator, self.layout, "user")
-            self.degrees, self.total = dict(degrees), ratings.total
+            self.degrees, self.total, self.value_range = dict(degrees), ratings.total, ratings.value_range
             self.nnz = int(self.degrees["user"].sum())
             return
         self.blocks = {side: ratings.block(communicator, self.layout, side) for side in SIDES}
@@ -319,6 +321,7 @@ class Cut:
         }
         self.nnz = int(self.degrees["user"].sum())
         self.total = float(communicator.allreduce(np.array([rows.data.sum(dtype=np.float64)]))[0])
+        self.value_range = _range_on_all(communicator, rows.data)
         self._piece = piece_of_fingerprint(rows)
 
     def fingerprint(self, communicator: Communicator) -> str:
@@ -331,3 +334,11 @@ class Cut:
         pieces: list[Piece] = [tuple(map(int, row)) for row in communicator.allgatherv(own, [1] * communicator.size)]  # type: ignore[misc]
         indptr = np.concatenate(([0], np.cumsum(self.degrees["user"])))
         return join_fingerprints(indptr, pieces, self._shape)
+
+
+def _range_on_all(communicator: Communicator, values: np.ndarray) -> tuple[float, float] | None:
+    """`value_range` of the values of all ranks."""
+    own = np.array([value_range([values]) or (np.inf, -np.inf)])
+    everyone = communicator.allgatherv(own, [1] * communicator.size)
+    low, high = float(everyone[:, 0].min()), float(everyone[:, 1].max())
+    return (low, high) if low <= high else None

@@ -306,7 +306,8 @@ class _Fit:
         labels = (ratings.user_ids, ratings.item_ids)
         params = _io.jsonable(model.get_params(deep=False))
         counts = self.cut.degrees["item"].astype(np.int64)
-        learned = Learned(self.objective, self.plan, state, None, self.cut.total, *labels, params, counts)
+        values = None if self.objective.is_implicit else self.cut.value_range
+        learned = Learned(self.objective, self.plan, state, None, self.cut.total, *labels, params, counts, values)
         model._learn(learned)
         model.n_iter_, model.history_ = self.completed, self.history
         model.n_features_in_ = ratings.shape[1]

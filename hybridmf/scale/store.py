@@ -39,7 +39,7 @@ from .. import _formats
 from .._io import LABEL_DTYPES, decode_labels
 from .._memory import available_memory
 from .._objective import SIDES, Side, other_side
-from .._sparse import SUMMED, entry_rows, take_rows
+from .._sparse import SUMMED, entry_rows, take_rows, value_range
 from .._validate import check_choice, check_path, csr_arrays, frozen_csr, make_csr
 from ..errors import MemoryBudgetError, StoreError
 from ..ratings import Ratings
@@ -511,6 +511,14 @@ class StoreMatrix:
     def total(self) -> float:
         """Sum of the values as `_sparse.entry_sum` of all of them in user order has it."""
         return float(self.store._manifest["sums"][self._kind])
+
+    @cached_property
+    def value_range(self) -> tuple[float, float] | None:
+        """Smallest and largest value, explicit zeros among them; None if there are no entries."""
+        known = self.store._manifest.get("range")
+        if known:
+            return float(known[0]), float(known[1])
+        return value_range(matrix.data for matrix in self.matrices())  # written before manifests had it
 
     @property
     def ends(self) -> np.ndarray:

@@ -104,8 +104,8 @@ class Worker(Protocol):
     def times(self, factors: Any, basis: np.ndarray) -> Any:
         """Factors in another basis."""
 
-    def squares(self, factors: Any) -> np.ndarray:
-        """Squared length of each row in float64."""
+    def penalty(self, objective: Objective, factors: Any, degrees: np.ndarray) -> float:
+        """Penalty of own rows in float64."""
 
     def whole(
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
@@ -555,8 +555,7 @@ class RankALS(Alternating):
         with self.worker.active():
             total = self._losses()
             for side in SIDES:
-                squares = self.worker.squares(self.own[side]) @ self.objective.row_scale(self.degrees[side])
-                total += self.objective.regularization * float(squares)
+                total += self.worker.penalty(self.objective, self.own[side], self.degrees[side])
             total = float(self._sum(np.array([total]))[0])
             if self.objective.is_implicit:
                 users, items = (self._sum(self.worker.exact_gram(self.own[side], None, self.plan)) for side in SIDES)
