@@ -39,7 +39,7 @@ SHORTEST = 16_384
 COUNTS = (1, 132, 1000)
 """Rows that are walked at a time."""
 
-TERMS = Terms(rate=0.005, regularization=0.05, mean=3.5)
+TERMS = Terms(rate=0.005, regularization=0.05, mean=3.5, bias_rate=0.005, bias_regularization=0.1)
 TOLERANCE = 2e-4
 """Of a moved row in float32, after up to 230,000 updates in another order of sums, relative to its largest value."""
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ._objective import Factors, Objective, Side, State
+from ._objective import Factors, Objective, Side, State, rating_scale
 from ._plan import Plan
-from ._sparse import entry_rows, entry_sum
+from ._sparse import entry_rows, entry_squares, entry_sum
 from ._validate import csr_arrays, from_triplets, make_csr
 from .errors import RatingsError
 from .scale.store import StoredSeen, StoreMatrix
@@ -86,6 +86,14 @@ class Learned:
 def total_of(matrix: sp.csr_array | StoreMatrix) -> float:
     """Sum of the values; the same bits for a store and for the same ratings in memory."""
     return matrix.total if isinstance(matrix, StoreMatrix) else entry_sum([matrix.data])
+
+
+def scale_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> float:
+    """What standardizes the ratings of an explicit model; see `hybridmf._objective.rating_scale`."""
+    if objective.is_implicit:
+        return 1.0
+    squares = matrix.squares if isinstance(matrix, StoreMatrix) else entry_squares([matrix.data])
+    return rating_scale(total_of(matrix), squares, matrix.nnz, objective.biases)
 
 
 def pattern(matrix: Any) -> Any:

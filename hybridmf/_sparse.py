@@ -62,3 +62,9 @@ def entry_sum(parts: Iterable[np.ndarray]) -> float:
                 sums.append(float(rest.sum()))
                 rest = np.empty(0)
     return math.fsum([*sums, float(rest.sum())])
+
+
+def entry_squares(parts: Iterable[np.ndarray]) -> float:
+    """Sum in float64 of squared values that come in parts, as `entry_sum` adds them."""
+    pieces = (part[at : at + SUMMED] for part in parts for at in range(0, len(part), SUMMED))
+    return entry_sum(np.square(piece, dtype=np.float64) for piece in pieces)

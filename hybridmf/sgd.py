@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
 from ._base import FactorModel
+from ._learned import scale_of
 from ._objective import Objective, State
 from ._plan import Plan, Settings
 from ._sgd_method import SgdMethod
@@ -114,6 +116,8 @@ class SGD(FactorModel):
     np.float64(5.0)
     """
 
+    _first_square = 1 / 16  # what remains of initial factors in rows of few entries is noise
+
     def __init__(
         self,
         factors: int = 64,
@@ -158,14 +162,14 @@ class SGD(FactorModel):
 
     def _settings(self) -> Settings:
         method = SgdMethod.check(
-            self.schedule, self.ordering, self.rate_schedule, self.learning_rate, self.decay, self.deterministic
+            self.schedule,
+            self.ordering,
+            self.rate_schedule,
+            self.learning_rate,
+            self.decay,
+            self.deterministic,
+            self._objective().biases,
         )
-        shrink = method.learning_rate * self._objective().regularization
-        if shrink >= 1:
-            raise ValueError(
-                f"learning_rate * regularization must be < 1, got {method.learning_rate:g} * {self.regularization:g}: "
-                "each step would turn the factors around; lower one of them"
-            )
         return Settings.check(
             factors=self.factors,
             precision=self.precision,
@@ -184,18 +188,22 @@ class SGD(FactorModel):
         self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
     ) -> Solver:
         assert isinstance(plan.method, SgdMethod)
+        objective = self._objective()
+        number = "float16" if plan.precision == "float16" else plan.dtype
+        method = plan.method.standardized(objective, scale_of(user_items, objective), number)
+        plan = replace(plan, method=method)
         if plan.devices:
             from .scale.mcumsgd import MultiSGD
 
-            return MultiSGD(user_items, item_users, self._objective(), plan, state, completed)
+            return MultiSGD(user_items, item_users, objective, plan, state, completed)
         if plan.gpu is None:
             from .cpu.sgd import CpuSGD
 
-            return CpuSGD(user_items, item_users, self._objective(), plan, state, completed)
+            return CpuSGD(user_items, item_users, objective, plan, state, completed)
         from .gpu.device import open_device
         from .gpu.sgd import GpuSGD
 
-        return GpuSGD(open_device(plan.device), user_items, item_users, self._objective(), plan, state, completed)
+        return GpuSGD(open_device(plan.device), user_items, item_users, objective, plan, state, completed)
 
 
 def _shuffle_seed(random_state: Any) -> int:

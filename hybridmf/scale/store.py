@@ -37,7 +37,7 @@ from .. import _formats
 from .._io import decode_labels
 from .._memory import available_memory
 from .._objective import SIDES, Side, other_side
-from .._sparse import take_rows
+from .._sparse import entry_squares, take_rows
 from .._validate import check_choice, check_path, csr_arrays, make_csr
 from ..errors import MemoryBudgetError, StoreError
 from ..ratings import Ratings
@@ -412,6 +412,12 @@ class StoreMatrix:
     def total(self) -> float:
         """Sum of the values as `_sparse.entry_sum` of all of them in user order has it."""
         return float(self.store._manifest["sums"][self._kind])
+
+    @cached_property
+    def squares(self) -> float:
+        """Sum of the squared values, as `_sparse.entry_squares` of all of them in user order has it; reads the slabs."""
+        users = self if self.side == "user" else self.transposed()
+        return entry_squares(matrix.data for matrix in users.matrices())
 
     @property
     def ends(self) -> np.ndarray:
