@@ -53,8 +53,9 @@ class FactorModel(ServingMixin, BaseEstimator):
     """Whether the solvers read a `Store` slab by slab; others get all of it in memory."""
 
     _first_square = 0.25
-    """Mean squared length of initial factors, relative to the scale of explicit ratings: longer ones converge no faster
-    where a sweep solves rows exactly."""
+    """Mean squared length of initial factors, relative to the scale of explicit ratings. What remains of longer ones in
+    rows of few entries is noise; the items' first pass over shorter ones makes items so long that steps of SGD
+    overshoot."""
 
     n_iter_: int
     history_: list[Record]
@@ -269,9 +270,9 @@ class FactorModel(ServingMixin, BaseEstimator):
 
 def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
     """Log a warning where factors have shrunk to nothing beside ratings of this scale; `nnz` is their number."""
-    objective = learned.objective
+    objective, zeros = learned.objective, not learned.total
     users, items = (_root_mean_square(side.matrix) for side in (learned.state.user, learned.state.item))
-    if not learned.total and users == items == 0 or not objective.regularization or users * items >= COLLAPSED * scale:
+    if not objective.regularization or users * items >= COLLAPSED * scale or (zeros and not users * items):
         return
     degree = nnz / math.sqrt(max(1, learned.shape[0] * learned.shape[1]))
     usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - objective.scaling)
@@ -286,9 +287,9 @@ def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
 
 
 def _root_mean_square(factors: np.ndarray) -> float:
-    """Of the lengths of the rows that are not zero; bounds, for both sides multiplied, the mean square of products."""
+    """Of the lengths of the rows that are not zero; that of products is at most both sides' multiplied."""
     squares = np.einsum("ij,ij->i", factors, factors)
-    return math.sqrt(float(squares.sum(dtype=np.float64)) / max(1, np.count_nonzero(squares)))
+    return math.sqrt(float(squares.sum(dtype=np.float64)) / max(1, int(np.count_nonzero(squares))))
 
 
 def _plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:

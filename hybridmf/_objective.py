@@ -21,7 +21,7 @@ SCALES = (1e-30, 1e30)
 """Bounds of `rating_scale`: initial factors are drawn in float32, whatever the ratings are."""
 
 LEAST_SPREAD = 1e-6
-"""Standard deviation of ratings, relative to their root mean square, below which it is rounding."""
+"""Standard deviation of ratings, relative to their root mean square, below which it is rounding: they are equal."""
 
 DRAWN_ROWS = 65536
 """Rows whose random factors are drawn at a time; the values do not depend on it."""
@@ -237,7 +237,7 @@ class State:
 
 
 def rating_scale(total: float, squares: float, nnz: int, biases: bool) -> float:
-    """Root mean square of ratings: about their mean where a model has biases, else about zero.
+    """Root mean square of ratings: about their mean where a model has biases and ratings differ, else about zero.
 
     Ratings divided by it are standardized: whatever their unit, factors of a length of about 1 explain them. Learning
     rates of `SGD` and initial factors refer to it.
@@ -252,15 +252,16 @@ def rating_scale(total: float, squares: float, nnz: int, biases: bool) -> float:
     Returns
     -------
     float
-        At least `LEAST_SPREAD` of the root mean square about zero, and within `SCALES`; 1 if all ratings are zero.
+        Within `SCALES`; 1 if all ratings are zero.
     """
     about_zero = squares / nnz
     if not about_zero:
         return 1.0
     if not math.isfinite(about_zero):
         return SCALES[1]
-    about_mean = max(about_zero - (total / nnz) ** 2, LEAST_SPREAD**2 * about_zero)
-    return float(np.clip(math.sqrt(about_mean if biases else about_zero), *SCALES))
+    about_mean = about_zero - (total / nnz) ** 2
+    spread = biases and about_mean > LEAST_SPREAD**2 * about_zero
+    return float(np.clip(math.sqrt(about_mean if spread else about_zero), *SCALES))
 
 
 class Terms(NamedTuple):

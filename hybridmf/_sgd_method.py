@@ -27,10 +27,10 @@ RATE_SCHEDULES = ("power", "geometric", "constant", "rpcs", "adagrad")
 GPU_RATE_SCHEDULES = ("power", "geometric", "constant")
 """Sums of squares are the CPU's: on a GPU AdaGrad's would double the traffic that bounds it."""
 
-DEFAULT_RATES = {"power": 0.12, "geometric": 0.1, "constant": 0.04, "rpcs": 0.08, "adagrad": 0.08}
+DEFAULT_RATES = {"power": 0.12, "geometric": 0.11, "constant": 0.038, "rpcs": 0.08, "adagrad": 0.08}
 """Of standardized ratings, without biases."""
 
-BIASED_RATES = {"power": 0.04, "geometric": 0.04, "constant": 0.015, "rpcs": 0.05, "adagrad": 0.05}
+BIASED_RATES = {"power": 0.04, "geometric": 0.035, "constant": 0.015, "rpcs": 0.05, "adagrad": 0.05}
 """The same with biases, where factors explain what deviates from the mean, of which more is noise."""
 
 DEFAULT_DECAYS = {"power": 0.1, "geometric": 0.9}
@@ -137,8 +137,8 @@ class SgdMethod:
         least, most = SCALES[number]
         if not least <= scale <= most:
             raise RatingsError(
-                f"the ratings have a root mean square of about {scale:.3g}; SGD in {number} takes {least:g} to {most:g}: "
-                f"divide ratings and regularization by {scale:.0e}"
+                f"the ratings have a root mean square of about {scale:.3g}; SGD in {number} takes {least:g} to "
+                f"{most:g}: divide ratings and regularization by {scale:.0e}"
             )
         for name, weight, unit in (
             ("regularization", objective.regularization, scale),

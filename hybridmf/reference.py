@@ -228,10 +228,8 @@ def _copied(state: State, sums_width: int) -> State:
     return State(with_squares(state.user), with_squares(state.item), state.mean)
 
 
-def _step(
-    values: np.ndarray, row: int, step: Any, rate: float, squares: np.ndarray | None, root: float
-) -> None:
-    """values[row] += rate * step; with AdaGrad over the root of `root` + the sum of squared steps, this one included."""
+def _step(values: np.ndarray, row: int, step: Any, rate: float, squares: np.ndarray | None, root: float) -> None:
+    """values[row] += rate * step; with AdaGrad over the square root of `root` + squared steps, this one included."""
     if squares is not None:
         squares[row] += step**2
         rate = rate / np.sqrt(root + squares[row])

@@ -116,8 +116,6 @@ class SGD(FactorModel):
     np.float64(5.0)
     """
 
-    _first_square = 1 / 16  # what remains of initial factors in rows of few entries is noise
-
     def __init__(
         self,
         factors: int = 64,
@@ -184,14 +182,17 @@ class SGD(FactorModel):
     def _seed_bits(self, kept: int | None) -> int:
         return _shuffle_seed(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
 
+    def _standardized(self, plan: Plan, user_items: sp.csr_array) -> Plan:
+        """The plan of a fit on these ratings, to whose scale the learning rate refers."""
+        assert isinstance(plan.method, SgdMethod)
+        objective, number = self._objective(), "float16" if plan.precision == "float16" else plan.dtype
+        method = plan.method.standardized(objective, scale_of(user_items, objective), number)
+        return replace(plan, method=method)
+
     def _solver(
         self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
     ) -> Solver:
-        assert isinstance(plan.method, SgdMethod)
-        objective = self._objective()
-        number = "float16" if plan.precision == "float16" else plan.dtype
-        method = plan.method.standardized(objective, scale_of(user_items, objective), number)
-        plan = replace(plan, method=method)
+        objective, plan = self._objective(), self._standardized(plan, user_items)
         if plan.devices:
             from .scale.mcumsgd import MultiSGD
 

@@ -570,7 +570,11 @@ def test_float64_and_plan():
         ({"learning_rate": math.nan}, ValueError, "learning_rate must be finite"),
         ({"learning_rate": 11}, ValueError, "learning_rate must be at most 10, got 11"),
         ({"learning_rate": "fast"}, TypeError, "learning_rate must be a real number"),
-        ({"learning_rate": 5, "regularization": 2.0}, ValueError, r"learning_rate \* regularization must be < 1 .*got 5"),
+        (
+            {"learning_rate": 5, "regularization": 2.0},
+            ValueError,
+            r"learning_rate \* regularization must be < 1 .*got 5",
+        ),
         (
             {"learning_rate": 5, "biases": True, "bias_regularization": 0.2},
             ValueError,

@@ -220,9 +220,7 @@ class CpuBackend:
             setattr(work, name, lined_up)
         return work
 
-    def move(
-        self, block: int, side: Side, work: dict[Side, Copies], terms: Terms, epoch: int
-    ) -> Iterator[None]:
+    def move(self, block: int, side: Side, work: dict[Side, Copies], terms: Terms, epoch: int) -> Iterator[None]:
         """See `Backend`; yields after each kernel call."""
         sweeps = self.sweeps[block]
         if sweeps is not None:

@@ -415,7 +415,7 @@ class StoreMatrix:
 
     @cached_property
     def squares(self) -> float:
-        """Sum of the squared values, as `_sparse.entry_squares` of all of them in user order has it; reads the slabs."""
+        """Sum of squares as `_sparse.entry_squares` of all values in user order has it; reads the slabs."""
         users = self if self.side == "user" else self.transposed()
         return entry_squares(matrix.data for matrix in users.matrices())
 
