@@ -27,11 +27,12 @@ import numpy as np
 from common import record
 from gpu import gpu_stamp, timed
 
+from hybridmf._objective import Terms
 from hybridmf.errors import DeviceError
 from hybridmf.gpu import sgd
 from hybridmf.gpu.device import Array, Device, DeviceSpec, open_device
 from hybridmf.gpu.launch import get_kernel
-from hybridmf.gpu.sgd import BlockedConfig, Rows, Terms, Walk
+from hybridmf.gpu.sgd import BlockedConfig, Rows, Walk
 
 USERS = 480_189
 LONGEST = 230_000

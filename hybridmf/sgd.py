@@ -22,30 +22,31 @@ class SGD(FactorModel):
 
     An update looks at one entry: with ``e = r_ui - mu - b_u - b_i - x_u.y_i``,
 
-        ``x_u += gamma (e y_i - lambda x_u)``, ``y_i += gamma (e x_u - lambda y_i)``, ``b_u += gamma e``,
-        ``b_i += gamma e``
+        ``x_u += gamma / c (e y_i - lambda x_u)``, ``y_i += gamma / c (e x_u - lambda y_i)``,
+        ``b_u += gamma (e - lambda_b b_u)``, ``b_i += gamma (e - lambda_b b_i)``
 
-    from the old values (MSGD eq. 3); gamma is the learning rate of the epoch, and an epoch sees each entry once. An
-    entry pays ``lambda (|x_u|^2 + |y_i|^2)``, so the sum that is minimized is that of ``ExplicitALS`` with
-    ``regularization_scaling="count"`` and the same lambda: ``sum_(u,i observed) (r_ui - mu - b_u - b_i - x_u.y_i)^2 +
-    lambda (sum_u n_u |x_u|^2 + sum_i n_i |y_i|^2)``.
+    from the old values (MSGD eq. 3); gamma is the learning rate of the epoch, and an epoch sees each entry once. c is
+    the scale of the ratings: their root mean square, with biases about their mean. These are steps of length gamma on
+    ratings divided by c, so learning rates do not depend on the unit of the ratings: ratings and lambda times k give
+    factors times ``sqrt(k)``. An entry pays ``lambda (|x_u|^2 + |y_i|^2) + lambda_b (b_u^2 + b_i^2)``, so the sum that
+    is minimized is that of ``ExplicitALS`` with ``regularization_scaling="count"`` and the same lambdas.
 
     Parameters
     ----------
     factors : int
         Rank, 1 to 2048 (512 on a GPU).
     regularization : float
-        lambda >= 0; ``learning_rate * regularization`` must be less than 1.
+        lambda >= 0, in the unit of the ratings; ``learning_rate * regularization / c`` must be less than 1.
     learning_rate : float, optional
-        Of the first epoch, > 0. Default: 0.03; 0.01 if it is constant, 0.1 for "rpcs" and "adagrad": good
-        for ratings of 1 to 5.
-        Stable steps are inversely proportional to the size of the ratings.
+        Of the first epoch, > 0, for standardized ratings. Default, without biases and with them: "power" 0.12 and 0.04,
+        "geometric" 0.11 and 0.035, "constant" 0.038 and 0.015, "rpcs" and "adagrad" 0.08 and 0.05. A rate gamma of
+        factors in the unit of the ratings is ``learning_rate=gamma * c``.
     decay : float, optional
         How the learning rate falls; what it means and its default depend on `rate_schedule`.
     rate_schedule : {"power", "geometric", "constant", "rpcs", "adagrad"}
         Learning rate of epoch t = 0, 1, ...: ``learning_rate / (1 + decay t^1.5)`` (cuMF_SGD; decay 0.1 if not given),
-        ``learning_rate decay^t`` (MSGD; 0.9), or `learning_rate`. The other two divide each step g (``e y - lambda x``)
-        by ``sqrt(1 + G)``, G a sum of squared steps that starts at 0. "rpcs" (Chin et al. 2015, LIBMF): the first 8
+        ``learning_rate decay^t`` (MSGD; 0.9), or `learning_rate`. The other two divide each step g (``e y - lambda x``
+        of standardized ratings) by ``sqrt(1 + G)``, G a sum of squared steps that starts at 0. "rpcs" (Chin et al. 2015, LIBMF): the first 8
         coordinates of a row share one G, the others another, which grow by the mean of their squared steps after the
         step; in the first epoch the first 8 move alone. "adagrad" (Duchi et al. 2011): each coordinate has its own,
         which counts the step itself.
@@ -68,8 +69,9 @@ class SGD(FactorModel):
         the GPU's memory. "mixed": both centralized; "crossed": both decentralized. The result does not depend on it but
         for rounding; on the CPU both passes are centralized.
     biases : bool
-        Fit the mean mu (kept at the training mean) and user and item biases. As in `ExplicitALS` biases carry no
-        penalty.
+        Fit the mean mu (kept at the training mean) and user and item biases.
+    bias_regularization : float, optional
+        lambda_b >= 0, as for `ExplicitALS`; it has no unit. ``learning_rate * bias_regularization`` must be less than 1.
     iterations : int
         Epochs.
     device : {"auto", "cpu", "cuda", "cuda:N"}, or a list such as ["cuda:0", "cuda:1"]

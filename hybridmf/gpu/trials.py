@@ -17,7 +17,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .. import reference
-from .._objective import BIAS_REGULARIZATION, SIDES, Factors, Objective, Side, State
+from .._objective import BIAS_REGULARIZATION, SIDES, Factors, Objective, Side, State, Terms
 from .._validate import csr_arrays, make_csr
 from ..datasets import _degrees, _popularity
 from ..formats import BalsMatrix, reorder, transpose
@@ -468,7 +468,7 @@ class BlockedTrial:
         self.fixed = sgd.Rows(device.upload(self.tables[1]))
         self.moved = sgd.Rows(device.upload(self.tables[0]))
         self.walk = sgd.Walk.upload(device, self.matrix)
-        self.terms = sgd.Terms(self.rate, REGULARIZATION, 0.0, self.rate, BIAS_REGULARIZATION)
+        self.terms = Terms(self.rate, REGULARIZATION, 0.0, self.rate, BIAS_REGULARIZATION)
         self.tolerance = 2e-4 if self.dtype.itemsize == 4 else 1e-10
         self.flops = 8.0 * self.ld * float(degrees[order[: self.longest]].sum())
 
@@ -521,7 +521,7 @@ class HogwildTrial:
         self.matrix = sample.side(self.held)
         self.mean = float(self.matrix.data.mean(dtype=np.float64))
         self.walk = sgd.Walk.upload(device, self.matrix)
-        self.terms = sgd.Terms(self.rate, REGULARIZATION, self.mean, self.rate, BIAS_REGULARIZATION)
+        self.terms = Terms(self.rate, REGULARIZATION, self.mean, self.rate, BIAS_REGULARIZATION)
         self.work: tuple[sgd.Rows, sgd.Rows] | None = None
         self._runs: dict[int, Array] = {}
         self.small = subset(self.matrix, 12)
