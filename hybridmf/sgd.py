@@ -46,10 +46,10 @@ class SGD(FactorModel):
     rate_schedule : {"power", "geometric", "constant", "rpcs", "adagrad"}
         Learning rate of epoch t = 0, 1, ...: ``learning_rate / (1 + decay t^1.5)`` (cuMF_SGD; decay 0.1 if not given),
         ``learning_rate decay^t`` (MSGD; 0.9), or `learning_rate`. The other two divide each step g (``e y - lambda x``
-        of standardized ratings) by ``sqrt(1 + G)``, G a sum of squared steps that starts at 0. "rpcs" (Chin et al. 2015, LIBMF): the first 8
-        coordinates of a row share one G, the others another, which grow by the mean of their squared steps after the
-        step; in the first epoch the first 8 move alone. "adagrad" (Duchi et al. 2011): each coordinate has its own,
-        which counts the step itself.
+        of standardized ratings) by ``sqrt(1 + G)``, G a sum of squared steps that starts at 0. "rpcs" (Chin et al.
+        2015, LIBMF): the first 8 coordinates of a row share one G, the others another, which grow by the mean of
+        their squared steps after the step; in the first epoch the first 8 move alone. "adagrad" (Duchi et al. 2011):
+        each coordinate has its own, which counts the step itself.
     schedule : {"msgd", "hogwild", "blocks", "batch_hogwild"}
         In which order, and who conflicts with whom:
 
@@ -71,7 +71,8 @@ class SGD(FactorModel):
     biases : bool
         Fit the mean mu (kept at the training mean) and user and item biases.
     bias_regularization : float, optional
-        lambda_b >= 0, as for `ExplicitALS`; it has no unit. ``learning_rate * bias_regularization`` must be less than 1.
+        lambda_b >= 0, as for `ExplicitALS`; it has no unit. ``learning_rate * bias_regularization`` must be less
+        than 1.
     iterations : int
         Epochs.
     device : {"auto", "cpu", "cuda", "cuda:N"}, or a list such as ["cuda:0", "cuda:1"]
