@@ -25,7 +25,7 @@ from gpu_data import GPU_SHAPES
 import hybridmf as hmf
 from hybridmf._objective import Objective
 from hybridmf._plan import make_plan
-from hybridmf._sgd_method import learning_rate_at
+from hybridmf._sgd_method import terms_at
 from hybridmf._solver import Solver
 from hybridmf.errors import DeviceError
 from hybridmf.gpu.als import HalfSweep, objective_value
@@ -112,7 +112,8 @@ def msgd_floor(data: Data, f: int) -> float:
 def check_pass(session: Session, data: Data, model: hmf.SGD, f: int) -> float:
     """Error of the item pass of the first MSGD epoch on a few items, whose updates are repeated in float64."""
     solver = make_solver(model, data)
-    rate, start = learning_rate_at(solver.method, 0), solver.state  # type: ignore[attr-defined]
+    rate = terms_at(solver.method, solver.objective, 0.0, 0).rate  # type: ignore[attr-defined]
+    start = solver.state
     users, items = start.user.matrix.astype(np.float64), start.item.matrix.astype(np.float64)
     iterate(solver)
     moved = solver.state.item.matrix

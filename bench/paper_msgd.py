@@ -33,7 +33,7 @@ from paper_race import Split, draw_race, iterate, make_solver, race, race_table,
 
 import hybridmf as hmf
 from hybridmf._objective import SIDES, Side, other_side
-from hybridmf._sgd_method import learning_rate_at
+from hybridmf._sgd_method import terms_at
 from hybridmf._validate import csr_arrays
 from hybridmf.gpu.launch import constant_texts, source_text
 
@@ -181,7 +181,7 @@ class BlockedEpoch:
         self.kernel = device.kernel(kernel_source(), "msgd_blocks", constants)
         model = sgd(r, "cuda", schedule="msgd")
         solver: Any = make_solver(model, data)
-        self.rate = learning_rate_at(solver.method, 0)
+        self.rate = terms_at(solver.method, solver.objective, 0.0, 0).rate
         self.start = {side: solver.state.side(side).matrix for side in SIDES}
         self.tables = {side: device.upload(np.ascontiguousarray(self.start[side])) for side in SIDES}
         self.layouts = {}

@@ -24,6 +24,8 @@ from common import SHAPES, alternate, median, record, synthetic
 from cpu import Contestant, _seconds, libmf_rebuilt, versions
 
 import hybridmf as hmf
+from hybridmf._learned import scale_of
+from hybridmf._objective import Objective
 
 LAMBDA = 0.05
 LIBMF_RATES = (0.1, 0.15)
@@ -86,9 +88,10 @@ def contestants(matrix: sp.csr_array, f: int, threads: int) -> dict[str, Contest
     def sgd(**options: Any) -> Contestant:
         return Contestant(Fit(matrix, lambda n: hmf.SGD(f, **common, **options, iterations=n)).fit, give_up=GIVE_UP)
 
+    raw = scale_of(matrix, Objective.explicit(LAMBDA, "count", False))  # turns rates of the ratings' unit into ours
     ways = {
         "ours, blocks, power": sgd(schedule="blocks"),
-        "ours, blocks, rate 0.05": sgd(schedule="blocks", learning_rate=0.05),
+        "ours, blocks, rate 0.05": sgd(schedule="blocks", learning_rate=0.05 * raw),
         "ours, blocks, RPCS": sgd(schedule="blocks", rate_schedule="rpcs"),
         "ours, blocks, AdaGrad": sgd(schedule="blocks", rate_schedule="adagrad"),
         "ours, msgd, power": sgd(schedule="msgd"),

@@ -27,11 +27,12 @@ import numpy as np
 from common import record
 from gpu import gpu_stamp, timed
 
+from hybridmf._objective import Terms
 from hybridmf.errors import DeviceError
 from hybridmf.gpu import sgd
 from hybridmf.gpu.device import Array, Device, DeviceSpec, open_device
 from hybridmf.gpu.launch import get_kernel
-from hybridmf.gpu.sgd import BlockedConfig, Rows, Terms, Walk
+from hybridmf.gpu.sgd import BlockedConfig, Rows, Walk
 
 USERS = 480_189
 LONGEST = 230_000
@@ -39,7 +40,7 @@ SHORTEST = 16_384
 COUNTS = (1, 132, 1000)
 """Rows that are walked at a time."""
 
-TERMS = Terms(rate=0.005, regularization=0.05, mean=3.5)
+TERMS = Terms(rate=0.005, regularization=0.05, mean=3.5, bias_rate=0.005, bias_regularization=0.1)
 TOLERANCE = 2e-4
 """Of a moved row in float32, after up to 230,000 updates in another order of sums, relative to its largest value."""
 

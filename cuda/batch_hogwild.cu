@@ -1,6 +1,6 @@
 // batch_hogwild.cu - one epoch of stochastic gradient descent, lock-free: for each entry (u, i, r) of a shuffled order
-//           e = r - mean - b_u - b_i - x.y,  x <- (1 - rate lambda) x + rate e y,  y <- (1 - rate lambda) y + rate e x,
-//           biases <- + rate e, all from the old values
+//           e = r - mean - b_u - b_i - x.y,  x <- keep x + rate e y,  y <- keep y + rate e x,  biases <- bias_keep times
+//           themselves + bias_rate e, all from the old values; keep = 1 - rate lambda, so for biases
 // source: cuMF_SGD (Xie et al. 2017), batch-Hogwild, as BALS 6.2 uses it; the runs below are ours
 // grid  : THREADS a block; a worker is a group of lanes that can hold a row, as many as the launcher asks for
 // shapes: held (n_held, LD)  walked (n_walked, LD)  biases (n_held,), (n_walked,)  indices, ratings (nnz,), by held rows
@@ -89,7 +89,7 @@ struct Sources {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 batch_hogwild(stored* held, stored* walked, real* held_bias, real* walked_bias, double* losses, const int* indices,
               const real* ratings, const int64* runs, int64 n_runs, int n_workers, int batch, int first, real rate,
-              real keep, real mean) {
+              real keep, real mean, real bias_rate, real bias_keep) {
     const int lane = threadIdx.x % GROUP;
     const int worker = (blockIdx.x * THREADS + threadIdx.x) / GROUP;
     const Sources sources{held, indices, ratings, first, lane};
@@ -138,9 +138,10 @@ batch_hogwild(stored* held, stored* walked, real* held_bias, real* walked_bias, 
                 }
                 if (counts) Piece_row::store(walked + int64(places[j]) * LD, Piece_row::raw_of(y), lane);
                 if (HAS_BIASES) {
-                    bias += step;
+                    const real bias_step = bias_rate * error;
+                    bias = (counts ? bias_keep : real(1)) * bias + bias_step;
                     if (counts && lane == (part + j) % GROUP)
-                        walked_bias[places[j]] = walked_biases.slot[(part + j) / GROUP] + step;
+                        walked_bias[places[j]] = bias_keep * walked_biases.slot[(part + j) / GROUP] + bias_step;
                 }
                 squares += error * error;
             }

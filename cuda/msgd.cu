@@ -1,5 +1,6 @@
 // msgd.cu - MSGD: each row v of one side walks its entries in order while the other side is fixed
-//           e = r - mean - b_v - b_u - v.u,  v <- (1 - rate lambda) v + rate e u,  b_v <- b_v + rate e
+//           e = r - mean - b_v - b_u - v.u,  v <- keep v + rate e u,  b_v <- bias_keep b_v + bias_rate e
+//           with keep = 1 - rate lambda, bias_keep = 1 - bias_rate bias_lambda
 // source: Li, Li, An, Li 2017 (CUMSGD), eqs. 15 and 16, Algs. 2 and 3; `blocked` is ours
 // kernels, all with the same sequence of updates of each row, so with the same result but for rounding:
 //   centralized    Alg. 3: a group of lanes owns a row and walks its entries, which lie together (by rows of the moved
@@ -19,9 +20,12 @@
 //
 // Alg. 3 on its own takes as long as its longest row, whose updates depend on each other: a product, a sum over lanes
 // (log2 GROUP shuffles) and an update, some 200 cycles, 250,000 times for the best-known film of Netflix. `blocked` solves
-// the same recurrence CHUNK entries at a time. With u_0 ... u_(K-1) the fixed rows, k = 1 - rate lambda, v the row before:
-//   e_j = s_j - sum_(l<j) M_jl e_l,  s_j = r_j - b_v - k^j v.u_j,  M_jl = rate (k^(j-1-l) u_j.u_l + 1 with biases)
-//   v <- k^K v + rate sum_l k^(K-1-l) e_l u_l
+// the same recurrence CHUNK entries at a time. With u_0 ... u_(K-1) the fixed rows, r_j what their own biases and the mean
+// leave of the ratings, v and b the row and its bias before, k = keep, h = bias_keep (without biases all of b and h goes):
+//   before entry j:  v_j = k^j v + rate sum_(l<j) k^(j-1-l) e_l u_l,  b_j = h^j b + bias_rate sum_(l<j) h^(j-1-l) e_l
+//   e_j = r_j - b_j - v_j.u_j = s_j - sum_(l<j) M_jl e_l
+//   s_j = r_j - h^j b - k^j v.u_j,  M_jl = rate k^(j-1-l) u_j.u_l + bias_rate h^(j-1-l)
+//   v <- v_K,  b <- b_K
 // M does not depend on v: HELPERS warps compute it ahead, by tensor cores where they can, and T = (1 + M)^-1 from it, a lane
 // a column. One warp is left with K independent products, e = T s and K independent updates. T_jl is what an error adds to
 // a later one, -rate u_j^T (product of (k - rate u_i u_i^T), l < i < j) u_l: as long as no step overshoots by as much as it
@@ -73,7 +77,7 @@ constexpr int BLOCKS_PER_SM = SIMPLE ? (Shared_row::ALL_LANES ? 6 : 5) : Shared_
 extern "C" __global__ void __launch_bounds__(WALK_THREADS, BLOCKS_PER_SM)
 centralized(real* moved, real* moved_bias, double* losses, const real* fixed, const real* fixed_bias, const int* indices,
             const real* ratings, const int* tasks, const int64* begins, const int64* ends, int n_tasks, int first, real rate,
-            real keep, real mean) {
+            real keep, real mean, real bias_rate, real bias_keep) {
     const int lane = threadIdx.x % GROUP;
     const int64 task = (int64(blockIdx.x) * WALK_THREADS + threadIdx.x) / GROUP;
     const bool mine = task < n_tasks;
@@ -117,7 +121,7 @@ centralized(real* moved, real* moved_bias, double* losses, const real* fixed, co
             const real step = rate * error, rest = counts ? keep : real(1);
 #pragma unroll
             for (int k = 0; k < Shared_row::OWNED; k++) v[k] = rest * v[k] + step * u[k];
-            if (HAS_BIASES) bias += step;
+            if (HAS_BIASES) bias = (counts ? bias_keep : real(1)) * bias + bias_rate * error;
             squares += error * error;
         }
         loss += squares;
@@ -153,9 +157,11 @@ struct alignas(16) Work {  // of a block, in shared memory
     real partials[CHUNK][WARP + VECTOR];  // each lane's share of the products
     real sums[CHUNK];         // s
     real steps[CHUNK];        // rate keep^(CHUNK - 1 - l) e_l
-    real errors[CHUNK];       // e, where biases want their sum
+    real bias_steps[CHUNK];   // bias_rate bias_keep^(CHUNK - 1 - l) e_l, with biases
     real powers[CHUNK + 1];   // keep^k
     real weights[CHUNK];      // rate keep^k
+    real bias_powers[CHUNK + 1];  // the same of biases
+    real bias_weights[CHUNK];
 };
 #ifdef SHARED_BYTES
 static_assert(sizeof(Work) == SHARED_BYTES, "the launcher counts as the kernel does");
@@ -179,12 +185,12 @@ template <int COUNT> __device__ __forceinline__ real dot_product(const real (&a)
 
 // M_jl, given u_j.u_l: what is above the diagonal, too, where nobody reads it. Zero past the end, as the errors.
 struct Coupling {
-    const real* weights;
+    const Work& work;
     int count;
-    real rate;
 
     __device__ __forceinline__ real of(int j, int l, real product) const {
-        const real coupling = weights[max(j - 1 - l, 0)] * product + (HAS_BIASES ? rate : real(0));
+        const int between = max(j - 1 - l, 0);
+        const real coupling = work.weights[between] * product + (HAS_BIASES ? work.bias_weights[between] : real(0));
         return j < count ? coupling : real(0);
     }
 };
@@ -317,7 +323,7 @@ struct Helper {
     const int* indices;    // of the row's entries
     const real* ratings;
     int count, helper, lane, first;
-    real rate, mean;
+    real mean;
 
     // Entries from the begin of a chunk on; none or less past the end.
     __device__ __forceinline__ int left(int chunk) const { return count - chunk * CHUNK; }
@@ -345,7 +351,7 @@ struct Helper {
     }
 
     __device__ __forceinline__ void prepare(Slot& slot, int chunk) const {
-        const Coupling coupling{work.weights, left(chunk), rate};
+        const Coupling coupling{work, left(chunk)};
         if constexpr (TENSOR) Tensor_product::run(slot, coupling, lane);
         else Plain_product::run(slot, coupling, lane);
         __syncwarp();
@@ -386,7 +392,7 @@ struct Walker {
 
     Work& work;
     int lane, count;
-    real rate, power, bias;
+    real power, bias_power, bias;
     real v[OWNED], kept[KEEPS ? CHUNK : 1][OWNED];
     double loss, last_error;  // of the entries of this lane, all but the last chunk's; there
 
@@ -403,6 +409,7 @@ struct Walker {
         if (!chunks) return;  // nobody prepares the first one
         const Slot& slot = work.slots[0];
         power = work.powers[lane % CHUNK];
+        bias_power = work.bias_powers[lane % CHUNK];
         slot.prepared.wait(1);
         __syncwarp();
         if (KEEPS) {
@@ -429,20 +436,22 @@ struct Walker {
         const real product = sum_of_partials(entry);
         real inverse[CHUNK], values[CHUNK];
         read_all(inverse, slot.inverse[entry]);
-        const real sum = entry < valid ? target - bias - power * product : real(0);
+        const real offset = HAS_BIASES ? bias_power * bias : real(0);
+        const real sum = entry < valid ? target - offset - power * product : real(0);
         if (lane < CHUNK) work.sums[entry] = sum;
         __syncwarp();
         read_all(values, work.sums);
         const real error = dot_product(inverse, values);
         if (lane < CHUNK) {
             work.steps[entry] = weight * error;
-            if (HAS_BIASES) work.errors[entry] = error;
+            if (HAS_BIASES) work.bias_steps[entry] = work.bias_weights[max(valid - 1 - entry, 0)] * error;
         }
         if (!seen) next.prepared.wait(round);
         __syncwarp();
         read_all(values, work.steps);
         loss += last_error * last_error;  // a chunk late: nobody waits for the conversion
         last_error = error;
+        if (HAS_BIASES) move_bias(work.bias_powers[valid]);
         update(slot, next, values, shrink);
         multiply(next);
     }
@@ -474,14 +483,16 @@ struct Walker {
         return sum;
     }
 
+    __device__ __forceinline__ void move_bias(real shrink) {
+        real steps[CHUNK];
+        read_all(steps, work.bias_steps);
+        bias *= shrink;
+#pragma unroll
+        for (int l = 0; l < CHUNK; l++) bias += steps[l];
+    }
+
     // Moves the row; a row of the next chunk takes the place of each that is no longer wanted.
     __device__ __forceinline__ void update(const Slot& slot, const Slot& next, const real (&steps)[CHUNK], real shrink) {
-        if (HAS_BIASES) {
-            real errors[CHUNK];
-            read_all(errors, work.errors);
-#pragma unroll
-            for (int l = 0; l < CHUNK; l++) bias += rate * errors[l];
-        }
 #pragma unroll
         for (int k = 0; k < OWNED; k++) v[k] *= shrink;
 #pragma unroll
@@ -498,7 +509,7 @@ struct Walker {
 extern "C" __global__ void __launch_bounds__((HELPERS + 1) * WARP, 1)
 blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const real* fixed_bias, const int* indices,
         const real* ratings, const int* tasks, const int64* begins, const int64* ends, int n_tasks, int first, real rate,
-        real keep, real mean) {
+        real keep, real mean, real bias_rate, real bias_keep) {
     Work& work = *shared_memory<Work>();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // Blocks of a multiprocessor have their walking warps in different quarters of it.
@@ -506,20 +517,23 @@ blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const 
     const int64 row = tasks[blockIdx.x], begin = begins[row];
     const int count = int(ends[row] - begin), chunks = ceil_div(count, CHUNK);
     if (threadIdx.x == 0) {
-        real power = 1;
-        for (int k = 0; k <= CHUNK; k++, power *= keep) {
+        real power = 1, bias_power = 1;
+        for (int k = 0; k <= CHUNK; k++, power *= keep, bias_power *= bias_keep) {
             work.powers[k] = power;
-            if (k < CHUNK) work.weights[k] = rate * power;
+            work.bias_powers[k] = bias_power;
+            if (k == CHUNK) break;
+            work.weights[k] = rate * power;
+            work.bias_weights[k] = bias_rate * bias_power;
         }
         for (Slot& slot : work.slots) slot.prepared.make(), slot.walked.make();
     }
     __syncthreads();  // the only one: from here on each chunk is handed over on its own
     if (warp != walking) {
         const int helper = warp < walking ? warp : warp - 1;
-        Helper{work, fixed, fixed_bias, indices + begin, ratings + begin, count, helper, lane, first, rate, mean}.run(chunks);
+        Helper{work, fixed, fixed_bias, indices + begin, ratings + begin, count, helper, lane, first, mean}.run(chunks);
         return;
     }
-    Walker walker{work, lane, count, rate, real(0), HAS_BIASES ? moved_bias[row] : real(0)};
+    Walker walker{work, lane, count, real(0), real(0), HAS_BIASES ? moved_bias[row] : real(0)};
     Warp_row::values_of(walker.v, Warp_row::load<THIS_WARP>(moved + row * LD, lane));
     walker.run(chunks);
     Warp_row::store(moved + row * LD, Warp_row::raw_of(walker.v), lane);
@@ -568,7 +582,7 @@ __device__ __forceinline__ int scan_block(int value, int* totals, int& all) {
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 decentralized(real* moved, real* moved_bias, double* losses, const real* fixed, const real* fixed_bias, const int* indices,
               const real* ratings, const int* bounds, const int64* begins, const int64* ends, int n_fixed, int first,
-              real rate, real keep, real mean) {
+              real rate, real keep, real mean, real bias_rate, real bias_keep) {
     __shared__ int64 places[LIST];
     __shared__ int owners[LIST], columns[LIST], totals[WARPS];
     __shared__ double sums[WARPS];
@@ -612,7 +626,7 @@ decentralized(real* moved, real* moved_bias, double* losses, const real* fixed, 
                     Warp_row::store(moved + row * LD, Warp_row::raw_of(v), lane);
                     if (HAS_BIASES) {
                         __syncwarp();  // all lanes have read the bias
-                        if (lane == 0) moved_bias[row] += step;
+                        if (lane == 0) moved_bias[row] = bias_keep * moved_bias[row] + bias_rate * error;
                         __syncwarp();
                     }
                     loss += double(error) * double(error);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from . import _io, dispatch
 from ._align import UNKNOWN, Labels, align, labels_of
-from ._learned import Learned, pattern, range_of, total_of
+from ._learned import Learned, pattern, range_of, scale_of, total_of
 from ._objective import Objective, State, initial_state
 from ._plan import Plan, Settings, check_memory, make_plan, plan_for
 from ._progress import progress_bar
@@ -43,6 +44,12 @@ from .scale.store import Store, StoreMatrix
 
 logger = logging.getLogger("hybridmf")
 
+COLLAPSED = 1e-3
+"""What factors add to predictions, relative to the scale of the ratings, below which they are as good as zero."""
+
+USUAL_RATIO = {False: 0.0135, True: 0.045}
+"""The default lambda of 0.05 over the scale of ratings of 1 to 5 stars, without biases and with them."""
+
 Record = dict[str, float]
 """One iteration of ``history_``."""
 
@@ -55,6 +62,11 @@ class FactorModel(ServingMixin, BaseEstimator):
 
     _reads_slabs = False
     """Whether the solvers read a `Store` slab by slab; others get all of it in memory."""
+
+    _first_square = 0.25
+    """Mean squared length of initial factors, relative to the scale of explicit ratings. What remains of longer ones in
+    rows of few entries is noise; the items' first pass over shorter ones makes items so long that steps of SGD
+    overshoot."""
 
     n_iter_: int
     history_: list[Record]
@@ -175,7 +187,8 @@ class FactorModel(ServingMixin, BaseEstimator):
         converted = time.perf_counter()
         user_counts, item_counts = np.diff(matrix.indptr), np.diff(item_users.indptr).astype(np.int64)
         log_empty_rows(user_counts, item_counts)
-        state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
+        scale = scale_of(matrix, objective)
+        state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective, scale)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
         solver = self._solver(_seeded(plan, seed_bits), matrix, item_users, state, completed)
@@ -189,6 +202,8 @@ class FactorModel(ServingMixin, BaseEstimator):
                 run.resume(completed, list(resumed.summary["history"]))
             del state, learned, resumed  # the factors a fit starts from need not outlive its first sweep
             run.sweep(iterations, show_progress)
+        if not objective.is_implicit:
+            _warn_of_collapse(self._learned, scale, matrix.nnz)
         dispatch.remember(plan)
         self.timings_ = {
             "check": checked - started,
@@ -219,7 +234,11 @@ class FactorModel(ServingMixin, BaseEstimator):
         """What iterations draw from: as a checkpoint has it, else by `random_state`; None where nothing is drawn."""
         return None
 
-    def _initial_state(self, matrix: Any, item_users: Any, plan: Plan, objective: Objective) -> State:
+    def _initial_state(
+        self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
+    ) -> State:
+        """Where a fit starts; `scale` is that of the ratings, computed if it is not given."""
+        scale = scale_of(matrix, objective) if scale is None else scale
         return initial_state(
             np.diff(matrix.indptr),
             np.diff(item_users.indptr),
@@ -228,7 +247,12 @@ class FactorModel(ServingMixin, BaseEstimator):
             objective,
             total_of(matrix) / matrix.nnz,
             check_rng(self.random_state),
+            self._first_length(objective, scale),
         )
+
+    def _first_length(self, objective: Objective, scale: float) -> float:
+        """Mean squared length of initial factors: in proportion to explicit ratings, about 1 for implicit feedback."""
+        return 1.0 if objective.is_implicit else self._first_square * scale
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -270,6 +294,30 @@ class FactorModel(ServingMixin, BaseEstimator):
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])
         self.n_features_in_ = shape[1]
         return self
+
+
+def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
+    """Log a warning where factors have shrunk to nothing beside ratings of this scale; `nnz` is their number."""
+    objective, zeros = learned.objective, not learned.total
+    users, items = (_root_mean_square(side.matrix) for side in (learned.state.user, learned.state.item))
+    if not objective.regularization or users * items >= COLLAPSED * scale or (zeros and not users * items):
+        return
+    degree = nnz / math.sqrt(max(1, learned.shape[0] * learned.shape[1]))
+    usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - objective.scaling)
+    logger.warning(
+        "the factors have shrunk to nothing: they add less than %g %% of the ratings' scale (%.3g) to predictions. "
+        "regularization=%g is too strong for ratings of this scale; try regularization=%.1g",
+        100 * COLLAPSED,
+        scale,
+        objective.regularization,
+        min(usual, objective.regularization / 10),
+    )
+
+
+def _root_mean_square(factors: np.ndarray) -> float:
+    """Of the lengths of the rows that are not zero; that of products is at most both sides' multiplied."""
+    squares = np.einsum("ij,ij->i", factors, factors)
+    return math.sqrt(float(squares.sum(dtype=np.float64)) / max(1, int(np.count_nonzero(squares))))
 
 
 def _plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:

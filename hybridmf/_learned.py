@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ._objective import Factors, Objective, Side, State
+from ._objective import Factors, Objective, Side, State, rating_scale
 from ._plan import Plan
-from ._sparse import as_ones, entry_rows, entry_sum, transposed, value_range
+from ._sparse import as_ones, entry_rows, entry_squares, entry_sum, transposed, value_range
 from ._validate import frozen_csr
 from .scale.store import StoredSeen, StoreMatrix
 
@@ -115,6 +115,14 @@ def range_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> tuple[
     if objective.is_implicit:
         return None
     return matrix.value_range if isinstance(matrix, StoreMatrix) else value_range([matrix.data])
+
+
+def scale_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> float:
+    """What standardizes the ratings of an explicit model; see `hybridmf._objective.rating_scale`."""
+    if objective.is_implicit:
+        return 1.0
+    squares = matrix.squares if isinstance(matrix, StoreMatrix) else entry_squares([matrix.data])
+    return rating_scale(total_of(matrix), squares, matrix.nnz, objective.biases)
 
 
 def pattern(matrix: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,12 @@ from ._validate import check_bool, check_choice, check_real
 
 Side = Literal["user", "item"]
 SIDES: tuple[Side, Side] = ("user", "item")
+
+SCALES = (1e-30, 1e30)
+"""Bounds of `rating_scale`: initial factors are drawn in float32, whatever the ratings are."""
+
+LEAST_SPREAD = 1e-6
+"""Standard deviation of ratings, relative to their root mean square, below which it is rounding: they are equal."""
 
 DRAWN_ROWS = 65536
 """Rows whose random factors are drawn at a time; the values do not depend on it."""
@@ -269,6 +276,58 @@ class State:
         return replace(self, user=factors) if side == "user" else replace(self, item=factors)
 
 
+def rating_scale(total: float, squares: float, nnz: int, biases: bool) -> float:
+    """Root mean square of ratings: about their mean where a model has biases and ratings differ, else about zero.
+
+    Ratings divided by it are standardized: whatever their unit, factors of a length of about 1 explain them. Learning
+    rates of `SGD` and initial factors refer to it.
+
+    Parameters
+    ----------
+    total, squares : float
+        Sums of the ratings and of their squares.
+    nnz : int
+    biases : bool
+
+    Returns
+    -------
+    float
+        Within `SCALES`; 1 if all ratings are zero.
+    """
+    about_zero = squares / nnz
+    if not about_zero:
+        return 1.0
+    if not math.isfinite(about_zero):
+        return SCALES[1]
+    about_mean = about_zero - (total / nnz) ** 2
+    spread = biases and about_mean > LEAST_SPREAD**2 * about_zero
+    return float(np.clip(math.sqrt(about_mean if spread else about_zero), *SCALES))
+
+
+class Terms(NamedTuple):
+    """What an update of stochastic gradient descent takes beside an entry; kernels take it in this order.
+
+    Attributes
+    ----------
+    rate, regularization : float
+        Learning rate and lambda of factors.
+    mean : float
+        Mean rating.
+    bias_rate, bias_regularization : float
+        Learning rate and lambda of biases.
+    root, bias_root : float
+        AdaGrad and RPCS divide a step by the square root of this plus a sum of squared steps.
+    """
+
+    rate: float
+    regularization: float
+    mean: float
+    bias_rate: float
+    bias_regularization: float
+    root: float = 1.0
+    bias_root: float = 1.0
+
+
 def initial_state(
     user_degrees: np.ndarray,
     item_degrees: np.ndarray,
@@ -277,6 +336,7 @@ def initial_state(
     objective: Objective,
     mean: float,
     rng: np.random.Generator,
+    square: float = 1.0,
 ) -> State:
     """Random factors every backend starts from, drawn in float32 whatever `dtype` is; rows without entries are zero.
 
@@ -290,25 +350,29 @@ def initial_state(
     mean : float
         Mean rating; kept only where the objective has biases.
     rng : numpy Generator
+    square : float
+        Mean squared length of a row's factors.
     """
 
     def draw(degrees: np.ndarray) -> Factors:
         matrix: np.ndarray = np.empty((len(degrees), rank), dtype)
-        for rows, drawn in drawn_rows(degrees, rank, rng):
+        for rows, drawn in drawn_rows(degrees, rank, rng, square):
             matrix[rows] = drawn
         return Factors(matrix, first_bias(degrees, dtype, objective))
 
     return State(draw(user_degrees), draw(item_degrees), first_mean(mean, objective))
 
 
-def drawn_rows(degrees: np.ndarray, rank: int, rng: np.random.Generator) -> Iterator[tuple[slice, np.ndarray]]:
+def drawn_rows(
+    degrees: np.ndarray, rank: int, rng: np.random.Generator, square: float = 1.0
+) -> Iterator[tuple[slice, np.ndarray]]:
     """Random factors of one side, some rows at a time, float32; see `initial_state`."""
     for start in range(0, len(degrees), DRAWN_ROWS):
         rows = slice(start, min(start + DRAWN_ROWS, len(degrees)))
         matrix: np.ndarray = rng.standard_normal((rows.stop - start, rank), dtype=np.float32)
-        # non-negative and of length about 1: a first product near the mean rating, not near zero
+        # non-negative: a first product near the mean rating, not near zero
         np.abs(matrix, out=matrix)
-        matrix *= np.float32(1.0 / np.sqrt(rank))
+        matrix *= np.float32(math.sqrt(square) / math.sqrt(rank))
         matrix[np.asarray(degrees[rows]) == 0] = 0
         yield rows, matrix
 

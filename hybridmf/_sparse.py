@@ -75,3 +75,9 @@ def value_range(parts: Iterable[np.ndarray]) -> tuple[float, float] | None:
     """Smallest and largest of values that come in parts; None if there are none."""
     ends = [(float(part.min()), float(part.max())) for part in parts if len(part)]
     return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None
+
+
+def entry_squares(parts: Iterable[np.ndarray]) -> float:
+    """Sum in float64 of squared values that come in parts, as `entry_sum` adds them."""
+    pieces = (part[at : at + SUMMED] for part in parts for at in range(0, len(part), SUMMED))
+    return entry_sum(np.square(piece, dtype=np.float64) for piece in pieces)

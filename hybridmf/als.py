@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ._base import FactorModel
-from ._learned import total_of
+from ._learned import scale_of, total_of
 from ._objective import Objective, Side, State
 from ._plan import Plan, Settings
 from ._solver import Solver
@@ -39,14 +39,18 @@ class _ALS(FactorModel):
             iterations=self.iterations,
         )
 
-    def _initial_state(self, matrix: Any, item_users: Any, plan: Plan, objective: Objective) -> State:
+    def _initial_state(
+        self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
+    ) -> State:
         if not plan.factors_away or plan.devices:
-            return super()._initial_state(matrix, item_users, plan, objective)
+            return super()._initial_state(matrix, item_users, plan, objective, scale)
         from .gpu.turns import first_state
 
         degrees: dict[Side, np.ndarray] = {"user": np.diff(matrix.indptr), "item": np.diff(item_users.indptr)}
         mean, rng = total_of(matrix) / matrix.nnz, check_rng(self.random_state)
-        return first_state(degrees, plan, matrix.dtype.type, objective, mean, rng)
+        scale = scale_of(matrix, objective) if scale is None else scale
+        square = self._first_length(objective, scale)
+        return first_state(degrees, plan, matrix.dtype.type, objective, mean, rng, square)
 
     def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
         arguments = (user_items, item_users, self._objective(), plan, state)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ._objective import Factors, Objective, Side, State
+from ._objective import Factors, Objective, Side, State, Terms
 
 
 def _weights(objective: Objective, ratings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -238,33 +238,32 @@ def _copied(state: State, sums_width: int) -> State:
     return State(with_squares(state.user), with_squares(state.item), state.mean)
 
 
-def _step(values: np.ndarray, row: int, step: Any, rate: float, squares: np.ndarray | None) -> None:
-    """values[row] += rate * step; with AdaGrad over the root of 1 + the sum of squared steps, this one included."""
+def _step(values: np.ndarray, row: int, step: Any, rate: float, squares: np.ndarray | None, root: float) -> None:
+    """values[row] += rate * step; with AdaGrad over the square root of `root` + squared steps, this one included."""
     if squares is not None:
         squares[row] += step**2
-        rate = rate / np.sqrt(1 + squares[row])
+        rate = rate / np.sqrt(root + squares[row])
     values[row] += rate * step
 
 
-def _rpcs_step(values: np.ndarray, row: int, step: np.ndarray, rate: float, sums: np.ndarray, head_only: bool) -> None:
+def _rpcs_step(values: np.ndarray, row: int, step: np.ndarray, terms: Terms, sums: np.ndarray, head_only: bool) -> None:
     """Head and tail of a row by one sum each, which count the step afterwards (Chin et al. 2015)."""
     for group, part in enumerate((slice(0, HEAD), slice(HEAD, None))):
         if len(step[part]) and not (group and head_only):
-            values[row, part] += rate / np.sqrt(1 + sums[row, group]) * step[part]
+            values[row, part] += terms.rate / np.sqrt(terms.root + sums[row, group]) * step[part]
             sums[row, group] += np.mean(step[part] ** 2)
 
 
-def _move(
-    factors: Factors, row: int, error: float, other: np.ndarray, rate: float, regularization: float, head_only: bool
-) -> None:
+def _move(factors: Factors, row: int, error: float, other: np.ndarray, terms: Terms, head_only: bool) -> None:
     squares = factors.squares
-    step = error * other - regularization * factors.matrix[row]
+    step = error * other - terms.regularization * factors.matrix[row]
     if squares is not None and squares.matrix.shape != factors.matrix.shape:
-        _rpcs_step(factors.matrix, row, step, rate, squares.matrix, head_only)
+        _rpcs_step(factors.matrix, row, step, terms, squares.matrix, head_only)
     else:
-        _step(factors.matrix, row, step, rate, None if squares is None else squares.matrix)
+        _step(factors.matrix, row, step, terms.rate, None if squares is None else squares.matrix, terms.root)
     if factors.bias is not None:
-        _step(factors.bias, row, error, rate, None if squares is None else squares.bias)
+        bias_step = error - terms.bias_regularization * factors.bias[row]
+        _step(factors.bias, row, bias_step, terms.bias_rate, None if squares is None else squares.bias, terms.bias_root)
 
 
 def _error(state: State, user: int, item: int, rating: float) -> float:
@@ -279,12 +278,11 @@ def sgd_entries(
     items: np.ndarray,
     ratings: np.ndarray,
     state: State,
-    regularization: float,
-    rate: float,
+    terms: Terms,
     sums_width: int = 0,
     head_only: bool = False,
 ) -> State:
-    """Update entry by entry in the order given, both rows from their old values (MSGD eq. 3); biases carry no penalty.
+    """Update entry by entry in the order given, both rows from their old values (MSGD eq. 3).
 
     Parameters
     ----------
@@ -292,6 +290,8 @@ def sgd_entries(
     ratings : float array, shape (n,)
     state : State
         With sums of squares where AdaGrad or RPCS goes on.
+    terms : Terms
+        But for the mean, which is the state's.
     sums_width : int
         Sums of squares of a row: as many as factors (AdaGrad), 2 (RPCS) or 0.
     head_only : bool
@@ -301,24 +301,21 @@ def sgd_entries(
     for user, item, rating in zip(users, items, np.asarray(ratings, dtype=np.float64), strict=True):
         error = _error(state, user, item, rating)
         old = state.user.matrix[user].copy()
-        _move(state.user, user, error, state.item.matrix[item], rate, regularization, head_only)
-        _move(state.item, item, error, old, rate, regularization, head_only)
+        _move(state.user, user, error, state.item.matrix[item], terms, head_only)
+        _move(state.item, item, error, old, terms, head_only)
     return state
 
 
-def msgd(
-    matrix: Any, state: State, regularization: float, rate: float, sums_width: int = 0, head_only: bool = False
-) -> State:
+def msgd(matrix: Any, state: State, terms: Terms, sums_width: int = 0, head_only: bool = False) -> State:
     """One epoch of MSGD (Alg. 1): each item walks its users in ascending order, then each user its items."""
     m, n = sp.coo_array(matrix).shape
-    return mcumsgd(matrix, state, regularization, rate, [0, m], [0, n], sums_width, head_only)
+    return mcumsgd(matrix, state, terms, [0, m], [0, n], sums_width, head_only)
 
 
 def mcumsgd(
     matrix: Any,
     state: State,
-    regularization: float,
-    rate: float,
+    terms: Terms,
     user_bounds: Any,
     item_bounds: Any,
     sums_width: int = 0,
@@ -347,7 +344,7 @@ def mcumsgd(
         for part in cycle:
             block = (part + step) % size
             users, items = slice(*user_bounds[part : part + 2]), slice(*item_bounds[block : block + 2])
-            _walk_block(matrix, state, side, (users, items), regularization, rate, head_only)
+            _walk_block(matrix, state, side, (users, items), terms, head_only)
     return state
 
 
@@ -356,8 +353,7 @@ def _walk_block(
     state: State,
     side: Side,
     block: tuple[slice, slice],
-    regularization: float,
-    rate: float,
+    terms: Terms,
     head_only: bool,
 ) -> None:
     """Each row of a side walks its entries of a block in ascending order, the other side fixed."""
@@ -370,6 +366,6 @@ def _walk_block(
         user, item = rows[k], columns[k]
         error = _error(state, user, item, ratings[k])
         if side == "item":
-            _move(state.item, item, error, state.user.matrix[user], rate, regularization, head_only)
+            _move(state.item, item, error, state.user.matrix[user], terms, head_only)
         else:
-            _move(state.user, user, error, state.item.matrix[item], rate, regularization, head_only)
+            _move(state.user, user, error, state.item.matrix[item], terms, head_only)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
 from ._base import FactorModel
+from ._learned import scale_of
 from ._objective import Objective, State
 from ._plan import Plan, Settings
 from ._sgd_method import SgdMethod
@@ -20,33 +22,34 @@ class SGD(FactorModel):
 
     An update looks at one entry: with ``e = r_ui - mu - b_u - b_i - x_u.y_i``,
 
-        ``x_u += gamma (e y_i - lambda x_u)``, ``y_i += gamma (e x_u - lambda y_i)``, ``b_u += gamma e``,
-        ``b_i += gamma e``
+        ``x_u += gamma / c (e y_i - lambda x_u)``, ``y_i += gamma / c (e x_u - lambda y_i)``,
+        ``b_u += gamma (e - lambda_b b_u)``, ``b_i += gamma (e - lambda_b b_i)``
 
-    from the old values (MSGD eq. 3); gamma is the learning rate of the epoch, and an epoch sees each entry once. An
-    entry pays ``lambda (|x_u|^2 + |y_i|^2)``, so the sum that is minimized is that of ``ExplicitALS`` with
-    ``regularization_scaling="count"`` and the same lambda: ``sum_(u,i observed) (r_ui - mu - b_u - b_i - x_u.y_i)^2 +
-    lambda (sum_u n_u |x_u|^2 + sum_i n_i |y_i|^2)``.
+    from the old values (MSGD eq. 3); gamma is the learning rate of the epoch, and an epoch sees each entry once. c is
+    the scale of the ratings: their root mean square, with biases about their mean. These are steps of length gamma on
+    ratings divided by c, so learning rates do not depend on the unit of the ratings: ratings and lambda times k give
+    factors times ``sqrt(k)``. An entry pays ``lambda (|x_u|^2 + |y_i|^2) + lambda_b (b_u^2 + b_i^2)``, so the sum that
+    is minimized is that of ``ExplicitALS`` with ``regularization_scaling="count"`` and the same lambdas.
 
     Parameters
     ----------
     factors : int
         Rank, 1 to 2048 (512 on a GPU).
     regularization : float
-        lambda >= 0; ``learning_rate * regularization`` must be less than 1.
+        lambda >= 0, in the unit of the ratings; ``learning_rate * regularization / c`` must be less than 1.
     learning_rate : float, optional
-        Of the first epoch, > 0. Default: 0.03; 0.01 if it is constant, 0.1 for "rpcs" and "adagrad": good
-        for ratings of 1 to 5.
-        Stable steps are inversely proportional to the size of the ratings.
+        Of the first epoch, > 0, for standardized ratings. Default, without biases and with them: "power" 0.12 and 0.04,
+        "geometric" 0.11 and 0.035, "constant" 0.038 and 0.015, "rpcs" and "adagrad" 0.08 and 0.05. A rate gamma of
+        factors in the unit of the ratings is ``learning_rate=gamma * c``.
     decay : float, optional
         How the learning rate falls; what it means and its default depend on `rate_schedule`.
     rate_schedule : {"power", "geometric", "constant", "rpcs", "adagrad"}
         Learning rate of epoch t = 0, 1, ...: ``learning_rate / (1 + decay t^1.5)`` (cuMF_SGD; decay 0.1 if not given),
-        ``learning_rate decay^t`` (MSGD; 0.9), or `learning_rate`. The other two divide each step g (``e y - lambda x``)
-        by ``sqrt(1 + G)``, G a sum of squared steps that starts at 0. "rpcs" (Chin et al. 2015, LIBMF): the first 8
-        coordinates of a row share one G, the others another, which grow by the mean of their squared steps after the
-        step; in the first epoch the first 8 move alone. "adagrad" (Duchi et al. 2011): each coordinate has its own,
-        which counts the step itself.
+        ``learning_rate decay^t`` (MSGD; 0.9), or `learning_rate`. The other two divide each step g (``e y - lambda x``
+        of standardized ratings) by ``sqrt(1 + G)``, G a sum of squared steps that starts at 0. "rpcs" (Chin et al.
+        2015, LIBMF): the first 8 coordinates of a row share one G, the others another, which grow by the mean of
+        their squared steps after the step; in the first epoch the first 8 move alone. "adagrad" (Duchi et al. 2011):
+        each coordinate has its own, which counts the step itself.
     schedule : {"msgd", "hogwild", "blocks", "batch_hogwild"}
         In which order, and who conflicts with whom:
 
@@ -66,8 +69,10 @@ class SGD(FactorModel):
         the GPU's memory. "mixed": both centralized; "crossed": both decentralized. The result does not depend on it but
         for rounding; on the CPU both passes are centralized.
     biases : bool
-        Fit the mean mu (kept at the training mean) and user and item biases. As in `ExplicitALS` biases carry no
-        penalty.
+        Fit the mean mu (kept at the training mean) and user and item biases.
+    bias_regularization : float, optional
+        lambda_b >= 0, as for `ExplicitALS`; it has no unit. ``learning_rate * bias_regularization`` must be less
+        than 1.
     iterations : int
         Epochs.
     device : {"auto", "cpu", "cuda", "cuda:N"}, or a list such as ["cuda:0", "cuda:1"]
@@ -158,14 +163,14 @@ class SGD(FactorModel):
 
     def _settings(self) -> Settings:
         method = SgdMethod.check(
-            self.schedule, self.ordering, self.rate_schedule, self.learning_rate, self.decay, self.deterministic
+            self.schedule,
+            self.ordering,
+            self.rate_schedule,
+            self.learning_rate,
+            self.decay,
+            self.deterministic,
+            self._objective().biases,
         )
-        shrink = method.learning_rate * self._objective().regularization
-        if shrink >= 1:
-            raise ValueError(
-                f"learning_rate * regularization must be < 1, got {method.learning_rate:g} * {self.regularization:g}: "
-                "each step would turn the factors around; lower one of them"
-            )
         return Settings.check(
             factors=self.factors,
             precision=self.precision,
@@ -180,22 +185,29 @@ class SGD(FactorModel):
     def _seed_bits(self, kept: int | None) -> int:
         return _shuffle_seed(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
 
+    def _standardized(self, plan: Plan, user_items: sp.csr_array) -> Plan:
+        """The plan of a fit on these ratings, to whose scale the learning rate refers."""
+        assert isinstance(plan.method, SgdMethod)
+        objective, number = self._objective(), "float16" if plan.precision == "float16" else plan.dtype
+        method = plan.method.standardized(objective, scale_of(user_items, objective), number)
+        return replace(plan, method=method)
+
     def _solver(
         self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
     ) -> Solver:
-        assert isinstance(plan.method, SgdMethod)
+        objective, plan = self._objective(), self._standardized(plan, user_items)
         if plan.devices:
             from .scale.mcumsgd import MultiSGD
 
-            return MultiSGD(user_items, item_users, self._objective(), plan, state, completed)
+            return MultiSGD(user_items, item_users, objective, plan, state, completed)
         if plan.gpu is None:
             from .cpu.sgd import CpuSGD
 
-            return CpuSGD(user_items, item_users, self._objective(), plan, state, completed)
+            return CpuSGD(user_items, item_users, objective, plan, state, completed)
         from .gpu.device import open_device
         from .gpu.sgd import GpuSGD
 
-        return GpuSGD(open_device(plan.device), user_items, item_users, self._objective(), plan, state, completed)
+        return GpuSGD(open_device(plan.device), user_items, item_users, objective, plan, state, completed)
 
 
 def _shuffle_seed(random_state: Any) -> int:

@@ -22,9 +22,9 @@ from test_sgd import arrays, relative_error
 
 import hybridmf as hmf
 from hybridmf import reference
-from hybridmf._objective import SIDES, Factors, Objective, State, initial_state, other_side
+from hybridmf._objective import SIDES, Factors, Objective, State, Terms, initial_state, other_side
 from hybridmf._plan import Settings, make_plan
-from hybridmf._sgd_method import SgdMethod, learning_rate_at
+from hybridmf._sgd_method import SgdMethod, terms_at
 from hybridmf._validate import as_csr
 from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
@@ -35,7 +35,6 @@ from hybridmf.gpu.sgd import (
     GpuSGD,
     HogwildConfig,
     Rows,
-    Terms,
     Walk,
     even_ranges,
     make_runs,
@@ -45,7 +44,7 @@ from hybridmf.gpu.sgd import (
 LENGTHS = (0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 0, 2, 47, 48, 49, 70)
 """Entries of rows around rings (8) and chunks (4, 8, 16, 32), and more than one of these, beside empty rows."""
 
-TERMS = Terms(rate=0.05, regularization=0.1, mean=0.7)
+TERMS = Terms(rate=0.05, regularization=0.1, mean=0.7, bias_rate=0.08, bias_regularization=0.3)
 
 SMALL = planted(24, 16, 0.4)
 """What whole fits here are of; user 12 and item 5 have no entries."""
@@ -66,7 +65,7 @@ class Pass:
     def __init__(self, device, matrix, rank: int, dtype=np.float32, biases=False, seed=0) -> None:
         self.device, self.matrix, self.rank = device, as_csr(matrix, dtype=dtype), rank
         rng = np.random.default_rng(seed)
-        self.dtype, self.terms = np.dtype(dtype), replace(TERMS, mean=TERMS.mean if biases else 0.0)
+        self.dtype, self.terms = np.dtype(dtype), TERMS._replace(mean=TERMS.mean if biases else 0.0)
         self.factors = [self._draw(rng, n, biases) for n in matrix.shape]
         self.walk = Walk.upload(device, self.matrix)
 
@@ -94,7 +93,7 @@ class Pass:
             error = reference._error(state, *pair, float(coo.data[k]))
             loss[pair[side]] += error**2
             other = fixed.matrix[pair[1 - side]]
-            reference._move(moved, pair[side], error, other, self.terms.rate, self.terms.regularization, False)
+            reference._move(moved, pair[side], error, other, self.terms, False)
         return moved, loss
 
     def compare(self, moved: Rows, losses, side: int = 0, tasks=None) -> None:
@@ -186,7 +185,7 @@ def test_rows_that_are_read_twice(device, helpers):
 def test_steps_that_overshoot(device):
     """Errors alternate in sign: rate |u|^2 between 1 and 2, where (1 + M)^-1 is as large as in any stable walk."""
     problem = Pass(device, rows_of((60, 33), 80), 5)
-    problem.terms = replace(problem.terms, rate=0.9)
+    problem.terms = problem.terms._replace(rate=0.9)
     user = problem.factors[1].matrix[0]
     problem.factors[1].matrix[...] = user * np.sqrt(1.6 / 0.9) / np.linalg.norm(user)
     expected, loss = problem.expected()
@@ -223,7 +222,7 @@ def test_decentralized_tiles_and_lists(device, rank, shape):
     rng = np.random.default_rng(0)
     dense = rng.integers(1, 6, shape) * (rng.random(shape) < 0.9)
     problem = Pass(device, sp.csr_array(dense.astype(float)), rank)
-    problem.terms = replace(problem.terms, rate=0.01)
+    problem.terms = problem.terms._replace(rate=0.01)
     fixed, moved = map(problem.rows, problem.factors)
     bounds = device.upload(np.array([0, shape[1]], dtype=np.int32))
     losses = sgd.decentralized(device, moved, fixed, problem.walk, bounds, problem.terms)
@@ -292,7 +291,7 @@ def hogwild_epoch(
     losses = sgd.batch_hogwild(device, *rows, walk, device.upload(order), problem.terms, config)
     users, items, ratings = entries_of(problem.matrix, order)
     start = State(*(Factors(f.matrix.astype(stored), f.bias) for f in problem.factors), problem.terms.mean)
-    expected = reference.sgd_entries(users, items, ratings, start, problem.terms.regularization, problem.terms.rate)
+    expected = reference.sgd_entries(users, items, ratings, start, problem.terms)
     loss = float(device.download(losses).sum())
     ours = State(*(downloaded(device, r, rank) for r in rows), problem.terms.mean)
     return ours, expected, loss, (problem, users, items, ratings)
@@ -333,7 +332,7 @@ def test_one_worker_is_the_reference_update_by_update(device, rank, biases):
     state, total = reference._copied(State(*problem.factors, problem.terms.mean), 0), 0.0
     for entry in zip(users, items, ratings.astype(float), strict=True):
         total += reference._error(state, *entry) ** 2
-        state = reference.sgd_entries(*(np.array([value]) for value in entry), state, 0.1, 0.05)
+        state = reference.sgd_entries(*(np.array([value]) for value in entry), state, problem.terms)
     assert loss == pytest.approx(total, rel=1e-5)
 
 
@@ -596,7 +595,7 @@ def test_orderings_are_msgd(device, ordering, biases, monkeypatch):
     solver = solver_on(device, matrix, method, biases=biases)
     expected, state = solver.state.on_host(), run(solver, 2)
     for epoch in range(2):
-        expected = reference.msgd(matrix, expected, 0.05, learning_rate_at(method, epoch))
+        expected = reference.msgd(matrix, expected, terms_at(method, solver.objective, expected.mean, epoch))
     assert relative_error(state, expected) < 3e-6
     names = {"user": ("decentralized", "centralized"), "item": ("centralized", "decentralized")}
     names |= {"mixed": ("blocked", "centralized"), "crossed": ("decentralized",)}

@@ -64,9 +64,10 @@ def twin(matrix, method, state: State, ranks: int, epochs: int, order: str = "pa
     matrix = as_csr(matrix, dtype=matrix.dtype)
     bounds, width = Bounds.even(matrix, ranks), sums_width(method, state.user.matrix.shape[1])
     for epoch in range(epochs):
-        rate = _sgd_method.learning_rate_at(method, epoch)
+        objective = Objective.explicit(0.05, "count", state.user.bias is not None)
+        terms = _sgd_method.terms_at(method, objective, state.mean, epoch)
         head_only = method.rate_schedule == "rpcs" and epoch == 0
-        state = reference.mcumsgd(matrix, state, 0.05, rate, bounds.user, bounds.item, width, head_only, order)
+        state = reference.mcumsgd(matrix, state, terms, bounds.user, bounds.item, width, head_only, order)
     return state
 
 

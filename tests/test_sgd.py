@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf import _sgd_method, reference
-from hybridmf._objective import Factors, Objective, State, initial_state
+from hybridmf._objective import Factors, Objective, State, Terms, initial_state
 from hybridmf._plan import Settings, make_plan
-from hybridmf._sgd_method import SgdMethod, learning_rate_at
+from hybridmf._sgd_method import SgdMethod, learning_rate_at, terms_at
 from hybridmf._validate import as_csr
 from hybridmf.cpu import _als, _sgd
 from hybridmf.cpu import sgd as cpu_sgd
@@ -40,9 +40,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(cpu_sgd, "BLOCK_ENTRIES", 8)
 
 
-def method_of(schedule="msgd", deterministic=True, rate_schedule="power", learning_rate=0.05, decay=None) -> SgdMethod:
+PLAIN = Terms(0.05, 0.1, 0.0, 0.03, 0.2)
+
+
+def method_of(
+    schedule="msgd", deterministic=True, rate_schedule="power", learning_rate=0.05, decay=None, scale=1.0
+) -> SgdMethod:
     method = SgdMethod.check(schedule, "mixed", rate_schedule, learning_rate, decay, deterministic)
-    return replace(method, seed_bits=7)
+    return replace(method, seed_bits=7, scale=scale)
 
 
 def solver_of(
@@ -99,10 +104,11 @@ def sequence(solver: CpuSGD, epoch: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def reference_epoch(solver: CpuSGD, matrix, state: State, epoch: int) -> State:
-    rate, sums = learning_rate_at(solver.method, epoch), (solver.sums_width, epoch == 0)
+    terms = terms_at(solver.method, solver.objective, state.mean, epoch)
+    sums = solver.sums_width, epoch == 0
     if isinstance(solver.schedule, RowSweeps):
-        return reference.msgd(matrix, state, solver.objective.regularization, rate, *sums)
-    return reference.sgd_entries(*sequence(solver, epoch), state, solver.objective.regularization, rate, *sums)
+        return reference.msgd(matrix, state, terms, *sums)
+    return reference.sgd_entries(*sequence(solver, epoch), state, terms, *sums)
 
 
 def check_against_reference(matrix, method, rank, *, biases=False, epochs=2, threads=1, **changes) -> None:
@@ -123,7 +129,7 @@ def check_against_reference(matrix, method, rank, *, biases=False, epochs=2, thr
 @pytest.mark.parametrize(("schedule", "deterministic"), SCHEDULES)
 def test_one_thread_is_the_reference_update_by_update(schedule, deterministic, rate_schedule, biases, dtype):
     matrix = planted().astype(dtype)
-    check_against_reference(matrix, method_of(schedule, deterministic, rate_schedule), 5, biases=biases)
+    check_against_reference(matrix, method_of(schedule, deterministic, rate_schedule, scale=1.7), 5, biases=biases)
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
@@ -173,7 +179,7 @@ def test_cut_into_many_kernel_calls(schedule, deterministic):
     """Ctrl-C is answered between calls, which change nothing but where an epoch can stop."""
     matrix, method = planted().astype(np.float64), method_of(schedule, deterministic)
     whole, cut = (solver_of(matrix, method, 5, **changes) for changes in ({}, {"batch_flops": 3000.0}))
-    work, terms = ({side: Copies(cut.state.side(side), 0, 1) for side in ("user", "item")}, (0.05, 0.05, 0.0))
+    work, terms = ({side: Copies(cut.state.side(side), 0, 1) for side in ("user", "item")}, PLAIN)
     assert len(list(cut.schedule.run(work, terms, 0))) > 5
     if deterministic:
         assert_same_bits(run(cut, 2), run(whole, 2))
@@ -186,7 +192,7 @@ def test_losses_are_those_before_each_update():
     for schedule in ("msgd", "hogwild", "blocks"):
         solver = solver_of(matrix, method_of(schedule), 4, regularization=0.0)
         work = {side: Copies(solver.state.side(side), 0, 1) for side in ("user", "item")}
-        loss = sum(solver.schedule.run(work, (1e-300, 0.0, 0.0), 0))  # no step: the loss of the state
+        loss = sum(solver.schedule.run(work, Terms(1e-300, 0.0, 0.0, 0.0, 0.0), 0))  # no step: the loss of the state
         assert loss == pytest.approx(solver.objective_value(), rel=1e-12)
 
 
@@ -232,9 +238,9 @@ def test_entries_of_a_sub_block():
     losses = np.zeros(1)
     _sgd.entries(
         x[20:45], y[8:30], none, none, nothing, nothing, none, none, users - 20, items - 8, ratings,
-        0.05, 0.1, 0.0, losses, 1,
+        *PLAIN, losses, 1,
     )  # fmt: skip
-    expected = reference.sgd_entries(users, items, ratings, before, 0.1, 0.05)
+    expected = reference.sgd_entries(users, items, ratings, before, PLAIN)
     assert relative_error(State(Factors(x[:, :5]), Factors(y[:, :5])), expected) < 1e-12
     assert losses[0] > 0
     np.testing.assert_array_equal(x[:20, :5], before.user.matrix[:20])
@@ -255,7 +261,7 @@ def test_rows_of_a_sub_block():
     losses = np.zeros(2)
     _sgd.rows(
         x, y, none, none, np.empty((0, 0)), none, order, np.array([0, 20, 35]), starts, ends,
-        matrix.indices, matrix.data, 0.05, 0.1, 0.0, losses, 2,
+        matrix.indices, matrix.data, *PLAIN, losses, 2,
     )  # fmt: skip
     for row in order:
         for k in range(starts[row], ends[row]):
@@ -268,12 +274,12 @@ def test_rows_of_a_sub_block():
 def test_kernels_take_no_entries():
     none, nothing, empty = np.empty(0), np.empty((0, 0)), np.empty(0, dtype=np.int32)
     x, losses, indptr = aligned_zeros((3, 8), np.float64), np.zeros((2, 2)), np.zeros(5, dtype=np.int64)
-    both = (x, x, none, none, nothing, nothing, none, none, empty, empty, none, 0.1, 0.1, 0.0)
+    both = (x, x, none, none, nothing, nothing, none, none, empty, empty, none, *PLAIN)
     _sgd.entries(*both, losses[0], 2)
     _sgd.diagonals(*both, indptr, np.arange(2), losses, 2)
     _sgd.free_blocks(*both, indptr, np.zeros(4, dtype=np.int32), 4, 0, losses, 2)
     zeros = np.zeros(3, dtype=np.int64)
-    _sgd.rows(x, x, none, none, nothing, none, zeros, zeros[:1], zeros, zeros, empty, none, 0.1, 0.1, 0.0, none, 2)
+    _sgd.rows(x, x, none, none, nothing, none, zeros, zeros[:1], zeros, zeros, empty, none, *PLAIN, none, 2)
     assert not losses.any()
 
 
@@ -400,13 +406,13 @@ def test_a_diverging_run_says_so(schedule, deterministic):
 
 
 def test_a_diverging_run_keeps_the_last_sound_factors(monkeypatch):
-    rates = iter([0.03, 0.03, 8.0])
-    monkeypatch.setattr(cpu_sgd, "learning_rate_at", lambda method, epoch: next(rates, 8.0))
+    for module in (cpu_sgd, _sgd_method):
+        monkeypatch.setattr(module, "learning_rate_at", lambda method, epoch: 0.12 if epoch < 2 else 30.0)
     model, expected = (
         hmf.SGD(**SMALL),
-        hmf.SGD(**SMALL | {"iterations": 2}, rate_schedule="constant", learning_rate=0.03),
+        hmf.SGD(**SMALL | {"iterations": 2}, rate_schedule="constant", learning_rate=0.12),
     )
-    with pytest.raises(DivergedError, match=r"iteration 3: .*learning_rate=0.03 \(8 in this epoch\)"):
+    with pytest.raises(DivergedError, match=r"iteration 3: .*learning_rate=0.12 \(30 in this epoch\)"):
         model.fit(planted())
     monkeypatch.undo()
     expected.fit(planted())
@@ -548,9 +554,9 @@ def test_float64_and_plan():
     assert model.user_factors_.dtype == np.float64
     assert model.device_ == "cpu"
     text = str(model.plan_)
-    assert "SGD, schedule blocks; power rate 0.03, decay 0.1" in text
+    assert "SGD, schedule blocks; power rate 0.12, decay 0.1" in text
     assert model.plan_.flops_per_iteration == 8 * planted().nnz * 4
-    assert "adagrad rate 0.1\n" in str(hmf.plan(planted(), hmf.SGD(rate_schedule="adagrad", device="cpu")))
+    assert "adagrad rate 0.08\n" in str(hmf.plan(planted(), hmf.SGD(rate_schedule="adagrad", device="cpu")))
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -564,7 +570,17 @@ def test_float64_and_plan():
         ({"learning_rate": math.nan}, ValueError, "learning_rate must be finite"),
         ({"learning_rate": 11}, ValueError, "learning_rate must be at most 10, got 11"),
         ({"learning_rate": "fast"}, TypeError, "learning_rate must be a real number"),
-        ({"learning_rate": 5, "regularization": 0.2}, ValueError, r"learning_rate \* regularization must be < 1"),
+        (
+            {"learning_rate": 5, "regularization": 2.0},
+            ValueError,
+            r"learning_rate \* regularization must be < 1 .*got 5",
+        ),
+        (
+            {"learning_rate": 5, "biases": True, "bias_regularization": 0.2},
+            ValueError,
+            r"learning_rate \* bias_regularization must be < 1 for standardized ratings, got 5 \* 0\.2: ",
+        ),
+        ({"bias_regularization": -1.0}, ValueError, "bias_regularization must be >= 0"),
         ({"decay": -1}, ValueError, "decay must be >= 0"),
         ({"rate_schedule": "geometric", "decay": 0}, ValueError, "decay must be > 0"),
         ({"rate_schedule": "geometric", "decay": 1.5}, ValueError, "decay must be at most 1"),

@@ -2,7 +2,10 @@
 
 An update of the entry (u, i, r), with e = r - mu - b_u - b_i - x_u . y_i (MSGD eq. 3):
 
-    x_u += rate (e y_i - lambda x_u)    y_i += rate (e x_u - lambda y_i)    b_u += rate e    b_i += rate e
+    x_u += rate (e y_i - lambda x_u)              y_i += rate (e x_u - lambda y_i)
+    b_u += bias_rate (e - bias_lambda b_u)        b_i += bias_rate (e - bias_lambda b_i)
+
+AdaGrad and RPCS divide each step s by sqrt(root + G), and those of biases by sqrt(bias_root + G); G sums squares of s.
 
 rows         MSGD Alg. 1: the rows of one side walk their entries with the other side fixed; parallel over rows, which
              share nothing that moves (eqs. 15 and 16)
@@ -28,41 +31,48 @@ from hybridmf.cpu.kernels cimport hmf_kernels, real
 
 
 cdef extern from "kernels.h" nogil:
+    ctypedef struct sgd_terms "hmf_sgd_terms":
+        double rate
+        double penalty
+        double bias_rate
+        double bias_penalty
+        double mean
+        double root
+        double bias_root
+        Py_ssize_t rank
+        int head_only
+
     ctypedef struct sgd_table "hmf_kernel_table":
         double (*sgd_entries_f)(Py_ssize_t n, Py_ssize_t ld, const int32_t* users, const int32_t* items,
                                 const float* ratings, float* x, float* y, float* user_bias, float* item_bias,
-                                float rate, float keep, float mean) noexcept nogil
+                                const sgd_terms* terms) noexcept nogil
         double (*sgd_entries_d)(Py_ssize_t n, Py_ssize_t ld, const int32_t* users, const int32_t* items,
                                 const double* ratings, double* x, double* y, double* user_bias, double* item_bias,
-                                double rate, double keep, double mean) noexcept nogil
+                                const sgd_terms* terms) noexcept nogil
         double (*sgd_rows_f)(Py_ssize_t n, Py_ssize_t ld, const int64_t* order, const int64_t* starts,
                              const int64_t* ends, const int32_t* columns, const float* ratings, float* moved,
-                             const float* fixed, float* moved_bias, const float* fixed_bias, float rate, float keep,
-                             float mean) noexcept nogil
+                             const float* fixed, float* moved_bias, const float* fixed_bias,
+                             const sgd_terms* terms) noexcept nogil
         double (*sgd_rows_d)(Py_ssize_t n, Py_ssize_t ld, const int64_t* order, const int64_t* starts,
                              const int64_t* ends, const int32_t* columns, const double* ratings, double* moved,
-                             const double* fixed, double* moved_bias, const double* fixed_bias, double rate,
-                             double keep, double mean) noexcept nogil
+                             const double* fixed, double* moved_bias, const double* fixed_bias,
+                             const sgd_terms* terms) noexcept nogil
         double (*adagrad_entries_f)(Py_ssize_t n, Py_ssize_t ld, const int32_t* users, const int32_t* items,
                                     const float* ratings, float* x, float* y, float* user_bias, float* item_bias,
                                     float* x_squares, float* y_squares, float* user_bias_squares,
-                                    float* item_bias_squares, float rate, float penalty, float mean, Py_ssize_t rank,
-                                    int head_only) noexcept nogil
+                                    float* item_bias_squares, const sgd_terms* terms) noexcept nogil
         double (*adagrad_entries_d)(Py_ssize_t n, Py_ssize_t ld, const int32_t* users, const int32_t* items,
-                                    const double* ratings, double* x, double* y, double* user_bias,
-                                    double* item_bias, double* x_squares, double* y_squares,
-                                    double* user_bias_squares, double* item_bias_squares, double rate,
-                                    double penalty, double mean, Py_ssize_t rank, int head_only) noexcept nogil
+                                    const double* ratings, double* x, double* y, double* user_bias, double* item_bias,
+                                    double* x_squares, double* y_squares, double* user_bias_squares,
+                                    double* item_bias_squares, const sgd_terms* terms) noexcept nogil
         double (*adagrad_rows_f)(Py_ssize_t n, Py_ssize_t ld, const int64_t* order, const int64_t* starts,
                                  const int64_t* ends, const int32_t* columns, const float* ratings, float* moved,
                                  const float* fixed, float* moved_bias, const float* fixed_bias, float* squares,
-                                 float* bias_squares, float rate, float penalty, float mean, Py_ssize_t rank,
-                                 int head_only) noexcept nogil
+                                 float* bias_squares, const sgd_terms* terms) noexcept nogil
         double (*adagrad_rows_d)(Py_ssize_t n, Py_ssize_t ld, const int64_t* order, const int64_t* starts,
                                  const int64_t* ends, const int32_t* columns, const double* ratings, double* moved,
                                  const double* fixed, double* moved_bias, const double* fixed_bias, double* squares,
-                                 double* bias_squares, double rate, double penalty, double mean, Py_ssize_t rank,
-                                 int head_only) noexcept nogil
+                                 double* bias_squares, const sgd_terms* terms) noexcept nogil
 
 
 cdef extern from *:
@@ -105,16 +115,6 @@ cdef struct Side:
     void* bias_squares
 
 
-cdef struct Step:
-    # what every update of an epoch shares
-    Py_ssize_t ld
-    double rate
-    double penalty
-    double mean
-    Py_ssize_t rank  # of a row whose coordinates share sums of squares (RPCS); 0: each has its own (AdaGrad), or none
-    int head_only    # RPCS: only the head of each row moves
-
-
 cdef inline void* _rows(real[:, ::1] array) noexcept nogil:
     return &array[0, 0] if array.shape[0] and array.shape[1] else NULL
 
@@ -123,31 +123,28 @@ cdef inline void* _vector(real[::1] array) noexcept nogil:
     return &array[0] if array.shape[0] else NULL
 
 
-cdef inline double _entries(Step step, Side user, Side item, Py_ssize_t n, const int32_t* users, const int32_t* items,
-                            const real* ratings) noexcept nogil:
+cdef inline double _entries(const sgd_terms* terms, Py_ssize_t ld, Side user, Side item, Py_ssize_t n,
+                            const int32_t* users, const int32_t* items, const real* ratings) noexcept nogil:
     cdef const sgd_table* table = <const sgd_table*> hmf_kernels()
     if n <= 0:
         return 0.0
     if user.squares:
         if real is float:
             return table.adagrad_entries_f(
-                n, step.ld, users, items, ratings, <float*> user.rows, <float*> item.rows, <float*> user.bias,
+                n, ld, users, items, ratings, <float*> user.rows, <float*> item.rows, <float*> user.bias,
                 <float*> item.bias, <float*> user.squares, <float*> item.squares, <float*> user.bias_squares,
-                <float*> item.bias_squares, <float> step.rate, <float> step.penalty, <float> step.mean, step.rank,
-                step.head_only)
+                <float*> item.bias_squares, terms)
         else:
             return table.adagrad_entries_d(
-                n, step.ld, users, items, ratings, <double*> user.rows, <double*> item.rows, <double*> user.bias,
+                n, ld, users, items, ratings, <double*> user.rows, <double*> item.rows, <double*> user.bias,
                 <double*> item.bias, <double*> user.squares, <double*> item.squares, <double*> user.bias_squares,
-                <double*> item.bias_squares, step.rate, step.penalty, step.mean, step.rank, step.head_only)
+                <double*> item.bias_squares, terms)
     if real is float:
-        return table.sgd_entries_f(
-            n, step.ld, users, items, ratings, <float*> user.rows, <float*> item.rows, <float*> user.bias,
-            <float*> item.bias, <float> step.rate, <float> (1.0 - step.rate * step.penalty), <float> step.mean)
+        return table.sgd_entries_f(n, ld, users, items, ratings, <float*> user.rows, <float*> item.rows,
+                                   <float*> user.bias, <float*> item.bias, terms)
     else:
-        return table.sgd_entries_d(
-            n, step.ld, users, items, ratings, <double*> user.rows, <double*> item.rows, <double*> user.bias,
-            <double*> item.bias, step.rate, 1.0 - step.rate * step.penalty, step.mean)
+        return table.sgd_entries_d(n, ld, users, items, ratings, <double*> user.rows, <double*> item.rows,
+                                   <double*> user.bias, <double*> item.bias, terms)
 
 
 # ------------------------------------------------------------------------------------------------------------- MSGD
@@ -169,6 +166,10 @@ def rows(
         double rate,
         double penalty,
         double mean,
+        double bias_rate,
+        double bias_penalty,
+        double root,
+        double bias_root,
         double[::1] losses,                # OUT    (n_pieces,) sums of squared errors, before each update
         int n_threads,
         Py_ssize_t shared_rank=0,          # IN     rank if `squares` is (n_rows, 2): RPCS; 0: as wide as the rows
@@ -180,7 +181,8 @@ def rows(
     cdef const real* other_bias = &fixed_bias[0] if fixed_bias.shape[0] else NULL
     cdef real* sums = &squares[0, 0] if squares.shape[0] else NULL
     cdef real* bias_sums = &bias_squares[0] if bias_squares.shape[0] else NULL
-    cdef real keep = <real> (1.0 - rate * penalty)
+    cdef sgd_terms terms = sgd_terms(rate, penalty, bias_rate, bias_penalty, mean, root, bias_root, shared_rank,
+                                     head_only)
     if n_pieces <= 0 or not columns.shape[0]:
         return
     n_threads = hmf_usable_threads(n_threads)
@@ -188,28 +190,27 @@ def rows(
     for piece in prange(n_pieces, nogil=True, schedule="dynamic", num_threads=n_threads):
         losses[piece] = _rows_piece(
             table, cuts[piece + 1] - cuts[piece], ld, &order[0] + cuts[piece], &starts[0], &ends[0], &columns[0],
-            &ratings[0], &moved[0, 0], &fixed[0, 0], own_bias, other_bias, sums, bias_sums, <real> rate, keep,
-            <real> penalty, <real> mean, shared_rank, head_only)
+            &ratings[0], &moved[0, 0], &fixed[0, 0], own_bias, other_bias, sums, bias_sums, &terms)
 
 
 cdef inline double _rows_piece(const sgd_table* table, Py_ssize_t n, Py_ssize_t ld, const int64_t* order,
                                const int64_t* starts, const int64_t* ends, const int32_t* columns,
                                const real* ratings, real* moved, const real* fixed, real* moved_bias,
-                               const real* fixed_bias, real* squares, real* bias_squares, real rate, real keep,
-                               real penalty, real mean, Py_ssize_t rank, int head_only) noexcept nogil:
+                               const real* fixed_bias, real* squares, real* bias_squares,
+                               const sgd_terms* terms) noexcept nogil:
     if squares != NULL:
         if real is float:
             return table.adagrad_rows_f(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,
-                                        fixed_bias, squares, bias_squares, rate, penalty, mean, rank, head_only)
+                                        fixed_bias, squares, bias_squares, terms)
         else:
             return table.adagrad_rows_d(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,
-                                        fixed_bias, squares, bias_squares, rate, penalty, mean, rank, head_only)
+                                        fixed_bias, squares, bias_squares, terms)
     if real is float:
         return table.sgd_rows_f(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias, fixed_bias,
-                                rate, keep, mean)
+                                terms)
     else:
         return table.sgd_rows_d(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias, fixed_bias,
-                                rate, keep, mean)
+                                terms)
 
 
 # ---------------------------------------------------------------------------------------------------------- Hogwild!
@@ -230,6 +231,10 @@ def entries(
         double rate,
         double penalty,
         double mean,
+        double bias_rate,
+        double bias_penalty,
+        double root,
+        double bias_root,
         double[::1] losses,                # OUT    (n_threads,) sums of squared errors, before each update
         int n_threads,
         Py_ssize_t shared_rank=0,          # IN     as for `rows`
@@ -237,7 +242,9 @@ def entries(
     """Update entry by entry in the order they come; with several threads each takes a stretch, and they may collide."""
     cdef Side user = Side(_rows(x), _vector(x_bias), _rows(x_squares), _vector(x_bias_squares))
     cdef Side item = Side(_rows(y), _vector(y_bias), _rows(y_squares), _vector(y_bias_squares))
-    cdef Step step = Step(x.shape[1], rate, penalty, mean, shared_rank, head_only)
+    cdef sgd_terms terms = sgd_terms(rate, penalty, bias_rate, bias_penalty, mean, root, bias_root, shared_rank,
+                                     head_only)
+    cdef Py_ssize_t ld = x.shape[1]
     cdef Py_ssize_t n = users.shape[0], stretch, first, last
     cdef int n_stretches
     if not n:
@@ -246,7 +253,7 @@ def entries(
     n_stretches = n_threads
     for stretch in prange(n_stretches, nogil=True, schedule="static", chunksize=1, num_threads=n_threads):
         first, last = n * stretch // n_stretches, n * (stretch + 1) // n_stretches
-        losses[stretch] = _entries(step, user, item, last - first, &users[0] + first, &items[0] + first,
+        losses[stretch] = _entries(&terms, ld, user, item, last - first, &users[0] + first, &items[0] + first,
                                    &ratings[0] + first)
 
 
@@ -335,6 +342,10 @@ def diagonals(
         double rate,
         double penalty,
         double mean,
+        double bias_rate,
+        double bias_penalty,
+        double root,
+        double bias_root,
         const int64_t[::1] pointer,        # IN  (grid * grid + 1,) entries of block (p, q) from pointer[p * grid + q]
         const int64_t[::1] shifts,         # IN  (n_steps,) distinct, of range(grid): step t visits all blocks
                                            #     (p, (p + shifts[t]) % grid)
@@ -345,7 +356,9 @@ def diagonals(
     """Visit the blocks of some diagonals. The result is that of one diagonal after the other, for any threads."""
     cdef Side user = Side(_rows(x), _vector(x_bias), _rows(x_squares), _vector(x_bias_squares))
     cdef Side item = Side(_rows(y), _vector(y_bias), _rows(y_squares), _vector(y_bias_squares))
-    cdef Step step = Step(x.shape[1], rate, penalty, mean, shared_rank, head_only)
+    cdef sgd_terms terms = sgd_terms(rate, penalty, bias_rate, bias_penalty, mean, root, bias_root, shared_rank,
+                                     head_only)
+    cdef Py_ssize_t ld = x.shape[1]
     cdef int32_t grid = <int32_t> losses.shape[0], worker
     cdef int32_t[::1] progress = np.zeros(grid, dtype=np.int32)
     cdef int32_t[::1] busy = np.zeros(grid, dtype=np.int32)
@@ -354,15 +367,15 @@ def diagonals(
         return
     n_threads = hmf_usable_threads(n_threads)
     for worker in prange(n_threads, nogil=True, schedule="static", chunksize=1, num_threads=n_threads):
-        _visit_diagonals(step, user, item, &users[0], &items[0], &ratings[0], &pointer[0], &shifts[0],
+        _visit_diagonals(&terms, ld, user, item, &users[0], &items[0], &ratings[0], &pointer[0], &shifts[0],
                          <int32_t> shifts.shape[0], grid, grid * worker // n_threads, &progress[0], &busy[0],
                          &remaining[0], &losses[0, 0])
 
 
-cdef void _visit_diagonals(Step step, Side user, Side item, const int32_t* users, const int32_t* items,
-                           const real* ratings, const int64_t* pointer, const int64_t* shifts, int32_t n_steps,
-                           int32_t grid, int32_t start, int32_t* progress, int32_t* busy, int32_t* remaining,
-                           double* losses) noexcept nogil:
+cdef void _visit_diagonals(const sgd_terms* terms, Py_ssize_t ld, Side user, Side item, const int32_t* users,
+                           const int32_t* items, const real* ratings, const int64_t* pointer, const int64_t* shifts,
+                           int32_t n_steps, int32_t grid, int32_t start, int32_t* progress, int32_t* busy,
+                           int32_t* remaining, double* losses) noexcept nogil:
     """One worker: rows of the grid in turn, each as far as the rows it depends on have come."""
     cdef int32_t turn, row, t, before
     cdef int64_t block
@@ -380,7 +393,7 @@ cdef void _visit_diagonals(Step step, Side user, Side item, const int32_t* users
                 continue
             if hmf_load(&progress[row]) == t:  # else another worker was faster
                 block = row * grid + (row + shifts[t]) % grid
-                losses[block] = _entries(step, user, item, pointer[block + 1] - pointer[block],
+                losses[block] = _entries(terms, ld, user, item, pointer[block + 1] - pointer[block],
                                          users + pointer[block], items + pointer[block], ratings + pointer[block])
                 hmf_store(&progress[row], t + 1)
                 hmf_add(remaining, -1)
@@ -405,6 +418,10 @@ def free_blocks(
         double rate,
         double penalty,
         double mean,
+        double bias_rate,
+        double bias_penalty,
+        double root,
+        double bias_root,
         const int64_t[::1] pointer,        # IN     as for `diagonals`
         int32_t[::1] seen,                 # IN OUT (grid * grid,) when this epoch took each block: 1, 2, ...; else 0
         int64_t quota,                     # blocks to visit
@@ -416,7 +433,9 @@ def free_blocks(
     """Visit up to `quota` blocks that were not seen, each when its row and its column are free."""
     cdef Side user = Side(_rows(x), _vector(x_bias), _rows(x_squares), _vector(x_bias_squares))
     cdef Side item = Side(_rows(y), _vector(y_bias), _rows(y_squares), _vector(y_bias_squares))
-    cdef Step step = Step(x.shape[1], rate, penalty, mean, shared_rank, head_only)
+    cdef sgd_terms terms = sgd_terms(rate, penalty, bias_rate, bias_penalty, mean, root, bias_root, shared_rank,
+                                     head_only)
+    cdef Py_ssize_t ld = x.shape[1]
     cdef int32_t grid = <int32_t> losses.shape[0], worker
     cdef int32_t[::1] busy = np.zeros(2 * grid, dtype=np.int32)
     cdef int32_t taken = <int32_t> np.count_nonzero(seen), last = min(taken + quota, grid * grid), lock = 0
@@ -424,13 +443,14 @@ def free_blocks(
         return
     n_threads = hmf_usable_threads(n_threads)
     for worker in prange(n_threads, nogil=True, schedule="static", chunksize=1, num_threads=n_threads):
-        _visit_free(step, user, item, &users[0], &items[0], &ratings[0], &pointer[0], grid,
+        _visit_free(&terms, ld, user, item, &users[0], &items[0], &ratings[0], &pointer[0], grid,
                     seed + <uint64_t> worker, &seen[0], &busy[0], &taken, last, &lock, &losses[0, 0])
 
 
-cdef void _visit_free(Step step, Side user, Side item, const int32_t* users, const int32_t* items, const real* ratings,
-                      const int64_t* pointer, int32_t grid, uint64_t seed, int32_t* seen, int32_t* busy,
-                      int32_t* taken, int32_t last, int32_t* lock, double* losses) noexcept nogil:
+cdef void _visit_free(const sgd_terms* terms, Py_ssize_t ld, Side user, Side item, const int32_t* users,
+                      const int32_t* items, const real* ratings, const int64_t* pointer, int32_t grid, uint64_t seed,
+                      int32_t* seen, int32_t* busy, int32_t* taken, int32_t last, int32_t* lock,
+                      double* losses) noexcept nogil:
     """One worker: the table of blocks is looked at and changed under `lock`, entries are updated outside it."""
     cdef int64_t block
     cdef int32_t row, column
@@ -451,7 +471,7 @@ cdef void _visit_free(Step step, Side user, Side item, const int32_t* users, con
         if block < 0:
             hmf_wait()
             continue
-        losses[block] = _entries(step, user, item, pointer[block + 1] - pointer[block], users + pointer[block],
+        losses[block] = _entries(terms, ld, user, item, pointer[block + 1] - pointer[block], users + pointer[block],
                                  items + pointer[block], ratings + pointer[block])
         while not hmf_take(lock):
             hmf_wait()

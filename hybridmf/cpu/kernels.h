@@ -16,6 +16,16 @@ enum {
     HMF_SYSTEMS = 2 /* systems factored side by side; four bring no more than two */
 };
 
+/* What all updates of an epoch of stochastic gradient descent share. */
+typedef struct {
+    double rate, penalty;           /* of factors: learning rate, lambda */
+    double bias_rate, bias_penalty; /* of biases */
+    double mean;                    /* of the ratings */
+    double root, bias_root;         /* added to sums of squared steps (AdaGrad, RPCS) below the square root */
+    ptrdiff_t rank;                 /* of rows whose coordinates share sums (RPCS); 0: each has its own, or none */
+    int head_only;                  /* RPCS: only the heads of rows move */
+} hmf_sgd_terms;
+
 typedef struct {
     const char *name;
     /* sum_k a[k] b[k] */
@@ -70,38 +80,36 @@ typedef struct {
     ptrdiff_t (*first_at_least_f)(ptrdiff_t n, const float *scores, float threshold, ptrdiff_t start);
     ptrdiff_t (*first_at_least_d)(ptrdiff_t n, const double *scores, double threshold, ptrdiff_t start);
     /* stochastic gradient descent (sgd_impl.h): updates of entries in their order, both rows moving; of the entries
-     * of each row, the other side fixed; the same with sums of squares: of AdaGrad, or (rank > 0) of RPCS. They return the sum of squared errors. */
+     * of each row, the other side fixed; the same with sums of squares: of AdaGrad, or (terms->rank > 0) of RPCS. They
+     * return the sum of squared errors. */
     double (*sgd_entries_f)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                            const float *ratings, float *x, float *y, float *user_bias, float *item_bias, float rate,
-                            float keep, float mean);
+                            const float *ratings, float *x, float *y, float *user_bias, float *item_bias,
+                            const hmf_sgd_terms *terms);
     double (*sgd_entries_d)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
                             const double *ratings, double *x, double *y, double *user_bias, double *item_bias,
-                            double rate, double keep, double mean);
+                            const hmf_sgd_terms *terms);
     double (*sgd_rows_f)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts, const int64_t *ends,
                          const int32_t *columns, const float *ratings, float *moved, const float *fixed,
-                         float *moved_bias, const float *fixed_bias, float rate, float keep, float mean);
+                         float *moved_bias, const float *fixed_bias, const hmf_sgd_terms *terms);
     double (*sgd_rows_d)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts, const int64_t *ends,
                          const int32_t *columns, const double *ratings, double *moved, const double *fixed,
-                         double *moved_bias, const double *fixed_bias, double rate, double keep, double mean);
+                         double *moved_bias, const double *fixed_bias, const hmf_sgd_terms *terms);
     double (*adagrad_entries_f)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
                                 const float *ratings, float *x, float *y, float *user_bias, float *item_bias,
                                 float *x_squares, float *y_squares, float *user_bias_squares,
-                                float *item_bias_squares, float rate, float lambda, float mean, ptrdiff_t rank,
-                                int head_only);
+                                float *item_bias_squares, const hmf_sgd_terms *terms);
     double (*adagrad_entries_d)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
                                 const double *ratings, double *x, double *y, double *user_bias, double *item_bias,
                                 double *x_squares, double *y_squares, double *user_bias_squares,
-                                double *item_bias_squares, double rate, double lambda, double mean, ptrdiff_t rank,
-                                int head_only);
+                                double *item_bias_squares, const hmf_sgd_terms *terms);
     double (*adagrad_rows_f)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
                              const int64_t *ends, const int32_t *columns, const float *ratings, float *moved,
                              const float *fixed, float *moved_bias, const float *fixed_bias, float *squares,
-                             float *bias_squares, float rate, float lambda, float mean, ptrdiff_t rank, int head_only);
+                             float *bias_squares, const hmf_sgd_terms *terms);
     double (*adagrad_rows_d)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
                              const int64_t *ends, const int32_t *columns, const double *ratings, double *moved,
                              const double *fixed, double *moved_bias, const double *fixed_bias, double *squares,
-                             double *bias_squares, double rate, double lambda, double mean, ptrdiff_t rank,
-                             int head_only);
+                             double *bias_squares, const hmf_sgd_terms *terms);
 } hmf_kernel_table;
 
 /* Best table of this processor, or the one HYBRIDMF_ISA names ("avx512", "avx2", "portable") if it can run here. */

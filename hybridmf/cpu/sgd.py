@@ -11,9 +11,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from .. import _formats
-from .._objective import Factors, Objective, Side, State, other_side
+from .._objective import Factors, Objective, Side, State, Terms, other_side
 from .._plan import Plan
-from .._sgd_method import SgdMethod, learning_rate_at
+from .._sgd_method import SgdMethod, learning_rate_at, terms_at
 from .._solver import SWEEP_ORDER, Unconnected
 from .._sparse import entry_rows
 from .._validate import csr_arrays
@@ -87,9 +87,6 @@ class Copies:
 
 Work = dict[Side, Copies]
 """Working copies of both sides."""
-
-Terms = tuple[float, float, float]
-"""Learning rate, lambda and mean rating, which every kernel takes in this order."""
 
 
 def _arrays(work: Work) -> tuple[np.ndarray, ...]:
@@ -369,7 +366,7 @@ class CpuSGD(Unconnected):
             "user": Copies(self.state.user, self.sums_width, threads),
             "item": Copies(self.state.item, self.sums_width, threads),
         }
-        terms = (learning_rate_at(self.method, self.epoch), self.objective.regularization, self.state.mean)
+        terms = terms_at(self.method, self.objective, self.state.mean, self.epoch)
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found here
             loss = math.fsum(self._checked(self.schedule.run(work, terms, self.epoch)))
             if not (work["user"].is_finite() and work["item"].is_finite()):
@@ -404,6 +401,6 @@ def diverged(what: str, method: SgdMethod, epoch: int) -> DivergedError:
         rate += f" ({now:g} in this epoch)"
     return DivergedError(
         f"SGD diverged in iteration {epoch + 1}: {what}. {rate} is too long a step for these ratings: "
-        f"try learning_rate={method.learning_rate / 4:g}, or scale the ratings down; "
+        f"try learning_rate={method.learning_rate / 4:g}; "
         "the model keeps the factors of the last sound iteration, if there was one"
     )

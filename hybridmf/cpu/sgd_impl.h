@@ -2,6 +2,7 @@
  *
  * Rows of factors are ld elements apart, ld a multiple of a cache line's, from a base that is aligned to one; elements
  * from the rank on are zero and stay zero. The rows of one update are computed from their old values (MSGD eq. 3).
+ * Biases move by rate_b (e - lambda_b b), with a learning rate and a penalty of their own.
  * Every function returns the sum of e^2, each error as it was before its update.
  */
 #ifndef HMF_SGD_COMMON
@@ -64,11 +65,16 @@ HMF_INLINE VEC FN(sgd_dot)(const int vectors, const REAL *x, const REAL *y) {
 #endif
 }
 
+/* What a step leaves of what it moves: 1 - rate lambda. */
+HMF_INLINE REAL FN(sgd_keep)(double rate, double penalty) { return (REAL)(1.0 - rate * penalty); }
+
 /* ---- both rows of an entry ------------------------------------------------------------------------------------ */
 
 HMF_INLINE double FN(sgd_entries_of)(const int vectors, ptrdiff_t n, ptrdiff_t ld, const int32_t *users,
                                      const int32_t *items, const REAL *ratings, REAL *x, REAL *y, REAL *user_bias,
-                                     REAL *item_bias, REAL rate, REAL keep, REAL mean) {
+                                     REAL *item_bias, const hmf_sgd_terms *terms) {
+    const REAL rate = (REAL)terms->rate, keep = FN(sgd_keep)(terms->rate, terms->penalty), mean = (REAL)terms->mean;
+    const REAL bias_rate = (REAL)terms->bias_rate, bias_keep = FN(sgd_keep)(terms->bias_rate, terms->bias_penalty);
     double loss = 0;
     for (ptrdiff_t k = 0; k < n; k++) {
         if (k + HMF_SGD_AHEAD < n) {
@@ -80,8 +86,8 @@ HMF_INLINE double FN(sgd_entries_of)(const int vectors, ptrdiff_t n, ptrdiff_t l
         if (user_bias) {
             REAL *p = user_bias + users[k], *q = item_bias + items[k];
             error -= SPLAT(*p + *q);
-            *p += rate * LANE(error, 0);
-            *q += rate * LANE(error, 0);
+            *p = bias_keep * *p + bias_rate * LANE(error, 0);
+            *q = bias_keep * *q + bias_rate * LANE(error, 0);
         }
         loss += (double)LANE(error, 0) * LANE(error, 0);
         const VEC step = rate * error, shrink = SPLAT(keep);
@@ -94,14 +100,13 @@ HMF_INLINE double FN(sgd_entries_of)(const int vectors, ptrdiff_t n, ptrdiff_t l
     return loss;
 }
 
-/* Entries (users[k], items[k], ratings[k]) one after the other; x (n_users, ld), y (n_items, ld), biases NULL without.
- * keep is 1 - rate * lambda. */
+/* Entries (users[k], items[k], ratings[k]) in turn; x (n_users, ld), y (n_items, ld), biases NULL without. */
 static double FN(sgd_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                              const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias, REAL rate,
-                              REAL keep, REAL mean) {
+                              const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias,
+                              const hmf_sgd_terms *terms) {
 #define HMF_WIDTH(vectors)                                                                                        \
     case vectors:                                                                                                  \
-        return FN(sgd_entries_of)(vectors, n, ld, users, items, ratings, x, y, user_bias, item_bias, rate, keep, mean)
+        return FN(sgd_entries_of)(vectors, n, ld, users, items, ratings, x, y, user_bias, item_bias, terms)
     switch (ld / LANES) {
         HMF_WIDTH(1);
         HMF_WIDTH(2);
@@ -114,8 +119,7 @@ static double FN(sgd_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, c
         HMF_WIDTH(16);
     }
 #undef HMF_WIDTH
-    return FN(sgd_entries_of)((int)(ld / LANES), n, ld, users, items, ratings, x, y, user_bias, item_bias, rate, keep,
-                              mean);
+    return FN(sgd_entries_of)((int)(ld / LANES), n, ld, users, items, ratings, x, y, user_bias, item_bias, terms);
 }
 
 /* ---- the rows of one side, the other side fixed (MSGD eqs. 15 and 16) ------------------------------------------ */
@@ -123,7 +127,9 @@ static double FN(sgd_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, c
 HMF_INLINE double FN(sgd_rows_of)(const int vectors, ptrdiff_t n, ptrdiff_t ld, const int64_t *order,
                                   const int64_t *starts, const int64_t *ends, const int32_t *columns,
                                   const REAL *ratings, REAL *moved, const REAL *fixed, REAL *moved_bias,
-                                  const REAL *fixed_bias, REAL rate, REAL keep, REAL mean) {
+                                  const REAL *fixed_bias, const hmf_sgd_terms *terms) {
+    const REAL rate = (REAL)terms->rate, keep = FN(sgd_keep)(terms->rate, terms->penalty), mean = (REAL)terms->mean;
+    const REAL bias_rate = (REAL)terms->bias_rate, bias_keep = FN(sgd_keep)(terms->bias_rate, terms->bias_penalty);
     int64_t row[HMF_SGD_SLOTS], at[HMF_SGD_SLOTS], end[HMF_SGD_SLOTS];
     int slots = 0;
     ptrdiff_t next = 0;
@@ -147,8 +153,9 @@ HMF_INLINE double FN(sgd_rows_of)(const int vectors, ptrdiff_t n, ptrdiff_t ld, 
                 const REAL *b = fixed + columns[k] * ld;
                 VEC error = SPLAT(ratings[k] - mean) - FN(sgd_dot)(vectors, a, b);
                 if (moved_bias) {
-                    error -= SPLAT(moved_bias[row[s]] + fixed_bias[columns[k]]);
-                    moved_bias[row[s]] += rate * LANE(error, 0);
+                    const REAL bias = moved_bias[row[s]];
+                    error -= SPLAT(bias + fixed_bias[columns[k]]);
+                    moved_bias[row[s]] = bias_keep * bias + bias_rate * LANE(error, 0);
                 }
                 loss += (double)LANE(error, 0) * LANE(error, 0);
                 const VEC step = rate * error, shrink = SPLAT(keep);
@@ -173,11 +180,11 @@ HMF_INLINE double FN(sgd_rows_of)(const int vectors, ptrdiff_t n, ptrdiff_t ld, 
  * take turns changes no row's factors. moved (rows, ld), fixed (columns, ld). */
 static double FN(sgd_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts, const int64_t *ends,
                            const int32_t *columns, const REAL *ratings, REAL *moved, const REAL *fixed,
-                           REAL *moved_bias, const REAL *fixed_bias, REAL rate, REAL keep, REAL mean) {
+                           REAL *moved_bias, const REAL *fixed_bias, const hmf_sgd_terms *terms) {
 #define HMF_WIDTH(vectors)                                                                                            \
     case vectors:                                                                                                     \
         return FN(sgd_rows_of)(vectors, n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,      \
-                               fixed_bias, rate, keep, mean)
+                               fixed_bias, terms)
     switch (ld / LANES) {
         HMF_WIDTH(1);
         HMF_WIDTH(2);
@@ -191,14 +198,20 @@ static double FN(sgd_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, cons
     }
 #undef HMF_WIDTH
     return FN(sgd_rows_of)((int)(ld / LANES), n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,
-                           fixed_bias, rate, keep, mean);
+                           fixed_bias, terms);
 }
 
-/* ---- AdaGrad: each coordinate divides by the root of 1 + its sum of squared steps ------------------------------- */
+/* ---- AdaGrad: each coordinate divides by the root of a constant and its sum of squared steps -------------------- */
 
-HMF_INLINE REAL FN(adagrad)(REAL value, REAL step, REAL *squares, REAL rate) {
+HMF_INLINE REAL FN(adagrad)(REAL value, REAL step, REAL *squares, REAL rate, REAL root) {
     *squares += step * step;
-    return value + rate * step / HMF_SQRT(1 + *squares);
+    return value + rate * step / HMF_SQRT(root + *squares);
+}
+
+/* The same for a bias, whose entry has this error. */
+HMF_INLINE void FN(adagrad_bias)(REAL *bias, REAL error, REAL *squares, const hmf_sgd_terms *terms) {
+    const REAL step = error - (REAL)terms->bias_penalty * *bias;
+    *bias = FN(adagrad)(*bias, step, squares, (REAL)terms->bias_rate, (REAL)terms->bias_root);
 }
 
 /* ---- RPCS (Chin et al. 2015): one sum for the first HMF_HEAD coordinates of a row and one for the others ---------- */
@@ -207,10 +220,12 @@ HMF_INLINE REAL FN(adagrad)(REAL value, REAL step, REAL *squares, REAL rate) {
 
 /* a += its step from the old b; its sums c[0], c[1] grow by the mean squares of the steps. b may be a row that moves
  * as well: `other` then holds what it was. The coordinates after the head stay where they are if head_only. */
-HMF_INLINE void FN(rpcs)(ptrdiff_t ld, REAL *a, const REAL *other, REAL *c, REAL error, REAL lambda, REAL rate,
-                         ptrdiff_t rank, int head_only) {
+HMF_INLINE void FN(rpcs)(ptrdiff_t ld, REAL *a, const REAL *other, REAL *c, REAL error, const hmf_sgd_terms *terms) {
+    const REAL rate = (REAL)terms->rate, lambda = (REAL)terms->penalty, root = (REAL)terms->root;
+    const ptrdiff_t rank = terms->rank;
+    const int head_only = terms->head_only;
     const ptrdiff_t head = rank < HMF_HEAD ? rank : HMF_HEAD, tail = rank - head;
-    const REAL head_rate = rate / HMF_SQRT(1 + c[0]), tail_rate = head_only ? 0 : rate / HMF_SQRT(1 + c[1]);
+    const REAL head_rate = rate / HMF_SQRT(root + c[0]), tail_rate = head_only ? 0 : rate / HMF_SQRT(root + c[1]);
     VEC in_head = SPLAT(0), sums[2] = {SPLAT(0), SPLAT(0)};
     for (int lane = 0; lane < LANES && lane < HMF_HEAD; lane++) in_head[lane] = 1;
     const VEC mixed = in_head * SPLAT(head_rate) + (SPLAT(1) - in_head) * SPLAT(tail_rate);
@@ -233,7 +248,7 @@ HMF_INLINE void FN(rpcs)(ptrdiff_t ld, REAL *a, const REAL *other, REAL *c, REAL
 static double FN(rpcs_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
                                const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias,
                                REAL *x_squares, REAL *y_squares, REAL *user_bias_squares, REAL *item_bias_squares,
-                               REAL rate, REAL lambda, REAL mean, ptrdiff_t rank, int head_only) {
+                               const hmf_sgd_terms *terms) {
     REAL old[HMF_LARGEST_ROW] __attribute__((aligned(64)));
     double loss = 0;
     for (ptrdiff_t k = 0; k < n; k++) {
@@ -243,16 +258,16 @@ static double FN(rpcs_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, 
         }
         const ptrdiff_t user = users[k], item = items[k];
         REAL *a = x + user * ld, *b = y + item * ld;
-        REAL error = ratings[k] - mean - FN(dot)(ld, a, b);
+        REAL error = ratings[k] - (REAL)terms->mean - FN(dot)(ld, a, b);
         if (user_bias) {
             error -= user_bias[user] + item_bias[item];
-            user_bias[user] = FN(adagrad)(user_bias[user], error, user_bias_squares + user, rate);
-            item_bias[item] = FN(adagrad)(item_bias[item], error, item_bias_squares + item, rate);
+            FN(adagrad_bias)(user_bias + user, error, user_bias_squares + user, terms);
+            FN(adagrad_bias)(item_bias + item, error, item_bias_squares + item, terms);
         }
         loss += (double)error * error;
         for (ptrdiff_t j = 0; j < ld; j += LANES) *(VEC *)(old + j) = *(const VEC *)(a + j);
-        FN(rpcs)(ld, a, b, x_squares + 2 * user, error, lambda, rate, rank, head_only);
-        FN(rpcs)(ld, b, old, y_squares + 2 * item, error, lambda, rate, rank, head_only);
+        FN(rpcs)(ld, a, b, x_squares + 2 * user, error, terms);
+        FN(rpcs)(ld, b, old, y_squares + 2 * item, error, terms);
     }
     return loss;
 }
@@ -260,7 +275,7 @@ static double FN(rpcs_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, 
 static double FN(rpcs_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
                             const int64_t *ends, const int32_t *columns, const REAL *ratings, REAL *moved,
                             const REAL *fixed, REAL *moved_bias, const REAL *fixed_bias, REAL *squares,
-                            REAL *bias_squares, REAL rate, REAL lambda, REAL mean, ptrdiff_t rank, int head_only) {
+                            REAL *bias_squares, const hmf_sgd_terms *terms) {
     double loss = 0;
     for (ptrdiff_t i = 0; i < n; i++) {
         const int64_t row = order[i];
@@ -268,13 +283,13 @@ static double FN(rpcs_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, con
         for (int64_t k = starts[row]; k < ends[row]; k++) {
             const REAL *b = fixed + columns[k] * ld;
             if (k + 2 < ends[row]) FN(prefetch_row)(fixed + columns[k + 2] * ld, ld);
-            REAL error = ratings[k] - mean - FN(dot)(ld, a, b);
+            REAL error = ratings[k] - (REAL)terms->mean - FN(dot)(ld, a, b);
             if (moved_bias) {
                 error -= moved_bias[row] + fixed_bias[columns[k]];
-                moved_bias[row] = FN(adagrad)(moved_bias[row], error, bias_squares + row, rate);
+                FN(adagrad_bias)(moved_bias + row, error, bias_squares + row, terms);
             }
             loss += (double)error * error;
-            FN(rpcs)(ld, a, b, squares + 2 * row, error, lambda, rate, rank, head_only);
+            FN(rpcs)(ld, a, b, squares + 2 * row, error, terms);
         }
     }
     return loss;
@@ -286,10 +301,11 @@ static double FN(rpcs_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, con
 static double FN(adagrad_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
                                   const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias,
                                   REAL *x_squares, REAL *y_squares, REAL *user_bias_squares, REAL *item_bias_squares,
-                                  REAL rate, REAL lambda, REAL mean, ptrdiff_t rank, int head_only) {
-    if (rank)
+                               const hmf_sgd_terms *terms) {
+    if (terms->rank)
         return FN(rpcs_entries)(n, ld, users, items, ratings, x, y, user_bias, item_bias, x_squares, y_squares,
-                                user_bias_squares, item_bias_squares, rate, lambda, mean, rank, head_only);
+                                user_bias_squares, item_bias_squares, terms);
+    const REAL rate = (REAL)terms->rate, lambda = (REAL)terms->penalty, root = (REAL)terms->root;
     double loss = 0;
     for (ptrdiff_t k = 0; k < n; k++) {
         if (k + HMF_SGD_AHEAD < n) {
@@ -302,17 +318,17 @@ static double FN(adagrad_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *user
         const ptrdiff_t user = users[k], item = items[k];
         REAL *restrict a = x + user * ld, *restrict b = y + item * ld;
         REAL *restrict c = x_squares + user * ld, *restrict d = y_squares + item * ld;
-        REAL error = ratings[k] - mean - FN(dot)(ld, a, b);
+        REAL error = ratings[k] - (REAL)terms->mean - FN(dot)(ld, a, b);
         if (user_bias) {
             error -= user_bias[user] + item_bias[item];
-            user_bias[user] = FN(adagrad)(user_bias[user], error, user_bias_squares + user, rate);
-            item_bias[item] = FN(adagrad)(item_bias[item], error, item_bias_squares + item, rate);
+            FN(adagrad_bias)(user_bias + user, error, user_bias_squares + user, terms);
+            FN(adagrad_bias)(item_bias + item, error, item_bias_squares + item, terms);
         }
         loss += (double)error * error;
         for (ptrdiff_t j = 0; j < ld; j++) {
             const REAL p = a[j], q = b[j];
-            a[j] = FN(adagrad)(p, error * q - lambda * p, c + j, rate);
-            b[j] = FN(adagrad)(q, error * p - lambda * q, d + j, rate);
+            a[j] = FN(adagrad)(p, error * q - lambda * p, c + j, rate, root);
+            b[j] = FN(adagrad)(q, error * p - lambda * q, d + j, rate, root);
         }
     }
     return loss;
@@ -322,11 +338,11 @@ static double FN(adagrad_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *user
 static double FN(adagrad_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
                                const int64_t *ends, const int32_t *columns, const REAL *ratings, REAL *moved,
                                const REAL *fixed, REAL *moved_bias, const REAL *fixed_bias, REAL *squares,
-                               REAL *bias_squares, REAL rate, REAL lambda, REAL mean, ptrdiff_t rank,
-                               int head_only) {
-    if (rank)
+                               REAL *bias_squares, const hmf_sgd_terms *terms) {
+    if (terms->rank)
         return FN(rpcs_rows)(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias, fixed_bias,
-                             squares, bias_squares, rate, lambda, mean, rank, head_only);
+                             squares, bias_squares, terms);
+    const REAL rate = (REAL)terms->rate, lambda = (REAL)terms->penalty, root = (REAL)terms->root;
     double loss = 0;
     for (ptrdiff_t i = 0; i < n; i++) {
         const int64_t row = order[i];
@@ -334,13 +350,14 @@ static double FN(adagrad_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, 
         for (int64_t k = starts[row]; k < ends[row]; k++) {
             const REAL *restrict b = fixed + columns[k] * ld;
             if (k + 2 < ends[row]) FN(prefetch_row)(fixed + columns[k + 2] * ld, ld);
-            REAL error = ratings[k] - mean - FN(dot)(ld, a, b);
+            REAL error = ratings[k] - (REAL)terms->mean - FN(dot)(ld, a, b);
             if (moved_bias) {
                 error -= moved_bias[row] + fixed_bias[columns[k]];
-                moved_bias[row] = FN(adagrad)(moved_bias[row], error, bias_squares + row, rate);
+                FN(adagrad_bias)(moved_bias + row, error, bias_squares + row, terms);
             }
             loss += (double)error * error;
-            for (ptrdiff_t j = 0; j < ld; j++) a[j] = FN(adagrad)(a[j], error * b[j] - lambda * a[j], c + j, rate);
+            for (ptrdiff_t j = 0; j < ld; j++)
+                a[j] = FN(adagrad)(a[j], error * b[j] - lambda * a[j], c + j, rate, root);
         }
     }
     return loss;

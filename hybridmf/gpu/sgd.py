@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import SIDES, Objective, Side, State, other_side
+from .._objective import SIDES, Objective, Side, State, Terms, other_side
 from .._plan import Plan
-from .._sgd_method import SgdMethod, learning_rate_at
+from .._sgd_method import SgdMethod, terms_at
 from .._solver import SWEEP_ORDER, Unconnected
 from .._validate import csr_arrays
 from ..cpu.sgd import RISE, diverged
@@ -185,17 +185,11 @@ def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int,
     return max(1, min(wanted, most, nnz // max(1, RANGE_ENTRIES * moved)))
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What an update takes beside an entry: learning rate gamma, lambda and mean rating."""
-
-    rate: float
-    regularization: float
-    mean: float
-
-    def scalars(self, real: type) -> tuple[np.generic, ...]:
-        """Kernel arguments; a step multiplies by ``1 - gamma lambda`` what it moves."""
-        return real(self.rate), real(1.0 - self.rate * self.regularization), real(self.mean)
+def scalars(terms: Terms, real: type) -> tuple[np.generic, ...]:
+    """Kernel arguments; a step multiplies by ``1 - gamma lambda`` what it moves."""
+    keep = 1.0 - terms.rate * terms.regularization
+    bias_keep = 1.0 - terms.bias_rate * terms.bias_regularization
+    return tuple(map(real, (terms.rate, keep, terms.mean, terms.bias_rate, bias_keep)))
 
 
 def stored_width(factors: int, dtype: Any) -> int:
@@ -233,8 +227,8 @@ def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
 
 def _arguments(moved: Rows, losses: Array, fixed: Rows, walk: Walk, rows: Array, n: int, terms: Terms) -> tuple:
     entries = (walk.indices, walk.ratings, rows, walk.begins, walk.ends)
-    scalars = terms.scalars(walk.ratings.dtype.type)
-    return (*moved.arrays, losses, *fixed.arrays, *entries, np.int32(n), np.int32(walk.first), *scalars)
+    numbers = scalars(terms, walk.ratings.dtype.type)
+    return (*moved.arrays, losses, *fixed.arrays, *entries, np.int32(n), np.int32(walk.first), *numbers)
 
 
 # ---------------------------------------------------------------------------------------------- MSGD
@@ -308,7 +302,7 @@ class BlockedConfig:
         """Dynamic shared memory of a block; the kernel checks that it counts the same."""
         chunk, size = self.chunk, self.itemsize
         slot = chunk * (self.stride + chunk + 16 // size + 1) * size + 16
-        rest = (chunk * (32 + 16 // size + 5) + 1) * size
+        rest = (chunk * (32 + 16 // size + 7) + 2) * size
         return self.slots * ceil_div(slot, 16) * 16 + ceil_div(rest, 16) * 16
 
     @property
@@ -696,7 +690,7 @@ def batch_hogwild(
     sizes = (np.int64(len(runs)), np.int32(config.n_workers), np.int32(config.batch), np.int32(walk.first))
     (held_matrix, held_bias), (walked_matrix, walked_bias) = held.arrays, walked.arrays
     arrays = (held_matrix, walked_matrix, held_bias, walked_bias, out, walk.indices, walk.ratings, runs)
-    kernel((blocks,), (THREADS,), (*arrays, *sizes, *terms.scalars(np.float32)), 0)
+    kernel((blocks,), (THREADS,), (*arrays, *sizes, *scalars(terms, np.float32)), 0)
     return out
 
 
@@ -800,7 +794,7 @@ class GpuSGD(Unconnected):
         yield
 
     def _epoch(self) -> None:
-        terms = Terms(learning_rate_at(self.method, self.epoch), self.objective.regularization, self.mean)
+        terms = terms_at(self.method, self.objective, self.mean, self.epoch)
         work = {side: self._copy(side) for side in SIDES}
         launched = self.epochs.run(work, terms)
         tables = {side: self._table(work.pop(side)) for side in SIDES}
@@ -896,7 +890,8 @@ def penalty(table: DeviceFactors, objective: Objective, degrees: np.ndarray) -> 
     if not len(table):
         return 0.0
     squares = losses.row_squares(table.device, table.table, table.factors)
-    return objective.regularization * float(squares @ objective.row_scale(degrees))
+    bias = None if table.device_bias is None else table.device.download(table.device_bias)
+    return objective.penalty_of_squares(squares, degrees, bias)
 
 
 def judged(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[float, bool]:

@@ -17,7 +17,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .. import reference
-from .._objective import SIDES, Factors, Objective, Side, State
+from .._objective import SIDES, Factors, Objective, Side, State, Terms
 from .._sparse import transposed
 from .._validate import csr_arrays, make_csr
 from ..datasets import _degrees, _popularity
@@ -469,7 +469,7 @@ class BlockedTrial:
         self.fixed = sgd.Rows(device.upload(self.tables[1]))
         self.moved = sgd.Rows(device.upload(self.tables[0]))
         self.walk = sgd.Walk.upload(device, self.matrix)
-        self.terms = sgd.Terms(self.rate, REGULARIZATION, 0.0)
+        self.terms = Terms(self.rate, REGULARIZATION, 0.0, self.rate, REGULARIZATION)
         self.tolerance = 2e-4 if self.dtype.itemsize == 4 else 1e-10
         self.flops = 8.0 * self.ld * float(degrees[order[: self.longest]].sum())
 
@@ -522,7 +522,7 @@ class HogwildTrial:
         self.matrix = sample.side(self.held)
         self.mean = float(self.matrix.data.mean(dtype=np.float64))
         self.walk = sgd.Walk.upload(device, self.matrix)
-        self.terms = sgd.Terms(self.rate, REGULARIZATION, self.mean)
+        self.terms = Terms(self.rate, REGULARIZATION, self.mean, self.rate, REGULARIZATION)
         self.work: tuple[sgd.Rows, sgd.Rows] | None = None
         self._runs: dict[int, Array] = {}
         self.small = subset(self.matrix, 12)
@@ -571,7 +571,7 @@ class HogwildTrial:
         order = np.repeat(owners, counts), self.small.indices[places], self.small.data[places]
         biases = [np.zeros(len(table), np.float32) if self.biases else None for table in start]
         state = State(Factors(start[0], biases[0]), Factors(start[1], biases[1]), self.mean)
-        wanted = reference.sgd_entries(*order, state, REGULARIZATION, self.rate)
+        wanted = reference.sgd_entries(*order, state, self.terms)
         pairs = zip((held, walked), (wanted.user, wanted.item), strict=True)
         errors = [
             np.abs(self.device.download(rows.matrix) - want.matrix).max() / np.abs(want.matrix).max()

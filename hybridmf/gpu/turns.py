@@ -255,19 +255,25 @@ def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> H
 
 
 def first_state(
-    degrees: dict[Side, np.ndarray], plan: Plan, dtype: Any, objective: Objective, mean: float, rng: np.random.Generator
+    degrees: dict[Side, np.ndarray],
+    plan: Plan,
+    dtype: Any,
+    objective: Objective,
+    mean: float,
+    rng: np.random.Generator,
+    square: float = 1.0,
 ) -> State:
     """What `hybridmf._objective.initial_state` has, in the tables of a fit: there is no room for more."""
     tables = {side: HostTables.of(side, plan, dtype) for side in SIDES}
-    users, items = (_first_factors(tables[side], degrees[side], plan.factors, objective, rng) for side in SIDES)
+    users, items = (_first_factors(tables[side], degrees[side], plan.factors, objective, rng, square) for side in SIDES)
     return State(users, items, first_mean(mean, objective))
 
 
 def _first_factors(
-    tables: HostTables, degrees: np.ndarray, rank: int, objective: Objective, rng: np.random.Generator
+    tables: HostTables, degrees: np.ndarray, rank: int, objective: Objective, rng: np.random.Generator, square: float
 ) -> HostFactors:
     table, bias = tables.take(), first_bias(degrees, tables.dtype, objective)
-    for rows, drawn in drawn_rows(degrees, rank, rng):
+    for rows, drawn in drawn_rows(degrees, rank, rng, square):
         fill_table(table[rows], Factors(drawn, None if bias is None else bias[rows]))
     return HostFactors(table, rank, bias, tables=tables)
 

@@ -33,19 +33,18 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import SIDES, Factors, Objective, Side, State, other_side
+from .._objective import SIDES, Factors, Objective, Side, State, Terms, other_side
 from .._plan import BATCH_FLOPS, Plan
-from .._sgd_method import SgdMethod, learning_rate_at
+from .._sgd_method import SgdMethod, terms_at
 from .._sparse import transposed
 from .._validate import check_choice, csr_arrays, make_csr
-from ..cpu import sgd as cpu_sgd
 from ..cpu.als import aligned_zeros, objective_value
 from ..cpu.sgd import RISE, Copies, RowSweeps, diverged, starting_state, sums_width
 from ..errors import CommunicatorError
 from ..gpu import sgd as gpu_sgd
 from ..gpu.als import DeviceFactors, to_device
 from ..gpu.device import Device, open_device
-from ..gpu.sgd import Msgd, Rows, Terms, TrainingLoss, stored_width
+from ..gpu.sgd import Msgd, Rows, TrainingLoss, stored_width
 from .checkpoint import fingerprint
 from .communicator import Array, Communicator, check_agreement, start_sendrecv
 from .joined import JoinedFactors, part_of
@@ -138,7 +137,7 @@ class Backend(Protocol):
     def arrived(self, arrays: Sequence[Array]) -> Any:
         """The range of items that has come."""
 
-    def move(self, block: int, side: Side, work: dict[Side, Any], terms: cpu_sgd.Terms, epoch: int) -> Iterator[None]:
+    def move(self, block: int, side: Side, work: dict[Side, Any], terms: Terms, epoch: int) -> Iterator[None]:
         """Move the rows of a side by the ratings of a block; yields where it may end early."""
 
     def factors(self, work: Any) -> Factors:
@@ -175,7 +174,7 @@ class CpuBackend:
     def __init__(self, blocks: list[Block], objective: Objective, plan: Plan) -> None:
         assert isinstance(plan.method, SgdMethod)
         self.blocks, self.plan = blocks, plan
-        self.loss_alone = replace(objective, regularization=0.0)
+        self.loss_alone = replace(objective, regularization=0.0, bias_regularization=0.0)
         self.objective = objective
         self.sums_width = sums_width(plan.method, plan.factors)
         self.sweeps = [_row_sweeps(block, plan) for block in blocks]
@@ -221,9 +220,7 @@ class CpuBackend:
             setattr(work, name, lined_up)
         return work
 
-    def move(
-        self, block: int, side: Side, work: dict[Side, Copies], terms: cpu_sgd.Terms, epoch: int
-    ) -> Iterator[None]:
+    def move(self, block: int, side: Side, work: dict[Side, Copies], terms: Terms, epoch: int) -> Iterator[None]:
         """See `Backend`; yields after each kernel call."""
         sweeps = self.sweeps[block]
         if sweeps is not None:
@@ -255,7 +252,7 @@ class CpuBackend:
 
     def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
         """See `Backend`."""
-        return self.objective.penalty(factors.matrix, degrees)
+        return self.objective.penalty(factors.matrix, degrees, factors.bias)
 
     def gather_items(self, communicator: Communicator, factors: Factors, bounds: Bounds) -> list[Factors]:
         """See `Backend`."""
@@ -360,12 +357,12 @@ class GpuBackend:
         """See `Backend`."""
         return Rows(*arrays)
 
-    def move(self, block: int, side: Side, work: dict[Side, Rows], terms: cpu_sgd.Terms, epoch: int) -> Iterator[None]:
+    def move(self, block: int, side: Side, work: dict[Side, Rows], terms: Terms, epoch: int) -> Iterator[None]:
         """See `Backend`; launched, not waited for."""
         msgd = self.epochs[block]
         if msgd is not None:
             sums = self._sums_of[block, side]
-            msgd.launch_pass(side, work[side], work[other_side(side)], Terms(*terms), sums)
+            msgd.launch_pass(side, work[side], work[other_side(side)], terms, sums)
             yield
 
     def factors(self, work: Rows) -> DeviceFactors:
@@ -517,7 +514,7 @@ class RankSGD:
         return new
 
     def _epoch(self) -> tuple[dict[Side, Factors], float, bool]:
-        terms = (learning_rate_at(self.method, self.epoch), self.objective.regularization, self.mean)
+        terms = terms_at(self.method, self.objective, self.mean, self.epoch)
         work = {side: self.backend.copies(self.factors[side]) for side in SIDES}
         own, last = work["item"], self._last_step()
         for step in range(last + 1):
@@ -543,7 +540,7 @@ class RankSGD:
         """After which nothing is left to move, and this rank's own items have been back, in step p."""
         return max(self._user_steps()[-1], self.size if self.size > 1 else 0)
 
-    def _move(self, block: int, side: Side, work: dict[Side, Any], terms: cpu_sgd.Terms) -> None:
+    def _move(self, block: int, side: Side, work: dict[Side, Any], terms: Terms) -> None:
         for _ in self.backend.move(block, side, work, terms, self.epoch):
             if self.communicator.cause:  # a pass may be long
                 raise CommunicatorError(self.communicator.cause)

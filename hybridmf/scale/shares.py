@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import SIDES, Side, other_side
-from .._sparse import transposed, value_range
+from .._objective import SIDES, Objective, Side, other_side, rating_scale
+from .._sparse import entry_squares, transposed, value_range
 from .._validate import from_triplets
 from ..errors import CommunicatorError, DuplicateEntriesError
 from .checkpoint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
@@ -305,6 +305,7 @@ class Cut:
         if streamed and isinstance(ratings, StoredRatings):
             self.blocks = {side: ratings.slabs(communicator, self.layout, side) for side in SIDES}
             self._piece, self._users = None, ratings.own_rows(communicator, self.layout, "user")
+            self._squares: float | None = None
             self.degrees, self.total, self.value_range = dict(degrees), ratings.total, ratings.value_range
             self.nnz = int(self.degrees["user"].sum())
             return
@@ -322,7 +323,17 @@ class Cut:
         self.nnz = int(self.degrees["user"].sum())
         self.total = float(communicator.allreduce(np.array([rows.data.sum(dtype=np.float64)]))[0])
         self.value_range = _range_on_all(communicator, rows.data)
-        self._piece = piece_of_fingerprint(rows)
+        self._piece, self._squares = piece_of_fingerprint(rows), entry_squares([rows.data])
+
+    def scale(self, communicator: Communicator, objective: Objective) -> float:
+        """What standardizes all ratings; what is streamed is read for it."""
+        if objective.is_implicit:
+            return 1.0
+        if self._squares is None:
+            parts = (self._users.matrix(slab).data for slab in range(len(self._users.bounds) - 1))
+            self._squares = entry_squares(parts)
+        squares = float(communicator.allreduce(np.array([self._squares]))[0])
+        return rating_scale(self.total, squares, self.nnz, objective.biases)
 
     def fingerprint(self, communicator: Communicator) -> str:
         """`checkpoint.fingerprint` of the whole matrix; what is streamed is read for it."""

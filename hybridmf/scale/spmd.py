@@ -235,6 +235,7 @@ class _Fit:
             self.objective,
             self.cut.total / self.cut.nnz,
             check_rng(seed),
+            self.model._first_length(self.objective, self.cut.scale(self.communicator, self.objective)),
         )
 
     def _broadcast_state(self, state: State | None) -> State:

@@ -39,7 +39,7 @@ from .. import _formats
 from .._io import LABEL_DTYPES, decode_labels
 from .._memory import available_memory
 from .._objective import SIDES, Side, other_side
-from .._sparse import SUMMED, entry_rows, take_rows, value_range
+from .._sparse import SUMMED, entry_rows, entry_squares, take_rows, value_range
 from .._validate import check_choice, check_path, csr_arrays, frozen_csr, make_csr
 from ..errors import MemoryBudgetError, StoreError
 from ..ratings import Ratings
@@ -519,6 +519,12 @@ class StoreMatrix:
         if known:
             return float(known[0]), float(known[1])
         return value_range(matrix.data for matrix in self.matrices())  # written before manifests had it
+
+    @cached_property
+    def squares(self) -> float:
+        """Sum of squares as `_sparse.entry_squares` of all values in user order has it; reads the slabs."""
+        users = self if self.side == "user" else self.transposed()
+        return entry_squares(matrix.data for matrix in users.matrices())
 
     @property
     def ends(self) -> np.ndarray:
