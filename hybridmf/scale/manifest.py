@@ -6,6 +6,7 @@
     bounds                     of slabs: {"user": [0, ..., n_users], "item": [0, ..., n_items]}, ascending
     sums                       of all values in user order: {"all": x, "nonzero": x}, equal up to rounding
     magnitudes                 smallest and largest absolute value: {"all": [a, b], "nonzero": [a, b]}, [] of no values
+    range                      smallest and largest value: [a, b], None of no values; absent in older stores
     files                      {name: {"bytes": n, "crc32": "8 hexadecimal digits"}}
     checksum                   CRC-32 of all of that
 
@@ -67,7 +68,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     ValueError
         Names the field.
     """
-    _keys("the manifest", manifest, FIELDS)
+    _keys("the manifest", manifest, FIELDS, frozenset(["range"]))
     _require(manifest["dtype"] == "float32", f"dtype is {manifest['dtype']!r}, expected 'float32'")
     shape = [_count("shape", each, MAX_POSITION) for each in _list("shape", manifest["shape"], 2)]
     nnz = _count("nnz", manifest["nnz"], shape[0] * shape[1])
@@ -76,6 +77,8 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     for side, count in zip(SIDES, shape, strict=True):
         _check_bounds(f"bounds of {side}s", manifest["bounds"][side], count)
     _check_values(manifest["magnitudes"], manifest["sums"], nnz, zeros)
+    if manifest.get("range") is not None:
+        _check_range(manifest["range"], manifest["magnitudes"]["all"])
     _check_files(manifest)
 
 
@@ -108,6 +111,12 @@ def _check_values(magnitudes: Any, sums: Any, nnz: int, zeros: int) -> None:
     slack = ROUNDING * nonzero * high
     total, rest = (_real("sums", sums[kind], nonzero * high + slack) for kind in ("all", "nonzero"))
     _require(abs(total - rest) <= (slack if zeros else 0), f"sums differ: {total} and {rest} without zeros")
+
+
+def _check_range(found: Any, magnitudes: list[float]) -> None:
+    low, high = (_real("range", each) for each in _list("range", found, 2))
+    largest = magnitudes[1] if magnitudes else None
+    _require(low <= high and max(-low, high) == largest, f"range is {found!r}, the largest magnitude {largest}")
 
 
 def _check_files(manifest: dict[str, Any]) -> None:
