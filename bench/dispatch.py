@@ -8,7 +8,7 @@ Each case is a fit of its own on each device, several times where it is short. O
 iterations but the first, of first iterations, and of what is around them. Threads of a shared machine wait for others
 now and then, and that is no property of a method. On a GPU the same fit comes once before, so that its kernels are
 compiled and loaded; what that adds is recorded. One measurement stands for fits of 1, 5, 15 and 50 iterations: set-up
-and that many iterations. Predictions are those of constants measured at the start of the run (`hybridmf._calibrate`),
+and that many iterations. Predictions are those of constants measured at the start of the run (`hybridmf.tools.calibrate`),
 which are recorded, and of the built-in ones.
 
 The choice is right where the device predicted to be done first is the measured best, or within 10 % of it.
@@ -16,6 +16,7 @@ The choice is right where the device predicted to be done first is the measured 
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections import defaultdict
@@ -29,10 +30,13 @@ import numpy as np
 from common import RESULTS, record
 
 import hybridmf as hmf
-from hybridmf import _cost, _machine, datasets, dispatch
-from hybridmf._calibrate import calibrate, time_fits
-from hybridmf._machine import Machine
-from hybridmf.gpu.device import DeviceSpec
+from hybridmf import datasets
+from hybridmf.device.cuda import DeviceSpec
+from hybridmf.plan import cost as _cost
+from hybridmf.plan import dispatch, types
+from hybridmf.plan import machine as _machine
+from hybridmf.plan.machine import Machine
+from hybridmf.tools.calibrate import calibrate, time_fits
 
 ITERATIONS = (1, 5, 15, 50)
 """What one measurement stands for."""
@@ -180,7 +184,7 @@ def run(profile: str) -> None:
     for shape, scale, ranks in shapes:
         matrix = datasets.synthetic(shape, scale=scale).user_items
         click.echo(f"{shape} x {scale}: {matrix.shape[0]:,} x {matrix.shape[1]:,}, {matrix.nnz:,} entries")
-        facts = _cost.Facts.of(matrix, items=True)
+        facts = types.Facts.of(matrix, items=True)
         for name, f, device, assembly in cases(ranks, spec is not None, (shape, scale) == ASSEMBLIES_ON):
             if time.perf_counter() - started > limit:
                 click.echo("time is up: the rest is left out")
@@ -231,9 +235,9 @@ def cost(line: dict[str, Any], machine: Machine, spec: DeviceSpec | None) -> _co
         line["model"], line["factors"], line["device"], line["assembly_asked"], num_threads=line["threads"]
     )
     found = (spec if line["device"] == "cuda" else None, "recorded")
-    with mock.patch("hybridmf.dispatch.find_gpu", return_value=found):
+    with mock.patch.object(importlib.import_module("hybridmf.plan.dispatch"), "find_gpu", return_value=found):
         plan = hmf.plan(shape=(line["n_users"], line["n_items"]), nnz=line["nnz"], model=model)
-    facts = _cost.Facts(**line["facts"])
+    facts = types.Facts(**line["facts"])
     return _cost.cost_of(replace(plan, facts=facts), machine, _cost.Warmth(started=True, compiled=True, loaded=True))
 
 

@@ -24,8 +24,8 @@ from common import SHAPES, alternate, median, record, synthetic
 from cpu import Contestant, _seconds, libmf_rebuilt, versions
 
 import hybridmf as hmf
-from hybridmf._learned import scale_of
-from hybridmf._objective import Objective
+from hybridmf.core.objective import Objective
+from hybridmf.model.learned import scale_of
 
 LAMBDA = 0.05
 LIBMF_RATES = (0.1, 0.15)

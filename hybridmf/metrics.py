@@ -16,11 +16,11 @@ import numpy as np
 import scipy.sparse as sp
 from sklearn.exceptions import NotFittedError
 
-from ._align import align, labels_of
-from ._sparse import as_ones, entry_rows, keep_entries, take_rows
-from ._validate import as_csr, check_choice, check_ids, check_int, check_real, check_shape, refuse_masked
+from .core.sparse import as_ones, entry_rows, keep_entries, take_rows
+from .core.validate import as_csr, check_choice, check_ids, check_int, check_real, check_shape, refuse_masked
+from .data.align import align, labels_of
 from .errors import NonFiniteError
-from .popularity import PopularityRecommender as PopularityRecommender
+from .model.popularity import PopularityRecommender as PopularityRecommender
 
 BLOCK_USERS = 16_384
 """Users `evaluate` asks a model for at a time: enough to fill a GPU, while ids and training rows stay a few MB."""

@@ -19,8 +19,19 @@ from typing import Any, cast
 import numpy as np
 import scipy.sparse as sp
 
-from ._files import FORMATS, read_head, sniff_format, write_atomically
-from ._labels import (
+from .core.files import FORMATS, read_head, sniff_format, write_atomically
+from .core.sparse import keep_entries, transposed
+from .core.validate import (
+    MERGE_RULES,
+    as_csr,
+    check_choice,
+    check_int,
+    check_real,
+    check_rng,
+    check_threads,
+    frozen_csr,
+)
+from .data.labels import (
     Entries,
     as_vector,
     axis_sizes,
@@ -31,20 +42,9 @@ from ._labels import (
     resolve,
     storable,
 )
-from ._lists import list_layout, read_lists
-from ._readers import frame_entries, naming, read_matrix_market, read_npz, read_parquet
-from ._sparse import keep_entries, transposed
-from ._text import find_layout, read_text, text_separator
-from ._validate import (
-    MERGE_RULES,
-    as_csr,
-    check_choice,
-    check_int,
-    check_real,
-    check_rng,
-    check_threads,
-    frozen_csr,
-)
+from .data.lists import list_layout, read_lists
+from .data.readers import frame_entries, naming, read_matrix_market, read_npz, read_parquet
+from .data.text import find_layout, read_text, text_separator
 from .errors import DuplicateEntriesError, RatingsError
 
 

@@ -13,14 +13,14 @@ from test_files import alter, read_parts
 from test_gpu_als import backend  # noqa: F401
 
 import hybridmf as hmf
-from hybridmf import reference
-from hybridmf._objective import Objective, initial_state
-from hybridmf._validate import as_csr
+from hybridmf.core import reference
+from hybridmf.core.objective import Objective, initial_state
+from hybridmf.core.validate import as_csr
+from hybridmf.data.store import Store
 from hybridmf.errors import ModelFileError
-from hybridmf.scale import spmd
-from hybridmf.scale.shares import SharedEntries, StoredRatings, WholeRatings
-from hybridmf.scale.store import Store
-from hybridmf.scale.threads import run_ranks
+from hybridmf.ranks.shares import SharedEntries, StoredRatings, WholeRatings
+from hybridmf.ranks.transport.threads import run_ranks
+from hybridmf.tools import spmd
 
 SMALL = {"factors": 3, "random_state": 3, "num_threads": 1, "iterations": 3}
 RATINGS = planted(24, 16, 0.4)

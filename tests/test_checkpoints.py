@@ -23,12 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import _io
-from hybridmf._files import combine_crc32
+from hybridmf.core.files import combine_crc32
 from hybridmf.cpu.als import HalfSweep
+from hybridmf.data import fingerprint
 from hybridmf.errors import ModelFileError
 from hybridmf.gpu.als import to_device
-from hybridmf.scale import checkpoint as checkpoints
+from hybridmf.model import checkpoint as checkpoints
+from hybridmf.model import files as _io
 
 SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
 PACKAGE = Path(hmf.__file__).parents[1]
@@ -81,7 +82,7 @@ def assert_same_factors(one, other) -> None:
 )
 def test_how_often_and_how_many(options, expected, tmp_path, monkeypatch, in_step):
     clock = [0.0]
-    monkeypatch.setattr("hybridmf.scale.checkpoint.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hybridmf.model.checkpoint.time.monotonic", lambda: clock[0])
     solve = HalfSweep.solve
     monkeypatch.setattr(HalfSweep, "solve", lambda *a, **k: clock.__setitem__(0, clock[0] + 30.0) or solve(*a, **k))
     als(7).fit(planted(), checkpoint=hmf.Checkpoint(tmp_path / "a", **options))
@@ -404,7 +405,7 @@ sys.path.insert(0, TESTS)
 from conftest import planted
 import hybridmf as hmf
 from hybridmf.cpu.als import HalfSweep
-from hybridmf.scale import checkpoint as checkpoints
+from hybridmf.model import checkpoint as checkpoints
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -590,14 +591,14 @@ def test_the_crc_of_two_pieces(first, second):
 def test_the_fingerprint_does_not_depend_on_how_rows_are_cut(cuts, dtype):
     matrix = planted().astype(dtype)
     bounds = [0, *sorted(cuts), 60]
-    pieces = [checkpoints.piece_of_fingerprint(matrix[a:b]) for a, b in itertools.pairwise(bounds)]
-    assert checkpoints.join_fingerprints(matrix.indptr, pieces, matrix.shape) == checkpoints.fingerprint(matrix)
+    pieces = [fingerprint.piece_of_fingerprint(matrix[a:b]) for a, b in itertools.pairwise(bounds)]
+    assert fingerprint.join_fingerprints(matrix.indptr, pieces, matrix.shape) == fingerprint.fingerprint(matrix)
 
 
 def test_the_fingerprint_sees_where_rows_end():
     one = sp.csr_array((np.ones(3, np.float32), [0, 1, 2], [0, 2, 3]), shape=(2, 3))
     other = sp.csr_array((np.ones(3, np.float32), [0, 1, 2], [0, 1, 3]), shape=(2, 3))
-    assert checkpoints.fingerprint(one) != checkpoints.fingerprint(other)
+    assert fingerprint.fingerprint(one) != fingerprint.fingerprint(other)
 
 
 # ----------------------------------------------------------------------------------------------------------------- GPU

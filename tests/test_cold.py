@@ -15,12 +15,12 @@ import scipy.sparse as sp
 from conftest import planted
 
 import hybridmf as hmf
-from hybridmf import reference
+from hybridmf.core import reference
 from hybridmf.errors import ModelFileError
 from hybridmf.metrics import PopularityRecommender, evaluate
-from hybridmf.scale import spmd
-from hybridmf.scale.shares import WholeRatings
-from hybridmf.scale.threads import run_ranks
+from hybridmf.ranks.shares import WholeRatings
+from hybridmf.ranks.transport.threads import run_ranks
+from hybridmf.tools import spmd
 
 M, N_ITEMS = 60, 40
 EMPTY_ITEM = N_ITEMS // 3  # of `planted`

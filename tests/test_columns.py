@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import _lines, _text
-from hybridmf._columns import resolve_columns
-from hybridmf._triplets import are_entries, named_like_entries
+from hybridmf.core.triplets import are_entries, named_like_entries
+from hybridmf.data import lines as _lines
+from hybridmf.data import text as _text
+from hybridmf.data.columns import resolve_columns
 from hybridmf.errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 
 ROWS = [("u1", "i9", 4.0, 881250949), ("u2", "i9", 1.5, 891717742), ("u1", "i7", 3.0, 878887116)]
@@ -506,8 +507,8 @@ def test_arrays_that_fit_are_loaded(tmp_path, monkeypatch):
     ratings = hmf.Ratings(planted(), user_ids=[f"u{k}" for k in range(60)])
     ratings.save(path)
     needed = sum(part.nbytes for part in (ratings.user_items.data, ratings.user_items.indices))
-    monkeypatch.setattr("hybridmf._readers.available_memory", lambda: needed // 2)
+    monkeypatch.setattr("hybridmf.data.readers.available_memory", lambda: needed // 2)
     with pytest.raises(MemoryBudgetError, match=r"r.npz has .* of arrays by its header.*convert text, Parquet"):
         hmf.Ratings.from_file(path)
-    monkeypatch.setattr("hybridmf._readers.available_memory", lambda: 10 * needed)
+    monkeypatch.setattr("hybridmf.data.readers.available_memory", lambda: 10 * needed)
     assert hmf.Ratings.from_file(path).nnz == ratings.nnz

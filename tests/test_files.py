@@ -27,10 +27,11 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 import hybridmf as hmf
-from hybridmf import _files
+from hybridmf.core import files as _files
 from hybridmf.cpu.als import CpuALS, HalfSweep
+from hybridmf.data import fingerprint
 from hybridmf.errors import DeviceError, ModelFileError
-from hybridmf.scale import checkpoint as checkpoints
+from hybridmf.model import checkpoint as checkpoints
 
 M, N_ITEMS = 60, 40
 KINDS = {
@@ -145,7 +146,7 @@ def test_a_model_of_what_only_gpus_have_is_served_without_one(model, tmp_path, m
     def none(name):
         raise DeviceError("there is none")
 
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", none)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", none)
     fitted = clone(model).set_params(device="cpu").fit(planted())
     wanted = fitted.recommend([0, 1], N=3)
     own = {"precision": "bf16x3", "assembly": "fused"} if isinstance(model, hmf.ExplicitALS) else {}
@@ -373,7 +374,7 @@ def test_a_folder_without_write_permission(tmp_path):
 WRITER = """
 import os, sys, time
 from pathlib import Path
-from hybridmf._files import write_atomically
+from hybridmf.core.files import write_atomically
 
 def content(file):
     file.write(bytes(1000))
@@ -1048,8 +1049,8 @@ def test_resuming_a_labelled_model_with_validation(tmp_path):
 def test_the_fingerprint_covers_structure_and_values():
     matrix = planted()
     moved = sp.csr_array((matrix.data, (matrix.indices + 1) % N_ITEMS, matrix.indptr), shape=matrix.shape)
-    prints = {checkpoints.fingerprint(m) for m in (matrix, one_value_changed(), moved, planted(seed=1))}
+    prints = {fingerprint.fingerprint(m) for m in (matrix, one_value_changed(), moved, planted(seed=1))}
     assert len(prints) == 4
     wide = planted()
     wide.indptr = wide.indptr.astype(np.int64)
-    assert checkpoints.fingerprint(wide) == checkpoints.fingerprint(matrix)
+    assert fingerprint.fingerprint(wide) == fingerprint.fingerprint(matrix)

@@ -15,14 +15,16 @@ from conftest import planted
 from test_als import OBJECTIVES, dense_system, plan_for, random_factors, relative_error
 
 import hybridmf as hmf
-from hybridmf import reference
-from hybridmf._engine import engine_for
-from hybridmf._objective import Factors, Objective, State, initial_state
-from hybridmf._plan import Settings, gpu_plan
-from hybridmf._validate import as_csr
+from hybridmf.core import reference
+from hybridmf.core.objective import Factors, Objective, State, initial_state
+from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
-from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, gram_sum, objective_value, table_width, to_device
+from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, gram_sum, objective_value, to_device
+from hybridmf.model.engine import engine_for
+from hybridmf.plan.fused import table_width
+from hybridmf.plan.make import gpu_plan
+from hybridmf.plan.types import Settings
 
 ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
 
@@ -57,7 +59,7 @@ on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.
 def serve_cuda(device, monkeypatch):
     """Make ``device="cuda"`` mean `device`."""
     if device.spec.name == "emulated":
-        monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda name="cuda": device)
+        monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
     return device
 
 
@@ -562,7 +564,7 @@ def test_rows_without_factors_are_served_alike_on_every_engine(gpu, kind, monkey
     model = fit(kind, "cuda")
     answers = []
     for least in (np.inf, 0):  # scores from which the GPU serves
-        monkeypatch.setattr("hybridmf._engine.GPU_SCORES", least)
+        monkeypatch.setattr("hybridmf.model.engine.GPU_SCORES", least)
         model._learn(model._learned)  # nothing is cached
         assert engine_for(model.plan_, 1.0).name == ("cpu" if least else model.plan_.device)
         everybody, everything = np.arange(24), np.arange(16)

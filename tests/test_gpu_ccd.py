@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -14,16 +15,18 @@ from test_als import plan_for, random_factors, relative_error
 from test_ccd import grown
 
 import hybridmf as hmf
-from hybridmf import reference
-from hybridmf._ccd_method import CcdMethod
-from hybridmf._objective import SIDES, Objective, State, initial_state
-from hybridmf._validate import as_csr
+from hybridmf.core import reference
+from hybridmf.core.objective import SIDES, Objective, State, initial_state
+from hybridmf.core.validate import as_csr
 from hybridmf.cpu.ccd import CpuCCD
 from hybridmf.errors import DeviceMemoryError, NonFiniteError
 from hybridmf.formats import transpose
 from hybridmf.gpu import ccd
 from hybridmf.gpu.als import DeviceFactors
-from hybridmf.gpu.ccd import CcdConfig, GpuCCD, Layout
+from hybridmf.gpu.ccd import GpuCCD, Layout
+from hybridmf.plan import ccd_gpu
+from hybridmf.plan.ccd import CcdMethod
+from hybridmf.plan.ccd_gpu import CcdConfig
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 255, 256, 257, 0, 300, 7)
 """Entries of users around quads (4), short pieces (64) and segments (128), empty ones, one with every item."""
@@ -363,8 +366,10 @@ def test_a_bias_that_overflows_is_an_error(device):
 @pytest.mark.parametrize("biases", [False, True])
 def test_estimator(device, monkeypatch, biases):
     if device.spec.name == "emulated":
-        monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda name="cuda": device)
-        monkeypatch.setattr("hybridmf.dispatch.find_gpu", lambda asked: (device.spec, "asked for"))
+        monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
+        monkeypatch.setattr(
+            importlib.import_module("hybridmf.plan.dispatch"), "find_gpu", lambda asked: (device.spec, "asked for")
+        )
     matrix = planted()
     options = {"factors": 3, "iterations": 4, "random_state": 0, "inner_iterations": 2, "biases": biases}
     on_gpu = hmf.CCD(device="cuda", **options).fit(matrix)
@@ -395,7 +400,7 @@ def test_memory_is_within_what_is_planned(device, monkeypatch, shape, dtype, obj
 
     monkeypatch.setattr(device, "empty", counted)
     one = swept(solver(device, matrix, start_of(matrix, 5, objective), objective, config="chosen"), 2)
-    planned = ccd.memory_bytes(*shape, matrix.nnz, 5, dtype, device.spec, objective.biases)
+    planned = ccd_gpu.memory_bytes(*shape, matrix.nnz, 5, dtype, device.spec, objective.biases)
     assert peak[0] <= sum(planned.values()) <= 2 * peak[0] + 1000
     assert one.entries["user"].residuals.nbytes <= planned["residual"] / 2 + 100
 
@@ -407,14 +412,14 @@ def test_rows_that_come_in_chunks_lie_where_they_would(device, monkeypatch):
     matrix = uneven()
     state = start_of(matrix, 2)
     whole = solver(device, matrix, state).entries["item"]
-    monkeypatch.setattr(ccd, "CHUNK_ENTRIES", 100)
+    monkeypatch.setattr(ccd_gpu, "CHUNK_ENTRIES", 100)
     chunks = solver(device, matrix, state).entries["item"]
     for name in ("indices", "ratings", "pieces", "bases"):
         assert np.array_equal(device.download(getattr(whole, name)), device.download(getattr(chunks, name)))
 
 
 def test_chunks_cover_all_entries(monkeypatch):
-    monkeypatch.setattr(ccd, "CHUNK_ENTRIES", 10)
+    monkeypatch.setattr(ccd_gpu, "CHUNK_ENTRIES", 10)
     indptr = np.array([0, 0, 0, 25, 25, 30, 31, 35, 36, 36, 60, 60])
     chunks = list(ccd._chunks(indptr))
     assert [int(indptr[stop] - indptr[start]) for start, stop in chunks] == [25, 10, 1, 24]

@@ -12,7 +12,7 @@ from conftest import planted
 
 import hybridmf as hmf
 from hybridmf import formats
-from hybridmf._validate import as_csr, check_ids, from_triplets, frozen, owned
+from hybridmf.core.validate import as_csr, check_ids, from_triplets, frozen, owned
 from hybridmf.errors import RatingsError
 
 ESTIMATORS = (hmf.ExplicitALS, hmf.ImplicitALS, hmf.SGD, hmf.CCD)

@@ -11,7 +11,7 @@ import pytest
 from conftest import planted
 
 import hybridmf as hmf
-from hybridmf._progress import progress_bar
+from hybridmf.core.progress import progress_bar
 
 
 class Terminal(io.StringIO):

@@ -12,10 +12,10 @@ from conftest import planted
 from test_gpu_als import serve_cuda
 
 import hybridmf as hmf
-from hybridmf._learned import scale_of
-from hybridmf._objective import SCALES, Objective, rating_scale
-from hybridmf._sgd_method import BIASED_RATES, DEFAULT_RATES, RATE_SCHEDULES
+from hybridmf.core.objective import SCALES, Objective, rating_scale
 from hybridmf.errors import RatingsError
+from hybridmf.model.learned import scale_of
+from hybridmf.plan.sgd import BIASED_RATES, DEFAULT_RATES, RATE_SCHEDULES
 
 COMMON = {"factors": 5, "iterations": 4, "random_state": 0, "num_threads": 2}
 SMALL = planted(24, 16, 0.4)

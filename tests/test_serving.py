@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import os
 import pickle
 import re
@@ -27,13 +28,15 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 import hybridmf as hmf
-from hybridmf import _serving, _validate, reference
-from hybridmf._base import FactorModel
-from hybridmf._learned import count_items, pattern
-from hybridmf._objective import Factors, State
-from hybridmf.cpu import _als
+from hybridmf.core import reference
+from hybridmf.core import validate as _validate
+from hybridmf.core.objective import Factors, State
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.errors import MemoryBudgetError, NonFiniteError, NotPositiveDefiniteError, RatingsError
+from hybridmf.model import serving as _serving
+from hybridmf.model.base import FactorModel
+from hybridmf.model.learned import count_items, pattern
+from hybridmf.native import _als
 
 M, N_ITEMS = 60, 40
 EMPTY_USER, EMPTY_ITEM = M // 2, N_ITEMS // 3  # of `planted()`
@@ -1215,12 +1218,14 @@ def test_a_refit_replaces_everything():
 def test_memory_is_checked_before_the_work(monkeypatch):
     model = fitted()
     before = snapshot(model)
-    monkeypatch.setattr("hybridmf._plan.available_memory", lambda: 1000)
+    monkeypatch.setattr(importlib.import_module("hybridmf.plan.make"), "available_memory", lambda: 1000)
     with pytest.raises(MemoryBudgetError, match=says("the fit needs about", "are free", "use fewer factors")) as caught:
         model.fit(planted())
     assert isinstance(caught.value, MemoryError)
     assert_same(before, snapshot(model))
-    monkeypatch.setattr("hybridmf._plan.available_memory", lambda: None)  # a system that does not say
+    monkeypatch.setattr(
+        importlib.import_module("hybridmf.plan.make"), "available_memory", lambda: None
+    )  # a system that does not say
     assert model.fit(planted()).n_iter_ == 3
 
 

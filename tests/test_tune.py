@@ -20,23 +20,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_gpu_als import on_a_gpu, serve_cuda
 
-from hybridmf._cache import CACHE_DIR
 from hybridmf._version import __version__
 from hybridmf.cli import main
+from hybridmf.core.cache import CACHE_DIR
+from hybridmf.device.cuda import DeviceSpec, Resources
 from hybridmf.errors import DeviceError, DeviceMemoryError
-from hybridmf.gpu import assemblies, spaces, tables, trials, tune, tune_plots
-from hybridmf.gpu.assemblies import BalsConfig, MoAlsConfig, SyrkConfig
-from hybridmf.gpu.ccd import CcdConfig, StagedConfig
+from hybridmf.gpu.assemblies import MoAlsConfig, SyrkConfig
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, TilesConfig
-from hybridmf.gpu.device import DeviceSpec, Resources
-from hybridmf.gpu.fused import FusedConfig
 from hybridmf.gpu.launch import constant_texts, source_text
 from hybridmf.gpu.sgd import BlockedConfig, HogwildConfig
-from hybridmf.gpu.spaces import SPACES, Candidate
-from hybridmf.gpu.tables import Entry, Gpu, Table
 from hybridmf.gpu.topk import GroupMaxConfig
-from hybridmf.gpu.trials import Part, Sample
-from hybridmf.gpu.tune import Measurement, make_jobs, table_of
+from hybridmf.gpu.tuning import plots as tune_plots
+from hybridmf.gpu.tuning import spaces, trials, tune
+from hybridmf.gpu.tuning.spaces import SPACES, Candidate
+from hybridmf.gpu.tuning.trials import Part, Sample
+from hybridmf.gpu.tuning.tune import Measurement, make_jobs, table_of
+from hybridmf.plan import assemblies as plan_assemblies
+from hybridmf.plan import tables
+from hybridmf.plan.assemblies import BalsConfig
+from hybridmf.plan.ccd_gpu import CcdConfig, StagedConfig
+from hybridmf.plan.fused import FusedConfig
+from hybridmf.plan.tables import Entry, Gpu, Table
 
 GIB = 1 << 30
 H200 = DeviceSpec("NVIDIA H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 141 * GIB, 140 * GIB)
@@ -395,7 +399,7 @@ def test_every_kernel_takes_its_table() -> None:
     assert found == {kernel: one.config for kernel, (_, one) in chosen.items() if kernel != "ccd"}
     staged = CcdConfig.choose(1000, 1000, 10**6, 2, np.float32, H200)
     assert StagedConfig(staged.threads, staged.segment) == chosen["ccd"][1].config
-    assert assemblies.bals_tile_sizes(64, 4, H200) == spaces.bals_tile(chosen["bals"][1])
+    assert plan_assemblies.bals_tile_sizes(64, 4, H200) == spaces.bals_tile(chosen["bals"][1])
     for kernel, (facts, one) in chosen.items():  # and what the tuner makes of an entry
         assert SPACES[kernel].named(facts, H200, **one.values) == one
     wide = found["bals"].capacity + 1  # does not hold such tiles: the rule
@@ -463,7 +467,7 @@ def test_impossible_configurations_say_why(config: Any, changes: dict[str, int],
 
 def test_heights_of_tiles_are_checked() -> None:
     with pytest.raises(ValueError, match="height must be at least 1"):
-        assemblies._bals_and_height(height=0)
+        plan_assemblies._bals_and_height(height=0)
 
 
 # ---------------------------------------------------------------------------------------------------- selection
@@ -653,7 +657,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("hybridmf.gpu.tune.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("hybridmf.gpu.tuning.tune.time.monotonic", lambda: self.now)
 
     def timer(self, seconds: float) -> Any:
         """A `tune.Timer` under which each part takes so many seconds and as many milliseconds."""
@@ -868,7 +872,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     if emulated.compiler() is None:
         pytest.skip("no C++ compiler to run kernels on the CPU with")
     device = emulated.EmulatedDevice()
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda *_: device)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda *_: device)
     monkeypatch.setattr(Sample, "draw", lambda: SAMPLE)
     return device
 
@@ -915,7 +919,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> None:
         raise DeviceError("there is no NVIDIA driver")
 
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", none)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", none)
     result = invoke()
     assert result.exit_code == 2
     assert "tune measures kernels on a GPU, and none can be used here: there is no NVIDIA driver" in result.output

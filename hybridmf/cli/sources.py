@@ -10,11 +10,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from .. import _validate
-from .._files import FORMATS
-from .._readers import file_columns
+from ..core import validate as _validate
+from ..core.files import FORMATS
+from ..data.readers import file_columns
+from ..data.store import Store
 from ..ratings import Ratings
-from ..scale.store import Store
 
 existing_file = click.Path(exists=True, dir_okay=False)
 

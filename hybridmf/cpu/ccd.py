@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._ccd_method import CcdMethod, non_finite
-from .._objective import SIDES, Factors, Objective, Side, State, other_side, scoring_rows
-from .._plan import Plan
-from .._solver import SWEEP_ORDER, Unconnected
-from .._sparse import transposed
-from .._validate import csr_arrays, make_csr
-from . import _ccd
+from ..core.objective import SIDES, Factors, Objective, Side, State, other_side, scoring_rows
+from ..core.sparse import transposed
+from ..core.validate import csr_arrays, make_csr
+from ..native import _ccd
+from ..plan.ccd import CcdMethod, non_finite
+from ..plan.solver import SWEEP_ORDER, Unconnected
+from ..plan.types import Plan
 from .als import aligned_zeros, objective_value, workspaces
 
 TRANSPOSE_ROWS = 256

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import Factors, Objective, Side, State
-from .._plan import Plan
+from ..core.objective import Factors, Objective, Side, State
+from ..device.cuda import Array, Device
+from ..plan import fused
+from ..plan.types import Plan
 from . import als, topk
-from .device import Array, Device
 
 
 class GpuEngine:
-    """A GPU as `hybridmf._engine.Engine`."""
+    """A GPU as `hybridmf.model.engine.Engine`."""
 
     def __init__(self, device: Device, plan: Plan) -> None:
         self.device, self.plan = device, plan
@@ -34,7 +35,7 @@ class GpuEngine:
         return topk.top_k(self.device, users, packed, n, seen=seen, candidates=candidates)
 
     def _table(self, factors: Factors) -> als.DeviceFactors:
-        width = als.table_width(self.plan.rank, factors.matrix.dtype)
+        width = fused.table_width(self.plan.rank, factors.matrix.dtype)
         return als.to_device(self.device, factors, width)
 
     def gram(self, fixed: Factors, objective: Objective) -> tuple[als.DeviceFactors, Array | None]:

@@ -14,15 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .device import Array, Device, Kernel
+from ..device.cuda import Array, Device, Kernel
 
 HEADERS = ("common.cuh",)
 """Spliced in front of every source: CuPy's cache keys on the text, so an edited #include would go unnoticed."""
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up."""
-    return -(-a // b)
 
 
 def kernel_folder() -> Path:

@@ -1,0 +1,297 @@
+"""Files as bytes: told apart, opened through gzip, what is wrong with them put into words; and replaced atomically.
+
+A file that is being written has a temporary name, ``PREFIX HOST-RANDOM.tmp``, and its writer holds an advisory lock on
+it. The system releases the lock when the process ends, however it ends: a temporary file whose lock can be taken has no
+owner, and the next writer in the folder removes it. A lock may be invisible to other machines of a network file system,
+so a file of another host, or one that cannot be locked, is removed only when nobody has written to it for a day.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import functools
+import gzip
+import hashlib
+import logging
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from ..errors import RatingsError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger("hybridmf")
+
+FORMATS = ("auto", "text", "csv", "tsv", "lists", "mtx", "npz", "parquet")
+"""What ``Ratings.from_file(format=)`` may say."""
+
+TEMPORARY = ".hybridmf-"
+"""First letters of temporary files."""
+
+ABANDONED = 24 * 3600.0
+"""Seconds without a write after which a temporary file of unknown ownership is an orphan."""
+
+HEAD_BYTES = 4096
+"""Start of a file that its format and encoding are told by."""
+
+
+@contextlib.contextmanager
+def reading(path: str, encoding: str = "utf-8") -> Iterator[None]:
+    """Errors of gzip and of the decoder in words that say what to do."""
+    try:
+        yield
+    except EOFError as error:
+        raise RatingsError(f"{path} is truncated: its gzip stream ends early; copy or download it again") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise RatingsError(f"{path} is a corrupt gzip file ({error}); copy or download it again") from error
+    except UnicodeError as error:
+        raise RatingsError(
+            f"{path}{_undecodable_line(path, encoding)} is not valid {encoding} ({error}); "
+            'pass the right one, such as encoding="latin-1"'
+        ) from error
+
+
+def _undecodable_line(path: str, encoding: str) -> str:
+    if encoding.startswith(("utf-16", "utf-32")):  # a line end is more than one byte there
+        return ""
+    decoder, number = codecs.getincrementaldecoder(encoding)(), 1
+    with open_bytes(path) as stream:
+        while True:
+            block = stream.read(1 << 20)
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                number += error.object.count(b"\n", 0, error.start)
+                return f", line {number}"
+            if not block:
+                return ""
+            number += block.count(b"\n")
+
+
+def open_bytes(path: str) -> BinaryIO:
+    """Open for reading; gzip is told by its first two bytes, whatever the name says."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, "expected a file of ratings, got a directory", path)
+    stream = open(path, "rb")  # noqa: SIM115
+    if stream.peek(2)[:2] == b"\x1f\x8b":
+        stream.close()
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return stream
+
+
+def read_head(path: str) -> bytes:
+    """First bytes of the unpacked content, at least one."""
+    with reading(path), open_bytes(path) as stream:
+        head = stream.read(HEAD_BYTES)
+    if not head:
+        raise RatingsError(f"{path} is empty; expected ratings in one of the formats {', '.join(FORMATS[1:])}")
+    return head
+
+
+def sniff_format(path: str, head: bytes) -> str:
+    """One of `FORMATS`, by the first bytes, then by the ending of the name."""
+    for magic, format in ((b"PK\x03\x04", "npz"), (b"PAR1", "parquet"), (b"%%MatrixMarket", "mtx")):
+        if head.startswith(magic):
+            return format
+    ending = os.path.splitext(path.lower().removesuffix(".gz"))[1]
+    return {".npz": "npz", ".parquet": "parquet", ".pq": "parquet", ".mtx": "mtx"}.get(ending, "text")
+
+
+def write_atomically(
+    path: str | os.PathLike[str],
+    content: bytes | Callable[[BinaryIO], Any],
+    *,
+    prefix: str = TEMPORARY,
+    clean: bool = True,
+) -> None:
+    """Write `path` so that a reader, or a crash, sees the old file or the new one, never a part.
+
+    Parameters
+    ----------
+    path : path-like
+        The file gets the permissions that the umask gives to new files.
+    content : bytes or callable
+        A callable writes to the binary file it is called with, and leaves it open.
+    prefix : str
+        First letters of the temporary file, which a process that is killed leaves behind.
+    clean : bool
+        Remove such files of this prefix from the folder first; see `remove_orphans`.
+
+    Raises
+    ------
+    IsADirectoryError, FileNotFoundError
+        `path` is a folder; its folder does not exist.
+    OSError
+        The system refuses, for example because the disk is full; it names `path`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"path {str(path)!r} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        why = "is no folder" if os.path.lexists(path.parent) else "does not exist"
+        raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} {why}")
+    if clean:
+        remove_orphans(path.parent, prefix)
+    try:
+        _write_and_rename(path, content, prefix)
+    except OSError as error:  # a full disk names no file, and nobody knows the temporary one
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_and_rename(path: Path, content: bytes | Callable[[BinaryIO], Any], prefix: str) -> None:
+    temporary, handle = _new_temporary(path.parent, prefix)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)  # while the lock is held: without it the file would look abandoned
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _new_temporary(folder: Path, prefix: str) -> tuple[Path, int]:
+    """A temporary file in a folder, open for writing and locked where the file system can do so."""
+    while True:
+        # In the same folder: a rename must not cross file systems. Not named after what it becomes: the longest names
+        # have no room.
+        path = folder / f"{prefix}{_host()}-{secrets.token_hex(8)}.tmp"
+        # not mkstemp: its files are their owner's alone, and to undo that needs the umask, which can be read only by
+        # setting it, for all threads
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with contextlib.suppress(BlockingIOError):
+            lock(handle)
+            if _is_at(handle, path):
+                return path, handle
+        os.close(handle)  # another process took it for abandoned before it was locked, and removes it
+
+
+def lock(handle: int) -> bool:
+    """Lock an open file or folder until it is closed, or its process ends; False where the system has no locks.
+
+    Raises
+    ------
+    BlockingIOError
+        It is locked already.
+    """
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # some network file systems
+        logger.debug("no lock: %s", error)
+        return False
+    return True
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+@functools.cache
+def _host() -> str:
+    """Eight characters for this machine since it was started: where locks of its processes are visible."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        machine = socket.gethostname()
+    return hashlib.sha256(machine.encode()).hexdigest()[:8]
+
+
+def remove_orphans(folder: Path, prefix: str = TEMPORARY, *, abandoned: float = ABANDONED) -> None:
+    """Remove temporary files of `write_atomically` whose writers were killed; others, and what fails, stay.
+
+    Parameters
+    ----------
+    folder : Path
+    prefix : str
+        First letters of the files.
+    abandoned : float
+        Age in seconds from which files of other hosts, and files that cannot be locked, are removed.
+    """
+    name = re.compile(rf"{re.escape(prefix)}(?:([0-9a-f]{{8}})-)?[0-9a-f]{{16}}\.tmp")
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for found in filter(None, (name.fullmatch(entry.name) for entry in entries)):
+            with contextlib.suppress(OSError):  # it is being written, or another user's, or another process was quicker
+                _remove_orphan(folder / found[0], found[1] == _host(), abandoned)
+
+
+def _remove_orphan(path: Path, ours: bool, abandoned: float) -> None:
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        return
+    unused = time.time() - status.st_mtime >= abandoned
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        locked = lock(handle)  # fails while it is written
+        if ((locked and ours) or unused) and _is_at(handle, path):
+            path.unlink()
+            logger.info("%s: a write that was killed had left it; removed", path)
+    finally:
+        os.close(handle)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in the folder outlast a power failure, where the file system knows how."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # network file systems
+            raise
+    finally:
+        os.close(handle)
+
+
+CRC_POLYNOMIAL = 0xEDB88320
+"""CRC-32's, bits reversed: bit 31 is the coefficient of x^0."""
+
+
+def combine_crc32(first: int, second: int, second_bytes: int) -> int:
+    """CRC-32 of two pieces one after the other, from that of each and the length of the second.
+
+    Appending n bytes multiplies what the CRC of the first piece stands for by x^(8 n), modulo the polynomial.
+    """
+    power, square = 1 << 31, 1 << 23  # x^0, and x^8, which is squared from bit to bit of the exponent
+    while second_bytes:
+        if second_bytes & 1:
+            power = _crc_product(power, square)
+        square = _crc_product(square, square)
+        second_bytes >>= 1
+    return _crc_product(first, power) ^ second
+
+
+def _crc_product(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & 1 << 31:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (CRC_POLYNOMIAL if b & 1 else 0)
+    return product

@@ -1,0 +1,122 @@
+"""Parts of canonical CSR matrices, canonical again, with int32 indices whatever the dtype of indptr."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .. import _formats
+from .validate import csr_arrays, frozen_csr, make_csr
+
+
+def entry_rows(matrix: sp.csr_array) -> np.ndarray:
+    """Row of each entry, int64 of shape (nnz,)."""
+    return np.repeat(np.arange(matrix.shape[0], dtype=np.int64), np.diff(matrix.indptr))
+
+
+def keep_entries(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:
+    """Keep the entries where `mask`, shape (nnz,), is true; the shape stays. `matrix` itself where all are kept."""
+    if np.all(mask):
+        return matrix
+    before = np.zeros(len(mask) + 1, dtype=np.int64)
+    np.cumsum(mask, out=before[1:])
+    return make_csr(before[matrix.indptr], matrix.indices[mask], matrix.data[mask], matrix.shape)
+
+
+def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
+    """matrix[rows] for integer positions >= 0, repeats included."""
+    if matrix.indptr.dtype == matrix.indices.dtype:
+        return matrix[rows]
+    # SciPy would first widen all indices of the matrix to the int64 of its indptr.
+    starts = matrix.indptr[rows]
+    pointer = np.concatenate(([0], np.cumsum(matrix.indptr[rows + 1] - starts)))
+    entries = np.arange(pointer[-1]) + np.repeat(starts - pointer[:-1], np.diff(pointer))
+    return make_csr(pointer, matrix.indices[entries], matrix.data[entries], (len(rows), matrix.shape[1]))
+
+
+def transposed(matrix: sp.csr_array, num_threads: int | None = None) -> sp.csr_array:
+    """The transpose of a canonical matrix that was checked already; `hybridmf.formats.transpose` checks."""
+    arrays = _formats.transpose(*csr_arrays(matrix), matrix.shape[1], num_threads)
+    return frozen_csr(make_csr(*arrays, matrix.shape[::-1]))
+
+
+def as_ones(matrix: sp.csr_array, dtype: Any) -> sp.csr_array:
+    """Copy `matrix` with every value 1; the index arrays are shared."""
+    return make_csr(matrix.indptr, matrix.indices, np.ones(len(matrix.indices), dtype=dtype), matrix.shape)
+
+
+SUMMED = 1 << 16
+"""Values of one partial sum of `entry_sum`."""
+
+
+def entry_sum(parts: Iterable[np.ndarray]) -> float:
+    """Sum in float64 of values that come in parts; their order counts, not where one part ends and the next begins.
+
+    So a store that is read slab by slab has the bits of the sum, and of the mean, of the same ratings in memory.
+    """
+    sums, rest = [], np.empty(0)
+    for part in parts:
+        at = 0
+        while at < len(part):
+            piece = part[at : at + SUMMED - len(rest)]
+            at += len(piece)
+            rest = np.concatenate((rest, piece.astype(np.float64)))
+            if len(rest) == SUMMED:
+                sums.append(float(rest.sum()))
+                rest = np.empty(0)
+    return math.fsum([*sums, float(rest.sum())])
+
+
+def value_range(parts: Iterable[np.ndarray]) -> tuple[float, float] | None:
+    """Smallest and largest of values that come in parts; None if there are none."""
+    ends = [(float(part.min()), float(part.max())) for part in parts if len(part)]
+    return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None
+
+
+def entry_squares(parts: Iterable[np.ndarray]) -> float:
+    """Sum in float64 of squared values that come in parts, as `entry_sum` adds them."""
+    pieces = (part[at : at + SUMMED] for part in parts for at in range(0, len(part), SUMMED))
+    return entry_sum(np.square(piece, dtype=np.float64) for piece in pieces)
+
+
+def csr_of(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, n_columns: int) -> sp.csr_array:
+    """A csr_array around arrays as they are: int64 indptr, int32 indices; SciPy's constructor would make them alike."""
+    matrix = sp.csr_array((len(indptr) - 1, n_columns), dtype=data.dtype)
+    matrix.indptr, matrix.indices, matrix.data = indptr, indices, data
+    matrix.has_sorted_indices = matrix.has_canonical_format = True
+    return matrix
+
+
+def rows_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
+    """The rows from `first` to before `last`; entries are not copied."""
+    indptr, indices, data = csr_arrays(matrix)
+    begin, end = int(indptr[first]), int(indptr[last])
+    return csr_of(indptr[first : last + 1] - begin, indices[begin:end], data[begin:end], matrix.shape[1])
+
+
+def columns_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
+    """The columns from `first` to before `last`, counted from `first`."""
+    indptr, indices, data = csr_arrays(matrix)
+    inside = (indices >= first) & (indices < last)
+    counts = np.zeros(len(indptr) - 1, dtype=np.int64)
+    filled = np.flatnonzero(np.diff(indptr))
+    if len(filled):
+        counts[filled] = np.add.reduceat(inside, indptr[filled], dtype=np.int64)
+    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+    return csr_of(starts, indices[inside] - np.int32(first), data[inside], last - first)
+
+
+def stacked(matrices: list[sp.csr_array]) -> sp.csr_array:
+    """One matrix under the other."""
+    ends = np.concatenate(([0], np.cumsum([matrix.indptr[-1] for matrix in matrices]))).astype(np.int64)
+    indptr = [np.zeros(1, np.int64)] + [m.indptr[1:] + end for m, end in zip(matrices, ends[:-1], strict=True)]
+    return csr_of(
+        np.concatenate(indptr),
+        np.concatenate([matrix.indices for matrix in matrices]),
+        np.concatenate([matrix.data for matrix in matrices]),
+        matrices[0].shape[1],
+    )

@@ -1,0 +1,98 @@
+"""Tables of entries, one (user, item[, value[, time]]) a row, that were passed where a matrix is expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..errors import RatingsError
+from .column_names import role_of
+
+CHANCE = 10.0
+"""Repeated pairs that independent columns would have on average, from which having hardly any is no coincidence."""
+
+SMALL_RATING = 100
+"""Largest value taken for a rating; ids of real data exceed it."""
+
+FEW_ROWS = 20
+"""Rows below which large ids in an array decide nothing."""
+
+
+def refuse_triplets(matrix: Any, name: str) -> None:
+    """Refuse a frame or dense array whose columns are users, items and values; see `named_like_entries`, `are_entries`.
+
+    Raises
+    ------
+    RatingsError
+        It names the constructors of `Ratings`, and how to pass a matrix that has two to four columns.
+    """
+    if sp.issparse(matrix):
+        return
+    names = frame_names(matrix)
+    if names is not None and named_like_entries(names):
+        raise RatingsError(
+            f"{name} has the columns {', '.join(map(repr, names))}: one entry in each row, where a matrix of users "
+            "(rows) by items (columns) is expected. Make one with Ratings.from_frame. If these columns are items, "
+            f"pass a SciPy matrix: scipy.sparse.csr_array({name}.to_numpy())"
+        )
+    array = np.asarray(matrix) if isinstance(matrix, (np.ndarray, list)) or names is not None else np.empty(0)
+    if are_entries(array):
+        width = array.shape[-1]
+        columns = ", ".join(("user", "item", "value", "time")[:width])
+        raise RatingsError(
+            f"{name} of shape {array.shape} has one entry in each row by its values ({columns}), where a matrix of "
+            "users (rows) by items (columns) is expected. Make one with Ratings.from_coo, or from_frame where ids are "
+            f"labels. If its {width} columns are items, pass a SciPy matrix: scipy.sparse.csr_array({name})"
+        )
+
+
+def frame_names(frame: Any) -> list[Any] | None:
+    """Names of the columns of a pandas, polars or pyarrow frame; None for anything else.
+
+    Not through narwhals, which refuses columns that share a name.
+    """
+    if hasattr(frame, "collect_schema"):  # polars; `columns` of a LazyFrame warns
+        return list(frame.collect_schema().names())
+    names = getattr(frame, "column_names", None)  # pyarrow, whose `columns` are the data
+    if names is None and hasattr(frame, "iloc"):
+        names = getattr(frame, "columns", None)
+    return None if names is None else list(names)
+
+
+def named_like_entries(names: Sequence[Any]) -> bool:
+    """Whether there are 2 to 4 columns, one of them named as users and one as items."""
+    return 2 <= len(names) <= 4 and {"user", "item"} <= set(map(role_of, names))
+
+
+def are_entries(array: np.ndarray) -> bool:
+    """Whether an array has 2 to 4 columns, and the first two are ids of users and items.
+
+    These hold whole numbers from 0 on. Their pairs agree in at most a twentieth as many pairs of rows as they would
+    by chance, were the columns independent: n (n - 1) / 2 times the shares of each column's values, squared and
+    summed, of n rows. The ratings of two items do repeat pairs, also as (0, 0) of users who rated neither. Chance has
+    to be `CHANCE` or more; or, in a small sample of many ratings, no pair repeats in at least `FEW_ROWS` rows, both
+    columns exceed `SMALL_RATING`, and a third one is no larger than a tenth of either.
+    """
+    if array.ndim != 2 or not 2 <= array.shape[1] <= 4 or array.dtype.kind not in "iuf" or len(array) < 2:
+        return False
+    ids, n = array[:, :2], len(array)
+    if not np.all((ids >= 0) & (ids < 2**31) & (ids == np.floor(ids))):  # NaN fails all of them
+        return False
+    users, items = ids.astype(np.int64).T
+    counts = np.unique(users * 2**31 + items, return_counts=True)[1]
+    repeated = int(np.sum(counts * (counts - 1))) // 2
+    chance = n * (n - 1) / 2 * _concentration(users) * _concentration(items)
+    if chance >= CHANCE and repeated <= chance / 20:
+        return True
+    largest = min(users.max(), items.max())
+    large = n >= FEW_ROWS and largest > SMALL_RATING and repeated == 0
+    return bool(large and array.shape[1] > 2 and np.all(array[:, 2] <= largest / 10))
+
+
+def _concentration(values: np.ndarray) -> float:
+    """Probability that two of these numbers, drawn at random, are equal."""
+    counts = np.unique(values, return_counts=True)[1]
+    return float(np.sum((counts / len(values)) ** 2))

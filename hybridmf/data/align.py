@@ -1,0 +1,194 @@
+"""Labelled ratings brought to the positions of a model, or of other ratings: the one place that decides how.
+
+A plain matrix is in positions already, whatever the model has. Labelled `Ratings` go by their labels. Where only one of
+the two has labels, nothing says that equal positions mean the same user or item, so they are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import SIDES
+from ..core.sparse import entry_rows, take_rows
+from ..core.validate import check_choice, check_shape, from_triplets
+from ..errors import RatingsError, UnknownLabelError
+from ..ratings import Ratings
+from .labels import label_kind, label_table
+from .store import Store
+
+logger = logging.getLogger("hybridmf")
+
+UNKNOWN = ("error", "drop")
+"""What ``unknown=`` may say."""
+
+EXAMPLES = 3
+"""Labels that a message shows."""
+
+IN_ORDER: Any = object()
+"""In place of the labels that an axis is brought to: its rows or columns stay where they are."""
+
+Labels = tuple[Any, Any]
+"""Labels of users and of items; None, or `IN_ORDER`, for either."""
+
+
+def labels_of(given: Any) -> Labels | None:
+    """Labels of users and items of `Ratings` or a `Store`, None for an axis without; None for a plain matrix."""
+    return (given.user_ids, given.item_ids) if isinstance(given, (Ratings, Store)) else None
+
+
+def align(
+    matrix: sp.csr_array, have: Labels | None, want: Labels, *, name: str, unknown: str | None, owner: str = "the model"
+) -> tuple[sp.csr_array, int]:
+    """Bring rows and columns to the positions of `want` by label.
+
+    Parameters
+    ----------
+    matrix : csr_array, shape (n_users, n_items)
+    have : (user labels, item labels), or None
+        Those of `matrix`; None where it is a plain matrix, which is in positions already.
+    want : (user labels, item labels)
+        Those to bring it to.
+    name : str
+        Argument name for messages.
+    unknown : {"error", "drop"} or None
+        What becomes of entries of users and items that `want` does not have; None is "error" where the caller offers
+        no choice.
+    owner : str
+        Whose labels `want` are, for messages.
+
+    Returns
+    -------
+    matrix : csr_array
+        The same one where all positions agree; else with a row or column for each label of `want`.
+    dropped : int
+        Entries left out.
+
+    Raises
+    ------
+    UnknownLabelError
+        Users or items with entries are unknown, and not to be dropped, or nothing would be left.
+    RatingsError
+        Only one of the two has labels on an axis.
+    """
+    if unknown is not None:
+        check_choice("unknown", unknown, UNKNOWN)
+    if have is None:
+        return matrix, 0
+    places = [_places(axis, have[axis], want[axis], matrix.shape[axis], name, owner) for axis in (0, 1)]
+    if places[0] is None and places[1] is None:
+        return matrix, 0
+    index = [entry_rows(matrix), matrix.indices]
+    strangers = [_strangers(found, index[axis]) for axis, found in enumerate(places)]
+    for axis, found in enumerate(places):
+        if found is not None:
+            index[axis] = found[index[axis]]
+    kept = (index[0] >= 0) & (index[1] >= 0)
+    dropped = int(len(kept) - np.count_nonzero(kept))
+    if dropped:
+        if unknown != "drop" or dropped == len(kept):
+            raise UnknownLabelError(_problem(name, owner, have, want, strangers, dropped, len(kept), unknown))
+        logger.info("%s: %d of %d entries left out, %s", name, dropped, len(kept), _said(strangers, have, owner))
+    shape = [matrix.shape[axis] if found is None else len(want[axis]) for axis, found in enumerate(places)]
+    rows, columns, values = index[0][kept], index[1][kept], matrix.data[kept]
+    return from_triplets(rows, columns, values, (shape[0], shape[1]), name=name, dtype=matrix.dtype), dropped
+
+
+def align_rows(matrix: sp.csr_array, given: Any, users: np.ndarray, want: Labels, n_users: int) -> sp.csr_array:
+    """What some users have seen, row by row in the order of `users`.
+
+    Parameters
+    ----------
+    matrix : csr_array
+        `given` once validated.
+    given : Ratings, Store or matrix
+        Labelled rows go by their labels. Others are in the order of `users`; or there is one for each of all users.
+    users : int array, shape (n,)
+        Positions.
+    want : (user labels, item labels)
+        Those of the model.
+    n_users : int
+        Users of the model.
+    """
+    have = labels_of(given)
+    labelled = have is not None and have[0] is not None
+    matrix, _ = align(matrix, have, (want[0] if labelled else IN_ORDER, want[1]), name="user_items", unknown=None)
+    if labelled:
+        check_shape("user_items", matrix, (n_users, None), ("n_users", "n_items"))
+    return take_rows(matrix, users) if labelled or matrix.shape[0] == n_users != len(users) else matrix
+
+
+def _places(axis: int, have: Any, want: Any, count: int, name: str, owner: str) -> np.ndarray | None:
+    """Position in `want` of each label of an axis, -1 for unknown ones; None where nothing has to move."""
+    if want is IN_ORDER or have is want or _are_positions(have, want):
+        return None
+    if have is None or want is None:
+        _refuse_half_labelled(SIDES[axis], want is None, name, owner)
+    if len(have) == len(want) and bool(np.all(have == want)):
+        return None
+    table = label_table(want)
+    return np.fromiter((table.get(label, -1) for label in have.tolist()), np.int64, count)
+
+
+def _are_positions(have: Any, want: Any) -> bool:
+    """Whether one of the two has positions, and the labels of the other are 0, 1, 2, ...: the positions as well."""
+    if (have is None) == (want is None):
+        return False
+    labels = want if have is None else have
+    return labels.dtype.kind in "iu" and bool(np.array_equal(labels, np.arange(len(labels))))
+
+
+def _refuse_half_labelled(side: str, only_given: bool, name: str, owner: str) -> None:
+    labelled, other = (name, owner) if only_given else (owner, name)
+    remedy = "fit on labelled Ratings" if only_given else f"give {name} labels (Ratings.from_matrix(..., {side}_ids=))"
+    raise RatingsError(
+        f"{labelled} has {side} labels and {other} only positions, so {side}s cannot be matched; {remedy}, or pass "
+        f"{name}.user_items, a plain matrix, if its rows and columns are the positions of {owner}"
+    )
+
+
+def _strangers(places: np.ndarray | None, index: np.ndarray) -> np.ndarray:
+    """Positions of unknown users or items that have an entry."""
+    if places is None:
+        return np.empty(0, dtype=np.int64)
+    used = np.zeros(len(places), dtype=bool)
+    used[index] = True
+    return np.flatnonzero((places < 0) & used)
+
+
+def _said(strangers: Iterable[np.ndarray], have: Labels, owner: str) -> str:
+    """Unknown users and items as text: their number and some of them."""
+    parts = []
+    for side, unknown, labels in zip(SIDES, strangers, have, strict=True):
+        if len(unknown):
+            some = ", ".join(repr(labels[position : position + 1].tolist()[0]) for position in unknown[:EXAMPLES])
+            plural = "s" if len(unknown) > 1 else ""
+            parts.append(f"{len(unknown):,} {side}{plural} ({some}{', ...' if len(unknown) > EXAMPLES else ''})")
+    return f"of {' and '.join(parts)} unknown to {owner}"
+
+
+def _problem(
+    name: str,
+    owner: str,
+    have: Labels,
+    want: Labels,
+    strangers: list[np.ndarray],
+    dropped: int,
+    entries: int,
+    unknown: str | None,
+) -> str:
+    text = f"{name} has {dropped:,} of {entries:,} entries {_said(strangers, have, owner)}"
+    for side, ids, theirs in zip(SIDES, have, want, strict=True):
+        if ids is None or theirs is None or theirs is IN_ORDER or set(ids.tolist()) & set(theirs.tolist()):
+            continue
+        text += f"; none of the {len(ids):,} {side}s of {name} is known to {owner}"
+        mine, other = label_kind(ids), label_kind(theirs)
+        if mine != other:
+            text += f", whose {side} labels are of type {other} and not {mine}: convert one of them"
+    if dropped == entries and unknown == "drop":
+        return f"{text}; nothing would be left"
+    return f"{text}; " + ('drop them with unknown="drop"' if unknown is not None else "leave them out")

@@ -1,0 +1,231 @@
+"""Which column holds the users, the items and the values: by the names of a header, else by place.
+
+One rule for text, Parquet, Arrow and data frames: arguments come first, then recognized names in any order, then
+places. What stays ambiguous is refused by name. Nothing here depends on how a file is parsed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..core.column_names import role_of
+from ..core.validate import check_int
+from ..errors import RatingsError
+
+logger = logging.getLogger("hybridmf")
+
+AUTO = "auto"
+"""Of an argument that names a column: decide by the header."""
+
+DEFAULT_PLACES = {"user": 0, "item": 1, "value": 2}
+"""Columns of a file whose header has no recognized name, or that has no header."""
+
+
+_IDENTIFIER = re.compile(r"(?:^|[\W_])(?:id|ID|Id)$|[a-z]I[Dd]$|(?:transaction|session|review|order|event)id$")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a table; `names` is None where it has no header."""
+
+    user: int
+    item: int
+    value: int | None
+    names: tuple[Any, ...] | None
+
+    def __str__(self) -> str:
+        places = {"user": self.user, "item": self.item, "value": self.value}
+        return ", ".join(f"{role} = {self._label(place)}" for role, place in places.items())
+
+    def _label(self, place: int | None) -> str:
+        if place is None:
+            return "1 for every entry"
+        return f"column {place}" if self.names is None else f"column {place} {self.names[place]!r}"
+
+
+def resolve_columns(
+    source: str,
+    names: Iterable[Any] | None,
+    n_fields: int,
+    user: Any = AUTO,
+    item: Any = AUTO,
+    value: Any = AUTO,
+    *,
+    by_place: bool = True,
+) -> Columns:
+    """Find the columns of users, items and values.
+
+    Parameters
+    ----------
+    source : str
+        What messages call the table.
+    names : sequence or None
+        Names of all columns; None without a header.
+    n_fields : int
+        Number of columns.
+    user, item, value : "auto", int or str
+        A number counted from 0 or a name overrides everything. "auto" takes the column with a recognized name
+        (`_column_names.ROLES`), whatever its place. `value` may be None: every entry is 1.
+    by_place : bool
+        Without a recognized name take columns 0, 1 and 2. A column there that is named as something else is refused.
+        False refuses whatever no name decides.
+
+    Returns
+    -------
+    Columns
+        `value` is None where nothing is left that could be one: two columns, or all others are times.
+
+    Raises
+    ------
+    RatingsError
+        A column that is not there, two that could be meant, or none; the message names them and the arguments to pass.
+    ValueError, TypeError
+        Arguments that cannot be used.
+    """
+    table = _Table(source, None if names is None else tuple(names), n_fields, by_place)
+    given = {"user": user, "item": item, "value": value}
+    places = {role: table.place(role, given[role]) for role in given if not _is_auto(given[role])}
+    _check_distinct(places)
+    for role in ("user", "item"):
+        if role not in places:
+            places[role] = table.named(role, places)
+    for role in ("user", "item"):
+        if places[role] is None:
+            places[role] = table.at_default(role, places)
+    if "value" not in places:
+        places["value"] = table.find_value(places)
+    _check_distinct(places)
+    found = Columns(places["user"], places["item"], places["value"], table.names)  # type: ignore[arg-type]
+    if table.names is not None:
+        logger.info("%s has a header; %s", source, found)
+    return found
+
+
+def check_distinct_names(source: str, names: Iterable[Any]) -> None:
+    """Refuse columns that share a name, of tables that are read by name.
+
+    Raises
+    ------
+    RatingsError
+    """
+    counts = Counter(names)
+    again = [name for name, count in counts.items() if count > 1]
+    if again:
+        raise RatingsError(
+            f"{source} has {counts[again[0]]} columns named {again[0]!r}; names of columns must be distinct: rename or "
+            "drop one"
+        )
+
+
+def _is_auto(selector: Any) -> bool:
+    return isinstance(selector, str) and selector == AUTO
+
+
+def _check_distinct(places: dict[str, int | None]) -> None:
+    taken = {role: place for role, place in places.items() if place is not None}
+    if len(set(taken.values())) < len(taken):
+        raise ValueError(f"user, item and value must be different columns, got columns {taken}")
+
+
+@dataclass(frozen=True)
+class _Table:
+    source: str
+    names: tuple[Any, ...] | None
+    n_fields: int
+    by_place: bool
+
+    @property
+    def roles(self) -> list[str | None]:
+        return [None] * self.n_fields if self.names is None else [role_of(name) for name in self.names]
+
+    def place(self, argument: str, selector: Any) -> int | None:
+        """Column that an argument names."""
+        if selector is None and argument == "value":
+            return None
+        names = self.names or ()
+        if selector in names:
+            if names.count(selector) > 1:
+                raise RatingsError(
+                    f"{self.source} has {names.count(selector)} columns named {selector!r} ({argument}={selector!r}); "
+                    "rename them, or pass a number (from 0)"
+                )
+            return names.index(selector)
+        hint = "; value=None makes every entry 1" if argument == "value" else ""
+        if isinstance(selector, str):
+            raise RatingsError(
+                f"{self.source} has no column {selector!r} ({argument}={selector!r}); its columns are "
+                f"{_listed(names)}{hint}"
+            )
+        place = check_int(argument, selector, 0)
+        if place >= self.n_fields:
+            raise RatingsError(
+                f"{self.source} has {self.n_fields} columns, none for {argument}={place} (they count from 0){hint}"
+            )
+        return place
+
+    def named(self, role: str, places: dict[str, int | None]) -> int | None:
+        """The one free column whose name says that role; None if there is none."""
+        free = [k for k, found in enumerate(self.roles) if found == role and k not in places.values()]
+        if len(free) > 1:
+            assert self.names is not None
+            raise RatingsError(
+                f"{self.source} has {len(free)} columns that could hold the {role}s by their names: "
+                f"{_listed(self.names[k] for k in free)}; pass {role}= (a name, or a number from 0)"
+            )
+        return free[0] if free else None
+
+    def at_default(self, role: str, places: dict[str, int | None]) -> int:
+        """Column in the usual place of users or items, unless its name says something else."""
+        place = DEFAULT_PLACES[role]
+        if self.names is None:
+            found = self.place(role, place)
+            assert found is not None
+            return found
+        if not self.by_place:
+            self._refuse(role, f"no column has a name that says {role}s")
+        if place >= self.n_fields:
+            self._refuse(role, f"there is no column {place}")
+        if self.roles[place] is not None:
+            self._refuse(
+                role,
+                f"no column has a name that says {role}s, and column {place}, their usual place, is "
+                f"{self.names[place]!r}",
+            )
+        if place in places.values():
+            self._refuse(role, f"no column has a name that says {role}s, and column {place} is taken")
+        return place
+
+    def find_value(self, places: dict[str, int | None]) -> int | None:
+        """Column of values; None if nothing is left that could be one."""
+        named = self.named("value", places)
+        if named is not None:
+            return named
+        usual = DEFAULT_PLACES["value"]
+        if self.names is None:
+            return None if self.n_fields == 2 else self.place("value", usual)
+        free = [k for k, role in enumerate(self.roles) if role is None and k not in places.values()]
+        if not free:
+            return None
+        by_names = all(self.roles[place] == role for role, place in places.items() if place is not None)
+        unclear = not self.by_place or usual not in free or (by_names and len(free) > 1)
+        if unclear or _IDENTIFIER.search(str(self.names[usual])):
+            why = f"no column has a name that says values, and {_listed(self.names[k] for k in free)} could be"
+            self._refuse("value", why, "; value=None makes every entry 1")
+        return usual
+
+    def _refuse(self, role: str, why: str, hint: str = "") -> NoReturn:
+        names = self.names or ()
+        pass_on = "value=" if role == "value" else "user= and item="
+        raise RatingsError(
+            f"{self.source}: which column holds the {role}s is unclear: {why}. Its columns are {_listed(names)}; "
+            f"pass {pass_on} (a name, or a number from 0){hint}"
+        )
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,95 @@
+"""Lines of text in bounded memory: no line is longer than `MAX_LINE`, and blank ones are counted in bulk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TextIO
+
+from ..errors import RatingsError
+
+MAX_LINE = 1 << 24
+"""Characters of a line: entries are far shorter, and so is any list of a user's items."""
+
+PIECE = 1 << 16
+"""Characters read at a time while lines are numbered."""
+
+_CONTENT = re.compile(r"\S")
+
+
+def numbered_lines(stream: TextIO, path: str) -> Iterator[tuple[int, str]]:
+    """Number from 1 and text, with its end, of each line that is not blank.
+
+    Raises
+    ------
+    RatingsError
+        A line has more than `MAX_LINE` characters.
+    """
+    number, rest = 1, ""  # `rest` begins line `number`
+    while piece := stream.read(PIECE):
+        text, start, end = rest + piece, 0, piece.rfind("\n") + 1
+        end += len(rest) if end else 0
+        while found := _CONTENT.search(text, start, end):
+            begin = max(text.rfind("\n", start, found.start()) + 1, start)
+            number += text.count("\n", start, begin)
+            start = text.find("\n", begin) + 1
+            yield number, text[begin:start]
+            number += 1
+        number += text.count("\n", start, end)
+        rest = text[end:]
+        if len(rest) > MAX_LINE:
+            raise long_line(path, number)
+    if rest.strip():
+        yield number, rest
+
+
+def line_blocks(stream: TextIO, path: str, size: int) -> Iterator[str]:
+    """Stretches of whole lines, of `size` characters and the rest of a line; blank ones alone are left out.
+
+    Raises
+    ------
+    RatingsError
+        The rest of a line has more than `MAX_LINE` characters.
+    """
+    number = 1
+    while block := stream.read(size):
+        number += block.count("\n")
+        if not block.endswith("\n"):
+            rest = stream.readline(MAX_LINE + 1)
+            if len(rest) > MAX_LINE:
+                raise long_line(path, number)
+            number += rest.count("\n")
+            block += rest
+        if not block.isspace():
+            yield block
+
+
+def long_line(path: str, number: int) -> RatingsError:
+    """The error for a line that exceeds `MAX_LINE`."""
+    return RatingsError(
+        f"{path}, line {number} has more than {MAX_LINE:,} characters; expected one entry, or one user, in each line"
+    )
+
+
+class Lines:
+    """Iterator over the lines that count; has the number and text of the first line of the record being read."""
+
+    def __init__(self, stream: TextIO, path: str, comment: str | None) -> None:
+        self.lines, self.comment = numbered_lines(stream, path), comment
+        self.last = 0
+        self.start()
+
+    def start(self) -> None:
+        """Begin a new record."""
+        self.number, self.text = 0, ""
+
+    def __iter__(self) -> Lines:
+        return self
+
+    def __next__(self) -> str:
+        while True:
+            self.last, line = next(self.lines)
+            if not (self.comment and line.lstrip().startswith(self.comment)):
+                if not self.number:
+                    self.number, self.text = self.last, line
+                return line

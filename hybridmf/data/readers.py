@@ -1,0 +1,334 @@
+"""Data frames, Parquet, .npz and MatrixMarket: triplets with labels from tables, matrices from the others."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import zipfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.io
+import scipy.sparse as sp
+
+from ..core.files import open_bytes, read_head, reading, sniff_format
+from ..core.system import available_memory
+from ..core.triplets import frame_names
+from ..core.validate import ROW_BYTES
+from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
+from .columns import AUTO, Columns, check_distinct_names, resolve_columns
+from .labels import MAX_VALUE, Entries, factorize
+from .lines import numbered_lines
+from .text import find_layout, text_separator
+
+Labels = dict[str, np.ndarray]
+"""``user_ids`` and ``item_ids``, as far as a file has them."""
+
+NPZ_ARRAYS = ("user_ids", "item_ids", "indptr", "indices", "data", "row", "col", "coords", "offsets")
+"""Arrays that are loaded of an archive; the others are left where they are."""
+
+Selectors = tuple[Any, Any, Any]
+"""``user=``, ``item=`` and ``value=``; see `_columns.resolve_columns`."""
+
+
+def frame_entries(frame: Any, source: str, user: Any = AUTO, item: Any = AUTO, value: Any = AUTO) -> Entries:
+    """Entries of any frame narwhals knows; `source` is what messages call it. See `Ratings.from_frame`."""
+    import narwhals as nw
+
+    table, names = _frame(frame, source)
+    columns = resolve_columns(source, names, len(names), user, item, value, by_place=False)
+    taken = [names[place] for place in (columns.user, columns.item, columns.value) if place is not None]
+    table = table.select(*map(nw.col, taken))
+    eager = table.collect() if isinstance(table, nw.LazyFrame) else table
+    users, user_ids = factorize(f"column {taken[0]!r} of {source}", _frame_ids(source, eager, taken[0]), "row")
+    items, item_ids = factorize(f"column {taken[1]!r} of {source}", _frame_ids(source, eager, taken[1]), "row")
+    values = np.ones(len(users), np.float32) if len(taken) == 2 else _frame_values(source, eager, taken[2])
+    shape = (len(user_ids), len(item_ids))
+    return Entries(users, items, values, user_ids, item_ids, shape, source, lambda a, b: f"rows {a} and {b}")
+
+
+def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
+    """A frame as narwhals sees it, and the names of its columns.
+
+    Raises
+    ------
+    TypeError
+        It is no frame.
+    RatingsError
+        Columns that share a name.
+    """
+    import narwhals as nw
+
+    check_distinct_names(source, frame_names(frame) or [])
+    try:
+        table = nw.from_native(frame)
+    except TypeError as error:
+        raise TypeError(
+            f"frame must be a pandas, polars or pyarrow table, got {type(frame).__name__}; "
+            "matrices go through Ratings.from_matrix, arrays through Ratings.from_coo"
+        ) from error
+    return table, table.collect_schema().names()
+
+
+def _frame_column(source: str, table: Any, column: Any, first_row: int = 0) -> Any:
+    series = table.get_column(column)
+    if series.null_count():
+        row = first_row + int(np.flatnonzero(series.is_null().to_numpy())[0])
+        raise RatingsError(f"column {column!r} of {source} is null at row {row}; remove or fill such rows")
+    return series
+
+
+def _frame_ids(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray | list[Any]:
+    series = _frame_column(source, table, column, first_row)
+    # As a list, strings cost what they are long; a NumPy array pads each one to the longest.
+    return series.to_numpy() if series.dtype.is_integer() else series.to_list()
+
+
+def _frame_values(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray:
+    given = _frame_column(source, table, column, first_row).to_numpy()
+    try:
+        if given.dtype.kind not in "fiubO":
+            raise TypeError(f"its dtype is {given.dtype}")
+        values = given.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"column {column!r} of {source} holds no real numbers ({error})") from error
+    bad = np.flatnonzero(~(np.abs(values) <= MAX_VALUE))
+    if bad.size:
+        raise RatingsError(
+            f"column {column!r} of {source} has the value {values[bad[0]]} at row {first_row + bad[0]}; values must be "
+            "finite float32 numbers: remove or replace such rows"
+        )
+    return values
+
+
+def read_parquet(path: str, columns: Selectors) -> Entries:
+    """Entries of a Parquet file, of which only the columns that are needed are read."""
+    with _parquet(path) as file:
+        selected = _parquet_columns(path, file, columns)
+        table = file.read(columns=[name for name in selected if name is not None])
+    return frame_entries(table, path, *selected)
+
+
+def parquet_layout(path: str, columns: Selectors) -> Columns:
+    """Columns of a Parquet file, by its schema."""
+    with _parquet(path) as file:
+        return _resolved(path, file, columns)
+
+
+def parquet_chunks(
+    path: str, columns: Selectors, rows: int
+) -> Iterator[tuple[np.ndarray | list[Any], np.ndarray | list[Any], np.ndarray]]:
+    """Ids (integers as an array, others as a list) and values of some rows of a Parquet file after others."""
+    import narwhals as nw
+    import pyarrow as pa
+
+    with _parquet(path) as file:
+        user, item, value = _parquet_columns(path, file, columns)
+        first = 0
+        for batch in file.iter_batches(rows, columns=[name for name in (user, item, value) if name is not None]):
+            table = nw.from_native(pa.Table.from_batches([batch]), eager_only=True)
+            users, items = (_frame_ids(path, table, column, first) for column in (user, item))
+            values = np.ones(len(table)) if value is None else _frame_values(path, table, value, first)
+            yield users, items, values
+            first += len(table)
+
+
+@contextlib.contextmanager
+def _parquet(path: str) -> Iterator[Any]:
+    """The open file; what pyarrow has to say of it in our words."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ImportError(f"reading {path} needs pyarrow, which reads Parquet: pip install pyarrow") from error
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise RatingsError(f"{path} cannot be read as Parquet ({error}); it is damaged or another format") from error
+
+
+def _resolved(path: str, file: Any, columns: Selectors) -> Columns:
+    names = file.schema_arrow.names
+    check_distinct_names(path, names)
+    return resolve_columns(path, names, len(names), *columns)
+
+
+def _parquet_columns(path: str, file: Any, columns: Selectors) -> list[Any]:
+    names, found = file.schema_arrow.names, _resolved(path, file, columns)
+    return [None if k is None else names[k] for k in (found.user, found.item, found.value)]
+
+
+def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
+    """Matrix and labels of a file of `Ratings.save` or ``scipy.sparse.save_npz``; pickles are never loaded."""
+    if not head.startswith(b"PK\x03\x04"):
+        raise RatingsError(f"{path} is no .npz file (it starts with {head[:8]!r}); write one with Ratings.save")
+    _check_npz_memory(path)
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            names = archive.files
+            ids = {name: archive[name] for name in ("user_ids", "item_ids") if name in names}
+        matrix = sp.load_npz(path) if "format" in names else None
+    except Exception as error:  # a damaged archive fails in zipfile, zlib, NumPy or SciPy, each in several ways
+        raise RatingsError(f"{path} cannot be read as .npz ({error}); it is damaged or not one of ours") from error
+    if matrix is None:
+        raise RatingsError(
+            f"{path} holds no sparse matrix but {', '.join(names[:5]) or 'nothing'}; expected a file of Ratings.save "
+            "or scipy.sparse.save_npz (unpack other archives first)"
+        )
+    return matrix, ids
+
+
+def _check_npz_memory(path: str) -> None:
+    """Refuse arrays that, by their headers, do not fit into memory; what cannot be read is left to the reader."""
+    try:
+        sizes = _npz_sizes(path)
+    except Exception:  # a damaged archive, which fails again, and is explained, when it is loaded
+        return
+    needed = sum(sizes[name] for name in NPZ_ARRAYS if name in sizes)
+    way_out = "convert text, Parquet or MatrixMarket to a store, which is done in bounded memory"
+    _check_memory(path, f"{needed:,} bytes of arrays", "load them", needed, way_out)
+
+
+def _npz_sizes(path: str) -> dict[str, int]:
+    """Bytes of each array of an archive, by the headers."""
+    sizes = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.namelist():
+            if member.endswith(".npy"):
+                with archive.open(member) as stream:
+                    version = np.lib.format.read_magic(stream)
+                    read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
+                        version, np.lib.format.read_array_header_2_0
+                    )
+                    shape, _, dtype = read(stream)
+                sizes[member.removesuffix(".npy")] = math.prod(shape) * dtype.itemsize
+    return sizes
+
+
+class MarketHeader(NamedTuple):
+    """What a MatrixMarket file says of itself; an "array" has all its entries, row by column."""
+
+    layout: str
+    field: str
+    symmetry: str
+    n_rows: int
+    n_columns: int
+    entries: int
+
+
+def market_header(path: str, head: bytes) -> MarketHeader | None:
+    """First lines of a MatrixMarket file; None where they say too little for the sizes to be known.
+
+    Raises
+    ------
+    RatingsError
+        A negative size, or a line that is too long to be read.
+    """
+    words = head.split(b"\n", 1)[0].decode("latin-1").lower().split()
+    if len(words) != 5 or words[1] != "matrix" or words[2] not in ("coordinate", "array"):
+        return None
+    layout, field, symmetry = words[2:]
+    try:
+        sizes = _sizes_of(path)
+        rows, columns, entries = sizes if layout == "coordinate" else [*sizes, math.prod(sizes)]
+    except RatingsError:
+        raise
+    except ValueError:
+        return None
+    if min(rows, columns, entries) < 0:
+        raise RatingsError(f"{path} is damaged: its header says {rows} rows, {columns} columns, {entries} entries")
+    return MarketHeader(layout, field, symmetry, rows, columns, entries)
+
+
+def _sizes_of(path: str) -> list[int]:
+    """Numbers of the first line of a MatrixMarket file that is neither comment nor blank."""
+    with reading(path), io.TextIOWrapper(open_bytes(path), encoding="latin-1") as stream:
+        lines = (line for _, line in numbered_lines(stream, path) if not line.lstrip().startswith("%"))
+        return [int(word) for word in next(lines, "").split()]
+
+
+def check_market_rows(path: str, header: MarketHeader) -> None:
+    """Refuse a header whose rows and columns, though empty, are too many to be counted in memory.
+
+    Raises
+    ------
+    MemoryBudgetError
+    """
+    _check_memory(
+        path, f"{header.n_rows:,} rows and {header.n_columns:,} columns", "count their entries",
+        ROW_BYTES * (header.n_rows + header.n_columns), "number users and items anew, without gaps",
+    )  # fmt: skip
+
+
+def _check_memory(path: str, what: str, work: str, needed: int, way_out: str) -> None:
+    free = available_memory()
+    if free is not None and needed > free:
+        raise MemoryBudgetError(
+            f"{path} has {what} by its header: to {work} takes {needed / 2**20:,.0f} MiB of memory and "
+            f"{free / 2**20:,.0f} MiB are free; {way_out}"
+        )
+
+
+def read_matrix_market(path: str, head: bytes) -> tuple[Any, Labels]:
+    """Matrix of a MatrixMarket file, which has no labels."""
+    if not head.startswith(b"%%MatrixMarket"):
+        raise RatingsError(f"{path} is no MatrixMarket file: line 1 must start with %%MatrixMarket, got {head[:40]!r}")
+    if b"complex" in head.split(b"\n", 1)[0].lower():
+        raise RatingsError(f"{path} holds complex values; ratings must be real (real, integer or pattern)")
+    header = market_header(path, head)
+    if header is not None:
+        check_market_rows(path, header)
+        needed = header.entries * (8 if header.layout == "array" else 16)
+        way_out = "hybridmf.convert reads coordinates of general matrices in bounded memory"
+        _check_memory(path, f"{header.entries:,} entries", "hold them", needed, way_out)
+    try:
+        with reading(path), open_bytes(path) as stream:
+            return _mmread(stream), {}
+    except RatingsError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RatingsError(f"{path} cannot be read as MatrixMarket: {error}") from error
+
+
+def _mmread(stream: Any) -> Any:
+    """`scipy.io.mmread` whose errors hold on to nothing.
+
+    Its reader goes back in the stream when it is destroyed, and ends the process if the stream is closed by then.
+    """
+    try:
+        return scipy.io.mmread(stream)
+    except Exception as error:
+        problem = error.with_traceback(None)
+    raise problem
+
+
+def file_columns(
+    path: str,
+    format: str,
+    separator: str | None,
+    header: bool | str,
+    columns: Selectors,
+    encoding: str | None,
+    comment: str | None,
+) -> Columns | None:
+    """Columns that `Ratings.from_file` takes with these options, by the first lines; None where a file has none."""
+    head = read_head(path)
+    format = sniff_format(path, head) if format == "auto" else format
+    if format == "parquet":
+        return parquet_layout(path, columns)
+    if format in ("npz", "mtx", "lists"):
+        return None
+    return find_layout(path, head, text_separator(format, separator), header, columns, encoding, comment).columns
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Put the path in front of what the block has to say of a matrix that was read from it."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        kind = DuplicateEntriesError if isinstance(error, DuplicateEntriesError) else RatingsError
+        raise kind(f"{path}: {error}") from error

@@ -1,0 +1,636 @@
+"""Ratings on disk, larger than memory if need be: a folder that a fit reads slab by slab (cuMF section 4.4).
+
+    store/
+      manifest.json                    sizes, bounds of slabs, bytes and CRC-32 of each file; written last
+      user-000000.indptr.npy           int64    rows of a slab of users, from 0
+      user-000000.indices.npy          int32    items, ascending within a row
+      user-000000.values.npy           float32
+      user-000001. ...
+      item-000000. ...                 the transpose, cut into slabs of items
+      user-degrees.npy, item-degrees.npy                      int64    entries of each row
+      user-degrees-nonzero.npy, item-degrees-nonzero.npy      the same without explicit zeros, where there are any
+      user_ids.npy, item_ids.npy       labels, as model files have them: int64, uint64, or a JSON list as bytes
+
+Everything is plain .npy. `hybridmf.data.convert` writes it. `hybridmf.data.manifest` says what a manifest must hold;
+what files hold is compared with it, and with each other, when they are read for the first time.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import mmap
+import os
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .. import _formats
+from ..core.objective import SIDES, Side, other_side
+from ..core.sparse import SUMMED, entry_rows, entry_squares, take_rows, value_range
+from ..core.system import available_memory
+from ..core.validate import check_choice, check_path, csr_arrays, frozen_csr, make_csr
+from ..errors import MemoryBudgetError, StoreError
+from ..model.files import LABEL_DTYPES
+from ..ratings import Ratings
+from .labels import decode_labels
+from .manifest import (
+    ARRAYS,
+    FORMAT,
+    LABELS,
+    MANIFEST,
+    ROUNDING,
+    VERSION,
+    check_manifest,
+    degrees_file,
+    entries_of_slabs,
+    seal,
+    slab_file,
+)
+from .slabs import loaded, magnitudes, slab_entries
+
+logger = logging.getLogger("hybridmf")
+
+UNFINISHED = "unfinished.json"
+CHUNK = 1 << 22
+"""Bytes read at a time to check a file."""
+
+PARSING = threading.Lock()
+"""Held while NumPy reads what is written before an array."""
+
+AGAIN = "convert the ratings again (hybridmf convert RATINGS STORE --overwrite)"
+
+
+def file_checksum(path: str | os.PathLike[str]) -> str:
+    """CRC-32 of a file, eight hexadecimal digits."""
+    crc = 0
+    with open(path, "rb") as file:
+        while part := file.read(CHUNK):
+            crc = zlib.crc32(part, crc)
+    return f"{crc:08x}"
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Consecutive rows of one side of a store.
+
+    Attributes
+    ----------
+    store : Store
+    side : {"user", "item"}
+    number : int
+    start, stop : int
+        Its rows.
+    """
+
+    store: Store = field(repr=False)
+    side: Side
+    number: int
+    start: int
+    stop: int
+
+    def matrix(self) -> sp.csr_array:
+        """Its rows, canonical CSR float32, shape (stop - start, n_fixed), mapped from the files.
+
+        Raises
+        ------
+        StoreError
+            A file is not what was written; looked at when it is read for the first time.
+        """
+        return self.store._slab_matrix(self)
+
+
+class Store:
+    """Ratings in a folder; `Store.open` reads what `convert` wrote. Estimators take it in place of `Ratings`.
+
+    Nothing of the size of the ratings is held in memory: slabs are mapped when somebody asks for them.
+
+    Attributes
+    ----------
+    path : Path
+    shape : (n_users, n_items)
+    nnz : int
+        Entries, explicit zeros among them.
+    user_ids, item_ids : ndarray or None
+        Labels.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path, self._manifest = path, manifest
+        self.shape: tuple[int, int] = (int(manifest["shape"][0]), int(manifest["shape"][1]))
+        self.nnz = int(manifest["nnz"])
+        self._bounds = {side: np.array(manifest["bounds"][side], dtype=np.int64) for side in SIDES}
+        self._entries = {side: entries_of_slabs(manifest, side) for side in SIDES}
+        self._checked: dict[str, tuple[int, int]] = {}  # files whose checksum was right: their size and time then
+        self._sound: dict[Side, dict[int, _Summary]] = {side: {} for side in SIDES}  # slabs whose arrays fit together
+        self._counted: set[str] = set()  # files of degrees that fit the sizes of slabs
+        self._layouts: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}  # of arrays that were mapped before
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Store:
+        """Open a store; sizes of all files are checked, contents when they are read.
+
+        Raises
+        ------
+        FileNotFoundError, NotADirectoryError
+        StoreError
+            An interrupted conversion, a file that is missing or has another size, or another folder.
+        """
+        folder = Path(check_path("path", path))
+        if not folder.exists():
+            raise FileNotFoundError(errno.ENOENT, "there is no such store; hybridmf convert makes one", str(path))
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a store is a folder, this is a file", str(path))
+        if not (folder / MANIFEST).exists():
+            if (folder / UNFINISHED).exists():
+                raise StoreError(
+                    f"{str(path)!r} is an unfinished conversion; run the same hybridmf convert again, which goes on "
+                    "where it stopped, or delete the folder"
+                )
+            raise StoreError(
+                f"{str(path)!r} is a directory, but no store (no {MANIFEST}): hybridmf convert makes stores"
+            )
+        return cls(folder, _read_manifest(folder))
+
+    # ------------------------------------------------------------------------------------------------ looking in
+
+    @property
+    def n_users(self) -> int:
+        """Number of rows."""
+        return self.shape[0]
+
+    @property
+    def n_items(self) -> int:
+        """Number of columns."""
+        return self.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(int(entry["bytes"]) for entry in self._manifest["files"].values())
+
+    @property
+    def checksum(self) -> str:
+        """CRC-32 of the manifest, which has the checksums of all other files."""
+        return str(self._manifest["checksum"])
+
+    @cached_property
+    def user_ids(self) -> np.ndarray | None:
+        """Label of each user."""
+        return self._labels("user_ids")
+
+    @cached_property
+    def item_ids(self) -> np.ndarray | None:
+        """Label of each item."""
+        return self._labels("item_ids")
+
+    def _labels(self, name: str) -> np.ndarray | None:
+        if f"{name}.npy" not in self._manifest["files"]:
+            return None
+        encoded = np.array(self._vector(f"{name}.npy", *LABEL_DTYPES))
+        try:
+            labels = decode_labels(name, encoded)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise self._error(f"{name}.npy", f"holds no labels ({error})") from error
+        count = self.shape[name != "user_ids"]
+        if len(labels) != count:
+            raise self._error(f"{name}.npy", f"has {len(labels)} labels for {count} rows")
+        if len(set(labels.tolist())) != count:
+            raise self._error(f"{name}.npy", "has a label more than once")
+        return labels
+
+    def slabs(self, side: Side = "user") -> list[Slab]:
+        """Slabs of one side, in the order of their rows."""
+        check_choice("side", side, SIDES)
+        bounds = self._bounds[side].tolist()
+        return [Slab(self, side, k, *ends) for k, ends in enumerate(pairwise(bounds))]
+
+    def verify(self) -> None:
+        """Read every file and compare it with the manifest, and both orientations with each other.
+
+        Raises
+        ------
+        StoreError
+            Names the first file that is not as it was written.
+        """
+        self._checked.clear()
+        self._layouts.clear()
+        self._counted.clear()
+        for name in self._manifest["files"]:
+            self._check_content(name)
+        found = []
+        for side in SIDES:
+            self._sound[side].clear()
+            found.append(sum(_hash(slab, slab.matrix()) for slab in self.slabs(side)) % 2**64)
+        if found[0] != found[1]:
+            raise self._error(MANIFEST, "has slabs of items that are not the transpose of the slabs of users")
+        for name in LABELS:
+            self._labels(name.removesuffix(".npy"))
+
+    # ------------------------------------------------------------------------------------------------ in memory
+
+    @property
+    def user_items(self) -> sp.csr_array:
+        """All ratings as one matrix in memory, shape (n_users, n_items), made anew: for what cannot read slabs.
+
+        Raises
+        ------
+        MemoryBudgetError
+            They do not fit.
+        """
+        needed, free = 8 * self.nnz + 16 * self.n_users, available_memory()
+        if free is not None and needed > free:
+            raise MemoryBudgetError(
+                f"the store {str(self.path)!r} needs {needed / 2**20:,.0f} MiB of memory as a matrix and "
+                f"{free / 2**20:,.0f} MiB are free; ExplicitALS and ImplicitALS fit a store without loading it"
+            )
+        logger.info("loading the store %s into memory: %s entries", self.path, f"{self.nnz:,}")
+        return frozen_csr(StoreMatrix(self).load())
+
+    def to_ratings(self) -> Ratings:
+        """All ratings in memory, with their labels; the same as `Ratings.from_file` of what was converted."""
+        return Ratings(self.user_items, self.user_ids, self.item_ids)
+
+    # ------------------------------------------------------------------------------------------------ files
+
+    def _error(self, name: str, problem: str) -> StoreError:
+        way_out = AGAIN
+        if self._was_replaced():
+            way_out = "another conversion has replaced the store since it was opened: open it again (Store.open)"
+        return StoreError(f"{str(self.path / name)!r} {problem}; {way_out}")
+
+    def _was_replaced(self) -> bool:
+        try:
+            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            return bool(manifest["checksum"] != self.checksum)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return False
+
+    def _check_content(self, name: str) -> None:
+        """Compare a file with its checksum: once, and again if it was written to since. Kernels trust what it holds."""
+        path, entry = self.path / name, self._manifest["files"][name]
+        try:
+            status = os.stat(path)
+            seen = status.st_size, status.st_mtime_ns
+            if self._checked.get(name) == seen:
+                return
+            problem = _size_problem(status.st_size, entry["bytes"])
+            found = "" if problem else file_checksum(path)
+        except OSError as error:
+            raise self._error(name, f"cannot be read ({error.strerror})") from error
+        if not problem and found != entry["crc32"]:
+            problem = f"was altered (CRC-32 {found}, {entry['crc32']} when it was written)"
+        if problem:
+            raise self._error(name, problem)
+        self._checked[name] = seen
+
+    def _vector(self, name: str, *dtypes: Any, length: int | None = None) -> np.ndarray:
+        """Vector of a file, mapped; checked at first need."""
+        self._check_content(name)
+        try:
+            if name not in self._layouts:
+                # NumPy has Python parse what is written before an array, which not every Python can do in two threads
+                with PARSING:
+                    self._layouts[name] = _layout(self.path / name)
+            dtype, shape, offset = self._layouts[name]
+            counted = (self._manifest["files"][name]["bytes"] - offset) // max(dtype.itemsize, 1)
+            if dtype not in dtypes or shape != (counted,) or length not in (None, counted):
+                wanted = " or ".join(np.dtype(each).name for each in dtypes)
+                size = "" if length is None else f"{length} "
+                raise self._error(name, f"holds {dtype} of shape {shape}, expected a vector of {size}{wanted}")
+            if not counted:  # there is nothing to map
+                return np.empty(0, dtype)
+            return np.memmap(self.path / name, dtype, "r", offset, shape)
+        except (OSError, ValueError) as error:
+            if isinstance(error, StoreError):
+                raise
+            raise self._error(name, f"is no array ({error})") from error
+
+    def _slab_matrix(self, slab: Slab) -> sp.csr_array:
+        shape = (slab.stop - slab.start, self.shape[1 if slab.side == "user" else 0])
+        entries = int(self._entries[slab.side][slab.number])
+        lengths = {"indptr": shape[0] + 1, "indices": entries, "values": entries}
+        indptr, indices, values = (
+            self._vector(slab_file(slab.side, slab.number, array), dtype, length=lengths[array]).view(np.ndarray)
+            for array, dtype in ARRAYS.items()
+        )
+        if slab.number not in self._sound[slab.side]:
+            # kernels trust what they are given
+            if not self._fits_degrees(slab, indptr, values) or not _formats.is_canonical(
+                indptr, indices, values, shape[1]
+            ):
+                raise self._error(slab_file(slab.side, slab.number, "indices"), "contradicts the files beside it")
+            self._sum_up(slab, values)
+        return make_csr(indptr, indices, values, shape)
+
+    def _fits_degrees(self, slab: Slab, indptr: np.ndarray, values: np.ndarray) -> bool:
+        rows = slice(slab.start, slab.stop)
+        if indptr[0] != 0 or not np.array_equal(np.diff(indptr), self._degrees(slab.side)[rows]):
+            return False
+        if not self._manifest["zeros"]:
+            return bool(np.all(values))
+        filled = np.concatenate(([0], np.cumsum(values != 0)))[indptr]
+        return np.array_equal(np.diff(filled), self._degrees(slab.side, nonzero=True)[rows])
+
+    def _sum_up(self, slab: Slab, values: np.ndarray) -> None:
+        """Compare the values of a slab with the manifest, and those of all slabs once they have been read."""
+        known = self._sound[slab.side]
+        summary = _Summary.of(values)
+        ends = self._manifest["magnitudes"]["nonzero"]
+        sound = not summary.ends or (ends[0] <= summary.ends[0] and summary.ends[1] <= ends[1])
+        known[slab.number] = summary
+        if sound and len(known) == len(self._entries[slab.side]):
+            total, everything = math.fsum(each.total for each in known.values()), _Summary.joined(list(known.values()))
+            slack = ROUNDING * self.nnz * (ends[1] if ends else 0.0)
+            sound = everything.ends == ends and abs(total - self._manifest["sums"]["all"]) <= slack
+        if not sound:
+            del known[slab.number]
+            raise self._error(MANIFEST, f"has other sums or magnitudes than the values of slabs of {slab.side}s")
+
+    def degrees(self, side: Side = "user", *, nonzero: bool = False) -> np.ndarray:
+        """Entries of each row of a side, int64; with `nonzero` without explicit zeros."""
+        return np.array(self._degrees(check_choice("side", side, SIDES), nonzero=nonzero))
+
+    def _degrees(self, side: Side, *, nonzero: bool = False) -> np.ndarray:
+        """The same, mapped."""
+        zeros = self._manifest["zeros"] if nonzero else 0
+        name = degrees_file(side, nonzero=bool(zeros))
+        degrees = self._vector(name, np.int64, length=self.shape[side != "user"]).view(np.ndarray)
+        if name not in self._counted:
+            sound = not len(degrees) or 0 <= degrees.min() <= degrees.max() <= self.shape[side == "user"]
+            entries = slab_entries(self._bounds[side], degrees)
+            most = self._entries[side]
+            sound = sound and bool(np.all(entries <= most)) and int(most.sum() - entries.sum()) == zeros
+            if not sound:
+                raise self._error(name, "contradicts the sizes of slabs")
+            self._counted.add(name)
+        return degrees
+
+    def __repr__(self) -> str:
+        slabs = ", ".join(f"{len(self._bounds[side]) - 1} of {side}s" for side in SIDES)
+        return (
+            f"Store({str(self.path)!r}: {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, "
+            f"{self.nbytes / 1e6:,.1f} MB; slabs: {slabs})"
+        )
+
+    def __reduce__(self) -> Any:
+        return Store.open, (str(self.path),)
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """Sum of some values, and the smallest and largest magnitude of those that are not 0; [] of none."""
+
+    total: float
+    ends: list[float]
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> _Summary:
+        """Of values; some at a time, for all of their magnitudes would need memory."""
+        pieces = []
+        for start in range(0, len(values), SUMMED):
+            piece = values[start : start + SUMMED]
+            ends = magnitudes(piece[piece != 0])
+            pieces.append(cls(float(piece.sum(dtype=np.float64)), [float(each) for each in ends]))
+        return cls.joined(pieces)
+
+    @classmethod
+    def joined(cls, parts: list[_Summary]) -> _Summary:
+        """Of all parts."""
+        ends = [end for part in parts for end in part.ends]
+        return cls(math.fsum(part.total for part in parts), [min(ends), max(ends)] if ends else [])
+
+
+def _hash(slab: Slab, matrix: sp.csr_array) -> int:
+    """Sum of a hash of each entry, the same for a matrix and its transpose in any slabs."""
+    rows, columns = (entry_rows(matrix) + slab.start).astype(np.uint64), matrix.indices.astype(np.uint64)
+    users, items = (rows, columns) if slab.side == "user" else (columns, rows)
+    mixed = (users << np.uint64(32) | items) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(32)
+    mixed += matrix.data.view(np.uint32)
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(29)
+    return int(mixed.sum())
+
+
+def _layout(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
+    """Type, shape and beginning of the array of an .npy file."""
+    with open(path, "rb") as file:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise ValueError(f"version {version} of .npy")
+        try:
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        except Exception as error:  # whatever Python's tokenizer and parser raise for text that is no dictionary
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        return dtype, shape, file.tell()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        kind, version, sealed = manifest["format"], manifest["version"], seal(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StoreError(
+            f"{str(path)!r} is no manifest of a store ({type(error).__name__}: {error}); {AGAIN}"
+        ) from error
+    if kind != FORMAT:
+        raise StoreError(f"{str(path)!r} is a manifest of {kind!r}, not of a {FORMAT}")
+    if version != VERSION:
+        raise StoreError(
+            f"{str(path)!r} has version {version!r}; this hybridmf reads version {VERSION}: upgrade hybridmf or {AGAIN}"
+        )
+    if manifest.get("checksum") != sealed:
+        raise StoreError(f"{str(path)!r} was altered: its checksum does not fit; {AGAIN}")
+    try:
+        check_manifest(manifest)
+    except ValueError as error:
+        raise StoreError(f"{str(path)!r} contradicts itself: {error}; {AGAIN}") from error
+    for name, entry in manifest["files"].items():
+        try:
+            size = os.stat(folder / name).st_size
+        except FileNotFoundError:
+            raise StoreError(f"{str(folder / name)!r} is missing; {AGAIN}") from None
+        problem = _size_problem(size, entry["bytes"])
+        if problem:
+            raise StoreError(f"{str(folder / name)!r} {problem}; {AGAIN}")
+    return manifest
+
+
+def _size_problem(size: int, written: int) -> str:
+    if size == written:
+        return ""
+    return f"{'is truncated' if size < written else 'is too long'}: {size} bytes, {written} were written"
+
+
+class StoreMatrix:
+    """One orientation of a store as a fit reads it: `hybridmf.data.slabs.Slabs`, and what a matrix is asked for.
+
+    Parameters
+    ----------
+    store : Store
+    side : {"user", "item"}
+        What rows are.
+    dtype : dtype
+        float32 or float64; values are converted as they are read.
+    drop_zeros : bool
+        Leave out explicit zeros.
+    """
+
+    def __init__(self, store: Store, side: Side = "user", dtype: Any = np.float32, drop_zeros: bool = False) -> None:
+        self.store, self.side, self.dtype = store, side, np.dtype(dtype)
+        manifest = store._manifest
+        self.drop_zeros = drop_zeros and manifest["zeros"] > 0
+        self.shape: tuple[int, int] = store.shape if side == "user" else (store.shape[1], store.shape[0])
+        self.nnz = store.nnz - manifest["zeros"] if self.drop_zeros else store.nnz
+        self.bounds = store._bounds[side]
+        self._slabs = store.slabs(side)
+        self._kind = "nonzero" if self.drop_zeros else "all"
+
+    @cached_property
+    def degrees(self) -> np.ndarray:
+        """Entries of each row, int64, shape (n_rows,)."""
+        return self.store.degrees(self.side, nonzero=self.drop_zeros)
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """Where each row would start in one matrix, int64, shape (n_rows + 1,)."""
+        return np.concatenate(([0], np.cumsum(self.degrees)))
+
+    @property
+    def total(self) -> float:
+        """Sum of the values as `_sparse.entry_sum` of all of them in user order has it."""
+        return float(self.store._manifest["sums"][self._kind])
+
+    @cached_property
+    def value_range(self) -> tuple[float, float] | None:
+        """Smallest and largest value, explicit zeros among them; None if there are no entries."""
+        known = self.store._manifest.get("range")
+        if known:
+            return float(known[0]), float(known[1])
+        return value_range(matrix.data for matrix in self.matrices())  # written before manifests had it
+
+    @cached_property
+    def squares(self) -> float:
+        """Sum of squares as `_sparse.entry_squares` of all values in user order has it; reads the slabs."""
+        users = self if self.side == "user" else self.transposed()
+        return entry_squares(matrix.data for matrix in users.matrices())
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Smallest and largest absolute value; empty if there are no entries."""
+        return np.array(self.store._manifest["magnitudes"][self._kind], dtype=np.float64)
+
+    @property
+    def largest_slab(self) -> int:
+        """Entries of the largest slab of either side."""
+        sides = [self, self.transposed()]
+        return max(int(slab_entries(each.bounds, each.degrees).max(initial=0)) for each in sides)
+
+    def transposed(self) -> StoreMatrix:
+        """The other orientation."""
+        return StoreMatrix(self.store, other_side(self.side), self.dtype, self.drop_zeros)
+
+    def matrix(self, slab: int) -> sp.csr_array:
+        """Rows of a slab."""
+        matrix = self._slabs[slab].matrix()
+        if not self.drop_zeros and matrix.dtype == self.dtype:
+            return matrix
+        indptr, indices, data = csr_arrays(matrix)
+        if self.drop_zeros:
+            keep = data != 0
+            indptr = np.concatenate(([0], np.cumsum(keep)))[indptr]
+            indices, data = indices[keep], data[keep]
+        return make_csr(indptr, indices, data.astype(self.dtype, copy=False), matrix.shape)
+
+    def prefetch(self, slab: int) -> None:
+        """Ask the system to read a slab's files ahead."""
+        if slab >= len(self._slabs):
+            return
+        for array in ("indices", "values"):
+            name = slab_file(self.side, slab, array)
+            if name in self.store._checked:  # else the check reads it
+                mapped = getattr(self.store._vector(name, ARRAYS[array]), "_mmap", None)
+                if mapped is not None and hasattr(mmap, "MADV_WILLNEED"):
+                    mapped.madvise(mmap.MADV_WILLNEED)
+
+    def matrices(self) -> Iterator[sp.csr_array]:
+        """Slab after slab."""
+        for slab in range(len(self._slabs)):
+            yield self.matrix(slab)
+
+    def load(self) -> sp.csr_array:
+        """All rows in memory."""
+        return loaded(self)
+
+
+class StoredSeen:
+    """What users have seen, read from a store when it is asked for; serves as `Learned.seen`.
+
+    Parameters
+    ----------
+    matrix : StoreMatrix
+        Rows are users.
+    """
+
+    def __init__(self, matrix: StoreMatrix) -> None:
+        self._matrix = matrix
+        self._which = str(matrix.store.path), matrix.side, matrix.dtype, matrix.drop_zeros
+        self.shape, self.nnz = matrix.shape, matrix.nnz
+
+    @cached_property
+    def _matrix(self) -> StoreMatrix:
+        path, side, dtype, drop_zeros = self._which
+        return StoreMatrix(Store.open(path), side, dtype, drop_zeros)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the store, which is opened again at first need: a model is of use where it is not."""
+        return {name: value for name, value in self.__dict__.items() if name != "_matrix"}
+
+    def take_rows(self, rows: np.ndarray) -> sp.csr_array:
+        """Entries of some users as int8 ones, shape (len(rows), n_items)."""
+        bounds = self._matrix.bounds
+        slab_of = np.searchsorted(bounds, rows, side="right") - 1
+        order = np.argsort(slab_of, kind="stable")
+        parts = []
+        for slab in np.unique(slab_of):
+            wanted = rows[order[slab_of[order] == slab]]
+            parts.append(take_rows(self._matrix.matrix(int(slab)), wanted - bounds[slab]))
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return take_rows(_stacked_pattern(parts, self.shape[1]), back)
+
+    def load(self) -> sp.csr_array:
+        """All of them in memory, 5 bytes an entry.
+
+        Raises
+        ------
+        MemoryBudgetError
+            They do not fit.
+        """
+        needed, free = 10 * self.nnz, available_memory()
+        if free is not None and needed > free:
+            raise MemoryBudgetError(
+                f"what users have seen takes {needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; "
+                "save the model with include_seen=False, and give score users="
+            )
+        return _stacked_pattern(list(self._matrix.matrices()), self.shape[1])
+
+
+def _stacked_pattern(parts: list[sp.csr_array], n_items: int) -> sp.csr_array:
+    """Rows of all parts, one after the other, as int8 ones."""
+    indices = np.concatenate([part.indices for part in parts]) if parts else np.empty(0, np.int32)
+    degrees = np.concatenate([np.diff(part.indptr) for part in parts]) if parts else np.empty(0, np.int64)
+    indptr = np.concatenate(([0], np.cumsum(degrees, dtype=np.int64)))
+    return make_csr(indptr, indices, np.ones(len(indices), dtype=np.int8), (len(degrees), n_items))

@@ -1,0 +1,521 @@
+"""A CUDA device as the solvers see it: memory, copies, compiled kernels; CuPy is behind it and nowhere else.
+
+Tests run the same solvers on an emulated device that has the methods of `CudaDevice`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..core.system import parse_bytes
+from ..errors import DeviceError, DeviceMemoryError
+from .copier import COPY_CHUNK, Copier, CudaCopier
+
+logger = logging.getLogger("hybridmf")
+
+OLDEST = (7, 5)
+"""Compute capability that kernels are compiled for at least (Turing)."""
+
+MEMORY_LIMIT = "HYBRIDMF_GPU_MEMORY_LIMIT"
+
+INSTALL = 'pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'
+
+TOOLKIT = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]"), or install the CUDA toolkit'
+
+SMALL_COPY = 64 << 10
+"""Bytes up to which an array comes to the host without the pinned buffers, which another thread may be using: a fit
+that looks at a status must not wait until a checkpoint of all factors has come over."""
+
+Array = Any
+"""An array on a device; `ndarray` of CuPy, or of NumPy where the device is emulated."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes of a thread.
+
+    Attributes
+    ----------
+    registers : int
+    local_bytes : int
+        Local memory: registers that were spilled, and arrays that are indexed at run time.
+    """
+
+    registers: int
+    local_bytes: int
+
+
+Kernel = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]
+"""``kernel(grid, block, arguments, shared_bytes)``; arguments are device arrays and NumPy scalars."""
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What planning needs to know of a device.
+
+    Attributes
+    ----------
+    name : str
+    index : int
+    capability : (int, int)
+        Compute capability.
+    multiprocessors : int
+    shared_bytes : int
+        Largest dynamic shared memory of a block.
+    l2_bytes : int
+    memory_bytes : int
+    free_bytes : int
+        When it was looked at, limited by HYBRIDMF_GPU_MEMORY_LIMIT.
+    """
+
+    name: str
+    index: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    l2_bytes: int
+    memory_bytes: int
+    free_bytes: int
+
+    def __str__(self) -> str:
+        major, minor = self.capability
+        return f"cuda:{self.index} ({self.name}, sm_{major}{minor}, {self.free_bytes / 2**30:.1f} GiB free)"
+
+
+class Device(Protocol):
+    """What solvers and launches ask of a device."""
+
+    spec: DeviceSpec
+
+    def active(self) -> AbstractContextManager[None]:
+        """Arithmetic of arrays in this context runs on this device, and what goes wrong in it raises our errors."""
+
+    def owns(self, array: Any) -> bool:
+        """Whether an array lies on this device."""
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Uninitialized array; DeviceMemoryError where it does not fit."""
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Array of zeros."""
+
+    def upload(self, array: np.ndarray) -> Array:
+        """Copy to the device, C order."""
+
+    def download(self, array: Array) -> np.ndarray:
+        """Copy to the host; waits for what computes it."""
+
+    def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
+        """Begin to copy a small array to the host; what is returned waits for it, not for work launched since."""
+
+    def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
+        """Compiled kernel of a source text."""
+
+    def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
+        """What the compiled kernel takes."""
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Product of two matrices of one dtype, by the device's BLAS."""
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be allocated."""
+
+    def synchronize(self) -> None:
+        """Wait for all work; raises what went wrong in it."""
+
+    def record(self) -> Any:
+        """A mark behind the work launched so far."""
+
+    def wait(self, mark: Any) -> None:
+        """Have work launched from here on wait for a mark."""
+
+    def beside(self, begun: Any, stream: int = 0) -> AbstractContextManager[None]:
+        """Work launched in this context goes on beside what is launched outside of it, behind the mark `begun`.
+
+        What has another number of `stream` goes on beside this, too.
+
+        To wait for it, `record` a mark in the context and `wait` for that outside. Until then nothing that it uses may
+        be given back.
+        """
+
+    def copier(self) -> Copier:
+        """Copies to and from the device beside its work."""
+
+
+def parse_device(device: str) -> int:
+    """Index of "cuda" (0) or "cuda:N"."""
+    match = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if match is None:
+        raise ValueError(f'device must be "cuda" or "cuda:N", got {device!r}')
+    return int(match[1] or 0)
+
+
+def memory_limit() -> int | None:
+    """Bytes of HYBRIDMF_GPU_MEMORY_LIMIT ("6GB", "500MiB" or a number), None if it is not set."""
+    text = os.environ.get(MEMORY_LIMIT, "").strip()
+    return parse_bytes(MEMORY_LIMIT, text) if text else None
+
+
+def _cupy() -> Any:
+    """The module, or a DeviceError that says what to install."""
+    try:
+        return importlib.import_module("cupy")
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            raise DeviceError(f"CuPy is not installed; {INSTALL}") from error
+        raise DeviceError(f"CuPy cannot be imported: {_one_line(error)}; {INSTALL}") from error
+    except Exception as error:  # a library of CUDA that does not load, a CuPy built for another NumPy
+        raise DeviceError(f"CuPy cannot be imported: {_one_line(error)}; {INSTALL}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def device_count() -> int:
+    """Number of CUDA devices.
+
+    Raises
+    ------
+    DeviceError
+        Without CuPy, driver or device; says what to install.
+    """
+    cupy = _cupy()
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as error:  # CuPy's CUDARuntimeError
+        text = _one_line(error)
+        if "InsufficientDriver" in text:
+            hint = f"there is no NVIDIA driver, or CuPy's CUDA is too new for it: update it, or {INSTALL}"
+        elif "NoDevice" in text:
+            hint = "no GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        else:
+            hint = "look at nvidia-smi"
+        raise DeviceError(f"CuPy cannot use a GPU here: {text}; {hint}") from error
+    if not count:
+        raise DeviceError("CuPy found no CUDA device: look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+    return count
+
+
+@functools.cache
+def _open(index: int) -> CudaDevice:
+    count = device_count()
+    if index >= count:
+        have = ", ".join(f"cuda:{k}" for k in range(count))
+        raise DeviceError(f"cuda:{index} does not exist; this machine has {have}")
+    return CudaDevice(index)
+
+
+def open_device(device: str = "cuda") -> CudaDevice:
+    """The device of that name; made once.
+
+    Raises
+    ------
+    DeviceError
+        It cannot be used; the message says why and what to do.
+    """
+    opened = _open(parse_device(device))
+    opened.look()
+    return opened
+
+
+class CudaDevice:
+    """One CUDA device through CuPy.
+
+    Parameters
+    ----------
+    index : int
+
+    Raises
+    ------
+    DeviceError
+        The device is too old.
+    """
+
+    spec: DeviceSpec
+
+    def __init__(self, index: int) -> None:
+        self._cupy = _cupy()
+        self.index = index
+        self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
+        self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._lock = threading.Lock()
+        self._pinned: list[Any] = []
+        self._beside: dict[int, Any] = {}
+        self._arriving: deque[tuple[np.ndarray, Any]] = deque()
+        self._arriving_lock = threading.Lock()
+        with self.active():
+            properties = self._cupy.cuda.runtime.getDeviceProperties(index)
+        capability = (int(properties["major"]), int(properties["minor"]))
+        name = properties["name"].decode()
+        if capability < OLDEST:
+            raise DeviceError(
+                f"cuda:{index} ({name}) has compute capability {capability[0]}.{capability[1]}; hybridmf's kernels "
+                f'need {OLDEST[0]}.{OLDEST[1]} (Turing) or later: use device="cpu"'
+            )
+        self._properties = {
+            "name": name,
+            "index": index,
+            "capability": capability,
+            "multiprocessors": int(properties["multiProcessorCount"]),
+            "shared_bytes": int(properties["sharedMemPerBlockOptin"]),
+            "l2_bytes": int(properties["l2CacheSize"]),
+            "memory_bytes": int(properties["totalGlobalMem"]),
+        }
+        self.look()
+
+    def look(self) -> None:
+        """Read the free memory again into `spec`."""
+        self.spec = DeviceSpec(**self._properties, free_bytes=self.free_bytes())
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run on this device; CuPy's exceptions become ours."""
+        cupy = self._cupy
+        try:
+            with cupy.cuda.Device(self.index):
+                yield
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"cuda:{self.index} is out of memory: {' '.join(str(error).split())}; "
+                f"use fewer factors, another GPU, or free what other programs hold"
+            ) from error
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            if "MemoryAllocation" in str(error):
+                raise DeviceMemoryError(f"cuda:{self.index} is out of memory: {error}") from error
+            raise DeviceError(f"cuda:{self.index} failed: {_one_line(error)}") from error
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise DeviceError(f"cuda:{self.index} failed: {_one_line(error)}") from error
+        except ImportError as error:  # CuPy loads cuBLAS and others at first need
+            raise DeviceError(f"CuPy cannot load a library of CUDA: {_one_line(error)}; {TOOLKIT}") from error
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be allocated, by the device and by HYBRIDMF_GPU_MEMORY_LIMIT."""
+        with self.active():
+            free, _ = self._cupy.cuda.runtime.memGetInfo()
+            pool = self._cupy.get_default_memory_pool()
+            available = int(free) + int(pool.free_bytes())
+            limit = memory_limit()
+            if limit is not None:
+                available = min(available, max(0, limit - int(pool.used_bytes())))
+            return available
+
+    def owns(self, array: Any) -> bool:
+        """Whether an array lies on this device."""
+        return isinstance(array, self._cupy.ndarray) and int(array.device.id) == self.index
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Uninitialized array."""
+        with self.active():
+            self._check_limit(shape, dtype)
+            return self._cupy.empty(shape, dtype=dtype)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Array of zeros."""
+        with self.active():
+            self._check_limit(shape, dtype)
+            return self._cupy.zeros(shape, dtype=dtype)
+
+    def _check_limit(self, shape: int | tuple[int, ...], dtype: Any) -> None:
+        limit = memory_limit()
+        if limit is None:
+            return
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        used = int(self._cupy.get_default_memory_pool().used_bytes())
+        if used + size > limit:
+            raise DeviceMemoryError(
+                f"cuda:{self.index}: {size / 2**20:,.1f} MiB more would pass {MEMORY_LIMIT} "
+                f"({limit / 2**20:,.1f} MiB, {used / 2**20:,.1f} in use)"
+            )
+
+    def upload(self, array: np.ndarray) -> Array:
+        """Copy to the device through pinned buffers, C order."""
+        array = np.ascontiguousarray(array)
+        target = self.empty(array.shape, array.dtype)
+        if not array.size:
+            return target
+        raw = array.reshape(-1).view(np.uint8)
+        with self.active(), self._lock:
+            self._copy_stream_waits()
+            for start, buffer, event, stream in self._turns(raw.nbytes):
+                size = min(COPY_CHUNK, raw.nbytes - start)
+                event.synchronize()
+                buffer[:size] = raw[start : start + size]
+                self._cupy.cuda.runtime.memcpyAsync(target.data.ptr + start, buffer.ctypes.data, size, 1, stream.ptr)
+                event.record(stream)
+            stream.synchronize()
+        return target
+
+    def download(self, array: Array) -> np.ndarray:
+        """Copy to the host, through pinned buffers where it is large; waits for what computes it."""
+        with self.active():
+            source = self._cupy.ascontiguousarray(array)
+            if source.nbytes <= SMALL_COPY:
+                small: np.ndarray = source.get()  # which waits for the current stream
+                return small
+            target = np.empty(source.shape, dtype=source.dtype)
+            self._cupy.cuda.get_current_stream().synchronize()
+            if not target.size:
+                return target
+            raw = target.reshape(-1).view(np.uint8)
+            pending: tuple[int, int, Any, Any] | None = None
+            with self._lock:
+                for start, buffer, event, stream in self._turns(raw.nbytes):
+                    size = min(COPY_CHUNK, raw.nbytes - start)
+                    self._cupy.cuda.runtime.memcpyAsync(
+                        buffer.ctypes.data, source.data.ptr + start, size, 2, stream.ptr
+                    )
+                    event.record(stream)
+                    if pending is not None:  # the buffer before, while this one fills
+                        _take(raw, *pending)
+                    pending = (start, size, buffer, event)
+                if pending is not None:
+                    _take(raw, *pending)
+            return target
+
+    def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
+        """Begin to copy a small array to pinned memory; what is returned waits for that and gives the array."""
+        with self.active():
+            cuda = self._cupy.cuda
+            source, stream = self._cupy.ascontiguousarray(array), cuda.get_current_stream()
+            target = np.frombuffer(cuda.alloc_pinned_memory(max(1, source.nbytes)), source.dtype, source.size)
+            cuda.runtime.memcpyAsync(target.ctypes.data, source.data.ptr, source.nbytes, 2, stream.ptr)
+            arrived = self.record()
+            # who does not wait must not give back what is still written to: CuPy would hand it out again
+            with self._arriving_lock:
+                while self._arriving and self._arriving[0][1].done:
+                    self._arriving.popleft()
+                self._arriving.append((target, arrived))
+
+        def wait() -> np.ndarray:
+            with self.active():
+                arrived.synchronize()
+            return target.reshape(source.shape).copy()
+
+        return wait
+
+    def _copy_stream_waits(self) -> None:
+        """Copies come after the work launched so far: it may still read what `upload` is given by the pool anew."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._cupy.cuda.get_current_stream())
+        self._copy_stream().wait_event(event)
+
+    def _copy_stream(self) -> Any:
+        if not self._pinned:
+            cuda = self._cupy.cuda
+            stream = cuda.Stream(non_blocking=True)
+            for _ in range(2):
+                memory = cuda.alloc_pinned_memory(COPY_CHUNK)
+                buffer = np.frombuffer(memory, dtype=np.uint8, count=COPY_CHUNK)
+                self._pinned.append((buffer, cuda.Event(disable_timing=True), stream))
+        return self._pinned[0][2]
+
+    def _turns(self, nbytes: int) -> Iterator[tuple[int, np.ndarray, Any, Any]]:
+        """(start, pinned buffer, its event, stream) of each piece of a copy."""
+        self._copy_stream()
+        for turn, start in enumerate(range(0, nbytes, COPY_CHUNK)):
+            buffer, event, stream = self._pinned[turn % 2]
+            yield start, buffer, event, stream
+
+    def synchronize(self) -> None:
+        """Wait for all work of the current stream; raises what went wrong in it."""
+        with self.active():
+            self._cupy.cuda.get_current_stream().synchronize()
+
+    def record(self) -> Any:
+        """An event behind the work launched so far on the current stream."""
+        with self.active():
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self._cupy.cuda.get_current_stream())
+            return event
+
+    def wait(self, mark: Any) -> None:
+        """Have the current stream wait for an event."""
+        with self.active():
+            self._cupy.cuda.get_current_stream().wait_event(mark)
+
+    @contextmanager
+    def beside(self, begun: Any, stream: int = 0) -> Iterator[None]:
+        """Launch on a stream whose blocks go before those of the usual one where both have some to place: long work."""
+        with self.active():
+            if stream not in self._beside:
+                self._beside[stream] = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
+            with self._beside[stream]:
+                self.wait(begun)
+                yield
+
+    def copier(self) -> CudaCopier:
+        """A stream of its own for copies."""
+        return CudaCopier(self, self._cupy)
+
+    # ------------------------------------------------------------------------------------------------ kernels
+
+    def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
+        """Compile (NVRTC, cached on disk by CuPy) or find the kernel `name` of a source text."""
+        key = (source, name, constants)
+        if key not in self._kernels:
+            self._kernels[key] = self._compile(source, name, constants)
+        return self._kernels[key]
+
+    def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
+        """Registers and local memory of a thread of a compiled kernel."""
+        self.kernel(source, name, constants)
+        function = self._functions[source, name, constants]
+        with self.active():
+            return Resources(int(function.num_regs), int(function.local_size_bytes))
+
+    def _compile(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
+        cupy = self._cupy
+        options = ("-std=c++17", *(f"-D{constant}" for constant in constants))
+        with self.active():
+            try:
+                function = cupy.RawModule(code=source, options=options, backend="nvrtc").get_function(name)
+            except cupy.cuda.compiler.CompileException as error:
+                raise DeviceError(
+                    f"the kernel {name} does not compile for cuda:{self.index} with {' '.join(constants)}; "
+                    f"this is a fault of hybridmf or of the CUDA toolkit. The compiler says: {error}"
+                ) from error
+            except (RuntimeError, ImportError, OSError) as error:
+                if "nvrtc" not in str(error).lower():
+                    raise
+                raise DeviceError(
+                    f"CuPy cannot load NVRTC, the run-time compiler of CUDA: {_one_line(error)}; {TOOLKIT}"
+                ) from error
+
+        self._functions[source, name, constants] = function
+        allowed = 32 * 1024
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
+            nonlocal allowed
+            with self.active():
+                if shared_bytes > allowed:
+                    if function.max_dynamic_shared_size_bytes < shared_bytes:
+                        function.max_dynamic_shared_size_bytes = shared_bytes
+                    allowed = shared_bytes
+                function(grid, block, tuple(arguments), shared_mem=shared_bytes)
+
+        return launch
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Product by cuBLAS, without TF32."""
+        with self.active():
+            return self._cupy.matmul(a, b)
+
+
+def _take(target: np.ndarray, start: int, size: int, buffer: np.ndarray, event: Any) -> None:
+    event.synchronize()
+    target[start : start + size] = buffer[:size]

@@ -1,0 +1,135 @@
+"""What a fit has learned, as one value: models replace it as a whole, so a failure half way leaves the old one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import Factors, Objective, Side, State, rating_scale
+from ..core.sparse import as_ones, entry_rows, entry_squares, entry_sum, transposed, value_range
+from ..core.validate import frozen_csr
+from ..data.store import StoredSeen, StoreMatrix
+from ..plan.types import Plan
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Everything a fitted model knows, hyperparameters as they were at the fit included.
+
+    Attributes
+    ----------
+    objective : Objective
+    plan : Plan
+    state : State
+    seen : csr_array or StoredSeen, shape (n_users, n_items), or None
+        int8 ones where a user has an entry, or where to read them; None in a model saved without them.
+    total : float or None
+        Sum of the training values: with `seen`, enough to tell the training data from other data.
+    user_ids, item_ids : array or None
+        Labels.
+    params : dict
+        The constructor's parameters at the fit, as a model file stores them.
+    item_counts : int64 array, shape (n_items,), or None
+        Training entries of each item; None in a model whose file has neither them nor `seen`.
+    value_range : (float, float) or None
+        Smallest and largest training value of explicit feedback, which predictions are clipped to; None where it is
+        unknown (files of earlier versions) and for implicit feedback.
+    """
+
+    objective: Objective
+    plan: Plan
+    state: State
+    seen: sp.csr_array | StoredSeen | None
+    total: float | None = None
+    user_ids: np.ndarray | None = None
+    item_ids: np.ndarray | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    item_counts: np.ndarray | None = None
+    value_range: tuple[float, float] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_users, n_items)."""
+        return len(self.state.user), len(self.state.item)
+
+    def with_side(
+        self,
+        side: Side,
+        factors: Factors,
+        seen: sp.csr_array | None,
+        labels: np.ndarray | None,
+        item_counts: np.ndarray | None,
+    ) -> Learned:
+        """A copy in which one side has other rows."""
+        copy = replace(self, state=self.state.with_side(side, factors), seen=seen, total=None, item_counts=item_counts)
+        return replace(copy, user_ids=labels) if side == "user" else replace(copy, item_ids=labels)
+
+    def widened(self, values: np.ndarray) -> Learned:
+        """A copy whose range of values, where it is known, includes `values`."""
+        if self.value_range is None:
+            return self
+        return replace(self, value_range=value_range([np.array(self.value_range), values]))
+
+    def seen_matrix(self) -> sp.csr_array | None:
+        """`seen` in memory."""
+        return self.seen.load() if isinstance(self.seen, StoredSeen) else self.seen
+
+    def is_training_data(self, matrix: sp.csr_array) -> bool:
+        """Whether `matrix` is what the model was fitted on."""
+        if self.seen is None or self.total is None or matrix.shape != self.seen.shape or matrix.nnz != self.seen.nnz:
+            return False
+        seen = self.seen_matrix()
+        assert seen is not None
+        return (
+            bool(np.array_equal(matrix.indptr, seen.indptr))
+            and bool(np.array_equal(matrix.indices, seen.indices))
+            and total_of(matrix) == self.total
+        )
+
+    def overlaps(self, matrix: sp.csr_array) -> bool:
+        """Whether `matrix`, of the training shape, has an entry that the training data have."""
+        seen = self.seen_matrix()
+        if seen is None:
+            return False
+        # keys ascend in canonical CSR, so a merge finds common ones
+        mine, theirs = (entry_rows(part) * matrix.shape[1] + part.indices for part in (matrix, seen))
+        place = np.minimum(np.searchsorted(theirs, mine), max(len(theirs) - 1, 0))
+        return bool(len(theirs)) and bool(np.any(theirs[place] == mine))
+
+
+def total_of(matrix: sp.csr_array | StoreMatrix) -> float:
+    """Sum of the values; the same bits for a store and for the same ratings in memory."""
+    return matrix.total if isinstance(matrix, StoreMatrix) else entry_sum([matrix.data])
+
+
+def count_items(matrix: sp.csr_array) -> np.ndarray:
+    """Entries of each column, int64, shape (n_items,)."""
+    return np.bincount(matrix.indices, minlength=matrix.shape[1]).astype(np.int64)
+
+
+def range_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> tuple[float, float] | None:
+    """Smallest and largest value of explicit feedback; None for implicit feedback."""
+    if objective.is_implicit:
+        return None
+    return matrix.value_range if isinstance(matrix, StoreMatrix) else value_range([matrix.data])
+
+
+def scale_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> float:
+    """What standardizes the ratings of an explicit model; see `hybridmf.core.objective.rating_scale`."""
+    if objective.is_implicit:
+        return 1.0
+    squares = matrix.squares if isinstance(matrix, StoreMatrix) else entry_squares([matrix.data])
+    return rating_scale(total_of(matrix), squares, matrix.nnz, objective.biases)
+
+
+def pattern(matrix: Any) -> Any:
+    """The entries of a matrix as int8 ones, their positions shared; of a store, where to read them."""
+    return StoredSeen(matrix) if isinstance(matrix, StoreMatrix) else frozen_csr(as_ones(matrix, np.int8))
+
+
+def transposed_pattern(seen: sp.csr_array) -> sp.csr_array:
+    """The transpose of a `pattern` in memory."""
+    return pattern(transposed(as_ones(seen, np.float32)))  # the type of kernels

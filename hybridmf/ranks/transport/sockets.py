@@ -1,0 +1,809 @@
+"""Ranks that are processes, on one node or several, connected each with each over TCP.
+
+Only arrays of numbers and short texts travel; nothing that is received is executed. A token that all ranks know lets
+nobody else in, but what is sent is neither encrypted nor signed: a network that others can listen to is not for this.
+
+Handshake, with key = scrypt(token, salt), all of it within one deadline:
+
+    who accepts    MAGIC, salt, nonce
+    who connects   nonce, greeting, HMAC-SHA256(key, "connects", salt, both nonces, greeting)
+    who accepts    ACCEPTED, greeting, HMAC-SHA256(key, "accepts", salt, both nonces, greeting); or REFUSED
+
+A greeting is 2 bytes with the length of a JSON object and the object; it is parsed after its proof has held. scrypt
+makes each guess at the token of a recorded handshake cost a tenth of a second.
+
+Frame after that: 4 bytes with the length of a JSON object, the object, and the bytes of the array if it announces one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ...core.validate import check_int
+from ...errors import CommunicatorError
+from .messages import KINDS, TIMEOUT, MessageCommunicator, check_timeout
+
+logger = logging.getLogger("hybridmf")
+
+RANK, WORLD_SIZE, LOCAL_RANK = "HYBRIDMF_RANK", "HYBRIDMF_WORLD_SIZE", "HYBRIDMF_LOCAL_RANK"
+MASTER_ADDR, MASTER_PORT, TOKEN = "HYBRIDMF_MASTER_ADDR", "HYBRIDMF_MASTER_PORT", "HYBRIDMF_TOKEN"
+
+SLURM = {RANK: "SLURM_PROCID", WORLD_SIZE: "SLURM_NTASKS", LOCAL_RANK: "SLURM_LOCALID"}
+"""What stands in for a variable that is not set."""
+
+PORT = 29477
+"""Where rank 0 listens if HYBRIDMF_MASTER_PORT does not say."""
+
+MAGIC = b"hybridm2"
+SALT, NONCE, PROOF = 16, 32, 32
+"""Bytes of each."""
+
+ACCEPTED, REFUSED = b"\1", b"\0"
+
+SCRYPT = {"n": 1 << 15, "r": 8, "p": 1}
+"""Cost of a guess at the token: 0.13 s on a Zen 4 core, and 32 MiB."""
+
+SHORT_TOKEN = 16
+"""Characters; a shorter token draws a warning."""
+
+LONGEST_HEADER = 1 << 20
+
+LONGEST_GREETING = 1 << 12
+
+HANDSHAKE = 10.0
+"""Seconds from the start of a connection to the proof that the other end knows the token."""
+
+STRANGERS = 64
+"""Connections without a proof that are held at a time, beside one for each expected rank; then the oldest goes."""
+
+REPORTED = 20
+"""Refused connections that are logged one by one."""
+
+FAREWELL = 0.5
+"""Seconds that a failing rank tries to tell another why."""
+
+
+# ---------------------------------------------------------------------------------------------- frames
+
+
+def _read(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+    buffer = bytearray(size)
+    _read_into(connection, memoryview(buffer), deadline)
+    return buffer
+
+
+def _read_into(connection: socket.socket, view: memoryview, deadline: float | None = None) -> None:
+    """Fill a buffer by a deadline; without one the connection's timeout holds for each part."""
+    while len(view):
+        if deadline is not None:
+            _hurry(connection, deadline)
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError("the connection was closed")
+        view = view[count:]
+
+
+def _hurry(connection: socket.socket, deadline: float) -> None:
+    """Let the next operation of a connection end at the deadline."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    connection.settimeout(left)
+
+
+def _write_header(connection: socket.socket, header: dict[str, Any]) -> None:
+    text = json.dumps(header).encode()
+    connection.sendall(struct.pack(">I", len(text)) + text)
+
+
+def _read_header(connection: socket.socket, deadline: float | None = None) -> dict[str, Any]:
+    (length,) = struct.unpack(">I", _read(connection, 4, deadline))
+    if length > LONGEST_HEADER:
+        raise ValueError(f"a header of {length} bytes")
+    return _object(_read(connection, length, deadline), "a header")
+
+
+def _object(text: bytes | bytearray, what: str) -> dict[str, Any]:
+    found = json.loads(bytes(text))
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} that is no object")
+    return found
+
+
+def _announced(header: dict[str, Any]) -> np.ndarray:
+    """Room for the array that a header announces."""
+    dtype, shape = np.dtype(str(header["dtype"])), tuple(int(size) for size in header["shape"])
+    if dtype.kind not in KINDS or min(shape, default=0) < 0:
+        raise ValueError(f"an array of {dtype} {shape}")
+    return np.empty(shape, dtype=dtype)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+# ---------------------------------------------------------------------------------------------- handshakes
+
+
+class _UnprovenError(ValueError):
+    """The other end does not know the token."""
+
+
+def _prove(key: bytes, role: bytes, nonces: bytes, said: bytes) -> bytes:
+    """That the one in this role knows the key; the parts before the greeting have fixed lengths."""
+    return hmac.new(key, role + nonces + said, hashlib.sha256).digest()
+
+
+def _greeting(key: bytes, role: bytes, nonces: bytes, said: dict[str, Any]) -> bytes:
+    text = json.dumps(said).encode()
+    return struct.pack(">H", len(text)) + text + _prove(key, role, nonces, text)
+
+
+def _length(packed: bytes | bytearray) -> int:
+    """Bytes of a greeting, from the two before it."""
+    (length,) = struct.unpack(">H", packed)
+    if length > LONGEST_GREETING:
+        raise ValueError(f"a greeting of {length} bytes")
+    return int(length)
+
+
+def _judged(key: bytes, role: bytes, nonces: bytes, text: bytes, proof: bytes) -> dict[str, Any]:
+    """The greeting of a text, which is parsed after its proof has held."""
+    if not hmac.compare_digest(proof, _prove(key, role, nonces, text)):
+        raise _UnprovenError(f"the other end does not know the token ({TOKEN})")
+    return _object(text, "a greeting")
+
+
+class _Keys:
+    """The token, made expensive to guess: a key for each salt."""
+
+    def __init__(self, token: str) -> None:
+        self.token, self.salt = token, secrets.token_bytes(SALT)
+        self._known: dict[bytes, bytes] = {}
+
+    def of(self, salt: bytes) -> bytes:
+        """Key of a salt, which becomes the one that this end gives to others."""
+        self.salt = salt
+        if salt not in self._known:
+            token = self.token.encode(errors="surrogatepass")
+            self._known[salt] = hashlib.scrypt(token, salt=salt, maxmem=1 << 26, dklen=32, **SCRYPT)
+        return self._known[salt]
+
+
+def _introduce(connection: socket.socket, keys: _Keys, said: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """The handshake of the one who connects; the greeting of the other.
+
+    Raises
+    ------
+    PermissionError
+        The other end refuses this one's token.
+    OSError, EOFError, ValueError
+        The other is no rank, or gone, or slow.
+    """
+    hello = bytes(_read(connection, len(MAGIC) + SALT + NONCE, deadline))
+    if not hello.startswith(MAGIC):
+        raise ValueError("another protocol")
+    nonce = secrets.token_bytes(NONCE)
+    key, nonces = keys.of(hello[len(MAGIC) : -NONCE]), hello[len(MAGIC) :] + nonce
+    _hurry(connection, deadline)
+    connection.sendall(nonce + _greeting(key, b"connects", nonces, said))
+    verdict = bytes(_read(connection, 1, deadline))
+    if verdict == REFUSED:
+        raise PermissionError(f"it has another token ({TOKEN} must be the same everywhere)")
+    if verdict != ACCEPTED:
+        raise ValueError("another protocol")
+    text = bytes(_read(connection, _length(_read(connection, 2, deadline)), deadline))
+    return _judged(key, b"accepts", nonces, text, bytes(_read(connection, PROOF, deadline)))
+
+
+class _Guest:
+    """A connection without a proof yet that the other end knows the token."""
+
+    def __init__(self, connection: socket.socket, source: str, salt: bytes, deadline: float) -> None:
+        self.connection, self.source, self.deadline = connection, source, deadline
+        self.challenge, self.received = salt + secrets.token_bytes(NONCE), bytearray()
+        connection.setblocking(False)
+        self.say(MAGIC + self.challenge)
+
+    def say(self, content: bytes) -> None:
+        """Send what the buffers of a new connection have room for; nobody is waited for."""
+        if self.connection.send(content) < len(content):
+            raise ValueError("it does not read")
+
+    def hear(self, key: bytes) -> dict[str, Any] | None:
+        """Take what has come; the greeting once it is there with its proof."""
+        part = self.connection.recv(NONCE + 2 + LONGEST_GREETING + PROOF)
+        if not part:
+            raise EOFError
+        self.received += part
+        begin = NONCE + 2
+        if len(self.received) < begin:
+            return None
+        end = begin + _length(self.received[NONCE:begin])
+        if len(self.received) < end + PROOF:
+            return None
+        if len(self.received) > end + PROOF:
+            raise ValueError("more than a greeting")
+        text, proof = bytes(self.received[begin:end]), bytes(self.received[end:])
+        return _judged(key, b"connects", self.nonces, text, proof)
+
+    @property
+    def nonces(self) -> bytes:
+        """Salt and both nonces."""
+        return self.challenge + bytes(self.received[:NONCE])
+
+
+class _Door:
+    """Takes in the connections of those who know the token: all handshakes go on at the same time, in one thread.
+
+    Whoever proves nothing costs a connection and a few KB for `HANDSHAKE` seconds at most. Where there are too many of
+    them the oldest has to go; a rank among them tries again.
+
+    Parameters
+    ----------
+    listener : socket
+    keys : _Keys
+    said : dict
+        This end's greeting.
+    deadline : float
+        When to stop.
+    expected : int
+        Number of ranks that may come at the same time.
+    """
+
+    def __init__(
+        self, listener: socket.socket, keys: _Keys, said: dict[str, Any], deadline: float, expected: int
+    ) -> None:
+        self.listener, self.said, self.deadline = listener, said, deadline
+        self.salt, self.key = keys.salt, keys.of(keys.salt)
+        self.places = STRANGERS + expected
+        self.guests: dict[socket.socket, _Guest] = {}  # the oldest first
+        self.proved: deque[tuple[socket.socket, dict[str, Any]]] = deque()
+        self.refused = 0
+
+    def __enter__(self) -> _Door:
+        self.selector = selectors.DefaultSelector()
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.selector.close()
+        for connection in [*self.guests, *(connection for connection, _ in self.proved)]:
+            connection.close()
+
+    def next(self) -> tuple[socket.socket, dict[str, Any]] | None:
+        """(connection, greeting) of the next one who knows the token; None when the time is up."""
+        while not self.proved:
+            now = time.monotonic()
+            for guest in [guest for guest in self.guests.values() if guest.deadline <= now]:
+                self._refuse(guest, "no proof that it knows the token in time")
+            left = min([self.deadline, *(guest.deadline for guest in self.guests.values())]) - now
+            if self.deadline <= now:
+                return None
+            for ready, _ in self.selector.select(max(left, 0)):
+                if ready.fileobj is self.listener:
+                    self._open()
+                elif guest := self.guests.get(ready.fileobj):  # type: ignore[call-overload]
+                    self._hear(guest)
+        return self.proved.popleft()
+
+    def _open(self) -> None:
+        try:
+            connection, address = self.listener.accept()
+        except OSError as error:
+            if not isinstance(error, (BlockingIOError, ConnectionError)):  # as many files are open as may be
+                self._make_room()
+                time.sleep(0.01)
+            return
+        if len(self.guests) >= self.places:
+            self._make_room()
+        try:
+            deadline = min(self.deadline, time.monotonic() + HANDSHAKE)
+            guest = _Guest(connection, str(address[0]), self.salt, deadline)
+        except (OSError, ValueError):  # gone already
+            connection.close()
+            return
+        self.guests[connection] = guest
+        self.selector.register(connection, selectors.EVENT_READ)
+
+    def _make_room(self) -> None:
+        for oldest in list(self.guests.values())[:1]:
+            self._refuse(oldest, "too many connections without a proof that they know the token")
+
+    def _hear(self, guest: _Guest) -> None:
+        try:
+            greeting = guest.hear(self.key)
+            if greeting is None:
+                return
+            guest.say(ACCEPTED + _greeting(self.key, b"accepts", guest.nonces, self.said))
+        except _UnprovenError as error:
+            with suppress(OSError, ValueError):
+                guest.say(REFUSED)
+            self._refuse(guest, str(error))
+        except EOFError:  # such as a rank that came before this door was open, and tries again
+            self._refuse(guest, "it left", expected=not guest.received)
+        except (OSError, ValueError, RecursionError) as error:
+            self._refuse(guest, str(error))
+        else:
+            self._forget(guest)
+            self.proved.append((guest.connection, greeting))
+
+    def _forget(self, guest: _Guest) -> None:
+        self.selector.unregister(guest.connection)
+        del self.guests[guest.connection]
+
+    def _refuse(self, guest: _Guest, why: str, *, expected: bool = False) -> None:
+        self._forget(guest)
+        guest.connection.close()
+        if expected:
+            return
+        self.refused += 1
+        level = logging.WARNING if self.refused <= REPORTED else logging.DEBUG
+        logger.log(level, "a connection from %s was refused: %s", guest.source, why)
+        if self.refused == REPORTED:
+            logger.warning("further connections that are refused are logged at level DEBUG")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)
+
+
+# ---------------------------------------------------------------------------------------------- meeting
+
+Address = tuple[str, int]
+Found = TypeVar("Found")
+
+
+class _Meeting:
+    """How the ranks find each other: all come to rank 0, which tells each where the others listen."""
+
+    def __init__(self, rank: int, size: int, address: Address, token: str, timeout: float) -> None:
+        self.rank, self.size, self.address, self.keys = rank, size, address, _Keys(token)
+        self.timeout, self.deadline = timeout, time.monotonic() + timeout
+        self.said: dict[str, Any] = {"rank": rank, "size": size, "process": secrets.token_hex(8)}
+        self.peers: dict[int, socket.socket] = {}
+        self.greetings: dict[int, dict[str, Any]] = {}
+        self.waits = False
+
+    def host(self, listener: socket.socket | None) -> dict[int, socket.socket]:
+        """Rank 0."""
+        with listener or _listen(*self.address) as open_listener:
+            self._let_in(open_listener, range(1, self.size))
+        where = {rank: greeting["listens"] for rank, greeting in self.greetings.items()}
+        for rank, connection in self.peers.items():
+            try:
+                _hurry(connection, self.deadline)
+                _write_header(connection, {"where": where})
+            except OSError as error:
+                raise CommunicatorError(f"rank {rank} left before all ranks had come ({error})") from error
+        return self.peers
+
+    def join(self) -> dict[int, socket.socket]:
+        """Any other rank."""
+        listener, where = self._try(0, self.address, self._come)
+        with listener:
+            for rank in range(1, self.rank):
+                self.peers[rank] = self._try(rank, where[rank], functools.partial(self._call, rank))
+            self._let_in(listener, range(self.rank + 1, self.size))
+        return self.peers
+
+    def _let_in(self, listener: socket.socket, expected: Collection[int]) -> None:
+        """Wait for those who connect with this rank."""
+        with _Door(listener, self.keys, self.said, self.deadline, len(expected)) as door:
+            while missing := [rank for rank in expected if rank not in self.peers]:
+                came = door.next()
+                if came is None:
+                    raise CommunicatorError(
+                        f"ranks {missing} did not come within {self.timeout:g} s; all {self.size} must be started, "
+                        f"with the same {MASTER_ADDR}, {MASTER_PORT} and {TOKEN}; timeout= lets rank {self.rank} wait "
+                        "longer"
+                    )
+                self._admit(*came, expected)
+
+    def _admit(self, connection: socket.socket, greeting: dict[str, Any], expected: Collection[int]) -> None:
+        rank: Any = greeting.get("rank")
+        problem = ""
+        if greeting.get("size") != self.size:
+            theirs, ours = greeting.get("size"), f"rank {self.rank} as one of {self.size}"
+            problem = f"rank {rank} was started as one of {theirs} ranks, {ours}"
+        elif rank not in expected:
+            problem = f"there is no rank {rank} among {self.size}"
+        elif self.greetings.get(rank, greeting).get("process") != greeting.get("process"):
+            problem = f"there are two ranks {rank}"
+        if problem:
+            _say_goodbye(connection, problem)
+            raise CommunicatorError(problem)
+        if rank in self.peers:  # its first connection was lost before it had the answer
+            self.peers[rank].close()
+        self.peers[rank], self.greetings[rank] = connection, greeting
+
+    def _try(self, rank: int, address: Address, call: Callable[[socket.socket], Found]) -> Found:
+        """Connect with a rank and `call` it: again and again until that succeeds or the time is up."""
+        pause = 0.02
+        while True:
+            reached = False
+            connection: socket.socket | None = None
+            try:
+                left = self.deadline - time.monotonic()
+                connection = socket.create_connection(address, timeout=max(0.1, min(HANDSHAKE, left)))
+                reached = True
+                return call(connection)
+            except BaseException as error:
+                if connection is not None:
+                    connection.close()
+                if reached and isinstance(error, PermissionError):
+                    raise CommunicatorError(f"rank {rank} refused rank {self.rank}: {error}") from error
+                if not isinstance(error, (OSError, EOFError, ValueError)):
+                    raise
+                if time.monotonic() + pause > self.deadline:
+                    raise CommunicatorError(self._why(rank, address, reached, error)) from error
+                logger.debug("rank %d tries again to reach rank %d: %s", self.rank, rank, error)
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
+
+    def _why(self, rank: int, address: Address, reached: bool, error: BaseException) -> str:
+        """Why a rank was not met."""
+        if self.waits:
+            return "rank 0 ended, or waits for ranks that do not come"
+        what = "completes no handshake" if reached else "does not answer"
+        other = ", and nothing else listen there" if reached else ""
+        return (
+            f"rank {rank} {what} at {address[0]}:{address[1]}: {str(error) or type(error).__name__}; it must be "
+            f"started, and {MASTER_ADDR} and {MASTER_PORT} be the same for all ranks{other}"
+        )
+
+    def _come(self, connection: socket.socket) -> tuple[socket.socket, dict[int, Address]]:
+        """To rank 0: say where this rank listens, and learn where the others do."""
+        with ExitStack() as opened:
+            # the interface that reaches rank 0 also reaches the others; on one node it is the loopback
+            listener = opened.enter_context(_listen(connection.getsockname()[0], 0))
+            self._call(0, connection, {"listens": listener.getsockname()[:2]})
+            self.waits = True
+            answer = _read_header(connection, self.deadline)
+            if "abort" in answer:
+                raise CommunicatorError(str(answer["abort"]))
+            where = {int(rank): (str(place[0]), int(place[1])) for rank, place in answer["where"].items()}
+            self.waits = False
+            opened.pop_all()
+        self.peers[0] = connection
+        return listener, where
+
+    def _call(self, rank: int, connection: socket.socket, said: dict[str, Any] | None = None) -> socket.socket:
+        """The connection, once both ends have proved that they know the token."""
+        deadline = min(self.deadline, time.monotonic() + HANDSHAKE)
+        other = _introduce(connection, self.keys, self.said | (said or {}), deadline)
+        if other.get("rank") != rank:
+            raise CommunicatorError(f"rank {other.get('rank')} answers where rank {rank} should")
+        return connection
+
+    def leave(self, cause: str) -> None:
+        """Hang up on those who came: they must not wait for a meeting that has failed."""
+        for connection in self.peers.values():
+            _say_goodbye(connection, cause)
+
+
+def _say_goodbye(connection: socket.socket, cause: str) -> None:
+    with suppress(OSError):
+        connection.settimeout(FAREWELL)
+        _write_header(connection, {"abort": cause})
+    connection.close()
+
+
+# ---------------------------------------------------------------------------------------------- transport
+
+
+class Mesh:
+    """Connections to all other ranks, as `hybridmf.ranks.transport.messages.Transport`; a thread for each reads what comes.
+
+    Parameters
+    ----------
+    rank : int
+    peers : dict of int to socket
+    timeout : float
+        Seconds.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket], timeout: float) -> None:
+        self.rank, self.peers, self.timeout = rank, peers, timeout
+        self.changed = threading.Condition()
+        self.boxes: dict[tuple[str, int], deque[tuple[str, np.ndarray]]] = {}
+        self.left: set[int] = set()
+        self.silent: set[int] = set()
+        self.locks = {peer: threading.Lock() for peer in peers}
+        self._cause, self._closed = "", False
+        for peer, connection in peers.items():
+            connection.settimeout(timeout)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            threading.Thread(
+                target=self._listen_to, args=(peer, connection), name=f"hybridmf reads rank {peer}", daemon=True
+            ).start()
+
+    def snapshot(self, array: np.ndarray) -> np.ndarray:
+        """The array itself: it has left when `send` returns."""
+        return array
+
+    def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
+        """Send; the other end reads whatever it is about, so this takes no longer than the network does."""
+        self.check()
+        if dest == self.rank:
+            self._put(context, dest, what, array.copy())
+            return
+        header = {"context": context, "what": what, "dtype": array.dtype.str, "shape": array.shape}
+        try:
+            with self.locks[dest]:
+                _write_header(self.peers[dest], header)
+                self.peers[dest].sendall(_bytes_of(array))
+        except OSError as error:
+            with self.changed:  # who reads from it knows better why it left
+                self.changed.wait_for(lambda: bool(self._cause) or dest in self.silent, FAREWELL)
+            gone = "has closed its communicator" if dest in self.left else "cannot be reached"
+            self.fail(f"rank {dest} {gone} while rank {self.rank} sends to it in {what} ({error})")
+            self.check()
+
+    def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
+        """Take the oldest array of a rank."""
+        deadline = time.monotonic() + self.timeout
+        with self.changed:
+            while True:
+                self.check()
+                box = self.boxes.get((context, source))
+                if box:
+                    return box.popleft()
+                cause, rest = "", deadline - time.monotonic()
+                if source in self.left:
+                    cause = f"rank {source} has closed its communicator while rank {dest} waits for it in {what}"
+                elif rest <= 0:
+                    cause = f"rank {source} did not answer rank {dest} within {self.timeout:g} s in {what}"
+                if cause:
+                    break
+                self.changed.wait(rest)
+        self.fail(cause)
+        raise CommunicatorError(self._cause)
+
+    def check(self) -> None:
+        """Raise what made it fail."""
+        if self._cause:
+            raise CommunicatorError(self._cause)
+
+    def fail(self, cause: str) -> None:
+        """Fail, and tell the others."""
+        if not self._take(cause or "aborted"):
+            return
+        for peer, connection in self.peers.items():
+            if not self.locks[peer].acquire(timeout=FAREWELL):
+                self._hang_up(connection)  # amid an array: the end of the connection has to do
+                continue
+            try:
+                _, writable, _ = select.select([], [connection], [], FAREWELL)
+                if writable:
+                    with suppress(OSError):
+                        _write_header(connection, {"abort": self._cause})
+                else:
+                    self._hang_up(connection)
+            except (OSError, ValueError):  # closed already
+                pass
+            finally:
+                self.locks[peer].release()
+
+    def _take(self, cause: str) -> bool:
+        """Whether this is the first cause."""
+        with self.changed:
+            first = not self._cause and not self._closed
+            if first:
+                self._cause = cause
+            self.changed.notify_all()
+        return first
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def _put(self, context: str, source: int, what: str, array: np.ndarray) -> None:
+        with self.changed:
+            self.boxes.setdefault((context, source), deque()).append((what, array))
+            self.changed.notify_all()
+
+    def _listen_to(self, peer: int, connection: socket.socket) -> None:
+        """A thread: what one rank sends, until it says goodbye or the connection ends."""
+        try:
+            while True:
+                try:
+                    header = self._next_header(connection)
+                except (OSError, EOFError):
+                    self.fail(f"rank {peer} ended without closing its communicator (was it killed?)")
+                    return
+                if "abort" in header:
+                    self._take(str(header["abort"]))
+                elif "bye" in header:
+                    with self.changed:
+                        self.left.add(peer)
+                        self.changed.notify_all()
+                    return
+                else:
+                    array = _announced(header)
+                    _read_into(connection, _bytes_of(array))
+                    self._put(str(header["context"]), peer, str(header["what"]), array)
+        except (OSError, EOFError):
+            self.fail(f"rank {peer} ended amid an array (was it killed?)")
+        except Exception as error:
+            self.fail(f"rank {peer} sends what is no message: {error}")
+        finally:
+            self._release(peer)
+
+    def _next_header(self, connection: socket.socket) -> dict[str, Any]:
+        begun = b""
+        while not begun:
+            try:
+                begun = connection.recv(1, socket.MSG_PEEK)
+            except TimeoutError:  # nothing has to come for as long as ranks compute
+                continue
+            if not begun:
+                raise EOFError
+        return _read_header(connection)  # what has begun must come on
+
+    def _release(self, peer: int) -> None:
+        """Nothing comes from the rank any more; once nothing goes to it either, the connection is closed."""
+        with self.changed:
+            self.silent.add(peer)
+            self.changed.notify_all()
+            if self._closed:
+                self.peers[peer].close()
+
+    def close(self, rank: int) -> None:
+        """Say goodbye."""
+        with self.changed:
+            if self._closed:
+                return
+            self._closed = True
+        for peer, connection in self.peers.items():
+            if not self._cause and self.locks[peer].acquire(timeout=FAREWELL):
+                with suppress(OSError):
+                    _write_header(connection, {"bye": True})
+                    connection.shutdown(socket.SHUT_WR)
+                self.locks[peer].release()
+            elif self._cause:
+                self._hang_up(connection)
+            if peer in self.silent:
+                connection.close()
+
+
+class SocketCommunicator(MessageCommunicator):
+    """A rank among processes; NumPy arrays, sums in the order of the ranks as between threads."""
+
+    @classmethod
+    def connect(
+        cls,
+        rank: int,
+        size: int,
+        address: tuple[str, int],
+        *,
+        token: str,
+        timeout: float = TIMEOUT,
+        listener: socket.socket | None = None,
+    ) -> SocketCommunicator:
+        """Meet the other ranks at rank 0 and connect with each.
+
+        Parameters
+        ----------
+        rank, size : int
+        address : (host, port)
+            Where rank 0 listens; it binds to this address and no other.
+        token : str
+            The same secret for all ranks; of fewer than 16 characters it draws a warning, because it may be guessed.
+        timeout : float
+            Seconds that ranks wait for each other, here and later.
+        listener : socket, optional
+            Of rank 0, where it listens already.
+
+        Raises
+        ------
+        CommunicatorError
+            A rank does not come, comes twice, or does not know the token.
+        """
+        size = check_int("size", size, 1)
+        rank = check_int("rank", rank, 0, size - 1)
+        meeting = _Meeting(rank, size, address, _check_token(token), check_timeout(timeout))
+        try:
+            peers = meeting.host(listener) if rank == 0 else meeting.join()
+        except BaseException as error:
+            meeting.leave(str(error) or type(error).__name__)
+            if isinstance(error, OSError):
+                raise CommunicatorError(
+                    f"rank {rank} cannot use {address[0]}:{address[1]}: {error}; {MASTER_ADDR} has to be an address of "
+                    f"rank 0's machine and {MASTER_PORT} a free port there, the same for all ranks"
+                ) from error
+            raise
+        return cls(Mesh(rank, peers, meeting.timeout), range(size), rank)
+
+    @classmethod
+    def from_environment(cls, *, timeout: float = TIMEOUT) -> SocketCommunicator:
+        """Connect as the environment says, the same program being started once a rank.
+
+        HYBRIDMF_RANK and HYBRIDMF_WORLD_SIZE (else SLURM_PROCID and SLURM_NTASKS); HYBRIDMF_MASTER_ADDR and
+        HYBRIDMF_MASTER_PORT, where rank 0 listens (127.0.0.1 and 29477 if not set); HYBRIDMF_TOKEN.
+
+        Raises
+        ------
+        CommunicatorError
+            As `connect`.
+        ValueError
+            A variable is missing or no number.
+        """
+        rank, size = _number(RANK), _number(WORLD_SIZE)
+        check_int(RANK, rank, 0, check_int(WORLD_SIZE, size, 1) - 1)
+        host, port = os.environ.get(MASTER_ADDR) or "127.0.0.1", _number(MASTER_PORT, PORT)
+        check_int(MASTER_PORT, port, 1, 65535)
+        token = os.environ.get(TOKEN, "")
+        if not token:
+            raise ValueError(
+                f"{TOKEN} is not set: it is the secret by which ranks know each other, the same for all of them; "
+                f"export {TOKEN}=$(openssl rand -hex 16) before they are started"
+            )
+        return cls.connect(rank, size, (host, port), token=token, timeout=timeout)
+
+
+def _check_token(token: Any) -> str:
+    """A secret text."""
+    if not isinstance(token, str) or not token:
+        raise ValueError(
+            f"token must be a secret text that all ranks share ({TOKEN}), for example of `openssl rand -hex 16`"
+        )
+    if len(token) < SHORT_TOKEN:
+        logger.warning(
+            "the token (%s) has %d characters and may be guessed; make one of at least %d by `openssl rand -hex 16`",
+            TOKEN,
+            len(token),
+            SHORT_TOKEN,
+        )
+    return token
+
+
+def local_rank() -> int:
+    """Number of this process among those of its node, by HYBRIDMF_LOCAL_RANK or SLURM_LOCALID; else its rank.
+
+    Raises
+    ------
+    ValueError
+        No variable tells.
+    """
+    return _number(LOCAL_RANK if _find(LOCAL_RANK) else RANK)
+
+
+def _find(name: str) -> str:
+    return os.environ.get(name, "").strip() or os.environ.get(SLURM.get(name, name), "").strip()
+
+
+def _number(name: str, default: int | None = None) -> int:
+    """A variable of the environment, or what stands in for it."""
+    text = _find(name)
+    if not text and default is not None:
+        return default
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        other = f" (or {SLURM[name]})" if name in SLURM else ""
+        raise ValueError(f"{name}{other} must be set to an integer >= 0 for each rank, got {text!r}")
+    return number
