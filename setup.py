@@ -21,16 +21,16 @@ DEBUG = os.environ.get("HYBRIDMF_DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("HYBRIDMF_SANITIZE", "")
 OPENMP = os.environ.get("HYBRIDMF_NO_OPENMP", "0") in ("", "0")
 
-# One C file per instruction set, chosen at run time (hybridmf/cpu/kernels.c): no -march flag reaches a wheel.
-KERNELS = [f"hybridmf/cpu/kernels{name}.c" for name in ("", "_portable", "_avx2", "_avx512")]
-CCD_KERNELS = [f"hybridmf/cpu/ccd_{name}.c" for name in ("kernels", "portable", "avx2", "avx512")]
-KERNEL_HEADERS = ["hybridmf/cpu/kernels.h", "hybridmf/cpu/kernels_impl.h", "hybridmf/cpu/sgd_impl.h"]
-CCD_HEADERS = ["hybridmf/cpu/ccd_kernels.h", "hybridmf/cpu/ccd_impl.h"]
+# One C file per instruction set, chosen at run time (hybridmf/native/kernels.c): no -march flag reaches a wheel.
+KERNELS = [f"hybridmf/native/kernels{name}.c" for name in ("", "_portable", "_avx2", "_avx512")]
+CCD_KERNELS = [f"hybridmf/native/ccd_{name}.c" for name in ("kernels", "portable", "avx2", "avx512")]
+KERNEL_HEADERS = ["hybridmf/native/kernels.h", "hybridmf/native/kernels_impl.h", "hybridmf/native/sgd_impl.h"]
+CCD_HEADERS = ["hybridmf/native/ccd_kernels.h", "hybridmf/native/ccd_impl.h"]
 KERNELS_OF = {
-    "hybridmf.cpu._als": KERNELS,
-    "hybridmf.cpu._ccd": [*KERNELS, *CCD_KERNELS],
-    "hybridmf.cpu._sgd": KERNELS,
-    "hybridmf.cpu._topk": KERNELS,
+    "hybridmf.native._als": KERNELS,
+    "hybridmf.native._ccd": [*KERNELS, *CCD_KERNELS],
+    "hybridmf.native._sgd": KERNELS,
+    "hybridmf.native._topk": KERNELS,
 }
 """What is linked into which extension: compiled once, not once for each of them, which took 50 of a build's 120 s."""
 
@@ -109,15 +109,15 @@ class BuildExt(build_ext):
 
 def extensions() -> list[Extension]:
     """Describe the extension modules. They use typed memoryviews, so no NumPy headers are needed."""
-    with_kernels = {"include_dirs": ["hybridmf/cpu"], "depends": [*KERNEL_HEADERS, *CCD_HEADERS]}
+    with_kernels = {"include_dirs": ["hybridmf/native"], "depends": [*KERNEL_HEADERS, *CCD_HEADERS]}
     return cythonize(
         [
             Extension("hybridmf._openmp", ["hybridmf/_openmp.pyx"]),
             Extension("hybridmf._formats", ["hybridmf/_formats.pyx"]),
-            Extension("hybridmf.cpu._als", ["hybridmf/cpu/_als.pyx"], **with_kernels),
-            Extension("hybridmf.cpu._ccd", ["hybridmf/cpu/_ccd.pyx"], **with_kernels),
-            Extension("hybridmf.cpu._sgd", ["hybridmf/cpu/_sgd.pyx"], **with_kernels),
-            Extension("hybridmf.cpu._topk", ["hybridmf/cpu/_topk.pyx"], **with_kernels),
+            Extension("hybridmf.native._als", ["hybridmf/native/_als.pyx"], **with_kernels),
+            Extension("hybridmf.native._ccd", ["hybridmf/native/_ccd.pyx"], **with_kernels),
+            Extension("hybridmf.native._sgd", ["hybridmf/native/_sgd.pyx"], **with_kernels),
+            Extension("hybridmf.native._topk", ["hybridmf/native/_topk.pyx"], **with_kernels),
         ],
         # Cython looks at time stamps only, so C with and without checks lies in different folders.
         build_dir="build/cython-debug" if DEBUG else "build/cython",

@@ -8,10 +8,10 @@ import numpy as np
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf._objective import Factors, Objective, State
+from hybridmf.core.objective import Factors, Objective, State
+from hybridmf.device.cuda import Device, open_device
 from hybridmf.formats import transpose
 from hybridmf.gpu import ccd, cholesky_any, rows, sgd, topk
-from hybridmf.gpu.device import Device, open_device
 
 
 def ratings(m: int = 50, n: int = 300) -> sp.csr_array:

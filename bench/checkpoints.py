@@ -24,7 +24,7 @@ import scipy.sparse as sp
 from common import median, record, synthetic, synthetic_counts
 
 import hybridmf as hmf
-from hybridmf.scale import checkpoint as checkpoints
+from hybridmf.model import checkpoint as checkpoints
 
 CLASSES = {"explicit": hmf.ExplicitALS, "implicit": hmf.ImplicitALS}
 
@@ -75,7 +75,7 @@ def gpu_stamp_of(device: str) -> dict[str, Any]:
         return {}
     from gpu import gpu_stamp
 
-    from hybridmf.gpu.device import open_device
+    from hybridmf.device.cuda import open_device
 
     return gpu_stamp(open_device(device))
 

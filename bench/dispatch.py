@@ -8,7 +8,7 @@ Each case is a fit of its own on each device, several times where it is short. O
 iterations but the first, of first iterations, and of what is around them. Threads of a shared machine wait for others
 now and then, and that is no property of a method. On a GPU the same fit comes once before, so that its kernels are
 compiled and loaded; what that adds is recorded. One measurement stands for fits of 1, 5, 15 and 50 iterations: set-up
-and that many iterations. Predictions are those of constants measured at the start of the run (`hybridmf._calibrate`),
+and that many iterations. Predictions are those of constants measured at the start of the run (`tools.calibrate`),
 which are recorded, and of the built-in ones.
 
 The choice is right where the device predicted to be done first is the measured best, or within 10 % of it.
@@ -29,10 +29,13 @@ import numpy as np
 from common import RESULTS, record
 
 import hybridmf as hmf
-from hybridmf import _cost, _machine, datasets, dispatch
-from hybridmf._calibrate import calibrate, time_fits
-from hybridmf._machine import Machine
-from hybridmf.gpu.device import DeviceSpec
+from hybridmf import datasets
+from hybridmf.device.cuda import DeviceSpec
+from hybridmf.plan import cost as _cost
+from hybridmf.plan import dispatch
+from hybridmf.plan import machine as _machine
+from hybridmf.plan.machine import Machine
+from hybridmf.tools.calibrate import calibrate, time_fits
 
 ITERATIONS = (1, 5, 15, 50)
 """What one measurement stands for."""
@@ -231,7 +234,7 @@ def cost(line: dict[str, Any], machine: Machine, spec: DeviceSpec | None) -> _co
         line["model"], line["factors"], line["device"], line["assembly_asked"], num_threads=line["threads"]
     )
     found = (spec if line["device"] == "cuda" else None, "recorded")
-    with mock.patch("hybridmf.dispatch.find_gpu", return_value=found):
+    with mock.patch("hybridmf.plan.dispatch.find_gpu", return_value=found):
         plan = hmf.plan(shape=(line["n_users"], line["n_items"]), nnz=line["nnz"], model=model)
     facts = _cost.Facts(**line["facts"])
     return _cost.cost_of(replace(plan, facts=facts), machine, _cost.Warmth(started=True, compiled=True, loaded=True))

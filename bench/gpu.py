@@ -44,16 +44,16 @@ import scipy.sparse as sp
 from common import ROOT, median, record
 from gpu_data import GPU_SHAPES, synthetic_gpu
 
-from hybridmf._objective import SIDES, Factors, Objective, Side, initial_state, other_side
-from hybridmf._plan import GPU_SEGMENT, Plan, Settings, make_plan
-from hybridmf._validate import csr_arrays, make_csr
+from hybridmf.core.objective import SIDES, Factors, Objective, Side, initial_state, other_side
+from hybridmf.core.validate import csr_arrays, make_csr
+from hybridmf.device.cuda import CudaDevice, open_device
 from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix, reorder, transpose
 from hybridmf.gpu import assemblies, cholesky_any, fused
 from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, objective_value, table_width, to_device
-from hybridmf.gpu.device import CudaDevice, open_device
 from hybridmf.gpu.launch import Entries, get_kernel
 from hybridmf.gpu.topk import PackedItems, top_k_on_device
+from hybridmf.plan.make import GPU_SEGMENT, Plan, Settings, make_plan
 
 OBJECTIVES = {
     "explicit": Objective.explicit(0.05, "count", False),

@@ -23,13 +23,13 @@ from gpu import COPY_TBPS, HEADER, Data, Row, Session, gather_ms, release, timed
 from gpu_data import GPU_SHAPES
 
 import hybridmf as hmf
-from hybridmf._objective import Objective
-from hybridmf._plan import make_plan
-from hybridmf._sgd_method import learning_rate_at
-from hybridmf._solver import Solver
+from hybridmf.core.objective import Objective
+from hybridmf.device.cuda import open_device
 from hybridmf.errors import DeviceError
 from hybridmf.gpu.als import HalfSweep, objective_value
-from hybridmf.gpu.device import open_device
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.sgd import learning_rate_at
+from hybridmf.plan.solver import Solver
 
 LAMBDA = 0.05
 QUALITY = {"SGD": 20, "CCD": 10}

@@ -6,7 +6,7 @@
 
 "reorder" times an iteration of the exact solver on CSR (assembly "simd") and on BALS tiles ("bals"), on rows and
 columns as they come and in degree order, over ranks and shapes; the answers must be the same. It is the measurement
-beside the rule of ``reorder="auto"`` (hybridmf/_plan.py). Permuting the factors in and out of every half sweep is
+beside the rule of ``reorder="auto"`` (hybridmf/plan/make.py). Permuting the factors in and out of every half sweep is
 counted, ordering the matrix once is shown beside it.
 """
 

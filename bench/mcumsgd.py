@@ -12,7 +12,7 @@ finished, the median of the epochs after a warm-up. "balance" is the mean over t
 have in a step, averaged over the steps of an epoch: no speed-up can be more than that many times the ranks. Data:
 gpu_data.py.
 
-Variants: the order ("passes", "blocks": see hybridmf/scale/mcumsgd.py); long rows beside the others (two streams) or
+Variants: the order ("passes", "blocks": see hybridmf/ranks/mcumsgd.py); long rows beside the others (two streams) or
 before them (one); entries from which a row is long, half and double those of the rule. One more epoch shows where the
 time goes: milliseconds of the passes over items and users on the GPU (the mean of the ranks), of all that lies between
 them there (waits and exchanges), and how long the slowest rank takes in Python until all is launched.
@@ -34,11 +34,11 @@ from common import record
 from gpu_data import GPU_SHAPES, synthetic_gpu
 
 import hybridmf as hmf
-from hybridmf._plan import make_plan
+from hybridmf.device.cuda import device_count
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
-from hybridmf.gpu.device import device_count
-from hybridmf.scale.mcumsgd import ORDERS, Bounds, MultiSGD, long_row_of
+from hybridmf.plan.make import make_plan
+from hybridmf.ranks.mcumsgd import ORDERS, Bounds, MultiSGD, long_row_of
 
 SAMPLE = 1 << 20
 """Entries whose errors give the RMSE."""
@@ -259,7 +259,7 @@ def all_variants(numbers: list[int]) -> Iterator[Variant]:
 
 
 def gpu_names() -> list[str]:
-    from hybridmf.gpu.device import open_device
+    from hybridmf.device.cuda import open_device
 
     return [open_device(f"cuda:{index}").spec.name for index in range(device_count())]
 

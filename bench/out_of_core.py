@@ -35,15 +35,15 @@ import numpy as np
 from common import alternate, median, record, synthetic, synthetic_counts
 
 import hybridmf as hmf
-from hybridmf import _plan
-from hybridmf._objective import State
-from hybridmf._plan import Plan, make_plan
-from hybridmf._scratch import SCRATCH_DIR, find_room
-from hybridmf._solver import Solver
+from hybridmf.core.objective import State
+from hybridmf.core.scratch import SCRATCH_DIR, find_room
+from hybridmf.data.store import StoreMatrix
+from hybridmf.device.cuda import MEMORY_LIMIT
 from hybridmf.errors import DeviceError
-from hybridmf.gpu.device import MEMORY_LIMIT
-from hybridmf.scale.planner import as_record
-from hybridmf.scale.store import StoreMatrix
+from hybridmf.plan import make as _plan
+from hybridmf.plan.make import Plan, make_plan
+from hybridmf.plan.ranks import as_record
+from hybridmf.plan.solver import Solver
 
 CASES = {
     "quick": [("explicit", 100)],

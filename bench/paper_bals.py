@@ -32,12 +32,12 @@ import rivals
 from paper_common import Drawn, Line, Recorder
 
 import hybridmf as hmf
-from hybridmf._objective import Factors, Objective
-from hybridmf._plan import Plan, Settings, make_plan
-from hybridmf._validate import make_csr
+from hybridmf.core.objective import Factors, Objective
+from hybridmf.core.validate import make_csr
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.formats import BalsMatrix
 from hybridmf.gpu import assemblies, cholesky_any
+from hybridmf.plan.make import Plan, Settings, make_plan
 
 NAME = "paper_bals"
 

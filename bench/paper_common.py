@@ -39,7 +39,7 @@ Line = dict[str, Any]
 
 def draw(shape: str, *, scale: float = 1.0, implicit: bool = False, seed: int = 0) -> sp.csr_array:
     """Ratings of a shape with its published degrees; drawn on a GPU where there is one, which takes seconds."""
-    from hybridmf.gpu.device import CudaDevice, open_device
+    from hybridmf.device.cuda import CudaDevice, open_device
 
     try:
         on_gpu = isinstance(open_device(), CudaDevice)
@@ -214,7 +214,7 @@ def open_gpu() -> Any:
     click.ClickException
         There is none.
     """
-    from hybridmf.gpu.device import open_device
+    from hybridmf.device.cuda import open_device
 
     try:
         return open_device("cuda")

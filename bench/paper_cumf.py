@@ -40,7 +40,7 @@ from paper_race import (
 )
 
 import hybridmf as hmf
-from hybridmf._objective import SIDES, Side, other_side
+from hybridmf.core.objective import SIDES, Side, other_side
 from hybridmf.gpu import assemblies
 
 NAME = "paper_cumf"

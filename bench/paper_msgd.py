@@ -32,10 +32,10 @@ from paper_common import Line, Recorder
 from paper_race import Split, draw_race, iterate, make_solver, race, race_table, usual
 
 import hybridmf as hmf
-from hybridmf._objective import SIDES, Side, other_side
-from hybridmf._sgd_method import learning_rate_at
-from hybridmf._validate import csr_arrays
+from hybridmf.core.objective import SIDES, Side, other_side
+from hybridmf.core.validate import csr_arrays
 from hybridmf.gpu.launch import constant_texts, source_text
+from hybridmf.plan.sgd import learning_rate_at
 
 NAME = "paper_msgd"
 LAMBDA = 0.05

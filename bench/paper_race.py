@@ -21,11 +21,11 @@ import scipy.sparse as sp
 from paper_common import Line
 
 import hybridmf as hmf
-from hybridmf._objective import State
-from hybridmf._plan import make_plan
-from hybridmf._solver import Solver
+from hybridmf.core.objective import State
 from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.solver import Solver
 
 HELD_OUT = 0.01
 """Share of the ratings that is held out: a million of Netflix's, as many as its probe set has."""

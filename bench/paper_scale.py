@@ -22,8 +22,8 @@ import paper_common as paper
 from common import record
 from paper_common import Line
 
-from hybridmf._objective import SIDES
-from hybridmf.scale.planner import HalfPlan, Problem, ScalePlan, as_record, judged, plan_scale
+from hybridmf.core.objective import SIDES
+from hybridmf.plan.ranks import HalfPlan, Problem, ScalePlan, as_record, judged, plan_scale
 
 
 @dataclass(frozen=True)

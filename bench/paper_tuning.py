@@ -4,7 +4,7 @@
     python bench/paper_tuning.py --profile full    more ranks, the papers' whole grids and more data sets; about 20
     python bench/paper_tuning.py --budget 90       that many seconds in all, the ranks' shares of "cloud" equal
     python bench/paper_tuning.py --report          no GPU: figures and tables of docs/evidence/tuning.md from the lines
-    python bench/paper_tuning.py --ship            no GPU: what "cloud" has chosen goes into hybridmf/gpu/tuned/
+    python bench/paper_tuning.py --ship            no GPU: what "cloud" has chosen goes into hybridmf/plan/tuned/
 
 Task "cloud": for each rank, the configurations of `sparse_syrk` that satisfy the constraints of the tuner, as many as
 the time allows, on users and items; those with 2 stages, 1 entry at a time and 1 group are what Gates' kernel has.
@@ -33,13 +33,15 @@ from paper_common import Line, Recorder, compile_bals
 
 from hybridmf._version import __version__
 from hybridmf.datasets import SHAPES
+from hybridmf.device.cuda import Device
 from hybridmf.formats import BalsMatrix, reorder
-from hybridmf.gpu import assemblies, tables, tune_plots
+from hybridmf.gpu import assemblies
 from hybridmf.gpu.assemblies import BalsConfig, BalsLocalConfig, SyrkConfig
-from hybridmf.gpu.device import Device
-from hybridmf.gpu.tables import Entry, Table
-from hybridmf.gpu.trials import Part, Sample, Sums
-from hybridmf.gpu.tune import event_times, stamp, tune
+from hybridmf.gpu.tuning import plots as tune_plots
+from hybridmf.gpu.tuning.trials import Part, Sample, Sums
+from hybridmf.gpu.tuning.tune import event_times, stamp, tune
+from hybridmf.plan import tables
+from hybridmf.plan.tables import Entry, Table
 
 FILE = "tuning"
 PAGE = ROOT / "docs" / "evidence" / "tuning.md"

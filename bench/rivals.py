@@ -40,7 +40,7 @@ import scipy.sparse as sp
 from threadpoolctl import threadpool_limits
 
 import hybridmf as hmf
-from hybridmf._objective import Factors, Objective, Side, State
+from hybridmf.core.objective import Factors, Objective, Side, State
 
 PEERS = ("implicit", "irspack", "buffalo", "lenskit", "cmfrec", "libmf")
 
@@ -60,8 +60,8 @@ class Ours:
     """hybridmf, one iteration at a time on one solver object."""
 
     def __init__(self, model: Any, matrix: sp.csr_array) -> None:
-        from hybridmf._plan import make_plan
         from hybridmf.formats import transpose
+        from hybridmf.plan.make import make_plan
 
         self.plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
         columns = transpose(matrix, num_threads=self.plan.num_threads)
@@ -333,10 +333,10 @@ class Judge:
     """One function that judges everybody's factors: our objective on one matrix."""
 
     def __init__(self, model: hmf.ImplicitALS | hmf.ExplicitALS, matrix: sp.csr_array) -> None:
-        from hybridmf._plan import make_plan
-        from hybridmf._validate import csr_arrays
+        from hybridmf.core.validate import csr_arrays
         from hybridmf.cpu.als import HalfSweep
         from hybridmf.formats import transpose
+        from hybridmf.plan.make import make_plan
 
         self.objective: Objective = model._objective()
         plan = make_plan(self.objective, model._settings(), matrix.shape, matrix.nnz)

@@ -28,14 +28,14 @@ from common import median, record
 from gpu_data import synthetic_gpu
 
 import hybridmf as hmf
-from hybridmf._objective import SIDES, Factors, Side, State
-from hybridmf._plan import Plan, make_plan
+from hybridmf.core.objective import SIDES, Factors, Side, State
+from hybridmf.device.cuda import CudaDevice, device_count, open_device
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
-from hybridmf.gpu.device import CudaDevice, device_count, open_device
-from hybridmf.scale.grid import Grid, csr_of
-from hybridmf.scale.multi_als import MultiALS
-from hybridmf.scale.planner import HalfPlan, Problem, judged
+from hybridmf.plan.grid import Grid, csr_of
+from hybridmf.plan.make import Plan, make_plan
+from hybridmf.plan.ranks import HalfPlan, Problem, judged
+from hybridmf.ranks.multi_als import MultiALS
 
 HUGEWIKI = (50_082_603, 39_780, 3_100_000_000)
 """Users, items and entries (cuMF, table 5)."""

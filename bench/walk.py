@@ -27,9 +27,9 @@ import numpy as np
 from common import record
 from gpu import gpu_stamp, timed
 
+from hybridmf.device.cuda import Array, Device, DeviceSpec, open_device
 from hybridmf.errors import DeviceError
 from hybridmf.gpu import sgd
-from hybridmf.gpu.device import Array, Device, DeviceSpec, open_device
 from hybridmf.gpu.launch import get_kernel
 from hybridmf.gpu.sgd import BlockedConfig, Rows, Terms, Walk
 

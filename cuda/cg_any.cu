@@ -5,7 +5,7 @@
 //         slots (n_systems + 1,): system k is in slot slots[k], and has x = 0 if it has none  rows (n_systems,)
 // shared: A, packed row by row (RESIDENT), read once from global memory; else A is read from L2 in each step
 // stops : after `steps` steps, or where the residual has fallen by 1e-10 or is about to underflow, as the CPU does
-//         (_conjugate_gradient in hybridmf/cpu/_als.pyx); inner products are summed in double
+//         (_conjugate_gradient in hybridmf/native/_als.pyx); inner products are summed in double
 // status: 0; -1 if something is not finite; -2 for negative curvature (A is not positive definite). x = 0 where not 0
 // order : all sums have a fixed order: a rerun gives the same bits
 // traffic: n^2 / 2 elements once (RESIDENT), else steps + 1 times     flops: 2 n^2 a step and for the first residual
@@ -24,7 +24,7 @@
 #define MIN_BLOCKS 1  // blocks of a multiprocessor that registers must suffice for
 #endif
 
-constexpr int NON_FINITE = -1;  // as on the CPU (hybridmf/cpu/_als.pyx)
+constexpr int NON_FINITE = -1;  // as on the CPU (hybridmf/native/_als.pyx)
 constexpr int NEGATIVE_CURVATURE = -2;
 constexpr real LARGEST = real(sizeof(real) == 4 ? 3.402823466e+38 : 1.7976931348623157e+308);
 constexpr double REDUCED = 1e-20;                              // squared residual at which to stop, to its first value

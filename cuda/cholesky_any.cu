@@ -53,7 +53,7 @@
 #define MIN_BLOCKS 1  // blocks of a multiprocessor that registers must suffice for
 #endif
 
-constexpr int NON_FINITE = -1;  // as on the CPU (hybridmf/cpu/_als.pyx)
+constexpr int NON_FINITE = -1;  // as on the CPU (hybridmf/native/_als.pyx)
 constexpr real LARGEST = real(sizeof(real) == 4 ? 3.402823466e+38 : 1.7976931348623157e+308);
 constexpr int VECTOR = 16 / int(sizeof(real));
 constexpr bool ALIGNED = RANK % VECTOR == 0;  // every row of every slot starts on 16 bytes

@@ -39,7 +39,7 @@ template <int BEGIN, int END, class Body> __device__ __forceinline__ void static
 
 // ---------------------------------------------------------------------------------------------- weights of entries
 
-// Weight of y y^T in A_u beyond the Gram matrix, and of y in b_u, of one entry (DESIGN: Objective of _objective.py).
+// Weight of y y^T in A_u beyond the Gram matrix, and of y in b_u, of one entry (DESIGN: Objective of core/objective.py).
 struct EntryWeight {
     real outer;   // explicit: 1; implicit: c - unobserved_weight
     real linear;  // explicit: r - offset; implicit: c p

@@ -6,20 +6,21 @@ comparisons of methods and devices.
 """
 
 from . import datasets, errors, formats, metrics
-from ._config import config, show_config
-from ._io import load
-from ._plan import Plan
-from ._preview import plan
+from . import scale as scale
 from ._version import __version__
 from .als import ExplicitALS, ImplicitALS
 from .ccd import CCD
 from .compare import Comparison, compare
+from .data.convert import convert
+from .data.store import Store
 from .metrics import evaluate
+from .model.checkpoint import Checkpoint
+from .model.files import load
+from .plan.make import Plan
 from .ratings import Ratings, split
-from .scale.checkpoint import Checkpoint
-from .scale.convert import convert
-from .scale.store import Store
 from .sgd import SGD
+from .tools.config import config, show_config
+from .tools.preview import plan
 
 __all__ = [
     "CCD",

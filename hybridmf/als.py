@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ._base import FactorModel
-from ._learned import total_of
-from ._objective import Objective, Side, State
-from ._plan import Plan, Settings
-from ._solver import Solver
-from ._validate import check_rng
+from .core.objective import Objective, Side, State
+from .core.validate import check_rng
 from .cpu.als import CpuALS
 from .cpu.stream import StreamedCpuALS
+from .model.base import FactorModel
+from .model.learned import total_of
+from .plan.make import Plan, Settings
+from .plan.solver import Solver
 
 
 class _ALS(FactorModel):
@@ -51,12 +51,12 @@ class _ALS(FactorModel):
     def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
         arguments = (user_items, item_users, self._objective(), plan, state)
         if plan.devices:
-            from .scale.multi_als import MultiALS
+            from .ranks.multi_als import MultiALS
 
             return MultiALS(*arguments)
         if plan.gpu is None:
             return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
-        from .gpu.device import open_device
+        from .device.cuda import open_device
 
         if plan.factors_away:
             from .gpu.turns import HostGpuALS

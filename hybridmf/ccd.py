@@ -6,11 +6,11 @@ from typing import Any
 
 import scipy.sparse as sp
 
-from ._base import FactorModel
-from ._ccd_method import CcdMethod
-from ._objective import Objective, State
-from ._plan import Plan, Settings
-from ._solver import Solver
+from .core.objective import Objective, State
+from .model.base import FactorModel
+from .plan.ccd import CcdMethod
+from .plan.make import Plan, Settings
+from .plan.solver import Solver
 
 
 class CCD(FactorModel):
@@ -129,7 +129,7 @@ class CCD(FactorModel):
             from .cpu.ccd import CpuCCD
 
             return CpuCCD(user_items, item_users, self._objective(), plan, state)
+        from .device.cuda import open_device
         from .gpu.ccd import GpuCCD
-        from .gpu.device import open_device
 
         return GpuCCD(open_device(plan.device), user_items, item_users, self._objective(), plan, state)

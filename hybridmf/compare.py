@@ -17,19 +17,19 @@ import numpy as np
 from sklearn.base import clone
 from tqdm.auto import tqdm
 
-from . import dispatch
-from ._base import FactorModel
-from ._files import write_atomically
-from ._plan import Plan
-from ._table import format_table
-from ._validate import check_bool, check_choice, check_int, check_real
 from .als import ExplicitALS, ImplicitALS
 from .ccd import CCD
+from .core.files import write_atomically
+from .core.table import format_table
+from .core.validate import check_bool, check_choice, check_int, check_real
+from .data.store import Store
 from .datasets import SHAPES, synthetic
 from .errors import DeviceError, MemoryBudgetError
 from .metrics import evaluate
+from .model.base import FactorModel
+from .plan import dispatch
+from .plan.make import Plan
 from .ratings import Ratings, split
-from .scale.store import Store
 from .sgd import SGD
 
 METRICS = {"explicit": "rmse", "implicit": "ndcg@10"}
@@ -435,7 +435,7 @@ def _ratings(given: Any, feedback: str, scale: float, seed: int) -> tuple[str, R
 
 def _demo(feedback: str, seed: int) -> Ratings:
     """The ratings of ``hybridmf demo``; as implicit feedback what was liked."""
-    from . import demo
+    from .tools import demo
 
     films = demo.generate(seed=seed)
     ratings = Ratings.from_coo(films.users, films.items, films.values, shape=films.shape)
@@ -524,7 +524,7 @@ def _ceiling(plan: Plan, device: Any) -> float:
 def _open(plan: Plan) -> Any:
     if plan.gpu is None:
         return None
-    from .gpu.device import open_device
+    from .device.cuda import open_device
 
     return open_device(plan.device)
 
@@ -538,7 +538,7 @@ class _Result:
 
 def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratings | None, bar: Any) -> _Result:
     """Fit once, looking on after each iteration; looking takes no part in the times."""
-    from ._preview import plan as make
+    from .tools.preview import plan as make
 
     plan = make(train, model)
     metric = METRICS[model._objective().feedback]
@@ -664,7 +664,7 @@ def _cases(
     named: dict[str, FactorModel], devices: Sequence[str], iterations: int | None, seed: int, train: Ratings
 ) -> tuple[list[tuple[str, str, FactorModel]], list[str]]:
     """(what runs, what does not and why); judged by plans, before any work."""
-    from ._preview import plan as make
+    from .tools.preview import plan as make
 
     cases, skipped = [], []
     missing = {}

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from ._labels import factorize, label_table
-from ._readers import frame_entries
-from ._validate import check_choice
+from .core.validate import check_choice
+from .data.labels import factorize, label_table
+from .data.readers import frame_entries
+from .data.store import Store
 from .errors import CommunicatorError, RatingsError
-from .scale.messages import TIMEOUT, MessageCommunicator, check_timeout
-from .scale.shares import RankRatings, SharedEntries, StoredRatings
-from .scale.spmd import check_model, fit_rank
-from .scale.store import Store
+from .ranks.shares import RankRatings, SharedEntries, StoredRatings
+from .ranks.transport.messages import TIMEOUT, MessageCommunicator, check_timeout
+from .tools.spmd import check_model, fit_rank
 
 try:
     import distributed
@@ -106,7 +106,7 @@ def _close_inbox(job: str) -> None:
 
 
 class WorkerTransport:
-    """Messages between the workers of a fit, as `hybridmf.scale.messages.Transport`.
+    """Messages between the workers of a fit, as `hybridmf.ranks.transport.messages.Transport`.
 
     Parameters
     ----------
@@ -461,7 +461,7 @@ def _by_worker(client: Any, addresses: Sequence[str], chunks: list[Any]) -> list
 
 
 def _has_gpu() -> bool:
-    from .dispatch import gpu_status
+    from .plan.dispatch import gpu_status
 
     return gpu_status()[0]
 

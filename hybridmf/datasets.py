@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import ndtri
 
-from ._validate import check_choice, check_int, check_real
+from .core.validate import check_choice, check_int, check_real
 from .ratings import Ratings
 
 SHAPES: dict[str, tuple[int, int, int]] = {

@@ -12,7 +12,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from . import _formats
-from ._validate import (
+from .core.validate import (
     MAX_AXIS,
     as_csr,
     check_bool,

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ._sparse import as_ones, entry_rows, keep_entries, take_rows
-from ._validate import as_csr, check_choice, check_ids, check_int, check_real, check_shape
+from .core.sparse import as_ones, entry_rows, keep_entries, take_rows
+from .core.validate import as_csr, check_choice, check_ids, check_int, check_real, check_shape
 from .errors import NonFiniteError
-from .popularity import PopularityRecommender as PopularityRecommender
+from .model.popularity import PopularityRecommender as PopularityRecommender
 
 BLOCK_USERS = 16_384
 """Users `evaluate` asks a model for at a time: enough to fill a GPU, while ids and training rows stay a few MB."""

@@ -20,22 +20,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from . import _formats
-from ._files import FORMATS, read_head, sniff_format, write_atomically
-from ._labels import (
-    Entries,
-    as_vector,
-    axis_sizes,
-    label_array,
-    label_kind,
-    label_table,
-    look_up,
-    resolve,
-    storable,
-)
-from ._readers import frame_entries, naming, read_matrix_market, read_npz, read_parquet
-from ._sparse import keep_entries
-from ._text import find_layout, read_text
-from ._validate import (
+from .core.files import FORMATS, read_head, sniff_format, write_atomically
+from .core.sparse import keep_entries
+from .core.validate import (
     MERGE_RULES,
     as_csr,
     check_choice,
@@ -46,6 +33,19 @@ from ._validate import (
     csr_arrays,
     make_csr,
 )
+from .data.labels import (
+    Entries,
+    as_vector,
+    axis_sizes,
+    label_array,
+    label_kind,
+    label_table,
+    look_up,
+    resolve,
+    storable,
+)
+from .data.readers import frame_entries, naming, read_matrix_market, read_npz, read_parquet
+from .data.text import find_layout, read_text
 from .errors import DuplicateEntriesError, RatingsError
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ._base import FactorModel
-from ._objective import Objective, State
-from ._plan import Plan, Settings
-from ._sgd_method import SgdMethod
-from ._solver import Solver
-from ._validate import check_int, check_rng
+from .core.objective import Objective, State
+from .core.validate import check_int, check_rng
+from .model.base import FactorModel
+from .plan.make import Plan, Settings
+from .plan.sgd import SgdMethod
+from .plan.solver import Solver
 
 
 class SGD(FactorModel):
@@ -185,14 +185,14 @@ class SGD(FactorModel):
     ) -> Solver:
         assert isinstance(plan.method, SgdMethod)
         if plan.devices:
-            from .scale.mcumsgd import MultiSGD
+            from .ranks.mcumsgd import MultiSGD
 
             return MultiSGD(user_items, item_users, self._objective(), plan, state, completed)
         if plan.gpu is None:
             from .cpu.sgd import CpuSGD
 
             return CpuSGD(user_items, item_users, self._objective(), plan, state, completed)
-        from .gpu.device import open_device
+        from .device.cuda import open_device
         from .gpu.sgd import GpuSGD
 
         return GpuSGD(open_device(plan.device), user_items, item_users, self._objective(), plan, state, completed)

@@ -60,8 +60,8 @@ def _device(name: str) -> Any:
         if emulated.compiler() is None:
             pytest.skip("no C++ compiler to run kernels on the CPU with")
         return emulated.EmulatedDevice()
+    from hybridmf.device.cuda import open_device
     from hybridmf.errors import DeviceError
-    from hybridmf.gpu.device import open_device
 
     try:
         return open_device()

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from hybridmf.device.cuda import DeviceSpec, Resources
 from hybridmf.errors import DeviceMemoryError
-from hybridmf.gpu.device import DeviceSpec, Resources
 
 HEADER = Path(__file__).parent / "emulator" / "emulator.h"
 
@@ -89,7 +89,7 @@ def _library(source: str, name: str, constants: tuple[str, ...]) -> Any:
 
 
 class EmulatedCopier:
-    """Has the methods of `hybridmf.gpu.copier.CudaCopier`; a copy is complete at once."""
+    """Has the methods of `hybridmf.device.copier.CudaCopier`; a copy is complete at once."""
 
     def pin(self, array: np.ndarray) -> bool:
         return True
@@ -116,7 +116,7 @@ class EmulatedCopier:
 
 
 class EmulatedDevice:
-    """Has the methods of `hybridmf.gpu.device.CudaDevice`; arrays are NumPy's."""
+    """Has the methods of `hybridmf.device.cuda.CudaDevice`; arrays are NumPy's."""
 
     def __init__(self, memory_bytes: int = 1 << 30, capability: tuple[int, int] = (9, 0)) -> None:
         self.spec = DeviceSpec(

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from hybridmf.errors import CommunicatorError
-from hybridmf.scale.threads import ThreadCommunicator
+from hybridmf.ranks.transport.threads import ThreadCommunicator
 
 TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
 _here = threading.local()

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import reference
-from hybridmf._objective import Factors, Objective, State, initial_state
-from hybridmf._plan import Settings, make_plan
-from hybridmf._validate import as_csr
-from hybridmf.cpu import _als
+from hybridmf.core import reference
+from hybridmf.core.objective import Factors, Objective, State, initial_state
+from hybridmf.core.validate import as_csr
 from hybridmf.cpu.als import HalfSweep, check_status, objective_value, weighted_gram
 from hybridmf.errors import NonFiniteError, NotPositiveDefiniteError
+from hybridmf.native import _als
+from hybridmf.plan.make import Settings, make_plan
 
 EXACT = ("simd", "rank1", "blas3", "bals")
 OBJECTIVES = {

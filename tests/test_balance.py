@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from test_gpu_als import FITS, SMALL, backend
 
 import hybridmf as hmf
-from hybridmf._balance import balancing
-from hybridmf._plan import make_plan
+from hybridmf.core.balance import balancing
 from hybridmf.formats import transpose
+from hybridmf.plan.make import make_plan
 
 __all__ = ["backend"]  # a fixture
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridmf._cache import CACHE_DIR, cache_dir
-from hybridmf._machine import calibration_file
+from hybridmf.core.cache import CACHE_DIR, cache_dir
+from hybridmf.plan.machine import calibration_file
 
 
 def test_the_environment_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import reference
-from hybridmf._ccd_method import CcdMethod
-from hybridmf._objective import Factors, Objective, State, initial_state
-from hybridmf._plan import Settings, make_plan
-from hybridmf._validate import as_csr
-from hybridmf.cpu import _als, _ccd
+from hybridmf.core import reference
+from hybridmf.core.objective import Factors, Objective, State, initial_state
+from hybridmf.core.validate import as_csr
 from hybridmf.cpu.ccd import CpuCCD, by_column, by_row
+from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceMemoryError, ModelFileError, NonFiniteError
 from hybridmf.formats import transpose
-from hybridmf.gpu.device import DeviceSpec
+from hybridmf.native import _als, _ccd
+from hybridmf.plan.ccd import CcdMethod
+from hybridmf.plan.make import Settings, make_plan
 
 GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
 OBJECTIVES = {
@@ -554,7 +554,7 @@ def test_auto_takes_the_gpu_where_it_is_worth_it(caplog):
 
 
 def test_a_named_gpu_with_too_little_memory_is_refused():
-    from hybridmf._plan import check_memory
+    from hybridmf.plan.make import check_memory
 
     with pytest.raises(DeviceMemoryError, match="are free"):
         check_memory(plan_of(GPU, 99_072_112, "cuda", limit=1 << 30))

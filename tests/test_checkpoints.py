@@ -23,12 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import _io
-from hybridmf._files import combine_crc32
+from hybridmf.core.files import combine_crc32
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.errors import ModelFileError
 from hybridmf.gpu.als import to_device
-from hybridmf.scale import checkpoint as checkpoints
+from hybridmf.model import checkpoint as checkpoints
+from hybridmf.model import files as _io
 
 SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
 PACKAGE = Path(hmf.__file__).parents[1]
@@ -81,7 +81,7 @@ def assert_same_factors(one, other) -> None:
 )
 def test_how_often_and_how_many(options, expected, tmp_path, monkeypatch, in_step):
     clock = [0.0]
-    monkeypatch.setattr("hybridmf.scale.checkpoint.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hybridmf.model.checkpoint.time.monotonic", lambda: clock[0])
     solve = HalfSweep.solve
     monkeypatch.setattr(HalfSweep, "solve", lambda *a, **k: clock.__setitem__(0, clock[0] + 30.0) or solve(*a, **k))
     als(7).fit(planted(), checkpoint=hmf.Checkpoint(tmp_path / "a", **options))

@@ -25,11 +25,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import _io, cli, demo
+from hybridmf import cli
 from hybridmf.cli import main
 from hybridmf.cli.titles import read_titles
 from hybridmf.errors import MemoryBudgetError
 from hybridmf.formats import BalsMatrix, reorder
+from hybridmf.model import files as _io
+from hybridmf.tools import demo
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("demo", "fit", "compare", "recommend", "info", "tune", "convert")
@@ -888,7 +890,7 @@ def test_a_store_becomes_another_store(store, tmp_path):
 
 
 def test_a_store_that_does_not_fit_into_memory_becomes_a_store_only(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridmf.scale.store.available_memory", lambda: 100)
+    monkeypatch.setattr("hybridmf.data.store.available_memory", lambda: 100)
     assert "MiB of memory as a matrix" in refuse("convert", store, tmp_path / "r.npz")
     succeed("convert", store, f"{tmp_path}/other/", "--quiet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "store"]
@@ -942,7 +944,7 @@ def test_a_folder_that_is_no_store_is_named(folder, tmp_path):
 
 def test_a_store_whose_seen_items_do_not_fit_is_fitted_all_the_same(folder, tmp_path, monkeypatch):
     hmf.convert(folder / "ratings.csv", tmp_path / "store")
-    monkeypatch.setattr("hybridmf.scale.store.StoredSeen.load", _no_memory)
+    monkeypatch.setattr("hybridmf.data.store.StoredSeen.load", _no_memory)
     output = succeed(
         "fit", tmp_path / "store", "-o", tmp_path / "m", "--test-size", 0, "--factors", 2, "--iterations", 1
     )

@@ -92,7 +92,7 @@ def test_an_array_of_triplets(client):
 
 
 def test_a_store_that_every_worker_reads(client, tmp_path):
-    pytest.importorskip("hybridmf.scale.store")
+    pytest.importorskip("hybridmf.data.store")
     store = hmf.convert(hmf.Ratings.from_frame(frame()), tmp_path / "store", slab_bytes=600)
     expected = hmf.ImplicitALS(**SMALL, iterations=2).fit(hmf.Ratings.from_frame(frame()))
     for given in (store, tmp_path / "store"):
@@ -104,8 +104,8 @@ def test_a_store_that_every_worker_reads(client, tmp_path):
 @pytest.mark.gpu
 def test_workers_with_a_gpu_each(tmp_path):
     """As dask-cuda starts them: each sees its own GPU first."""
-    from hybridmf.dispatch import gpu_status
-    from hybridmf.gpu.device import device_count
+    from hybridmf.device.cuda import device_count
+    from hybridmf.plan.dispatch import gpu_status
 
     if not gpu_status()[0] or device_count() < 2:
         pytest.skip("fewer than two GPUs")

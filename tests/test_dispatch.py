@@ -21,13 +21,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import _cache, _calibrate, _cost, _machine, dispatch
-from hybridmf._cost import Facts, Warmth, cost_of
-from hybridmf._machine import CpuRates, GpuRates, Machine, rate_at, seconds_at
 from hybridmf.cli import main
+from hybridmf.core import cache as _cache
 from hybridmf.datasets import SHAPES
+from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError
-from hybridmf.gpu.device import DeviceSpec
+from hybridmf.plan import cost as _cost
+from hybridmf.plan import dispatch
+from hybridmf.plan import machine as _machine
+from hybridmf.plan.cost import Facts, Warmth, cost_of
+from hybridmf.plan.machine import CpuRates, GpuRates, Machine, rate_at, seconds_at
+from hybridmf.tools import calibrate as _calibrate
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30

@@ -343,7 +343,7 @@ def test_scripts_without_a_gpu_say_so(bench, name, monkeypatch):
     def none(*_):
         raise DeviceError("there is no NVIDIA driver")
 
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", none)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", none)
     done = CliRunner().invoke(bench[name].main, ["--device", "cuda"])
     assert done.exit_code == 1 and "--device cuda: there is no NVIDIA driver" in done.output
 

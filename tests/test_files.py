@@ -22,7 +22,7 @@ from sklearn.exceptions import NotFittedError
 import hybridmf as hmf
 from hybridmf.cpu.als import CpuALS, HalfSweep
 from hybridmf.errors import DeviceError, ModelFileError
-from hybridmf.scale import checkpoint as checkpoints
+from hybridmf.model import checkpoint as checkpoints
 
 M, N_ITEMS = 60, 40
 KINDS = {
@@ -137,7 +137,7 @@ def test_a_model_of_what_only_gpus_have_is_served_without_one(model, tmp_path, m
     def none(name):
         raise DeviceError("there is none")
 
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", none)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", none)
     fitted = clone(model).set_params(device="cpu").fit(planted())
     wanted = fitted.recommend([0, 1], N=3)
     own = {"precision": "bf16x3", "assembly": "fused"} if isinstance(model, hmf.ExplicitALS) else {}

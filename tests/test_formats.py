@@ -8,7 +8,9 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridmf import Ratings, _formats, _validate, formats, reference
+from hybridmf import Ratings, _formats, formats
+from hybridmf.core import reference
+from hybridmf.core import validate as _validate
 from hybridmf.errors import DuplicateEntriesError, RatingsError
 
 # The paper's Fig. 6 first row block (4.1.1): four nonzeros in tile 0 in columns 0, 2 | 0, 1; two in tile 1.

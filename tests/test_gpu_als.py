@@ -15,13 +15,13 @@ from conftest import planted
 from test_als import OBJECTIVES, dense_system, plan_for, random_factors, relative_error
 
 import hybridmf as hmf
-from hybridmf import reference
-from hybridmf._objective import Factors, Objective, State, initial_state
-from hybridmf._plan import Settings, gpu_plan
-from hybridmf._validate import as_csr
+from hybridmf.core import reference
+from hybridmf.core.objective import Factors, Objective, State, initial_state
+from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
 from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, gram_sum, objective_value, table_width, to_device
+from hybridmf.plan.make import Settings, gpu_plan
 
 ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
 
@@ -56,7 +56,7 @@ on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.
 def serve_cuda(device, monkeypatch):
     """Make ``device="cuda"`` mean `device`."""
     if device.spec.name == "emulated":
-        monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda name="cuda": device)
+        monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
     return device
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from hybridmf.device.cuda import DeviceSpec
 from hybridmf.formats import BalsMatrix, reorder
 from hybridmf.gpu import assemblies
 from hybridmf.gpu.assemblies import BalsConfig, BalsLocalConfig, MoAlsConfig, SyrkConfig
-from hybridmf.gpu.device import DeviceSpec
 from hybridmf.gpu.launch import Entries
 
 H200 = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)

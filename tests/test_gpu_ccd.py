@@ -13,16 +13,16 @@ from conftest import planted
 from test_als import plan_for, random_factors, relative_error
 
 import hybridmf as hmf
-from hybridmf import reference
-from hybridmf._ccd_method import CcdMethod
-from hybridmf._objective import SIDES, Objective, State, initial_state
-from hybridmf._validate import as_csr
+from hybridmf.core import reference
+from hybridmf.core.objective import SIDES, Objective, State, initial_state
+from hybridmf.core.validate import as_csr
 from hybridmf.cpu.ccd import CpuCCD
 from hybridmf.errors import DeviceMemoryError, NonFiniteError
 from hybridmf.formats import transpose
 from hybridmf.gpu import ccd
 from hybridmf.gpu.als import DeviceFactors
 from hybridmf.gpu.ccd import CcdConfig, GpuCCD, Layout
+from hybridmf.plan.ccd import CcdMethod
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 255, 256, 257, 0, 300, 7)
 """Entries of users around quads (4), short pieces (64) and segments (128), empty ones, one with every item."""
@@ -300,8 +300,8 @@ def test_factors_that_overflow_are_an_error_and_leave_the_state(device):
 
 def test_estimator(device, monkeypatch):
     if device.spec.name == "emulated":
-        monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda name="cuda": device)
-        monkeypatch.setattr("hybridmf.dispatch.find_gpu", lambda asked: (device.spec, "asked for"))
+        monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
+        monkeypatch.setattr("hybridmf.plan.dispatch.find_gpu", lambda asked: (device.spec, "asked for"))
     matrix = planted()
     options = {"factors": 3, "iterations": 4, "random_state": 0, "inner_iterations": 2}
     on_gpu = hmf.CCD(device="cuda", **options).fit(matrix)

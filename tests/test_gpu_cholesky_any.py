@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from hybridmf import reference
+from hybridmf.core import reference
+from hybridmf.device.cuda import DeviceSpec
 from hybridmf.gpu import cholesky_any
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig
-from hybridmf.gpu.device import DeviceSpec
 from hybridmf.gpu.launch import source_text
 
 FLOATS = (np.float32, np.float64)

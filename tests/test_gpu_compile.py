@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from hybridmf._validate import available_cores
-from hybridmf.gpu import assemblies, ccd, cholesky_any, fused, losses, rows, sgd, tables, topk
-from hybridmf.gpu.device import DeviceSpec
+from hybridmf.core.validate import available_cores
+from hybridmf.device.cuda import DeviceSpec
+from hybridmf.gpu import assemblies, ccd, cholesky_any, fused, losses, rows, sgd, topk
 from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
-from hybridmf.gpu.spaces import SPACES
+from hybridmf.gpu.tuning.spaces import SPACES
+from hybridmf.plan import tables
 
 nvrtc = pytest.importorskip(
     "cuda.bindings.nvrtc", reason="no NVRTC to compile kernels with: pip install cuda-bindings nvidia-cuda-nvrtc"

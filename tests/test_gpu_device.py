@@ -23,14 +23,15 @@ from conftest import planted
 from emulated import EmulatedDevice
 
 import hybridmf as hmf
-from hybridmf import _plan, dispatch
-from hybridmf._objective import Objective
-from hybridmf._plan import Plan, Settings, check_memory, make_plan
+from hybridmf.core.objective import Objective
+from hybridmf.device import copier as copiers
+from hybridmf.device import cuda as devices
+from hybridmf.device.cuda import MEMORY_LIMIT, CudaDevice, DeviceSpec, open_device, parse_bytes, parse_device
 from hybridmf.errors import DeviceError, DeviceMemoryError, MemoryBudgetError, StoreError
-from hybridmf.gpu import copier as copiers
-from hybridmf.gpu import device as devices
 from hybridmf.gpu import fused, launch
-from hybridmf.gpu.device import MEMORY_LIMIT, CudaDevice, DeviceSpec, open_device, parse_bytes, parse_device
+from hybridmf.plan import dispatch
+from hybridmf.plan import make as _plan
+from hybridmf.plan.make import Plan, Settings, check_memory, make_plan
 
 GIB = 1 << 30
 INSTALL = 'pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'

@@ -25,19 +25,21 @@ from test_gpu_stream import NETFLIX, assert_same_fit, plan_of
 from test_gpu_turns import HOST_LIMIT, MATRIX, TURNS_LIMIT, fitted, no_threads, solver
 
 import hybridmf as hmf
-from hybridmf import _io, _plan, _scratch
-from hybridmf._cost import cost_of
-from hybridmf._engine import engine_for
-from hybridmf._machine import Machine
-from hybridmf._mapped import reader_of, writer_of
-from hybridmf._objective import Objective, initial_state
-from hybridmf._plan import check_memory
-from hybridmf._scratch import SCRATCH_DIR, file_system, find_room, mapped, scratch_file, scratch_folders
+from hybridmf.core import scratch as _scratch
+from hybridmf.core.objective import Objective, initial_state
+from hybridmf.core.scratch import SCRATCH_DIR, file_system, find_room, mapped, scratch_file, scratch_folders
+from hybridmf.device.mapped import reader_of, writer_of
 from hybridmf.errors import MemoryBudgetError
 from hybridmf.gpu.als import DeviceFactors
 from hybridmf.gpu.turns import HostSlab, HostTables
-from hybridmf.scale.checkpoint import UNFINISHED, Writer
-from hybridmf.scale.planner import H200, Problem, plan_host_ranks, plan_scale
+from hybridmf.model import files as _io
+from hybridmf.model.checkpoint import UNFINISHED, Writer
+from hybridmf.model.engine import engine_for
+from hybridmf.plan import make as _plan
+from hybridmf.plan.cost import cost_of
+from hybridmf.plan.machine import Machine
+from hybridmf.plan.make import check_memory
+from hybridmf.plan.ranks import H200, Problem, plan_host_ranks, plan_scale
 
 FREE = 4_000
 """Bytes of memory that the host is said to have: the factors of MATRIX, twice, are 5,120."""
@@ -246,7 +248,7 @@ def test_initial_factors_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypat
     for bits in (np.random.PCG64, np.random.MT19937):
         states = []
         for rows in (65536, 7):
-            monkeypatch.setattr("hybridmf._objective.DRAWN_ROWS", rows)
+            monkeypatch.setattr("hybridmf.core.objective.DRAWN_ROWS", rows)
             rng = np.random.Generator(bits(3))
             states.append((initial_state(*degrees, 5, np.float32, objective, 3.0, rng), rng.random()))
         (one, after), (other, after_other) = states
@@ -425,7 +427,7 @@ def test_too_many_open_files_are_told_from_a_full_disk(folder, monkeypatch):
 
 def test_a_killed_process_leaves_nothing(folder):
     code = (
-        "import sys; from hybridmf._scratch import mapped; table = mapped((1000, 1000), 'float32', sys.argv[1]);"
+        "import sys; from hybridmf.core.scratch import mapped; table = mapped((1000, 1000), 'float32', sys.argv[1]);"
         "table[...] = 1; print('ready', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(folder)]
@@ -506,7 +508,7 @@ def test_a_system_that_reserves_nothing_writes_zeros(knows, folder, monkeypatch)
 
 
 def test_ranks_refuse_factors_in_files(gpu):  # noqa: F811
-    from hybridmf.scale.multi_als import MultiALS
+    from hybridmf.ranks.multi_als import MultiALS
 
     host = solver("implicit", gpu, 1, 2)
     scale = _plan.replace(host.plan.scale, factors="disk")
@@ -520,7 +522,7 @@ def test_ranks_refuse_factors_in_files(gpu):  # noqa: F811
 
 @on_a_gpu
 def test_copies_between_files_and_a_gpu_arrive_whole(device, folder, monkeypatch):
-    monkeypatch.setattr("hybridmf.gpu.copier.COPY_CHUNK", 1 << 16)
+    monkeypatch.setattr("hybridmf.device.copier.COPY_CHUNK", 1 << 16)
     tables = HostTables((1234, 104), np.float32, str(folder))
     tables.lock(device.copier())
     table = tables.take()

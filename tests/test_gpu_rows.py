@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hybridmf.gpu.device import Device
+from hybridmf.device.cuda import Device
 from hybridmf.gpu.rows import (
     PARTS,
     THREADS,

@@ -21,11 +21,9 @@ from test_gpu_als import on_a_gpu, rows_of, serve_cuda
 from test_sgd import arrays, relative_error
 
 import hybridmf as hmf
-from hybridmf import reference
-from hybridmf._objective import SIDES, Factors, Objective, State, initial_state, other_side
-from hybridmf._plan import Settings, make_plan
-from hybridmf._sgd_method import SgdMethod, learning_rate_at
-from hybridmf._validate import as_csr
+from hybridmf.core import reference
+from hybridmf.core.objective import SIDES, Factors, Objective, State, initial_state, other_side
+from hybridmf.core.validate import as_csr
 from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd
@@ -41,6 +39,8 @@ from hybridmf.gpu.sgd import (
     make_runs,
     stored_width,
 )
+from hybridmf.plan.make import Settings, make_plan
+from hybridmf.plan.sgd import SgdMethod, learning_rate_at
 
 LENGTHS = (0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 0, 2, 47, 48, 49, 70)
 """Entries of rows around rings (8) and chunks (4, 8, 16, 32), and more than one of these, beside empty rows."""

@@ -14,13 +14,13 @@ from test_gpu_stream import NETFLIX, plan_of
 from test_gpu_turns import Tracked
 
 import hybridmf as hmf
-from hybridmf._cost import Facts
-from hybridmf._objective import SIDES
-from hybridmf._plan import STREAM_BUFFERS, STREAM_SLAB
+from hybridmf.core.objective import SIDES
 from hybridmf.errors import DeviceMemoryError
 from hybridmf.gpu import fused
-from hybridmf.scale import gpu_rank
-from hybridmf.scale.planner import HalfPlan, Problem, half_bytes, plan_host_ranks, slots_at_once
+from hybridmf.plan.cost import Facts
+from hybridmf.plan.make import STREAM_BUFFERS, STREAM_SLAB
+from hybridmf.plan.ranks import HalfPlan, Problem, half_bytes, plan_host_ranks, slots_at_once
+from hybridmf.ranks import gpu_rank
 
 gpus = test_scale_gpu_als.gpus
 

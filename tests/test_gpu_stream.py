@@ -17,17 +17,17 @@ from conftest import planted
 from test_gpu_als import FITS, gpu, limit_memory, on_a_gpu  # noqa: F401
 
 import hybridmf as hmf
-from hybridmf import _plan
-from hybridmf._cost import PINNED_BYTES, Facts, cost_of
-from hybridmf._machine import Machine
-from hybridmf._objective import Objective
-from hybridmf._plan import Settings, check_memory, gpu_plan, make_plan
-from hybridmf._validate import as_csr
+from hybridmf.core.objective import Objective
+from hybridmf.core.validate import as_csr
+from hybridmf.data.slabs import MemorySlabs
+from hybridmf.device import copier as copiers
+from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import NotPositiveDefiniteError, StoreError
-from hybridmf.gpu import copier as copiers
-from hybridmf.gpu.device import DeviceSpec
 from hybridmf.gpu.stream import Pipeline, StreamedGpuALS, slab_work
-from hybridmf.scale.slabs import MemorySlabs
+from hybridmf.plan import make as _plan
+from hybridmf.plan.cost import PINNED_BYTES, Facts, cost_of
+from hybridmf.plan.machine import Machine
+from hybridmf.plan.make import Settings, check_memory, gpu_plan, make_plan
 
 MATRIX = planted(50, 30, 0.8)
 """Entries take more memory than all else, so that there is a limit only streaming keeps."""

@@ -11,7 +11,7 @@ import scipy.sparse as sp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridmf import reference
+from hybridmf.core import reference
 from hybridmf.cpu import topk as cpu
 from hybridmf.errors import DeviceMemoryError
 from hybridmf.gpu import topk

@@ -19,12 +19,8 @@ from test_gpu_als import FITS, Problem, check_solution, gpu, on_a_gpu, plan_on, 
 from test_gpu_stream import NETFLIX, assert_same_fit, plan_of
 
 import hybridmf as hmf
-from hybridmf import _plan
-from hybridmf._cost import cost_of
-from hybridmf._engine import engine_for
-from hybridmf._machine import Machine
-from hybridmf._objective import SIDES, Factors, State
-from hybridmf._plan import Plan, check_memory, host_problem, make_plan
+from hybridmf.core.objective import SIDES, Factors, State
+from hybridmf.data.slabs import MemorySlabs, slab_bounds
 from hybridmf.errors import DeviceMemoryError, MemoryBudgetError, NotPositiveDefiniteError, StoreError
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS, to_device
@@ -40,8 +36,12 @@ from hybridmf.gpu.turns import (
     range_on_host,
     to_host,
 )
-from hybridmf.scale.planner import H200, HalfPlan, ScalePlan, judged
-from hybridmf.scale.slabs import MemorySlabs, slab_bounds
+from hybridmf.model.engine import engine_for
+from hybridmf.plan import make as _plan
+from hybridmf.plan.cost import cost_of
+from hybridmf.plan.machine import Machine
+from hybridmf.plan.make import Plan, check_memory, host_problem, make_plan
+from hybridmf.plan.ranks import H200, HalfPlan, ScalePlan, judged
 
 MATRIX = planted(50, 30, 0.8)
 
@@ -227,7 +227,7 @@ def test_more_parts_than_the_kernels_add_at_a_time(device, monkeypatch):
 
     problem = Problem(rows_of(LENGTHS, 60), OBJECTIVES["implicit"])
     one = solved_in_turns(problem, device, 5, 1)
-    monkeypatch.setattr("hybridmf.scale.planner.CHUNK_BYTES", 3000)  # two systems
+    monkeypatch.setattr("hybridmf.plan.ranks.CHUNK_BYTES", 3000)  # two systems
     other = solved_in_turns(problem, device, 5, 1)
     np.testing.assert_array_equal(one.matrix, other.matrix)
 
@@ -558,7 +558,7 @@ def test_memory_stays_within_the_plan(kind, options, parts, gpu, monkeypatch):  
 
 @on_a_gpu
 def test_copies_from_the_device_arrive_whole(device, monkeypatch, caplog):
-    monkeypatch.setattr("hybridmf.gpu.copier.COPY_CHUNK", 1 << 16)
+    monkeypatch.setattr("hybridmf.device.copier.COPY_CHUNK", 1 << 16)
     source = np.random.default_rng(0).standard_normal((1234, 101)).astype(np.float32)
     for pinned in (False, True):
         first = device.copier()

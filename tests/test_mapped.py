@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridmf._mapped import file_behind, reader_of
+from hybridmf.device.mapped import file_behind, reader_of
 from hybridmf.errors import StoreError
 
 

@@ -14,8 +14,8 @@ from sklearn.exceptions import NotFittedError
 from sklearn.metrics import roc_auc_score
 
 from hybridmf import metrics
-from hybridmf._sparse import as_ones, entry_rows, keep_entries, take_rows
-from hybridmf._validate import as_csr
+from hybridmf.core.sparse import as_ones, entry_rows, keep_entries, take_rows
+from hybridmf.core.validate import as_csr
 from hybridmf.errors import NonFiniteError, RatingsError
 from hybridmf.metrics import (
     auc,
@@ -28,7 +28,7 @@ from hybridmf.metrics import (
     recall_at_k,
     rmse,
 )
-from hybridmf.popularity import PopularityRecommender
+from hybridmf.model.popularity import PopularityRecommender
 
 ir_measures = pytest.importorskip("ir_measures")  # a machine that runs the GPU tests alone may lack it
 
@@ -650,7 +650,7 @@ def test_parts_of_a_matrix_equal_numpy_and_keep_narrow_indices(monkeypatch, wide
     dense = np.random.default_rng(0).random((6, 5), dtype=np.float32)
     dense[dense < 0.5] = 0
     if wide:
-        monkeypatch.setattr("hybridmf._validate.INT32_LIMIT", 0)
+        monkeypatch.setattr("hybridmf.core.validate.INT32_LIMIT", 0)
     matrix = as_csr(dense)
     rows, mask = np.array([4, 0, 4, 5]), matrix.data > 0.75
     assert mask.any() and not mask.all()

@@ -120,7 +120,7 @@ def test_devices_that_are_not_there_are_told(results, monkeypatch):
     def none(name="cuda"):
         raise hmf.errors.DeviceError("no GPU here")
 
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", none)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", none)
     found = CliRunner().invoke(paper_msgd.main, ["--device", "cuda"])
     assert found.exit_code == 1 and "--device cuda: no GPU here" in found.output
 
@@ -129,7 +129,7 @@ def test_devices_that_are_not_there_are_told(results, monkeypatch):
 @pytest.mark.parametrize("r", [32, 64])
 def test_the_papers_mapping_is_msgd(device, monkeypatch, r, warp_sync):
     """An epoch of the kernel in bench/ gives the factors of an epoch of a fit, for any number of blocks."""
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda name="cuda": device)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
     data = paper_race.Split.of("ml-1m", 0.02)
     epochs = [paper_msgd.BlockedEpoch(device, data, r, warp_sync) for _ in range(3)]
     assert epochs[0].check(3) < paper_msgd.TOLERANCE
@@ -153,7 +153,7 @@ def test_the_papers_mapping_compiles(monkeypatch, r, warp_sync):
 
 
 def test_a_wrong_kernel_is_not_timed(device, monkeypatch):
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda name="cuda": device)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
     epoch = paper_msgd.BlockedEpoch(device, paper_race.Split.of("ml-1m", 0.02), 32, True)
     epoch.rate *= 1.5
     epoch.start = {side: table * 1.1 for side, table in epoch.start.items()}
@@ -163,7 +163,7 @@ def test_a_wrong_kernel_is_not_timed(device, monkeypatch):
 
 def test_switches_change_nothing_but_time(device, monkeypatch):
     """Assemblies with the switches set go through the fit's own path, and are timed apart from the rest."""
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda name="cuda": device)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
     data = paper_race.Split.of("ml-1m", 0.02)
     profile = replace(paper_cumf.PROFILES["cuda", "quick"], factors=8, iterations=2, repeats=1)
     reference: list[float] = []

@@ -11,7 +11,7 @@ from conftest import planted
 from threadpoolctl import threadpool_limits
 
 import hybridmf as hmf
-from hybridmf._objective import Factors
+from hybridmf.core.objective import Factors
 
 implicit = pytest.importorskip("implicit")
 

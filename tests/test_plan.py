@@ -13,12 +13,16 @@ import scipy.sparse as sp
 from conftest import planted
 
 import hybridmf as hmf
-from hybridmf import _config, _memory, _plan, _validate, dispatch
-from hybridmf._memory import available_memory
-from hybridmf._plan import Plan, check_memory
-from hybridmf.cpu import _als
+from hybridmf.core import validate as _validate
 from hybridmf.errors import MemoryBudgetError, RatingsError
 from hybridmf.formats import BalsMatrix
+from hybridmf.native import _als
+from hybridmf.plan import dispatch
+from hybridmf.plan import make as _plan
+from hybridmf.plan import memory as _memory
+from hybridmf.plan.make import Plan, check_memory
+from hybridmf.plan.memory import available_memory
+from hybridmf.tools import config as _config
 
 NO_CUPY = 'CuPy is not installed; pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'
 

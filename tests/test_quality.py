@@ -64,7 +64,7 @@ def test_lastfm_ndcg_is_no_worse_than_implicits(data_dir):
 
 def _ndcg_with_factors(model: hmf.ImplicitALS, peer, train: sp.csr_array, test: sp.csr_array) -> float:
     """The peer's factors judged by our evaluation, so that only the factors differ."""
-    from hybridmf._objective import Factors, State
+    from hybridmf.core.objective import Factors, State
 
     other = hmf.ImplicitALS(factors=64)
     other.__dict__.update(model.__dict__)

@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridmf import _text
+from hybridmf.data import text as _text
 from hybridmf.errors import DuplicateEntriesError, HybridMFError, MemoryBudgetError, RatingsError, UnknownLabelError
 from hybridmf.ratings import Ratings, split
 
@@ -695,7 +695,7 @@ def test_bad_matrix_market(tmp_path, text, words):
     [("coordinate real general\n3 3 20000000", "20,000,000"), ("array real general\n50000 3000", "150,000,000")],
 )
 def test_entries_that_do_not_fit_into_memory_are_refused_before(tmp_path, monkeypatch, head, entries):
-    monkeypatch.setattr("hybridmf._readers.available_memory", lambda: 2**28)
+    monkeypatch.setattr("hybridmf.data.readers.available_memory", lambda: 2**28)
     with pytest.raises(MemoryBudgetError, match=f"m.mtx has {entries} entries by its header.*256 MiB are free"):
         read(tmp_path, f"%%MatrixMarket matrix {head}\n1 1 5\n", "m.mtx")
 
@@ -918,7 +918,7 @@ def test_split_is_random_and_even():
 
 
 def test_split_beyond_int32(monkeypatch):
-    monkeypatch.setattr("hybridmf._validate.INT32_LIMIT", 9)
+    monkeypatch.setattr("hybridmf.core.validate.INT32_LIMIT", 9)
     train, test = split(sp.csr_array(np.ones((4, 5), np.float32)), 0.25, 0)
     assert train.indptr.dtype == np.int64 and test.indptr.dtype == np.int32 and test.nnz == 5
 
@@ -974,7 +974,7 @@ def test_examples_of_the_page_run(tmp_path, monkeypatch):
 
 def test_ids_taken_for_positions_do_not_exhaust_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash of 31 bits as a position asks for two billion rows; the message says where ids go."""
-    monkeypatch.setattr("hybridmf._memory.available_memory", lambda: 10**10)
+    monkeypatch.setattr("hybridmf.plan.memory.available_memory", lambda: 10**10)
     message = r"has positions for 2,000,000,001 users and 3 items.*Ratings\.from_frame, or an object array"
     with pytest.raises(MemoryBudgetError, match=message):
         Ratings.from_coo([2_000_000_000, 5], [0, 2], [1.0, 2.0])

@@ -21,22 +21,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import reference
-from hybridmf._objective import SIDES, Factors, State
-from hybridmf._plan import Plan, make_plan
 from hybridmf.cli import main
+from hybridmf.core import reference
+from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError, RatingsError
 from hybridmf.formats import transpose
-from hybridmf.scale import cpu_rank, su_als
-from hybridmf.scale.batches import BATCH_BYTES, batch_rows
-from hybridmf.scale.communicator import Single
-from hybridmf.scale.cpu_rank import CpuWorker
-from hybridmf.scale.grid import Grid, Layout
-from hybridmf.scale.multi_als import MultiALS
-from hybridmf.scale.reduction import make_reduction
-from hybridmf.scale.su_als import RankALS
-from hybridmf.scale.threads import run_ranks
+from hybridmf.plan.grid import Grid, Layout
+from hybridmf.plan.make import Plan, make_plan
+from hybridmf.ranks import cpu_rank, su_als
+from hybridmf.ranks.batches import BATCH_BYTES, batch_rows
+from hybridmf.ranks.cpu_rank import CpuWorker
+from hybridmf.ranks.multi_als import MultiALS
+from hybridmf.ranks.reduction import make_reduction
+from hybridmf.ranks.su_als import RankALS
+from hybridmf.ranks.transport.communicator import Single
+from hybridmf.ranks.transport.threads import run_ranks
 
 MODELS: dict[str, Callable[..., Any]] = {
     "explicit": lambda **more: hmf.ExplicitALS(factors=5, regularization=0.05, **more),

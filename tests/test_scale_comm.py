@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError
-from hybridmf.scale import processes, sockets, threads
-from hybridmf.scale.communicator import Single, start_sendrecv
-from hybridmf.scale.messages import SMALL, even_counts
-from hybridmf.scale.processes import RankTraceback, run_processes
-from hybridmf.scale.sockets import SocketCommunicator
-from hybridmf.scale.threads import RankThreads, ThreadCommunicator, run_ranks
+from hybridmf.ranks.transport import processes, sockets, threads
+from hybridmf.ranks.transport.communicator import Single, start_sendrecv
+from hybridmf.ranks.transport.messages import SMALL, even_counts
+from hybridmf.ranks.transport.processes import RankTraceback, run_processes
+from hybridmf.ranks.transport.sockets import SocketCommunicator
+from hybridmf.ranks.transport.threads import RankThreads, ThreadCommunicator, run_ranks
 
 DTYPES = [np.float32, np.float64, np.int32, np.int64, np.uint8]
 

@@ -15,19 +15,19 @@ from conftest import planted
 from test_scale_als import assert_close, both, sweeps
 
 import hybridmf as hmf
-from hybridmf._objective import SIDES, Factors, State
-from hybridmf._plan import Plan, check_memory, make_plan
+from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.cpu.als import CpuALS
+from hybridmf.device.cuda import Device, device_count, open_device
 from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import DeviceFactors, GpuALS
-from hybridmf.gpu.device import Device, device_count, open_device
 from hybridmf.gpu.rows import row_range
-from hybridmf.scale import gpu_rank, su_als
-from hybridmf.scale.gpu_rank import Cut, GpuWorker, sockets
-from hybridmf.scale.grid import Grid
-from hybridmf.scale.multi_als import MultiALS
-from hybridmf.scale.su_als import RankALS
+from hybridmf.plan.grid import Grid
+from hybridmf.plan.make import Plan, check_memory, make_plan
+from hybridmf.ranks import gpu_rank, su_als
+from hybridmf.ranks.gpu_rank import Cut, GpuWorker, sockets
+from hybridmf.ranks.multi_als import MultiALS
+from hybridmf.ranks.su_als import RankALS
 
 RANK = 7
 """As in test_gpu_als, so that few kernels are compiled for the emulator."""
@@ -67,7 +67,7 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     def open_emulated(name: str = "cuda") -> Any:
         return devices[int(name.partition(":")[2] or 0)]
 
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", open_emulated)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", open_emulated)
     monkeypatch.setattr(gpu_rank, "open_device", open_emulated)
     monkeypatch.setattr(
         gpu_rank,

@@ -15,8 +15,8 @@ from conftest import planted
 
 import hybridmf as hmf
 from hybridmf.errors import DeviceError
-from hybridmf.scale.communicator import Single
-from hybridmf.scale.threads import run_ranks
+from hybridmf.ranks.transport.communicator import Single
+from hybridmf.ranks.transport.threads import run_ranks
 
 SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
 PACKAGE = Path(hmf.__file__).parents[1]
@@ -75,8 +75,8 @@ def test_ranks_started_one_by_one_fit_together(tmp_path):
 
 @pytest.mark.gpu
 def test_processes_with_a_gpu_each_fit_together(tmp_path):
-    from hybridmf.dispatch import gpu_status
-    from hybridmf.gpu.device import device_count
+    from hybridmf.device.cuda import device_count
+    from hybridmf.plan.dispatch import gpu_status
 
     if not gpu_status()[0] or device_count() < 2:
         pytest.skip("fewer than two GPUs")
@@ -131,7 +131,7 @@ def test_devices_of_ranks(monkeypatch):
     def none():
         raise DeviceError("there is no NVIDIA driver")
 
-    monkeypatch.setattr("hybridmf.gpu.device.device_count", none)
+    monkeypatch.setattr("hybridmf.device.cuda.device_count", none)
     with pytest.raises(DeviceError, match="no NVIDIA driver"):
         hmf.scale.fit(hmf.ExplicitALS(**SMALL | {"device": "cuda"}), planted(), Single())
     model = hmf.scale.fit(hmf.ExplicitALS(**SMALL | {"device": "auto"}), planted(), Single())

@@ -21,21 +21,22 @@ from test_scale_nccl import gpus
 from test_sgd import arrays, assert_same_bits, method_of, relative_error, solver_of
 
 import hybridmf as hmf
-from hybridmf import _sgd_method, reference
-from hybridmf._objective import Factors, Objective, State, initial_state
-from hybridmf._plan import Settings, make_plan
-from hybridmf._validate import as_csr
+from hybridmf.core import reference
+from hybridmf.core.objective import Factors, Objective, State, initial_state
+from hybridmf.core.validate import as_csr
 from hybridmf.cpu.sgd import sums_width
+from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import CommunicatorError, DeviceError, DivergedError, ModelFileError
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
-from hybridmf.gpu.device import DeviceSpec
-from hybridmf.scale import mcumsgd
-from hybridmf.scale import threads as scale_threads
-from hybridmf.scale.communicator import Single, check_agreement
-from hybridmf.scale.joined import JoinedFactors, part_of
-from hybridmf.scale.mcumsgd import Bounds, MultiSGD, RankSGD, cut_share
-from hybridmf.scale.threads import run_ranks
+from hybridmf.plan import sgd as _sgd_method
+from hybridmf.plan.make import Settings, make_plan
+from hybridmf.ranks import mcumsgd
+from hybridmf.ranks.joined import JoinedFactors, part_of
+from hybridmf.ranks.mcumsgd import Bounds, MultiSGD, RankSGD, cut_share
+from hybridmf.ranks.transport import threads as scale_threads
+from hybridmf.ranks.transport.communicator import Single, check_agreement
+from hybridmf.ranks.transport.threads import run_ranks
 
 GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
 RATE_SCHEDULES = ["power", "rpcs", "adagrad"]

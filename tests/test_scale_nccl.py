@@ -14,12 +14,12 @@ import pytest
 from fake_nccl import as_fake, wait_until
 from test_scale_comm import laws
 
+from hybridmf.device import cuda as device
 from hybridmf.errors import CommunicatorError, DeviceError
-from hybridmf.gpu import device
-from hybridmf.scale import nccl
-from hybridmf.scale.communicator import Single
-from hybridmf.scale.nccl import NcclCommunicator
-from hybridmf.scale.threads import RankThreads, ThreadCommunicator, run_ranks
+from hybridmf.ranks.transport import nccl
+from hybridmf.ranks.transport.communicator import Single
+from hybridmf.ranks.transport.nccl import NcclCommunicator
+from hybridmf.ranks.transport.threads import RankThreads, ThreadCommunicator, run_ranks
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def test_without_nccl(monkeypatch):
 
 
 def gpus(at_least: int) -> int:
-    from hybridmf.gpu.device import device_count
+    from hybridmf.device.cuda import device_count
 
     try:
         count = device_count()
@@ -318,7 +318,7 @@ def gpus(at_least: int) -> int:
 
 
 def on_gpus(function, **options):
-    from hybridmf.gpu.device import open_device
+    from hybridmf.device.cuda import open_device
 
     def rank(control):
         gpu = open_device(f"cuda:{control.rank}")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.errors import CommunicatorError
-from hybridmf.scale.communicator import Single
-from hybridmf.scale.partition import even_bounds
+from hybridmf.plan.partition import even_bounds
+from hybridmf.ranks.transport.communicator import Single
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 9), st.sampled_from([0.0, 3.5]))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.errors import MemoryBudgetError
-from hybridmf.scale.grid import Grid
-from hybridmf.scale.planner import (
+from hybridmf.plan.grid import Grid
+from hybridmf.plan.ranks import (
     H200,
     HEADROOM,
     NEAR,

@@ -20,9 +20,10 @@ from test_scale_spmd import entries
 from test_scale_waves import _on, no_loaders
 
 import hybridmf as hmf
-from hybridmf import _plan, reference
-from hybridmf._objective import SIDES, Factors, Side
-from hybridmf._plan import Plan, check_memory
+from hybridmf.core import reference
+from hybridmf.core.objective import SIDES, Factors, Side
+from hybridmf.data.slabs import ColumnSlabs, slab_bounds, slab_entries
+from hybridmf.data.store import StoreMatrix
 from hybridmf.errors import (
     CommunicatorError,
     DeviceError,
@@ -33,12 +34,10 @@ from hybridmf.errors import (
 )
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
-from hybridmf.scale import gpu_rank, multi_als, spmd
-from hybridmf.scale.batches import batch_entries, bounded_batches, even_batches
-from hybridmf.scale.gpu_rank import Cut, PartialRows, StreamedPartialRows
-from hybridmf.scale.grid import Grid, Layout
-from hybridmf.scale.multi_als import MultiALS
-from hybridmf.scale.planner import (
+from hybridmf.plan import make as _plan
+from hybridmf.plan.grid import Grid, Layout
+from hybridmf.plan.make import Plan, check_memory
+from hybridmf.plan.ranks import (
     H200,
     PIECES,
     SLAB_BUFFERS,
@@ -50,10 +49,13 @@ from hybridmf.scale.planner import (
     plan_scale,
     plan_streamed_ranks,
 )
-from hybridmf.scale.shares import StoredRatings
-from hybridmf.scale.slabs import ColumnSlabs, slab_bounds, slab_entries
-from hybridmf.scale.store import StoreMatrix
-from hybridmf.scale.threads import run_ranks
+from hybridmf.ranks import gpu_rank, multi_als
+from hybridmf.ranks.batches import batch_entries, bounded_batches, even_batches
+from hybridmf.ranks.gpu_rank import Cut, PartialRows, StreamedPartialRows
+from hybridmf.ranks.multi_als import MultiALS
+from hybridmf.ranks.shares import StoredRatings
+from hybridmf.ranks.transport.threads import run_ranks
+from hybridmf.tools import spmd
 
 gpus = test_scale_gpu_als.gpus
 

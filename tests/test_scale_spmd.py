@@ -12,16 +12,16 @@ import scipy.sparse as sp
 from conftest import planted
 
 import hybridmf as hmf
-from hybridmf._cost import Facts
-from hybridmf._validate import as_csr
+from hybridmf.core.validate import as_csr
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileError, NonFiniteError, RatingsError
-from hybridmf.scale import checkpoint as checkpoints
-from hybridmf.scale import spmd
-from hybridmf.scale.communicator import Single
-from hybridmf.scale.grid import Grid, Layout
-from hybridmf.scale.shares import SharedEntries, WholeRatings, check_same_data, exchange
-from hybridmf.scale.threads import run_ranks
+from hybridmf.model import checkpoint as checkpoints
+from hybridmf.plan.cost import Facts
+from hybridmf.plan.grid import Grid, Layout
+from hybridmf.ranks.shares import SharedEntries, WholeRatings, check_same_data, exchange
+from hybridmf.ranks.transport.communicator import Single
+from hybridmf.ranks.transport.threads import run_ranks
+from hybridmf.tools import spmd
 
 SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
 KINDS = {
@@ -109,8 +109,8 @@ def test_entries_go_where_a_cut_of_the_matrix_would_have_them(grids):
 @pytest.mark.parametrize("drop_zeros", [False, True])
 @pytest.mark.parametrize("grids", [(1, 4), (2, 2)])
 def test_ranks_read_their_part_of_a_store(grids, drop_zeros, tmp_path):
-    stores = pytest.importorskip("hybridmf.scale.store")
-    from hybridmf.scale.shares import StoredRatings
+    stores = pytest.importorskip("hybridmf.data.store")
+    from hybridmf.ranks.shares import StoredRatings
 
     matrix = planted()
     matrix.data[::5] = 0
@@ -274,8 +274,8 @@ def test_seeds_that_are_no_integers_are_drawn_once():
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_on_gpus(kind, size, tmp_path):
     """A GPU a rank; a checkpoint of theirs resumes in one process on the CPU."""
+    from hybridmf.device.cuda import device_count
     from hybridmf.errors import DeviceError
-    from hybridmf.gpu.device import device_count
 
     try:
         if device_count() < size:

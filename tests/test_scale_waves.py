@@ -19,10 +19,9 @@ from test_scale_gpu_als import parts as solver_parts
 from test_scale_spmd import entries
 
 import hybridmf as hmf
-from hybridmf import _plan
-from hybridmf._memory import rank_bytes
-from hybridmf._objective import SIDES
-from hybridmf._plan import check_memory, make_plan
+from hybridmf.core.objective import SIDES
+from hybridmf.data.slabs import ColumnSlabs, RangeSlabs, loaded, magnitudes, slab_entries
+from hybridmf.data.store import StoreMatrix
 from hybridmf.errors import (
     CommunicatorError,
     DeviceMemoryError,
@@ -34,14 +33,16 @@ from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.gpu.turns import HostHalf
-from hybridmf.scale import gpu_rank, spmd
-from hybridmf.scale.grid import Grid
-from hybridmf.scale.multi_als import MultiALS
-from hybridmf.scale.planner import H200, SLAB_BUFFERS, HalfPlan, Problem, ScalePlan, judged, plan_scale
-from hybridmf.scale.shares import StoredRatings
-from hybridmf.scale.slabs import ColumnSlabs, RangeSlabs, loaded, magnitudes, slab_entries
-from hybridmf.scale.store import StoreMatrix
-from hybridmf.scale.threads import run_ranks
+from hybridmf.plan import make as _plan
+from hybridmf.plan.grid import Grid
+from hybridmf.plan.make import check_memory, make_plan
+from hybridmf.plan.memory import rank_bytes
+from hybridmf.plan.ranks import H200, SLAB_BUFFERS, HalfPlan, Problem, ScalePlan, judged, plan_scale
+from hybridmf.ranks import gpu_rank
+from hybridmf.ranks.multi_als import MultiALS
+from hybridmf.ranks.shares import StoredRatings
+from hybridmf.ranks.transport.threads import run_ranks
+from hybridmf.tools import spmd
 
 gpus = test_scale_gpu_als.gpus
 

@@ -27,13 +27,15 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 import hybridmf as hmf
-from hybridmf import _serving, _validate, reference
-from hybridmf._base import FactorModel
-from hybridmf._learned import pattern
-from hybridmf._objective import Factors, State
-from hybridmf.cpu import _als
+from hybridmf.core import reference
+from hybridmf.core import validate as _validate
+from hybridmf.core.objective import Factors, State
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.errors import MemoryBudgetError, NonFiniteError, NotPositiveDefiniteError, RatingsError
+from hybridmf.model import serving as _serving
+from hybridmf.model.base import FactorModel
+from hybridmf.model.learned import pattern
+from hybridmf.native import _als
 
 M, N_ITEMS = 60, 40
 KINDS = {
@@ -1170,12 +1172,12 @@ def test_a_refit_replaces_everything():
 def test_memory_is_checked_before_the_work(monkeypatch):
     model = fitted()
     before = snapshot(model)
-    monkeypatch.setattr("hybridmf._plan.available_memory", lambda: 1000)
+    monkeypatch.setattr("hybridmf.plan.make.available_memory", lambda: 1000)
     with pytest.raises(MemoryBudgetError, match=says("the fit needs about", "are free", "use fewer factors")) as caught:
         model.fit(planted())
     assert isinstance(caught.value, MemoryError)
     assert_same(before, snapshot(model))
-    monkeypatch.setattr("hybridmf._plan.available_memory", lambda: None)  # a system that does not say
+    monkeypatch.setattr("hybridmf.plan.make.available_memory", lambda: None)  # a system that does not say
     assert model.fit(planted()).n_iter_ == 3
 
 

@@ -16,18 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import _sgd_method, reference
-from hybridmf._objective import Factors, Objective, State, initial_state
-from hybridmf._plan import Settings, make_plan
-from hybridmf._sgd_method import SgdMethod, learning_rate_at
-from hybridmf._validate import as_csr
-from hybridmf.cpu import _als, _sgd
+from hybridmf.core import reference
+from hybridmf.core.objective import Factors, Objective, State, initial_state
+from hybridmf.core.validate import as_csr
 from hybridmf.cpu import sgd as cpu_sgd
 from hybridmf.cpu.als import aligned_zeros
 from hybridmf.cpu.sgd import Copies, CpuSGD, Diagonals, FreeBlocks, RowSweeps, Stretches
+from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DivergedError, DuplicateEntriesError, ModelFileError, RatingsError
 from hybridmf.formats import transpose
-from hybridmf.gpu.device import DeviceSpec
+from hybridmf.native import _als, _sgd
+from hybridmf.plan import sgd as _sgd_method
+from hybridmf.plan.make import Settings, make_plan
+from hybridmf.plan.sgd import SgdMethod, learning_rate_at
 
 GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
 SMALL = {"factors": 4, "iterations": 3, "device": "cpu", "num_threads": 1, "random_state": 0}
@@ -628,7 +629,7 @@ def test_one_entry(schedule, deterministic):
 
 
 def plan_on(spec: DeviceSpec | None, monkeypatch, *, shape=(100_000, 20_000), nnz=10_000_000, **given):
-    monkeypatch.setattr("hybridmf.dispatch.find_gpu", lambda device: (spec if device != "cpu" else None, "test"))
+    monkeypatch.setattr("hybridmf.plan.dispatch.find_gpu", lambda device: (spec if device != "cpu" else None, "test"))
     return hmf.plan(model=hmf.SGD(**given), shape=shape, nnz=nnz)
 
 

@@ -26,13 +26,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf._sparse import SUMMED, entry_sum
-from hybridmf._validate import as_csr
+from hybridmf.core.sparse import SUMMED, entry_sum
+from hybridmf.core.validate import as_csr
+from hybridmf.data import convert as conversion
+from hybridmf.data.slabs import MemorySlabs, slab_bounds, slab_entries
+from hybridmf.data.store import StoreMatrix, seal
 from hybridmf.errors import DuplicateEntriesError, MemoryBudgetError, ModelFileError, RatingsError, StoreError
-from hybridmf.scale import convert as conversion
-from hybridmf.scale.checkpoint import fingerprint
-from hybridmf.scale.slabs import MemorySlabs, slab_bounds, slab_entries
-from hybridmf.scale.store import StoreMatrix, seal
+from hybridmf.model.checkpoint import fingerprint
 
 SLAB = 900
 """Bytes of a slab here: a few rows."""
@@ -234,7 +234,7 @@ def test_a_bad_source_leaves_nothing(case, tmp_path):
 def test_rows_that_cannot_be_counted_in_memory_are_refused_before(read, kind, tmp_path, monkeypatch):
     head = COORDINATES.replace("3 3", "2000000000 3").replace("general", kind)
     (tmp_path / "r.mtx").write_text(head + "1\n1 1 5\n")
-    monkeypatch.setattr("hybridmf._readers.available_memory", lambda: 2**30)
+    monkeypatch.setattr("hybridmf.data.readers.available_memory", lambda: 2**30)
     with pytest.raises(MemoryBudgetError, match=r"2,000,000,000 rows and 3 columns by its header.*1,024 MiB are free"):
         read(tmp_path / "r.mtx")
     assert [path.name for path in tmp_path.iterdir()] == ["r.mtx"]
@@ -845,7 +845,7 @@ def test_a_fit_on_a_store_has_the_bits_of_one_in_memory(kind, tmp_path):
 
 
 def test_long_rows_too(tmp_path):
-    from hybridmf.cpu import _als
+    from hybridmf.native import _als
 
     matrix = planted(6, _als.LONG_ROW + 500, 0.98)
     store = hmf.convert(matrix, tmp_path / "store", slab_bytes="64KiB")
@@ -879,7 +879,7 @@ def test_a_model_of_a_store_is_saved_with_what_users_have_seen_if_that_fits(stor
     model.save(tmp_path / "model.safetensors")
     loaded = hmf.load(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(loaded.recommend(4)[0], model.recommend(4)[0])
-    monkeypatch.setattr("hybridmf.scale.store.available_memory", lambda: 100)
+    monkeypatch.setattr("hybridmf.data.store.available_memory", lambda: 100)
     with pytest.raises(MemoryBudgetError, match=r"what users have seen takes .* include_seen=False"):
         model.save(tmp_path / "other.safetensors")
     model.save(tmp_path / "other.safetensors", include_seen=False)
@@ -919,7 +919,7 @@ def test_sgd_and_ccd_load_a_store_if_there_is_memory(store, monkeypatch, caplog)
         assert "loading the store" in caplog.text
         assert model.user_ids_.tolist() == ratings.user_ids.tolist()
         np.testing.assert_array_equal(found, model.fit(ratings).user_factors)
-    monkeypatch.setattr("hybridmf.scale.store.available_memory", lambda: 100)
+    monkeypatch.setattr("hybridmf.data.store.available_memory", lambda: 100)
     with pytest.raises(MemoryBudgetError, match="ExplicitALS and ImplicitALS fit a store without loading it"):
         model.fit(store)
 

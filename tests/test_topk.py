@@ -8,9 +8,9 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridmf import reference
-from hybridmf.cpu import _als
+from hybridmf.core import reference
 from hybridmf.cpu.topk import top_k
+from hybridmf.native import _als
 
 
 def integer_factors(rows: int, rank: int, seed: int, dtype=np.float32) -> np.ndarray:

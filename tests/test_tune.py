@@ -20,23 +20,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_gpu_als import on_a_gpu, serve_cuda
 
-from hybridmf._cache import CACHE_DIR
 from hybridmf._version import __version__
 from hybridmf.cli import main
+from hybridmf.core.cache import CACHE_DIR
+from hybridmf.device.cuda import DeviceSpec, Resources
 from hybridmf.errors import DeviceError, DeviceMemoryError
-from hybridmf.gpu import assemblies, spaces, tables, trials, tune, tune_plots
+from hybridmf.gpu import assemblies
 from hybridmf.gpu.assemblies import BalsConfig, MoAlsConfig, SyrkConfig
 from hybridmf.gpu.ccd import CcdConfig, StagedConfig
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, TilesConfig
-from hybridmf.gpu.device import DeviceSpec, Resources
 from hybridmf.gpu.fused import FusedConfig
 from hybridmf.gpu.launch import constant_texts, source_text
 from hybridmf.gpu.sgd import BlockedConfig, HogwildConfig
-from hybridmf.gpu.spaces import SPACES, Candidate
-from hybridmf.gpu.tables import Entry, Gpu, Table
 from hybridmf.gpu.topk import GroupMaxConfig
-from hybridmf.gpu.trials import Part, Sample
-from hybridmf.gpu.tune import Measurement, make_jobs, table_of
+from hybridmf.gpu.tuning import plots as tune_plots
+from hybridmf.gpu.tuning import spaces, trials, tune
+from hybridmf.gpu.tuning.spaces import SPACES, Candidate
+from hybridmf.gpu.tuning.trials import Part, Sample
+from hybridmf.gpu.tuning.tune import Measurement, make_jobs, table_of
+from hybridmf.plan import tables
+from hybridmf.plan.tables import Entry, Gpu, Table
 
 GIB = 1 << 30
 H200 = DeviceSpec("NVIDIA H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 141 * GIB, 140 * GIB)
@@ -653,7 +656,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("hybridmf.gpu.tune.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("hybridmf.gpu.tuning.tune.time.monotonic", lambda: self.now)
 
     def timer(self, seconds: float) -> Any:
         """A `tune.Timer` under which each part takes so many seconds and as many milliseconds."""
@@ -868,7 +871,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     if emulated.compiler() is None:
         pytest.skip("no C++ compiler to run kernels on the CPU with")
     device = emulated.EmulatedDevice()
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", lambda *_: device)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda *_: device)
     monkeypatch.setattr(Sample, "draw", lambda: SAMPLE)
     return device
 
@@ -915,7 +918,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> None:
         raise DeviceError("there is no NVIDIA driver")
 
-    monkeypatch.setattr("hybridmf.gpu.device.open_device", none)
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", none)
     result = invoke()
     assert result.exit_code == 2
     assert "tune measures kernels on a GPU, and none can be used here: there is no NVIDIA driver" in result.output

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf import _validate
-from hybridmf._plan import ASSEMBLIES, PRECISIONS, REORDERINGS, SOLVERS
-from hybridmf._validate import (
+from hybridmf.core import validate as _validate
+from hybridmf.core.validate import (
     MAX_FACTORS,
     MAX_N,
     as_csr,
@@ -35,6 +34,7 @@ from hybridmf._validate import (
     make_csr,
 )
 from hybridmf.errors import DuplicateEntriesError, HybridMFError, RatingsError
+from hybridmf.plan.make import ASSEMBLIES, PRECISIONS, REORDERINGS, SOLVERS
 
 INF, NAN = float("inf"), float("nan")
 ESTIMATORS = (hmf.ExplicitALS, hmf.ImplicitALS)

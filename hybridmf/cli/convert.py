@@ -15,10 +15,10 @@ import scipy.io
 import scipy.sparse as sp
 
 from .. import formats
-from .._files import write_atomically
-from .._table import format_table
+from ..core.files import write_atomically
+from ..core.table import format_table
+from ..data.convert import convert as convert_to_store
 from ..ratings import Ratings
-from ..scale.convert import convert as convert_to_store
 from .options import check_folder_above, debug_option, examples, refuse_overwriting
 from .report import file_size, names_of, pairs, ratings_facts, store_facts, with_output
 from .sources import open_store, ratings_options, read_ratings, reading_arguments

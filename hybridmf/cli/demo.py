@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ..demo import run_demo
+from ..tools.demo import run_demo
 from .options import debug_option, examples
 
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import click
 
-from .. import _validate
-from .._plan import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS
-from .._preview import plan
-from .._table import format_table
 from ..als import ExplicitALS, ImplicitALS
+from ..core import validate as _validate
+from ..core.table import format_table
+from ..data.store import Store
 from ..errors import MemoryBudgetError
 from ..metrics import PopularityRecommender, evaluate
+from ..model.checkpoint import Checkpoint, has_checkpoints
+from ..plan.make import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS
 from ..ratings import Ratings, split
-from ..scale.checkpoint import Checkpoint, has_checkpoints
-from ..scale.store import Store
+from ..tools.preview import plan
 from .options import debug_option, device_list, examples, output_option, refuse_overwriting
 from .report import file_size
 from .sources import open_store, ratings_options, read_ratings

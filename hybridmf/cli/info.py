@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from .._config import config
-from .._io import load
+from ..model.files import load
+from ..tools.config import config
 from .options import debug_option, examples
 from .report import file_size, label_text, pairs, ratings_facts, store_facts
 from .sources import open_store, ratings_options, read_ratings, refuse_reading_options

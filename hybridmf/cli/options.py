@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from ..data.store import MANIFEST
 from ..errors import HybridMFError
-from ..scale.store import MANIFEST
 
 USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
 """What the library raises for input it cannot use; anything else is a bug and keeps its traceback."""

@@ -11,9 +11,9 @@ import click
 import numpy as np
 import scipy.sparse as sp
 
-from .. import _validate
-from .._io import load
-from .._table import format_table
+from ..core import validate as _validate
+from ..core.table import format_table
+from ..model.files import load
 from ..ratings import Ratings
 from .options import debug_option, examples, output_option, refuse_overwriting
 from .report import names_of, with_output

@@ -10,9 +10,9 @@ from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
-from .._files import write_atomically
+from ..core.files import write_atomically
+from ..data.store import Store
 from ..ratings import Ratings
-from ..scale.store import Store
 
 
 def pairs(facts: dict[str, Any]) -> str:

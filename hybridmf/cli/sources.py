@@ -10,9 +10,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from .. import _validate
+from ..core import validate as _validate
+from ..data.store import Store
 from ..ratings import Ratings
-from ..scale.store import Store
 
 existing_file = click.Path(exists=True, dir_okay=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from .._files import open_bytes, reading
+from ..core.files import open_bytes, reading
 from .report import names_of
 
 TITLE_SEPARATORS = ("::", "\t", "|", ";", ",")

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from .._plan import DTYPES
 from ..errors import DeviceError
+from ..plan.make import DTYPES
 from .options import check_folder, debug_option, examples, output_option
 
 
@@ -46,8 +46,8 @@ def command(calibrate: bool, **options: Any) -> None:
 
 
 def _run_calibration() -> None:
-    from .._calibrate import calibrate_and_save
-    from .._machine import constants_text
+    from ..plan.machine import constants_text
+    from ..tools.calibrate import calibrate_and_save
 
     machine, path = calibrate_and_save(lambda text: click.echo(text, err=True))
     click.echo(f"{constants_text(machine)}\nkept in {path}")
@@ -57,9 +57,10 @@ def _run_tuning(
     kernels: tuple[str, ...], factors: str, dtype: str, budget: float, most: int | None, output: str | None,
     lines: str | None, plot: str | None,
 ) -> None:  # fmt: skip
-    from ..gpu import tables, tune_plots
-    from ..gpu import tune as tuner
-    from ..gpu.device import open_device
+    from ..device.cuda import open_device
+    from ..gpu.tuning import plots as tune_plots
+    from ..gpu.tuning import tune as tuner
+    from ..plan import tables
 
     ranks = _ranks(factors)
     if plot is not None:

@@ -1,1 +1,1 @@
-"""The CPU backend: solvers that own their workspaces, beside their kernels."""
+"""Solvers on the CPU: they own their workspaces and call the kernels of `hybridmf.native`."""

@@ -12,14 +12,14 @@ import scipy.sparse as sp
 from threadpoolctl import ThreadpoolController
 
 from .. import _formats
-from .._balance import balancing
-from .._objective import SIDES, Factors, Objective, Side, State, other_side
-from .._plan import Plan
-from .._solver import Alternating
-from .._validate import MAX_AXIS, csr_arrays
+from ..core.balance import balancing
+from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.validate import MAX_AXIS, csr_arrays
 from ..errors import NonFiniteError, NotPositiveDefiniteError
 from ..formats import BalsMatrix, Reordered, reorder, transpose
-from . import _als
+from ..native import _als
+from ..plan.make import Plan
+from ..plan.solver import Alternating
 
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
 

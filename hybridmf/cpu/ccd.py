@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._ccd_method import CcdMethod
-from .._objective import SIDES, Factors, Objective, Side, State, other_side
-from .._plan import Plan
-from .._solver import SWEEP_ORDER, Unconnected
-from .._validate import csr_arrays, make_csr
+from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.validate import csr_arrays, make_csr
 from ..errors import NonFiniteError
 from ..formats import transpose
-from . import _ccd
+from ..native import _ccd
+from ..plan.ccd import CcdMethod
+from ..plan.make import Plan
+from ..plan.solver import SWEEP_ORDER, Unconnected
 from .als import aligned_zeros, objective_value, workspaces
 
 TRANSPOSE_ROWS = 256

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import Factors, Objective, Side, State
-from .._plan import Plan
-from .._validate import csr_arrays
+from ..core.objective import Factors, Objective, Side, State
+from ..core.validate import csr_arrays
+from ..plan.make import Plan
 from . import als, topk
 
 
 class CpuEngine:
-    """The CPU as `hybridmf._engine.Engine`."""
+    """The CPU as `hybridmf.model.engine.Engine`."""
 
     name = "cpu"
 

@@ -11,14 +11,14 @@ import numpy as np
 import scipy.sparse as sp
 
 from .. import _formats
-from .._objective import Factors, Objective, Side, State, other_side
-from .._plan import Plan
-from .._sgd_method import SgdMethod, learning_rate_at
-from .._solver import SWEEP_ORDER, Unconnected
-from .._sparse import entry_rows
-from .._validate import csr_arrays
+from ..core.objective import Factors, Objective, Side, State, other_side
+from ..core.sparse import entry_rows
+from ..core.validate import csr_arrays
 from ..errors import DivergedError, ModelFileError
-from . import _sgd
+from ..native import _sgd
+from ..plan.make import Plan
+from ..plan.sgd import SgdMethod, learning_rate_at
+from ..plan.solver import SWEEP_ORDER, Unconnected
 from .als import CACHE_LINE, aligned_zeros, objective_value
 
 RISE = 2.0

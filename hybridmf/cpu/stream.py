@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .._objective import SIDES, Factors, Objective, Side, State
-from .._plan import Plan
-from .._validate import csr_arrays
-from ..scale.joined import part_of
-from ..scale.slabs import Slabs
+from ..core.objective import SIDES, Factors, Objective, Side, State
+from ..core.validate import csr_arrays
+from ..data.slabs import Slabs
+from ..plan.make import Plan
+from ..ranks.joined import part_of
 from .als import CpuALS, HalfSweep, aligned_zeros, losses_of_rows, total_objective, weighted_gram
 
 

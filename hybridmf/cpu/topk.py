@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse as sp
 
-from .._validate import csr_arrays
-from . import _topk
+from ..core.validate import csr_arrays
+from ..native import _topk
 
 
 class PackedItems:

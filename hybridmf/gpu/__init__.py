@@ -1,1 +1,1 @@
-"""The GPU backend: devices, launches and solvers; CuPy is imported at first need."""
+"""Solvers and launches on a GPU; CuPy is imported at first need."""

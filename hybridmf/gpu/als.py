@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._balance import balancing
-from .._objective import SIDES, AwayFactors, Factors, Objective, Side, State, other_side
-from .._plan import Plan
-from .._solver import Alternating
-from .._validate import csr_arrays
+from ..core.balance import balancing
+from ..core.objective import SIDES, AwayFactors, Factors, Objective, Side, State, other_side
+from ..core.validate import csr_arrays
 from ..cpu.als import SINGULAR_PIVOT, check_status
+from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from ..formats import BalsMatrix, Reordered, reorder, transpose
+from ..plan.make import Plan
+from ..plan.solver import Alternating
 from . import assemblies, cholesky_any, fused, losses
-from .device import Array, Device
 from .fused import BLOCK, FusedConfig, Systems, round_up
 from .launch import Entries, ceil_div
 from .rows import RowRange, read_range, widen_range

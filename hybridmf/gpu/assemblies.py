@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from ..device.cuda import Array, Device, DeviceSpec
 from ..formats import BalsMatrix
-from . import tables
-from .device import Array, Device, DeviceSpec
+from ..plan import tables
 from .launch import Entries, ceil_div, check, check_not_host, get_kernel
 
 WARP = 32

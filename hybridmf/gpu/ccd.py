@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._ccd_method import CcdMethod
-from .._objective import SIDES, Objective, Side, State, other_side
-from .._plan import Plan
-from .._solver import SWEEP_ORDER, Unconnected
-from .._validate import csr_arrays
+from ..core.objective import SIDES, Objective, Side, State, other_side
+from ..core.validate import csr_arrays
+from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..errors import DeviceMemoryError, NonFiniteError
-from . import losses, tables
+from ..plan import tables
+from ..plan.ccd import CcdMethod
+from ..plan.make import Plan
+from ..plan.solver import SWEEP_ORDER, Unconnected
+from . import losses
 from .als import DeviceFactors, table_width, to_device
-from .device import Array, Device, DeviceSpec, Kernel
 from .launch import ceil_div, check, check_not_host, get_kernel
 
 QUAD = 4

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from . import tables
-from .device import Array, Device, DeviceSpec
+from ..device.cuda import Array, Device, DeviceSpec
+from ..plan import tables
 from .launch import ceil_div, check, check_not_host, get_kernel
 
 MAX_RANK = 2048

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import Factors, Objective, Side, State
-from .._plan import Plan
+from ..core.objective import Factors, Objective, Side, State
+from ..device.cuda import Array, Device
+from ..plan.make import Plan
 from . import als, topk
-from .device import Array, Device
 
 
 class GpuEngine:
-    """A GPU as `hybridmf._engine.Engine`."""
+    """A GPU as `hybridmf.model.engine.Engine`."""
 
     def __init__(self, device: Device, plan: Plan) -> None:
         self.device, self.plan = device, plan

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from . import tables
-from .device import Array, Device, DeviceSpec
+from ..device.cuda import Array, Device, DeviceSpec
+from ..plan import tables
 from .launch import Entries, ceil_div, check, check_not_host, constant_texts, source_text
 
 MAX_RANK = 128

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .device import Array, Device, Kernel
+from ..device.cuda import Array, Device, Kernel
 
 HEADERS = ("common.cuh",)
 """Spliced in front of every source: CuPy's cache keys on the text, so an edited #include would go unnoticed."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .device import Array, Device
+from ..device.cuda import Array, Device
 from .launch import Entries, ceil_div, check, check_not_host, get_kernel
 
 WARPS_PER_BLOCK = 8

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .device import Array, Device
+from ..device.cuda import Array, Device
 from .launch import ceil_div, check, check_not_host, get_kernel
 
 THREADS = 256

@@ -13,15 +13,16 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import SIDES, Objective, Side, State, other_side
-from .._plan import Plan
-from .._sgd_method import SgdMethod, learning_rate_at
-from .._solver import SWEEP_ORDER, Unconnected
-from .._validate import csr_arrays
+from ..core.objective import SIDES, Objective, Side, State, other_side
+from ..core.validate import csr_arrays
 from ..cpu.sgd import RISE, diverged
-from . import losses, tables
+from ..device.cuda import Array, Device, DeviceSpec, Kernel
+from ..plan import tables
+from ..plan.make import Plan
+from ..plan.sgd import SgdMethod, learning_rate_at
+from ..plan.solver import SWEEP_ORDER, Unconnected
+from . import losses
 from .als import LOSS_ROWS, DeviceFactors, Pieces, to_device
-from .device import Array, Device, DeviceSpec, Kernel
 from .launch import Entries, ceil_div, check, check_not_host, get_kernel
 from .rows import read_range, widen_range
 

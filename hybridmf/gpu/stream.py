@@ -24,12 +24,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import scipy.sparse as sp
 
-from .._objective import SIDES, Factors, Objective, Side, State, other_side
-from .._plan import STREAM_BUFFERS, Plan
-from .._validate import csr_arrays, make_csr
+from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.validate import csr_arrays, make_csr
 from ..cpu.als import check_status
-from ..scale.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries
-from ..scale.store import StoreMatrix
+from ..data.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries
+from ..data.store import StoreMatrix
+from ..device.copier import Copier
+from ..device.cuda import Array, Device
+from ..plan.make import STREAM_BUFFERS, Plan
 from .als import (
     DeviceFactors,
     GpuALS,
@@ -41,8 +43,6 @@ from .als import (
     unobserved_and_penalty,
     weighted_gram,
 )
-from .copier import Copier
-from .device import Array, Device
 
 Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
 """A vector of the host, or pieces that come one behind the other."""

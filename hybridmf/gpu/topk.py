@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._validate import csr_arrays
+from ..core.validate import csr_arrays
+from ..device.cuda import Array, Device, DeviceSpec
 from ..errors import DeviceMemoryError
-from . import tables
-from .device import Array, Device, DeviceSpec
+from ..plan import tables
 from .launch import ceil_div, check, check_not_host, get_kernel
 
 SOURCE = "top_k.cu"

@@ -10,7 +10,7 @@ sums of the slab's rows stay on the device and grow in the order of the parts, t
 solved. Columns ascend within a row, so that a segment's entries of one part lie side by side: `clip_segments` finds
 where they begin and end, and no entry is copied.
 
-Files of `hybridmf._scratch` take the place of memory that the host does not have: `HostTables` are then made of them,
+Files of `core.scratch` take the place of memory that the host does not have: `HostTables` are then made of them,
 before the fit begins. Nothing here works on more of a table at a time than some rows.
 """
 
@@ -27,14 +27,16 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .._balance import balancing
-from .._objective import SIDES, AwayFactors, Factors, Objective, Side, State, drawn_rows, first_bias, first_mean
-from .._plan import Plan
-from .._scratch import mapped
+from ..core.balance import balancing
+from ..core.objective import SIDES, AwayFactors, Factors, Objective, Side, State, drawn_rows, first_bias, first_mean
+from ..core.scratch import mapped
 from ..cpu.als import check_status
-from ..scale.planner import slots_at_once
-from ..scale.slabs import MemorySlabs, Slabs, slab_entries
-from ..scale.store import StoreMatrix
+from ..data.slabs import MemorySlabs, Slabs, slab_entries
+from ..data.store import StoreMatrix
+from ..device.copier import Copier
+from ..device.cuda import Array, Device
+from ..plan.make import Plan
+from ..plan.ranks import slots_at_once
 from . import fused, losses
 from .als import (
     EXACT_ROWS,
@@ -51,8 +53,6 @@ from .als import (
     table_width,
     weighted_gram,
 )
-from .copier import Copier
-from .device import Array, Device
 from .fused import Systems
 from .rows import RowRange, clip_segments, read_range, widen_range
 from .stream import Loader, Pipeline, SlabHalf, StreamedGpuALS, StreamedHalf, Work, waves_of
@@ -257,7 +257,7 @@ def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> H
 def first_state(
     degrees: dict[Side, np.ndarray], plan: Plan, dtype: Any, objective: Objective, mean: float, rng: np.random.Generator
 ) -> State:
-    """What `hybridmf._objective.initial_state` has, in the tables of a fit: there is no room for more."""
+    """What `hybridmf.core.objective.initial_state` has, in the tables of a fit: there is no room for more."""
     tables = {side: HostTables.of(side, plan, dtype) for side in SIDES}
     users, items = (_first_factors(tables[side], degrees[side], plan.factors, objective, rng) for side in SIDES)
     return State(users, items, first_mean(mean, objective))

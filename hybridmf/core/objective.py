@@ -1,0 +1,283 @@
+"""What a model minimizes, and the factors it minimizes over; shared by the backends: each weight is decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from .validate import check_bool, check_choice, check_real
+
+Side = Literal["user", "item"]
+SIDES: tuple[Side, Side] = ("user", "item")
+
+BIAS_REGULARIZATION = 0.1
+"""lambda_b where none is given."""
+
+DRAWN_ROWS = 65536
+"""Rows whose random factors are drawn at a time; the values do not depend on it."""
+
+
+def other_side(side: Side) -> Side:
+    """The side that is fixed while `side` is solved."""
+    return "item" if side == "user" else "user"
+
+
+def check_scaling(value: object) -> float:
+    """Exponent nu of ``s = n_u ** nu``: 0 for "none", 1 for "count" (ALS-WR, cuMF eq. 1), or the number given."""
+    if isinstance(value, str):
+        return {"none": 0.0, "count": 1.0}[check_choice("regularization_scaling", value, ("none", "count"))]
+    return check_real("regularization_scaling", value, 0.0)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Squared-error objective with a ridge penalty (no factor 1/2).
+
+    Explicit: ``sum_observed (r - mu - b_u - b_i - x.y)^2 + lambda (sum_u s_u |x_u|^2 + sum_i s_i |y_i|^2)
+    + lambda_b (sum_u s_u b_u^2 + sum_i s_i b_i^2)``.
+    Implicit: ``sum_all c (p - x.y)^2`` + the same penalty, with ``c = 1 + alpha |r|``, ``p = [r > 0]`` where observed
+    and ``c = unobserved_weight``, ``p = 0`` elsewhere.
+
+    Attributes
+    ----------
+    feedback : {"explicit", "implicit"}
+    regularization : float
+        lambda.
+    scaling : float
+        nu; ``s = n ** nu`` for a row with n entries.
+    alpha, unobserved_weight : float
+        Implicit feedback only.
+    biases : bool
+        Explicit feedback only.
+    bias_regularization : float
+        lambda_b, the penalty of squared biases.
+    """
+
+    feedback: Literal["explicit", "implicit"]
+    regularization: float
+    scaling: float = 0.0
+    alpha: float = 1.0
+    unobserved_weight: float = 1.0
+    biases: bool = False
+    bias_regularization: float = 0.0
+
+    @classmethod
+    def explicit(
+        cls, regularization: object, scaling: object, biases: object, bias_regularization: object = None
+    ) -> Objective:
+        """Checked objective of explicit feedback; a `bias_regularization` of None takes the default."""
+        if bias_regularization is None:
+            bias_regularization = BIAS_REGULARIZATION
+        return cls(
+            "explicit",
+            check_real("regularization", regularization, 0.0),
+            check_scaling(scaling),
+            biases=check_bool("biases", biases),
+            bias_regularization=check_real("bias_regularization", bias_regularization, 0.0),
+        )
+
+    @classmethod
+    def implicit(cls, regularization: object, scaling: object, alpha: object, unobserved_weight: object) -> Objective:
+        """Checked objective of implicit feedback (Hu, Koren and Volinsky 2008; Gates et al. eq. 1)."""
+        return cls(
+            "implicit",
+            check_real("regularization", regularization, 0.0),
+            check_scaling(scaling),
+            alpha=check_real("alpha", alpha, 0.0),
+            unobserved_weight=check_real("unobserved_weight", unobserved_weight, 0.0),
+        )
+
+    @property
+    def is_implicit(self) -> bool:
+        """Whether feedback is implicit."""
+        return self.feedback == "implicit"
+
+    def row_scale(self, degrees: np.ndarray) -> np.ndarray:
+        """s of each row from its number of entries; float64, shape of `degrees`. Empty rows get 1 (unused)."""
+        return np.maximum(degrees, 1).astype(np.float64) ** self.scaling
+
+    def ridge(self, factors: int, rank: int) -> np.ndarray:
+        """Diagonal that ``s_u`` multiplies in the normal equations, float64, shape (rank,): factors, then a bias."""
+        ridge = np.full(rank, self.regularization)
+        ridge[factors:] = self.bias_regularization
+        return ridge
+
+    def penalty(self, factors: np.ndarray, degrees: np.ndarray, bias: np.ndarray | None = None) -> float:
+        """Penalty of one side, ``sum_u s_u (lambda |x_u|^2 + lambda_b b_u^2)``, in float64."""
+        return self.penalty_of_squares(np.einsum("ij,ij->i", factors, factors, dtype=np.float64), degrees, bias)
+
+    def penalty_of_squares(self, squares: np.ndarray, degrees: np.ndarray, bias: np.ndarray | None = None) -> float:
+        """`penalty` from the squared length of each row's factors, shape (n,)."""
+        rows = self.regularization * squares
+        if bias is not None:
+            rows = rows + self.bias_regularization * np.square(bias, dtype=np.float64)
+        return float(rows @ self.row_scale(degrees))
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors of one side.
+
+    Attributes
+    ----------
+    matrix : float array, shape (n, rank), C order
+    bias : float array, shape (n,), or None
+    squares : Factors or None
+        AdaGrad's sums of squared steps of each coordinate, while a fit goes on.
+    """
+
+    matrix: np.ndarray
+    bias: np.ndarray | None = None
+    squares: Factors | None = None
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    def on_host(self) -> Factors:
+        """The factors in NumPy arrays; other backends keep theirs on a device until somebody looks."""
+        return self
+
+    def take(self, rows: np.ndarray) -> Factors:
+        """Factors of the given rows, in that order."""
+        return Factors(
+            np.ascontiguousarray(self.matrix[rows]),
+            None if self.bias is None else np.ascontiguousarray(self.bias[rows]),
+        )
+
+    def put(self, rows: np.ndarray, new: Factors, size: int) -> Factors:
+        """A copy of `size` rows in which `rows` are replaced by `new`; added rows are zero."""
+        matrix = np.zeros((size, self.matrix.shape[1]), dtype=self.matrix.dtype)
+        matrix[: len(self)] = self.matrix
+        matrix[rows] = new.matrix
+        if self.bias is None or new.bias is None:
+            return Factors(matrix)
+        bias = np.zeros(size, dtype=self.bias.dtype)
+        bias[: len(self)] = self.bias
+        bias[rows] = new.bias
+        return Factors(matrix, bias)
+
+
+class AwayFactors(Factors):
+    """Factors that are kept elsewhere or in another layout: arrays of the host are made once somebody looks.
+
+    A subclass stores what it has by `keep`, since factors are frozen, and says in `_brought` how they come.
+    """
+
+    _host: Factors | None = None
+
+    def keep(self, **attributes: Any) -> None:
+        """Set attributes."""
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
+
+    def _brought(self) -> Factors:
+        """The factors in NumPy arrays."""
+        raise NotImplementedError
+
+    def on_host(self) -> Factors:
+        """The factors in NumPy arrays, made once."""
+        host = self._host
+        if host is None:
+            host = self._brought()
+            self.keep(_host=host)
+        return host
+
+    def wait_by(self, release: Callable[[], bool]) -> None:
+        """Take what waits until others have let go of older factors: where there is no room for more beside them."""
+
+    def let_go(self) -> None:
+        """Forget arrays that `on_host` has made, where they take room that new factors may need."""
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """Factors on the host."""
+        return self.on_host().matrix
+
+    @property
+    def bias(self) -> np.ndarray | None:
+        """Biases on the host."""
+        return self.on_host().bias
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __reduce__(self) -> Any:
+        return Factors, (self.matrix, self.bias, self.squares)
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a fit has learned: both sides and the mean rating (0 without biases)."""
+
+    user: Factors
+    item: Factors
+    mean: float = 0.0
+
+    def side(self, side: Side) -> Factors:
+        """Factors of `side`."""
+        return self.user if side == "user" else self.item
+
+    def on_host(self) -> State:
+        """The state in NumPy arrays."""
+        return replace(self, user=self.user.on_host(), item=self.item.on_host())
+
+    def with_side(self, side: Side, factors: Factors) -> State:
+        """A copy in which `side` has new factors."""
+        return replace(self, user=factors) if side == "user" else replace(self, item=factors)
+
+
+def initial_state(
+    user_degrees: np.ndarray,
+    item_degrees: np.ndarray,
+    rank: int,
+    dtype: type,
+    objective: Objective,
+    mean: float,
+    rng: np.random.Generator,
+) -> State:
+    """Random factors every backend starts from, drawn in float32 whatever `dtype` is; rows without entries are zero.
+
+    Parameters
+    ----------
+    user_degrees, item_degrees : int array, shape (n_users,) and (n_items,)
+        Entries of each row of either side.
+    rank : int
+    dtype : float32 or float64
+    objective : Objective
+    mean : float
+        Mean rating; kept only where the objective has biases.
+    rng : numpy Generator
+    """
+
+    def draw(degrees: np.ndarray) -> Factors:
+        matrix: np.ndarray = np.empty((len(degrees), rank), dtype)
+        for rows, drawn in drawn_rows(degrees, rank, rng):
+            matrix[rows] = drawn
+        return Factors(matrix, first_bias(degrees, dtype, objective))
+
+    return State(draw(user_degrees), draw(item_degrees), first_mean(mean, objective))
+
+
+def drawn_rows(degrees: np.ndarray, rank: int, rng: np.random.Generator) -> Iterator[tuple[slice, np.ndarray]]:
+    """Random factors of one side, some rows at a time, float32; see `initial_state`."""
+    for start in range(0, len(degrees), DRAWN_ROWS):
+        rows = slice(start, min(start + DRAWN_ROWS, len(degrees)))
+        matrix: np.ndarray = rng.standard_normal((rows.stop - start, rank), dtype=np.float32)
+        # non-negative and of length about 1: a first product near the mean rating, not near zero
+        np.abs(matrix, out=matrix)
+        matrix *= np.float32(1.0 / np.sqrt(rank))
+        matrix[np.asarray(degrees[rows]) == 0] = 0
+        yield rows, matrix
+
+
+def first_bias(degrees: np.ndarray, dtype: Any, objective: Objective) -> np.ndarray | None:
+    """Biases that a fit starts from; None where the objective has none."""
+    return np.zeros(len(degrees), dtype=dtype) if objective.biases else None
+
+
+def first_mean(mean: float, objective: Objective) -> float:
+    """The mean rating where the objective has biases, else 0."""
+    return mean if objective.biases else 0.0

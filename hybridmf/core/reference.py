@@ -1,0 +1,365 @@
+"""The plain float64 twins of every kernel, as short as the formulas: what the tests compare with.
+
+Nothing here is fast, and nothing here imports a compiled module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .objective import Factors, Objective, Side, State
+
+
+def _weights(objective: Objective, ratings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(confidence, preference) of observed entries."""
+    if objective.is_implicit:
+        return 1 + objective.alpha * np.abs(ratings), (ratings > 0).astype(np.float64)
+    return np.ones_like(ratings), ratings
+
+
+def solve_row(
+    columns: np.ndarray, ratings: np.ndarray, fixed: Factors, mean: float, objective: Objective
+) -> tuple[np.ndarray, float]:
+    """Minimizer (x, b) of the objective over one row's factors and bias.
+
+    Parameters
+    ----------
+    columns : int array, shape (n_entries,)
+    ratings : float array, shape (n_entries,)
+    fixed : Factors
+        The other side.
+    """
+    Y = fixed.matrix.astype(np.float64)
+    rank = Y.shape[1]
+    if len(columns) == 0:
+        return np.zeros(rank), 0.0
+    confidence, preference = _weights(objective, np.asarray(ratings, dtype=np.float64))
+    ridge = np.full(rank, objective.regularization * len(columns) ** objective.scaling)
+    if objective.biases:
+        assert fixed.bias is not None
+        preference = preference - mean - fixed.bias[columns].astype(np.float64)
+        Y = np.column_stack([Y, np.ones(len(Y))])
+        ridge = np.append(ridge, objective.bias_regularization * len(columns) ** objective.scaling)
+    observed = Y[columns]
+    if objective.is_implicit:  # unobserved pairs: c = w0, p = 0
+        weight = np.full(len(Y), objective.unobserved_weight)
+        weight[columns] = confidence
+        A = Y.T @ (weight[:, None] * Y)
+    else:
+        A = observed.T @ (confidence[:, None] * observed)
+    solution = np.linalg.solve(A + np.diag(ridge), observed.T @ (confidence * preference))
+    return (solution[:-1], float(solution[-1])) if objective.biases else (solution, 0.0)
+
+
+def half_sweep(matrix: Any, fixed: Factors, mean: float, objective: Objective) -> Factors:
+    """New factors of all rows of `matrix` (n_rows, n_fixed), row by row."""
+    matrix = sp.csr_array(matrix)
+    bounds = zip(matrix.indptr[:-1], matrix.indptr[1:], strict=True)
+    rows = [solve_row(matrix.indices[a:b], matrix.data[a:b], fixed, mean, objective) for a, b in bounds]
+    return Factors(np.array([x for x, _ in rows]), np.array([b for _, b in rows]) if objective.biases else None)
+
+
+def fit(matrix: Any, state: State, objective: Objective, iterations: int) -> State:
+    """Full sweeps, items first, from a given state."""
+    matrix = sp.csr_array(matrix)
+    for _ in range(iterations):
+        state = state.with_side("item", half_sweep(matrix.T.tocsr(), state.user, state.mean, objective))
+        state = state.with_side("user", half_sweep(matrix, state.item, state.mean, objective))
+    return state
+
+
+def objective_value(matrix: Any, state: State, objective: Objective) -> float:
+    """The objective summed over every cell of the dense matrix."""
+    coo = sp.coo_array(matrix)
+    X, Y = state.user.matrix.astype(np.float64), state.item.matrix.astype(np.float64)
+    predicted = X @ Y.T
+    if state.user.bias is not None and state.item.bias is not None:
+        predicted = predicted + state.mean + state.user.bias[:, None] + state.item.bias[None, :]
+    confidence, preference = _weights(objective, coo.data.astype(np.float64))
+    outside = objective.unobserved_weight if objective.is_implicit else 0.0
+    C, P = np.full(predicted.shape, outside), np.zeros(predicted.shape)
+    C[coo.row, coo.col], P[coo.row, coo.col] = confidence, preference
+    degrees = [
+        np.bincount(index, minlength=size) for index, size in zip((coo.row, coo.col), predicted.shape, strict=True)
+    ]
+    penalty = 0.0
+    for degree, side in zip(degrees, (state.user, state.item), strict=True):
+        squares = objective.regularization * (side.matrix.astype(np.float64) ** 2).sum(axis=1)
+        if side.bias is not None:
+            squares = squares + objective.bias_regularization * side.bias.astype(np.float64) ** 2
+        penalty += (np.maximum(degree, 1.0) ** objective.scaling * squares).sum()
+    return float((C * (P - predicted) ** 2).sum() + penalty)
+
+
+def conjugate_gradient(A: np.ndarray, b: np.ndarray, x: np.ndarray, steps: int) -> np.ndarray:
+    """`steps` textbook conjugate gradient steps on A x = b from `x`."""
+    r = b - A @ x
+    p = r.copy()
+    for _ in range(steps):
+        if r @ r == 0:
+            break
+        Ap = A @ p
+        length = (r @ r) / (p @ Ap)
+        x, new = x + length * p, r - length * Ap
+        p, r = new + (new @ new) / (r @ r) * p, new
+    return x
+
+
+def top_k(scores: np.ndarray, n: int, left_out: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """Best `n` columns of each row of a dense score matrix, ties to the lower column; entries of `left_out` not."""
+    scores = np.array(scores, dtype=np.float64)
+    if left_out is not None:
+        coo = sp.coo_array(left_out)
+        scores[coo.row, coo.col] = -np.inf
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :n]
+    best = np.take_along_axis(scores, order, axis=1)
+    pad = n - order.shape[1]
+    if pad > 0:
+        order = np.pad(order, ((0, 0), (0, pad)), constant_values=-1)
+        best = np.pad(best, ((0, 0), (0, pad)), constant_values=-np.inf)
+    return np.where(np.isneginf(best), -1, order), best
+
+
+def bals(matrix: Any, tile_rows: int, tile_cols: int) -> dict[str, np.ndarray]:
+    """The five BALS arrays by the words of section 4.1, entry by entry."""
+    csr = sp.csr_array(matrix)
+    n_rows, n_cols = csr.shape
+    values, tile_colidx, tile_ptr, seg_colidx, seg_ptr = [], [], [0], [], [0]
+    for top in range(0, n_rows, tile_rows):
+        for left in range(0, n_cols, tile_cols):
+            loaded: list[int] = []
+            for row in range(top, min(top + tile_rows, n_rows)):
+                for k in range(csr.indptr[row], csr.indptr[row + 1]):
+                    column = int(csr.indices[k])
+                    if left <= column < left + tile_cols:
+                        if column not in loaded:
+                            loaded.append(column)
+                        values.append(csr.data[k])
+                        seg_colidx.append(loaded.index(column))
+                seg_ptr.append(len(values))
+            tile_colidx.extend(loaded)
+            tile_ptr.append(len(tile_colidx))
+    return {
+        "values": np.array(values, dtype=csr.dtype),
+        "tile_colidx": np.array(tile_colidx, dtype=np.int64),
+        "tile_ptr": np.array(tile_ptr),
+        "seg_colidx": np.array(seg_colidx, dtype=np.int64),
+        "seg_ptr": np.array(seg_ptr),
+    }
+
+
+def degree_order(lengths: np.ndarray) -> np.ndarray:
+    """BALS Alg. 3 as printed: find the longest row, take it, mark it taken, repeat; O(n^2)."""
+    lengths = np.array(lengths, dtype=np.int64)
+    order = []
+    for _ in range(len(lengths)):
+        longest = int(np.argmax(lengths))
+        order.append(longest)
+        lengths[longest] = -1
+    return np.array(order, dtype=np.int64)
+
+
+def ccd(
+    matrix: Any,
+    state: State,
+    objective: Objective,
+    iterations: int,
+    inner_iterations: int = 1,
+    nonnegative: bool = False,
+    weights: np.ndarray | None = None,
+) -> State:
+    """CCD++ from a given state, factor by factor, items first (Yu, Hsieh, Si and Dhillon 2012, Alg. 2).
+
+    Parameters
+    ----------
+    matrix : sparse matrix, shape (n_users, n_items)
+        Canonical CSR.
+    weights : float array, shape (nnz,), optional
+        In the order of the entries by rows.
+    """
+    coo = sp.csr_array(matrix).tocoo()
+    index = {"user": coo.row, "item": coo.col}
+    w = np.ones(coo.nnz) if weights is None else np.asarray(weights, dtype=np.float64)
+    factors = {side: getattr(state, side).matrix.astype(np.float64) for side in index}
+    degrees = {side: np.bincount(index[side], minlength=len(factors[side])) for side in index}
+    ridge = {side: objective.regularization * objective.row_scale(degrees[side]) for side in index}
+
+    def product(t: int) -> np.ndarray:
+        return factors["user"][coo.row, t] * factors["item"][coo.col, t]
+
+    def solve(side: str, fixed: str, t: int, residual: np.ndarray) -> None:
+        y = factors[fixed][index[fixed], t]
+        size = len(degrees[side])
+        numerator = np.bincount(index[side], w * residual * y, minlength=size)
+        denominator = np.bincount(index[side], w * y * y, minlength=size) + ridge[side]
+        x = np.divide(numerator, denominator, out=np.zeros(size), where=denominator > 0)
+        factors[side][:, t] = np.maximum(x, 0) if nonnegative else x
+
+    for _ in range(iterations):
+        residual = coo.data.astype(np.float64) - (factors["user"][coo.row] * factors["item"][coo.col]).sum(axis=1)
+        for t in range(factors["user"].shape[1]):
+            residual += product(t)
+            for _ in range(inner_iterations):
+                solve("item", "user", t, residual)
+                solve("user", "item", t, residual)
+            residual -= product(t)
+    return State(Factors(factors["user"]), Factors(factors["item"]))
+
+
+HEAD = 8
+"""Coordinates of a row that share the first sum of RPCS."""
+
+
+def _copied(state: State, sums_width: int) -> State:
+    """A float64 copy to update in place; with zeros as sums of squares, so many a row, where it has none."""
+
+    def copy(factors: Factors, squares: Factors | None) -> Factors:
+        bias = None if factors.bias is None else factors.bias.astype(np.float64)
+        return Factors(factors.matrix.astype(np.float64), bias, squares)
+
+    def with_squares(factors: Factors) -> Factors:
+        bias = None if factors.bias is None else np.zeros(len(factors))
+        zeros = Factors(np.zeros((len(factors), sums_width)), bias)
+        return copy(factors, copy(factors.squares or zeros, None) if sums_width else None)
+
+    return State(with_squares(state.user), with_squares(state.item), state.mean)
+
+
+def _step(values: np.ndarray, row: int, step: Any, rate: float, squares: np.ndarray | None) -> None:
+    """values[row] += rate * step; with AdaGrad over the root of 1 + the sum of squared steps, this one included."""
+    if squares is not None:
+        squares[row] += step**2
+        rate = rate / np.sqrt(1 + squares[row])
+    values[row] += rate * step
+
+
+def _rpcs_step(values: np.ndarray, row: int, step: np.ndarray, rate: float, sums: np.ndarray, head_only: bool) -> None:
+    """Head and tail of a row by one sum each, which count the step afterwards (Chin et al. 2015)."""
+    for group, part in enumerate((slice(0, HEAD), slice(HEAD, None))):
+        if len(step[part]) and not (group and head_only):
+            values[row, part] += rate / np.sqrt(1 + sums[row, group]) * step[part]
+            sums[row, group] += np.mean(step[part] ** 2)
+
+
+def _move(
+    factors: Factors, row: int, error: float, other: np.ndarray, rate: float, regularization: float, head_only: bool
+) -> None:
+    squares = factors.squares
+    step = error * other - regularization * factors.matrix[row]
+    if squares is not None and squares.matrix.shape != factors.matrix.shape:
+        _rpcs_step(factors.matrix, row, step, rate, squares.matrix, head_only)
+    else:
+        _step(factors.matrix, row, step, rate, None if squares is None else squares.matrix)
+    if factors.bias is not None:
+        _step(factors.bias, row, error, rate, None if squares is None else squares.bias)
+
+
+def _error(state: State, user: int, item: int, rating: float) -> float:
+    error = rating - state.mean - state.user.matrix[user] @ state.item.matrix[item]
+    if state.user.bias is not None and state.item.bias is not None:
+        error -= state.user.bias[user] + state.item.bias[item]
+    return float(error)
+
+
+def sgd_entries(
+    users: np.ndarray,
+    items: np.ndarray,
+    ratings: np.ndarray,
+    state: State,
+    regularization: float,
+    rate: float,
+    sums_width: int = 0,
+    head_only: bool = False,
+) -> State:
+    """Update entry by entry in the order given, both rows from their old values (MSGD eq. 3); biases carry no penalty.
+
+    Parameters
+    ----------
+    users, items : int array, shape (n,)
+    ratings : float array, shape (n,)
+    state : State
+        With sums of squares where AdaGrad or RPCS goes on.
+    sums_width : int
+        Sums of squares of a row: as many as factors (AdaGrad), 2 (RPCS) or 0.
+    head_only : bool
+        RPCS's first epoch.
+    """
+    state = _copied(state, sums_width)
+    for user, item, rating in zip(users, items, np.asarray(ratings, dtype=np.float64), strict=True):
+        error = _error(state, user, item, rating)
+        old = state.user.matrix[user].copy()
+        _move(state.user, user, error, state.item.matrix[item], rate, regularization, head_only)
+        _move(state.item, item, error, old, rate, regularization, head_only)
+    return state
+
+
+def msgd(
+    matrix: Any, state: State, regularization: float, rate: float, sums_width: int = 0, head_only: bool = False
+) -> State:
+    """One epoch of MSGD (Alg. 1): each item walks its users in ascending order, then each user its items."""
+    m, n = sp.coo_array(matrix).shape
+    return mcumsgd(matrix, state, regularization, rate, [0, m], [0, n], sums_width, head_only)
+
+
+def mcumsgd(
+    matrix: Any,
+    state: State,
+    regularization: float,
+    rate: float,
+    user_bounds: Any,
+    item_bounds: Any,
+    sums_width: int = 0,
+    head_only: bool = False,
+    order: str = "passes",
+) -> State:
+    """One epoch of MCUMSGD: in step l each range q of users meets range (q + l) mod p of items (Alg. 4).
+
+    Parameters
+    ----------
+    user_bounds, item_bounds : int array, shape (p + 1,)
+        Ranges of consecutive users and items.
+    order : {"passes", "blocks"}
+        "passes": the items move in steps 0 ... p - 1, the users in steps p - 1 ... 2 p - 2, so that an epoch is one of
+        Alg. 1; "blocks": both in each of p steps, as Alg. 4 has it.
+    """
+    sides: tuple[Side, Side] = ("item", "user")
+    state, size = _copied(state, sums_width), len(user_bounds) - 1
+    cycle = range(size)
+    if order == "passes":
+        moves: list[tuple[int, Side]] = [(step, "item") for step in cycle]
+        moves += [(size - 1 + step, "user") for step in cycle]
+    else:
+        moves = [(step, side) for step in cycle for side in sides]
+    for step, side in moves:
+        for part in cycle:
+            block = (part + step) % size
+            users, items = slice(*user_bounds[part : part + 2]), slice(*item_bounds[block : block + 2])
+            _walk_block(matrix, state, side, (users, items), regularization, rate, head_only)
+    return state
+
+
+def _walk_block(
+    matrix: Any,
+    state: State,
+    side: Side,
+    block: tuple[slice, slice],
+    regularization: float,
+    rate: float,
+    head_only: bool,
+) -> None:
+    """Each row of a side walks its entries of a block in ascending order, the other side fixed."""
+    coo, (users, items) = sp.coo_array(matrix), block
+    rows, columns, ratings = coo.row, coo.col, coo.data.astype(np.float64)
+    within = (rows >= users.start) & (rows < users.stop) & (columns >= items.start) & (columns < items.stop)
+    inside = np.flatnonzero(within)
+    keys = (rows[inside], columns[inside]) if side == "item" else (columns[inside], rows[inside])
+    for k in inside[np.lexsort(keys)]:
+        user, item = rows[k], columns[k]
+        error = _error(state, user, item, ratings[k])
+        if side == "item":
+            _move(state.item, item, error, state.user.matrix[user], rate, regularization, head_only)
+        else:
+            _move(state.user, user, error, state.item.matrix[item], rate, regularization, head_only)

@@ -1,0 +1,180 @@
+"""Files for arrays that have no room in memory: without a name from the start, so that nothing is left of them.
+
+Their space is reserved as they are made, so that a full disk is an error then, and never the end of the process later,
+when a page of them is written to. The system keeps in memory what it has room for.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from ..plan.memory import mib
+
+SCRATCH_DIR = "HYBRIDMF_SCRATCH_DIR"
+
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+"""File systems whose files are memory, which is what there was too little of."""
+
+_ZEROS = 8 << 20
+"""Bytes written at a time where the system cannot reserve space."""
+
+_mapped: dict[int, tuple[int, int]] = {}
+"""Of each array of `mapped` that is alive: where its memory begins, how long it is, and the descriptor of its file."""
+
+
+def scratch_folders(beside: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
+    """Folders that such files may go to, the first one first.
+
+    Parameters
+    ----------
+    beside : path-like, optional
+        Where the data are.
+
+    Returns
+    -------
+    tuple of str
+        What HYBRIDMF_SCRATCH_DIR names ("~" is the home folder), and nothing else; else `beside` and the system's
+        folder for temporary files.
+    """
+    named = os.environ.get(SCRATCH_DIR)
+    if named:
+        return (os.path.abspath(os.path.expanduser(named)),)
+    folders = [] if beside is None else [os.path.abspath(beside)]
+    with suppress(FileNotFoundError):  # there is none that can be written to
+        folders.append(os.path.abspath(tempfile.gettempdir()))
+    return tuple(dict.fromkeys(folders))
+
+
+def find_room(folders: Sequence[str], size: int) -> tuple[str, str]:
+    """The first of several folders that has room for so many bytes, and ""; or "", and why none has."""
+    problems = []
+    for folder in folders:
+        problem = _problem_of(folder, size)
+        if not problem:
+            return folder, ""
+        problems.append(f"{folder!r} {problem}")
+    return "", ", ".join(problems) or "there is no folder for temporary files"
+
+
+def _problem_of(folder: str, size: int) -> str:
+    """Why files of so many bytes cannot be in a folder; empty if they can."""
+    if not os.path.isdir(folder):
+        return "is no folder"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "cannot be written to"
+    kind = file_system(folder)
+    if kind in IN_MEMORY:
+        return f"is memory ({kind})"
+    free = shutil.disk_usage(folder).free
+    return "" if size <= free else f"has {mib(free)} free"
+
+
+def file_system(folder: str) -> str:
+    """Kind of the file system of a folder, such as "ext4"; empty where the system does not say."""
+    try:
+        device = os.stat(folder).st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with open("/proc/self/mountinfo") as lines:
+            for line in lines:
+                mount, _, kind = line.partition(" - ")
+                if mount.split()[2] == wanted:
+                    return kind.split()[0]
+    except (OSError, AttributeError, IndexError):  # another system than Linux
+        pass
+    return ""
+
+
+def mapped(shape: tuple[int, ...], dtype: Any, folder: str) -> np.ndarray:
+    """A new array of zeros whose memory is a file without a name, gone with the last view of it or with the process.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    dtype : dtype
+    folder : str
+
+    Raises
+    ------
+    OSError
+        The disk has no room for it, or the folder cannot be used; says what to do.
+    """
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if not size:
+        return np.zeros(shape, dtype)
+    try:
+        with tempfile.TemporaryFile(prefix="hybridmf-", dir=folder, buffering=0) as file:  # unlinked at once
+            _reserve(file.fileno(), size)
+            handle = os.dup(file.fileno())
+    except OSError as error:
+        raise _refusal(error, folder, size) from error
+    try:
+        memory = mmap.mmap(handle, size)
+    except (OSError, ValueError) as error:
+        os.close(handle)
+        raise _refusal(error, folder, size) from error
+    array = np.frombuffer(memory, dtype).reshape(shape)
+    start = array.ctypes.data
+    _mapped[start] = size, handle
+    weakref.finalize(memory, _forget, start, handle).atexit = False
+    return array
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Have the disk keep room for a whole file; it is zeros."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(handle, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that does not know how
+                raise
+    for start in range(0, size, _ZEROS):
+        rest = memoryview(bytes(min(_ZEROS, size - start)))
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+
+
+def _refusal(error: Exception, folder: str, size: int) -> OSError:
+    """An error in words that say what to do."""
+    code = getattr(error, "errno", None) or errno.EIO
+    try:
+        free = f"{mib(shutil.disk_usage(folder).free)} are free"
+    except OSError:
+        free = "it cannot be looked at"
+    way_out = f"set {SCRATCH_DIR} to a folder on a disk with more room, use fewer factors, or a host with more memory"
+    if code in (errno.EMFILE, errno.ENFILE):
+        way_out = "raise the limit of open files (ulimit -n), or let go of models and of factors that callbacks keep"
+    return OSError(
+        code, f"a file of {mib(size)} for factors cannot be made ({os.strerror(code)}; {free}): {way_out}", folder
+    )
+
+
+def _forget(start: int, handle: int) -> None:
+    del _mapped[start]
+    os.close(handle)
+
+
+def scratch_file(array: np.ndarray) -> tuple[int, int] | None:
+    """Descriptor of the file that is the memory of an array, and where in it the array begins; None for other arrays.
+
+    Parameters
+    ----------
+    array : ndarray, C order
+    """
+    first = array.ctypes.data
+    # copied at once: to walk over it makes objects, and the collector may then remove the array of a cycle from it
+    for start, (size, handle) in _mapped.copy().items():
+        if start <= first and first + array.nbytes <= start + size:
+            return handle, first - start
+    return None

@@ -1,0 +1,585 @@
+"""The only judge of input: hyperparameters, identifiers, rating matrices.
+
+Every message names the argument, what came, what is wanted and the way out. Kernels trust what passed here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .. import _formats
+from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
+
+logger = logging.getLogger("hybridmf")
+
+MAX_FACTORS = 2048
+"""Largest rank: a rank-2048 system is 32 MB in float64, one per thread."""
+
+INT32_LIMIT = 2**31 - 1
+"""Entries (nnz) from which index pointers become int64; the one place that says so. Tests lower it."""
+
+MAX_AXIS = 2**31 - 1
+"""Most rows and most columns: indices are int32 whatever nnz is."""
+
+MANY_POSITIONS = 10**7
+"""Users and items together from which memory is looked at before they are counted."""
+
+ROW_BYTES = 64
+"""Memory of a row or column while entries are counted."""
+
+MAX_N = MAX_AXIS
+"""Most results that can be asked for (``N``): more than there can be positions is a slip of the keyboard."""
+
+MAX_THREADS = 4096
+"""Most threads; each has a workspace."""
+
+CGROUPS = "/sys/fs/cgroup"
+"""Where Linux shows control groups, by which containers and batch systems limit cores and memory."""
+
+MERGE_RULES = ("error", "sum", "mean", "last", "max")
+"""What ``duplicates=`` may say."""
+
+
+# ---------------------------------------------------------------------------------------------- scalars and names
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return `value` as int; TypeError unless integral, ValueError outside [low, high]."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        wanted = f"{name} >= {low}" if high is None else f"{low} <= {name} <= {high}"
+        # Python refuses to print integers of thousands of digits
+        shown = number if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
+        raise ValueError(f"{name} must satisfy {wanted}, got {shown}")
+    return number
+
+
+def check_real(name: str, value: Any, low: float = -math.inf, *, strict: bool = False) -> float:
+    """Return `value` as float; TypeError unless a real number, ValueError if not finite or below `low`."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a real number, got {value!r} of type {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got {type(value).__name__} beyond the largest float") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    if number < low or (strict and number == low):
+        raise ValueError(f"{name} must be {'>' if strict else '>='} {low:g}, got {number:g}")
+    return number
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Return `value` as bool; TypeError for anything that merely looks true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+    return bool(value)
+
+
+def check_choice(name: str, value: Any, known: Sequence[Any], hint: str = "") -> Any:
+    """Return the one of `known` that `value` (NumPy scalars included) is; the ValueError lists them."""
+    value = value.item() if isinstance(value, np.generic) else value
+    for choice in known:
+        if type(choice) is type(value) and choice == value:
+            return choice
+    names = ", ".join(repr(choice) for choice in known)
+    raise ValueError(f"{name} must be one of {names}; got {value!r}{'. ' + hint if hint else ''}")
+
+
+def check_path(name: str, value: Any) -> str:
+    """Return a path as text; "" is refused, which pathlib takes for the current folder.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(path, str):
+        raise TypeError(f"{name} must be a path (str or os.PathLike), got {value!r} of type {type(value).__name__}")
+    if not path or "\0" in path:
+        raise ValueError(f'{name} must be a path without zero bytes, got {path!r}; "." is the current folder')
+    return path
+
+
+def check_rng(random_state: Any) -> np.random.Generator:
+    """A Generator from None, an int seed, a Generator, a SeedSequence or a legacy RandomState."""
+    if isinstance(random_state, np.random.Generator):
+        return random_state
+    if isinstance(random_state, np.random.RandomState):
+        return np.random.default_rng(random_state.randint(0, 2**31 - 1))
+    if random_state is None or isinstance(random_state, np.random.SeedSequence):
+        return np.random.default_rng(random_state)
+    if isinstance(random_state, numbers.Integral) and not isinstance(random_state, bool):
+        if random_state < 0:
+            raise ValueError(f"random_state must be >= 0, got {random_state}")
+        return np.random.default_rng(int(random_state))
+    raise TypeError(
+        "random_state must be None, an integer, a numpy Generator or RandomState, "
+        f"got {random_state!r} of type {type(random_state).__name__}"
+    )
+
+
+def system_words(path: str) -> list[str]:
+    """Words of a small file of the system; none where it cannot be read."""
+    try:
+        with open(path) as file:
+            return file.read().split()
+    except (OSError, ValueError):
+        return []
+
+
+def cgroup_folders(controller: str) -> list[str]:
+    """Folders of the control groups (v2, v1) around this process, where limits of "cpu" or "memory" may stand."""
+    folders = []
+    for entry in system_words("/proc/self/cgroup"):  # v2: "0::/a/b"; v1: "4:memory:/a/b"
+        number, _, rest = entry.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" or controller in controllers.split(","):
+            groups = [CGROUPS if number == "0" else f"{CGROUPS}/{controller}", *filter(None, path.split("/"))]
+            folders += ["/".join(groups[: depth + 1]) for depth in range(len(groups))]
+    return folders
+
+
+def _cpu_quota(folder: str) -> float:
+    """Cores that one control group grants, rounded up; inf where it sets no limit."""
+    words = system_words(f"{folder}/cpu.max")
+    words = words or system_words(f"{folder}/cpu.cfs_quota_us") + system_words(f"{folder}/cpu.cfs_period_us")
+    try:
+        quota, period = map(int, words)
+    except ValueError:  # "max", or no such files
+        return math.inf
+    return math.ceil(quota / period) if quota > 0 else math.inf
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity mask and the quotas of its control groups, where the system has them."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS, Windows
+        cores = os.cpu_count() or 1
+    return int(min([cores, *map(_cpu_quota, cgroup_folders("cpu"))]))
+
+
+def _omp_threads() -> int:
+    """What OMP_NUM_THREADS asks for at the outermost level; 0 where it says nothing of use."""
+    try:
+        return int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0])
+    except ValueError:
+        return 0
+
+
+def check_threads(num_threads: int | None) -> int:
+    """Number of threads: None means every core this process may run on; 0 and negative counts are refused."""
+    if num_threads is None:
+        limit = _omp_threads()
+        return min(limit if limit > 0 else available_cores(), MAX_THREADS)
+    return check_int("num_threads", num_threads, 1, MAX_THREADS)
+
+
+def check_ids(name: str, ids: Any, count: int, counted: str) -> np.ndarray:
+    """Positions as an int64 vector, each 0 <= id < count; `counted` is e.g. ``"n_items"``."""
+    array = np.asarray(ids)
+    if array.ndim > 1:
+        raise ValueError(f"{name} must be one position or a vector of them, got an array of shape {array.shape}")
+    array = np.atleast_1d(array)
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if array.dtype == bool or not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(
+            f"{name} must be integers (positions, 0 <= id < {counted}={count}), got dtype {array.dtype}; "
+            "labels are turned into positions by Ratings.user_index and Ratings.item_index"
+        )
+    bad = np.flatnonzero((array < 0) | (array >= count))
+    if bad.size:
+        raise ValueError(f"{name} has {array[bad[0]]} at position {bad[0]}; expected 0 <= id < {counted}={count}")
+    return array.astype(np.int64, copy=False)
+
+
+# ------------------------------------------------------------------------------------------------------- matrices
+
+
+def index_pointer_dtype(nnz: int) -> type:
+    """int32 while positions up to nnz fit, int64 beyond."""
+    return np.int64 if nnz > INT32_LIMIT else np.int32
+
+
+def as_csr(
+    matrix: Any,
+    *,
+    name: str = "user_items",
+    dtype: Any = np.float32,
+    drop_zeros: bool = False,
+    duplicates: str = "error",
+) -> sp.csr_array:
+    """Validated canonical CSR: sorted int32 column indices, no duplicates, finite real values of `dtype`.
+
+    Parameters
+    ----------
+    matrix : csr_array, csr_matrix, or any other SciPy sparse format, Ratings, or 2-D array, shape (n_users, n_items)
+        Zeros of a dense array, and those in BSR blocks and DIA diagonals, which are padding, are absent entries;
+        explicit zeros of the other formats are entries.
+    name : str
+        Argument name for messages.
+    dtype : numpy dtype
+        float32 or float64.
+    drop_zeros : bool
+        Remove explicit zeros (implicit feedback).
+    duplicates : {"error", "sum", "mean", "last", "max"}
+        What to do with a pair that occurs more than once.
+
+    Returns
+    -------
+    csr_array, shape (n_users, n_items)
+        Shares memory with `matrix` where nothing had to change; `matrix` itself is never written to.
+
+    Raises
+    ------
+    TypeError
+        Not a matrix; complex, boolean-object or non-numeric values.
+    RatingsError
+        Corrupt structure, indices out of range, NaN or infinite values.
+    DuplicateEntriesError
+        A repeated pair under ``duplicates="error"``.
+    """
+    check_choice("duplicates", duplicates, MERGE_RULES)
+    matrix = getattr(matrix, "user_items", matrix)  # a Ratings object
+    if not sp.issparse(matrix):
+        return _from_dense(matrix, name, dtype)
+    if matrix.ndim != 2:
+        raise RatingsError(f"{name} must have 2 dimensions (n_users, n_items), got shape {matrix.shape}")
+    _check_value_dtype(name, matrix.dtype)
+    if max(matrix.shape) > MAX_AXIS:
+        raise RatingsError(f"{name} has shape {matrix.shape}; at most {MAX_AXIS} rows and columns are supported")
+    if matrix.format not in ("csr", "csc", "coo"):
+        padded, matrix = matrix.format in ("bsr", "dia"), matrix.tocoo(copy=True)
+        if padded:
+            matrix.eliminate_zeros()
+    if matrix.format == "csr":
+        canonical = _if_canonical(matrix, dtype)
+        if canonical is not None:
+            return _assemble(*canonical, matrix.shape, drop_zeros)
+        indptr, indices, data = checked_compressed(matrix, name)
+        indptr, indices, data = _sorted_unique(indptr, indices, data, matrix.shape, name, duplicates, dtype)
+    else:
+        if matrix.format == "csc":
+            rows, columns, values = _expand_csc(matrix, name)
+        else:
+            rows, columns, values = matrix.row, matrix.col, matrix.data
+        return from_triplets(
+            rows, columns, values, matrix.shape, name=name, dtype=dtype, drop_zeros=drop_zeros, duplicates=duplicates
+        )
+    data = _finite_values(data, indices, indptr, name, dtype)
+    return _assemble(indptr, indices, data, matrix.shape, drop_zeros)
+
+
+def from_triplets(
+    rows: Any,
+    columns: Any,
+    values: Any,
+    shape: tuple[int, int],
+    *,
+    name: str = "ratings",
+    dtype: Any = np.float32,
+    drop_zeros: bool = False,
+    duplicates: str = "error",
+) -> sp.csr_array:
+    """Canonical CSR from coordinate triplets; the same checks and errors as `as_csr`, in O(nnz).
+
+    Parameters
+    ----------
+    rows, columns : integer array, shape (nnz,)
+    values : real array, shape (nnz,)
+    shape : (n_users, n_items)
+
+    Returns
+    -------
+    csr_array, shape `shape`
+
+    Raises
+    ------
+    MemoryBudgetError
+        More rows and columns than can be counted in memory.
+    """
+    check_choice("duplicates", duplicates, MERGE_RULES)
+    check_axes(name, shape)
+    rows = _checked_positions(rows, shape[0], f"{name} row index", "n_users")
+    columns = _checked_positions(columns, shape[1], f"{name} column index", "n_items")
+    values = np.asarray(values)
+    if not len(rows) == len(columns) == len(values):
+        raise RatingsError(
+            f"{name} has {len(rows)} row indices, {len(columns)} column indices and {len(values)} values"
+        )
+    _check_value_dtype(name, values.dtype)
+    if values.dtype == object:
+        values = _numeric_objects(name, values)
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        k = bad[0]
+        raise RatingsError(
+            f"{name} has the value {values[k]} at entry {k} (row {rows[k]}, column {columns[k]}); "
+            "values must be finite: remove or replace such entries"
+        )
+    # A stable transposition of the columns, then of the rows, sorts by (row, column) and keeps input order in ties.
+    work = np.ascontiguousarray(values, dtype=np.float64)
+    pointer = _row_pointer(rows, shape[0])
+    by_row = np.argsort(rows, kind="stable") if np.any(rows[1:] < rows[:-1]) else slice(None)
+    indices = np.ascontiguousarray(columns[by_row])
+    data = np.ascontiguousarray(work[by_row])
+    pointer, indices, data = _sorted_unique(pointer, indices, data, shape, name, duplicates, dtype)
+    data = _finite_values(data, indices, pointer, name, dtype)
+    return _assemble(pointer, indices, data, shape, drop_zeros)
+
+
+def check_axes(name: str, shape: tuple[int, int]) -> None:
+    """Refuse rows and columns, though empty, that are too many to be counted in memory: mostly ids taken for positions.
+
+    Raises
+    ------
+    MemoryBudgetError
+    """
+    if sum(shape) < MANY_POSITIONS:
+        return
+    from ..plan.memory import available_memory  # which needs this module
+
+    needed, free = ROW_BYTES * sum(shape), available_memory()
+    if free is not None and needed > free:
+        raise MemoryBudgetError(
+            f"{name} has positions for {shape[0]:,} users and {shape[1]:,} items: to count their entries takes "
+            f"{needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; ids that are no positions from "
+            "0 on go in as labels: Ratings.from_frame, or an object array to Ratings.from_coo"
+        )
+
+
+def check_shape(name: str, matrix: Any, expected: tuple[int | None, int | None], axes: tuple[str, str]) -> None:
+    """Raise unless `matrix.shape` agrees with `expected` (None: any); the message names both axes and the transpose."""
+    shape = matrix.shape
+    if all(want is None or have == want for have, want in zip(shape, expected, strict=True)):
+        return
+    wanted = ", ".join(axis if want is None else f"{axis}={want}" for axis, want in zip(axes, expected, strict=True))
+    message = f"{name} has shape {tuple(shape)}; expected ({wanted})"
+    swapped = shape[::-1]
+    if all(want is None or have == want for have, want in zip(swapped, expected, strict=True)):
+        rows, columns = (axis.removeprefix("n_").removeprefix("number of ") for axis in axes)
+        message += f": rows are {rows} and columns are {columns}, pass {name}.T"
+    raise RatingsError(message)
+
+
+def check_nonempty(matrix: sp.csr_array, name: str) -> None:
+    """Raise unless there is a row, a column and an entry to learn from."""
+    if 0 in matrix.shape:
+        raise RatingsError(f"{name} has shape {matrix.shape}: it needs at least one user (row) and one item (column)")
+    if matrix.nnz == 0:
+        raise RatingsError(f"{name} of shape {matrix.shape} has no entries; at least one rating is needed to fit")
+
+
+def _check_value_dtype(name: str, dtype: np.dtype) -> None:
+    if dtype.kind == "c":
+        raise TypeError(f"{name} has complex values (dtype {dtype}). Complex data not supported: pass real ratings")
+    if dtype.kind not in "fiubO":
+        raise TypeError(f"{name} has dtype {dtype}; ratings must be real numbers (float or integer)")
+
+
+def _numeric_objects(name: str, values: np.ndarray) -> np.ndarray:
+    try:
+        return values.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        message = f"{name} has dtype object with a value that is no number ({error}); pass real ratings"
+        raise TypeError(message) from error
+
+
+def _from_dense(matrix: Any, name: str, dtype: Any) -> sp.csr_array:
+    array = np.asarray(matrix)
+    if array.ndim != 2:
+        raise RatingsError(
+            f"{name} must be a sparse or dense matrix of shape (n_users, n_items), "
+            f"got {type(matrix).__name__} of {array.ndim} dimension(s)"
+        )
+    _check_value_dtype(name, array.dtype)
+    if array.dtype == object:
+        array = _numeric_objects(name, array)
+    rows, columns = np.nonzero(array)
+    return from_triplets(rows, columns, array[rows, columns], array.shape, name=name, dtype=dtype)
+
+
+def _checked_positions(index: Any, count: int, what: str, counted: str) -> np.ndarray:
+    index = np.asarray(index)
+    if index.ndim != 1:
+        raise RatingsError(f"{what} must be one-dimensional, got shape {index.shape}")
+    if index.size == 0:
+        return np.empty(0, dtype=np.int32)
+    if not np.issubdtype(index.dtype, np.integer):
+        raise TypeError(f"{what} must be integers, got dtype {index.dtype}")
+    bad = np.flatnonzero((index < 0) | (index >= count))
+    if bad.size:
+        k = int(bad[0])
+        raise RatingsError(f"{what} {index[k]} at entry {k} is out of range; expected 0 <= index < {counted}={count}")
+    return np.ascontiguousarray(index, dtype=np.int32)
+
+
+def _if_canonical(matrix: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """The arrays of a CSR matrix in which there is nothing to find fault with or to convert, by one parallel pass."""
+    indptr, indices, data = np.asarray(matrix.indptr), np.asarray(matrix.indices), np.asarray(matrix.data)
+    if indices.dtype != np.int32 or data.dtype != dtype or indptr.dtype not in (np.int32, np.int64):
+        return None
+    if indptr.shape != (matrix.shape[0] + 1,) or indptr[0] != 0 or np.any(indptr[1:] < indptr[:-1]):
+        return None
+    nnz = int(indptr[-1])
+    if indices.ndim != 1 or indices.shape != data.shape or len(indices) < nnz:
+        return None
+    arrays = indptr.astype(np.int64), np.ascontiguousarray(indices[:nnz]), np.ascontiguousarray(data[:nnz])
+    return arrays if _formats.is_canonical(*arrays, matrix.shape[1]) else None
+
+
+def checked_compressed(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Give indptr (int64), indices (int32) and data of a CSR or CSC matrix whose structure was checked."""
+    major, minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
+    axis, counted = ("column", "n_items") if matrix.format == "csr" else ("row", "n_users")
+    indptr, indices, data = np.asarray(matrix.indptr), np.asarray(matrix.indices), np.asarray(matrix.data)
+    if indptr.ndim != 1 or indices.ndim != 1 or data.ndim != 1:
+        raise RatingsError(f"{name} is corrupt: indptr, indices and data must be vectors")
+    for what, positions in (("indptr has", indptr), ("indices have", indices)):
+        if not np.issubdtype(positions.dtype, np.integer):
+            raise RatingsError(f"{name} is corrupt: {what} dtype {positions.dtype}, expected integers")
+    if len(indptr) != major + 1 or indptr[0] != 0:
+        raise RatingsError(
+            f"{name} is corrupt: indptr has {len(indptr)} elements starting at {indptr[0] if len(indptr) else 'none'}; "
+            f"expected {major + 1} starting at 0"
+        )
+    steps = np.flatnonzero(indptr[1:] < indptr[:-1])  # the difference of unsigned integers would wrap around
+    if steps.size:
+        k = steps[0]
+        raise RatingsError(f"{name} is corrupt: indptr falls from {indptr[k]} to {indptr[k + 1]} at position {k}")
+    nnz = int(indptr[-1])
+    if nnz > len(indices) or nnz > len(data):
+        raise RatingsError(
+            f"{name} is corrupt: indptr ends at {nnz}, but there are {len(indices)} indices and {len(data)} values"
+        )
+    indices = indices[:nnz]
+    out = np.flatnonzero((indices < 0) | (indices >= minor))
+    if out.size:
+        k = int(out[0])
+        index = indices[k]
+        problem = f"a negative {axis} index ({index}" if index < 0 else f"the {axis} index {index} (out of range"
+        raise RatingsError(f"{name} has {problem} at entry {k}); expected 0 <= index < {counted}={minor}")
+    if data.dtype == object:
+        data = _numeric_objects(name, data)
+    return (
+        np.ascontiguousarray(indptr, dtype=np.int64),
+        np.ascontiguousarray(indices, dtype=np.int32),
+        np.ascontiguousarray(data[:nnz]),
+    )
+
+
+def _expand_csc(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    indptr, indices, data = checked_compressed(matrix, name)
+    return indices, np.repeat(np.arange(matrix.shape[1], dtype=np.int32), np.diff(indptr)), data
+
+
+def _sorted_unique(
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    data: np.ndarray,
+    shape: tuple[int, int],
+    name: str,
+    duplicates: str,
+    dtype: Any,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sort each row's columns (stable) and settle duplicates; copies only when something has to change."""
+    order, first = _formats.row_order_status(indptr, indices)
+    if order == _formats.SORTED_UNIQUE:
+        return indptr, indices, data
+    if order == _formats.UNSORTED:
+        logger.debug("%s: column indices are not sorted within rows; sorting a copy", name)
+        # Two stable transpositions sort in O(nnz) and keep the input order of equal pairs.
+        work = np.ascontiguousarray(data, dtype=np.float64)
+        indptr, indices, data = _formats.transpose(*_formats.transpose(indptr, indices, work, shape[1]), shape[0])
+        order, first = _formats.row_order_status(indptr, indices)
+        if order == _formats.SORTED_UNIQUE:
+            return indptr, indices, data
+    row = int(np.searchsorted(indptr, first, side="right") - 1)
+    if duplicates == "error":
+        raise DuplicateEntriesError(
+            f"{name} has more than one entry for the pair (row {row}, column {indices[first]}): "
+            f"values {data[first - 1]:g} and {data[first]:g}. "
+            'Merge them with duplicates="sum", "mean", "last" or "max"; '
+            "fit, which has no such argument, takes Ratings.from_matrix(..., duplicates=...)"
+        )
+    return _merge_duplicates(indptr, indices, data, shape, duplicates)
+
+
+def _row_pointer(rows: np.ndarray, count: int) -> np.ndarray:
+    """Where each of `count` rows starts among entries sorted by row; int64, shape (count + 1,)."""
+    pointer = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(rows, minlength=count), out=pointer[1:])
+    return pointer
+
+
+def _merge_duplicates(
+    indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, shape: tuple[int, int], rule: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One entry for each run of equal columns in rows that are already sorted."""
+    rows = np.repeat(np.arange(shape[0], dtype=np.int64), np.diff(indptr))
+    new = np.ones(len(indices), dtype=bool)
+    new[1:] = (indices[1:] != indices[:-1]) | (rows[1:] != rows[:-1])
+    starts = np.flatnonzero(new)
+    work = data.astype(np.float64, copy=False)
+    if rule == "max":
+        merged = np.maximum.reduceat(work, starts)
+    elif rule == "last":
+        merged = work[np.append(starts[1:], len(work)) - 1]
+    else:
+        merged = np.add.reduceat(work, starts)
+        if rule == "mean":
+            merged = merged / np.diff(np.append(starts, len(work)))
+    return _row_pointer(rows[starts], shape[0]), np.ascontiguousarray(indices[starts]), merged
+
+
+def _finite_values(data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, name: str, dtype: Any) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = np.ascontiguousarray(data, dtype=dtype)
+    bad = np.flatnonzero(~np.isfinite(converted))
+    if bad.size:
+        k = int(bad[0])
+        row = int(np.searchsorted(indptr, k, side="right") - 1)
+        what = data[k] if not np.isfinite(data[k]) else f"{data[k]:g}, which overflows {np.dtype(dtype).name}"
+        raise RatingsError(
+            f"{name} has the value {what} at row {row}, column {indices[k]} "
+            "(NaN and inf are not allowed); values must be finite: remove or replace such entries"
+        )
+    return converted
+
+
+def _assemble(
+    indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, shape: tuple[int, int], drop_zeros: bool
+) -> sp.csr_array:
+    if drop_zeros and not np.all(data):
+        keep = data != 0
+        counts = np.concatenate(([0], np.cumsum(keep)))[indptr]
+        indptr, indices, data = counts.astype(np.int64), indices[keep], data[keep]
+    return make_csr(indptr, indices, data, shape)
+
+
+def make_csr(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, shape: tuple[int, int]) -> sp.csr_array:
+    """A csr_array around arrays known to be canonical: int32 indices, `index_pointer_dtype` indptr, no re-checks."""
+    matrix = sp.csr_array(shape, dtype=data.dtype)
+    # Set directly: SciPy's constructor would give both index arrays one dtype, and indices stay int32 whatever nnz is.
+    matrix.data, matrix.indices = data, indices
+    matrix.indptr = indptr.astype(index_pointer_dtype(len(indices)), copy=False)
+    matrix.has_sorted_indices = True
+    matrix.has_canonical_format = True
+    return matrix
+
+
+def csr_arrays(matrix: sp.csr_array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(indptr int64, indices int32, data) of a validated matrix, as the kernels take them."""
+    return matrix.indptr.astype(np.int64, copy=False), matrix.indices, matrix.data

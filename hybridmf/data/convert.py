@@ -1,0 +1,972 @@
+"""From ratings of any size to a `Store`, in bounded memory: an external bucket sort, first by user, then by item.
+
+    source ──chunks──> work/*.bin ──positions──> work/user-K.bin ──sort, merge──> user slabs
+       labels in memory   (raw ids)                (16 bytes an entry)                │
+                                                   work/item-K.bin <──────────────────┘
+                                                        └──sort──> item slabs ──> manifest.json
+
+Each arrow is a stage; unfinished.json says which are complete, so a conversion that was killed goes on with the next
+one (and, within the sorting, with the next slab). The manifest comes last: a folder without it is no store. Slabs,
+labels and values are those of `Ratings.from_file`: pairs that repeat are merged in input order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.files import FORMATS, open_bytes, read_head, reading, sniff_format, write_atomically
+from ..core.objective import SIDES, Side
+from ..core.sparse import entry_rows, entry_sum
+from ..core.validate import MERGE_RULES, check_bool, check_choice, check_path, csr_arrays, from_triplets
+from ..device.cuda import parse_bytes
+from ..errors import DuplicateEntriesError, RatingsError
+from ..formats import transpose
+from ..model.files import decode_labels, encode_labels
+from ..ratings import Ratings
+from .labels import MAX_POSITION, factorize_objects, label_of
+from .readers import MarketHeader, check_market_rows, market_header, parquet_chunks
+from .slabs import MemorySlabs, magnitudes, slab_bounds
+from .store import ARRAYS, FORMAT, MANIFEST, UNFINISHED, VERSION, Store, file_checksum, seal, slab_file
+from .text import (
+    BLOCK_CHARS,
+    BLOCK_RECORDS,
+    Layout,
+    find_layout,
+    integer_chunks,
+    lines_of,
+    record_chunks,
+    sorted_labels,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger("hybridmf")
+
+STAGES = ("begun", "read", "users in buckets", "users sorted", "items in buckets", "items sorted")
+WORK = "work"
+USER_ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("value", "<f8")])
+ITEM_ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("value", "<f4")])
+CHUNK_BYTES = 128
+"""Memory that one entry of a chunk takes while it is mapped and put into its bucket."""
+
+SORT_BYTES = 112
+"""Memory that one entry of a bucket takes while it is sorted."""
+
+_TEMPORARY = re.compile(r"\.hybridmf-.*\.tmp")  # of `write_atomically`, which was killed
+_OURS = re.compile(
+    r"(user|item)-(\d{6,}\.(indptr|indices|values)|degrees|degrees-nonzero)\.npy|(user|item)_ids\.npy"
+    rf"|manifest\.json|unfinished\.json|{_TEMPORARY.pattern}"
+)
+
+
+def convert(
+    source: Any,
+    path: str | os.PathLike[str],
+    *,
+    slab_bytes: int | str = "64MiB",
+    memory_limit: int | str = "1GiB",
+    overwrite: bool = False,
+    format: str = "auto",
+    separator: str | None = None,
+    header: bool | str = "auto",
+    user: int | str = 0,
+    item: int | str = 1,
+    value: int | str | None = 2,
+    duplicates: str = "error",
+    encoding: str | None = None,
+    comment: str | None = "#",
+) -> Store:
+    """Write ratings as a store, which a fit can read without holding it in memory.
+
+    Delimited text, MatrixMarket (general coordinates) and Parquet files, and other stores, may be larger than memory:
+    labels are held, entries are not. Other files, and matrices, are in memory as a whole. A conversion that was killed
+    goes on where it stopped when it is called again with the same arguments. It needs up to 48 bytes of disk an entry
+    while it works, 16 when it is done.
+
+    Parameters
+    ----------
+    source : path-like, Store, Ratings, or sparse or dense matrix of shape (n_users, n_items)
+        The path of a file, or of the folder of a store.
+    path : path-like
+        Folder of the store; made if it does not exist.
+    slab_bytes : int or str
+        Size of a slab, such as "64MiB": what a fit has in memory at a time, twice. A single row with more entries
+        is a slab of its own.
+    memory_limit : int or str
+        Memory for entries while converting, beside the labels; at least 1 MiB. Slabs are made smaller where they
+        could not be sorted in it.
+    overwrite : bool
+        Replace a store that is there, which is removed before the new one is made; otherwise that is an error.
+    format, separator, header, user, item, value, duplicates, encoding, comment
+        How a file is read, as for `Ratings.from_file`; `duplicates` is for matrices too.
+
+    Returns
+    -------
+    Store
+
+    Raises
+    ------
+    RatingsError, DuplicateEntriesError, TypeError
+        As for `Ratings.from_file`; nothing is left behind.
+    FileExistsError
+        The folder is not empty, or holds a store and `overwrite` is False.
+    BlockingIOError
+        Another conversion into the folder is at work; it is not disturbed.
+    OSError
+        The disk is full, for example; nothing is left behind.
+    """
+    check_choice("format", format, FORMATS)
+    check_choice("duplicates", duplicates, MERGE_RULES)
+    check_choice("header", header, ("auto", True, False))
+    limit = max(parse_bytes("memory_limit", memory_limit), 1 << 20)
+    entries = max(1, min(parse_bytes("slab_bytes", slab_bytes) // 8, limit // SORT_BYTES))
+    options = {
+        "format": format, "separator": separator, "header": header, "user": user, "item": item, "value": value,
+        "duplicates": duplicates, "encoding": encoding, "comment": comment,
+    }  # fmt: skip
+    if isinstance(source, (str, os.PathLike)):
+        source = Store.open(source) if os.path.isdir(source) else os.fsdecode(source)
+    folder = _Folder(Path(check_path("path", path)))
+    _refuse_itself(source, folder.path)
+    reader = _reader_of(source, options, limit)
+    identity = None
+    if reader is not None:
+        identity = json.loads(json.dumps({"source": _identity(source), "slab_entries": entries, "options": options}))
+    with folder.alone():
+        goes_on = folder.judge(check_bool("overwrite", overwrite), identity)
+        ratings = _in_memory(source, options) if reader is None else None  # a bad one costs no store that is there
+        with folder.cleaning_up():
+            if not goes_on:
+                folder.begin(identity)
+            if reader is None:
+                assert ratings is not None
+                _convert_matrix(ratings, folder, entries)
+            else:
+                _Streamed(folder, reader, duplicates, entries, max(1, limit // CHUNK_BYTES)).run()
+    return Store.open(path)
+
+
+def _refuse_itself(source: Any, path: Path) -> None:
+    """A store that is replaced is removed first: it cannot be read meanwhile."""
+    if isinstance(source, Store) and path.exists() and path.samefile(source.path):
+        raise ValueError(
+            f"path {str(path)!r} is the store that is converted; give another folder, or convert source.to_ratings()"
+        )
+
+
+def _identity(source: str | Store) -> list[Any]:
+    """What tells a file or a store from another one, or from what it was before."""
+    if isinstance(source, Store):
+        return [os.path.abspath(source.path), source.checksum]
+    found = os.stat(source)
+    return [os.path.abspath(source), found.st_size, found.st_mtime_ns]
+
+
+def _in_memory(source: Any, options: dict[str, Any]) -> Ratings:
+    if isinstance(source, Ratings):
+        return source
+    if isinstance(source, str):
+        return Ratings.from_file(source, **options)
+    return Ratings.from_matrix(source, duplicates=options["duplicates"])
+
+
+# ---------------------------------------------------------------------------------------------------- the folder
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a system says where there is no room: on the disk, in a quota, for a file."""
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder; the system lets go of it when the process ends. Where a system cannot, nobody is kept out."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = "another conversion into this folder is at work; wait for it, or give another folder"
+            raise BlockingIOError(errno.EWOULDBLOCK, text, str(folder)) from None
+        except OSError as error:  # some network file systems
+            logger.debug("%s cannot be locked: %s", folder, error)
+        yield
+    finally:
+        os.close(handle)
+
+
+class _Folder:
+    """A folder that becomes a store."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.work = path, path / WORK
+        self.files: dict[str, dict[str, Any]] = {}
+        self.state: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Make the folder, and keep other conversions out of it until this one ends; what stays empty goes again."""
+        path = self.path
+        if path.exists() and not path.is_dir():
+            raise FileExistsError(errno.EEXIST, "a store is a folder, and there is a file of that name", str(path))
+        made = [each for each in (path, *path.parents) if not each.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            with _locked(path):
+                yield
+        finally:
+            with contextlib.suppress(OSError):  # it has become a store, or will when this is called again
+                for each in made:
+                    each.rmdir()
+
+    def judge(self, overwrite: bool, identity: dict[str, Any] | None) -> bool:
+        """Refuse folders that are not ours; tell whether there is an unfinished conversion of the same source."""
+        path = self.path
+        finished = (path / MANIFEST).exists()
+        if finished and not overwrite:
+            raise FileExistsError(
+                errno.EEXIST,
+                "there is a store already; pass overwrite=True (--overwrite), or give another folder",
+                str(path),
+            )
+        unfinished = (path / UNFINISHED).exists()
+        names = sorted(entry.name for entry in path.iterdir() if not _TEMPORARY.fullmatch(entry.name))
+        ours = finished or unfinished
+        others = [name for name in names if not ours or (name != WORK and not _OURS.fullmatch(name))]
+        if others:
+            text = f"the folder holds other files ({others[0]}); give an empty one"
+            raise FileExistsError(errno.EEXIST, text, str(path))
+        if not unfinished or finished:
+            return False
+        if identity is not None and self._read_state() == identity:
+            logger.info("%s: going on with a conversion that stopped after stage %r", path, self.state["stage"])
+            return True
+        logger.info("%s: an unfinished conversion of something else is removed", path)
+        return False
+
+    def begin(self, identity: dict[str, Any] | None) -> None:
+        """Remove what was there of ours, and record that a conversion has begun."""
+        path = self.path
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomically(path / UNFINISHED, b"{}")
+        (path / MANIFEST).unlink(missing_ok=True)  # first: without it, nobody opens what is being removed
+        self._remove(keep=(UNFINISHED,))
+        self.work.mkdir()
+        self.state = {"format": FORMAT, "version": VERSION, "identity": identity}
+        self.enter("begun")
+
+    def _read_state(self) -> Any:
+        """Identity of the unfinished conversion; None if its record cannot be read or is of another version."""
+        try:
+            state = json.loads((self.path / UNFINISHED).read_text(encoding="utf-8"))
+            if state["version"] != VERSION or state["stage"] not in STAGES:
+                return None
+            self.state = state
+            return state["identity"]
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def enter(self, stage: str, **found: Any) -> None:
+        """Record that a stage is complete, with what it found."""
+        self.state |= {"stage": stage} | found
+        write_atomically(self.path / UNFINISHED, json.dumps(self.state).encode())
+
+    def done(self, stage: str) -> bool:
+        """Whether a stage is complete."""
+        return STAGES.index(self.state["stage"]) >= STAGES.index(stage)
+
+    @contextlib.contextmanager
+    def cleaning_up(self) -> Iterator[None]:
+        """Leave nothing behind after an error; after Ctrl-C or a kill, what is there is good for going on."""
+        try:
+            yield
+        except Exception as error:
+            self._remove()
+            if isinstance(error, OSError) and error.errno in FULL:
+                why = "" if error.errno == errno.ENOSPC else f" for you ({os.strerror(error.errno)})"
+                text = f"the disk is full{why}; a conversion needs up to 48 bytes an entry while it works. "
+                raise OSError(error.errno, f"{text}Nothing was left", str(self.path)) from error
+            raise
+
+    def _remove(self, keep: tuple[str, ...] = ()) -> None:
+        if not self.path.exists():
+            return
+        shutil.rmtree(self.work, ignore_errors=True)
+        for entry in list(self.path.iterdir()):
+            if _OURS.fullmatch(entry.name) and entry.name not in keep:
+                entry.unlink(missing_ok=True)
+
+    def save(self, name: str, array: np.ndarray) -> None:
+        """Write an array as a whole or not at all, and keep its checksum."""
+        seen = _Checksum()
+        write_atomically(self.path / name, lambda file: np.save(seen.on(file), array, allow_pickle=False))
+        self.files[name] = {"bytes": seen.size, "crc32": f"{seen.crc:08x}"}
+
+    def load(self, name: str) -> np.ndarray:
+        """Array of a file, mapped where it is not empty."""
+        try:
+            array: np.ndarray = np.load(self.path / name, mmap_mode="r", allow_pickle=False)
+        except ValueError:
+            array = np.load(self.path / name, allow_pickle=False)
+        return array.view(np.ndarray)
+
+    def save_slab(self, side: Side, slab: int, matrix: sp.csr_array) -> None:
+        """Write the three files of a slab; the values last, which say that it is complete."""
+        arrays = {"indptr": matrix.indptr, "indices": matrix.indices, "values": matrix.data}
+        for name, dtype in ARRAYS.items():
+            self.save(slab_file(side, slab, name), arrays[name].astype(dtype, copy=False))
+
+    def has_slab(self, side: Side, slab: int) -> bool:
+        """Whether a slab is complete."""
+        return all((self.path / slab_file(side, slab, name)).exists() for name in ARRAYS)
+
+    def slab(self, side: Side, slab: int, n_fixed: int) -> sp.csr_array:
+        """A slab that was written."""
+        indptr, indices, values = (self.load(slab_file(side, slab, name)) for name in ARRAYS)
+        return sp.csr_array((values, indices, indptr), shape=(len(indptr) - 1, n_fixed))
+
+    def finish(self, manifest: dict[str, Any]) -> None:
+        """Write the manifest, and remove what only the conversion needed."""
+        for entry in sorted(self.path.iterdir()):  # what was written before an interruption
+            if _OURS.fullmatch(entry.name) and entry.suffix == ".npy" and entry.name not in self.files:
+                self.files[entry.name] = {"bytes": entry.stat().st_size, "crc32": file_checksum(entry)}
+        manifest = {"format": FORMAT, "version": VERSION, "dtype": "float32"} | manifest | {"files": self.files}
+        manifest["checksum"] = seal(json.loads(json.dumps(manifest)))
+        shutil.rmtree(self.work, ignore_errors=True)
+        write_atomically(self.path / MANIFEST, json.dumps(manifest, indent=1).encode())
+        (self.path / UNFINISHED).unlink(missing_ok=True)
+
+
+class _Checksum:
+    """A file that counts and sums what is written to it."""
+
+    def __init__(self) -> None:
+        self.size, self.crc = 0, 0
+        self._file: BinaryIO
+
+    def on(self, file: BinaryIO) -> Any:
+        self._file = file
+        return self
+
+    def write(self, data: Any) -> int:
+        self.size += memoryview(data).nbytes
+        self.crc = zlib.crc32(data, self.crc)
+        return self._file.write(data)
+
+
+# ---------------------------------------------------------------------------------------------------- from memory
+
+
+def _convert_matrix(ratings: Ratings, folder: _Folder, entries: int) -> None:
+    matrix = ratings.user_items
+    _save_labels(folder, ratings.user_ids, ratings.item_ids)
+    counts, bounds = _Counts(*matrix.shape), {}
+    for side, csr in zip(SIDES, (matrix, transpose(matrix)), strict=True):
+        slabs = MemorySlabs.cut(csr, entries)
+        bounds[side] = slabs.bounds
+        for k in range(len(slabs.bounds) - 1):
+            part = slabs.matrix(k)
+            folder.save_slab(side, k, part)
+            if side == "user":
+                counts.add(int(slabs.bounds[k]), part)
+    _finish(folder, matrix.shape, bounds, counts)
+
+
+def _save_labels(folder: _Folder, user_ids: np.ndarray | None, item_ids: np.ndarray | None) -> None:
+    for name, labels in (("user_ids", user_ids), ("item_ids", item_ids)):
+        if labels is not None:
+            folder.save(f"{name}.npy", encode_labels(name, labels))
+
+
+@dataclass
+class _Counts:
+    """What the manifest says of all entries; collected while slabs of users go by."""
+
+    n_users: int
+    n_items: int
+    nnz: int = 0
+    zeros: int = 0
+    ends: dict[str, list[float]] = field(default_factory=lambda: {"all": [], "nonzero": []})
+
+    def __post_init__(self) -> None:
+        self.degrees = {
+            side: np.zeros(n, np.int64) for side, n in zip(SIDES, (self.n_users, self.n_items), strict=True)
+        }
+        self.nonzero = {side: each.copy() for side, each in self.degrees.items()}
+
+    def add(self, first: int, part: sp.csr_array) -> None:
+        """Count a slab of users that begins with row `first`."""
+        rows, filled = slice(first, first + part.shape[0]), part.data != 0
+        self.degrees["user"][rows] = np.diff(part.indptr)
+        self.nonzero["user"][rows] = np.bincount(entry_rows(part)[filled], minlength=part.shape[0])
+        self.degrees["item"] += np.bincount(part.indices, minlength=self.n_items)
+        self.nonzero["item"] += np.bincount(part.indices[filled], minlength=self.n_items)
+        self.nnz += part.nnz
+        self.zeros += int(len(filled) - np.count_nonzero(filled))
+        for kind, values in (("all", part.data), ("nonzero", part.data[filled])):
+            sizes = [*self.ends[kind], *map(float, magnitudes(values))]
+            self.ends[kind] = [min(sizes), max(sizes)] if sizes else []
+
+
+def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarray], counts: _Counts) -> None:
+    """Degrees, sums and the manifest."""
+    for side in SIDES:
+        folder.save(f"{side}-degrees.npy", counts.degrees[side])
+        if counts.zeros:
+            folder.save(f"{side}-degrees-nonzero.npy", counts.nonzero[side])
+    files = [slab_file("user", k, "values") for k in range(len(bounds["user"]) - 1)]
+    total = entry_sum(map(folder.load, files))
+    nonzero = entry_sum(part[part != 0] for part in map(folder.load, files)) if counts.zeros else total
+    folder.finish(
+        {
+            "shape": list(map(int, shape)),
+            "nnz": counts.nnz,
+            "zeros": counts.zeros,
+            "bounds": {side: bounds[side].tolist() for side in SIDES},
+            "sums": {"all": total, "nonzero": nonzero},
+            "magnitudes": counts.ends,
+        }
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- readers
+
+Ids = np.ndarray
+Chunk = tuple[Ids, Ids, np.ndarray]
+
+
+@dataclass
+class _Reader:
+    """A source of chunks of raw ids and values, and how ids become positions once all were seen.
+
+    Attributes
+    ----------
+    chunks : iterator of (users, items, values)
+        Ids are integers: labels themselves, codes of labels, or positions.
+    sides : (_Ids, _Ids)
+        What is known of the users' and the items' ids.
+    where : callable
+        Says in the source's words where two entries stand.
+    source : str
+        What messages call it.
+    again : callable or None
+        Another reader, for a source that turns out not to be what this one is for.
+    """
+
+    chunks: Iterator[Chunk | None]
+    sides: tuple[_Ids, _Ids]
+    where: Callable[[int, int], str]
+    source: str
+    again: Callable[[], _Reader] | None = None
+
+
+class _Ids:
+    """Ids of one side: `table[id]` (or a sorted search in it) is the position."""
+
+    dtype: Any = np.int32
+
+    def see(self, ids: np.ndarray) -> None:
+        """Take notice of a chunk."""
+
+    def labels(self) -> np.ndarray | None:
+        """Label of each position."""
+        raise NotImplementedError
+
+    def lookup(self) -> np.ndarray:
+        """What `positions` needs."""
+        raise NotImplementedError
+
+    kind = "codes"
+
+
+class _Codes(_Ids):
+    """Codes of labels in the order of their first appearance."""
+
+    def __init__(self, sort: Callable[[np.ndarray, list[Any]], tuple[np.ndarray, np.ndarray]]) -> None:
+        self.table: dict[Any, int] = {}
+        self._sort = sort
+        self._sorted: tuple[np.ndarray, np.ndarray] | None = None
+
+    def _both(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._sorted is None:
+            self._sorted = self._sort(np.arange(len(self.table)), list(self.table))
+        return self._sorted
+
+    def encode(self, ids: list[Any]) -> np.ndarray:
+        """Codes of labels."""
+        table = self.table
+        return np.fromiter((table.setdefault(label, len(table)) for label in ids), np.int32, len(ids))
+
+    def labels(self) -> np.ndarray:
+        return self._both()[1]
+
+    def lookup(self) -> np.ndarray:
+        return self._both()[0].astype(np.int32)
+
+
+class _Integers(_Ids):
+    """Integers that are labels."""
+
+    kind = "integers"
+
+    def __init__(self, dtype: Any = np.int64) -> None:
+        self.dtype = np.dtype(dtype)
+        self._known = np.empty(0, dtype=self.dtype)
+
+    def see(self, ids: np.ndarray) -> None:
+        found = _distinct(ids)
+        place = np.minimum(np.searchsorted(self._known, found), max(len(self._known) - 1, 0))
+        fresh = found if not len(self._known) else found[self._known[place] != found]
+        if len(fresh):
+            self._known = np.sort(np.concatenate((self._known, fresh)), kind="stable")
+
+    def labels(self) -> np.ndarray:
+        fits = not len(self._known) or int(self._known[-1]) <= np.iinfo(np.int64).max
+        return self._known.astype(np.int64) if fits else self._known
+
+    def lookup(self) -> np.ndarray:
+        return self._known
+
+
+def _distinct(ids: np.ndarray) -> np.ndarray:
+    """Sorted distinct integers of a chunk; np.unique hashes them, which takes ten times as long."""
+    low, high = int(ids.min()), int(ids.max())
+    if high - low < 4 * len(ids) + 2**16:
+        present = np.zeros(high - low + 1, dtype=bool)
+        present[ids - ids.dtype.type(low)] = True
+        return np.flatnonzero(present).astype(ids.dtype) + ids.dtype.type(low)
+    ordered = np.sort(ids)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])]
+
+
+class _Positions(_Ids):
+    """Positions, of a matrix without labels or in a store."""
+
+    kind = "positions"
+
+    def __init__(self, count: int, labels: np.ndarray | None = None) -> None:
+        self.count, self._labels = count, labels
+
+    def labels(self) -> np.ndarray | None:
+        return self._labels
+
+    def lookup(self) -> np.ndarray:
+        return np.empty(0, dtype=np.int32)
+
+
+def _reader_of(source: Any, options: dict[str, Any], limit: int) -> Callable[[], _Reader] | None:
+    """How to read a file or a store in chunks; None for what has to be, or is, in memory as a whole."""
+    if isinstance(source, Store):
+        return lambda: _stored(source, limit)
+    return _reader_of_file(source, options, limit) if isinstance(source, str) else None
+
+
+def _stored(store: Store, limit: int) -> _Reader:
+    length = max(1, limit // 64)
+
+    def chunks() -> Iterator[Chunk]:
+        for slab in store.slabs("user"):
+            indptr, indices, values = csr_arrays(slab.matrix())
+            for start in range(0, len(values), length):
+                part = slice(start, min(start + length, len(values)))
+                users = np.searchsorted(indptr, np.arange(part.start, part.stop), side="right") - 1 + slab.start
+                yield users.astype(np.int32), indices[part], values[part].astype(np.float64)
+
+    sides = (_Positions(store.n_users, store.user_ids), _Positions(store.n_items, store.item_ids))
+    return _Reader(chunks(), sides, lambda first, second: f"entries {first} and {second}", str(store.path))
+
+
+def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[[], _Reader] | None:
+    """How to read a file in chunks; None if it has to be read as a whole."""
+    head = read_head(path)
+    format = options["format"] if options["format"] != "auto" else sniff_format(path, head)
+    columns = (options["user"], options["item"], options["value"])
+    if format == "npz":
+        return None
+    if format == "mtx":
+        header = market_header(path, head)
+        if header is None or not _streamable(header):
+            return None
+        return lambda: _matrix_market(path, header, limit)
+    if format == "parquet":
+        return lambda: _parquet(path, columns, max(1, limit // 256))
+    separator = {"csv": ",", "tsv": "\t"}.get(format) if options["separator"] is None else options["separator"]
+
+    def text() -> _Reader:
+        layout = find_layout(path, head, separator, options["header"], columns, options["encoding"], options["comment"])
+        return _integers(layout, limit) if layout.integer_ids else _records(layout, limit)
+
+    return text
+
+
+def _integers(layout: Layout, limit: int) -> _Reader:
+    chunks = integer_chunks(layout, min(BLOCK_CHARS, limit // 32))
+    sides = (_Integers(), _Integers())
+    where = _where(layout)
+    return _Reader(chunks, sides, where, layout.path, lambda: _records(layout, limit))
+
+
+def _records(layout: Layout, limit: int) -> _Reader:
+    users, items = _Codes(sorted_labels), _Codes(sorted_labels)
+    chunks = record_chunks(layout, users.table, items.table, max(1, min(BLOCK_RECORDS, limit // 256)))
+    return _Reader(chunks, (users, items), _where(layout), layout.path)
+
+
+def _where(layout: Layout) -> Callable[[int, int], str]:
+    return lambda first, second: lines_of(layout, first, second)
+
+
+def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int) -> _Reader:
+    def sort(codes: np.ndarray, labels: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+        positions, unique = factorize_objects(f"a column of {path}", labels, "row")
+        return positions[codes], unique
+
+    parts = parquet_chunks(path, *columns, rows)
+    first = next(parts, None)
+    if first is None:
+        raise RatingsError(f"{path} holds no ratings")
+    sides: list[Any] = [
+        _Codes(sort) if isinstance(ids, list) else _Integers(np.uint64 if ids.dtype == np.uint64 else np.int64)
+        for ids in first[:2]
+    ]
+
+    def chunks() -> Iterator[Chunk]:
+        part: Any = first
+        while part is not None:
+            ids = (
+                side.encode(each) if isinstance(side, _Codes) else each.astype(side.dtype)
+                for side, each in zip(sides, part[:2], strict=True)
+            )
+            yield *ids, part[2]
+            part = next(parts, None)
+
+    return _Reader(chunks(), (sides[0], sides[1]), lambda first, second: f"rows {first} and {second}", path)
+
+
+def _streamable(header: MarketHeader) -> bool:
+    """Whether a MatrixMarket file is a general matrix of real coordinates; SciPy has to read others."""
+    return (
+        (header.layout, header.symmetry) == ("coordinate", "general")
+        and header.field in ("real", "integer", "pattern", "double", "unsigned-integer")
+        and max(header.n_rows, header.n_columns) <= MAX_POSITION
+    )
+
+
+def _matrix_market(path: str, header: MarketHeader, limit: int) -> _Reader:
+    kind, n_rows, n_columns, count = header.field, header.n_rows, header.n_columns, header.entries
+    check_market_rows(path, header)
+    fields = [("row", np.int64), ("column", np.int64)] + ([] if kind == "pattern" else [("value", np.float64)])
+
+    def chunks() -> Iterator[Chunk]:
+        done, sized = 0, False
+        with reading(path), open_bytes(path) as stream:
+            while lines := stream.readlines(min(BLOCK_CHARS, limit // 32)):
+                lines = [line for line in lines if line.strip() and not line.lstrip().startswith(b"%")]
+                if lines and not sized:
+                    lines, sized = lines[1:], True
+                if not lines:
+                    continue
+                try:
+                    table = np.loadtxt([line.decode("latin-1") for line in lines], dtype=fields, comments=None, ndmin=1)
+                except ValueError as error:
+                    text = f"{path} cannot be read as MatrixMarket: after entry {done}: {error}"
+                    raise RatingsError(text) from error
+                _check_coordinates(path, table, (n_rows, n_columns), done)
+                done += len(table)
+                values = np.ones(len(table)) if kind == "pattern" else table["value"]
+                yield (table["row"] - 1).astype(np.int32), (table["column"] - 1).astype(np.int32), values
+        if done != count:
+            raise RatingsError(f"{path} is truncated or damaged: it has {done} entries and its header says {count}")
+
+    sides = (_Positions(n_rows), _Positions(n_columns))
+    return _Reader(chunks(), sides, lambda first, second: f"entries {first} and {second}", path)
+
+
+def _check_coordinates(path: str, table: np.ndarray, shape: tuple[int, int], done: int) -> None:
+    for name, count in zip(("row", "column"), shape, strict=True):
+        bad = np.flatnonzero((table[name] < 1) | (table[name] > count))
+        if bad.size:
+            raise RatingsError(
+                f"{path}: entry {done + int(bad[0])} has the {name} {table[name][bad[0]]}; expected 1 to {count}"
+            )
+    if "value" in (table.dtype.names or ()):
+        bad = np.flatnonzero(~np.isfinite(table["value"]))
+        if bad.size:
+            raise RatingsError(
+                f"{path}: entry {done + int(bad[0])} has the value {table['value'][bad[0]]}; values must be finite: "
+                "remove or replace such entries"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------- streaming
+
+
+class _Streamed:
+    """A conversion in stages; `chunk` entries are in memory at a time, and `entries` of a slab."""
+
+    def __init__(
+        self, folder: _Folder, reader: Callable[[], _Reader], duplicates: str, entries: int, chunk: int
+    ) -> None:
+        self.folder, self.reader, self.duplicates = folder, reader, duplicates
+        self.entries, self.chunk = entries, chunk
+        self._tables: dict[int, tuple[Any, np.ndarray | None]] = {}
+
+    def run(self) -> None:
+        """What is left to do."""
+        folder = self.folder
+        for stage, work in zip(
+            STAGES[1:], (self._read, self._user_buckets, self._user_slabs, self._item_buckets, self._item_slabs),
+            strict=True,
+        ):  # fmt: skip
+            if not folder.done(stage):
+                found = work()
+                folder.enter(stage, **found)
+                logger.info("%s: %s", folder.path, stage)
+        shape, bounds = self._shape, {side: np.array(folder.state[f"{side} bounds"]) for side in SIDES}
+        counts = _Counts(*shape)
+        for k, part in self._user_parts():
+            counts.add(int(bounds["user"][k]), part)
+        _finish(folder, shape, bounds, counts)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        n_users, n_items = self.folder.state["shape"]
+        return n_users, n_items
+
+    # ------------------------------------------------------------------------------------------------ raw ids
+
+    def _read(self) -> dict[str, Any]:
+        """All chunks of the source as raw files; labels in order."""
+        reader: _Reader | None = self.reader()
+        while reader is not None:
+            count = self._write_raw(reader)
+            if count is not None:
+                break
+            reader = None if reader.again is None else reader.again()
+        assert reader is not None and count is not None
+        if not count and reader.sides[0].kind != "positions":
+            raise RatingsError(f"{reader.source} holds no ratings, only a header")
+        labels = [side.labels() for side in reader.sides]
+        _save_labels(self.folder, labels[0], labels[1])
+        for name, side in zip(SIDES, reader.sides, strict=True):
+            np.save(self.folder.work / f"{name}-lookup.npy", side.lookup())
+        shape = [
+            side.count if isinstance(side, _Positions) else len(found)  # type: ignore[arg-type]
+            for side, found in zip(reader.sides, labels, strict=True)
+        ]
+        return {
+            "shape": shape,
+            "entries": count,
+            "kinds": [side.kind for side in reader.sides],
+            "dtypes": [np.dtype(side.dtype).str for side in reader.sides],
+        }
+
+    def _write_raw(self, reader: _Reader) -> int | None:
+        """Number of entries; None if the source is not what the reader is for."""
+        count, work = 0, self.folder.work
+        with contextlib.ExitStack() as stack:
+            users, items, values = (
+                stack.enter_context(open(work / f"{name}.bin", "wb")) for name in ("users", "items", "values")
+            )
+            for part in reader.chunks:
+                if part is None:
+                    return None
+                for side, ids, file in zip(reader.sides, part, (users, items), strict=False):
+                    side.see(ids)
+                    file.write(np.ascontiguousarray(ids, dtype=side.dtype).data)
+                values.write(np.ascontiguousarray(part[2], dtype=np.float64).data)
+                count += len(part[2])
+            for file in (users, items, values):
+                _sync(file)
+        return count
+
+    def _mapped(self, side: int, start: int = 0, count: int | None = None) -> np.ndarray:
+        """Positions of some raw ids, int32."""
+        state, name = self.folder.state, ("users", "items")[side]
+        dtype = np.dtype(state["dtypes"][side])
+        count = state["entries"] - start if count is None else count
+        ids = np.fromfile(self.folder.work / f"{name}.bin", dtype, count, offset=start * dtype.itemsize)
+        kind = state["kinds"][side]
+        if kind == "positions":
+            return ids
+        if side not in self._tables:
+            self._tables[side] = _table(self.folder.load(f"{WORK}/{SIDES[side]}-lookup.npy"), kind)
+        low, table = self._tables[side]
+        if table is None:
+            return np.searchsorted(low, ids).astype(np.int32)
+        return table[ids - low]
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        """(start, length) of stretches of entries."""
+        total = self.folder.state["entries"]
+        return ((start, min(self.chunk, total - start)) for start in range(0, total, self.chunk))
+
+    # ------------------------------------------------------------------------------------------------ users
+
+    def _user_buckets(self) -> dict[str, Any]:
+        n_users, _ = self._shape
+        degrees = np.zeros(n_users, dtype=np.int64)
+        for start, count in self._chunks():
+            degrees += np.bincount(self._mapped(0, start, count), minlength=n_users)
+        bounds = slab_bounds(degrees, self.entries)
+        with _Buckets(self.folder.work, "user", bounds) as buckets:
+            for start, count in self._chunks():
+                part = np.empty(count, dtype=USER_ENTRY)
+                part["row"], part["column"] = (self._mapped(side, start, count) for side in (0, 1))
+                part["value"] = np.fromfile(self.folder.work / "values.bin", np.float64, count, offset=8 * start)
+                buckets.add(part)
+        return {"user bounds": bounds.tolist()}
+
+    def _user_slabs(self) -> dict[str, Any]:
+        def sort(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: tuple[int, int], first: int) -> Any:
+            try:
+                return from_triplets(rows - first, columns, values, shape, duplicates=self.duplicates)
+            except DuplicateEntriesError:
+                raise self._duplicate_error(rows, columns, values) from None
+            except RatingsError as error:
+                raise RatingsError(f"of the users from position {first} on: {error}") from error
+
+        self._sort("user", USER_ENTRY, sort)
+        for name in ("users", "items", "values"):
+            (self.folder.work / f"{name}.bin").unlink(missing_ok=True)
+        return {}
+
+    def _duplicate_error(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> DuplicateEntriesError:
+        """Name the first pair of a bucket that repeats, and where the source has it."""
+        pairs = rows.astype(np.int64) * self._shape[1] + columns
+        order = np.argsort(pairs, kind="stable")
+        repeats = np.flatnonzero(pairs[order[1:]] == pairs[order[:-1]])
+        place = repeats[np.argmin(order[repeats + 1])]
+        one, other = int(order[place]), int(order[place + 1])
+        places = self._places(int(rows[one]), int(columns[one]))
+        reader = self.reader()
+        ids = [self._label(name, position) for name, position in zip(SIDES, (rows[one], columns[one]), strict=True)]
+        return DuplicateEntriesError(
+            f"{reader.source} has more than one entry for the pair (user {ids[0]}, item {ids[1]}): "
+            f"{reader.where(places[0], places[1])}, values {values[one]:g} and {values[other]:g}. "
+            'Merge them with duplicates="sum", "mean", "last" or "max"'
+        )
+
+    def _places(self, row: int, column: int) -> list[int]:
+        """Numbers of the entries of a pair, in input order."""
+        found: list[int] = []
+        for start, count in self._chunks():
+            same = (self._mapped(0, start, count) == row) & (self._mapped(1, start, count) == column)
+            found += (np.flatnonzero(same) + start).tolist()
+        return found
+
+    def _label(self, name: str, position: int) -> str:
+        path = self.folder.path / f"{name}_ids.npy"
+        return label_of(None if not path.exists() else decode_labels(name, np.load(path)), int(position))
+
+    # ------------------------------------------------------------------------------------------------ items
+
+    def _user_parts(self) -> Iterator[tuple[int, sp.csr_array]]:
+        for k in range(len(self.folder.state["user bounds"]) - 1):
+            yield k, self.folder.slab("user", k, self._shape[1])
+
+    def _item_buckets(self) -> dict[str, Any]:
+        degrees = np.zeros(self._shape[1], dtype=np.int64)
+        for _, part in self._user_parts():
+            degrees += np.bincount(part.indices, minlength=self._shape[1])
+        bounds = slab_bounds(degrees, self.entries)
+        with _Buckets(self.folder.work, "item", bounds) as buckets:
+            for k, part in self._user_parts():
+                first = self.folder.state["user bounds"][k]
+                entries = np.empty(part.nnz, dtype=ITEM_ENTRY)
+                entries["row"], entries["value"] = part.indices, part.data
+                entries["column"] = entry_rows(part) + first
+                buckets.add(entries)
+        return {"item bounds": bounds.tolist()}
+
+    def _item_slabs(self) -> dict[str, Any]:
+        def sort(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: tuple[int, int], first: int) -> Any:
+            return from_triplets(rows - first, columns, values, shape)
+
+        self._sort("item", ITEM_ENTRY, sort)
+        return {}
+
+    # ------------------------------------------------------------------------------------------------ both
+
+    def _sort(self, side: Side, entry: np.dtype, sort: Callable[..., sp.csr_array]) -> None:
+        """Make a slab of each bucket."""
+        bounds = self.folder.state[f"{side} bounds"]
+        n_fixed = self._shape[1 if side == "user" else 0]
+        for k, (first, last) in enumerate(pairwise(bounds)):
+            bucket = _bucket(self.folder.work, side, k)
+            if not self.folder.has_slab(side, k):
+                part = np.fromfile(bucket, entry) if bucket.exists() else np.empty(0, entry)
+                columns = [np.ascontiguousarray(part[name]) for name in ("row", "column", "value")]
+                del part
+                self.folder.save_slab(side, k, sort(*columns, (last - first, n_fixed), first))
+        for k in range(len(bounds) - 1):
+            _bucket(self.folder.work, side, k).unlink(missing_ok=True)
+
+
+def _table(lookup: np.ndarray, kind: str) -> tuple[Any, np.ndarray | None]:
+    """(lowest id, position of each id from it on); or (all ids, None) where they lie too far apart for that."""
+    if kind == "codes":
+        return np.int32(0), lookup
+    low, high = int(lookup[0]), int(lookup[-1])
+    if high - low >= 4 * len(lookup) + 2**16:
+        return lookup, None
+    table = np.zeros(high - low + 1, dtype=np.int32)
+    table[lookup - lookup[0]] = np.arange(len(lookup), dtype=np.int32)
+    return lookup[0], table
+
+
+def _bucket(work: Path, side: Side, slab: int) -> Path:
+    return work / f"{side}-{slab:06d}.bin"
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+class _Buckets:
+    """Files that get the entries of a slab each, in input order."""
+
+    def __init__(self, work: Path, side: Side, bounds: np.ndarray) -> None:
+        self.work, self.side, self.bounds = work, side, bounds
+
+    def __enter__(self) -> _Buckets:
+        for old in self.work.glob(f"{self.side}-??????*.bin"):  # of an interrupted attempt
+            old.unlink()
+        return self
+
+    def __exit__(self, *failed: Any) -> None:
+        if failed[0] is None:
+            for path in self.work.glob(f"{self.side}-??????*.bin"):
+                with open(path, "rb+") as file:
+                    _sync(file)
+
+    def add(self, entries: np.ndarray) -> None:
+        """Put entries into their buckets."""
+        slabs = np.searchsorted(self.bounds, entries["row"], side="right") - 1
+        order = np.argsort(slabs, kind="stable")
+        entries, slabs = entries[order], slabs[order]
+        cuts = np.flatnonzero(np.diff(slabs)) + 1
+        for start, stop in zip(np.append(0, cuts), np.append(cuts, len(slabs)), strict=True):
+            if stop > start:
+                with open(_bucket(self.work, self.side, int(slabs[start])), "ab") as file:
+                    file.write(entries[start:stop].data)

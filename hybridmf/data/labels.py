@@ -1,0 +1,278 @@
+"""Labels to positions and back: triplets with the labels of both sides, factorization of ids, lookups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.validate import check_ids, check_int, from_triplets
+from ..errors import DuplicateEntriesError, RatingsError, UnknownLabelError
+
+MAX_PADDED = 256
+"""Characters up to which labels become a NumPy string array, which is as wide as its longest member."""
+
+MAX_POSITION = int(np.iinfo(np.int32).max)
+MAX_VALUE = float(np.finfo(np.float32).max)
+
+
+@dataclass
+class Entries:
+    """Triplets on their way to a matrix; `where` says in the source's words where entries stand."""
+
+    users: np.ndarray  # (nnz,) positions
+    items: np.ndarray  # (nnz,) positions
+    values: np.ndarray  # (nnz,)
+    user_ids: np.ndarray | None
+    item_ids: np.ndarray | None
+    shape: tuple[int, int]
+    source: str = "ratings"
+    where: Callable[[int, int], str] = lambda first, second: f"entries {first} and {second}"
+
+    def to_matrix(self, duplicates: str) -> sp.csr_array:
+        """Check positions and values and bring them to canonical CSR, float32."""
+        try:
+            return from_triplets(self.users, self.items, self.values, self.shape, duplicates=duplicates)
+        except DuplicateEntriesError:
+            raise self.duplicate_error() from None
+
+    def duplicate_error(self) -> DuplicateEntriesError:
+        """Name the first entry that repeats a pair, and the one it repeats."""
+        pairs = self.users.astype(np.int64) * self.shape[1] + self.items
+        order = np.argsort(pairs, kind="stable")
+        repeats = np.flatnonzero(pairs[order[1:]] == pairs[order[:-1]])
+        place = repeats[np.argmin(order[repeats + 1])]
+        first, second = int(order[place]), int(order[place + 1])
+        user, item = label_of(self.user_ids, self.users[first]), label_of(self.item_ids, self.items[first])
+        return DuplicateEntriesError(
+            f"{self.source} has more than one entry for the pair (user {user}, item {item}): "
+            f"{self.where(first, second)}, values {float(self.values[first]):g} and {float(self.values[second]):g}. "
+            'Merge them with duplicates="sum", "mean", "last" or "max"'
+        )
+
+
+def label_kind(ids: np.ndarray | None) -> str:
+    """Type of the labels in a word."""
+    return "positions" if ids is None else "str" if ids.dtype.kind == "U" else ids.dtype.name
+
+
+def label_of(ids: np.ndarray | None, position: int) -> str:
+    """A row in messages: its label, or its position where there are none."""
+    return f"at position {position}" if ids is None else repr(ids[position : position + 1].tolist()[0])
+
+
+# ------------------------------------------------------------------------------------------------- labels and positions
+
+
+def as_vector(name: str, values: Any) -> np.ndarray:
+    """Turn a sequence into a 1-D array; mixed lists and tuples stay objects (NumPy makes strings and rows of them)."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a vector, got {values!r} of type {type(values).__name__}")
+    if hasattr(values, "__array__"):
+        result = np.asarray(values)
+        if result.ndim != 1:
+            raise RatingsError(f"{name} must be one-dimensional, got shape {result.shape}")
+        return result
+    members = list(values)
+    numbers = all(isinstance(member, (int, float, np.number)) for member in members)
+    if numbers or all(isinstance(member, str) and _fits_array(member) for member in members):
+        return np.asarray(members)
+    return np.fromiter(members, dtype=object, count=len(members))
+
+
+def _fits_array(label: str) -> bool:
+    return len(label) <= MAX_PADDED and not label.endswith("\0")  # NumPy drops NULs at the end
+
+
+def label_array(name: str, labels: Iterable[Any] | None, count: int) -> np.ndarray | None:
+    """Labels as a vector of length `count` without repeats; None stays None."""
+    return None if labels is None else _distinct(name, as_vector(name, labels), count)
+
+
+def _distinct(name: str, labels: np.ndarray, count: int) -> np.ndarray:
+    if len(labels) != count:
+        raise ValueError(f"{name} has {len(labels)} labels; expected one for each of {count} positions")
+    if len(set(labels.tolist())) != count:
+        raise ValueError(f"{name} has repeated labels; each position needs a label of its own")
+    return labels
+
+
+def axis_sizes(shape: Any) -> tuple[int | None, int | None]:
+    """(n_users, n_items) of an argument `shape`, either of them None where it is left open."""
+    if not isinstance(shape, Sequence) or len(shape) != 2:
+        raise ValueError(f"shape must be (n_users, n_items), got {shape!r}")
+    n_users, n_items = (
+        None if size is None else check_int(f"shape[{axis}]", size, 0, MAX_POSITION) for axis, size in enumerate(shape)
+    )
+    return n_users, n_items
+
+
+def resolve(
+    name: str, ids: np.ndarray, ids_name: str, labels: Iterable[Any] | None, size: int | None
+) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """Positions, labels and their number for one side of `from_coo`."""
+    if not ids.size:
+        ids = ids.astype(np.int32)
+    if ids.dtype.kind in "iu":
+        return _resolve_positions(name, ids, ids_name, labels, size)
+    if ids.dtype.kind not in "USO":
+        raise TypeError(
+            f"{name} has dtype {ids.dtype}; expected integers (positions), or strings or objects (labels): "
+            f"pass {name}.astype(int) or {name}.astype(object)"
+        )
+    if labels is None:
+        codes, found = factorize(name, ids, "entry")
+    else:
+        found = _known_labels(ids_name, labels)
+        codes = _known_codes(name, ids, ids_name, found)
+    if size not in (None, len(found)):
+        raise RatingsError(
+            f"shape says {size} {name}, but there are {len(found)} labels; leave the shape out, or give all {size} "
+            f"labels as {ids_name}"
+        )
+    return codes, found, len(found)
+
+
+def _resolve_positions(
+    name: str, ids: np.ndarray, ids_name: str, labels: Iterable[Any] | None, size: int | None
+) -> tuple[np.ndarray, np.ndarray | None, int]:
+    known = None if labels is None else as_vector(ids_name, labels)
+    if size is None:
+        size = _largest(name, ids) + 1 if known is None else len(known)
+    return ids, label_array(ids_name, known, size), size
+
+
+def _known_labels(name: str, labels: Iterable[Any]) -> np.ndarray:
+    vector = as_vector(name, labels)
+    return _distinct(name, vector, len(vector))
+
+
+def _largest(name: str, ids: np.ndarray) -> int:
+    largest = int(ids.max()) if ids.size else -1
+    if largest >= MAX_POSITION:
+        raise RatingsError(
+            f"{name} has {largest} at entry {int(ids.argmax())}; integers are positions here, at most "
+            f"{MAX_POSITION - 1}. If they are labels, pass {name}.astype(object)"
+        )
+    return max(largest, -1)  # a negative position is from_triplets' to report
+
+
+def _known_codes(name: str, ids: np.ndarray, ids_name: str, labels: np.ndarray) -> np.ndarray:
+    codes = _find(label_table(labels), ids)
+    unknown = np.flatnonzero(codes < 0)
+    if unknown.size:
+        raise RatingsError(
+            f"{name} has the label {label_of(ids, unknown[0])} at entry {unknown[0]}, which is not among the "
+            f"{len(labels)} {ids_name}"
+        )
+    return codes
+
+
+# -------------------------------------------------------------------------------------------------------- factorization
+
+
+def factorize(name: str, ids: np.ndarray | list[Any], unit: str) -> tuple[np.ndarray, np.ndarray]:
+    """(position of each id, sorted unique labels); `unit` is what the source calls an entry."""
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
+        return factorize_integers(ids)
+    return factorize_objects(name, ids if isinstance(ids, list) else ids.tolist(), unit)
+
+
+def factorize_integers(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`factorize` for an integer array; labels are int64, or uint64 where they have to be."""
+    if ids.size == 0:
+        return np.empty(0, np.int32), np.empty(0, np.int64)
+    low, high = int(ids.min()), int(ids.max())
+    if high > np.iinfo(np.int64).max or high - low >= 4 * ids.size + 2**16:
+        labels, codes = np.unique(ids, return_inverse=True)
+        return codes, labels if high > np.iinfo(np.int64).max else labels.astype(np.int64)
+    # Ids that lie close together: a table of the range is far cheaper than sorting all entries.
+    offsets = ids.astype(np.int64) - low
+    present = np.zeros(high - low + 1, dtype=bool)
+    present[offsets] = True
+    return (np.cumsum(present, dtype=np.int32) - 1)[offsets], np.flatnonzero(present) + low
+
+
+def factorize_objects(name: str, ids: list[Any], unit: str) -> tuple[np.ndarray, np.ndarray]:
+    """`factorize` for anything that can be hashed and sorted."""
+    try:
+        unique = set(ids)
+    except TypeError as error:
+        raise TypeError(f"{name} has labels that cannot be used as dictionary keys ({error})") from error
+    if any(map(_is_missing, unique)):
+        place = next(k for k, label in enumerate(ids) if _is_missing(label))
+        raise RatingsError(f"{name} has no id ({ids[place]}) at {unit} {place}; remove or fill such entries")
+    try:
+        labels = sorted(unique)
+    except TypeError as error:
+        kinds = ", ".join(sorted({type(label).__name__ for label in unique}))
+        raise TypeError(f"{name} mixes labels that have no order ({kinds}); make them all strings") from error
+    table = {label: position for position, label in enumerate(labels)}
+    return np.fromiter(map(table.__getitem__, ids), np.int32, len(ids)), plain_array(labels)
+
+
+def _is_missing(label: Any) -> bool:
+    try:
+        return label is None or bool(label != label)
+    except TypeError:  # pandas.NA has no truth value
+        return True
+
+
+def plain_array(labels: list[Any]) -> np.ndarray:
+    """Array of numbers, or of strings where that does not pad much; object for all else."""
+    kinds = set(map(type, labels))
+    if kinds == {int} or kinds == {float} or (kinds == {str} and all(map(_fits_array, labels))):
+        array = np.asarray(labels)
+        if kinds != {int} or array.dtype.kind != "f":  # NumPy makes floats of [-1, 2**63]
+            return array
+    return np.fromiter(labels, dtype=object, count=len(labels))
+
+
+# -------------------------------------------------------------------------------------------------------------- lookups
+
+
+def label_table(ids: np.ndarray | None) -> dict[Any, int]:
+    """Position of each label; empty for None."""
+    return {} if ids is None else {label: position for position, label in enumerate(ids.tolist())}
+
+
+def _find(table: dict[Any, int], labels: np.ndarray) -> np.ndarray:
+    """Position of each label, int64; -1 for the unknown ones."""
+    return np.fromiter((table.get(label, -1) for label in labels.tolist()), np.int64, len(labels))
+
+
+def look_up(side: str, labels: Any, ids: np.ndarray | None, table: dict[Any, int], count: int) -> Any:
+    """Position of a label, or positions of a vector of them; see `Ratings.user_index`."""
+    if getattr(labels, "ndim", 1) == 0:  # NumPy scalars and 0-d arrays
+        labels = labels.item()
+    scalar = isinstance(labels, (str, bytes)) or not isinstance(labels, Iterable)
+    scalar = scalar or (isinstance(labels, tuple) and labels in table)
+    if ids is None:
+        positions = check_ids("labels", labels, count, f"n_{side}s")
+        return int(positions[0]) if scalar else positions
+    wanted = np.fromiter([labels], dtype=object, count=1) if scalar else as_vector("labels", labels)
+    positions = _find(table, wanted)
+    unknown = np.flatnonzero(positions < 0)
+    if unknown.size:
+        more = f" (and {unknown.size - 1} more)" if unknown.size > 1 else ""
+        raise UnknownLabelError(
+            f"unknown {side} label {label_of(wanted, unknown[0])}{more}; there are {count} {side} labels of type "
+            f"{label_kind(ids)}, such as {', '.join(map(repr, ids[:3].tolist()))}"
+        )
+    return int(positions[0]) if scalar else positions
+
+
+def storable(name: str, labels: np.ndarray) -> np.ndarray:
+    """Labels as an array that needs no pickle."""
+    if labels.dtype.kind != "O":
+        return labels
+    if all(isinstance(label, str) for label in labels):
+        text = labels.astype(np.str_)
+        if text.tolist() != labels.tolist():
+            raise ValueError(f"{name} has labels that end in NUL, which a .npz file cannot hold: strip them first")
+        return text
+    kind = next(type(label).__name__ for label in labels if not isinstance(label, str))
+    raise TypeError(f"{name} has labels of type {kind}; only numbers and strings can be saved")

@@ -1,0 +1,273 @@
+"""Ratings cut into slabs of consecutive rows: what solvers read that do not hold all ratings at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.validate import csr_arrays, make_csr
+from ..plan.grid import columns_of, rows_of
+
+
+class Slabs(Protocol):
+    """One orientation of the ratings, slab by slab."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_rows, n_fixed)."""
+
+    @property
+    def nnz(self) -> int:
+        """Entries."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the values: float32 or float64."""
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """Rows ``bounds[k] ... bounds[k + 1] - 1`` are slab k; int64, shape (n_slabs + 1,)."""
+
+    @property
+    def degrees(self) -> np.ndarray:
+        """Entries of each row, int64, shape (n_rows,)."""
+
+    def matrix(self, slab: int) -> sp.csr_array:
+        """Rows of a slab, canonical; its arrays may be mapped from a file and cannot be written to."""
+
+    def prefetch(self, slab: int) -> None:
+        """Have the system read a slab ahead, if it lies in a file."""
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Smallest and largest absolute value of the entries, shape (2,); (0,) if there are none."""
+
+
+def slab_bounds(degrees: np.ndarray, entries: int, rows: int | None = None) -> np.ndarray:
+    """Cut rows into slabs of at most `entries` entries; a row counts as one more, and one beyond the limit is alone.
+
+    Parameters
+    ----------
+    degrees : int array, shape (n_rows,)
+    entries : int
+    rows : int, optional
+        Most rows of a slab.
+
+    Returns
+    -------
+    int64 array, shape (n_slabs + 1,)
+    """
+    cost = np.concatenate(([0], np.cumsum(np.asarray(degrees, dtype=np.int64) + 1)))
+    bounds = [0]
+    while bounds[-1] < len(degrees):
+        start = bounds[-1]
+        stop = int(np.searchsorted(cost, cost[start] + entries, side="right")) - 1
+        bounds.append(max(start + 1, stop if rows is None else min(stop, start + rows)))
+    return np.array(bounds, dtype=np.int64)
+
+
+def slab_entries(bounds: np.ndarray, degrees: np.ndarray) -> np.ndarray:
+    """Entries of each slab, int64."""
+    before = np.concatenate(([0], np.cumsum(degrees)))
+    return np.diff(before[bounds])
+
+
+@dataclass(frozen=True)
+class MemorySlabs:
+    """Slabs of a matrix in memory: views.
+
+    Parameters
+    ----------
+    csr : csr_array, shape (n_rows, n_fixed)
+    bounds : int64 array
+    """
+
+    csr: sp.csr_array
+    bounds: np.ndarray
+
+    @classmethod
+    def cut(cls, csr: sp.csr_array, entries: int, rows: int | None = None) -> MemorySlabs:
+        """Slabs of about `entries` entries; see `slab_bounds`."""
+        return cls(csr, slab_bounds(np.diff(csr.indptr), entries, rows))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_rows, n_fixed)."""
+        return self.csr.shape
+
+    @property
+    def nnz(self) -> int:
+        """Entries."""
+        return int(self.csr.nnz)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the values."""
+        return self.csr.dtype
+
+    @property
+    def degrees(self) -> np.ndarray:
+        """Entries of each row."""
+        return np.diff(csr_arrays(self.csr)[0])
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Smallest and largest absolute value."""
+        return magnitudes(self.csr.data)
+
+    def matrix(self, slab: int) -> sp.csr_array:
+        """Rows of a slab; values and indices are views."""
+        first, last = self.bounds[slab : slab + 2]
+        indptr, indices, data = csr_arrays(self.csr)
+        begin, end = indptr[first], indptr[last]
+        shape = (int(last - first), self.shape[1])
+        return make_csr(indptr[first : last + 1] - begin, indices[begin:end], data[begin:end], shape)
+
+    def prefetch(self, slab: int) -> None:
+        """Nothing to read ahead."""
+
+
+class RangeSlabs:
+    """Some consecutive rows of other slabs, such as those a rank owns, as slabs of their own.
+
+    Parameters
+    ----------
+    source : Slabs
+    first, last : int
+        The rows from `first` to before `last`.
+    entries, rows : int, optional
+        Cut the slabs of the source further, to so many entries and rows; see `slab_bounds`.
+    """
+
+    def __init__(
+        self, source: Slabs, first: int, last: int, entries: int | None = None, rows: int | None = None
+    ) -> None:
+        self.source, self.first, self.last = source, first, last
+        self.shape = (last - first, source.shape[1])
+        self.dtype = source.dtype
+        self.degrees = source.degrees[first:last]
+        self.nnz = int(self.degrees.sum())
+        inside = (source.bounds > first) & (source.bounds < last)
+        bounds = np.unique(np.concatenate(([first], source.bounds[inside], [last]))).astype(np.int64) - first
+        if entries is not None:
+            finer = [slab_bounds(self.degrees[a:b], entries, rows) + a for a, b in pairwise(bounds)]
+            bounds = np.unique(np.concatenate([bounds, *finer]))
+        self.bounds = bounds
+        self._slab_of = np.searchsorted(source.bounds, first + bounds[:-1], side="right") - 1
+        self._at_hand: tuple[int, sp.csr_array] | None = None
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Those of the source, which may lie beyond the ones of these rows."""
+        return self.source.ends
+
+    def cut(self, entries: int, rows: int | None = None) -> RangeSlabs:
+        """The same rows in slabs of at most so many entries and rows."""
+        return RangeSlabs(self.source, self.first, self.last, entries, rows)
+
+    def matrix(self, slab: int) -> sp.csr_array:
+        """Rows of a slab; what the source converts as it reads is kept for the next slab of it."""
+        number = int(self._slab_of[slab])
+        if self._at_hand is None or self._at_hand[0] != number:
+            self._at_hand = None  # two at a time would be too many
+            self._at_hand = number, self.source.matrix(number)
+        start = self.first - int(self.source.bounds[number])
+        return rows_of(self._at_hand[1], *(self.bounds[slab : slab + 2] + start).tolist())
+
+    def release(self) -> None:
+        """Keep no slab of the source."""
+        self._at_hand = None
+
+    def prefetch(self, slab: int) -> None:
+        """Have the source read ahead what it does not read anyway."""
+        if slab < len(self._slab_of) and (not slab or self._slab_of[slab] != self._slab_of[slab - 1]):
+            self.source.prefetch(int(self._slab_of[slab]))
+
+    def load(self) -> sp.csr_array:
+        """All rows in memory."""
+        return loaded(self)
+
+
+class ColumnSlabs:
+    """Some columns of ranges of rows of other slabs, one range after the other: where ranks share rows (`Layout.cut`).
+
+    All of it is read once, to count.
+
+    Parameters
+    ----------
+    source : Slabs
+    ranges : sequence of (first, last)
+        Rows.
+    columns : (first, last)
+        They count from the first of them.
+
+    Attributes
+    ----------
+    shape, dtype, nnz, degrees, ends
+        Of these rows and columns, as of `Slabs`.
+    """
+
+    def __init__(self, source: Slabs, ranges: Sequence[tuple[int, int]], columns: tuple[int, int]) -> None:
+        self.dtype, self._columns = source.dtype, columns
+        self._parts = [RangeSlabs(source, *rows) for rows in ranges]
+        self._starts = np.cumsum([0, *(part.shape[0] for part in self._parts)]).tolist()
+        self.shape = (self._starts[-1], columns[1] - columns[0])
+        degrees, ends = [np.zeros(0, np.int64)], [np.zeros(0, self.dtype)]
+        for piece in self.rows(0, self.shape[0]):
+            degrees.append(np.diff(piece.indptr))
+            ends.append(magnitudes(piece.data))
+        self._release()
+        self.degrees, self.ends = np.concatenate(degrees), magnitudes(np.concatenate(ends))
+        self.nnz = int(self.degrees.sum())
+
+    def rows(self, first: int, last: int) -> Iterator[sp.csr_array]:
+        """The rows from `first` to before `last`, in as many pieces as there are slabs; the next one is read ahead."""
+        for part, start in zip(self._parts, self._starts, strict=False):
+            at, stop = max(first - start, 0), min(last - start, part.shape[0])
+            while at < stop:
+                slab = int(np.searchsorted(part.bounds, at, side="right")) - 1
+                begin, end = part.bounds[slab : slab + 2].tolist()
+                part.prefetch(slab + 1)
+                yield columns_of(rows_of(part.matrix(slab), at - begin, min(stop, end) - begin), *self._columns)
+                at = end
+
+    def load(self) -> sp.csr_array:
+        """All rows in memory."""
+        found = _filled(self, self.rows(0, self.shape[0]))
+        self._release()
+        return found
+
+    def _release(self) -> None:
+        """Keep no slab of the source: each range would keep one."""
+        for part in self._parts:
+            part.release()
+
+
+def loaded(slabs: Slabs) -> sp.csr_array:
+    """All rows of slabs as one matrix in memory."""
+    return _filled(slabs, (slabs.matrix(slab) for slab in range(len(slabs.bounds) - 1)))
+
+
+def _filled(slabs: Slabs | ColumnSlabs, pieces: Iterable[sp.csr_array]) -> sp.csr_array:
+    """All rows of slabs, which come in pieces."""
+    indices, data = np.empty(slabs.nnz, dtype=np.int32), np.empty(slabs.nnz, dtype=slabs.dtype)
+    at = 0
+    for piece in pieces:
+        _, columns, values = csr_arrays(piece)
+        indices[at : at + len(columns)], data[at : at + len(columns)] = columns, values
+        at += len(columns)
+    indptr = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(slabs.degrees)))
+    return make_csr(indptr, indices, data, slabs.shape)
+
+
+def magnitudes(values: np.ndarray) -> np.ndarray:
+    """Smallest and largest absolute value; empty for no values."""
+    if not len(values):
+        return values
+    sizes = np.abs(values)
+    return np.array([sizes.min(), sizes.max()])

@@ -1,0 +1,438 @@
+"""Delimited text: find out its layout from the first lines, then read it.
+
+Text is read by ``numpy.loadtxt`` while ids are integers and every line is regular. Anything else, mistakes included,
+goes through the csv module line by line, which is slower and knows line numbers.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import functools
+import io
+import logging
+import os
+import re
+import warnings
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..core.files import FORMATS, open_bytes, reading
+from ..core.validate import check_bool, check_int
+from ..errors import RatingsError
+from .labels import MAX_VALUE, Entries, factorize_integers, factorize_objects
+
+logger = logging.getLogger("hybridmf")
+
+SEPARATORS = ("::", "\t", ",", ";", "|", " ")
+"""What a text file is tried with, in this order, when no separator is given; a blank means any run of white space."""
+
+BLOCK_CHARS = 1 << 24
+"""Text parsed at a time on the fast path: bounds memory whatever the file's size."""
+
+BLOCK_RECORDS = 1 << 20
+"""Records gathered at a time on the slow path."""
+
+SNIFFED_LINES = 50
+INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,19})")  # 007 and +7 are labels of their own, not the number 7
+Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Users, items and values of some entries."""
+
+NOTHING: Chunk = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0))
+ID_COLUMN_NAMES = frozenset({"user", "userid", "users", "uid", "item", "itemid", "items", "iid", "movieid", "artistid"})
+
+
+# --------------------------------------------------------------------------------------------------------------- layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known of a text file before it is read."""
+
+    path: str
+    encoding: str
+    comment: str | None
+    separator: str
+    header: bool
+    n_fields: int
+    user: int
+    item: int
+    value: int | None
+    integer_ids: bool  # of the first entry: worth trying the fast path
+
+    def open(self) -> io.TextIOWrapper:
+        """Open the file as text."""
+        return io.TextIOWrapper(open_bytes(self.path), encoding=self.encoding)
+
+
+class Lines:
+    """Iterator over the lines that count; knows the number and text of the first line of the record being read."""
+
+    def __init__(self, stream: Iterable[str], comment: str | None) -> None:
+        self.stream, self.comment = enumerate(stream, 1), comment
+        self.last = 0
+        self.start()
+
+    def start(self) -> None:
+        """Begin a new record."""
+        self.number, self.text = 0, ""
+
+    def __iter__(self) -> Lines:
+        return self
+
+    def __next__(self) -> str:
+        while True:
+            self.last, line = next(self.stream)
+            text = line.strip()
+            if text and not (self.comment and text.startswith(self.comment)):
+                if not self.number:
+                    self.number, self.text = self.last, line
+                return line
+
+
+def find_layout(
+    path: str,
+    head: bytes,
+    separator: str | None,
+    header: bool | str,
+    selectors: tuple[int | str, int | str, int | str | None],
+    encoding: str | None,
+    comment: str | None,
+) -> Layout:
+    """Look at the first lines and settle separator, header and columns."""
+    codec = _text_encoding(path, head, encoding)
+    if separator is not None:
+        _check_separator(separator)
+    if comment is not None and not isinstance(comment, str):
+        raise TypeError(f"comment must be the text that comments begin with, or None, got {comment!r}")
+    with reading(path, codec), io.TextIOWrapper(open_bytes(path), encoding=codec) as stream:
+        lines = [line for line, _ in zip(Lines(stream, comment), range(SNIFFED_LINES), strict=False)]
+    if not lines:
+        raise RatingsError(f"{path} holds no ratings, only blank lines or comments")
+    if separator is None:
+        separator = _sniff_separator(path, lines, selectors[2])
+    rows = _sample(lines, separator)
+    n_fields = _usual_width(rows)[0]
+    first = [field.strip() for field in rows[0]]
+    has_header = _has_header(rows, n_fields, header, selectors)
+    if has_header and len(first) != n_fields:
+        raise RatingsError(f"{path}: the header has {len(first)} fields, {first}, but the lines below have {n_fields}")
+    user, item, value = select_columns(path, tuple(first) if has_header else None, n_fields, selectors)
+    if has_header:
+        named = None if value is None else first[value]
+        logger.info("%s has a header; user=%r, item=%r, value=%r", path, first[user], first[item], named)
+    sample = next((row for row in rows[has_header:] if len(row) == n_fields), rows[0])
+    integer_ids = all(INTEGER.fullmatch(sample[column].strip()) for column in (user, item))
+    return Layout(path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids)
+
+
+def _text_encoding(path: str, head: bytes, encoding: str | None) -> str:
+    if encoding is not None:
+        try:
+            io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # unlike lookup, refuses base64 and its like
+            name = codecs.lookup(encoding).name
+        except LookupError as error:
+            raise ValueError(f"encoding={encoding!r} is no text encoding; try 'utf-8' or 'latin-1'") from error
+        return "utf-8-sig" if name == "utf-8" else name
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    if b"\0" in head:
+        raise RatingsError(
+            f"{path} is not text (it has a zero byte at {head.index(0)}); formats that are read: "
+            f"{', '.join(FORMATS[1:])}. For text in UTF-16 pass its encoding"
+        )
+    return "utf-8-sig"
+
+
+def _check_separator(separator: Any) -> None:
+    if not isinstance(separator, str):
+        raise TypeError(f"separator must be a string or None, got {separator!r}")
+    if not separator or set(separator) & set('\r\n"'):
+        raise ValueError(f"separator must be a string without quotes and line ends, got {separator!r}")
+
+
+def _split_lines(lines: Iterable[str], separator: str) -> Iterator[list[str]]:
+    """Fields of each record; only with a separator of one character can fields be quoted, and span lines."""
+    if separator == " ":
+        return (line.split() for line in lines)
+    if len(separator) > 1:
+        return (line.rstrip("\n").split(separator) for line in lines)
+    return csv.reader(lines, delimiter=separator)
+
+
+def _sample(lines: list[str], separator: str) -> list[list[str]]:
+    """Return the records of the first lines, up to one that the csv module refuses."""
+    rows: list[list[str]] = []
+    with contextlib.suppress(csv.Error):
+        rows.extend(_split_lines(lines, separator))
+    return rows or [lines[:1]]
+
+
+def _usual_width(rows: list[list[str]]) -> tuple[int, float]:
+    """Return the most frequent number of fields, and the share of lines that have it."""
+    widths = Counter(map(len, rows))
+    width = max(widths, key=lambda width: (widths[width], width))
+    return width, widths[width] / len(rows)
+
+
+def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> str:
+    """Return the separator under which the lines look most like ratings, the first of equals."""
+
+    def score(separator: str) -> tuple[bool, bool, float]:
+        rows = _sample(lines, separator)
+        width, share = _usual_width(rows)
+        if width < 2 or share < 0.5:
+            return False, False, 0.0
+        whole = [row for row in rows[1:] if len(row) == width]
+        numeric = not isinstance(value, int) or all(_is_number(row[value]) for row in whole if value < width)
+        return width > 2 and numeric, width > 2, share
+
+    preferred = {".csv": ",", ".tsv": "\t"}.get(os.path.splitext(path.lower().removesuffix(".gz"))[1])
+    candidates = sorted(SEPARATORS, key=lambda separator: separator != preferred)
+    # White space comes last on its own: it also stands inside titles and dates of files with another separator.
+    for group in ([separator for separator in candidates if separator != " "], [" "]):
+        best = max(group, key=score)
+        if score(best)[2]:
+            return best
+    tried = ", ".join(map(repr, SEPARATORS))
+    raise RatingsError(f"{path}: no separator in {_cut(lines[0])}; tried {tried}. Pass the right one as separator=")
+
+
+def _is_number(text: str) -> bool:
+    return _number(text) is not None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return None if "_" in text else float(text)  # float() would take 1_0 for 10; loadtxt does not
+    except ValueError:
+        return None
+
+
+def _has_header(rows: list[list[str]], n_fields: int, header: bool | str, selectors: tuple[Any, Any, Any]) -> bool:
+    named = [selector for selector in selectors if isinstance(selector, str)]
+    if named and header is False:
+        raise ValueError(f"column {named[0]!r} is given by name, but header=False says there are none; give its number")
+    if header != "auto" or named:
+        return True if named else check_bool("header", header)
+    user, item, value = selectors
+    first, second = rows[0], rows[1] if len(rows) > 1 else []
+    places = [place for place in (user, item) if isinstance(place, int) and 0 <= place < len(first)]
+    if any(_is_number(first[place]) for place in places):
+        return False
+    if value is not None and not (value == 2 and n_fields == 2):
+        return isinstance(value, int) and 0 <= value < len(first) and not _is_number(first[value])
+    usual = any(re.sub("[^a-z]", "", first[place].lower()) in ID_COLUMN_NAMES for place in places)
+    return usual or any(INTEGER.fullmatch(second[place].strip()) for place in places if place < len(second))
+
+
+def select_columns(
+    path: str, names: tuple[str, ...] | None, n_fields: int, selectors: tuple[int | str, int | str, int | str | None]
+) -> tuple[int, int, int | None]:
+    """Numbers of the user, item and value columns."""
+    user, item, value = selectors
+    if value == 2 and n_fields == 2:
+        value = None
+    wanted = {"user": user, "item": item} | ({} if value is None else {"value": value})
+    places = {name: _column(path, name, selector, names, n_fields) for name, selector in wanted.items()}
+    if len(set(places.values())) < len(places):
+        raise ValueError(f"user, item and value must be different columns, got columns {places}")
+    return places["user"], places["item"], places.get("value")
+
+
+def _column(path: str, argument: str, selector: int | str, names: tuple[str, ...] | None, n_fields: int) -> int:
+    if isinstance(selector, str):
+        if names is None or selector not in names:
+            known = ", ".join(map(repr, names or ()))
+            raise RatingsError(f"{path} has no column {selector!r} ({argument}={selector!r}); its columns are {known}")
+        return names.index(selector)
+    place = check_int(argument, selector, 0)
+    if place >= n_fields:
+        hint = "; value=None makes every entry 1" if argument == "value" else ""
+        raise RatingsError(f"{path} has {n_fields} columns, none for {argument}={place} (they count from 0){hint}")
+    return place
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def read_text(layout: Layout) -> Entries:
+    """Entries below the header, labels sorted; int64 where all of a column are integers, else strings."""
+    numeric = _read_integers(layout) if layout.integer_ids else None
+    if numeric is not None:
+        (users, user_ids), (items, item_ids) = map(factorize_integers, numeric[:2])
+        values = numeric[2]
+    else:
+        (users, user_ids), (items, item_ids), values = _read_records(layout)
+    if not len(users):
+        raise RatingsError(f"{layout.path} holds no ratings, only a header")
+
+    shape = (len(user_ids), len(item_ids))
+    where = functools.partial(lines_of, layout)
+    return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where)
+
+
+def lines_of(layout: Layout, first: int, second: int) -> str:
+    """Where two entries stand, in words."""
+    lines = [lines.number for k, (lines, _) in enumerate(_records(layout)) if k in (first, second)]
+    return f"lines {lines[0]} and {lines[1]}"
+
+
+def _read_integers(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Users, items (int64) and values (float64) by numpy.loadtxt; None as soon as anything is out of the ordinary."""
+    parts: list[Chunk] = []
+    for part in integer_chunks(layout):
+        if part is None:
+            return None
+        parts.append(part)
+    if not parts:
+        return np.empty(0), np.empty(0), np.empty(0)
+    users, items, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return users, items, values
+
+
+def integer_chunks(layout: Layout, size: int | None = None) -> Iterator[Chunk | None]:
+    """Users, items (int64) and values (float64) of `size` characters after others; None at the first irregularity."""
+    kinds = {layout.user: "i8", layout.item: "i8", layout.value: "f8"}
+    dtype = np.dtype([(f"f{k}", kinds.get(k, "U1")) for k in range(layout.n_fields)])
+    padded = re.compile(rf"(?:\n|{re.escape(layout.separator)})[ \t]*-?0[0-9]")
+    header = layout.header
+    for block in _blocks(layout, size):
+        if "+" in block or padded.search("\n" + block):  # loadtxt would make integers of what `INTEGER` refuses
+            yield None
+            return
+        lines = _block_lines(block, layout)
+        if header:
+            lines = [line for line in lines if line.strip()]
+            header, lines = not lines, lines[1:]
+        if not any(lines):
+            continue
+        table = _parse_block(lines, dtype, layout)
+        values = None if table is None else np.ones(len(table))
+        if table is not None and layout.value is not None:
+            values = table[f"f{layout.value}"]
+        if table is None or values is None or not np.all(np.abs(values) <= MAX_VALUE):
+            yield None
+            return
+        yield table[f"f{layout.user}"], table[f"f{layout.item}"], values
+
+
+def _blocks(layout: Layout, size: int | None = None) -> Iterator[str]:
+    """Stretches of whole lines."""
+    with reading(layout.path, layout.encoding), layout.open() as stream:
+        while block := stream.read(size or BLOCK_CHARS):
+            yield block + stream.readline()
+
+
+def _block_lines(block: str, layout: Layout) -> list[str]:
+    if len(layout.separator) > 1 and "\x1f" not in block:  # loadtxt takes one character: ASCII's unit separator
+        block = block.replace(layout.separator, "\x1f")
+    lines = block.split("\n")
+    if layout.comment and layout.comment in block:
+        lines = [line for line in lines if not line.lstrip().startswith(layout.comment)]
+    return lines
+
+
+def _parse_block(lines: list[str], dtype: np.dtype, layout: Layout) -> np.ndarray | None:
+    """Structured table of the lines, with as many fields in each as `dtype` has; None if any line is irregular."""
+    delimiter = {" ": None}.get(layout.separator, "\x1f" if len(layout.separator) > 1 else layout.separator)
+    with warnings.catch_warnings():
+        # NumPy before 2.4 reads the id 1.5 as 1 with a DeprecationWarning; such ids are labels, not integers.
+        warnings.simplefilter("error")
+        try:
+            return np.loadtxt(lines, dtype=dtype, delimiter=delimiter, comments=None, ndmin=1)
+        except (ValueError, OverflowError, Warning):
+            return None
+
+
+def _records(layout: Layout) -> Iterator[tuple[Lines, list[str]]]:
+    """Fields of each record below the header; the `Lines` beside them says where the record starts."""
+    with reading(layout.path, layout.encoding), layout.open() as stream:
+        lines = Lines(stream, layout.comment)
+        rows = _split_lines(lines, layout.separator)
+        if layout.header:
+            next(rows)
+        while True:
+            lines.start()
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise _bad_line(layout, lines, f"cannot be split into fields ({error})") from error
+            if len(row) != layout.n_fields:
+                raise _bad_line(layout, lines, f"has {len(row)} field{'s' if len(row) != 1 else ''}")
+            yield lines, row
+
+
+def _read_records(
+    layout: Layout,
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """((positions, labels) of users, the same of items, values) through the csv module."""
+    user_table: dict[str, int] = {}
+    item_table: dict[str, int] = {}
+    parts = list(record_chunks(layout, user_table, item_table))
+    users, items, values = (np.concatenate(column) for column in zip(*parts, strict=True)) if parts else NOTHING
+    return sorted_labels(users, list(user_table)), sorted_labels(items, list(item_table)), values
+
+
+def record_chunks(
+    layout: Layout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_RECORDS
+) -> Iterator[Chunk]:
+    """Codes (int32) of users and items and values (float64) of `size` records after others, through the csv module.
+
+    The tables get the code of each new label: labels count in the order of their first appearance.
+    """
+    users, items, values = array("i"), array("i"), array("d")
+    for lines, row in _records(layout):
+        user, item = row[layout.user].strip(), row[layout.item].strip()
+        if not user or not item:
+            raise _bad_line(layout, lines, f"has no {'item' if user else 'user'}")
+        users.append(user_table.setdefault(user, len(user_table)))
+        items.append(item_table.setdefault(item, len(item_table)))
+        values.append(1.0 if layout.value is None else _value(layout, lines, row[layout.value]))
+        if len(values) == size:
+            yield np.array(users, dtype=np.int32), np.array(items, dtype=np.int32), np.array(values, dtype=np.float64)
+            users, items, values = array("i"), array("i"), array("d")
+    if values:
+        yield np.array(users, dtype=np.int32), np.array(items, dtype=np.int32), np.array(values, dtype=np.float64)
+
+
+def _value(layout: Layout, lines: Lines, text: str) -> float:
+    value = _number(text)
+    if value is None:
+        raise _bad_line(layout, lines, f"has the value {_cut(text)}, which is not a number (value=None ignores values)")
+    if not -MAX_VALUE <= value <= MAX_VALUE:
+        raise _bad_line(layout, lines, f"has the value {_cut(text)}; values must be finite float32 numbers")
+    return value
+
+
+def _bad_line(layout: Layout, lines: Lines, problem: str) -> RatingsError:
+    columns = f"user={layout.user}, item={layout.item}" + ("" if layout.value is None else f", value={layout.value}")
+    hint = f". It runs to line {lines.last}: is a quote left open?" if lines.last > lines.number else ""
+    separator = "white space" if layout.separator == " " else repr(layout.separator)
+    return RatingsError(
+        f"{layout.path}, line {lines.number} {problem}: {_cut(lines.text)}; "
+        f"expected {layout.n_fields} fields separated by {separator} (columns from 0: {columns}){hint}"
+    )
+
+
+def _cut(text: str, length: int = 80) -> str:
+    text = text.rstrip("\r\n")
+    return repr(text if len(text) <= length else text[:length] + "...")
+
+
+def sorted_labels(codes: np.ndarray, labels: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and labels brought to sorted order; labels become int64 where every one is such an integer."""
+    limits = np.iinfo(np.int64)
+    if all(INTEGER.fullmatch(label) and limits.min <= int(label) <= limits.max for label in labels):
+        positions, unique = factorize_integers(np.array(labels, dtype=np.int64))
+    else:
+        positions, unique = factorize_objects("ids", labels, "label")
+    return positions[codes], unique

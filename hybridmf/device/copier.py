@@ -1,0 +1,230 @@
+"""Copies between the host and a device that go on while kernels run."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ..errors import DeviceError
+from .mapped import reader_of, writer_of
+
+if TYPE_CHECKING:
+    from .cuda import CudaDevice
+
+logger = logging.getLogger("hybridmf")
+
+Array = Any
+"""As `hybridmf.device.cuda.Array`."""
+
+COPY_CHUNK = 32 << 20
+"""Bytes of one pinned buffer; two of them take turns."""
+
+
+class Copier(Protocol):
+    """Copies between the host and a device that go on while kernels run; for one thread at a time."""
+
+    def pin(self, array: np.ndarray) -> bool:
+        """Hold an array where the device reads it directly, while both live; whether that is possible."""
+
+    def after(self, mark: Any) -> None:
+        """Have copies from here on wait for a mark of `Device.record`."""
+
+    def copy(self, target: Array, source: np.ndarray) -> None:
+        """Begin to copy `source` to the beginning of `target`, a vector of the same dtype; `source` must stay as is."""
+
+    def fetch(self, target: np.ndarray, source: Array) -> None:
+        """Copy an array of the device to `target`, C order and of the same size and dtype; complete on return."""
+
+    def mark(self) -> Any:
+        """A mark behind the copies begun so far."""
+
+    def synchronize(self) -> None:
+        """Wait for all copies."""
+
+    def twin(self) -> Copier:
+        """A copier for another thread, to which what was pinned here is pinned, too."""
+
+
+STAGES = 4
+"""Pinned buffers of a copier, of COPY_CHUNK bytes each."""
+
+STAGING_THREADS = 8
+"""Threads that fill a pinned buffer: one reads a file in the page cache at 4 to 8 GB/s, a bus of today takes 50."""
+
+STAGING_PART = 1 << 20
+"""Bytes that a thread fills at a time, at least."""
+
+
+class CudaCopier:
+    """Copies on a stream of their own: directly from and to pinned memory, for other memory through pinned buffers.
+
+    Parameters
+    ----------
+    device : CudaDevice
+    cupy : module
+    first : CudaCopier, optional
+        Whose pinned memory this one may use; it lives as long.
+    """
+
+    def __init__(self, device: CudaDevice, cupy: Any, first: CudaCopier | None = None) -> None:
+        self._device, self._cupy, self._first = device, cupy, first
+        self._pinned: list[tuple[int, int]] = [] if first is None else first._pinned
+        self._stages: list[tuple[np.ndarray, Any]] = []
+        self._turn = 0
+        self._pool: ThreadPoolExecutor | None = None
+        with device.active():
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def pin(self, array: np.ndarray) -> bool:
+        """Page-lock an array; it is released when this copier goes, and lives as long."""
+        if self._first is not None:
+            return self._first.pin(array)
+        if not array.nbytes:
+            return True
+        start, stop, page = array.ctypes.data, array.ctypes.data + array.nbytes, mmap.PAGESIZE
+        # the pages at its ends may be locked for a neighbour: ranks have parts of one array
+        inside = (-(-start // page) * page, stop // page * page)
+        for first, last in ((start, stop), inside):
+            try:
+                if last <= first:
+                    break
+                with self._device.active():
+                    self._cupy.cuda.runtime.hostRegister(first, last - first, 0)
+            except DeviceError as error:  # a limit on locked memory, memory that is locked already, a file
+                # as text: whoever keeps the record would keep this copier by the traceback
+                logger.info("memory of the host cannot be page-locked, copies take a detour: %s", str(error))
+                continue
+            self._pinned.append((first, last))
+            released = weakref.finalize(self, _unpin, self._device, self._cupy, array, first)
+            released.atexit = False  # CUDA may be gone by then, and the process's memory goes anyway
+            return True
+        return False
+
+    def after(self, mark: Any) -> None:
+        """Have copies from here on wait for an event."""
+        with self._device.active():
+            self._stream.wait_event(mark)
+
+    def copy(self, target: Array, source: np.ndarray) -> None:
+        """Begin a copy; see `Copier.copy`."""
+        source = np.ascontiguousarray(source)
+        if source.dtype != target.dtype or source.size > target.size:
+            raise ValueError(f"cannot copy {source.size} {source.dtype} to {target.size} {target.dtype}")
+        if not source.size:
+            return
+        with self._device.active():
+            if self._is_pinned(source):
+                self._send(target, 0, source.ctypes.data, source.nbytes)
+            else:
+                self._copy_staged(target, source.reshape(-1).view(np.uint8))
+
+    def _is_pinned(self, array: np.ndarray) -> bool:
+        first, last = array.ctypes.data, array.ctypes.data + array.nbytes
+        return any(start <= first and last <= stop for start, stop in tuple(self._pinned))
+
+    def _send(self, target: Array, at: int, source: int, size: int) -> None:
+        self._cupy.cuda.runtime.memcpyAsync(target.data.ptr + at, source, size, 1, self._stream.ptr)
+
+    def _copy_staged(self, target: Array, raw: np.ndarray) -> None:
+        with reader_of(raw) as read:
+            for start in range(0, raw.nbytes, COPY_CHUNK):
+                buffer, event = self._stage()
+                event.synchronize()  # what it held before has left
+                size = min(COPY_CHUNK, raw.nbytes - start)
+                self._fill(buffer[:size], read, start)
+                self._send(target, start, buffer.ctypes.data, size)
+                event.record(self._stream)
+
+    def _stage(self) -> tuple[np.ndarray, Any]:
+        """The next pinned buffer, and the event behind its last use."""
+        if not self._stages:
+            cuda = self._cupy.cuda
+            for _ in range(STAGES):
+                buffer = np.frombuffer(cuda.alloc_pinned_memory(COPY_CHUNK), dtype=np.uint8, count=COPY_CHUNK)
+                self._stages.append((buffer, cuda.Event(disable_timing=True)))
+            self._pool = ThreadPoolExecutor(STAGING_THREADS, thread_name_prefix="hybridmf-staging")
+        self._turn += 1
+        return self._stages[self._turn % STAGES]
+
+    def _fill(self, buffer: np.ndarray, read: Callable[[np.ndarray, int], None], start: int) -> None:
+        self._share(len(buffer), lambda k, end: read(buffer[k:end], start + k))
+
+    def _share(self, size: int, work: Callable[[int, int], None]) -> None:
+        """``work(first, last)`` on parts of `size` bytes, by several threads; by this one where it is a single part."""
+        part = max(STAGING_PART, -(-size // STAGING_THREADS))
+        if size <= part:
+            work(0, size)
+            return
+        assert self._pool is not None
+        jobs = [self._pool.submit(work, k, min(k + part, size)) for k in range(0, size, part)]
+        wait(jobs)  # all, before one that has failed ends what the others work with: a file, a buffer
+        for job in jobs:
+            job.result()
+
+    def fetch(self, target: np.ndarray, source: Array) -> None:
+        """Copy to the host; see `Copier.fetch`."""
+        if source.dtype != target.dtype or source.size != target.size or not target.flags.c_contiguous:
+            raise ValueError(f"cannot fetch {source.size} {source.dtype} to {target.size} {target.dtype}")
+        if not target.size:
+            return
+        with self._device.active():
+            if self._is_pinned(target):
+                self._receive(target.ctypes.data, source, 0, target.nbytes)
+                self._stream.synchronize()
+            else:
+                self._fetch_staged(target.reshape(-1).view(np.uint8), source)
+
+    def _receive(self, target: int, source: Array, at: int, size: int) -> None:
+        self._cupy.cuda.runtime.memcpyAsync(target, source.data.ptr + at, size, 2, self._stream.ptr)
+
+    def _fetch_staged(self, raw: np.ndarray, source: Array) -> None:
+        arriving: list[tuple[int, int, np.ndarray, Any]] = []
+        write = writer_of(raw)
+        for start in range(0, raw.nbytes, COPY_CHUNK):
+            buffer, event = self._stage()
+            size = min(COPY_CHUNK, raw.nbytes - start)
+            self._receive(buffer.ctypes.data, source, start, size)
+            event.record(self._stream)
+            arriving.append((start, size, buffer, event))
+            if len(arriving) == STAGES:
+                self._take(write, *arriving.pop(0))
+        for piece in arriving:
+            self._take(write, *piece)
+
+    def _take(
+        self, write: Callable[[np.ndarray, int], None], start: int, size: int, buffer: np.ndarray, event: Any
+    ) -> None:
+        event.synchronize()
+        self._share(size, lambda k, end: write(buffer[k:end], start + k))
+
+    def mark(self) -> Any:
+        """An event behind the copies begun so far."""
+        with self._device.active():
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self._stream)
+            return event
+
+    def synchronize(self) -> None:
+        """Wait for all copies."""
+        with self._device.active():
+            self._stream.synchronize()
+
+    def twin(self) -> CudaCopier:
+        """Another stream; see `Copier.twin`."""
+        return CudaCopier(self._device, self._cupy, self._first or self)
+
+
+def _unpin(device: CudaDevice, cupy: Any, array: np.ndarray, first: int) -> None:
+    """Release what was locked from address `first` on; `array` has lived until now."""
+    try:
+        with device.active():
+            device.synchronize()
+            cupy.cuda.runtime.hostUnregister(first)
+    except DeviceError as error:  # a device that has failed before
+        logger.info("memory of the host stays page-locked: %s", error)

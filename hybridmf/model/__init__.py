@@ -1,0 +1,1 @@
+"""Estimators: the fit loop, learned state, serving, model files and checkpoints."""

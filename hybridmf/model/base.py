@@ -1,0 +1,380 @@
+"""The estimators' common half: checking input, the fit loop and its services, saving."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from sklearn.base import BaseEstimator
+from sklearn.utils import Tags, check_array
+from sklearn.utils.validation import check_is_fitted, validate_data
+from tqdm.auto import tqdm
+
+from ..core.objective import Objective, State, initial_state
+from ..core.validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape
+from ..data.store import Store, StoreMatrix
+from ..errors import DeviceError, RatingsError
+from ..formats import transpose
+from ..plan import dispatch
+from ..plan.make import Plan, Settings, check_memory, make_plan, plan_for
+from ..plan.solver import Solver
+from ..ratings import Ratings
+from . import checkpoint as checkpoints
+from . import files as _io
+from .learned import Learned, align, pattern, total_of
+from .serving import ServingMixin
+
+logger = logging.getLogger("hybridmf")
+
+Record = dict[str, float]
+"""One iteration of ``history_``."""
+
+
+class FactorModel(ServingMixin, BaseEstimator):
+    """Base of the estimators. Subclasses name the objective, the settings and the solver."""
+
+    iterations: int
+    random_state: Any
+
+    _reads_slabs = False
+    """Whether the solvers read a `Store` slab by slab; others get all of it in memory."""
+
+    n_iter_: int
+    history_: list[Record]
+    timings_: dict[str, float]
+
+    def _objective(self) -> Objective:
+        """What the current parameters say to minimize (a fitted model goes by what it has learned)."""
+        raise NotImplementedError
+
+    def _settings(self) -> Settings:
+        raise NotImplementedError
+
+    def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
+        """The backend; `completed` iterations lie behind `state`."""
+        raise NotImplementedError
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        tags.transformer_tags.preserves_dtype = []  # factors have the dtype of the model, not of the input
+        return tags
+
+    # ------------------------------------------------------------------------------------------------ input
+
+    def _check_matrix(self, matrix: Any, name: str = "user_items") -> sp.csr_array | StoreMatrix:
+        """Training data as canonical CSR, or as a store; explicit zeros are dropped for implicit feedback."""
+        if isinstance(matrix, Store) and self._reads_slabs:
+            return StoreMatrix(matrix, "user", self._settings().dtype, self._objective().is_implicit)
+        if not sp.issparse(matrix) and not isinstance(matrix, (Ratings, Store)):
+            matrix = check_array(matrix, dtype="numeric", input_name=name, estimator=self)
+        return as_csr(matrix, name=name, dtype=self._settings().dtype, drop_zeros=self._objective().is_implicit)
+
+    # ------------------------------------------------------------------------------------------------ fit
+
+    def fit(
+        self,
+        user_items: Any,
+        y: Any = None,
+        *,
+        validation: Any = None,
+        callback: Callable[[Any, Record], Any] | None = None,
+        show_progress: bool = False,
+        checkpoint: str | os.PathLike[str] | checkpoints.Checkpoint | None = None,
+        resume_from: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """Learn user and item factors.
+
+        Parameters
+        ----------
+        user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items)
+            Zeros of a dense matrix are absent entries. A store is read slab by slab by ALS, with the same result as
+            in memory, and loaded by the other models.
+        y : ignored
+            For scikit-learn's sake.
+        validation : Ratings or matrix, shape (n_users, n_items), optional
+            Held-out entries: each iteration's RMSE (explicit) or NDCG@10 (implicit) goes into ``history_``.
+        callback : callable, optional
+            Called as ``callback(model, record)`` after each iteration, `model` usable as it is; returning True
+            stops the fit.
+        show_progress : bool
+            A progress bar on standard error.
+        checkpoint : path-like or hybridmf.Checkpoint, optional
+            Folder that gets a checkpoint after each iteration, written in the background while training goes on (the
+            newest two are kept); or a `Checkpoint` that says how often. On return the last iteration is on the disk. A
+            write that fails is logged and tried again after the next iteration.
+        resume_from : path-like, optional
+            Checkpoint, or folder of them, to continue from; the same data and objective are required. `iterations`
+            counts those that it has behind it; if it has more, the model is that of the checkpoint, with a warning.
+
+        Returns
+        -------
+        self
+            With ``history_``: one dict an iteration with ``iteration`` and ``seconds``, and, where a validation set, a
+            callback or a progress bar looks on, ``objective`` and the validation metric; and ``timings_``: seconds
+            before the first iteration, to "check" the input, "convert" it (transpose) and "set up" the solver
+            (layouts, initial factors, transfer to a GPU).
+
+        Raises
+        ------
+        TypeError, ValueError
+            A hyperparameter out of range; ratings that cannot be used.
+        DeviceError, MemoryBudgetError, FileExistsError
+            Before any work; the last for a `checkpoint` folder in which another run left checkpoints.
+        NotPositiveDefiniteError, NonFiniteError, KeyboardInterrupt
+            During the work; the model keeps the factors of the last completed half sweep.
+        """
+        objective, settings = self._objective(), self._settings()
+        iterations = check_int("iterations", self.iterations, 1)
+        check_bool("show_progress", show_progress)
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback must be callable, got {type(callback).__name__}")
+        started = time.perf_counter()
+        matrix = self._check_matrix(user_items)
+        check_nonempty(matrix, "user_items")
+        checked = time.perf_counter()
+        stored = isinstance(matrix, StoreMatrix)
+        plan = plan_for(matrix, objective, settings)
+        check_memory(plan)
+        validation = _check_validation(validation, user_items, matrix.shape, objective)
+        where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)
+        data = ""
+        if where or resume_from is not None:
+            data = checkpoints.fingerprint(matrix)
+        resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.factors_away)
+
+        logger.info("plan:\n%s", plan)
+        converting = time.perf_counter()
+        item_users = matrix.transposed() if stored else transpose(matrix, num_threads=plan.num_threads)
+        converted = time.perf_counter()
+        state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective)
+        completed = int(resumed.summary["n_iter"]) if resumed else 0
+        seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
+        solver = self._solver(_seeded(plan, seed_bits), matrix, item_users, state, completed)
+        ready = time.perf_counter()
+        with closing(solver):  # threads and connections of several ranks end with the fit, however it ends
+            learned = self._learned_from(user_items, matrix, objective, plan, state)
+            extra = {"data": data, "seed_bits": seed_bits}
+            writer = None if where is None else checkpoints.Writer(where, extra, completed)
+            run = _Run(self, solver, learned, user_items, validation, callback, writer)
+            if resumed:
+                run.resume(completed, list(resumed.summary["history"]))
+            del state, learned, resumed  # the factors a fit starts from need not outlive its first sweep
+            run.sweep(iterations, show_progress)
+        dispatch.remember(plan)
+        self.timings_ = {
+            "check": checked - started,
+            "convert": converted - converting,
+            "set up": ready - converted,
+        }
+        return self
+
+    def _learned_from(self, given: Any, matrix: Any, objective: Objective, plan: Plan, state: State) -> Learned:
+        """What is known before the first iteration of a fit on `given`, `matrix` once checked."""
+        labelled = isinstance(given, (Ratings, Store))
+        return Learned(
+            objective,
+            plan,
+            state,
+            pattern(matrix),
+            total_of(matrix),
+            given.user_ids if labelled else None,
+            given.item_ids if labelled else None,
+            _io.jsonable(self.get_params(deep=False)),
+        )
+
+    def _seed_bits(self, kept: int | None) -> int | None:
+        """What iterations draw from: as a checkpoint has it, else by `random_state`; None where nothing is drawn."""
+        return None
+
+    def _initial_state(self, matrix: Any, item_users: Any, plan: Plan, objective: Objective) -> State:
+        return initial_state(
+            np.diff(matrix.indptr),
+            np.diff(item_users.indptr),
+            plan.factors,
+            matrix.dtype.type,
+            objective,
+            total_of(matrix) / matrix.nnz,
+            check_rng(self.random_state),
+        )
+
+    # ------------------------------------------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike[str], *, include_seen: bool = True) -> None:
+        """Write the fitted model as one safetensors file, atomically; ``hybridmf.load(path)`` reads it.
+
+        Parameters
+        ----------
+        path : path-like
+        include_seen : bool
+            Store which items each user has seen (4 bytes an entry), so that ``recommend`` can leave them out.
+        """
+        check_is_fitted(self)
+        metadata = _io.model_metadata(self)
+        tensors = _io.lasting_tensors(self, include_seen=check_bool("include_seen", include_seen))
+        tensors |= _io.state_tensors(self._learned.state)
+        _io.write_atomically(path, lambda file: _io.write_model(file, metadata, tensors))
+
+    def _restore(self, content: _io.ModelFile) -> Any:
+        """Take over what a model file holds."""
+        objective, settings = self._objective(), self._settings()
+        shape = (len(content.state.user), len(content.state.item))
+        nnz = int(content.summary.get("nnz", 0))
+        plan = _plan_to_serve(objective, settings, shape, nnz)
+        self._learn(
+            Learned(
+                objective,
+                plan,
+                content.state,
+                content.seen,
+                content.summary["total"],
+                content.user_ids,
+                content.item_ids,
+                _io.jsonable(self.get_params(deep=False)),
+            )
+        )
+        self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])
+        self.n_features_in_ = shape[1]
+        return self
+
+
+def _plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
+    """The plan of a fit that may not be possible here: a model fitted on a GPU is of use without one."""
+    try:
+        return make_plan(objective, settings, shape, nnz)
+    except DeviceError as error:
+        logger.warning("%s; the loaded model is served without it", error)
+    # what only some GPU has was for the fit; new rows are solved exactly, whatever the method was
+    anywhere = replace(settings, device="auto", assembly="auto", precision="float32", method=None)
+    return make_plan(objective, anywhere, shape, nnz)
+
+
+def _seeded(plan: Plan, seed_bits: int | None) -> Plan:
+    method: Any = plan.method
+    return plan if seed_bits is None else replace(plan, method=replace(method, seed_bits=seed_bits))
+
+
+def _check_validation(
+    validation: Any, user_items: Any, shape: tuple[int, int], objective: Objective
+) -> sp.csr_array | None:
+    """Held-out entries over the training rows and columns, by label where both have labels."""
+    if validation is None:
+        return None
+    matrix = as_csr(validation, name="validation")
+    if isinstance(validation, (Ratings, Store)) and isinstance(user_items, (Ratings, Store)):
+        matrix = align(matrix, 0, validation.user_ids, user_items.user_ids, "user")
+        matrix = align(matrix, 1, validation.item_ids, user_items.item_ids, "item")
+    check_shape("validation", matrix, shape, ("n_users", "n_items"))
+    check_nonempty(matrix, "validation")
+    if objective.is_implicit and not np.any(matrix.data > 0):
+        raise RatingsError("validation has no positive entry, so no ranking can be measured; leave it out")
+    return matrix
+
+
+class _Run:
+    """One fit in progress: sweeps, and what looks on after each of them."""
+
+    def __init__(
+        self,
+        model: FactorModel,
+        solver: Solver,
+        learned: Learned,
+        given: Any,
+        validation: sp.csr_array | None,
+        callback: Callable[[Any, Record], Any] | None,
+        writer: checkpoints.Writer | None,
+    ) -> None:
+        self.model, self.solver, self.learned, self.given = model, solver, learned, given
+        self.validation, self.callback = validation, callback
+        self.writer = writer
+        self.completed = 0
+        self.whole = False  # whether the model has the state that iteration `completed` ended with
+        self.history: list[Record] = []
+
+    def resume(self, completed: int, history: list[Record]) -> None:
+        """Count the iterations of a checkpoint as done."""
+        self.completed, self.history, self.whole = completed, history, True
+        self._adopt()
+
+    def sweep(self, iterations: int, show_progress: bool) -> None:
+        """Sweep up to `iterations`; whatever ends it, the model has the last completed half sweep."""
+        observed = show_progress or self.validation is not None or self.callback is not None
+        bar = tqdm(
+            total=iterations,
+            initial=self.completed,
+            disable=not show_progress,
+            desc=type(self.model).__name__,
+            unit="iteration",
+        )
+        with checkpoints.writing(self.writer):
+            try:
+                self._iterate(iterations, observed, bar)
+            finally:
+                bar.close()
+                self._settle()
+                if self.writer is not None and self.whole:
+                    self.writer.finish(self.model)
+
+    def _iterate(self, iterations: int, observed: bool, bar: Any) -> None:
+        for iteration in range(self.completed + 1, iterations + 1):
+            seconds = self._one_sweep()
+            self.completed = iteration
+            record: Record = {"iteration": iteration, "seconds": seconds}
+            self.history.append(record)
+            self._adopt()
+            self.whole = True
+            if observed:
+                self._observe(record)
+                bar.set_postfix({k: f"{v:.5g}" for k, v in record.items() if k not in ("iteration", "seconds")})
+            bar.update()
+            if self.writer is not None:
+                self.writer.offer(self.model)
+            if self._asked_to_stop(record):
+                logger.info("callback stopped the fit after iteration %d", iteration)
+                break
+
+    def _settle(self) -> None:
+        """Bring the factors to the host: a fitted model holds no memory of a device."""
+        if hasattr(self.model, "_learned") and self.model._learned is self.learned:
+            self.learned = replace(self.learned, state=self.learned.state.on_host())
+            self.model._learn(self.learned)
+
+    def _one_sweep(self) -> float:
+        started = time.perf_counter()
+        for _ in self.solver.sweep():
+            self.whole = False
+            # so that an interruption or a failure from here on finds the model usable
+            self._adopt()
+        return time.perf_counter() - started
+
+    def _adopt(self) -> None:
+        """Make the solver's state the model's; the first time, with all that goes with it."""
+        model = self.model
+        named = not sp.issparse(self.given) and not isinstance(self.given, (Ratings, Store))
+        if not hasattr(model, "_learned") or model._learned.plan is not self.learned.plan:
+            shaped = self.given if named else np.broadcast_to(np.float32(0), self.learned.shape)
+            validate_data(model, shaped, skip_check_array=True, reset=True)
+        self.learned = replace(self.learned, state=self.solver.state)  # the state before it may go
+        model._learn(self.learned)
+        model.n_iter_, model.history_ = self.completed, self.history
+
+    def _asked_to_stop(self, record: Record) -> bool:
+        if self.callback is None:
+            return False
+        answer = self.callback(self.model, record)
+        return isinstance(answer, (bool, np.bool_)) and bool(answer)
+
+    def _observe(self, record: Record) -> None:
+        record["objective"] = self.solver.objective_value()
+        if self.validation is not None:
+            from ..metrics import evaluate
+
+            metric = self.model._validation_metric()
+            record[metric] = evaluate(self.model, self.validation, metrics=(metric,))[metric]

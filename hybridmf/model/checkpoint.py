@@ -1,0 +1,491 @@
+"""Checkpoints: a model file every so many iterations, written beside the training; a fit resumes from one (cuMF 4.4).
+
+States are replaced by a fit and never written to, so the thread that writes needs no copy of them: it holds on to the
+one it was given until it is in the file. At most one is being written and one waits; a newer one takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.files import combine_crc32, write_atomically
+from ..core.objective import AwayFactors, State
+from ..core.validate import check_bool, check_int, check_path, check_real
+from ..data.store import MANIFEST, Store, StoreMatrix
+from ..errors import ModelFileError
+from ..ratings import Ratings
+from .files import (
+    ModelFile,
+    check_storable_labels,
+    jsonable,
+    lasting_tensors,
+    model_metadata,
+    state_tensors,
+    stored_iteration,
+    write_model,
+)
+
+logger = logging.getLogger("hybridmf")
+
+KEEP = 2
+"""Checkpoints kept: the newest, and the one before it in case the newest cannot be read."""
+
+FREE_PARAMS = frozenset(
+    {"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state", "gpu_memory_limit"}
+) | {
+    "learning_rate",  # a run that diverged goes on with shorter steps
+    "decay",
+    "schedule",
+    "ordering",
+    "deterministic",
+}
+"""Parameters that may differ between the run that stopped and the one that resumes: the objective is the same."""
+
+UNFINISHED = ".checkpoint-"
+"""First letters of a file that is being written."""
+
+_NAME = re.compile(r"checkpoint-(\d{6,})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often ``fit(checkpoint=)`` saves what it has.
+
+    Attributes
+    ----------
+    directory : path-like
+        Folder, made if it does not exist.
+    every : int
+        Iterations from one checkpoint to the next. The last iteration of a fit is always written.
+    minutes : float, optional
+        And at least so many minutes apart.
+    keep : int
+        How many of the newest are kept.
+    include_seen : bool
+        Store what users have seen (4 bytes an entry), so that a checkpoint that is loaded as a model leaves it out of
+        recommendations without being told; resuming does not need it.
+
+    Examples
+    --------
+    >>> import hybridmf as hmf
+    >>> hourly = hmf.Checkpoint("runs/a", minutes=60)
+    """
+
+    directory: str | os.PathLike[str]
+    every: int = 1
+    minutes: float | None = None
+    keep: int = KEEP
+    include_seen: bool = False
+
+    @classmethod
+    def check(cls, checkpoint: Any) -> Checkpoint:
+        """A folder or a `Checkpoint`, judged.
+
+        Raises
+        ------
+        TypeError, ValueError
+        """
+        if not isinstance(checkpoint, cls):
+            checkpoint = cls(checkpoint)
+        if not isinstance(checkpoint.directory, (str, os.PathLike)):
+            kind = type(checkpoint.directory).__name__
+            raise TypeError(f"checkpoint must be the path of a folder, or a hybridmf.Checkpoint of one, got {kind}")
+        return cls(
+            Path(check_path("checkpoint", checkpoint.directory)),
+            check_int("every", checkpoint.every, 1),
+            None if checkpoint.minutes is None else check_real("minutes", checkpoint.minutes, 0.0),
+            check_int("keep", checkpoint.keep, 1),
+            check_bool("include_seen", checkpoint.include_seen),
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The directory as a path."""
+        return Path(self.directory)
+
+
+def fingerprint(matrix: sp.csr_array | StoreMatrix) -> str:
+    """Short identity of the training data: shape, number of entries and a CRC-32 of the arrays."""
+    parts = matrix.matrices() if isinstance(matrix, StoreMatrix) else [matrix]
+    return join_fingerprints(matrix.indptr, [piece_of_fingerprint(part) for part in parts], matrix.shape)
+
+
+Piece = tuple[int, int, int, int]
+"""Entries of consecutive rows, bytes of a value, CRC-32 of columns and of values."""
+
+
+def piece_of_fingerprint(rows: sp.csr_array) -> Piece:
+    """What consecutive rows add to the fingerprint of their matrix; columns are those of the whole matrix."""
+    columns, values = rows.indices.astype(np.int32, copy=False), rows.data
+    return len(columns), values.itemsize, _crc32(columns), _crc32(values)
+
+
+def join_pieces(pieces: Iterable[Piece], itemsize: int = 0) -> Piece:
+    """Piece of the rows of all pieces, one after the other; `itemsize` if there are none."""
+    columns = values = nnz = 0
+    for entries, itemsize, of_columns, of_values in pieces:
+        columns = combine_crc32(columns, of_columns, 4 * entries)
+        values = combine_crc32(values, of_values, itemsize * entries)
+        nnz += entries
+    return nnz, itemsize, columns, values
+
+
+def join_fingerprints(indptr: np.ndarray, pieces: Sequence[Piece], shape: tuple[int, int]) -> str:
+    """Fingerprint of a matrix of that shape from its row pointers and those of its rows, piece after piece."""
+    nnz, size, columns, values = join_pieces(pieces)
+    crc = combine_crc32(_crc32(np.asarray(indptr, dtype=np.int64)), columns, 4 * nnz)
+    return f"{shape[0]}x{shape[1]}-{nnz}-{combine_crc32(crc, values, size * nnz):08x}"
+
+
+def _crc32(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None, ratings: Any = None) -> Checkpoint:
+    """Judge where checkpoints go and make the folder; fails before training rather than after.
+
+    Parameters
+    ----------
+    checkpoint : path-like or Checkpoint
+    resume_from : path-like, optional
+        As given to ``fit``.
+    ratings : Ratings or matrix, optional
+        What is fitted; labels that no model file can hold are refused.
+
+    Raises
+    ------
+    NotADirectoryError, PermissionError
+    FileExistsError
+        The folder holds checkpoints that this run does not continue: two runs would replace each other's. Or it is a
+        store of ratings.
+    TypeError
+        Labels other than strings and numbers.
+    """
+    checkpoint = Checkpoint.check(checkpoint)
+    path = checkpoint.folder
+    resume_from = None if resume_from is None else check_path("resume_from", resume_from)
+    if isinstance(ratings, (Ratings, Store)):
+        check_storable_labels("user_ids", ratings.user_ids)
+        check_storable_labels("item_ids", ratings.item_ids)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"checkpoint {str(path)!r} is a file; give a folder")
+    if (path / MANIFEST).exists():
+        raise FileExistsError(f"checkpoint folder {str(path)!r} is a store of ratings; give another folder")
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"checkpoint folder {str(path)!r} cannot be written to")
+    newest = [each.path for each in _listed(path)[-1:]]
+    if newest and (resume_from is None or Path(resume_from).resolve() not in (path.resolve(), newest[0].resolve())):
+        raise FileExistsError(
+            f"checkpoint folder {str(path)!r} holds checkpoints of an earlier run, the newest {newest[0].name}: "
+            f"continue it with resume_from={str(path)!r}, or give another folder"
+        )
+    for left_behind in path.glob(f"{UNFINISHED}*.tmp"):  # by a run that was killed
+        left_behind.unlink(missing_ok=True)
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """One completed iteration: what a model file says of it, and the factors, wherever they are."""
+
+    iteration: int
+    metadata: dict[str, str]
+    state: State
+
+    def away(self) -> list[AwayFactors]:
+        """What of the factors is not in arrays of the host."""
+        return [each for each in (self.state.user, self.state.item) if isinstance(each, AwayFactors)]
+
+    def let_go(self) -> None:
+        """Forget copies that were made for the file alone."""
+        for factors in self.away():
+            factors.let_go()
+
+
+class Writer:
+    """Writes checkpoints in a thread of its own, while the fit goes on.
+
+    A write that fails (a full disk, no memory for the copy from a GPU) is logged and tried again with the next
+    iteration; what was written before stays. A folder that somebody has removed is made again.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        As `prepare` returned it.
+    extra : dict
+        Goes into the state of each file: the fingerprint of the data as "data", and what else a resumed fit needs.
+    completed : int
+        Iterations that a resumed fit has behind it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, extra: dict[str, Any], completed: int = 0) -> None:
+        self.checkpoint, self.extra = checkpoint, extra
+        self._written = completed
+        self._newest: Path | None = None  # the file that was written last
+        self._next_time = time.monotonic() + 60 * (checkpoint.minutes or 0)
+        self._lasting: dict[str, np.ndarray] | None = None
+        self._waiting: _Snapshot | None = None
+        self._busy = self._closed = self._failed = False
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Wait until the newest state is on the disk; a second Ctrl-C does not wait."""
+        try:
+            self._wait(report=kind is None)
+        finally:
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+
+    def due(self, iteration: int) -> bool:
+        """Whether this iteration is one to write: by the schedule, or since the write before has failed."""
+        return self._failed or (time.monotonic() >= self._next_time and iteration % self.checkpoint.every == 0)
+
+    def offer(self, model: Any) -> None:
+        """Take the model's state, that of a completed iteration, if a checkpoint is due.
+
+        Raises what went wrong in the thread, unless it is of the kind that is tried again.
+        """
+        self._raise()
+        if self.due(model.n_iter_):
+            self._take(model)
+
+    def finish(self, model: Any) -> None:
+        """Take the state of the last iteration, if it is not written yet, or what was written is gone."""
+        self._wait(report=False)
+        if model.n_iter_ > self._written or (self._newest is not None and not self._newest.exists()):
+            self._take(model)
+
+    def release(self) -> bool:
+        """Wait until no state is held here any more; False in the thread that writes, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            return False
+        self._wait(report=False)
+        return True
+
+    def _take(self, model: Any) -> None:
+        if self._lasting is None:
+            self._lasting = lasting_tensors(model, include_seen=self.checkpoint.include_seen)
+        # the history grows while the thread writes: it is put into words here
+        snapshot = _Snapshot(model.n_iter_, model_metadata(model, self.extra), model._learned.state)
+        for factors in snapshot.away():
+            factors.wait_by(self.release)
+        self._next_time = time.monotonic() + 60 * (self.checkpoint.minutes or 0)
+        with self._changed:
+            self._waiting = snapshot
+            if self._thread is None:
+                # a daemon: a second Ctrl-C ends the process though a disk does not answer
+                self._thread = threading.Thread(target=self._run, name="hybridmf-checkpoint", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _wait(self, *, report: bool) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is None and not self._busy)
+            if report:
+                self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._closed)
+                snapshot, self._waiting = self._waiting, None
+                if snapshot is None:
+                    return
+                self._busy = True
+            try:
+                self._try_to_write(snapshot)
+            finally:
+                snapshot.let_go()
+                del snapshot  # what it holds of a device is free again
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _try_to_write(self, snapshot: _Snapshot) -> None:
+        try:
+            self._write(snapshot)
+            self._failed, self._written = False, snapshot.iteration
+        except (OSError, MemoryError) as error:
+            self._failed = True
+            logger.warning(
+                "the checkpoint of iteration %d could not be written to %r (%s: %s); training goes on, %s; "
+                "the next iteration tries again",
+                snapshot.iteration,
+                str(self.checkpoint.folder),
+                type(error).__name__,
+                str(error),  # as text: whoever keeps the record would keep the state by the traceback
+                self._newest_said(),
+            )
+        except Exception as error:  # a device that failed, a fault of ours: for the fit to raise
+            self._error = error
+
+    def _newest_said(self) -> str:
+        """What there is to resume from, in words."""
+        if not self._written:
+            return "there is none yet"
+        if self._newest is not None and not self._newest.exists():
+            return f"the one of iteration {self._written} is gone"
+        return f"iteration {self._written} is the newest that is safe"
+
+    def _write(self, snapshot: _Snapshot) -> None:
+        """Write the file, then remove those before the last ones that are kept."""
+        folder, lasting = self.checkpoint.folder, self._lasting
+        assert lasting is not None
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            logger.warning(
+                "checkpoint folder %r was removed during the fit, with what was in it: made again", str(folder)
+            )
+        tensors = state_tensors(snapshot.state.on_host(), resumable=True) | lasting
+        newest = folder / _file_name(snapshot.iteration)
+        write_atomically(
+            newest,
+            lambda file: write_model(file, snapshot.metadata, tensors),
+            prefix=UNFINISHED,
+        )
+        self._newest = newest
+        # later ones could not be read when this run was resumed from one before them; somebody keeps renamed ones
+        ours = [each for each in _listed(folder) if each.iteration <= snapshot.iteration and not each.renamed]
+        for old in ours[: -self.checkpoint.keep]:
+            old.path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(writer: Writer | None) -> Any:
+    """The writer, closed in the end; or nothing."""
+    if writer is None:
+        yield None
+        return
+    with writer:
+        yield writer
+
+
+@dataclass(frozen=True, order=True)
+class _Found:
+    """A file of a folder that is called as checkpoints are, in the order of what they hold."""
+
+    iteration: int
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> _Found | None:
+        """What is there; None for other files. A file that does not tell its iteration has that of its name."""
+        named = _NAME.fullmatch(path.name)
+        if named is None:
+            return None
+        stored = stored_iteration(path)
+        return cls(int(named[1]) if stored is None else stored, path)
+
+    @property
+    def renamed(self) -> bool:
+        """Whether its name tells another iteration than it holds."""
+        return self.path.name != _file_name(self.iteration)
+
+
+def _file_name(iteration: int) -> str:
+    return f"checkpoint-{iteration:06d}.safetensors"
+
+
+def _listed(directory: Path) -> list[_Found]:
+    return sorted(filter(None, map(_Found.at, directory.iterdir())))
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
+    """Whether there is anything to resume from in a folder, which need not exist."""
+    return Path(directory).is_dir() and any(_NAME.fullmatch(path.name) for path in Path(directory).iterdir())
+
+
+def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = False) -> ModelFile:
+    """Find the checkpoint to resume from: a file, or the newest readable one of a folder.
+
+    `mapped`: the factors stay in the file, for a fit that has no room for them in memory.
+
+    Raises
+    ------
+    FileNotFoundError
+        The folder holds no checkpoint.
+    ModelFileError
+        It belongs to other data or other parameters, which are named, or cannot be read.
+    """
+    path = check_path("resume_from", path)
+    content = _newest(Path(path), mapped) if Path(path).is_dir() else ModelFile(path, mapped=mapped)
+    name = str(content.path)
+    if "data" not in content.summary:
+        raise ModelFileError(f"{name!r} is a saved model, not a checkpoint; pass what checkpoint= wrote")
+    if content.model != type(model).__name__:
+        raise ModelFileError(f"{name!r} is a checkpoint of {content.model}, not of {type(model).__name__}")
+    ours = jsonable(model.get_params(deep=False))
+    for key, value in content.params.items():
+        if key not in FREE_PARAMS and ours.get(key) != value:
+            raise ModelFileError(f"{name!r} was written with {key}={value!r}, this model has {key}={ours.get(key)!r}")
+    content.check_model(model)
+    if content.summary["data"] != data:
+        raise ModelFileError(
+            f"{name!r} was written for other data ({content.summary['data']}, this is {data}: "
+            "users x items - entries - checksum); resume with the same ratings"
+        )
+    shape = f"{len(content.state.user)}x{len(content.state.item)}"
+    if not data.startswith(f"{shape}-"):
+        raise ModelFileError(f"{name!r} is corrupt: it holds factors of {shape} users x items for other data ({data})")
+    _warn_of_too_many(content, model.iterations)
+    return content
+
+
+def _warn_of_too_many(content: ModelFile, iterations: int) -> None:
+    """Say that a fit of so many iterations in all ends with more; with as many, it was resumed when it was done."""
+    completed = int(content.summary["n_iter"])
+    if completed > iterations:
+        logger.warning(
+            "%r has %d iterations behind it and iterations=%d counts them in: nothing is trained, the model is that of "
+            "the checkpoint; set iterations to more than %d to go on, or resume from an earlier checkpoint",
+            str(content.path),
+            completed,
+            iterations,
+            completed,
+        )
+
+
+def _newest(directory: Path, mapped: bool) -> ModelFile:
+    found = _listed(directory)
+    if not found:
+        raise FileNotFoundError(f"resume_from folder {str(directory)!r} holds no checkpoint")
+    problem: ModelFileError | None = None
+    for each in reversed(found):
+        try:
+            return ModelFile(each.path, mapped=mapped)
+        except ModelFileError as error:
+            problem = error
+            logger.warning("checkpoint passed over: %s", error)
+    assert problem is not None
+    raise problem

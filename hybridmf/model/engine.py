@@ -1,0 +1,75 @@
+"""What serving asks of a backend, and which backend serves a plan."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import Factors, Objective, Side, State
+from ..errors import DeviceError
+from ..plan.make import Plan
+
+logger = logging.getLogger("hybridmf")
+
+GPU_SCORES = 2e10
+"""Multiply-adds of scores from which a GPU serves top-N: below, the CPU answers before the items are uploaded."""
+
+
+class Engine(Protocol):
+    """Top-N, fold-in and the objective on one device; NumPy arrays in and out."""
+
+    name: str
+
+    def pack(self, items: np.ndarray) -> Any:
+        """Items in the layout `top_k` reads, made once; shape (n_items, rank)."""
+
+    def top_k(
+        self, users: np.ndarray, packed: Any, n: int, seen: sp.csr_array | None, candidates: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and scores, shape (n_users, n), of the `n` best items; -1 and -inf where fewer are left."""
+
+    def gram(self, fixed: Factors, objective: Objective) -> Any:
+        """What `fold_in` needs of the fixed side whatever the rows are."""
+
+    def fold_in(
+        self, side: Side, matrix: sp.csr_array, objective: Objective, fixed: Factors, mean: float, gram: Any
+    ) -> Factors:
+        """Exact factors of new rows of `side`."""
+
+    def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
+        """The objective at a state on given data, in float64."""
+
+
+def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
+    """The backend that serves a model fitted by `plan`: its GPU if it is there and the work is worth it, else the CPU.
+
+    Factors that had no room on the GPU during the fit have none while they are served: the CPU takes them as they are.
+
+    Parameters
+    ----------
+    plan : Plan
+    scores : float
+        Multiply-adds of the scores that are asked for.
+    """
+    from ..cpu.engine import CpuEngine
+
+    if plan.gpu is None or plan.factors_away:
+        return CpuEngine(plan if plan.device == "cpu" else on_cpu(plan))
+    if scores >= GPU_SCORES:
+        from ..device.cuda import open_device
+        from ..gpu.engine import GpuEngine
+
+        try:
+            return GpuEngine(open_device(plan.device), plan)
+        except DeviceError as error:
+            logger.warning("%s; the CPU serves the model instead", error)
+    return CpuEngine(on_cpu(plan))
+
+
+def on_cpu(plan: Plan) -> Plan:
+    """The plan of serving on the CPU what a GPU has fitted."""
+    return replace(plan, device="cpu", gpu=None, assembly="simd", reorder="none", tile_rows=0, tile_cols=0)

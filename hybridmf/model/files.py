@@ -1,0 +1,450 @@
+"""Model files: safetensors with a JSON header, written atomically, judged when read.
+
+Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biased models); ``user_squares``,
+``item_squares``, ``user_bias_squares``, ``item_bias_squares`` (checkpoints of AdaGrad); ``seen_indptr``,
+``seen_indices`` (what users have seen); ``user_ids``, ``item_ids`` (labels: integers as int64 or uint64, others as the
+UTF-8 bytes of a JSON list). Metadata: ``format``, ``version``, ``model`` (class name), ``params``, ``state`` and
+``checksums``, the last three JSON objects. Kernels trust a loaded model, so a file that contradicts itself anywhere is
+refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import safetensors
+
+from .. import _formats
+from ..core.files import write_atomically as write_atomically
+from ..core.objective import Factors, State
+from ..core.validate import check_int, check_real, make_csr
+from ..data.labels import plain_array
+from ..errors import ModelFileError
+
+FORMAT, VERSION = "hybridmf", 1
+
+SQUARES = ("user_squares", "item_squares", "user_bias_squares", "item_bias_squares")
+TENSORS = frozenset(
+    ["user_factors", "item_factors", "user_bias", "item_bias", "seen_indptr", "seen_indices", "user_ids", "item_ids"]
+) | set(SQUARES)
+DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "int32": "I32", "uint8": "U8"}
+"""NumPy's names of dtypes, and those of safetensors."""
+
+LARGE = frozenset(["user_factors", "item_factors"])
+"""Tensors that may be larger than memory."""
+
+CHECKED_ROWS = 65536
+"""Rows of a tensor that are looked at together."""
+
+LABEL_DTYPES = (np.int64, np.uint64, np.uint8)
+MAX_COUNT = int(np.iinfo(np.int64).max)
+
+
+def check_storable_labels(name: str, labels: Any) -> list[Any]:
+    """Labels as plain Python values.
+
+    Parameters
+    ----------
+    name : str
+        Argument name for messages.
+    labels : array, list or None
+        None, for rows that have no labels, gives an empty list.
+
+    Raises
+    ------
+    TypeError
+        A label that is neither a string nor a number.
+    """
+    plain = [
+        label.item() if isinstance(label, np.generic) and label.dtype.kind in "biufU" else label
+        for label in (() if labels is None else labels)
+    ]
+    kinds = set(map(type, plain))
+    if not kinds <= {str, int, float, bool}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise TypeError(
+            f"{name} holds labels of type {names}; only strings and numbers can be saved: relabel them first"
+        )
+    return plain
+
+
+def encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
+    """Labels as a tensor: integers as they are, others as the bytes of a JSON list."""
+    if labels.dtype.kind in "iu":
+        return labels.astype(np.uint64 if labels.dtype == np.uint64 else np.int64)
+    return np.frombuffer(json.dumps(check_storable_labels(name, labels)).encode(), dtype=np.uint8)
+
+
+def decode_labels(name: str, tensor: np.ndarray) -> np.ndarray:
+    """Labels of a tensor that `encode_labels` made."""
+    if tensor.dtype != np.uint8:
+        return tensor
+    plain = json.loads(tensor.tobytes().decode())
+    if not isinstance(plain, list):
+        raise TypeError(f"{name} is a JSON {type(plain).__name__}, expected a list")
+    return plain_array(check_storable_labels(name, plain))
+
+
+def jsonable(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters as JSON can hold them; a Generator cannot be stored and becomes None."""
+    plain: dict[str, Any] = {}
+    for key, value in params.items():
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, (type, np.dtype)):
+            value = np.dtype(value).name
+        if isinstance(value, tuple):
+            value = list(value)
+        plain[key] = value if isinstance(value, (str, int, float, bool, list, type(None))) else None
+    return plain
+
+
+def _json_default(value: Any) -> Any:
+    """NumPy scalars and arrays, such as callbacks put into records, as Python has them."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise TypeError(
+        f"history_ holds a value of type {type(value).__name__}; only numbers, strings, lists and dicts can be saved: "
+        "let the callback put nothing else into its record"
+    )
+
+
+def _tensor_params(state: State) -> dict[str, Any]:
+    """Parameters that the tensors themselves tell."""
+    matrix = state.user.matrix
+    return {"factors": matrix.shape[1], "dtype": matrix.dtype.name, "biases": state.user.bias is not None}
+
+
+def _squares(state: State) -> dict[str, np.ndarray]:
+    """AdaGrad's sums of squares as tensors; none where the state has none."""
+    tensors: dict[str, np.ndarray] = {}
+    for side, factors in (("user", state.user), ("item", state.item)):
+        if factors.squares is not None:
+            tensors[f"{side}_squares"] = factors.squares.matrix
+            if factors.squares.bias is not None:
+                tensors[f"{side}_bias_squares"] = factors.squares.bias
+    return tensors
+
+
+def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str, str]:
+    """What a model file says of a fitted model beside its tensors; `extra` goes into its state."""
+    summary = {
+        "mean": model._learned.state.mean,
+        "n_iter": model.n_iter_,
+        "history": model.history_,
+        "nnz": model.plan_.nnz,
+        "total": model._learned.total,
+    } | (extra or {})
+    return {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "model": type(model).__name__,
+        "params": json.dumps(model._learned.params),  # as they were at the fit
+        "state": json.dumps(summary, default=_json_default),
+    }
+
+
+def state_tensors(state: State, *, resumable: bool = False) -> dict[str, np.ndarray]:
+    """Tensors that change while a fit goes on; `resumable` adds what only the fit needs."""
+    tensors = {"user_factors": state.user.matrix, "item_factors": state.item.matrix}
+    if state.user.bias is not None and state.item.bias is not None:
+        tensors |= {"user_bias": state.user.bias, "item_bias": state.item.bias}
+    return tensors | _squares(state) if resumable else tensors
+
+
+def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.ndarray]:
+    """Tensors that stay the same while a fit goes on: labels, and what users have seen."""
+    tensors: dict[str, np.ndarray] = {}
+    if include_seen and model._learned.seen is not None:
+        seen = model._learned.seen_matrix()
+        tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
+    for name in ("user_ids", "item_ids"):
+        labels = getattr(model, f"{name}_")
+        if labels is not None:
+            tensors[name] = encode_labels(name, labels)
+    return tensors
+
+
+def write_model(file: BinaryIO, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
+    """Write a model file: safetensors, laid out here so that tensors go to the file without a copy of them all.
+
+    One model, one file: names and metadata are in order, which the library leaves to a hash map. The widest elements
+    come first, so that every tensor is aligned.
+    """
+    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    metadata = metadata | {"checksums": json.dumps(_checksums(metadata, tensors), sort_keys=True)}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    end = 0
+    for name in names:
+        array, start = tensors[name], end
+        end += array.nbytes
+        header[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        file.write(_bytes_of(tensors[name]))
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _checksums(metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> dict[str, int]:
+    """CRC-32 of each tensor, and of what the metadata say, under the name ""."""
+    said = "\0".join(metadata[name] for name in ("model", "params", "state"))
+    return {"": zlib.crc32(said.encode())} | {name: zlib.crc32(_bytes_of(array)) for name, array in tensors.items()}
+
+
+def _all_finite(array: np.ndarray) -> bool:
+    """Whether no value is infinite or NaN; of integers none is."""
+    if array.dtype.kind != "f":
+        return True
+    return all(bool(np.isfinite(array[k : k + CHECKED_ROWS]).all()) for k in range(0, len(array), CHECKED_ROWS))
+
+
+class ModelFile:
+    """A model file whose content was checked.
+
+    Attributes
+    ----------
+    model : str
+        Class name.
+    params, summary : dict
+        Constructor parameters; ``mean``, ``n_iter``, ``nnz``, ``total``, ``history`` and what else was stored.
+    state : State
+    seen : csr_array or None
+    user_ids, item_ids : array or None
+
+    Parameters
+    ----------
+    path : path-like
+    mapped : bool
+        Factors are mapped from the file, not read into memory; it must not be written to while they are used.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, mapped: bool = False) -> None:
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise IsADirectoryError(f"path {str(path)!r} is a folder, not a model file")
+        if not self.path.exists():
+            raise FileNotFoundError(f"there is no model file {str(path)!r}")
+        metadata, tensors = self._read(LARGE if mapped else frozenset())
+        if metadata.get("format") != FORMAT:
+            raise self._error("is a safetensors file, but not a hybridmf model")
+        if metadata.get("version") != str(VERSION):
+            raise self._error(
+                f"has format version {metadata.get('version')!r}; this hybridmf reads version {VERSION}: "
+                "upgrade hybridmf or save the model again"
+            )
+        try:
+            self._check_sums(metadata, tensors)
+            self.model = metadata["model"]
+            self.params = self._object("params", metadata["params"])
+            self.summary = self._object("state", metadata["state"])
+            self._check_summary()
+            self._require(tensors.keys() <= TENSORS, f"unknown tensors {sorted(tensors.keys() - TENSORS)}")
+            self.state = self._state(tensors)
+            self.seen = self._seen(tensors)
+            self.user_ids = self._labels("user_ids", tensors, len(self.state.user))
+            self.item_ids = self._labels("item_ids", tensors, len(self.state.item))
+        except ModelFileError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise self._error(f"is corrupt: {type(error).__name__}: {error}") from error
+
+    def _error(self, problem: str) -> ModelFileError:
+        return ModelFileError(f"{str(self.path)!r} {problem}")
+
+    def _require(self, sound: bool, problem: str) -> None:
+        if not sound:
+            raise self._error(f"is corrupt: {problem}")
+
+    def _read(self, to_map: frozenset[str]) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+        try:
+            with safetensors.safe_open(self.path, framework="numpy") as file:
+                metadata, names = file.metadata() or {}, file.keys()
+                return metadata, {
+                    name: self._mapped(name) if name in to_map else file.get_tensor(name) for name in names
+                }
+        except (safetensors.SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise self._error(
+                f"is not a complete model file ({error}); it is truncated, altered, or of another format"
+            ) from error
+
+    def _mapped(self, name: str) -> np.ndarray:
+        """A tensor as it is in the file, whose header the library has checked."""
+        with open(self.path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            found = json.loads(file.read(size))[name]
+        dtype = next(known for known, short in DTYPES.items() if short == found["dtype"])
+        shape, begin = tuple(found["shape"]), 8 + size + found["data_offsets"][0]
+        if 0 in shape:  # nothing cannot be mapped
+            return np.zeros(shape, dtype)
+        return np.memmap(self.path, dtype, "r", begin, shape)
+
+    def _check_sums(self, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
+        if "checksums" not in metadata:  # written before there were any
+            return
+        expected = self._object("checksums", metadata["checksums"])
+        found = _checksums(metadata, tensors)
+        for name in sorted(expected.keys() | found.keys()):
+            what = f"{name} was" if name else "its metadata were"
+            same = expected.get(name) == found.get(name)
+            self._require(same, f"{what} altered or damaged after it was written (the checksum differs)")
+
+    def _object(self, name: str, text: str) -> dict[str, Any]:
+        found = json.loads(text)
+        self._require(isinstance(found, dict), f"{name} is a JSON {type(found).__name__}, expected an object")
+        return found
+
+    def _check_summary(self) -> None:
+        summary = self.summary
+        check_real("mean", summary["mean"])
+        check_int("n_iter", summary["n_iter"], 0, MAX_COUNT)
+        check_int("nnz", summary["nnz"], 0, MAX_COUNT)
+        if summary.setdefault("total", None) is not None:
+            check_real("total", summary["total"])
+        history = summary["history"]
+        records = isinstance(history, list) and all(isinstance(record, dict) for record in history)
+        self._require(records, "history is not a list of records")
+
+    def _state(self, tensors: dict[str, np.ndarray]) -> State:
+        users, items = tensors["user_factors"], tensors["item_factors"]
+        self._require(
+            users.ndim == items.ndim == 2 and users.shape[1] == items.shape[1] and 0 not in users.shape + items.shape,
+            f"user_factors {users.shape} and item_factors {items.shape} do not fit together",
+        )
+        self._require(
+            users.dtype in (np.float32, np.float64) and users.dtype == items.dtype,
+            f"factors have dtypes {users.dtype} and {items.dtype}",
+        )
+        user_bias, item_bias = tensors.get("user_bias"), tensors.get("item_bias")
+        self._require((user_bias is None) == (item_bias is None), "one side has biases and the other has none")
+        for name, bias, factors in (("user_bias", user_bias, users), ("item_bias", item_bias, items)):
+            if bias is not None:
+                self._require(
+                    bias.shape == (len(factors),) and bias.dtype == factors.dtype,
+                    f"{name} has shape {bias.shape} and dtype {bias.dtype}, "
+                    f"expected ({len(factors)},) and {factors.dtype}",
+                )
+        for name, array in tensors.items():
+            self._require(_all_finite(array), f"{name} has values that are not finite")
+        squares = self._squares(tensors)
+        return State(
+            Factors(users, user_bias, squares.get("user")),
+            Factors(items, item_bias, squares.get("item")),
+            float(self.summary["mean"]),
+        )
+
+    def _squares(self, tensors: dict[str, np.ndarray]) -> dict[str, Factors]:
+        """Sums of squares of both sides: laid out as the factors and biases are, or two a row; {} without any."""
+        if not tensors.keys() & set(SQUARES):
+            return {}
+        for name in SQUARES:
+            twin = tensors.get(name.replace("_squares", "") if "bias" in name else name.replace("squares", "factors"))
+            sums = tensors.get(name)
+            alike = (twin is None) == (sums is None)
+            if twin is not None and sums is not None:
+                shapes = {twin.shape, *([(len(twin), 2)] if twin.ndim == 2 else [])}  # RPCS: two sums a row
+                alike = sums.shape in shapes and twin.dtype == sums.dtype and bool(np.all(sums >= 0))
+            self._require(alike, f"{name} does not fit what it belongs to")
+        widths = {tensors[f"{side}_squares"].shape[1] for side in ("user", "item")}
+        self._require(len(widths) == 1, "user_squares does not fit item_squares")
+        return {
+            side: Factors(tensors[f"{side}_squares"], tensors.get(f"{side}_bias_squares")) for side in ("user", "item")
+        }
+
+    def _seen(self, tensors: dict[str, np.ndarray]) -> Any:
+        if not tensors.keys() & {"seen_indptr", "seen_indices"}:
+            return None
+        indptr, indices = tensors["seen_indptr"], tensors["seen_indices"]
+        shape = (len(self.state.user), len(self.state.item))
+        self._require(_is_canonical(indptr, indices, shape), "the record of what users have seen is inconsistent")
+        return make_csr(indptr.astype(np.int64), indices.astype(np.int32), np.ones(len(indices), np.int8), shape)
+
+    def _labels(self, name: str, tensors: dict[str, np.ndarray], count: int) -> np.ndarray | None:
+        tensor = tensors.get(name)
+        if tensor is None:
+            return None
+        vector = tensor.ndim == 1 and tensor.dtype in LABEL_DTYPES
+        self._require(vector, f"{name} is a tensor of shape {tensor.shape} and dtype {tensor.dtype}")
+        labels = decode_labels(name, tensor)
+        self._require(len(labels) == count, f"{len(labels)} {name} for {count} rows of factors")
+        self._require(len(set(labels.tolist())) == count, f"{name} has a label more than once")
+        return labels
+
+    def check_model(self, model: Any) -> None:
+        """Raise unless the parameters of `model` describe the tensors: kernels get both and compare nothing."""
+        params = {"biases": False} | jsonable(model.get_params(deep=False))
+        for name, found in _tensor_params(self.state).items():
+            problem = f"its tensors are those of a model with {name}={found!r}, not {name}={params[name]!r}"
+            self._require(params[name] == found, problem)
+
+
+def _is_canonical(indptr: np.ndarray, indices: np.ndarray, shape: tuple[int, int]) -> bool:
+    """Whether these are the arrays of a CSR matrix whose columns ascend strictly within each row."""
+    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (indptr, indices)):
+        return False
+    indptr = indptr.astype(np.int64)  # unsigned differences would wrap around
+    return (
+        indptr.shape == (shape[0] + 1,)
+        and indptr[0] == 0
+        and indptr[-1] == len(indices)
+        and bool(np.all(indptr[:-1] <= indptr[1:]))
+        and (not len(indices) or 0 <= int(indices.min()) <= int(indices.max()) < shape[1])
+        and _formats.row_order_status(indptr, indices.astype(np.int32))[0] == _formats.SORTED_UNIQUE
+    )
+
+
+def stored_iteration(path: str | os.PathLike[str]) -> int | None:
+    """Iterations behind the model of a file by its header, which alone is read; None where it does not tell."""
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            found = json.loads((file.metadata() or {})["state"])["n_iter"]
+    except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return found if type(found) is int and found >= 0 else None
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Read a model that ``model.save(path)`` wrote.
+
+    Parameters
+    ----------
+    path : path-like
+
+    Returns
+    -------
+    estimator
+        Fitted, of the class that was saved.
+
+    Raises
+    ------
+    FileNotFoundError, IsADirectoryError
+    ModelFileError
+        Truncated, altered, of another format, or from a newer version.
+    """
+    import hybridmf
+
+    from .base import FactorModel
+
+    content = ModelFile(path)
+    public = (getattr(hybridmf, name) for name in hybridmf.__all__)
+    known = {cls.__name__: cls for cls in public if isinstance(cls, type) and issubclass(cls, FactorModel)}
+    if content.model not in known:
+        raise ModelFileError(
+            f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf knows {', '.join(sorted(known))}"
+        )
+    try:
+        model = known[content.model](**content.params)._restore(content)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelFileError(f"{str(path)!r} holds parameters this hybridmf cannot use: {error}") from error
+    content.check_model(model)
+    return model

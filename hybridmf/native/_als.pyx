@@ -1,0 +1,1030 @@
+"""Half sweeps of alternating least squares on multicore CPUs (Gates et al., IEEE Big Data 2015, figs. 4-6).
+
+For each row u of the target side, with entries k = (row u, fixed row i_k, rating r_k)
+
+    A = G + lambda s_u I + sum_k w_k y_k y_k^T        b = sum_k t_k y_k        solve A x = b
+
+    explicit   w = 1                     t = r - offset_i               G = 0
+    implicit   w = 1 + alpha |r| - w0    t = 1 + alpha |r|  if r > 0    G = w0 F^T F   (w0: unobserved weight)
+                                         t = 0              otherwise
+
+rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
+blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per workspace filled
+simd    ours: rows gathered with prefetching into an L1-sized workspace, b in the same pass; register-blocked symmetric
+        update of the needed triangle; our own Cholesky, while A is still in cache (kernels_impl.h)
+bals    over BALS tiles: a tile's distinct rows are copied once and serve all segments of the tile; kernels of simd
+
+Parallel over rows (bals: row blocks) with dynamic scheduling, because rows differ in degree; longest first, so that
+no thread is left with a long row at the end. One thread owns a row from assembly to solution and calls BLAS and
+LAPACK with one thread, so results are the same bits for any number of threads; rows beyond LONG_ROW entries (simd)
+are summed in segments of fixed size, which threads share and whose sums are added in order. A and the workspace of a
+thread stay in its cache. Only one triangle of A is filled: the lower one, column-major; the upper one, row-major.
+"""
+
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.math cimport fabs, isfinite, sqrt
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy, memset
+from scipy.linalg.cython_blas cimport dsyrk, ssyrk
+from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
+
+from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
+from hybridmf.native.kernels cimport (
+    HMF_PAD,
+    HMF_SYSTEMS,
+    apply_rows,
+    axpy,
+    cholesky,
+    combine,
+    dot,
+    dot_exact,
+    gather,
+    hmf_kernel_table,
+    hmf_kernels,
+    hmf_kernels_named,
+    real,
+    syr,
+    syrk_upper,
+    weigh,
+)
+
+# Assemblies, as the plan names them.
+RANK1 = 0
+BLAS3 = 1
+SIMD = 2
+cdef int _RANK1 = 0, _SIMD = 2
+
+# A row whose status is none of these holds the order of the leading minor that is not positive.
+OK = 0
+NON_FINITE = -1
+NEGATIVE_CURVATURE = -2
+cdef int32_t _NON_FINITE = -1, _NEGATIVE_CURVATURE = -2
+
+# Rows gathered before a syrk: at f = 64 in float32 they take 64 KB, which leaves room for A in a 256 KB L2.
+GATHER_ROWS = 256
+cdef Py_ssize_t _GATHER_ROWS = 256
+
+# Bytes of the rows gathered for one symmetric update: two thirds of a 48 KB L1, the rest is for tiles of A.
+cdef Py_ssize_t SIMD_GATHER_BYTES = 32 * 1024
+
+# Entries whose weights are computed at a time in conjugate gradients.
+cdef enum:
+    CG_CHUNK = 256
+
+# Largest rank our Cholesky solves; beyond it A leaves L2 and LAPACK's larger blocks win.
+OWN_CHOLESKY_RANK = 512
+cdef Py_ssize_t _OWN_CHOLESKY_RANK = 512
+
+# simd: rows of more entries are split into segments that threads share, so that none is left alone with a popular item.
+# The numbers are fixed: how a row is summed must not depend on the thread count.
+LONG_ROW = 32768
+SEGMENTS = 64
+cdef Py_ssize_t _SEGMENT = 8192, _SEGMENTS = 64
+
+# Rows of the Gram matrix summed in one syrk. Fixed, so that the sum does not depend on the thread count.
+cdef Py_ssize_t GRAM_ROWS = 512
+
+# Rows a thread takes at a time. Longest first and one at a time would balance best; 8 keeps the counter quiet.
+cdef enum:
+    ROW_CHUNK = 8
+
+
+cdef struct Weights:
+    # what turns a rating into a weight and a target; see the module docstring
+    bint implicit
+    double alpha
+    double unobserved
+
+
+cdef inline double _weight(Weights how, double rating) noexcept nogil:
+    return 1.0 + how.alpha * fabs(rating) - how.unobserved if how.implicit else 1.0
+
+
+cdef inline double _target(Weights how, double rating, double offset) noexcept nogil:
+    if how.implicit:
+        return 1.0 + how.alpha * fabs(rating) if rating > 0 else 0.0
+    return rating - offset
+
+
+def instruction_set():
+    """Name of the kernel table in use: "avx512", "avx2" or "portable" (HYBRIDMF_ISA chooses a lower one)."""
+    return hmf_kernels().name.decode()
+
+
+def can_run(str name):
+    """Whether this processor can run the kernels called `name`."""
+    return hmf_kernels_named(name.encode()) != NULL
+
+
+# ---------------------------------------------------------------------------------------------------- BLAS, LAPACK
+
+
+cdef inline void _syrk(int n, int k, real alpha, real* rows, real beta, real* a) noexcept nogil:
+    """Lower triangle of a (n x n) = beta a + alpha sum of rows^T rows; rows (k, n) row-major."""
+    if real is float:
+        ssyrk(b"L", b"N", &n, &k, &alpha, rows, &n, &beta, a, &n)
+    else:
+        dsyrk(b"L", b"N", &n, &k, &alpha, rows, &n, &beta, a, &n)
+
+
+cdef inline int32_t _cholesky_solve(int n, int ld, real* a, real* b, const real* diagonal,
+                                    real epsilon) noexcept nogil:
+    """b = a^-1 b by Cholesky, in place. Returns 0, the order of the failing leading minor, or NON_FINITE."""
+    cdef int info = 0, one = 1, j
+    cdef real pivot
+    if real is float:
+        spotrf(b"L", &n, a, &ld, &info)
+    else:
+        dpotrf(b"L", &n, a, &ld, &info)
+    if info != 0:
+        return info
+    for j in range(n):
+        pivot = a[j * ld + j] * a[j * ld + j]
+        if not isfinite(pivot):
+            return _NON_FINITE
+        # A pivot that is all cancellation means the matrix is singular to working precision, though potrf got by.
+        if pivot <= epsilon * diagonal[j]:
+            return j + 1
+    if real is float:
+        spotrs(b"L", &n, &one, a, &ld, b, &n, &info)
+    else:
+        dpotrs(b"L", &n, &one, a, &ld, b, &n, &info)
+    for j in range(n):
+        if not isfinite(b[j]):
+            return _NON_FINITE
+    return 0
+
+
+def gram(const real[:, ::1] factors, int n_threads, bint blas=False):
+    """F^T F in float64, by blocks of fixed size whose sums are added in order: the same bits for any thread count.
+
+    Parameters
+    ----------
+    factors : float32 or float64 array, shape (n_rows, rank)
+    n_threads : int
+    blas : bool
+        Sum blocks by BLAS (Gates fig. 4), which the caller holds to one thread; else by our own kernel.
+
+    Returns
+    -------
+    float64 array, shape (rank, rank)
+    """
+    cdef Py_ssize_t n_rows = factors.shape[0], rank = factors.shape[1], ld = _padded(rank)
+    # At most 256 partial sums, fewer where they are large, or blocks of GRAM_ROWS while there are fewer rows: numbers
+    # that do not depend on the thread count.
+    cdef Py_ssize_t most_parts = max(16, min(256, (1 << 23) // (ld * ld)))
+    cdef Py_ssize_t rows_per_part = max(GRAM_ROWS, (n_rows + most_parts - 1) // most_parts)
+    cdef Py_ssize_t n_parts = (n_rows + rows_per_part - 1) // rows_per_part
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    parts = np.zeros((max(n_parts, 1), ld, ld))
+    cdef double[:, :, ::1] part_view = parts
+    cdef double[:, ::1] scratch = np.zeros((n_threads, GRAM_ROWS * ld))
+    cdef Py_ssize_t part
+    for part in prange(n_parts, nogil=True, schedule="dynamic", num_threads=n_threads):
+        _gram_part(table, factors, part * rows_per_part, min(n_rows, (part + 1) * rows_per_part), blas,
+                   &scratch[hmf_thread_id(), 0], &part_view[part, 0, 0])
+    total = np.triu(parts.sum(axis=0)[:rank, :rank])
+    return total + np.triu(total, 1).T
+
+
+cdef void _gram_part(const hmf_kernel_table* table, const real[:, ::1] factors, Py_ssize_t start, Py_ssize_t stop,
+                     bint blas, double* scratch, double* out) noexcept nogil:
+    cdef Py_ssize_t row, end, k, j, rank = factors.shape[1], ld = _padded(rank)
+    row = start
+    while row < stop:
+        end = min(row + GRAM_ROWS, stop)
+        for k in range(end - row):
+            for j in range(rank):
+                scratch[k * ld + j] = factors[row + k, j]
+        if blas:    # its lower triangle, column-major, is the upper one, row-major
+            _syrk[double](<int> ld, <int> (end - row), 1.0, scratch, 1.0, out)
+        else:
+            syrk_upper[double](table, end - row, ld, <const double*> scratch, 1.0, out)
+        row = end
+
+
+# -------------------------------------------------------------------------------------------------- one row's system
+
+
+cdef void _start_system(
+        Py_ssize_t rank,
+        const real* gram_matrix,   # IN   (rank, rank) symmetric, or NULL
+        const real* ridge,         # IN   (rank,) lambda, 0 for a bias
+        double scale,              # IN   s_u
+        real* a, real* b) noexcept nogil:   # OUT (rank, rank), (rank,)
+    cdef Py_ssize_t j
+    if gram_matrix != NULL:
+        memcpy(a, gram_matrix, rank * rank * sizeof(real))
+    else:
+        memset(a, 0, rank * rank * sizeof(real))
+    for j in range(rank):
+        a[j * rank + j] += <real> (scale * ridge[j])
+    memset(b, 0, rank * sizeof(real))
+
+
+cdef void _add_rank1(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        real* a, real* b) noexcept nogil:   # IN OUT
+    """ALS_CORE of fig. 5: A += w y y^T, b += t y, entry by entry."""
+    cdef Py_ssize_t k
+    cdef const real* y
+    for k in range(n_entries):
+        y = fixed + columns[k] * rank
+        syr(table, rank, <real> _weight(how, ratings[k]), y, a)
+        axpy(table, rank, <real> _target(how, ratings[k], offsets[columns[k]] if offsets != NULL else 0.0), y, b)
+
+
+cdef void _add_blas3(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        real* gathered,                     # scratch (GATHER_ROWS, rank)
+        real* a, real* b) noexcept nogil:   # IN OUT
+    """ALS_CORE of fig. 6: gather sqrt|w| y, then syrk. Negative weights (w0 > 1) take a second pass that subtracts."""
+    cdef Py_ssize_t k, j, n_negative = 0
+    cdef int filled = 0, sign
+    cdef double weight
+    cdef real root
+    cdef const real* y
+    cdef real* row
+    for sign in range(1, -2, -2):
+        if sign < 0 and n_negative == 0:
+            break
+        for k in range(n_entries):
+            weight = sign * _weight(how, ratings[k])
+            y = fixed + columns[k] * rank
+            if sign > 0:
+                axpy(table, rank,
+                     <real> _target(how, ratings[k], offsets[columns[k]] if offsets != NULL else 0.0), y, b)
+                n_negative += weight < 0
+            if weight <= 0:
+                continue
+            root = <real> sqrt(weight)
+            row = gathered + filled * rank
+            for j in range(rank):
+                row[j] = root * y[j]
+            filled += 1
+            if filled == _GATHER_ROWS:
+                _syrk(<int> rank, filled, <real> sign, gathered, <real> 1.0, a)
+                filled = 0
+        if filled:
+            _syrk(<int> rank, filled, <real> sign, gathered, <real> 1.0, a)
+            filled = 0
+
+
+cdef int32_t _finish_system(Py_ssize_t rank, real* a, real* b, real* diagonal, real epsilon,
+                            real* out) noexcept nogil:
+    """Solve and store; `out` is only written on success."""
+    cdef Py_ssize_t j
+    cdef int32_t status
+    for j in range(rank):
+        diagonal[j] = a[j * rank + j]
+    status = _cholesky_solve(<int> rank, <int> rank, a, b, diagonal, epsilon)
+    if status == 0:
+        memcpy(out, b, rank * sizeof(real))
+    return status
+
+
+cdef void _apply_system(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix,            # IN   (ld, ld) zero-padded, or NULL
+        const real* ridge, double scale,
+        bint residual,                      # out = b - A p instead of A p
+        const real* p,
+        real* weight,                       # scratch (2 * CG_CHUNK,)
+        real* out) noexcept nogil:          # OUT (ld,)
+    """out = A p, or b - A p, without forming A: one pass over the row's entries and one over the Gram matrix."""
+    cdef real sign = <real> (-1.0 if residual else 1.0)
+    cdef real* target = weight + CG_CHUNK
+    cdef Py_ssize_t ld = _padded(rank), j, k, n, start = 0
+    memset(out, 0, ld * sizeof(real))
+    if gram_matrix != NULL:
+        combine(table, rank, ld, gram_matrix, p, out)
+    for j in range(rank):
+        out[j] = sign * (out[j] + <real> (scale * ridge[j]) * p[j])
+    while start < n_entries:
+        n = min(CG_CHUNK, n_entries - start)
+        if how.implicit:
+            for k in range(n):
+                weight[k] = <real> _weight(how, ratings[start + k])
+        if residual:
+            for k in range(n):
+                target[k] = <real> _target(how, ratings[start + k],
+                                           offsets[columns[start + k]] if offsets != NULL else 0.0)
+        apply_rows(table, n, rank, fixed, columns + start, <const real*> weight if how.implicit else NULL,
+                   <const real*> target if residual else NULL, sign, p, out)
+        start += n
+
+
+cdef void _form_system(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix, const real* ridge, double scale,
+        const real* partial,                # IN   sums of the entries, as of partial_rows, or NULL: not made yet
+        real* v,                            # scratch: gathered rows, their roots and targets
+        real* a, real* b) noexcept nogil:   # OUT (ld, ld) both halves, (ld,) behind it
+    """A and b of one row, by the kernels of the exact solver."""
+    cdef Py_ssize_t ld = _padded(rank), i, j
+    _start_padded(rank, gram_matrix, ridge, scale, a, b)
+    if partial != NULL:
+        axpy(table, (ld + 1) * ld, <real> 1.0, partial, a)
+    else:
+        _simd_add(table, how, rank, rank, fixed, columns, ratings, offsets, n_entries, NULL, v, a, b)
+    for i in range(rank):
+        for j in range(i):
+            a[i * ld + j] = a[j * ld + i]
+
+
+cdef int32_t _conjugate_gradient(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix, const real* ridge, double scale,
+        const real* partial,                # IN   sums of the entries, as of partial_rows, or NULL; needs `formed`
+        int n_steps, bint formed,
+        real* work,                         # scratch (workspace_size(rank),)
+        real* x) noexcept nogil:            # IN OUT (rank,) warm start -> solution
+    """`n_steps` of conjugate gradients on A x = b from the x given; A is formed once, or a product walks the entries.
+
+    Stops early only where the residual has fallen by 1e-10 (squared 1e-20) or is about to underflow. Inner products are
+    summed in double.
+    """
+    cdef Py_ssize_t ld = _padded(rank), j
+    cdef real* r = work
+    cdef real* p = work + ld
+    cdef real* ap = work + 2 * ld
+    cdef real* weight = work + 3 * ld
+    cdef real* a = work + 3 * ld
+    cdef real* b = a + ld * ld
+    cdef int _step
+    cdef double rr, rr_first, rr_next, curvature, length
+    # a residual this small (squared) would underflow in the products of the next step
+    cdef double tiny = 1e-60 if sizeof(real) == 4 else 1e-290
+    if formed:
+        _form_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, partial,
+                     b + ld, a, b)
+        memset(ap, 0, ld * sizeof(real))
+        combine(table, rank, ld, <const real*> a, <const real*> x, ap)
+        for j in range(ld):
+            r[j] = b[j] - ap[j]
+    else:
+        _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, True,
+                      <const real*> x, weight, r)
+    memcpy(p, r, ld * sizeof(real))
+    rr = dot_exact(table, rank, <const real*> r, <const real*> r)
+    rr_first = rr
+    if not isfinite(rr):
+        return _NON_FINITE
+    for _step in range(n_steps):
+        if rr <= 1e-20 * rr_first or rr <= tiny:
+            break
+        if formed:
+            memset(ap, 0, ld * sizeof(real))
+            combine(table, rank, ld, <const real*> a, <const real*> p, ap)
+        else:
+            _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale,
+                          False, <const real*> p, weight, ap)
+        curvature = dot_exact(table, rank, <const real*> p, <const real*> ap)
+        if curvature <= 0:
+            return _NEGATIVE_CURVATURE
+        length = rr / curvature
+        axpy(table, rank, <real> length, <const real*> p, x)
+        axpy(table, rank, <real> -length, <const real*> ap, r)
+        rr_next = dot_exact(table, rank, <const real*> r, <const real*> r)
+        if not isfinite(rr_next):
+            return _NON_FINITE
+        for j in range(rank):
+            p[j] = r[j] + <real> (rr_next / rr) * p[j]
+        rr = rr_next
+    return 0
+
+
+def padded_rank(Py_ssize_t rank):
+    """Leading dimension of a system in ``assembly="simd"``."""
+    return _padded(rank)
+
+
+cdef inline Py_ssize_t _padded(Py_ssize_t rank) noexcept nogil:
+    return (rank + HMF_PAD - 1) // HMF_PAD * HMF_PAD
+
+
+cdef inline Py_ssize_t _simd_rows(Py_ssize_t ld, Py_ssize_t itemsize) noexcept nogil:
+    """Rows gathered for one symmetric update."""
+    return max(32, min(512, SIMD_GATHER_BYTES // (ld * itemsize)))
+
+
+cdef void _simd_add(
+        const hmf_kernel_table* table, Weights how,
+        Py_ssize_t width, Py_ssize_t stride,   # elements of a row that take part, and from row to row
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* predicted,              # IN   (n_entries,) what the model predicts already, or NULL
+        real* v,                            # scratch: gathered rows, then their roots and targets
+        real* a, real* b) noexcept nogil:   # IN OUT
+    """A += w y y^T, b += (t - w predicted) y."""
+    # Confidences below the unobserved weight make negative weights: those rows take a second pass that subtracts.
+    if _simd_pass(table, how, width, stride, fixed, columns, ratings, offsets, n_entries, predicted, <real> 1.0, v, a,
+                  b):
+        _simd_pass(table, how, width, stride, fixed, columns, ratings, offsets, n_entries, predicted, <real> -1.0, v, a,
+                   b)
+
+
+cdef Py_ssize_t _simd_pass(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t width, Py_ssize_t stride,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* predicted, real sign, real* v, real* a, real* b) noexcept nogil:
+    """`_simd_add` for the entries whose weight has the given sign; returns how many have the other."""
+    cdef Py_ssize_t ld = _padded(width), chunk = _simd_rows(ld, sizeof(real)), start = 0, n, k, n_opposite = 0
+    cdef real* root = v + chunk * ld
+    cdef real* target = root + chunk
+    while start < n_entries:
+        n = min(chunk, n_entries - start)
+        if how.implicit:
+            n_opposite += weigh(table, n, ratings + start, <real> how.alpha, <real> how.unobserved, sign, root, target)
+        else:
+            for k in range(n):
+                target[k] = ratings[start + k] - (offsets[columns[start + k]] if offsets != NULL else <real> 0.0)
+        if predicted != NULL:
+            for k in range(n):
+                target[k] -= (sign * root[k] * root[k] if how.implicit else <real> 1.0) * predicted[start + k]
+        gather(table, n, width, ld, fixed, stride, columns + start, n_entries - start,
+               <const real*> root if how.implicit else NULL, <const real*> target, v, b)
+        syrk_upper(table, n, ld, <const real*> v, sign, a)
+        start += n
+    return n_opposite
+
+
+cdef void _start_padded(Py_ssize_t rank, const real* gram_matrix, const real* ridge, double scale, real* a,
+                        real* b) noexcept nogil:
+    """`_start_system` with leading dimension _padded(rank)."""
+    cdef Py_ssize_t ld = _padded(rank), j
+    if gram_matrix != NULL:
+        memcpy(a, gram_matrix, ld * ld * sizeof(real))
+    else:
+        memset(a, 0, ld * ld * sizeof(real))
+    for j in range(rank):
+        a[j * ld + j] += <real> (scale * ridge[j])
+    memset(b, 0, ld * sizeof(real))
+
+
+cdef int32_t _solve_padded(const hmf_kernel_table* table, Py_ssize_t rank, real* a, real* b, real epsilon, real* work,
+                           real* out) noexcept nogil:
+    """Solve one system and store; work (4 * ld,)."""
+    cdef real* x = work
+    cdef Py_ssize_t code
+    _solve_side_by_side(table, 1, rank, &a, &b, epsilon, work + _padded(rank), &x, &code)
+    return _store(<int32_t> code, rank, <const real*> x, out)
+
+
+cdef void _solve_side_by_side(const hmf_kernel_table* table, int count, Py_ssize_t rank, real** a, real** b,
+                              real epsilon, real* work, real** x, Py_ssize_t* codes) noexcept nogil:
+    """x[k] = a[k]^-1 b[k] by our Cholesky, or by LAPACK where systems are large; work (3 * ld * count,)."""
+    cdef Py_ssize_t ld = _padded(rank), j
+    cdef int k
+    if rank <= _OWN_CHOLESKY_RANK:
+        cholesky(table, count, rank, ld, a, b, epsilon, work, x, codes)
+        return
+    for k in range(count):
+        for j in range(rank):
+            work[j] = a[k][j * ld + j]
+        codes[k] = _cholesky_solve(<int> rank, <int> ld, a[k], b[k], <const real*> work, epsilon)
+        memcpy(x[k], b[k], rank * sizeof(real))
+
+
+cdef void _simd_group(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int64_t* indptr, const int32_t* indices, const real* ratings, const real* offsets,
+        const real* gram_matrix,   # IN   (ld, ld) zero-padded, or NULL
+        const real* ridge, const double* scale, real epsilon,
+        const int64_t* rows, int n_rows,     # IN   at most HMF_SYSTEMS rows
+        real* work,                # scratch (workspace_size(rank),)
+        int32_t* status, real* out) noexcept nogil:
+    """ALS_CORE of fig. 6 with our own kernels from gathering to solution, for rows that are solved side by side."""
+    cdef Py_ssize_t ld = _padded(rank), row
+    cdef Py_ssize_t system = ld * ld + 2 * ld
+    cdef real* v = work + HMF_SYSTEMS * (system + 3 * ld)    # 3 ld: scratch of the solver
+    cdef real* a[HMF_SYSTEMS]
+    cdef real* b[HMF_SYSTEMS]
+    cdef real* x[HMF_SYSTEMS]
+    cdef int64_t used[HMF_SYSTEMS]
+    cdef Py_ssize_t codes[HMF_SYSTEMS]
+    cdef int k, count = 0
+    for k in range(n_rows):
+        row = rows[k]
+        if indptr[row + 1] == indptr[row]:
+            memset(out + row * rank, 0, rank * sizeof(real))
+            status[row] = 0
+            continue
+        a[count] = work + count * system
+        b[count] = a[count] + ld * ld
+        x[count] = b[count] + ld
+        used[count] = row
+        _start_padded(rank, gram_matrix, ridge, scale[row], a[count], b[count])
+        _simd_add(table, how, rank, rank, fixed, indices + indptr[row], ratings + indptr[row], offsets,
+                  indptr[row + 1] - indptr[row], NULL, v, a[count], b[count])
+        count += 1
+    if count:
+        _solve_side_by_side(table, count, rank, a, b, epsilon, work + HMF_SYSTEMS * system, x, codes)
+    for k in range(count):
+        status[used[k]] = _store(<int32_t> codes[k], rank, <const real*> x[k], out + used[k] * rank)
+
+
+cdef inline int32_t _store(int32_t status, Py_ssize_t rank, const real* x, real* out) noexcept nogil:
+    """Copy a solution if it is one; returns its status."""
+    cdef Py_ssize_t j
+    if status == 0:
+        for j in range(rank):
+            if not isfinite(x[j]):
+                return _NON_FINITE
+        memcpy(out, x, rank * sizeof(real))
+    return status
+
+
+cdef int32_t _subspace_row(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank, Py_ssize_t block,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix, const real* ridge, double scale, real epsilon,
+        real* work,                # scratch (subspace_workspace_size(rank, block, n_entries),)
+        real* x) noexcept nogil:   # IN OUT (rank,)
+    """iALS++: exact minimization over `block` coordinates of x after another (Rendle et al. 2021, Alg. 2)."""
+    cdef Py_ssize_t first = 0, width, ld, j, k
+    cdef real* predicted = work
+    cdef real* a = work + n_entries
+    cdef real* b
+    cdef real* step
+    cdef Py_ssize_t status
+    for k in range(n_entries):
+        predicted[k] = dot(table, rank, fixed + columns[k] * rank, <const real*> x)
+    while first < rank:
+        width = min(block, rank - first)
+        ld = _padded(width)
+        b = a + ld * ld
+        step = b + ld
+        memset(a, 0, (ld * ld + ld) * sizeof(real))
+        for j in range(width):
+            if gram_matrix != NULL:
+                memcpy(a + j * ld, gram_matrix + (first + j) * rank + first, width * sizeof(real))
+                b[j] = -dot(table, rank, gram_matrix + (first + j) * rank, <const real*> x)
+            a[j * ld + j] += <real> (scale * ridge[first + j])
+            b[j] -= <real> (scale * ridge[first + j] * x[first + j])
+        _simd_add(table, how, width, rank, fixed + first, columns, ratings, offsets, n_entries, <const real*> predicted,
+                  step + 4 * ld, a, b)
+        cholesky(table, 1, width, ld, &a, &b, epsilon, step + ld, &step, &status)
+        if status != 0:
+            return <int32_t> (status + first) if status > 0 else status
+        for j in range(width):
+            x[first + j] += step[j]
+            if not isfinite(x[first + j]):
+                return _NON_FINITE
+        if first + width < rank:
+            for k in range(n_entries):
+                predicted[k] += dot(table, width, fixed + columns[k] * rank + first, <const real*> step)
+        first += width
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------- half sweeps
+
+
+def workspace_size(Py_ssize_t rank, Py_ssize_t itemsize):
+    """Elements of scratch one thread needs in `cholesky_rows` and `cg_rows`: A, b, gathered rows and their weights."""
+    cdef Py_ssize_t ld = _padded(rank)
+    return HMF_SYSTEMS * (ld * ld + 5 * ld) + max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2),
+                                                  2 * CG_CHUNK)
+
+
+cdef inline Py_ssize_t _row_workspace(Py_ssize_t rank) noexcept nogil:
+    return rank * rank + 2 * rank
+
+
+def cholesky_rows(
+        real[:, ::1] out,                 # OUT  (n_rows, rank) solved rows; others untouched
+        const real[:, ::1] fixed,         # IN   (n_fixed, rank)
+        const int64_t[::1] indptr,        # IN   (n_rows + 1,)
+        const int32_t[::1] indices,       # IN   (nnz,)
+        const real[::1] ratings,          # IN   (nnz,)
+        const real[::1] offsets,          # IN   (n_fixed,) subtracted from the ratings, or empty
+        const real[:, ::1] gram_matrix,   # IN   (rank, rank) times the unobserved weight, or (0, 0); simd: zero-padded
+        const real[::1] ridge,            # IN   (rank,)
+        const double[::1] scale,          # IN   (n_rows,)
+        const int64_t[::1] order,         # IN   rows to solve, in this order
+        int32_t[::1] status,              # OUT  (n_rows,)
+        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize))
+        bint implicit, double alpha, double unobserved, int assembly, double epsilon, int n_threads):
+    """Exact solution of each row in `order` that has entries; rows without entries are set to zero."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Py_ssize_t rank = fixed.shape[1], n_rows = order.shape[0], position, row
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    if assembly == _SIMD:
+        for position in prange((n_rows + HMF_SYSTEMS - 1) // HMF_SYSTEMS, nogil=True, schedule="dynamic",
+                               chunksize=ROW_CHUNK // HMF_SYSTEMS, num_threads=n_threads):
+            _simd_group(
+                table, how, rank, &fixed[0, 0], &indptr[0], &indices[0], &ratings[0], offset_pointer, gram_pointer,
+                &ridge[0], &scale[0], <real> epsilon, &order[position * HMF_SYSTEMS],
+                <int> min(HMF_SYSTEMS, n_rows - position * HMF_SYSTEMS), &workspace[hmf_thread_id(), 0], &status[0],
+                &out[0, 0])
+        return
+    for position in prange(n_rows, nogil=True, schedule="dynamic", chunksize=ROW_CHUNK, num_threads=n_threads):
+        row = order[position]
+        status[row] = _cholesky_row(
+            table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
+            indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], assembly, <real> epsilon,
+            &workspace[hmf_thread_id(), 0], &out[row, 0])
+
+
+def long_row_waves(const int64_t[::1] indptr, const int64_t[::1] rows):
+    """How `cholesky_long_rows` takes long rows: at most SEGMENTS segments a wave, whole rows in a wave.
+
+    Returns
+    -------
+    list of int64 array, shape (n_segments, 3)
+        For each wave its segments: index into `rows`, first entry, number of entries.
+    """
+    cdef Py_ssize_t k, start, length, size
+    waves, wave = [], []
+    for k in range(rows.shape[0]):
+        start, length = indptr[rows[k]], indptr[rows[k] + 1] - indptr[rows[k]]
+        size = max(_SEGMENT, (length + _SEGMENTS - 1) // _SEGMENTS)   # the longest rows get longer segments
+        pieces = [(k, start + at, min(size, length - at)) for at in range(0, length, size)]
+        if wave and len(wave) + len(pieces) > _SEGMENTS:
+            waves.append(np.array(wave, dtype=np.int64))
+            wave = []
+        wave += pieces
+    return waves + [np.array(wave, dtype=np.int64)] if wave else waves
+
+
+def cholesky_long_rows(
+        real[:, ::1] out, const real[:, ::1] fixed, const int32_t[::1] indices, const real[::1] ratings,
+        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
+        const int64_t[::1] rows,          # IN   the rows the segments refer to
+        const int64_t[:, ::1] segments,   # IN   (n_segments, 3), one wave of long_row_waves
+        int32_t[::1] status,
+        real[:, ::1] partial,             # scratch (SEGMENTS, (ld + 1) * ld) sums of each segment
+        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize))
+        bint implicit, double alpha, double unobserved, double epsilon, int n_threads):
+    """`cholesky_rows` in ``assembly="simd"`` for rows so long that threads share them; see LONG_ROW."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Py_ssize_t rank = fixed.shape[1], ld = _padded(rank), n_segments = segments.shape[0], k
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
+        memset(&partial[k, 0], 0, (ld + 1) * ld * sizeof(real))
+        _simd_add(table, how, rank, rank, &fixed[0, 0], &indices[segments[k, 1]], &ratings[segments[k, 1]],
+                  offset_pointer, segments[k, 2], NULL, &workspace[hmf_thread_id(), 0], &partial[k, 0],
+                  &partial[k, ld * ld])
+    for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
+        if k == 0 or segments[k, 0] != segments[k - 1, 0]:    # first segment of its row: this thread sums and solves
+            _solve_segments(table, rank, gram_pointer, &ridge[0], scale[rows[segments[k, 0]]], <real> epsilon,
+                            &segments[k, 0], n_segments - k, &partial[k, 0], &workspace[hmf_thread_id(), 0],
+                            &status[rows[segments[k, 0]]], &out[rows[segments[k, 0]], 0])
+
+
+cdef void _solve_segments(
+        const hmf_kernel_table* table, Py_ssize_t rank, const real* gram_matrix, const real* ridge, double scale,
+        real epsilon, const int64_t* segments, Py_ssize_t n_segments, const real* partial, real* work,
+        int32_t* status, real* out) noexcept nogil:
+    """Sum the partial systems of one row, in order, and solve; `segments` and `partial` start at the row's first."""
+    cdef Py_ssize_t ld = _padded(rank), size = (ld + 1) * ld, k = 0
+    cdef real* a = work
+    cdef real* b = a + ld * ld
+    _start_padded(rank, gram_matrix, ridge, scale, a, b)
+    while k < n_segments and segments[3 * k] == segments[0]:
+        axpy(table, size, <real> 1.0, partial + k * size, a)      # b follows a in both
+        k += 1
+    status[0] = _solve_padded(table, rank, a, b, epsilon, b + ld, out)
+
+
+cdef int32_t _cholesky_row(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const real* gram_matrix, const real* ridge, double scale, int assembly, real epsilon,
+        real* work, real* out) noexcept nogil:
+    cdef real* a = work
+    cdef real* b = work + rank * rank
+    if n_entries == 0:
+        memset(out, 0, rank * sizeof(real))
+        return 0
+    _start_system(rank, gram_matrix, ridge, scale, a, b)
+    if assembly == _RANK1:
+        _add_rank1(table, how, rank, fixed, columns, ratings, offsets, n_entries, a, b)
+    else:
+        _add_blas3(table, how, rank, fixed, columns, ratings, offsets, n_entries, work + _row_workspace(rank), a, b)
+    return _finish_system(rank, a, b, b + rank, epsilon, out)
+
+
+def cg_rows(
+        real[:, ::1] out,                 # IN OUT (n_rows, rank) warm start -> solution
+        const real[:, ::1] fixed, const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,
+        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
+        const int64_t[::1] order, int32_t[::1] status,
+        real[:, ::1] workspace,           # as in cholesky_rows
+        bint implicit, double alpha, double unobserved, int n_steps, Py_ssize_t form_from, int n_threads):
+    """`n_steps` conjugate gradient steps from `out` for each row in `order`; rows without entries are set to zero.
+
+    Rows of `form_from` entries and more have their A formed; `gram_matrix` is zero-padded.
+    """
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Py_ssize_t rank = fixed.shape[1], position, row
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
+                           num_threads=n_threads):
+        row = order[position]
+        if indptr[row + 1] == indptr[row]:
+            memset(&out[row, 0], 0, rank * sizeof(real))
+            status[row] = 0
+        else:
+            status[row] = _conjugate_gradient(
+                table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
+                indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], NULL, n_steps,
+                indptr[row + 1] - indptr[row] >= form_from, &workspace[hmf_thread_id(), 0], &out[row, 0])
+
+
+def subspace_workspace_size(Py_ssize_t rank, Py_ssize_t block, Py_ssize_t itemsize, Py_ssize_t longest):
+    """Elements of scratch one thread needs in `subspace_rows`; `longest` entries in the longest row."""
+    return longest + workspace_size(min(rank, block), itemsize)
+
+
+def subspace_rows(
+        real[:, ::1] out,                 # IN OUT (n_rows, rank) start -> solution
+        const real[:, ::1] fixed, const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,
+        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
+        const int64_t[::1] order, int32_t[::1] status,
+        real[:, ::1] workspace,           # scratch (n_threads, subspace_workspace_size(...))
+        bint implicit, double alpha, double unobserved, Py_ssize_t block, double epsilon, int n_threads):
+    """One pass over the coordinate blocks of each row in `order`, from `out`; rows without entries are set to zero."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Py_ssize_t rank = fixed.shape[1], position, row
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
+                           num_threads=n_threads):
+        row = order[position]
+        if indptr[row + 1] == indptr[row]:
+            memset(&out[row, 0], 0, rank * sizeof(real))
+            status[row] = 0
+        else:
+            status[row] = _subspace_row(
+                table, how, rank, block, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row],
+                offset_pointer, indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], <real> epsilon,
+                &workspace[hmf_thread_id(), 0], &out[row, 0])
+
+
+# ----------------------------------------------------------------------------------------------------- partial systems
+
+
+def partial_rows(
+        real[:, ::1] partial,             # OUT  (n_rows, (ld + 1) * ld) A (upper triangle), b; ld = padded_rank(rank)
+        const real[:, ::1] fixed, const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,
+        const real[::1] offsets,
+        Py_ssize_t first,                 # IN   row of `indptr` that partial[0] belongs to
+        const int64_t[::1] order,         # IN   positions in `partial` to fill, in this order
+        real[:, ::1] workspace,           # as in cholesky_rows
+        bint implicit, double alpha, double unobserved, int n_threads):
+    """What the entries at hand add to the systems of rows: no Gram matrix, no ridge, nothing is solved."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Py_ssize_t rank = fixed.shape[1], ld = _padded(rank), position, slot, row
+    cdef const real* fixed_pointer = &fixed[0, 0] if fixed.shape[0] else NULL
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const int32_t* index_pointer = &indices[0] if indices.shape[0] else NULL
+    cdef const real* rating_pointer = &ratings[0] if ratings.shape[0] else NULL
+    for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
+                           num_threads=n_threads):
+        slot = order[position]
+        row = first + slot
+        memset(&partial[slot, 0], 0, (ld + 1) * ld * sizeof(real))
+        if indptr[row + 1] > indptr[row]:
+            _simd_add(table, how, rank, rank, fixed_pointer, index_pointer + indptr[row], rating_pointer + indptr[row],
+                      offset_pointer, indptr[row + 1] - indptr[row], NULL, &workspace[hmf_thread_id(), 0],
+                      &partial[slot, 0], &partial[slot, ld * ld])
+
+
+def partial_long_rows(
+        real[:, ::1] partial,             # OUT  as in partial_rows
+        const real[:, ::1] fixed, const int32_t[::1] indices, const real[::1] ratings, const real[::1] offsets,
+        const int64_t[::1] slots,         # IN   position in `partial` of each row the segments refer to
+        const int64_t[:, ::1] segments,   # IN   (n_segments, 3), one wave of long_row_waves
+        real[:, ::1] sums,                # scratch (SEGMENTS, (ld + 1) * ld)
+        real[:, ::1] workspace,           # as in cholesky_rows
+        bint implicit, double alpha, double unobserved, int n_threads):
+    """`partial_rows` for rows that threads share: sums of segments, then their sums in order."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Py_ssize_t rank = fixed.shape[1], ld = _padded(rank), size = (ld + 1) * ld, n = segments.shape[0], k
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    for k in prange(n, nogil=True, schedule="dynamic", num_threads=n_threads):
+        memset(&sums[k, 0], 0, size * sizeof(real))
+        _simd_add(table, how, rank, rank, &fixed[0, 0], &indices[segments[k, 1]], &ratings[segments[k, 1]],
+                  offset_pointer, segments[k, 2], NULL, &workspace[hmf_thread_id(), 0], &sums[k, 0], &sums[k, ld * ld])
+    for k in prange(n, nogil=True, schedule="dynamic", num_threads=n_threads):
+        if k == 0 or segments[k, 0] != segments[k - 1, 0]:
+            _add_segments(table, size, &segments[k, 0], n - k, &sums[k, 0], &partial[slots[segments[k, 0]], 0])
+
+
+cdef void _add_segments(const hmf_kernel_table* table, Py_ssize_t size, const int64_t* segments, Py_ssize_t n,
+                        const real* sums, real* out) noexcept nogil:
+    """Add up the segments of one row, in order; `segments` and `sums` start at the row's first."""
+    cdef Py_ssize_t k = 0
+    memset(out, 0, size * sizeof(real))
+    while k < n and segments[3 * k] == segments[0]:
+        axpy(table, size, <real> 1.0, sums + k * size, out)
+        k += 1
+
+
+def solve_partials(
+        real[:, ::1] out,                 # OUT  (n_rows, rank); cg_steps > 0: IN OUT, warm start -> solution
+        const real[:, ::1] partial,       # IN   (n_rows, (ld + 1) * ld) sums of all entries, as of partial_rows
+        const real[:, ::1] gram_matrix,   # IN   as in cholesky_rows, assembly simd
+        const real[::1] ridge, const double[::1] scale,
+        const int64_t[::1] degrees,       # IN   (n_rows,) rows without entries are set to zero
+        int32_t[::1] status,              # OUT  (n_rows,)
+        real[:, ::1] workspace,           # as in cholesky_rows
+        int cg_steps, double epsilon, int n_threads):
+    """Complete systems whose entries have been summed and solve them: by Cholesky, or `cg_steps` steps from `out`."""
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Py_ssize_t rank = out.shape[1], row
+    cdef int64_t one_segment = 0
+    cdef Weights how = Weights(False, 0.0, 0.0)      # of entries, which have been summed
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    for row in prange(out.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK, num_threads=n_threads):
+        if degrees[row] == 0:
+            memset(&out[row, 0], 0, rank * sizeof(real))
+            status[row] = 0
+        elif cg_steps:
+            status[row] = _conjugate_gradient[real](
+                table, how, rank, NULL, NULL, NULL, NULL, 0, gram_pointer, &ridge[0], scale[row], &partial[row, 0],
+                cg_steps, True, &workspace[hmf_thread_id(), 0], &out[row, 0])
+        else:
+            _solve_segments(table, rank, gram_pointer, &ridge[0], scale[row], <real> epsilon, &one_segment, 1,
+                            &partial[row, 0], &workspace[hmf_thread_id(), 0], &status[row], &out[row, 0])
+
+
+# ---------------------------------------------------------------------------------------------------------- BALS
+
+
+def bals_workspace_size(Py_ssize_t rank, Py_ssize_t itemsize, Py_ssize_t tile_rows, Py_ssize_t tile_cols):
+    """Elements of scratch one thread needs in `cholesky_bals`: systems of a row block, a tile's rows, gathered rows."""
+    cdef Py_ssize_t ld = _padded(rank)
+    return tile_rows * (ld + 1) * ld + 4 * ld + _simd_rows(ld, itemsize) * (ld + 2) + tile_cols * (rank + 1)
+
+
+def cholesky_bals(
+        real[:, ::1] out,                 # OUT  (n_rows, rank)
+        const real[:, ::1] fixed,         # IN   (n_fixed, rank)
+        const real[::1] values, const int32_t[::1] tile_colidx, const int64_t[::1] tile_ptr,   # IN   BALS arrays
+        const int32_t[::1] seg_colidx, const int64_t[::1] seg_ptr,
+        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
+        const int64_t[::1] blocks,        # IN   row blocks to solve, in this order
+        Py_ssize_t tile_rows, Py_ssize_t tile_cols,
+        int32_t[::1] status,              # OUT  (n_rows,)
+        real[:, ::1] workspace,           # scratch (n_threads, bals_workspace_size(...))
+        bint implicit, double alpha, double unobserved, double epsilon, int n_threads):
+    """`cholesky_rows` over BALS tiles: accumulators of a row block and one tile's rows stay in cache (BALS Alg. 2)."""
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Py_ssize_t rank = fixed.shape[1], n_rows = out.shape[0], position, row_start
+    cdef Py_ssize_t n_tile_cols = (fixed.shape[0] + tile_cols - 1) // tile_cols
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    for position in prange(blocks.shape[0], nogil=True, schedule="dynamic", num_threads=n_threads):
+        row_start = blocks[position] * tile_rows
+        _bals_row_block(
+            table, how, rank, &fixed[0, 0], &values[0], &tile_colidx[0], &tile_ptr[blocks[position] * n_tile_cols],
+            &seg_colidx[0], &seg_ptr[row_start * n_tile_cols], offset_pointer, gram_pointer, &ridge[0],
+            &scale[row_start], min(tile_rows, n_rows - row_start), n_tile_cols, tile_cols, <real> epsilon,
+            &workspace[hmf_thread_id(), 0], &status[row_start], &out[row_start, 0])
+
+
+cdef void _bals_row_block(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
+        const real* fixed, const real* values, const int32_t* tile_colidx, const int64_t* tile_ptr,
+        const int32_t* seg_colidx, const int64_t* seg_ptr, const real* offsets, const real* gram_matrix,
+        const real* ridge, const double* scale, Py_ssize_t n_rows, Py_ssize_t n_tile_cols, Py_ssize_t tile_cols,
+        real epsilon, real* work, int32_t* status, real* out) noexcept nogil:
+    cdef Py_ssize_t ld = _padded(rank), system = (ld + 1) * ld, t, row, k, n_columns
+    cdef real* solver = work + n_rows * system               # scratch of the solver
+    cdef real* gathered = solver + 4 * ld
+    cdef real* tile = gathered + _simd_rows(ld, sizeof(real)) * (ld + 2)    # the tile's distinct rows, contiguous
+    cdef real* tile_offsets = tile + tile_cols * rank
+    cdef const int64_t* segment
+    for row in range(n_rows):
+        _start_padded(rank, gram_matrix, ridge, scale[row], work + row * system, work + row * system + ld * ld)
+    for t in range(n_tile_cols):
+        n_columns = tile_ptr[t + 1] - tile_ptr[t]
+        if n_columns == 0:      # vacant tile: one test skips all its segments
+            continue
+        for k in range(n_columns):
+            memcpy(tile + k * rank, fixed + tile_colidx[tile_ptr[t] + k] * rank, rank * sizeof(real))
+            if offsets != NULL:
+                tile_offsets[k] = offsets[tile_colidx[tile_ptr[t] + k]]
+        for row in range(n_rows):
+            segment = seg_ptr + t * n_rows + row
+            if segment[1] > segment[0]:
+                _simd_add(table, how, rank, rank, <const real*> tile, seg_colidx + segment[0], values + segment[0],
+                          <const real*> tile_offsets if offsets != NULL else NULL, segment[1] - segment[0], NULL,
+                          gathered, work + row * system, work + row * system + ld * ld)
+    for row in range(n_rows):
+        if _is_vacant_row(seg_ptr, row, n_rows, n_tile_cols):
+            status[row] = 0
+            memset(out + row * rank, 0, rank * sizeof(real))
+        else:
+            status[row] = _solve_padded(table, rank, work + row * system, work + row * system + ld * ld, epsilon,
+                                        solver, out + row * rank)
+
+
+cdef inline bint _is_vacant_row(const int64_t* seg_ptr, Py_ssize_t row, Py_ssize_t n_rows,
+                                Py_ssize_t n_tile_cols) noexcept nogil:
+    cdef Py_ssize_t t
+    for t in range(n_tile_cols):
+        if seg_ptr[t * n_rows + row + 1] > seg_ptr[t * n_rows + row]:
+            return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------- predictions and the loss
+
+
+def predict_pairs(const real[:, ::1] user_factors, const real[:, ::1] item_factors, const int64_t[::1] users,
+                  const int64_t[::1] items, int n_threads):
+    """x_u . y_i of each pair, summed in float64.
+
+    Returns
+    -------
+    float64 array, shape (n_pairs,)
+    """
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Py_ssize_t k, rank = user_factors.shape[1]
+    out = np.empty(users.shape[0])
+    cdef double[::1] out_view = out
+    for k in prange(users.shape[0], nogil=True, schedule="static", num_threads=n_threads):
+        out_view[k] = dot_exact(table, rank, &user_factors[users[k], 0], &item_factors[items[k], 0])
+    return out
+
+
+def row_losses(
+        const real[:, ::1] row_factors,      # IN   (n_rows, rank)
+        const real[:, ::1] column_factors,   # IN   (n_columns, rank)
+        const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,   # IN   CSR
+        const double[::1] row_offsets,       # IN   (n_rows,), or empty
+        const double[::1] column_offsets,    # IN   (n_columns,), or empty
+        bint implicit, double alpha, double unobserved, int n_threads):
+    """Loss of the observed entries, row by row, in float64.
+
+    Explicit: sum of (r - offsets - x.y)^2. Implicit: sum of c (p - x.y)^2 - unobserved (x.y)^2, what observed entries
+    add to unobserved * |X Y^T|^2. One sum a row: the total does not depend on the thread count.
+
+    Returns
+    -------
+    float64 array, shape (n_rows,)
+    """
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef Py_ssize_t row, rank = row_factors.shape[1]
+    out = np.zeros(indptr.shape[0] - 1)
+    cdef double[::1] out_view = out
+    cdef const double* row_offset = &row_offsets[0] if row_offsets.shape[0] else NULL
+    cdef const double* column_offset = &column_offsets[0] if column_offsets.shape[0] else NULL
+    if ratings.shape[0] == 0:
+        return out
+    for row in prange(indptr.shape[0] - 1, nogil=True, schedule="dynamic", chunksize=64, num_threads=n_threads):
+        out_view[row] = _row_loss(table, how, rank, &row_factors[row, 0], &column_factors[0, 0],
+                                  &indices[0] + indptr[row], &ratings[0] + indptr[row],
+                                  indptr[row + 1] - indptr[row],
+                                  row_offset[row] if row_offset != NULL else 0.0, column_offset)
+    return out
+
+
+cdef double _row_loss(
+        const hmf_kernel_table* table, Weights how, Py_ssize_t rank, const real* x, const real* column_factors,
+        const int32_t* columns, const real* ratings, Py_ssize_t n_entries, double row_offset,
+        const double* column_offset) noexcept nogil:
+    cdef double total = 0, score, error, confidence
+    cdef Py_ssize_t k
+    for k in range(n_entries):
+        score = dot_exact(table, rank, x, column_factors + columns[k] * rank)
+        if how.implicit:
+            confidence = 1.0 + how.alpha * fabs(ratings[k])
+            error = (1.0 if ratings[k] > 0 else 0.0) - score
+            total += confidence * error * error - how.unobserved * score * score
+        else:
+            error = ratings[k] - row_offset - (column_offset[columns[k]] if column_offset != NULL else 0.0) - score
+            total += error * error
+    return total

@@ -1,0 +1,205 @@
+"""The N best items of each user, without a users x items matrix.
+
+Items are packed once, in order of falling norm, into blocks that fit in cache. Users are taken in batches; the scores
+of a batch and a block are computed (kernels.h: score), and what beats a user's N-th best so far, and is not to be left
+out, goes into that user's heap. A user for whom |x| |y| bounds every further score below the N-th best is done: exact
+pruning by norms (Teflioudi et al., LEMP, SIGMOD 2015), with a margin for rounding. Equal scores go to the lower item.
+
+Each score is one chain of multiply-adds over the factors: its bits do not depend on batch, block, order or thread.
+Parallel over batches of users, dynamic because they are pruned at different points.
+"""
+
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.math cimport INFINITY
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy
+
+from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
+from hybridmf.native.kernels cimport HMF_PANEL, first_at_least, hmf_kernel_table, hmf_kernels, real, score
+
+cdef Py_ssize_t BATCH_USERS = 48     # a multiple of every table's score tile; 48 users share each block
+cdef enum:
+    BLOCK_ITEMS = 256                # 64 KB packed at f = 64, and the scores of a batch 48 KB
+
+
+cdef inline bint _worse(real score_a, int32_t id_a, real score_b, int32_t id_b) noexcept nogil:
+    """Whether a ranks behind b: lower score, or equal and a higher item."""
+    return score_a < score_b or (score_a == score_b and id_a > id_b)
+
+
+cdef void _sift_down(real* scores, int32_t* ids, Py_ssize_t size, real new_score, int32_t new_id) noexcept nogil:
+    """Put a new element at the root of a heap whose root ranks last, and restore the order."""
+    cdef Py_ssize_t parent = 0, child = 1
+    while child < size:
+        if child + 1 < size and _worse(scores[child + 1], ids[child + 1], scores[child], ids[child]):
+            child += 1
+        if not _worse(scores[child], ids[child], new_score, new_id):
+            break
+        scores[parent] = scores[child]
+        ids[parent] = ids[child]
+        parent = child
+        child = 2 * parent + 1
+    scores[parent] = new_score
+    ids[parent] = new_id
+
+
+cdef void _sort_heap(real* scores, int32_t* ids, Py_ssize_t size) noexcept nogil:
+    """Best first, in place: the last-ranked element goes from the root to the end, again and again."""
+    cdef Py_ssize_t end
+    cdef real last_score
+    cdef int32_t last_id
+    for end in range(size - 1, 0, -1):
+        last_score = scores[end]
+        last_id = ids[end]
+        scores[end] = scores[0]
+        ids[end] = ids[0]
+        _sift_down(scores, ids, end, last_score, last_id)
+
+
+cdef bint _contains(const int32_t* items, Py_ssize_t n, int32_t item) noexcept nogil:
+    """Binary search in a sorted list."""
+    cdef Py_ssize_t low = 0, high = n, middle
+    while low < high:
+        middle = (low + high) // 2
+        if items[middle] < item:
+            low = middle + 1
+        else:
+            high = middle
+    return low < n and items[low] == item
+
+
+cdef void _offer(
+        const hmf_kernel_table* table,
+        const real* scores, const int32_t* block_ids, Py_ssize_t n_items,   # IN   a user's scores of a block
+        const int32_t* seen, Py_ssize_t n_seen,                             # IN   sorted items to leave out
+        real* best, int32_t* ids, Py_ssize_t size) noexcept nogil:          # IN OUT heap
+    """Let a block compete for a user's heap. Seen items are looked up only where they would enter."""
+    cdef Py_ssize_t i = first_at_least(table, n_items, scores, best[0], 0)
+    while i < n_items:
+        if _worse(best[0], ids[0], scores[i], block_ids[i]) and not _contains(seen, n_seen, block_ids[i]):
+            _sift_down(best, ids, size, scores[i], block_ids[i])
+        i = first_at_least(table, n_items, scores, best[0], i + 1)
+
+
+cdef void _batch(
+        const hmf_kernel_table* table, Py_ssize_t rank,
+        const real* users, const double* user_norms, Py_ssize_t n_users,    # IN   (n_users, rank), (n_users,)
+        const real* packed, const int32_t* item_ids, Py_ssize_t n_items,    # IN   see pack
+        const double* block_norms,                                          # IN   largest norm of each block
+        const int64_t* seen_ptr, const int32_t* seen,                       # IN   seen_ptr NULL: nothing is left out
+        Py_ssize_t size,
+        real* work, int32_t* active,                                        # scratch
+        real* best, int32_t* ids) noexcept nogil:                           # OUT  (n_users, size)
+    cdef Py_ssize_t block = 0, first = 0, here, u, i, k, panel, n_active = n_users, n_left
+    cdef real* rows = work                      # the users still in the race, contiguous
+    cdef real* scores = work + n_users * rank
+    cdef const int32_t* user_seen = NULL
+    cdef Py_ssize_t n_seen = 0
+    for i in range(n_users * size):
+        best[i] = -INFINITY
+        ids[i] = 0x7FFFFFFF
+    memcpy(rows, users, n_users * rank * sizeof(real))
+    for u in range(n_users):
+        active[u] = <int32_t> u
+    while first < n_items:
+        n_left = 0
+        for k in range(n_active):
+            u = active[k]
+            # an equal score may still win by its lower id, so only a strictly smaller bound ends the search
+            if user_norms[u] * block_norms[block] >= best[u * size]:
+                if n_left != k:
+                    active[n_left] = <int32_t> u
+                    memcpy(rows + n_left * rank, users + u * rank, rank * sizeof(real))
+                n_left += 1
+        n_active = n_left
+        if n_active == 0:
+            break
+        here = min(BLOCK_ITEMS, n_items - first)
+        for panel in range((here + HMF_PANEL - 1) // HMF_PANEL):
+            score(table, n_active, rank, <const real*> rows, packed + (first + panel * HMF_PANEL) * rank,
+                  scores + panel * HMF_PANEL, BLOCK_ITEMS)
+        for k in range(n_active):
+            u = active[k]
+            if seen_ptr != NULL:
+                user_seen = seen + seen_ptr[u]
+                n_seen = seen_ptr[u + 1] - seen_ptr[u]
+            _offer(table, <const real*> scores + k * BLOCK_ITEMS, item_ids + first, here, user_seen, n_seen,
+                   best + u * size, ids + u * size, size)
+        first += here
+        block += 1
+    for u in range(n_users):
+        _sort_heap(best + u * size, ids + u * size, size)
+        for i in range(size):
+            if ids[u * size + i] == 0x7FFFFFFF:
+                ids[u * size + i] = -1
+
+
+def pack(const real[:, ::1] items, const int64_t[::1] order, int n_threads):
+    """Rows ``items[order]`` in panels of HMF_PANEL items, factor by factor, as the score kernel reads them.
+
+    Returns
+    -------
+    array, shape (n_panels * HMF_PANEL * rank,)
+        Element ``(p * rank + k) * HMF_PANEL + l`` is factor k of item ``order[p * HMF_PANEL + l]``; missing items are
+        zero.
+    """
+    cdef Py_ssize_t n = order.shape[0], rank = items.shape[1], panel, lane, k
+    cdef Py_ssize_t n_panels = (n + HMF_PANEL - 1) // HMF_PANEL
+    out = np.zeros(n_panels * HMF_PANEL * rank, dtype=np.asarray(items).dtype)
+    cdef real[::1] out_view = out
+    n_threads = hmf_usable_threads(n_threads)
+    for panel in prange(n_panels, nogil=True, schedule="static", num_threads=n_threads):
+        for lane in range(min(HMF_PANEL, n - panel * HMF_PANEL)):
+            for k in range(rank):
+                out_view[(panel * rank + k) * HMF_PANEL + lane] = items[order[panel * HMF_PANEL + lane], k]
+    return out
+
+
+def block_items():
+    """Items of one block; `block_norms` has one element for each."""
+    return BLOCK_ITEMS
+
+
+def top_k(
+        const real[:, ::1] users,         # IN   (n_users, rank)
+        const double[::1] user_norms,     # IN   (n_users,) norms, enlarged by the rounding of a score
+        const real[::1] packed,           # IN   see pack
+        const int32_t[::1] item_ids,      # IN   (n_items,) in packed order
+        const double[::1] block_norms,    # IN   (n_blocks,) largest item norm of each block, falling
+        const int64_t[::1] seen_ptr,      # IN   (n_users + 1,), or empty: nothing is left out
+        const int32_t[::1] seen,          # IN   sorted items of each user to leave out
+        Py_ssize_t n, int n_threads):
+    """The `n` best items of each user.
+
+    Returns
+    -------
+    ids : int32 array, shape (n_users, n)
+        Best first; -1 where fewer than `n` items are left.
+    scores : array, shape (n_users, n), dtype of the factors
+        -inf where ids is -1.
+    """
+    cdef Py_ssize_t n_users = users.shape[0], rank = users.shape[1], batch, start, here
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    n_threads = hmf_usable_threads(n_threads)
+    # fewer users than threads x BATCH_USERS: smaller batches, so that every thread has one
+    cdef Py_ssize_t per_batch = max(1, min(BATCH_USERS, (n_users + n_threads - 1) // n_threads))
+    dtype = np.asarray(users).dtype
+    ids = np.full((n_users, n), -1, dtype=np.int32)
+    scores = np.full((n_users, n), -np.inf, dtype=dtype)
+    if n_users == 0 or n == 0 or item_ids.shape[0] == 0:
+        return ids, scores
+    cdef int32_t[:, ::1] ids_view = ids
+    cdef real[:, ::1] scores_view = scores
+    cdef real[:, ::1] work = np.empty((n_threads, per_batch * (rank + BLOCK_ITEMS)), dtype=dtype)
+    cdef int32_t[:, ::1] active = np.empty((n_threads, per_batch), dtype=np.int32)
+    cdef bint filtered = seen_ptr.shape[0] > 0 and seen.shape[0] > 0
+    for batch in prange((n_users + per_batch - 1) // per_batch, nogil=True, schedule="dynamic",
+                        num_threads=n_threads):
+        start = batch * per_batch
+        here = min(per_batch, n_users - start)
+        _batch(table, rank, &users[start, 0], &user_norms[start], here, &packed[0], &item_ids[0], item_ids.shape[0],
+               &block_norms[0], &seen_ptr[start] if filtered else NULL, &seen[0] if filtered else NULL, n,
+               &work[hmf_thread_id(), 0], &active[hmf_thread_id(), 0], &scores_view[start, 0], &ids_view[start, 0])
+    return ids, scores

@@ -1,0 +1,347 @@
+/* sgd_impl.h - updates of stochastic gradient descent; the end of kernels_impl.h includes it, whose names it uses.
+ *
+ * Rows of factors are ld elements apart, ld a multiple of a cache line's, from a base that is aligned to one; elements
+ * from the rank on are zero and stay zero. The rows of one update are computed from their old values (MSGD eq. 3).
+ * Every function returns the sum of e^2, each error as it was before its update.
+ */
+#ifndef HMF_SGD_COMMON
+#define HMF_SGD_COMMON
+enum {
+    HMF_SGD_AHEAD = 12, /* entries between the prefetch of their rows and their update */
+    HMF_LARGEST_ROW = 2048 + 64, /* elements: MAX_FACTORS of core/validate.py, padded */
+    HMF_SGD_SLOTS = 16  /* rows that `sgd_rows` moves in turn: their chains of operations overlap */
+};
+#define HMF_PREFETCH_WRITE(address) __builtin_prefetch((address), 1)
+
+/* The sum of the lanes is on every update's chain of operations. Halves, quarters, ... are swapped and added in
+ * registers, which leaves it in all lanes. `total` goes through memory: at f = 32 an update takes 3.9 ns, not 3.4. */
+#ifdef __has_builtin
+#if __has_builtin(__builtin_shufflevector)
+#define HMF_SHUFFLES 1
+#endif
+#endif
+#define HMF_SWAP __builtin_shufflevector
+#define HMF_SUM_2(v) v += HMF_SWAP(v, v, 1, 0)
+#define HMF_SUM_4(v) (v += HMF_SWAP(v, v, 2, 3, 0, 1), v += HMF_SWAP(v, v, 1, 0, 3, 2))
+#define HMF_SUM_8(v)                                                                              \
+    (v += HMF_SWAP(v, v, 4, 5, 6, 7, 0, 1, 2, 3), v += HMF_SWAP(v, v, 2, 3, 0, 1, 6, 7, 4, 5),     \
+     v += HMF_SWAP(v, v, 1, 0, 3, 2, 5, 4, 7, 6))
+#define HMF_SUM_16(v)                                                                             \
+    (v += HMF_SWAP(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7),                    \
+     v += HMF_SWAP(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11),                    \
+     v += HMF_SWAP(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13),                    \
+     v += HMF_SWAP(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))
+#if HMF_BYTES == 64
+#define HMF_SUM_f HMF_SUM_16
+#define HMF_SUM_d HMF_SUM_8
+#elif HMF_BYTES == 32
+#define HMF_SUM_f HMF_SUM_8
+#define HMF_SUM_d HMF_SUM_4
+#else
+#define HMF_SUM_f HMF_SUM_4
+#define HMF_SUM_d HMF_SUM_2
+#endif
+#endif
+
+HMF_INLINE void FN(prefetch_to_write)(const REAL *row, const int vectors) {
+    for (int byte = 0; byte < vectors * HMF_BYTES; byte += 64) HMF_PREFETCH_WRITE((const char *)row + byte);
+}
+
+/* x . y in every lane, of rows of `vectors` vectors; that is constant for the widths that are unrolled */
+HMF_INLINE VEC FN(sgd_dot)(const int vectors, const REAL *x, const REAL *y) {
+    VEC even = SPLAT(0), odd = SPLAT(0);
+    for (int v = 0; v + 1 < vectors; v += 2) {
+        even += *(const VEC *)(x + v * LANES) * *(const VEC *)(y + v * LANES);
+        odd += *(const VEC *)(x + (v + 1) * LANES) * *(const VEC *)(y + (v + 1) * LANES);
+    }
+    if (vectors % 2) even += *(const VEC *)(x + (vectors - 1) * LANES) * *(const VEC *)(y + (vectors - 1) * LANES);
+    even += odd;
+#ifdef HMF_SHUFFLES
+    HMF_CAT(HMF_SUM_, TYPE)(even);
+    return even;
+#else
+    return SPLAT(FN(total)(even));
+#endif
+}
+
+/* ---- both rows of an entry ------------------------------------------------------------------------------------ */
+
+HMF_INLINE double FN(sgd_entries_of)(const int vectors, ptrdiff_t n, ptrdiff_t ld, const int32_t *users,
+                                     const int32_t *items, const REAL *ratings, REAL *x, REAL *y, REAL *user_bias,
+                                     REAL *item_bias, REAL rate, REAL keep, REAL mean) {
+    double loss = 0;
+    for (ptrdiff_t k = 0; k < n; k++) {
+        if (k + HMF_SGD_AHEAD < n) {
+            FN(prefetch_to_write)(x + users[k + HMF_SGD_AHEAD] * ld, vectors);
+            FN(prefetch_to_write)(y + items[k + HMF_SGD_AHEAD] * ld, vectors);
+        }
+        REAL *a = x + users[k] * ld, *b = y + items[k] * ld;
+        VEC error = SPLAT(ratings[k] - mean) - FN(sgd_dot)(vectors, a, b);
+        if (user_bias) {
+            REAL *p = user_bias + users[k], *q = item_bias + items[k];
+            error -= SPLAT(*p + *q);
+            *p += rate * LANE(error, 0);
+            *q += rate * LANE(error, 0);
+        }
+        loss += (double)LANE(error, 0) * LANE(error, 0);
+        const VEC step = rate * error, shrink = SPLAT(keep);
+        for (int v = 0; v < vectors; v++) {
+            const VEC p = *(const VEC *)(a + v * LANES), q = *(const VEC *)(b + v * LANES);
+            *(VEC *)(a + v * LANES) = shrink * p + step * q;
+            *(VEC *)(b + v * LANES) = shrink * q + step * p;
+        }
+    }
+    return loss;
+}
+
+/* Entries (users[k], items[k], ratings[k]) one after the other; x (n_users, ld), y (n_items, ld), biases NULL without.
+ * keep is 1 - rate * lambda. */
+static double FN(sgd_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
+                              const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias, REAL rate,
+                              REAL keep, REAL mean) {
+#define HMF_WIDTH(vectors)                                                                                        \
+    case vectors:                                                                                                  \
+        return FN(sgd_entries_of)(vectors, n, ld, users, items, ratings, x, y, user_bias, item_bias, rate, keep, mean)
+    switch (ld / LANES) {
+        HMF_WIDTH(1);
+        HMF_WIDTH(2);
+        HMF_WIDTH(3);
+        HMF_WIDTH(4);
+        HMF_WIDTH(5);
+        HMF_WIDTH(6);
+        HMF_WIDTH(7);
+        HMF_WIDTH(8);
+        HMF_WIDTH(16);
+    }
+#undef HMF_WIDTH
+    return FN(sgd_entries_of)((int)(ld / LANES), n, ld, users, items, ratings, x, y, user_bias, item_bias, rate, keep,
+                              mean);
+}
+
+/* ---- the rows of one side, the other side fixed (MSGD eqs. 15 and 16) ------------------------------------------ */
+
+HMF_INLINE double FN(sgd_rows_of)(const int vectors, ptrdiff_t n, ptrdiff_t ld, const int64_t *order,
+                                  const int64_t *starts, const int64_t *ends, const int32_t *columns,
+                                  const REAL *ratings, REAL *moved, const REAL *fixed, REAL *moved_bias,
+                                  const REAL *fixed_bias, REAL rate, REAL keep, REAL mean) {
+    int64_t row[HMF_SGD_SLOTS], at[HMF_SGD_SLOTS], end[HMF_SGD_SLOTS];
+    int slots = 0;
+    ptrdiff_t next = 0;
+    double loss = 0;
+    for (;;) {
+        for (; slots < HMF_SGD_SLOTS && next < n; next++) {
+            row[slots] = order[next];
+            at[slots] = starts[row[slots]];
+            end[slots] = ends[row[slots]];
+            if (at[slots] < end[slots]) slots++;
+        }
+        if (!slots) return loss;
+        int64_t turns = end[0] - at[0];
+        for (int s = 1; s < slots; s++)
+            if (end[s] - at[s] < turns) turns = end[s] - at[s];
+        for (int64_t turn = 0; turn < turns; turn++) {
+            for (int s = 0; s < slots; s++) {
+                const int64_t k = at[s] + turn;
+                if (k + 2 < end[s]) FN(prefetch_row)(fixed + columns[k + 2] * ld, vectors * LANES);
+                REAL *a = moved + row[s] * ld;
+                const REAL *b = fixed + columns[k] * ld;
+                VEC error = SPLAT(ratings[k] - mean) - FN(sgd_dot)(vectors, a, b);
+                if (moved_bias) {
+                    error -= SPLAT(moved_bias[row[s]] + fixed_bias[columns[k]]);
+                    moved_bias[row[s]] += rate * LANE(error, 0);
+                }
+                loss += (double)LANE(error, 0) * LANE(error, 0);
+                const VEC step = rate * error, shrink = SPLAT(keep);
+                for (int v = 0; v < vectors; v++) {
+                    const VEC p = *(const VEC *)(a + v * LANES), q = *(const VEC *)(b + v * LANES);
+                    *(VEC *)(a + v * LANES) = shrink * p + step * q;
+                }
+            }
+        }
+        int left = 0;
+        for (int s = 0; s < slots; s++) {
+            row[left] = row[s];
+            at[left] = at[s] + turns;
+            end[left] = end[s];
+            if (at[left] < end[left]) left++;
+        }
+        slots = left;
+    }
+}
+
+/* Each row of `order` (n of them, distinct) walks its entries starts[row] <= k < ends[row] in their order. How rows
+ * take turns changes no row's factors. moved (rows, ld), fixed (columns, ld). */
+static double FN(sgd_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts, const int64_t *ends,
+                           const int32_t *columns, const REAL *ratings, REAL *moved, const REAL *fixed,
+                           REAL *moved_bias, const REAL *fixed_bias, REAL rate, REAL keep, REAL mean) {
+#define HMF_WIDTH(vectors)                                                                                            \
+    case vectors:                                                                                                     \
+        return FN(sgd_rows_of)(vectors, n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,      \
+                               fixed_bias, rate, keep, mean)
+    switch (ld / LANES) {
+        HMF_WIDTH(1);
+        HMF_WIDTH(2);
+        HMF_WIDTH(3);
+        HMF_WIDTH(4);
+        HMF_WIDTH(5);
+        HMF_WIDTH(6);
+        HMF_WIDTH(7);
+        HMF_WIDTH(8);
+        HMF_WIDTH(16);
+    }
+#undef HMF_WIDTH
+    return FN(sgd_rows_of)((int)(ld / LANES), n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,
+                           fixed_bias, rate, keep, mean);
+}
+
+/* ---- AdaGrad: each coordinate divides by the root of 1 + its sum of squared steps ------------------------------- */
+
+HMF_INLINE REAL FN(adagrad)(REAL value, REAL step, REAL *squares, REAL rate) {
+    *squares += step * step;
+    return value + rate * step / HMF_SQRT(1 + *squares);
+}
+
+/* ---- RPCS (Chin et al. 2015): one sum for the first HMF_HEAD coordinates of a row and one for the others ---------- */
+
+#define HMF_HEAD 8
+
+/* a += its step from the old b; its sums c[0], c[1] grow by the mean squares of the steps. b may be a row that moves
+ * as well: `other` then holds what it was. The coordinates after the head stay where they are if head_only. */
+HMF_INLINE void FN(rpcs)(ptrdiff_t ld, REAL *a, const REAL *other, REAL *c, REAL error, REAL lambda, REAL rate,
+                         ptrdiff_t rank, int head_only) {
+    const ptrdiff_t head = rank < HMF_HEAD ? rank : HMF_HEAD, tail = rank - head;
+    const REAL head_rate = rate / HMF_SQRT(1 + c[0]), tail_rate = head_only ? 0 : rate / HMF_SQRT(1 + c[1]);
+    VEC in_head = SPLAT(0), sums[2] = {SPLAT(0), SPLAT(0)};
+    for (int lane = 0; lane < LANES && lane < HMF_HEAD; lane++) in_head[lane] = 1;
+    const VEC mixed = in_head * SPLAT(head_rate) + (SPLAT(1) - in_head) * SPLAT(tail_rate);
+    for (ptrdiff_t j = 0; j < ld; j += LANES) {
+        const VEC p = *(const VEC *)(a + j);
+        const VEC step = SPLAT(error) * *(const VEC *)(other + j) - SPLAT(lambda) * p;
+        if (j >= HMF_HEAD) {
+            sums[1] += step * step;
+            *(VEC *)(a + j) = p + SPLAT(tail_rate) * step;
+        } else {
+            sums[0] += in_head * step * step;
+            sums[1] += (SPLAT(1) - in_head) * step * step;
+            *(VEC *)(a + j) = p + mixed * step;
+        }
+    }
+    c[0] += FN(total)(sums[0]) / head;
+    if (tail > 0 && !head_only) c[1] += FN(total)(sums[1]) / tail;
+}
+
+static double FN(rpcs_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
+                               const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias,
+                               REAL *x_squares, REAL *y_squares, REAL *user_bias_squares, REAL *item_bias_squares,
+                               REAL rate, REAL lambda, REAL mean, ptrdiff_t rank, int head_only) {
+    REAL old[HMF_LARGEST_ROW] __attribute__((aligned(64)));
+    double loss = 0;
+    for (ptrdiff_t k = 0; k < n; k++) {
+        if (k + HMF_SGD_AHEAD < n) {
+            FN(prefetch_row)(x + users[k + HMF_SGD_AHEAD] * ld, ld);
+            FN(prefetch_row)(y + items[k + HMF_SGD_AHEAD] * ld, ld);
+        }
+        const ptrdiff_t user = users[k], item = items[k];
+        REAL *a = x + user * ld, *b = y + item * ld;
+        REAL error = ratings[k] - mean - FN(dot)(ld, a, b);
+        if (user_bias) {
+            error -= user_bias[user] + item_bias[item];
+            user_bias[user] = FN(adagrad)(user_bias[user], error, user_bias_squares + user, rate);
+            item_bias[item] = FN(adagrad)(item_bias[item], error, item_bias_squares + item, rate);
+        }
+        loss += (double)error * error;
+        for (ptrdiff_t j = 0; j < ld; j += LANES) *(VEC *)(old + j) = *(const VEC *)(a + j);
+        FN(rpcs)(ld, a, b, x_squares + 2 * user, error, lambda, rate, rank, head_only);
+        FN(rpcs)(ld, b, old, y_squares + 2 * item, error, lambda, rate, rank, head_only);
+    }
+    return loss;
+}
+
+static double FN(rpcs_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
+                            const int64_t *ends, const int32_t *columns, const REAL *ratings, REAL *moved,
+                            const REAL *fixed, REAL *moved_bias, const REAL *fixed_bias, REAL *squares,
+                            REAL *bias_squares, REAL rate, REAL lambda, REAL mean, ptrdiff_t rank, int head_only) {
+    double loss = 0;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        const int64_t row = order[i];
+        REAL *a = moved + row * ld;
+        for (int64_t k = starts[row]; k < ends[row]; k++) {
+            const REAL *b = fixed + columns[k] * ld;
+            if (k + 2 < ends[row]) FN(prefetch_row)(fixed + columns[k + 2] * ld, ld);
+            REAL error = ratings[k] - mean - FN(dot)(ld, a, b);
+            if (moved_bias) {
+                error -= moved_bias[row] + fixed_bias[columns[k]];
+                moved_bias[row] = FN(adagrad)(moved_bias[row], error, bias_squares + row, rate);
+            }
+            loss += (double)error * error;
+            FN(rpcs)(ld, a, b, squares + 2 * row, error, lambda, rate, rank, head_only);
+        }
+    }
+    return loss;
+}
+
+/* ---- both, by what the sums belong to: rank 0, the coordinates; else the rows, of so many coordinates -------------- */
+
+/* `sgd_entries` with sums of squares laid out as the factors and the biases they belong to */
+static double FN(adagrad_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
+                                  const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias,
+                                  REAL *x_squares, REAL *y_squares, REAL *user_bias_squares, REAL *item_bias_squares,
+                                  REAL rate, REAL lambda, REAL mean, ptrdiff_t rank, int head_only) {
+    if (rank)
+        return FN(rpcs_entries)(n, ld, users, items, ratings, x, y, user_bias, item_bias, x_squares, y_squares,
+                                user_bias_squares, item_bias_squares, rate, lambda, mean, rank, head_only);
+    double loss = 0;
+    for (ptrdiff_t k = 0; k < n; k++) {
+        if (k + HMF_SGD_AHEAD < n) {
+            const ptrdiff_t user = users[k + HMF_SGD_AHEAD] * ld, item = items[k + HMF_SGD_AHEAD] * ld;
+            FN(prefetch_row)(x + user, ld);
+            FN(prefetch_row)(y + item, ld);
+            FN(prefetch_row)(x_squares + user, ld);
+            FN(prefetch_row)(y_squares + item, ld);
+        }
+        const ptrdiff_t user = users[k], item = items[k];
+        REAL *restrict a = x + user * ld, *restrict b = y + item * ld;
+        REAL *restrict c = x_squares + user * ld, *restrict d = y_squares + item * ld;
+        REAL error = ratings[k] - mean - FN(dot)(ld, a, b);
+        if (user_bias) {
+            error -= user_bias[user] + item_bias[item];
+            user_bias[user] = FN(adagrad)(user_bias[user], error, user_bias_squares + user, rate);
+            item_bias[item] = FN(adagrad)(item_bias[item], error, item_bias_squares + item, rate);
+        }
+        loss += (double)error * error;
+        for (ptrdiff_t j = 0; j < ld; j++) {
+            const REAL p = a[j], q = b[j];
+            a[j] = FN(adagrad)(p, error * q - lambda * p, c + j, rate);
+            b[j] = FN(adagrad)(q, error * p - lambda * q, d + j, rate);
+        }
+    }
+    return loss;
+}
+
+/* `sgd_rows` likewise */
+static double FN(adagrad_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
+                               const int64_t *ends, const int32_t *columns, const REAL *ratings, REAL *moved,
+                               const REAL *fixed, REAL *moved_bias, const REAL *fixed_bias, REAL *squares,
+                               REAL *bias_squares, REAL rate, REAL lambda, REAL mean, ptrdiff_t rank,
+                               int head_only) {
+    if (rank)
+        return FN(rpcs_rows)(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias, fixed_bias,
+                             squares, bias_squares, rate, lambda, mean, rank, head_only);
+    double loss = 0;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        const int64_t row = order[i];
+        REAL *restrict a = moved + row * ld, *restrict c = squares + row * ld;
+        for (int64_t k = starts[row]; k < ends[row]; k++) {
+            const REAL *restrict b = fixed + columns[k] * ld;
+            if (k + 2 < ends[row]) FN(prefetch_row)(fixed + columns[k + 2] * ld, ld);
+            REAL error = ratings[k] - mean - FN(dot)(ld, a, b);
+            if (moved_bias) {
+                error -= moved_bias[row] + fixed_bias[columns[k]];
+                moved_bias[row] = FN(adagrad)(moved_bias[row], error, bias_squares + row, rate);
+            }
+            loss += (double)error * error;
+            for (ptrdiff_t j = 0; j < ld; j++) a[j] = FN(adagrad)(a[j], error * b[j] - lambda * a[j], c + j, rate);
+        }
+    }
+    return loss;
+}

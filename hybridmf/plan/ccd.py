@@ -1,0 +1,131 @@
+"""CCD++ as a `Method`: its checked hyperparameters, where it runs, and what it takes there."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..core.validate import check_bool, check_int, index_pointer_dtype
+from ..device.cuda import DeviceSpec
+from ..native import _ccd
+from . import dispatch
+from . import make as _plan
+from .make import Plan, Settings
+
+logger = logging.getLogger("hybridmf")
+
+MAX_INNER_ITERATIONS = 1000
+"""A rank-one problem has converged long before."""
+
+
+@dataclass(frozen=True)
+class CcdMethod:
+    """Hyperparameters of CCD++ beyond the objective (Yu, Hsieh, Si and Dhillon 2012).
+
+    Attributes
+    ----------
+    inner_iterations : int
+        Times an item and a user vector are solved for each other before the residual moves on to the next factor.
+    nonnegative : bool
+        Coordinates are projected to max(0, .), each the exact minimizer under that constraint.
+    """
+
+    kind: ClassVar[str] = "ccd"
+
+    inner_iterations: int = 1
+    nonnegative: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its name."""
+        return "ccd++"
+
+    @classmethod
+    def check(cls, *, inner_iterations: Any, nonnegative: Any) -> CcdMethod:
+        """Judge each hyperparameter by itself."""
+        return cls(
+            check_int("inner_iterations", inner_iterations, 1, MAX_INNER_ITERATIONS),
+            check_bool("nonnegative", nonnegative),
+        )
+
+    def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+        """Device and bytes. With device="auto", the GPU that was found where the work is worth its start.
+
+        Parameters
+        ----------
+        base : Plan
+            Sizes, dtype and threads.
+        settings : Settings
+        spec : DeviceSpec or None
+            The GPU found or asked for.
+
+        Raises
+        ------
+        ValueError
+            Several devices are named.
+        """
+        if isinstance(settings.device, tuple):
+            raise ValueError(
+                f"device={list(settings.device)!r}: CCD runs on one device; name one, or use ALS or SGD on several"
+            )
+        base = replace(base, precision="float32", reorder="none")
+        return dispatch.choose(
+            dispatch.Request(
+                base,
+                settings,
+                spec,
+                on_cpu=_on_cpu,
+                on_gpu=lambda undecided: _on_gpu(undecided, settings, spec),
+            )
+        )
+
+    def flops_per_iteration(self, plan: Plan) -> float:
+        """Useful work: for each entry, side and factor 4 flops an inner iteration, 4 for the residual's two changes.
+
+        The residual that opens an iteration takes another 2 a factor.
+        """
+        return 2.0 * plan.nnz * plan.factors * (4.0 * self.inner_iterations + 6.0)
+
+    def bytes_per_iteration(self, plan: Plan) -> float:
+        """Both copies of the residual, read and written once a factor, with their indices.
+
+        Further inner iterations only read.
+        """
+        itemsize = np.dtype(plan.dtype).itemsize
+        once, again = 2.0 * (4 + 2 * itemsize), 2.0 * (4 + itemsize)
+        return plan.nnz * plan.factors * (once + (self.inner_iterations - 1) * again)
+
+    def __str__(self) -> str:
+        inner = f"{self.inner_iterations} inner iteration{'s' if self.inner_iterations > 1 else ''}"
+        return f"ccd++, {inner} of each rank-one update{', non-negative' if self.nonnegative else ''}"
+
+
+def _on_cpu(plan: Plan) -> Plan:
+    """`plan` on the CPU: ratings and residual in both orientations, factors by row and by column."""
+    m, n, nnz = plan.n_users, plan.n_items, plan.nnz
+    itemsize = np.dtype(plan.dtype).itemsize
+    pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
+    sizes = {
+        # the kernels' int64 pointers are copies where those of the matrices are int32
+        "ratings": 2 * nnz * (itemsize + 4) + (m + n) * (pointer + 8),
+        "residual": 2 * nnz * itemsize,
+        # by column; and by row, old and new, so that an interrupted iteration leaves no trace
+        "factors": 3 * (m + n) * plan.factors * itemsize,
+        "vectors": (m + n) * (2 * itemsize + 8),
+        "workspace": plan.num_threads * _ccd.LONG_ROW * itemsize,
+    }
+    return replace(plan, bytes=sizes, notes=tuple(_plan._instruction_set_notes()))
+
+
+def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+    """`plan` on the GPU."""
+    assert spec is not None
+    from ..gpu.ccd import memory_bytes  # which imports this module
+
+    if settings.gpu_memory_limit is not None:
+        spec = replace(spec, free_bytes=min(spec.free_bytes, settings.gpu_memory_limit))
+    sizes = memory_bytes(plan.n_users, plan.n_items, plan.nnz, plan.factors, plan.dtype, spec)
+    return replace(plan, device=f"cuda:{spec.index}", gpu=spec, bytes=sizes)

@@ -1,0 +1,383 @@
+"""Which device serves a request, and why: what is there, what it would take, and the choice between them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from .._version import __version__
+from ..core.cache import cache_dir
+from ..errors import DeviceError
+from . import cost as _cost
+from . import machine as _machine
+from .memory import mib
+
+if TYPE_CHECKING:
+    from ..device.cuda import DeviceSpec
+    from .make import Plan, Settings
+
+logger = logging.getLogger("hybridmf")
+
+DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or a list such as ["cuda:0", "cuda:1"]'
+
+
+MAX_CPU_RANKS = 64
+"""Most ranks on the CPU: they are there to try out, and each talks to each other."""
+
+
+def check_device(device: object) -> str | tuple[str, ...]:
+    """A device's name, or the names of several (one a rank; the CPU may be named more than once), judged.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if isinstance(device, (list, tuple)):
+        return _check_ranks(device)
+    if not isinstance(device, str):
+        raise TypeError(f"device must be {DEVICES}, got {type(device).__name__} {device!r}")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+        raise ValueError(f"device must be {DEVICES}; got {device!r}")
+    return device
+
+
+def _check_ranks(devices: list[object] | tuple[object, ...]) -> tuple[str, ...]:
+    names = [name if isinstance(name, str) else "" for name in devices]
+    if not names or not all(re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) for name in names):
+        raise ValueError(f'device, a list of devices, holds "cpu", "cuda" or "cuda:N", once a rank; got {devices!r}')
+    names = ["cuda:0" if name == "cuda" else name for name in names]
+    if len({name == "cpu" for name in names}) > 1:
+        raise ValueError(f"device={devices!r} mixes CPU and GPUs; name devices of one kind")
+    gpus = [name for name in names if name != "cpu"]
+    if len(names) - len(gpus) > MAX_CPU_RANKS:
+        raise ValueError(
+            f"device names the CPU {len(names)} times; at most {MAX_CPU_RANKS} ranks share it, and one is as fast: "
+            'use device="cpu", which takes all cores'
+        )
+    if len(set(gpus)) < len(gpus):
+        raise ValueError(f"device={devices!r} names a GPU twice; name each once")
+    return tuple(names)
+
+
+def gpu_status() -> tuple[bool, str]:
+    """Whether a CUDA GPU can be used, and the reason in words.
+
+    Imports CuPy if it is installed; never raises.
+
+    Returns
+    -------
+    usable : bool
+    reason : str
+        The GPUs with their compute capability and free memory, or what is missing and how to get it.
+    """
+    from ..device.cuda import device_count, open_device
+
+    try:
+        count = device_count()
+    except DeviceError as error:
+        return False, str(error)
+    usable, reasons = False, []
+    for index in range(count):
+        try:
+            reasons.append(str(open_device(f"cuda:{index}").spec))
+            usable = True
+        except (DeviceError, ValueError) as error:  # a GPU that is too old; a memory limit that is no size
+            reasons.append(str(error))
+    return usable, "; ".join(dict.fromkeys(reasons))
+
+
+def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:
+    """The GPU a request may run on, None for the CPU, and the reason.
+
+    Parameters
+    ----------
+    device : {"auto", "cpu", "cuda", "cuda:N"}
+
+    Raises
+    ------
+    DeviceError
+        A GPU was asked for by name and cannot be used; the message says what to install or change.
+    """
+    if device == "cpu":
+        return None, "asked for"
+    from ..device.cuda import open_device
+
+    try:
+        spec = open_device("cuda" if device == "auto" else device).spec
+    except DeviceError as error:
+        if device != "auto":
+            raise DeviceError(f'device="{device}" cannot be served: {error}. Use device="auto" or "cpu"') from error
+        logger.info("device='auto' chose the CPU: %s", error)
+        return None, f"no GPU: {error}"
+    return spec, "asked for" if device != "auto" else "there is a GPU"
+
+
+# ------------------------------------------------------------------------------------------------------- estimates
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one way to compute is predicted to take.
+
+    Attributes
+    ----------
+    device, assembly, solver, precision : str
+        `assembly` is "" where the method has none; `solver` then says what runs.
+    seconds_per_iteration, setup_seconds, total_seconds : float
+        Of the iterations asked for; 0 where it is not feasible.
+    bytes : int
+        Memory at the peak.
+    why_not : str
+        Why it cannot be; "" if it can.
+    chosen : bool
+    asked : bool
+        Whether it computes what was asked for: the solver and precision of the request.
+    """
+
+    device: str
+    assembly: str
+    solver: str
+    precision: str
+    seconds_per_iteration: float = 0.0
+    setup_seconds: float = 0.0
+    total_seconds: float = 0.0
+    bytes: int = 0
+    why_not: str = ""
+    chosen: bool = False
+    asked: bool = True
+
+    @property
+    def feasible(self) -> bool:
+        """Whether it can be done at all."""
+        return not self.why_not
+
+    @property
+    def name(self) -> str:
+        """Device, solver, assembly and precision, in a few words."""
+        words = [self.solver, self.assembly, "" if self.precision == "float32" else self.precision]
+        return f"{self.device} " + ", ".join(word for word in words if word)
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"{self.name}: {self.why_not}"
+        return (
+            f"{self.name}: {seconds_text(self.total_seconds)} = {seconds_text(self.setup_seconds)} set-up + "
+            f"{seconds_text(self.seconds_per_iteration)} an iteration; {self.bytes / 2**20:,.1f} MiB"
+        )
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits with a unit: "12.3 ms"."""
+    for limit, unit, factor in ((1e-3, "us", 1e6), (1.0, "ms", 1e3)):
+        if seconds < limit:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate:
+    """Predict what a plan takes in this process, as it is now.
+
+    Parameters
+    ----------
+    plan : Plan
+        With everything decided.
+    iterations : int
+    machine : Machine
+        The constants.
+    """
+    cost = _cost.cost_of(plan, machine, _warmth(plan))
+    setup = sum(cost.setup.values())
+    assembly, solver = (plan.assembly, plan.solver) if plan.method is None else ("", plan.method.label)
+    total = setup + iterations * cost.iteration
+    return Estimate(plan.device, assembly, solver, plan.precision, cost.iteration, setup, total, plan.total_bytes)
+
+
+def estimate_lines(estimates: tuple[Estimate, ...]) -> list[str]:
+    """What a printed plan says of its estimates: all that was asked for, and the fastest of the rest."""
+    wanted = [one for one in estimates if one.asked or one.chosen]
+    rest = [one for one in estimates if one not in wanted and one.feasible]
+    lines = [str(one) for one in wanted]
+    if rest:
+        lines.append(f"otherwise {min(rest, key=lambda one: one.total_seconds)}")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------------ the choice
+
+Build = Callable[["Plan"], "Plan"]
+"""Decides on one device what a plan leaves open; ValueError or DeviceError where the device does not serve it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be served, and how a plan for either device is made.
+
+    Attributes
+    ----------
+    base : Plan
+        Sizes and what was asked for.
+    settings : Settings
+    spec : DeviceSpec or None
+        The GPU that was found or asked for.
+    on_cpu, on_gpu : callable
+    cpu_only : str
+        Why only the CPU serves it; "" if a GPU might.
+    gpu_only : bool
+        Whether it asks for something that only GPUs have.
+    others : tuple of Plan
+        The same fit by other means, to be estimated beside; undecided like `base`.
+    machine : Machine
+        The constants that estimates go by.
+    """
+
+    base: Plan
+    settings: Settings
+    spec: DeviceSpec | None
+    on_cpu: Build
+    on_gpu: Build
+    cpu_only: str = ""
+    gpu_only: bool = False
+    others: tuple[Plan, ...] = ()
+    machine: _machine.Machine = field(default_factory=_machine.machine)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """Of the iterations that are asked for."""
+        return estimate(plan, self.settings.iterations, self.machine)
+
+
+def choose(request: Request) -> Plan:
+    """The plan of the device that is asked for or, with "auto", predicted to be done first; with all estimates.
+
+    Raises
+    ------
+    DeviceError, ValueError
+        No device serves it, or not the one that was asked for.
+    """
+    base, settings, spec = request.base, request.settings, request.spec
+    if spec is None:
+        return _with_estimates(request.on_cpu(base), request)
+    if settings.device != "auto":
+        return _with_estimates(request.on_gpu(base), request)
+    if request.cpu_only:
+        return _on_cpu(request, request.cpu_only, None)
+    on_gpu = request.on_gpu(base)
+    if request.gpu_only:
+        return _with_estimates(on_gpu, request)
+    lack = memory_lacks(on_gpu)
+    if lack:
+        return _on_cpu(request, lack, on_gpu)
+    try:
+        on_cpu = request.on_cpu(base)
+    except (DeviceError, ValueError) as error:
+        return _with_estimates(
+            replace(on_gpu, reason=f"there is a GPU, and the CPU does not serve this: {error}"), request
+        )
+    return _faster(request, on_cpu, on_gpu)
+
+
+def _on_cpu(request: Request, why: str, on_gpu: Plan | None) -> Plan:
+    """The CPU's plan, where a GPU was found and does not get the work."""
+    assert request.spec is not None
+    logger.info("device='auto' chose the CPU: %s", why)
+    plan = request.on_cpu(replace(request.base, reason=f"{why} ({request.spec.name} was found)"))
+    return _with_estimates(plan, request, on_gpu)
+
+
+def _faster(request: Request, on_cpu: Plan, on_gpu: Plan) -> Plan:
+    """The plan that is predicted to be done first."""
+    iterations = request.settings.iterations
+    cpu, gpu = request.estimate(on_cpu), request.estimate(on_gpu)
+    here = f"{seconds_text(cpu.total_seconds)} on the CPU"
+    there = f"{seconds_text(gpu.total_seconds)} on the GPU, {seconds_text(gpu.setup_seconds)} of them set-up"
+    count = f"{iterations} iteration{'s' if iterations > 1 else ''}"
+    if gpu.total_seconds < cpu.total_seconds:
+        on_gpu = replace(on_gpu, reason=f"there is a GPU: {count} in about {there}; {here}")
+        return _with_estimates(on_gpu, request, on_cpu)
+    return _on_cpu(request, f"{count} in about {here}; {there}", on_gpu)
+
+
+def memory_lacks(plan: Plan) -> str:
+    """How much memory a plan needs and its GPU has, if that is too little; empty if it is enough."""
+    if plan.gpu is None or plan.total_bytes <= plan.gpu.free_bytes:
+        return ""
+    parts = ", ".join(f"{name} {mib(size)}" for name, size in plan.bytes.items())
+    return (
+        f"the fit needs about {mib(plan.total_bytes)} on {plan.gpu.name} and {mib(plan.gpu.free_bytes)} are free "
+        f"({parts})"
+    )
+
+
+def _with_estimates(plan: Plan, request: Request, rejected: Plan | None = None) -> Plan:
+    """`plan` with its own estimate, that of the other device, and those of the other ways to compute it."""
+    found = [replace(request.estimate(plan), chosen=True)]
+    if rejected is not None:
+        found.append(replace(request.estimate(rejected), why_not=memory_lacks(rejected)))
+    for other in request.others:
+        found.extend(_estimates_of(other, request))
+    unique: dict[tuple[str, ...], Estimate] = {}
+    for one in found:
+        unique.setdefault((one.device, one.assembly, one.solver, one.precision), one)
+    return replace(plan, estimates=tuple(sorted(unique.values(), key=_rank)))
+
+
+def _rank(one: Estimate) -> tuple[bool, bool, bool, float]:
+    return not one.chosen, not one.asked, not one.feasible, one.total_seconds
+
+
+def _estimates_of(other: Plan, request: Request) -> Iterable[Estimate]:
+    """One way to compute on each device that has it."""
+    base, wanted = request.base, request.settings.device
+    asked = (other.solver, other.precision) == (base.solver, base.precision)
+    asked = asked and base.assembly in ("auto", other.assembly)
+    for build, serves in (
+        (request.on_cpu, wanted in ("auto", "cpu") and other.precision == "float32"),
+        (request.on_gpu, request.spec is not None),
+    ):
+        if not serves:
+            continue
+        with suppress(DeviceError, ValueError):  # this device has no such thing: nothing to estimate
+            plan = build(other)
+            yield replace(request.estimate(plan), asked=asked, why_not=memory_lacks(plan))
+
+
+# ------------------------------------------------------------------------------------------- what has been done before
+
+_started: set[str] = set()
+_loaded: set[str] = set()
+
+
+def _signature(plan: Plan) -> str:
+    """Names the kernels that a plan compiles, so that a later process knows whether they lie on disk."""
+    assert plan.gpu is not None
+    method = plan.method.label if plan.method is not None else f"{plan.assembly} {plan.solver}"
+    parts = (__version__, plan.gpu.capability, plan.rank, plan.feedback, plan.dtype, plan.precision, method)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _warmth(plan: Plan) -> _cost.Warmth:
+    if plan.gpu is None:
+        return _cost.Warmth()
+    signature = _signature(plan)
+    loaded = signature in _loaded
+    compiled = loaded or (cache_dir() / "compiled" / signature).exists()
+    return _cost.Warmth(plan.device in _started, compiled, loaded)
+
+
+def remember(plan: Plan) -> None:
+    """Note that a plan has run on its GPU: its kernels lie compiled in CuPy's cache. Never raises."""
+    if plan.gpu is None:
+        return
+    _started.add(plan.device)
+    signature = _signature(plan)
+    _loaded.add(signature)
+    mark = cache_dir() / "compiled" / signature
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        logger.debug("cannot note in %s that kernels are compiled: %s", mark, error)

@@ -1,0 +1,203 @@
+"""Who owns which rows, and who sums what: the partitions of SU-ALS (cuMF Algorithm 3, lines 2-4).
+
+Each of R ranks owns one range of rows of either side. A half sweep uses a grid of p x q = R ranks: the fixed side is
+split over p of them (data parallelism), the rows to solve over q groups (model parallelism). Rank ``r = j q + i`` holds
+split j of the fixed side, which is what the ranks ``j q ... (j + 1) q - 1`` own, and sums the systems of the rows that
+the ranks ``i, i + q, i + 2 q ...`` own; these p ranks then add their sums up, and each solves the rows it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import Side, other_side
+from ..core.validate import csr_arrays
+from ..errors import RatingsError
+from .partition import even_bounds
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How one half sweep spreads over ranks.
+
+    Attributes
+    ----------
+    splits : int
+        p: parts of the fixed side; 1 is pure model parallelism.
+    groups : int
+        q: parts of the rows to solve; 1 is pure data parallelism.
+    """
+
+    splits: int
+    groups: int
+
+    def __post_init__(self) -> None:
+        if self.splits < 1 or self.groups < 1:
+            raise ValueError(f"a grid is of at least 1 x 1 ranks, got {self.splits} x {self.groups}")
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self.splits * self.groups
+
+    def split_of(self, rank: int) -> int:
+        """j, the part of the fixed side that a rank holds."""
+        return rank // self.groups
+
+    def group_of(self, rank: int) -> int:
+        """i, the group of rows that a rank sums."""
+        return rank % self.groups
+
+    def members(self, group: int) -> range:
+        """Ranks that sum the same rows, by the part of the fixed side they hold."""
+        return range(group, self.size, self.groups)
+
+    def holders(self, split: int) -> range:
+        """Ranks that hold the same part of the fixed side."""
+        return range(split * self.groups, (split + 1) * self.groups)
+
+    @classmethod
+    def all_of(cls, size: int) -> list[Grid]:
+        """Every grid of so many ranks, model parallelism first."""
+        return [cls(p, size // p) for p in range(1, size + 1) if size % p == 0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranges of rows of all ranks, and a grid for each half sweep.
+
+    Attributes
+    ----------
+    bounds : dict of side to int64 array, shape (size + 1,)
+        Rank r owns the rows ``bounds[side][r] ... bounds[side][r + 1] - 1``.
+    grids : dict of side to Grid
+        How each side is solved.
+
+    Raises
+    ------
+    ValueError
+        Bounds and grids of different numbers of ranks.
+    """
+
+    bounds: Mapping[Side, np.ndarray]
+    grids: Mapping[Side, Grid]
+
+    def __post_init__(self) -> None:
+        sizes = {len(bounds) - 1 for bounds in self.bounds.values()} | {grid.size for grid in self.grids.values()}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"the grids of both half sweeps are of the same number of ranks as there are ranges of rows; got "
+                f"{', '.join(f'{g.splits} x {g.groups}' for g in self.grids.values())} and "
+                f"{' and '.join(str(len(b) - 1) for b in self.bounds.values())} ranges"
+            )
+
+    @classmethod
+    def even(cls, degrees: Mapping[Side, np.ndarray], grids: Mapping[Side, Grid], row_cost: float) -> Layout:
+        """Ranges of about equal cost: entries, and a row's own cost as a number of entries."""
+        size = grids["user"].size
+        bounds = {side: even_bounds(degrees[side], size, row_cost) for side in degrees}
+        return cls(bounds, grids)
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self.grids["user"].size
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_users, n_items)."""
+        return int(self.bounds["user"][-1]), int(self.bounds["item"][-1])
+
+    def own(self, side: Side, rank: int) -> tuple[int, int]:
+        """First row a rank owns, and the one after its last."""
+        return int(self.bounds[side][rank]), int(self.bounds[side][rank + 1])
+
+    def counts(self, side: Side, ranks: range) -> list[int]:
+        """Rows that each of some ranks owns."""
+        return [int(self.bounds[side][rank + 1] - self.bounds[side][rank]) for rank in ranks]
+
+    def columns(self, side: Side, rank: int) -> tuple[int, int]:
+        """Range of the other side's rows that a rank holds while `side` is solved."""
+        grid = self.grids[side]
+        holders = grid.holders(grid.split_of(rank))
+        bounds = self.bounds[other_side(side)]
+        return int(bounds[holders.start]), int(bounds[holders.stop])
+
+    def ranges(self, side: Side, rank: int) -> list[tuple[int, int]]:
+        """Ranges of rows of `side` whose systems a rank sums, in the order of its group."""
+        grid = self.grids[side]
+        return [self.own(side, member) for member in grid.members(grid.group_of(rank))]
+
+    def cut(self, side: Side, rank: int, matrix: sp.csr_array) -> sp.csr_array:
+        """A rank's entries while `side` is solved.
+
+        Parameters
+        ----------
+        side : {"user", "item"}
+        rank : int
+        matrix : csr_array, shape (n_rows, n_fixed)
+            Rows of `side`, sorted indices.
+
+        Returns
+        -------
+        csr_array
+            The rows of `ranges`, one range after the other; columns count from the first of `columns`.
+
+        Raises
+        ------
+        RatingsError
+            The matrix has another shape than the layout.
+        """
+        shape = (int(self.bounds[side][-1]), int(self.bounds[other_side(side)][-1]))
+        if matrix.shape != shape:
+            raise RatingsError(
+                f"ratings by {side} have shape {matrix.shape}, the layout is of {shape}; give all ranks the same"
+            )
+        pieces = [rows_of(matrix, first, last) for first, last in self.ranges(side, rank)]
+        if self.grids[side].splits == 1:
+            return pieces[0]
+        first, last = self.columns(side, rank)
+        return stacked([columns_of(piece, first, last) for piece in pieces])
+
+
+def csr_of(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, n_columns: int) -> sp.csr_array:
+    """A csr_array around arrays as they are: int64 indptr, int32 indices; SciPy's constructor would make them alike."""
+    matrix = sp.csr_array((len(indptr) - 1, n_columns), dtype=data.dtype)
+    matrix.indptr, matrix.indices, matrix.data = indptr, indices, data
+    matrix.has_sorted_indices = matrix.has_canonical_format = True
+    return matrix
+
+
+def rows_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
+    """The rows from `first` to before `last`; entries are not copied."""
+    indptr, indices, data = csr_arrays(matrix)
+    begin, end = int(indptr[first]), int(indptr[last])
+    return csr_of(indptr[first : last + 1] - begin, indices[begin:end], data[begin:end], matrix.shape[1])
+
+
+def columns_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
+    """The columns from `first` to before `last`, counted from `first`."""
+    indptr, indices, data = csr_arrays(matrix)
+    inside = (indices >= first) & (indices < last)
+    counts = np.zeros(len(indptr) - 1, dtype=np.int64)
+    filled = np.flatnonzero(np.diff(indptr))
+    if len(filled):
+        counts[filled] = np.add.reduceat(inside, indptr[filled], dtype=np.int64)
+    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+    return csr_of(starts, indices[inside] - np.int32(first), data[inside], last - first)
+
+
+def stacked(matrices: list[sp.csr_array]) -> sp.csr_array:
+    """One matrix under the other."""
+    ends = np.concatenate(([0], np.cumsum([matrix.indptr[-1] for matrix in matrices]))).astype(np.int64)
+    indptr = [np.zeros(1, np.int64)] + [m.indptr[1:] + end for m, end in zip(matrices, ends[:-1], strict=True)]
+    return csr_of(
+        np.concatenate(indptr),
+        np.concatenate([matrix.indices for matrix in matrices]),
+        np.concatenate([matrix.data for matrix in matrices]),
+        matrices[0].shape[1],
+    )

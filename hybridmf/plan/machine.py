@@ -1,0 +1,510 @@
+"""What a machine can do: the constants of the cost model, built in or measured, and the file that keeps them.
+
+Built-in constants are of one core of a recent server (AVX-512) and of an H200. `tools.calibrate` measures those of
+the machine at hand (`hybridmf tune --calibrate`), and `save` keeps them in the user's cache directory, together with
+the hardware they belong to. A file of other hardware, another version or no sense is ignored with one warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .._version import __version__
+from ..core.cache import CACHE_DIR, cache_dir
+from ..core.files import write_atomically
+from ..native import _als
+
+logger = logging.getLogger("hybridmf")
+
+
+FORMAT = 2
+"""Of the file; a change of its meaning takes the next number."""
+
+Curve = tuple[tuple[float, float], ...]
+"""A rate per second at a few numbers of factors, rising: ``((32, 8e10), (64, 1.1e11))``; see `seconds_at`."""
+
+
+def rate_at(curve: Curve, factors: float) -> float:
+    """Rate at a number of factors: a straight line between the anchors in the logarithms of both.
+
+    Below the first anchor a rate falls in proportion to the factors, as vectors are ever less full; beyond the last one
+    it stays.
+    """
+    (first, lowest), (last, highest) = curve[0], curve[-1]
+    if factors <= first:
+        return lowest * factors / first
+    if factors >= last:
+        return highest
+    at = next(k for k, (high, _) in enumerate(curve) if factors <= high)
+    (low, slow), (high, fast) = curve[at - 1], curve[at]
+    return slow * (factors / low) ** (math.log(fast / slow) / math.log(high / low))
+
+
+def seconds_at(curve: Curve, work: Callable[[float], float], factors: float) -> float:
+    """Seconds for ``work(factors)``, never fewer than for the work of an anchor below: rates are measured, with noise.
+
+    Below the first anchor they stay: vectors are padded to a width, and the rest is not arithmetic.
+
+    Parameters
+    ----------
+    curve : Curve
+    work : callable
+        Flops or bytes at a number of factors, rising.
+    factors : float
+    """
+    factors = max(factors, curve[0][0])
+    return max([work(f) / rate for f, rate in curve if f < factors] + [work(factors) / rate_at(curve, factors)])
+
+
+@dataclass(frozen=True)
+class CpuRates:
+    """Rates of one core in float32, and how cores add up.
+
+    Attributes
+    ----------
+    assembly : Curve
+        Flop/s of normal equations, f (f + 1) an entry, by our kernels.
+    solve : Curve
+        Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row, with all that is done once a row.
+    cg : Curve
+        Flop/s of conjugate gradients, 4 f an entry and pass, also where a row's matrix is formed instead.
+    dense : float
+        Flop/s of a product of a Gram matrix and a vector.
+    subspace : float
+        Flop/s of iALS++.
+    sgd : dict of str to Curve
+        Flop/s of an epoch by schedule, in the units of `SgdMethod.flops_per_iteration`.
+    sgd_row : float
+        Seconds for a row of an epoch, beside its entries.
+    ccd_entry, ccd_row : float
+        Seconds for one factor of an entry and of a row of CCD++, one inner iteration.
+    slower : dict of str to float
+        Times of other assemblies as multiples of ours.
+    row : float
+        Seconds for a row of a solver that builds no system.
+    region : float
+        Seconds to start and end one parallel region.
+    sweep : float
+        Seconds of a half sweep with no work: the Python around it.
+    gram : float
+        Seconds that a half sweep of implicit feedback takes beyond that, whatever its size.
+    fresh : float
+        Seconds, on all cores together, for a factor that is written to new memory, where the cache is too small.
+    draw : float
+        Seconds of one core to draw an initial factor and to keep the learned one.
+    fit : float
+        Seconds of the Python around a fit of any size.
+    gather_bytes, cached_bytes : float
+        Bytes/s of gathered rows of factors beyond the cache, and within.
+    cache : float
+        Bytes of cache a core counts on.
+    memory_bytes : float
+        Bytes/s of memory that all cores together do not pass.
+    serial : float
+        sigma of ``speedup(T) = T / (1 + sigma (T - 1))``.
+    """
+
+    assembly: Curve = ((8, 8.5e9), (16, 4.0e10), (32, 8.0e10), (64, 1.12e11), (128, 1.35e11))
+    solve: Curve = ((8, 1.6e9), (16, 4.5e9), (32, 1.6e10), (64, 5.2e10), (128, 1.1e11))
+    cg: Curve = ((8, 1.0e10), (16, 2.0e10), (32, 2.4e10), (64, 3.5e10), (128, 4.2e10))
+    dense: float = 5.0e10
+    subspace: float = 4.7e10
+    sgd: dict[str, Curve] = field(
+        default_factory=lambda: {
+            "msgd": ((16, 9.0e9), (32, 1.6e10), (64, 2.6e10), (128, 3.5e10)),
+            "hogwild": ((16, 2.8e10), (32, 3.9e10), (64, 5.0e10), (128, 6.4e10)),
+            "blocks": ((16, 2.4e10), (32, 3.9e10), (64, 5.4e10), (128, 6.4e10)),
+        }
+    )
+    sgd_row: float = 6.0e-8
+    ccd_entry: float = 1.2e-9
+    ccd_row: float = 2.5e-8
+    slower: dict[str, float] = field(default_factory=lambda: {"simd": 1.0, "bals": 1.95, "blas3": 4.2, "rank1": 6.0})
+    row: float = 3.0e-7
+    region: float = 1.0e-5
+    sweep: float = 8.0e-5
+    gram: float = 2.0e-4
+    fresh: float = 5.0e-10
+    draw: float = 1.6e-8
+    fit: float = 4.0e-3
+    gather_bytes: float = 1.2e10
+    cached_bytes: float = 5.0e10
+    cache: float = 1.6e7
+    memory_bytes: float = 2.0e11
+    serial: float = 0.02
+
+    def speedup(self, threads: int) -> float:
+        """How much faster `threads` cores are than one (Amdahl 1967, the serial share as a constant)."""
+        return threads / (1.0 + self.serial * (threads - 1))
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """Rates of one GPU; built in: an H200 with 132 multiprocessors, to be scaled for others.
+
+    Attributes
+    ----------
+    multiprocessors : int
+        Of the GPU that was measured.
+    assembly : Curve
+        Flop/s of normal equations by the fused kernels, f (f + 1) an entry.
+    solve : Curve
+        Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row.
+    cg : float
+        Flop/s of conjugate gradients, 2 f^2 a row and pass.
+    cg_step : float
+        Seconds a row for the sums over threads of a pass, whatever f.
+    published : dict of str to Curve
+        Flop/s of the other assemblies.
+    precision : dict of str to float
+        Time of normal equations in other precisions, as a share of that in float32.
+    float64 : float
+        Time in float64 as a multiple of that in float32.
+    sgd : dict of str to Curve
+        Bytes/s of an epoch by schedule, in the units of `SgdMethod.bytes_per_iteration`.
+    serial_update : float
+        Seconds for an update of MSGD that waits for the one before it.
+    solved_update : float
+        The same in a row that is solved several entries at a time.
+    ccd : float
+        Bytes/s of CCD++, in the units of `CcdMethod.bytes_per_iteration`.
+    ccd_row : float
+        Seconds for one factor of a row of CCD++.
+    launch : float
+        Seconds to launch a kernel.
+    sweep : dict of str to float
+        Seconds of a half sweep with no work, by kind of method: launches, and the Python around them.
+    gram : float
+        Seconds that a half sweep of implicit feedback takes beyond that, whatever its size.
+    gather_bytes, cached_bytes : float
+        Bytes/s of gathered rows of factors from memory, and from the L2 cache.
+    upload_bytes : float
+        Bytes/s from the caller's arrays to the GPU, through pinned buffers.
+    fit : dict of str to float
+        Seconds around a fit of any size beyond the CPU's, by kind of method.
+    row_setup, factor_setup : float
+        Seconds on the host for a row and for a factor beyond the CPU's and the bytes that are copied.
+    entry_setup : dict of str to float
+        The same for an entry of SGD or CCD++.
+    start : float
+        Seconds of the first use in a process: libraries, pinned buffers.
+    compile : dict of str to float
+        Seconds to compile the kernels of a new number of factors, by assembly or method.
+    load : float
+        Seconds to load them where another process has compiled them.
+    """
+
+    multiprocessors: int = 132
+    assembly: Curve = ((32, 3.0e13), (64, 4.8e13), (100, 4.6e13), (128, 5.5e13))
+    solve: Curve = ((32, 3.5e12), (64, 6.4e12), (100, 5.6e12), (128, 5.3e12), (256, 1.46e13), (512, 1.8e13))
+    cg: float = 3.4e12
+    cg_step: float = 1.0e-9
+    published: dict[str, Curve] = field(
+        default_factory=lambda: {
+            "sparse_syrk": ((32, 1.69e13), (64, 1.78e13), (256, 4.2e13)),
+            "mo_als": ((32, 1.80e13), (64, 1.87e13), (256, 3.8e13)),
+            "bals": ((32, 1.18e13), (64, 1.78e13)),
+        }
+    )
+    precision: dict[str, float] = field(
+        default_factory=lambda: {"float32": 1.0, "bf16x3": 0.82, "tf32": 0.63, "bf16": 0.54, "float16": 0.54}
+    )
+    float64: float = 2.5
+    sgd: dict[str, Curve] = field(
+        default_factory=lambda: {
+            "msgd": ((32, 4.2e12), (128, 1.02e13)),
+            "batch_hogwild": ((32, 3.0e12), (128, 4.5e12)),
+        }
+    )
+    # bench/walk.py, f = 32 to 128
+    serial_update: float = 1.4e-7
+    solved_update: float = 3.2e-8
+    ccd: float = 3.1e12
+    ccd_row: float = 2.5e-10
+    launch: float = 9.0e-6
+    sweep: dict[str, float] = field(default_factory=lambda: {"als": 7.0e-4, "sgd": 3.5e-4, "ccd": 5.0e-4})
+    gram: float = 4.0e-4
+    gather_bytes: float = 5.4e12
+    cached_bytes: float = 9.3e12
+    upload_bytes: float = 1.0e10
+    fit: dict[str, float] = field(default_factory=lambda: {"als": 3.8e-3, "sgd": 1.2e-3, "ccd": 2.0e-3})
+    row_setup: float = 9.0e-8
+    factor_setup: float = 3.0e-9
+    entry_setup: dict[str, float] = field(
+        default_factory=lambda: {"msgd": 2.0e-9, "batch_hogwild": 2.4e-8, "ccd++": 8.0e-9}
+    )
+    start: float = 0.4
+    compile: dict[str, float] = field(
+        default_factory=lambda: {
+            "fused": 4.0,
+            "sparse_syrk": 1.0,
+            "mo_als": 1.0,
+            "bals": 1.0,
+            "msgd": 1.2,
+            "batch_hogwild": 0.4,
+            "ccd++": 1.2,
+        }
+    )
+    load: float = 0.1
+
+    def scaled(self, multiprocessors: int, capability: tuple[int, int]) -> GpuRates:
+        """The rates of another GPU: in proportion to its multiprocessors and to what one of them does.
+
+        Multiprocessors of compute capability 7.5 and 8.0 have half the float32 units of later ones (CUDA C++
+        Programming Guide, arithmetic throughput).
+        """
+        share = multiprocessors / self.multiprocessors * (0.5 if capability <= (8, 0) else 1.0)
+        if share == 1.0:
+            return self
+
+        def curves(table: Mapping[str, Curve]) -> dict[str, Curve]:
+            return {name: times(curve) for name, curve in table.items()}
+
+        def times(curve: Curve) -> Curve:
+            return tuple((f, rate * share) for f, rate in curve)
+
+        return replace(
+            self,
+            multiprocessors=multiprocessors,
+            assembly=times(self.assembly),
+            solve=times(self.solve),
+            cg=self.cg * share,
+            published=curves(self.published),
+            sgd=curves(self.sgd),
+            ccd=self.ccd * share,
+            ccd_row=self.ccd_row / share,
+            gather_bytes=self.gather_bytes * share,
+            cached_bytes=self.cached_bytes * share,
+        )
+
+
+INSTRUCTION_SETS = {"avx512": 1.0, "avx2": 0.62, "portable": 0.22}
+"""Share of the built-in rates that other vector kernels reach (ExplicitALS, f = 64, one core of an AMD EPYC)."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything the cost model needs to know of the hardware.
+
+    Attributes
+    ----------
+    cpu : CpuRates
+    gpu : GpuRates
+        Of the GPU that `gpu_name` names; of an H200 where it is "".
+    source : str
+        Where the constants come from, in words.
+    gpu_name : str
+        Name of the GPU that was measured.
+    """
+
+    cpu: CpuRates = field(default_factory=CpuRates)
+    gpu: GpuRates = field(default_factory=GpuRates)
+    source: str = "built-in constants"
+    gpu_name: str = ""
+
+    def gpu_rates(self, name: str, multiprocessors: int, capability: tuple[int, int]) -> GpuRates:
+        """Constants of a GPU: as measured, or scaled from those there are."""
+        return self.gpu if name and name == self.gpu_name else self.gpu.scaled(multiprocessors, capability)
+
+
+def built_in() -> Machine:
+    """The constants of a machine nobody has measured; rates of arithmetic follow the instruction set."""
+    share, rates = INSTRUCTION_SETS.get(_als.instruction_set(), 1.0), CpuRates()
+
+    def times(curve: Curve) -> Curve:
+        return tuple((f, rate * share) for f, rate in curve)
+
+    cpu = replace(
+        rates,
+        assembly=times(rates.assembly),
+        solve=times(rates.solve),
+        cg=times(rates.cg),
+        dense=rates.dense * share,
+        subspace=rates.subspace * share,
+    )
+    return Machine(cpu=cpu)
+
+
+def constants_text(machine: Machine) -> str:
+    """All constants, one a line; those of a GPU if it is this machine's."""
+    lines = [f"source {machine.source}"]
+    sides: list[tuple[str, Any]] = [("cpu", machine.cpu)] + ([("gpu", machine.gpu)] if machine.gpu_name else [])
+    for side, rates in sides:
+        lines += [f"{side} {name:16s} {_constant_text(value)}" for name, value in asdict(rates).items()]
+    return "\n".join(lines)
+
+
+def _constant_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{name} {_constant_text(one)}" for name, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(f"{rate:.3g} at {f:g}" for f, rate in value)
+    return f"{value:.3g}"
+
+
+# ---------------------------------------------------------------------------------------------------------- the file
+
+
+def calibration_file() -> Path:
+    """The file `save` writes and `machine` reads."""
+    return cache_dir() / "machine.json"
+
+
+def processor() -> str:
+    """Model name of the processor, where the system tells."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def identity() -> dict[str, Any]:
+    """The hardware and version that CPU constants belong to."""
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "instruction_set": _als.instruction_set(),
+        "hybridmf": __version__,
+    }
+
+
+def prepare() -> Path:
+    """Make the folder of the file, and see that it can be written to.
+
+    Raises
+    ------
+    OSError
+        With the way out.
+    """
+    path = calibration_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"constants cannot be kept in {path.parent} ({error}); set {CACHE_DIR} to a folder you can write to"
+        ) from error
+    return path
+
+
+def save(machine: Machine, gpu: Mapping[str, Any] | None = None) -> Path:
+    """Write measured constants, atomically.
+
+    Parameters
+    ----------
+    machine : Machine
+    gpu : mapping, optional
+        Name and driver of the GPU that was measured.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    OSError
+        The folder cannot be made or written to.
+    """
+    path = prepare()
+    content = {
+        "format": FORMAT,
+        "identity": identity(),
+        "gpu_identity": dict(gpu or {}),
+        "source": machine.source,
+        "cpu": asdict(machine.cpu),
+        "gpu": asdict(machine.gpu),
+    }
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+    machine_at.cache_clear()
+    return path
+
+
+def machine() -> Machine:
+    """The constants of this machine: measured ones if there are any, else built-in ones."""
+    path = calibration_file()
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError:
+        stamp = 0
+    return machine_at(path, stamp, _als.instruction_set())
+
+
+@functools.cache
+def machine_at(path: Path, stamp: int, instruction_set: str) -> Machine:
+    """`machine` of one state of the file, read and judged once; `stamp` 0: there is none."""
+    if not stamp:
+        return built_in()
+    try:
+        return _read(path)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning(
+            "%s is ignored, built-in constants are used: %s; `hybridmf tune --calibrate` measures this machine anew",
+            path,
+            " ".join(str(error).split()) or type(error).__name__,
+        )
+        return built_in()
+
+
+def _read(path: Path) -> Machine:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"it is not JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else None
+        raise ValueError(f"its format is {found!r}, this version reads {FORMAT}")
+    here, there = identity(), content["identity"]
+    differing = [name for name in here if there.get(name) != here[name]]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"it belongs to other hardware or another version ({name} {there.get(name)!r}, not {here[name]!r})"
+        )
+    return Machine(
+        cpu=rates_of(CpuRates, content["cpu"]),
+        gpu=rates_of(GpuRates, content["gpu"]),
+        source=str(content["source"]),
+        gpu_name=str(content["gpu_identity"].get("name", "")),
+    )
+
+
+def rates_of(cls: Any, values: Mapping[str, Any]) -> Any:
+    """Constants from JSON, each judged: a wrong one would send work to the wrong device without a word."""
+    wanted = {one.name for one in fields(cls)}
+    if set(values) != wanted:
+        raise ValueError(f"its constants are not those of this version ({', '.join(sorted(set(values) ^ wanted))})")
+    return cls(**{name: _constant(name, value) for name, value in values.items()})
+
+
+def _constant(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _constant(name, one) for key, one in value.items()}
+    if isinstance(value, list):
+        curve = tuple((float(f), float(rate)) for f, rate in value)
+        rising = all(low < high for (low, _), (high, _) in itertools.pairwise(curve))
+        if not curve or not rising or not all(_sane(f) and _sane(rate) for f, rate in curve):
+            raise ValueError(f"its constant {name} is {value!r}")
+        return curve
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (_sane(value) or value == 0):
+        raise ValueError(f"its constant {name} is {value!r}")
+    return value
+
+
+def _sane(value: float) -> bool:
+    return math.isfinite(value) and value > 0

@@ -1,0 +1,1014 @@
+"""Plan: every size and choice of one run, decided before any work, by pure functions; printable."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+
+from ..core.scratch import SCRATCH_DIR, find_room, scratch_folders
+from ..core.validate import MAX_FACTORS, check_bool, check_choice, check_int, check_threads
+from ..device.cuda import DeviceSpec, parse_bytes
+from ..errors import DeviceError, DeviceMemoryError, MemoryBudgetError
+from ..gpu import assemblies, fused
+from ..native import _als
+from . import dispatch
+from .cost import Facts
+from .grid import Grid
+from .memory import available_memory, cpu_bytes, mib, system_bytes, tile_pointers
+from .ranks import (
+    H200,
+    PIECE_BYTES,
+    SLAB_BUFFERS,
+    Place,
+    Problem,
+    ScalePlan,
+    plan_host_ranks,
+    plan_ranks,
+    plan_streamed_ranks,
+    slots_at_once,
+)
+
+if TYPE_CHECKING:
+    import scipy.sparse as sp
+
+    from ..core.objective import Objective, Side
+    from ..data.store import StoreMatrix
+
+logger = logging.getLogger("hybridmf")
+
+CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
+GPU_ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
+ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1])
+GPU_SOLVERS = ("cholesky", "cg")
+SOLVERS = ("cholesky", "cg", "subspace")
+PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
+DTYPES = ("float32", "float64")
+REORDERINGS = ("auto", "none", "rows", "columns", "both")
+
+L2_ACCUMULATORS = 512 * 1024
+"""Bytes of a thread's BALS accumulators: half of a 1 MB L2, so that the tile and the gathered rows fit beside them."""
+
+L2_TILE = 128 * 1024
+"""Bytes of factor rows one BALS tile stages."""
+
+REORDER_BYTES = 4 << 20
+"""Factors of both sides from which degree order helps BALS tiles on the CPU: smaller ones lie in its cache anyway."""
+
+REORDER_DEGREE = 16
+"""Mean entries of a row of either side from which it does: in sparser tiles no two rows share a column, in any order.
+
+Both bounds divide what bench/layouts.py measures (docs/performance.md): BALS gains 3 to 15 % by degree order beyond
+both (ML-10M's shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M's shape below f = 128, Epinions')."""
+
+MAX_CG_STEPS = 10_000
+"""Exact arithmetic would need `factors` steps, 2048 at most."""
+
+BATCH_FLOPS = 1e10
+"""Work of one kernel call per thread, a few tenths of a second: how long Ctrl-C may have to wait."""
+
+GPU_SEGMENT = 16384
+"""Entries above which the published GPU assemblies split a row (ours: `hybridmf.gpu.fused.SEGMENT`)."""
+
+GPU_BATCH_BYTES = 2 << 30
+"""Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
+
+HOST_BATCH_BYTES = 256 << 20
+"""The same where factors come from the host: rows that are there together save loads, these only launches."""
+
+STREAM_BUFFERS = SLAB_BUFFERS
+"""Slabs on a GPU at a time."""
+
+STREAM_SLAB = 16 << 20
+"""Entries of a slab that ratings in memory are cut to: its copy takes 2.4 ms on a PCIe 5 bus. With each slab some
+kernels end before others begin: on an H200 that costs 0.25 ms."""
+
+CPU_PARTIAL_BYTES = 256 << 20
+"""Systems that a rank on the CPU sums at a time where several ranks share them."""
+
+
+class Method(Protocol):
+    """How a model that is not ALS computes; a frozen dataclass of checked hyperparameters."""
+
+    kind: ClassVar[str]
+    """Which formulas of `hybridmf.plan.cost` are its own."""
+
+    @property
+    def label(self) -> str:
+        """What runs, in a word or two."""
+
+    def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+        """Decide what `base` (sizes, dtype, threads) leaves open. `spec`: the GPU that was found or asked for."""
+
+    def flops_per_iteration(self, plan: Plan) -> float:
+        """Useful work of one iteration."""
+
+    def bytes_per_iteration(self, plan: Plan) -> float:
+        """Factors and residuals that one iteration reads and writes, by count: caches serve part of them."""
+
+    def __str__(self) -> str:
+        """What runs, in a few words."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked hyperparameters of how to compute (what to compute is the Objective)."""
+
+    factors: int
+    solver: str
+    cg_steps: int
+    assembly: str
+    reorder: str
+    precision: str
+    dtype: str
+    num_threads: int
+    device: str | tuple[str, ...]
+    block_size: int
+    balance: bool
+    gpu_memory_limit: int | None
+    iterations: int
+    method: Method | None = None
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        factors: Any,
+        dtype: Any,
+        num_threads: Any,
+        device: Any,
+        iterations: Any = 15,
+        precision: Any = "float32",
+        gpu_memory_limit: Any = None,
+        solver: Any = "cholesky",
+        cg_steps: Any = 3,
+        assembly: Any = "auto",
+        reorder: Any = "none",
+        block_size: Any = 32,
+        balance: Any = False,
+        method: Method | None = None,
+    ) -> Settings:
+        """Judge each hyperparameter by itself; the plan judges combinations. `method` is checked already."""
+        if isinstance(reorder, (bool, np.bool_)):
+            reorder = "both" if reorder else "none"
+        return cls(
+            factors=check_int("factors", factors, 1, MAX_FACTORS),
+            solver=check_choice("solver", solver, SOLVERS),
+            cg_steps=check_int("cg_steps", cg_steps, 1, MAX_CG_STEPS),
+            assembly=check_choice("assembly", assembly, ASSEMBLIES),
+            reorder=check_choice("reorder", reorder, REORDERINGS),
+            precision=check_choice("precision", precision, PRECISIONS),
+            dtype=check_choice("dtype", _dtype_name(dtype), DTYPES),
+            num_threads=check_threads(num_threads),
+            device=dispatch.check_device(device),
+            block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
+            balance=check_bool("balance", balance),
+            gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
+            iterations=check_int("iterations", iterations, 1),
+            method=method,
+        )
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """Name of a type; what is none (np.dtype(None) would be float64) comes back for `check_choice` to refuse."""
+    if isinstance(dtype, (type, np.dtype)):
+        with suppress(TypeError):
+            return np.dtype(dtype).name
+    return dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every size and choice of one run; ``print(plan)`` shows it.
+
+    Attributes
+    ----------
+    device, reason : str
+        Where it runs and why.
+    n_users, n_items, nnz, factors : int
+        Sizes of the problem.
+    rank : int
+        Columns of the systems that are solved: `factors`, plus one for a bias.
+    solver, assembly, reorder, precision, dtype : str
+        What was decided; never "auto".
+    cg_steps, block_size, num_threads : int
+    balance : bool
+    instruction_set : str
+        Vector kernels in use.
+    tile_rows, tile_cols : int
+        BALS tile (0 for other assemblies).
+    batch_flops : float
+        Work of one kernel call; Ctrl-C is answered between calls.
+    gpu : DeviceSpec or None
+        The GPU, as it was when the plan was made.
+    segment, batch_slots : int
+        On a GPU: entries above which a row is split, and systems (or segments of them) in memory at a time.
+    bytes : dict of str to int
+        Memory by purpose, at the peak.
+    notes : tuple of str
+        What a reader should know about the choices.
+    method : Method or None
+        What runs if it is not ALS; `solver`, `assembly` and `reorder` then say nothing.
+    streamed : {"", "host", "disk"}
+        Where ratings come from slab by slab in each half sweep: a store that is not loaded, or, on a GPU, the memory
+        of the host. Empty: they stay where the work is done.
+    slab : int
+        Entries of the largest slab, or what they are cut to; 0 where nothing is streamed.
+    resident : bool
+        The slabs of a store stay on the GPU once they were read.
+    devices : tuple of str
+        Of each rank, where there are several; `device` is then the first, which serves the fitted model.
+    scale : ScalePlan or None
+        How ALS spreads over several GPUs; on one, in which parts factors come that do not stay there.
+    scratch : tuple of str
+        Folders for files of factors that fit neither on a GPU nor in the memory of the host, the one to use first.
+    facts : Facts or None
+        What is known of the degrees of the data.
+    estimates : tuple of Estimate
+        What this plan and the other ways to compute are predicted to take; the chosen one first.
+    """
+
+    device: str
+    reason: str
+    n_users: int
+    n_items: int
+    nnz: int
+    factors: int
+    rank: int
+    feedback: str
+    solver: str
+    cg_steps: int
+    block_size: int
+    assembly: str
+    reorder: str
+    precision: str
+    dtype: str
+    num_threads: int
+    instruction_set: str
+    balance: bool = False
+    tile_rows: int = 0
+    tile_cols: int = 0
+    batch_flops: float = BATCH_FLOPS
+    gpu: DeviceSpec | None = None
+    segment: int = 0
+    batch_slots: int = 0
+    bytes: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    method: Method | None = None
+    streamed: str = ""
+    slab: int = 0
+    resident: bool = False
+    devices: tuple[str, ...] = ()
+    scale: ScalePlan | None = None
+    scratch: tuple[str, ...] = ()
+    facts: Facts | None = field(default=None, compare=False, repr=False)
+    estimates: tuple[dispatch.Estimate, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def device_name(self) -> str:
+        """Where it runs, all devices."""
+        return "+".join(self.devices) if self.devices else self.device
+
+    @property
+    def grids(self) -> dict[Side, Grid]:
+        """Of ALS on several devices: how each half sweep spreads over them; model parallel if nothing was planned."""
+        if self.scale is not None:
+            return self.scale.grids
+        grid = Grid(1, max(1, len(self.devices)))
+        return {"user": grid, "item": grid}
+
+    @property
+    def factors_on(self) -> Place:
+        """Where factors are between half sweeps: "device" (for a fit on the CPU, its memory), "host" or "disk"."""
+        return "device" if self.scale is None else self.scale.factors
+
+    @property
+    def factors_on_host(self) -> bool:
+        """Whether factors are in the memory of the host, and on a GPU only while they are worked with."""
+        return self.factors_on == "host"
+
+    @property
+    def factors_away(self) -> bool:
+        """Whether factors are in the memory of the host or in files, and on a GPU only while they are worked with."""
+        return self.factors_on != "device"
+
+    def tables_of(self, side: Side) -> int:
+        """Tables of a side's factors that a fit has at a time where they are away: new ones beside the last ones.
+
+        To balance makes new ones of both sides, of which the items' are replaced while the last ones are still there.
+        """
+        return 3 if self.balance and side == "item" else 2
+
+    @property
+    def _away_bytes(self) -> int:
+        """Of the factors of both sides, new and old, where they are away."""
+        rows = self.tables_of("user") * self.n_users + self.tables_of("item") * self.n_items
+        if self.devices:
+            rows += len(self.devices) * max(self.n_users, self.n_items)  # gathered by each rank
+        return rows * Problem((0, 0), 0, self.rank, np.dtype(self.dtype).itemsize).row_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the host that factors take which stay there: those of a half sweep beside the ones before."""
+        return self._away_bytes if self.factors_on == "host" else 0
+
+    @property
+    def disk_bytes(self) -> int:
+        """The same of files, where factors are on disk."""
+        return self._away_bytes if self.factors_on == "disk" else 0
+
+    @property
+    def row_cost(self) -> float:
+        """What solving a row costs beside its entries, in entries; ranks get rows of equal cost."""
+        if self.solver != "cholesky":
+            return 0.0
+        return H200.row_cost(self.rank) if self.gpu is not None else self.rank / 3
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak memory, the sum of `bytes`."""
+        return sum(self.bytes.values())
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Entries of the longest user and of the longest item; 0 where that is not known."""
+        return (0, 0) if self.facts is None else (self.facts.longest_user, self.facts.longest_item)
+
+    @property
+    def asks_for_degrees(self) -> bool:
+        """Whether its memory depends on the longest item, which nobody has counted: ratings come in whole rows."""
+        if self.gpu is None or self.method is not None or self.longest[1]:
+            return False
+        most = min(self.nnz, self.n_users)
+        in_slabs = self.streamed != "" and not self.resident and (self.scale is not None or self.slab < most)
+        return in_slabs or self.batch_slots * self.segment < most
+
+    @property
+    def uses_blas(self) -> bool:
+        """Whether assembly and Gram matrix are the published ones, which go through BLAS."""
+        return self.assembly in ("rank1", "blas3")
+
+    def for_fold_in(self) -> Plan:
+        """The plan of an exact solve of new rows in the order they come."""
+        if self.method is not None:
+            assembly = "simd" if self.gpu is None else "sparse_syrk"
+            exact = replace(self, method=None, solver="cholesky", assembly=assembly, precision="float32")
+            slots = 0 if self.gpu is None else max(1, GPU_BATCH_BYTES // _slot_bytes(exact))
+            return replace(exact, segment=GPU_SEGMENT, batch_slots=slots)
+        # rows that come alone have no tiles to share; sparse_syrk serves any rank, type and weight
+        without_tiles = "simd" if self.gpu is None else "sparse_syrk"
+        assembly = without_tiles if self.assembly == "bals" else self.assembly
+        segment = self.segment if assembly == self.assembly else gpu_segment(assembly)
+        return replace(
+            self, solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0, segment=segment
+        )
+
+    @property
+    def flops_per_iteration(self) -> float:
+        """Useful work of one iteration: nnz f (f + 1) a half sweep and f^3/3 + 2 f^2 a solve.
+
+        CG takes 4 nnz f a step, subspaces a block where the exact solver takes f.
+        """
+        if self.method is not None:
+            return self.method.flops_per_iteration(self)
+        f, rows = self.rank, self.n_users + self.n_items
+        if self.solver == "cg":
+            gram = 2.0 * rows * f * f if self.feedback == "implicit" else 0.0
+            return (self.cg_steps + 1) * (8.0 * self.nnz * f + gram)
+        if self.solver == "subspace":
+            block = self.block_size
+            return 2.0 * self.nnz * f * (block + 7) + rows * f * (block**2 / 3 + 4.0 * f)
+        return 2.0 * self.nnz * f * (f + 1) + rows * (f**3 / 3 + 2.0 * f * f)
+
+    @property
+    def bytes_per_iteration(self) -> float:
+        """Bytes moved by count, whatever caches serve: ALS gathers a row of factors for each entry of either side."""
+        if self.method is not None:
+            return self.method.bytes_per_iteration(self)
+        return 2.0 * self.nnz * self.rank * np.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        solver = {
+            "cg": f"cg, {self.cg_steps} steps",
+            "subspace": f"subspace, {self.block_size} coordinates at a time",
+        }.get(self.solver, f"{self.solver}, assembly {self.assembly}")
+        if self.tile_rows:
+            solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
+        solver += f"; reorder {self.reorder}" + ("; balanced" if self.balance else "")
+        lines = [
+            f"device    {self.device_name}: {self.reason}",
+            f"problem   {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, "
+            f"{self.feedback} feedback",
+            f"factors   {self.factors} in {self.dtype}",
+            f"solver    {solver if self.method is None else self.method}",
+            f"kernels   {self._kernels()}",
+            f"work      {self.flops_per_iteration / 1e9:,.1f} GFLOP per iteration",
+            f"memory    {mib(self.total_bytes)}{' on each' if self.devices and self.scale else ''}: "
+            + ", ".join(f"{name} {mib(size)}" for name, size in self.bytes.items()),
+        ]
+        if self.streamed:
+            once = ", once: they stay on the GPU" if self.resident else ""
+            lines.append(f"streamed  from {self.streamed} in slabs of up to {self.slab:,} entries{once}")
+        lines += [f"estimate  {text}" for text in dispatch.estimate_lines(self.estimates)]
+        if self.host_bytes:
+            lines.append(f"host      {mib(self.host_bytes)}: factors, old and new; they come to the GPU in parts")
+        if self.disk_bytes:
+            lines.append(
+                f"disk      {mib(self.disk_bytes)} in {self.scratch[0]!r}: factors, old and new; they come to the GPU "
+                "in parts"
+            )
+        if self.scale is not None:
+            lines += [str(half) for half in self.scale.halves.values()]
+            lines.append(f"predicted {self.scale.seconds:.3g} s per iteration")
+        elif self.devices and self.method is None:
+            grid = self.grids["user"]
+            lines.append(f"ranks     {grid.splits} x {grid.groups}: each solves its rows with the whole fixed side")
+        return "\n".join(lines + [f"note      {note}" for note in self.notes])
+
+    def _kernels(self) -> str:
+        if self.gpu is None:
+            return f"{self.instruction_set} on {self.num_threads} threads"
+        if self.method is not None:
+            return f"{self.gpu}, {self.precision}"
+        return (
+            f"{self.gpu}, {self.precision} products, rows cut after {self.segment:,} entries, "
+            f"{self.batch_slots:,} systems at a time"
+        )
+
+
+def make_plan(
+    objective: Objective,
+    settings: Settings,
+    shape: tuple[int, int],
+    nnz: int,
+    facts: Facts | None = None,
+    slab: int | None = None,
+    beside: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Decide everything about a fit from its sizes, and from what is known of the degrees, before any work.
+
+    `slab`: entries of the largest slab of a store, None for ratings in memory. `beside`: folder that the store is in,
+    the first choice for files of factors that have no room in memory.
+
+    Raises
+    ------
+    DeviceError
+        The device cannot be served.
+    ValueError
+        A combination that makes no sense on this device.
+    """
+    devices: tuple[str, ...] = ()
+    if isinstance(settings.device, tuple):
+        devices = settings.device if len(settings.device) > 1 else ()
+        if settings.method is not None:
+            spec, reason = None, "asked for"  # the method looks at each
+        else:
+            spec, reason = _find_ranks(settings.device)
+            if not devices:
+                settings = replace(settings, device=settings.device[0])
+    else:
+        spec, reason = dispatch.find_gpu(settings.device)
+    plan = replace(_undecided(objective, settings, shape, nnz), reason=reason, devices=devices, facts=facts)
+    plan = replace(plan, scratch=scratch_folders(beside))
+    if slab is not None and settings.method is None:
+        plan = _stored(plan, slab)
+    if settings.method is not None:
+        decided = settings.method.plan(plan, settings, spec)
+    elif devices:
+        decided = _plan_ranks(plan, replace(settings, device=devices[0]), objective, spec)
+    else:
+        decided = dispatch.choose(_als_request(plan, settings, objective, spec))
+    for note in _instruction_set_notes():
+        if note in decided.notes:
+            logger.warning(note)
+    return decided
+
+
+def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings: Settings) -> Plan:
+    """`make_plan` for ratings that are there, whose degrees are counted as far as the plan depends on them."""
+    slab, store = getattr(matrix, "largest_slab", None), getattr(matrix, "store", None)
+    beside = None if store is None else store.path.parent
+
+    def plan(items: bool) -> Plan:
+        facts = Facts.of(matrix, items=items)
+        return make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside)
+
+    found = plan(items=settings.method is not None or slab is not None)
+    return plan(items=True) if found.asks_for_degrees else found
+
+
+def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
+    """What was asked for, "auto" included."""
+    rank = settings.factors + (1 if objective.biases else 0)
+    return Plan(
+        device="cpu",
+        reason="",
+        n_users=shape[0],
+        n_items=shape[1],
+        nnz=nnz,
+        factors=settings.factors,
+        rank=rank,
+        feedback=objective.feedback,
+        solver=settings.solver,
+        cg_steps=settings.cg_steps,
+        block_size=min(settings.block_size, rank),
+        assembly=settings.assembly,
+        reorder=settings.reorder,
+        precision=settings.precision,
+        dtype=settings.dtype,
+        num_threads=settings.num_threads,
+        instruction_set=_als.instruction_set(),
+        balance=settings.balance,
+        batch_flops=BATCH_FLOPS * settings.num_threads,
+        method=settings.method,
+    )
+
+
+def _find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
+    """The first of several devices, with the memory of the one that has least free; and the reason."""
+    specs = []
+    for name in names:
+        spec, reason = dispatch.find_gpu(name)
+        specs.append(spec)
+    found = [spec for spec in specs if spec is not None]
+    if not found:
+        return None, reason
+    return replace(found[0], free_bytes=min(spec.free_bytes for spec in found)), reason
+
+
+def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
+    """ALS on several devices: each computes as it would alone, on its part."""
+    if spec is None:
+        plan = _cpu_plan(plan, settings)
+        # the ranks share memory: all of them together need the gathered side, and each the slab it reads
+        sizes, ranks = dict(plan.bytes), len(plan.devices)
+        itemsize = np.dtype(plan.dtype).itemsize
+        sizes["gathered"] = ranks * max(plan.n_users, plan.n_items) * plan.rank * itemsize
+        if plan.streamed:
+            sizes["ratings"] += 2 * (ranks - 1) * plan.slab * (itemsize + 4)
+        slots = max(1, CPU_PARTIAL_BYTES // system_bytes(plan))
+        return replace(plan, bytes=sizes, batch_slots=slots)
+    plan = _gpu_choices(plan, settings, objective, spec)
+    assert plan.gpu is not None
+    free = plan.gpu.free_bytes
+    scale = _spread(plan, free)
+    plan = _placed(plan, scale)
+    if scale.factors != "device":
+        return _with_scale(plan, scale)
+    fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
+    beside = max(sum(half.bytes.values()) - half.bytes["systems"] for half in scale.halves.values())
+    left = min(GPU_BATCH_BYTES, max(0, free - beside))
+    slots = max(left // _slot_bytes(plan), plan.tile_rows, 1)
+    return replace(plan, scale=scale, bytes=fullest.bytes, batch_slots=slots)
+
+
+def _with_scale(plan: Plan, scale: ScalePlan) -> Plan:
+    """The plan with factors that do not stay on GPUs."""
+    fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
+    sizes = {name: size for name, size in fullest.bytes.items() if size}
+    slots = min(slots_at_once(scale.problem, half) for half in scale.halves.values())
+    return replace(plan, scale=scale, bytes=sizes, batch_slots=slots)
+
+
+def _spread(plan: Plan, free: int) -> ScalePlan:
+    """How ALS spreads over GPUs of so much memory.
+
+    With its ratings on them or, if those do not fit, streamed to GPUs that solve their own rows; if these have no room
+    for a whole fixed side, it is split over them or comes from the host, whichever is predicted to be faster.
+    """
+    itemsize = np.dtype(plan.dtype).itemsize
+    problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, itemsize, longest=plan.longest)
+    ranks, stored = len(plan.devices), bool(plan.streamed)
+    # tiles need whole rows, and so do slabs of a store that stay on a GPU
+    scale = plan_ranks(problem, ranks, free, model_parallel_only=plan.tile_rows > 0 or stored)
+    if scale.bytes_per_gpu <= free or plan.tile_rows or plan.reorder != "none":
+        return scale
+    place: Place = "disk" if stored and not _host_has_room(plan) else "host"
+    streamed = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB, model_parallel_only=True)
+    if streamed is not None:
+        return streamed
+    split = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
+    if split is not None and not stored and not _room_for_copies(split):
+        split = None
+    if stored and not _host_has_room(plan, plan._away_bytes):
+        place = "disk"
+    away = plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place))
+    found = [other for other in (split, away) if other is not None]
+    return min(found, key=lambda other: other.seconds, default=scale)
+
+
+def _room_for_copies(scale: ScalePlan) -> bool:
+    """Whether the host has room for what ranks cut out of ratings in memory, where they share rows."""
+    copied = sum(half.fixed == "split" for half in scale.halves.values()) * scale.problem.nnz
+    free = available_memory()
+    return free is None or copied * scale.problem.entry_bytes < free
+
+
+def _host_slab(plan: Plan, place: Place) -> int:
+    """Entries of a slab where factors are on the host: of the store that is read, or what copies and launches want."""
+    return plan.slab if place == "disk" else STREAM_SLAB
+
+
+def host_problem(plan: Plan) -> Problem:
+    """Sizes that decide in which parts factors come from the host."""
+    assert plan.gpu is not None
+    return Problem(
+        (plan.n_users, plan.n_items),
+        plan.nnz,
+        plan.rank,
+        np.dtype(plan.dtype).itemsize,
+        sums=_slot_bytes(plan),
+        segment=plan.segment,
+        biases=plan.rank > plan.factors,
+        begins=plan.solver != "cholesky",
+        on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
+        batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
+        longest=plan.longest,
+    )
+
+
+def _placed(plan: Plan, scale: ScalePlan) -> Plan:
+    """The plan with its ratings where `scale` has them between half sweeps."""
+    if scale.ratings == "device":
+        return replace(plan, resident=bool(plan.streamed))
+    notes = list(plan.notes)
+    if scale.factors != "device":
+        notes.append("the factors do not fit on the GPUs: they stay in the memory of the host")
+    else:
+        if not plan.streamed:
+            notes.append(_streaming_note(plan, f"{scale.gpus} GPUs"))
+        split = [f"{side}s" for side, half in scale.halves.items() if half.fixed == "split"]
+        if split:
+            notes.append(f"the fixed side of {' and '.join(split)} is split over the GPUs, which add up sums")
+    return replace(plan, streamed=scale.ratings, slab=max(map(scale.slab, scale.halves)), notes=tuple(notes))
+
+
+def _als_request(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> dispatch.Request:
+    """What a fit by ALS asks of the dispatcher."""
+
+    def on_gpu(undecided: Plan) -> Plan:
+        assert spec is not None
+        return gpu_plan(undecided, settings, objective, spec)
+
+    cpu_only = ""
+    if plan.solver not in GPU_SOLVERS:
+        cpu_only = f"solver={plan.solver!r} is the CPU's"
+    elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
+        cpu_only = f"assembly={plan.assembly!r} is the CPU's"
+    return dispatch.Request(
+        plan,
+        settings,
+        spec,
+        on_cpu=lambda undecided: _cpu_plan(undecided, settings),
+        on_gpu=on_gpu,
+        cpu_only=cpu_only,
+        gpu_only=plan.assembly not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
+        others=tuple(_other_ways(plan, spec)),
+    )
+
+
+def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
+    """Every assembly, solver and precision there is for the sizes of a plan."""
+    ways = [("simd", solver, "float32") for solver in SOLVERS]
+    ways += [(assembly, "cholesky", "float32") for assembly in CPU_ASSEMBLIES[1:]]
+    if spec is not None:
+        ways += [("fused", solver, precision) for solver in GPU_SOLVERS for precision in PRECISIONS]
+        ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in GPU_SOLVERS]
+    for assembly, solver, precision in dict.fromkeys(ways):
+        yield replace(plan, assembly=assembly, solver=solver, precision=precision)
+
+
+def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
+    """What runs how on the CPU."""
+    notes = _instruction_set_notes()
+    if plan.precision != "float32":
+        if settings.device == "cpu":
+            raise ValueError(
+                f'precision={plan.precision!r} needs a GPU; on device="cpu" use precision="float32" '
+                '(dtype="float64" for more)'
+            )
+        notes.append(f"precision {plan.precision!r} is the GPU's; the CPU computes in {plan.dtype}")
+    assembly = "simd" if plan.assembly == "auto" else plan.assembly
+    if assembly not in CPU_ASSEMBLIES:
+        what = f"assembly={assembly!r} is a GPU's"
+        if settings.device != "cpu":
+            raise DeviceError(f'{what}, and there is none ({plan.reason}); use assembly="auto"')
+        raise ValueError(f'{what}; on device="cpu" use one of {", ".join(CPU_ASSEMBLIES)}, or assembly="auto"')
+    if plan.solver != "cholesky" and assembly != "simd":
+        raise ValueError(
+            f"assembly={plan.assembly!r} is for solver='cholesky'; solver={plan.solver!r} has its own kernels: "
+            'use assembly="auto"'
+        )
+    itemsize = np.dtype(plan.dtype).itemsize
+    tile_rows = tile_cols = 0
+    if assembly == "bals":
+        tile_rows = int(np.clip(L2_ACCUMULATORS // system_bytes(plan), 4, 256))
+        tile_cols = int(np.clip(L2_TILE // (plan.rank * itemsize), 32, 4096))
+    plan = replace(
+        plan,
+        assembly=assembly,
+        reorder=_cpu_reordering(plan, assembly),
+        precision="float32",
+        tile_rows=tile_rows,
+        tile_cols=tile_cols,
+        notes=tuple(notes),
+    )
+    return replace(plan, bytes=cpu_bytes(plan))
+
+
+def _cpu_reordering(plan: Plan, assembly: str) -> str:
+    """Degree order lets a row block share its popular columns; the other assemblies read rows one by one anyway."""
+    if plan.reorder != "auto":
+        return plan.reorder
+    rows = plan.n_users + plan.n_items
+    pays = (
+        assembly == "bals"
+        and plan.nnz >= REORDER_DEGREE * rows
+        and rows * plan.rank * np.dtype(plan.dtype).itemsize >= REORDER_BYTES
+    )
+    return "both" if pays else "none"
+
+
+def _stored(plan: Plan, slab: int) -> Plan:
+    """The plan for ratings that are read from a store."""
+    if plan.reorder not in ("auto", "none"):
+        raise ValueError(
+            f"reorder={plan.reorder!r} needs all ratings in memory, and a store is read slab by slab; "
+            'use reorder="none", or fit store.to_ratings()'
+        )
+    return replace(plan, reorder="none", streamed="disk", slab=slab)
+
+
+# ---------------------------------------------------------------------------------------------------- GPU
+
+
+def _gpu_reordering(asked: str, assembly: str) -> str:
+    """Degree order makes a GPU's BALS tiles 1.4 to 1.8 times as fast (docs/performance.md)."""
+    if asked != "auto":
+        return asked
+    return "both" if assembly == "bals" else "none"
+
+
+def gpu_segment(assembly: str) -> int:
+    """Entries above which a row is split."""
+    return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
+
+
+def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
+    """What runs how on a GPU; a pure function of sizes and of what the GPU is.
+
+    Raises
+    ------
+    ValueError
+        A combination that GPUs do not serve.
+    """
+    plan = _gpu_choices(plan, settings, objective, spec)
+    assert plan.gpu is not None
+    spec = plan.gpu
+    whole = _with_batches(replace(plan, streamed="", slab=0), _gpu_fixed_bytes(plan), spec)
+    if plan.streamed:
+        return _gpu_stored(plan, whole, spec)
+    if not dispatch.memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
+        return whole
+    streamed = _gpu_streamed(plan, spec)
+    if not dispatch.memory_lacks(streamed):
+        return streamed
+    return _gpu_away(plan, spec) or whole
+
+
+def _gpu_away(plan: Plan, spec: DeviceSpec) -> Plan | None:
+    """The plan with factors in the memory of the host or in files; None if not even their parts fit on the GPU."""
+    folder = _folder_for_factors(plan)
+    factors: Place = "disk" if folder else "host"
+    beside = 0 if folder else plan._away_bytes
+    ratings: Place = "disk" if plan.streamed and not _host_has_room(plan, beside) else "host"
+    slab = _host_slab(plan, ratings)
+    scale = plan_host_ranks(host_problem(plan), 1, spec.free_bytes, ratings, slab, factors=factors)
+    if scale is None:
+        return None
+    note = "the factors do not fit on the GPU: they stay in the memory of the host"
+    if folder:
+        note = f"the factors do not fit on the GPU, nor in the memory of the host: they are in files in {folder!r}"
+    plan = replace(plan, notes=(*plan.notes, note), scratch=(folder,) if folder else plan.scratch)
+    return _with_scale(replace(plan, streamed=ratings, slab=max(map(scale.slab, scale.halves))), scale)
+
+
+def _folder_for_factors(plan: Plan) -> str:
+    """Where files of factors go that the memory of the host has no room for; empty if it has, or if nothing has."""
+    free, needed = available_memory(), plan._away_bytes
+    return "" if free is None or needed <= free else find_room(plan.scratch, needed)[0]
+
+
+def _gpu_choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
+    """Kernels and the memory there is; not yet where the ratings are."""
+    if plan.solver not in GPU_SOLVERS:
+        raise ValueError(f"solver={plan.solver!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_SOLVERS)}")
+    limit = settings.gpu_memory_limit
+    if limit is not None:
+        spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
+    plan = replace(plan, device=f"cuda:{spec.index}", gpu=spec)
+    why_not = fused.supports(plan.rank, plan.dtype, spec, objective.unobserved_weight if objective.is_implicit else 0.0)
+    assembly, notes = plan.assembly, []
+    if assembly == "auto":
+        assembly = "sparse_syrk" if why_not else "fused"
+        if why_not:
+            notes.append(f"assembly sparse_syrk instead of fused: {why_not}")
+    if assembly not in GPU_ASSEMBLIES:
+        raise ValueError(
+            f"assembly={assembly!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_ASSEMBLIES)}, "
+            'or assembly="auto"'
+        )
+    if assembly == "fused" and why_not:
+        raise ValueError(f'assembly="fused" cannot serve this: {why_not}; use assembly="auto"')
+    if plan.precision != "float32" and assembly != "fused":
+        because = f": {why_not}" if why_not else f", not for assembly={assembly!r}"
+        raise ValueError(f"precision={plan.precision!r} is for the fused kernels{because}; use precision='float32'")
+    tile_rows, tile_cols = (0, 0)
+    if assembly == "bals":
+        tile_rows, tile_cols = assemblies.bals_tile_sizes(plan.rank, np.dtype(plan.dtype).itemsize, spec)
+    if tile_rows and plan.streamed:
+        raise ValueError(
+            'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '
+            "fit store.to_ratings()"
+        )
+    return replace(
+        plan,
+        assembly=assembly,
+        reorder=_gpu_reordering(plan.reorder, assembly),
+        tile_rows=tile_rows,
+        tile_cols=tile_cols,
+        segment=gpu_segment(assembly),
+        notes=tuple(notes),
+    )
+
+
+def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
+    """Where the slabs of a store stay: on the GPU, in the memory of the host, or on the disk; the first that fits."""
+    if not dispatch.memory_lacks(whole):
+        return replace(whole, streamed="disk", slab=plan.slab, resident=True)
+    where: Place = "host" if _host_has_room(plan) else "disk"
+    streamed = _with_batches(replace(plan, streamed=where), _streamed_bytes(plan), spec)
+    if not dispatch.memory_lacks(streamed):
+        return streamed
+    return _gpu_away(plan, spec) or streamed
+
+
+def _host_has_room(plan: Plan, beside: int = 0) -> bool:
+    """Whether all ratings of a store may be in the memory of the host, both orientations, beside so many bytes."""
+    loaded = 2 * plan.nnz * (4 + np.dtype(plan.dtype).itemsize) + 8 * (plan.n_users + plan.n_items)
+    free = available_memory()
+    # room for the user's other things, and for what page-locking takes away from the system
+    return free is not None and 2 * loaded + beside < free
+
+
+def _streaming_note(plan: Plan, where: str) -> str:
+    """What a plan says of ratings in memory that it streams."""
+    moved = 2 * plan.nnz * (4 + np.dtype(plan.dtype).itemsize)
+    return f"the ratings do not fit on the {where}: {mib(moved)} come from the memory of the host in each iteration"
+
+
+def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
+    """The plan of streaming ratings that are in the memory of the host, in slabs that fit."""
+    itemsize = np.dtype(plan.dtype).itemsize
+    left = spec.free_bytes - sum(_streamed_bytes(plan).values())
+    # half of it for the buffers, the other half for batches
+    slab = int(np.clip(left / 2 / (STREAM_BUFFERS * (4 + itemsize)), 1, STREAM_SLAB))
+    slab = min(max(slab, *plan.longest), plan.nnz)  # a row is never cut
+    plan = replace(plan, streamed="host", slab=slab, notes=(*plan.notes, _streaming_note(plan, "GPU")))
+    return _with_batches(plan, _streamed_bytes(plan), spec)
+
+
+def _streamed_bytes(plan: Plan) -> dict[str, int]:
+    """`_gpu_fixed_bytes` with a few slabs in place of all ratings."""
+    sizes, itemsize = _gpu_fixed_bytes(plan), np.dtype(plan.dtype).itemsize
+    sizes["ratings"] += (STREAM_BUFFERS * plan.slab - 2 * plan.nnz) * (4 + itemsize)
+    return sizes
+
+
+def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
+    """The plan with as many systems at a time as memory allows."""
+    slot_bytes = _slot_bytes(plan)
+    most = _most_slots(plan, max(plan.n_users, plan.n_items))
+    left = min(GPU_BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
+    # BALS assembles whole blocks of rows; the others sum all segments of a row together
+    least = plan.tile_rows or max(1, -(-max(plan.longest) // plan.segment))
+    slots = int(np.clip(left // slot_bytes, least, max(least, most)))
+    return replace(plan, batch_slots=slots, bytes=sizes | {"batch": slots * slot_bytes})
+
+
+def _most_slots(plan: Plan, rows: int) -> int:
+    """Systems and segments of them that so many rows of a side may have."""
+    # a row has one slot, and one more for each segment it is cut into; solved at once, only long rows need any
+    cuts = plan.nnz // plan.segment
+    at_once = plan.assembly == "fused" and plan.rank < fused.SOLVED_APART
+    return cuts + (cuts if at_once else rows) + 1
+
+
+def _slot_bytes(plan: Plan) -> int:
+    """Bytes of one system, or of one segment of a row, that waits to be solved."""
+    if plan.assembly == "fused":
+        return 4 * fused.partial_floats(plan.rank)
+    return (plan.rank + 1) * plan.rank * np.dtype(plan.dtype).itemsize
+
+
+def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
+    """Memory by purpose that does not depend on the size of batches."""
+    m, n, nnz = plan.n_users, plan.n_items, plan.nnz
+    itemsize = np.dtype(plan.dtype).itemsize
+    width = fused.round_up(plan.rank, 16 // itemsize)
+    if plan.rank > plan.factors:  # biases beside them, and what ratings owe to the fixed side's
+        width += 2
+    sizes = {
+        # both orientations; offsets, order, scale and status of each row
+        "ratings": 2 * nnz * (4 + itemsize) + (m + n) * (8 + 4 + itemsize + 4),
+        # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
+        "factors": (m + n + max(m, n)) * width * itemsize,
+    }
+    if not plan.tile_rows:
+        sizes["ratings"] += sum(_most_slots(plan, rows) for rows in (m, n)) * PIECE_BYTES
+    else:
+        sizes["tiles"] = 2 * nnz * (8 + itemsize) + 8 * (tile_pointers(m, n, plan) + tile_pointers(n, m, plan))
+    return sizes
+
+
+# ---------------------------------------------------------------------------------------------------- both
+
+
+def _instruction_set_notes() -> list[str]:
+    """A note if HYBRIDMF_ISA asks for kernels that do not exist or cannot run here."""
+    wanted, used = os.environ.get("HYBRIDMF_ISA", ""), _als.instruction_set()
+    if wanted in ("", used):
+        return []
+    known = "avx512, avx2, portable"
+    return [f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: {known}); using {used}"]
+
+
+def check_memory(plan: Plan) -> None:
+    """Refuse a plan that cannot fit before it allocates anything."""
+    if plan.gpu is not None:
+        lack = dispatch.memory_lacks(plan)
+        if lack:
+            raise DeviceMemoryError(
+                f"{lack}; {_long_row(plan)}{_needs_all(plan)}use fewer factors, a GPU with more memory, free what "
+                'other programs hold, or device="cpu"'
+            )
+        _check_host(plan)
+        return
+    free = available_memory()
+    if free is not None and plan.total_bytes > free:
+        raise MemoryBudgetError(
+            f"the fit needs about {mib(plan.total_bytes)} and {mib(free)} are free "
+            f"({', '.join(f'{name} {mib(size)}' for name, size in plan.bytes.items())}); "
+            "use fewer factors, dtype='float32', fewer threads, or a larger machine"
+        )
+
+
+def _needs_all(plan: Plan) -> str:
+    """What of a plan keeps ratings and factors on the GPU, and what to do about it; empty if nothing."""
+    if plan.method is not None:
+        return ""
+    if plan.tile_rows:
+        return 'assembly="bals" needs ratings and factors on the GPU, assembly="auto" streams them; or '
+    return (
+        'reorder= needs ratings and factors on the GPU, reorder="none" streams them; or '
+        if (plan.reorder != "none")
+        else ""
+    )
+
+
+def _long_row(plan: Plan) -> str:
+    """What the longest row keeps a plan from, and what to do about it; empty if it is not in the way."""
+    entries = max(plan.longest)
+    size = STREAM_BUFFERS * entries * (4 + np.dtype(plan.dtype).itemsize)
+    if plan.gpu is None or plan.facts is None or plan.method is not None or _needs_all(plan):
+        return ""
+    if 4 * size <= plan.gpu.free_bytes:
+        return ""
+    user = plan.longest[0] == entries
+    row = f"{'user' if user else 'item'} {plan.facts.positions[0 if user else 1]}"
+    return (
+        f"a row is never cut, so that slabs which hold {row} with its {entries:,} entries take {mib(size)}: leave some "
+        "of them out; or "
+    )
+
+
+def _check_host(plan: Plan) -> None:
+    """Refuse factors that are to stay on the host and do not fit there."""
+    free = available_memory()
+    if free is None or plan.host_bytes <= free:
+        return
+    files = ", or one GPU alone, which may have factors in files"
+    if not plan.devices:
+        problem = find_room(plan.scratch, plan.host_bytes)[1]
+        files = f", or set {SCRATCH_DIR} to a folder on a disk with room for files of that size"
+        files += f" ({problem})" if problem else ""
+    raise MemoryBudgetError(
+        f"the factors do not fit on {plan.gpu.name if plan.gpu else 'the GPU'}, and in the memory of the host they "
+        f"need about {mib(plan.host_bytes)}, of which {mib(free)} are free; use fewer factors, or a GPU or a host "
+        f"with more memory{files}"
+    )

@@ -1,0 +1,136 @@
+"""Memory: what solvers on the CPU take, by counts, and what the system has left."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..core.validate import cgroup_folders, index_pointer_dtype, system_words
+from ..native import _als
+
+if TYPE_CHECKING:
+    from .make import Plan
+
+GRAM_ROWS = 512
+"""Rows a thread of `_als.gram` widens to float64 at a time (GRAM_ROWS of native/_als.pyx)."""
+
+
+def cpu_bytes(plan: Plan) -> dict[str, int]:
+    """Memory by purpose."""
+    m, n, nnz, rank = plan.n_users, plan.n_items, plan.nnz, plan.rank
+    itemsize = np.dtype(plan.dtype).itemsize
+    pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
+    # the caller's orientation and its transpose; permuted copies of both
+    layouts = 2 if plan.reorder == "none" else 4
+    sizes = {
+        "ratings": layouts * (plan.slab if plan.streamed else nnz) * (itemsize + 4) + (m + n) * (pointer + 8),
+        # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
+        "factors": (m + n + max(m, n)) * rank * itemsize,
+        # one after the other: the Gram matrix is there before the rows are solved
+        "workspace": max(
+            plan.num_threads * _row_scratch(plan, itemsize) * itemsize + _segment_bytes(plan), _gram_bytes(plan)
+        ),
+    }
+    if plan.tile_rows:
+        pointers = tile_pointers(m, n, plan) + tile_pointers(n, m, plan)
+        # the kernels' int64 pointers are copies where those of the format are int32
+        sizes["tiles"] = 2 * nnz * (itemsize + 8) + pointers * (8 if pointer == 8 else pointer + 8)
+    return sizes
+
+
+def rank_bytes(plan: Plan, ranks: int) -> dict[str, int]:
+    """Memory by purpose of one of several ranks on the CPU that share no memory."""
+    m, n = plan.n_users, plan.n_items
+    itemsize = np.dtype(plan.dtype).itemsize
+    row = plan.rank * itemsize
+    sizes = cpu_bytes(plan)
+    if not plan.streamed:
+        pointers = (m + n) * (np.dtype(index_pointer_dtype(plan.nnz)).itemsize + 8)
+        sizes["ratings"] = 2 * -(-plan.nnz // ranks) * (itemsize + 4) + pointers
+    # all that a fit starts from, which every rank draws; then old and new rows of its own beside the fixed side
+    sizes["factors"] = (m + n + 2 * -(-(m + n) // ranks)) * row
+    sizes["gathered"] = max(m, n) * row
+    return sizes
+
+
+def _row_scratch(plan: Plan, itemsize: int) -> int:
+    """Elements of scratch of one thread that solves rows."""
+    if plan.tile_rows:
+        return _als.bals_workspace_size(plan.rank, itemsize, plan.tile_rows, plan.tile_cols)
+    if plan.solver == "subspace":
+        longest = min(plan.nnz, max(plan.n_users, plan.n_items))  # a bound: sizes do not tell
+        return _als.subspace_workspace_size(plan.rank, plan.block_size, itemsize, longest)
+    return _als.workspace_size(plan.rank, itemsize)
+
+
+def _segment_bytes(plan: Plan) -> int:
+    """Partial systems of rows so long that threads share them, if there can be such rows."""
+    if plan.assembly != "simd" or plan.solver != "cholesky":
+        return 0
+    if min(plan.nnz, max(plan.n_users, plan.n_items)) <= _als.LONG_ROW:
+        return 0
+    return _als.SEGMENTS * system_bytes(plan)
+
+
+def _gram_bytes(plan: Plan) -> int:
+    """Float64 scratch of `_als.gram`, which implicit feedback needs: rows of each thread, up to 256 partial sums."""
+    if plan.feedback == "explicit":
+        return 0
+    width = _als.padded_rank(plan.rank)
+    parts = min(256, -(-max(plan.n_users, plan.n_items) // GRAM_ROWS)) + 3  # the sum, its halves put together
+    return (plan.num_threads * GRAM_ROWS + parts * width) * width * 8
+
+
+def tile_pointers(rows: int, columns: int, plan: Plan) -> int:
+    """Elements of seg_ptr and tile_ptr of one orientation."""
+    return (rows + -(-rows // plan.tile_rows)) * -(-columns // plan.tile_cols)
+
+
+def system_bytes(plan: Plan) -> int:
+    """Bytes of one padded system and its right side, as the CPU's kernels sum it."""
+    width = _als.padded_rank(plan.rank)
+    return (width + 1) * width * np.dtype(plan.dtype).itemsize
+
+
+def available_memory() -> int | None:
+    """Bytes this process can still get, by machine and control groups; None where the system does not say."""
+    sizes = [_free_memory(), *map(_cgroup_memory, cgroup_folders("memory"))]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def _free_memory() -> int | None:
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _cgroup_memory(folder: str) -> int | None:
+    """What is left of the limit of one control group (v2 or v1), None without a limit; cached files make way."""
+    for limit, usage, cache in _CGROUP_FILES:
+        words = system_words(f"{folder}/{limit}") + system_words(f"{folder}/{usage}")
+        if len(words) == 2 and words[0].isdecimal():  # not "max"
+            statistics = system_words(f"{folder}/memory.stat")
+            cached = dict(zip(statistics[::2], statistics[1::2], strict=False)).get(cache, "0")
+            return max(0, int(words[0]) - int(words[1]) + int(cached))
+    return None
+
+
+def mib(size: int) -> str:
+    """A number of bytes as messages have it."""
+    return f"{size / 2**20:,.1f} MiB"

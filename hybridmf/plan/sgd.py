@@ -1,0 +1,301 @@
+"""Hyperparameters of stochastic gradient descent, checked: learning rates, schedules, and where they run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..core.validate import check_bool, check_choice, check_real, index_pointer_dtype
+from ..device.cuda import DeviceSpec
+from ..errors import DeviceError
+from . import dispatch
+from . import make as _plan
+from .make import Plan, Settings
+
+logger = logging.getLogger("hybridmf")
+
+SCHEDULES = ("msgd", "hogwild", "blocks", "batch_hogwild")
+CPU_SCHEDULES = ("msgd", "hogwild", "blocks")
+GPU_SCHEDULES = ("msgd", "batch_hogwild")
+ORDERINGS = ("user", "item", "mixed", "crossed")
+RATE_SCHEDULES = ("power", "geometric", "constant", "rpcs", "adagrad")
+
+GPU_RATE_SCHEDULES = ("power", "geometric", "constant")
+"""Sums of squares are the CPU's: on a GPU AdaGrad's would double the traffic that bounds it."""
+
+DEFAULT_RATES = {"power": 0.03, "geometric": 0.03, "constant": 0.01, "rpcs": 0.1, "adagrad": 0.1}
+DEFAULT_DECAYS = {"power": 0.1, "geometric": 0.9}
+"""Good for ratings of 1 to 5: at rank 32 and 20 epochs they bring every schedule below 0.87 on MovieLens 1M."""
+
+MAX_LEARNING_RATE = 10.0
+"""Steps are stable up to about 2 / |y|^2, and factors of ratings are of length about 1 or more."""
+
+GPU_MAX_FACTORS = 512
+"""A warp holds a row of factors in registers: 16 a lane."""
+
+
+@dataclass(frozen=True)
+class SgdMethod:
+    """Stochastic gradient descent, as `hybridmf.plan.make.Method`.
+
+    Attributes
+    ----------
+    schedule : {"msgd", "hogwild", "blocks", "batch_hogwild"}
+    ordering : {"user", "item", "mixed", "crossed"}
+        Which orientations of the ratings MSGD walks on a GPU.
+    rate_schedule : {"power", "geometric", "constant", "rpcs", "adagrad"}
+    learning_rate, decay : float
+        See `learning_rate_at`; `decay` is 0 where the schedule has none.
+    deterministic : bool
+        Whether `blocks` are visited in an order that does not depend on the threads.
+    seed_bits : int
+        What shuffles are drawn from, with the number of the epoch; set when a fit begins.
+    """
+
+    kind: ClassVar[str] = "sgd"
+
+    schedule: str
+    ordering: str
+    rate_schedule: str
+    learning_rate: float
+    decay: float
+    deterministic: bool
+    seed_bits: int = 0
+
+    @property
+    def label(self) -> str:
+        """The schedule."""
+        return self.schedule
+
+    @classmethod
+    def check(
+        cls, schedule: Any, ordering: Any, rate_schedule: Any, learning_rate: Any, decay: Any, deterministic: Any
+    ) -> SgdMethod:
+        """Judge the hyperparameters; None stands for the default that goes with the rate schedule.
+
+        Raises
+        ------
+        TypeError, ValueError
+        """
+        schedule = check_choice("schedule", schedule, SCHEDULES)
+        rate_schedule = check_choice("rate_schedule", rate_schedule, RATE_SCHEDULES)
+        rate = DEFAULT_RATES[rate_schedule] if learning_rate is None else learning_rate
+        rate = check_real("learning_rate", rate, 0.0, strict=True)
+        if rate > MAX_LEARNING_RATE:
+            raise ValueError(
+                f"learning_rate must be at most {MAX_LEARNING_RATE:g}, got {rate:g}: longer steps than about "
+                "2 / |factors|^2 diverge; start from 0.01 to 0.1"
+            )
+        if schedule == "batch_hogwild" and rate_schedule not in GPU_RATE_SCHEDULES:
+            raise ValueError(
+                f"rate_schedule={rate_schedule!r} runs on the CPU and schedule='batch_hogwild' on a GPU; use one of "
+                f"rate_schedule={', '.join(map(repr, GPU_RATE_SCHEDULES))}, or another schedule"
+            )
+        return cls(
+            schedule,
+            check_choice("ordering", ordering, ORDERINGS),
+            rate_schedule,
+            rate,
+            _check_decay(rate_schedule, decay),
+            check_bool("deterministic", deterministic),
+        )
+
+    def rng(self, epoch: int | None = None) -> np.random.Generator:
+        """What epoch `epoch` (0, 1, ...) draws from; None: what is drawn once, before the first."""
+        return np.random.default_rng(np.random.SeedSequence([self.seed_bits, 0 if epoch is None else epoch + 1]))
+
+    def flops_per_iteration(self, plan: Plan) -> float:
+        """Useful work of an epoch: 2 f for the error of an entry and 3 f for each row it moves.
+
+        MSGD moves one row at a time, so that it computes each error twice.
+        """
+        return (10.0 if self.schedule == "msgd" else 8.0) * plan.nnz * plan.rank
+
+    def bytes_per_iteration(self, plan: Plan) -> float:
+        """Both rows of an entry are read and written; MSGD reads them twice and writes each once a pass at most."""
+        return 4.0 * plan.nnz * plan.rank * np.dtype(plan.dtype).itemsize
+
+    def __str__(self) -> str:
+        rate = f"{self.rate_schedule} rate {self.learning_rate:g}"
+        if self.rate_schedule in DEFAULT_DECAYS:
+            rate += f", decay {self.decay:g}"
+        return f"SGD, schedule {self.schedule}; {rate}"
+
+    def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+        """Decide device, precision and memory.
+
+        Raises
+        ------
+        DeviceError, ValueError
+            What was asked for does not run where it was asked for.
+        """
+        base = replace(base, assembly="simd", reorder="none")
+        if base.precision not in ("float32", "float16"):
+            raise ValueError(f"precision must be 'float32' or 'float16' for SGD, got {base.precision!r}")
+        if isinstance(settings.device, tuple):
+            return self._ranks_plan(base, settings, settings.device)
+        why_not = "" if spec is None else self._why_not_gpu(base)
+        if why_not and settings.device != "auto":
+            raise ValueError(f'{why_not}; use device="cpu" or device="auto" for it, or change the parameter')
+        return dispatch.choose(
+            dispatch.Request(
+                base,
+                settings,
+                spec,
+                on_cpu=lambda undecided: self._cpu_plan(undecided, settings),
+                on_gpu=lambda undecided: self._gpu_plan(undecided, settings, spec),
+                cpu_only=why_not,
+                gpu_only=self.schedule not in CPU_SCHEDULES,
+            )
+        )
+
+    def _ranks_plan(self, base: Plan, settings: Settings, devices: tuple[str, ...]) -> Plan:
+        """A rank on each device: each owns users, and the items travel (MSGD Alg. 4)."""
+        if self.schedule != "msgd":
+            raise ValueError(
+                f"schedule={self.schedule!r} runs on one device, got device={list(devices)!r}; "
+                "use schedule='msgd' on several"
+            )
+        first = replace(settings, device=devices[0])
+        if devices[0] == "cpu":
+            plan = self._cpu_plan(base, first)
+        else:
+            why_not = self._why_not_gpu(base)
+            if why_not:
+                raise ValueError(f"{why_not}; use CPU ranks (device={['cpu'] * len(devices)!r}) for it, or change it")
+            specs = [spec for spec in (dispatch.find_gpu(name)[0] for name in devices) if spec is not None]
+            least = min(spec.free_bytes for spec in specs)
+            plan = self._gpu_plan(base, first, replace(specs[0], free_bytes=least))
+            plan = replace(plan, bytes=self._rank_bytes(plan, len(devices)))
+        note = f"{len(devices)} ranks on {', '.join(devices)}: each owns users, items travel from rank to rank"
+        return replace(plan, devices=devices, notes=(*plan.notes, note))
+
+    def _rank_bytes(self, plan: Plan, ranks: int) -> dict[str, int]:
+        """Of one of several GPUs, if they have equal shares."""
+        m, n, itemsize = plan.n_users, plan.n_items, np.dtype(plan.dtype).itemsize
+        shared = self._gpu_bytes(plan)
+        width = -(-plan.rank // 8) * 8 * itemsize
+        # each block of ratings has tables of its own for this rank's users and the block's items: bounds, order, sums
+        tables = (m + n) * (8 + 4 + 8) + self._range_bytes(plan)
+        travelling = 2 * -(-n // ranks) * width
+        return {"ratings": shared["ratings"] // ranks + tables, "factors": shared["factors"] // ranks + travelling}
+
+    def _why_not_gpu(self, base: Plan) -> str:
+        """What a GPU does not serve; empty if it serves everything."""
+        if self.schedule not in GPU_SCHEDULES:
+            return f"schedule={self.schedule!r} runs on the CPU only"
+        if self.rate_schedule not in GPU_RATE_SCHEDULES:
+            return f"rate_schedule={self.rate_schedule!r} runs on the CPU only"
+        if base.factors > GPU_MAX_FACTORS:
+            return f"factors={base.factors} runs on the CPU only (a GPU takes up to {GPU_MAX_FACTORS})"
+        if self.schedule == "batch_hogwild" and base.dtype != "float32":
+            return f"dtype={base.dtype!r} is not for schedule='batch_hogwild', which computes in float32"
+        if self.schedule == "msgd" and base.precision != "float32":
+            return f"precision={base.precision!r} is for schedule='batch_hogwild'"
+        return ""
+
+    def _gpu_plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+        assert spec is not None
+        limit = settings.gpu_memory_limit
+        if limit is not None:
+            spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
+        notes = [] if self.schedule == "msgd" else ["factors depend on the race of the GPU's warps: no two runs agree"]
+        plan = replace(base, device=f"cuda:{spec.index}", gpu=spec, notes=tuple(notes))
+        return replace(plan, bytes=self._gpu_bytes(plan))
+
+    def _gpu_bytes(self, plan: Plan) -> dict[str, int]:
+        m, n, nnz, itemsize = plan.n_users, plan.n_items, plan.nnz, np.dtype(plan.dtype).itemsize
+        rows = (m + n) * (-(-plan.rank // 8) * 8) * itemsize
+        copies = 3 if plan.rank > plan.factors else 2  # a biased table is put together beside the rows worked on
+        if self.schedule == "batch_hogwild":
+            from ..gpu.sgd import RUN  # which imports this module
+
+            # by one side's rows; and its runs, which are shuffled on the host
+            runs = 16 * (nnz // RUN + max(m, n))
+            return {"ratings": nnz * (4 + itemsize) + max(m, n) * 8 + runs, "factors": (copies + 1) * rows}
+        layouts = 1 if self.ordering in ("user", "item") else 2
+        tables = (m + n) * (8 + 4 + 8) + self._range_bytes(plan)
+        return {"ratings": layouts * nnz * (4 + itemsize) + tables, "factors": copies * rows}
+
+    def _range_bytes(self, plan: Plan) -> int:
+        """Bounds and sums of the ranges in which rows are walked, beyond the first of each."""
+        from ..gpu.sgd import range_count, stored_width
+
+        assert plan.gpu is not None
+        row_bytes = stored_width(plan.factors, plan.dtype) * np.dtype(plan.dtype).itemsize
+        shapes = ((plan.n_users, plan.n_items), (plan.n_items, plan.n_users))
+        counts = [range_count(shape, plan.nnz, row_bytes, plan.gpu.l2_bytes) for shape in shapes]
+        return sum(moved * (8 + 8) * (count - 1) for (moved, _), count in zip(shapes, counts, strict=True))
+
+    def _cpu_plan(self, base: Plan, settings: Settings) -> Plan:
+        notes = _plan._instruction_set_notes()
+        if self.schedule not in CPU_SCHEDULES:
+            what = f"schedule={self.schedule!r} needs a GPU"
+            way_out = f"use one of schedule={', '.join(map(repr, CPU_SCHEDULES))}"
+            if settings.device != "cpu":
+                raise DeviceError(f"{what}, and none serves this ({base.reason}); {way_out}")
+            raise ValueError(f'{what}; on device="cpu" {way_out}')
+        if base.precision != "float32":
+            if settings.device == "cpu":
+                raise ValueError(
+                    f'precision={base.precision!r} needs a GPU; on device="cpu" use precision="float32" '
+                    '(dtype="float64" for more)'
+                )
+            notes.append(f"precision {base.precision!r} is the GPU's; the CPU computes in {base.dtype}")
+        if base.num_threads > 1 and self.schedule == "hogwild":
+            notes.append("factors depend on the race of the threads: no two runs agree")
+        if base.num_threads > 1 and self.schedule == "blocks" and not self.deterministic:
+            notes.append("the order of blocks depends on the threads: no two runs agree")
+        plan = replace(base, precision="float32", notes=tuple(notes))
+        return replace(plan, bytes=self._cpu_bytes(plan))
+
+    def _cpu_bytes(self, plan: Plan) -> dict[str, int]:
+        m, n, nnz, itemsize = plan.n_users, plan.n_items, plan.nnz, np.dtype(plan.dtype).itemsize
+        pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
+        entries = 0 if self.schedule == "msgd" else nnz * (8 + itemsize)  # triplets in the order of the schedule
+        copies = 4 if self.rate_schedule == "adagrad" else 2
+        line = 64 // itemsize
+        width = -(-plan.rank // line) * line
+        return {
+            "ratings": 2 * nnz * (itemsize + 4) + (m + n) * (pointer + 8) + entries,
+            # an epoch works on a copy, so that an interrupted one leaves no trace
+            "factors": copies * (m + n) * width * itemsize,
+            # a permutation of the entries, while triplets are brought into order
+            "workspace": nnz * 8 if self.schedule == "hogwild" else (m + n) * 8,
+        }
+
+
+def _check_decay(rate_schedule: str, decay: Any) -> float:
+    default = DEFAULT_DECAYS.get(rate_schedule)
+    if default is None:
+        if decay is not None:
+            raise ValueError(f"decay={decay!r} says nothing with rate_schedule={rate_schedule!r}; leave it out")
+        return 0.0
+    if decay is None:
+        return default
+    if rate_schedule == "power":
+        return check_real("decay", decay, 0.0)
+    value = check_real("decay", decay, 0.0, strict=True)
+    if value > 1:
+        raise ValueError(
+            f"decay must be at most 1 with rate_schedule='geometric', got {value:g}: the learning rate is multiplied "
+            "by it after each epoch"
+        )
+    return value
+
+
+def learning_rate_at(method: SgdMethod, epoch: int) -> float:
+    """Learning rate gamma_t of epoch t = 0, 1, ...
+
+    "power": ``learning_rate / (1 + decay t^1.5)`` (Yun et al. 2014, as cuMF_SGD has it);
+    "geometric": ``learning_rate decay^t`` (MSGD's experiments); "constant", "rpcs", "adagrad": ``learning_rate``,
+    which the last two then divide by ``sqrt(1 + sum of squared gradients)`` of each row or coordinate.
+    """
+    if method.rate_schedule == "power":
+        return method.learning_rate / (1.0 + method.decay * epoch**1.5)
+    if method.rate_schedule == "geometric":
+        return float(method.learning_rate * method.decay**epoch)
+    return method.learning_rate

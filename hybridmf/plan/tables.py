@@ -1,0 +1,346 @@
+"""Tuned configurations of kernels: tables that ship with the library, and those that this user has measured.
+
+A table belongs to one kind of GPU. Its entries say, for a kernel and the facts its choice depends on (rank, item size,
+...), which configuration was fastest. `hybridmf tune` writes them; where all tables are silent a rule decides, which
+each configuration class has as its `rule`.
+
+What is looked at, first match wins: the user's entry for exactly these facts; a shipped one; the user's entry for the
+nearest rank with as many blocks of 8 (16 for the fused kernels: the size of their tiles); a shipped one of that kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .._version import __version__
+from ..core.cache import cache_dir
+from ..core.files import write_atomically
+from ..device.cuda import DeviceSpec
+
+logger = logging.getLogger("hybridmf")
+
+FORMAT = "hybridmf tuned kernels"
+VERSION = 1
+SHIPPED = Path(__file__).with_name("tuned")
+"""Folder of the tables that ship, one for each kind of GPU."""
+
+LEAST_MEASURED = 2
+"""Configurations that must have been timed for the fastest of them to mean anything."""
+
+Config = TypeVar("Config")
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What tells kinds of GPUs apart.
+
+    Attributes
+    ----------
+    name : str
+    capability : (int, int)
+    multiprocessors, shared_bytes : int
+        As in `DeviceSpec`.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, spec: DeviceSpec) -> Gpu:
+        """The kind of a device."""
+        return cls(spec.name, spec.capability, spec.multiprocessors, spec.shared_bytes)
+
+    def alike(self, other: Gpu) -> bool:
+        """Whether one's measurements serve the other: the same name, or the same multiprocessors and as many."""
+        return self.name == other.name or vars(self) | {"name": ""} == vars(other) | {"name": ""}
+
+    @property
+    def file_name(self) -> str:
+        """Of its table."""
+        return f"{re.sub('[^a-z0-9]+', '-', self.name.lower()).strip('-') or 'gpu'}-{self.multiprocessors}.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The fastest configuration of a kernel for some facts.
+
+    Attributes
+    ----------
+    kernel : str
+    facts : dict
+        What the choice depends on; "rank" may be near instead of equal.
+    config : dict
+        Fields of its configuration class, beside the facts.
+    ms, rule_ms : float
+        Milliseconds of the trial: of this configuration, and of what the rule takes.
+    measured : int
+        Configurations that were timed.
+    rivals : tuple of dict
+        What tables had for these facts: tried in the same run as this configuration.
+    """
+
+    kernel: str
+    facts: Facts
+    config: dict[str, Any]
+    ms: float
+    rule_ms: float
+    measured: int
+    rivals: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as the rule's choice, which every run times."""
+        return self.rule_ms / self.ms if self.ms > 0 else 0.0
+
+    def better_of(self, newer: Entry) -> Entry:
+        """Which of two entries for the same facts a table keeps.
+
+        One that was timed alone has beaten nothing. The newer one has tried this one's configuration if that is among
+        its rivals; times of different runs are otherwise compared by what both have been timed beside, the rule's.
+        """
+        if newer.measured < LEAST_MEASURED:
+            return self
+        if self.measured < LEAST_MEASURED or self.config == newer.config or self.config in newer.rivals:
+            return newer
+        return self if self.gain > newer.gain else newer
+
+    def distance(self, kernel: str, facts: Facts, block: int) -> int | None:
+        """How far its rank is from the one in `facts`; None where the entry does not serve."""
+        if kernel != self.kernel or self.facts.keys() != facts.keys():
+            return None
+        if any(self.facts[name] != value for name, value in facts.items() if name != "rank"):
+            return None
+        mine, wanted = self.facts.get("rank", 0), facts.get("rank", 0)
+        return abs(mine - wanted) if -(-mine // block) == -(-wanted // block) else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Entries of one kind of GPU.
+
+    Attributes
+    ----------
+    gpu : Gpu
+    entries : tuple of Entry
+    version : str
+        Of the hybridmf that measured them.
+    """
+
+    gpu: Gpu
+    entries: tuple[Entry, ...] = ()
+    version: str = __version__
+
+    def find(self, kernel: str, facts: Facts, block: int) -> tuple[int, Entry] | None:
+        """The nearest entry and how far it is."""
+        distances = ((entry.distance(kernel, facts, block), entry) for entry in self.entries)
+        near = [(distance, entry) for distance, entry in distances if distance is not None]
+        return min(near, key=lambda pair: pair[0], default=None)
+
+    def merged(self, newer: Table) -> Table:
+        """Both tables' entries; where both have one for the same facts, what `Entry.better_of` says."""
+        found: dict[tuple[Any, ...], Entry] = {}
+        for entry in (*self.entries, *newer.entries):
+            key = (entry.kernel, *sorted(entry.facts.items()))
+            found[key] = found[key].better_of(entry) if key in found else entry
+        return Table(newer.gpu, tuple(found.values()), newer.version)
+
+    def to_json(self) -> str:
+        """The text of a file, an entry a line."""
+        head = {"format": FORMAT, "version": VERSION, "hybridmf": self.version, "gpu": asdict(self.gpu)}
+        lines = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in self.entries)
+        return f'{json.dumps(head)[:-1]},\n "entries": [\n{lines}\n]}}\n'
+
+
+def read_table(path: Path) -> Table:
+    """A table from its file.
+
+    Raises
+    ------
+    ValueError
+        It is none; the message says why.
+    OSError
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also what is no UTF-8
+        raise ValueError(f"no JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"no table of {FORMAT}")
+    if content.get("version") != VERSION:
+        raise ValueError(f"its version is {content.get('version')!r}, this hybridmf reads {VERSION}")
+    try:
+        gpu = Gpu(**content["gpu"] | {"capability": tuple(content["gpu"]["capability"])})
+        entries = tuple(Entry(**entry | {"rivals": tuple(entry.get("rivals", ()))}) for entry in content["entries"])
+        for entry in entries:
+            _check_entry(entry)
+        return Table(gpu, entries, str(content["hybridmf"]))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not in the layout of such a table ({type(error).__name__}: {error})") from error
+
+
+def _check_entry(entry: Entry) -> None:
+    if not isinstance(entry.kernel, str):
+        raise TypeError(f"kernel {entry.kernel!r} is no name")
+    if not isinstance(entry.facts.get("rank", 1), int):
+        raise TypeError(f"rank {entry.facts['rank']!r} is no number")
+    for config in (entry.config, *entry.rivals):
+        for name, value in config.items():
+            if not isinstance(value, int):  # also bool
+                raise TypeError(f"{name} {value!r} of {entry.kernel} is no integer")
+    for name in ("ms", "rule_ms", "measured"):
+        if not isinstance(getattr(entry, name), int | float):
+            raise TypeError(f"{name} {getattr(entry, name)!r} of {entry.kernel} is no number")
+
+
+def user_file(spec: DeviceSpec) -> Path:
+    """Where this user's measurements of a kind of GPU are."""
+    return cache_dir() / "tuned" / Gpu.of(spec).file_name
+
+
+def user_table(spec: DeviceSpec) -> Table | None:
+    """What this user has measured of a kind of GPU; None where there are none that serve."""
+    path = user_file(spec)
+    table = _loaded(path)
+    if table is None:
+        return None
+    if not table.gpu.alike(Gpu.of(spec)):
+        _warn_once(f"ignored {path}: it is of {table.gpu.name}, this is {spec.name}; `hybridmf tune` writes it anew")
+        return None
+    if table.version != __version__:  # kernels may have changed
+        _warn_once(
+            f"ignored {path}: tuned by hybridmf {table.version}, this is {__version__}; `hybridmf tune` writes it anew"
+        )
+        return None
+    return table
+
+
+def shipped_tables(spec: DeviceSpec) -> Iterator[Table]:
+    """Tables that ship for a kind of GPU, those of its name first."""
+    tables = [table for path in sorted(SHIPPED.glob("*.json")) if (table := _loaded(path)) is not None]
+    gpu = Gpu.of(spec)
+    yield from sorted((table for table in tables if table.gpu.alike(gpu)), key=lambda table: table.gpu.name != gpu.name)
+
+
+def store(table: Table, path: Path, *, merge: bool = True) -> None:
+    """Write a table; what the file has for the same kind of GPU and version stays if it is better (`Table.merged`).
+
+    Raises
+    ------
+    OSError
+        The file or its folder cannot be written.
+    """
+    old = stored(path, table.gpu) if merge else None
+    if old is not None and old.version == table.version:
+        table = old.merged(table)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, table.to_json().encode())
+
+
+def stored(path: Path, gpu: Gpu) -> Table | None:
+    """The table in a file, which must be of this kind of GPU and this version; else None."""
+    table = _loaded(path)
+    return table if table is not None and table.gpu == gpu and table.version == __version__ else None
+
+
+def _loaded(path: Path) -> Table | None:
+    """A table, read again when its file changes; None, and a warning, where the file is none."""
+    try:
+        stamp = path.stat()
+    except OSError:  # most users have none
+        return None
+    return _loaded_as_of(path, stamp.st_mtime_ns, stamp.st_size)
+
+
+@functools.lru_cache(maxsize=32)
+def _loaded_as_of(path: Path, _modified: int, _size: int) -> Table | None:
+    try:
+        return read_table(path)
+    except (OSError, ValueError) as error:
+        logger.warning("ignored %s: %s; `hybridmf tune` writes it anew", path, error)
+        return None
+
+
+@functools.lru_cache(maxsize=128)
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def tuned(kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8) -> tuple[dict[str, Any], bool] | None:
+    """The fields of the fastest configuration, and whether they are for exactly these facts; None where all is silent.
+
+    Parameters
+    ----------
+    kernel : str
+    spec : DeviceSpec
+    facts : dict
+    block : int
+        Ranks with as many blocks of this size may share an entry.
+    """
+    found = _hits(kernel, spec, facts, block)
+    return (dict(found[0][1].config), found[0][0] == 0) if found else None
+
+
+def known(
+    kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8, *, beside: Table | None = None
+) -> list[dict[str, Any]]:
+    """What tables say for these facts, each configuration once; first what fits take.
+
+    Parameters
+    ----------
+    kernel, spec, facts, block
+        As for `tuned`.
+    beside : Table, optional
+        Another one than those that fits look into.
+    """
+    entries = [entry for _, entry in _hits(kernel, spec, facts, block)]
+    other = beside.find(kernel, facts, block) if beside is not None else None
+    configs: list[dict[str, Any]] = []
+    for entry in [*entries, *([other[1]] if other is not None else [])]:
+        if entry.config not in configs:
+            configs.append(dict(entry.config))
+    return configs
+
+
+def _hits(kernel: str, spec: DeviceSpec, facts: Facts, block: int) -> list[tuple[int, Entry]]:
+    """The entry of each table that serves, and how far it is; exact ones first, then the user's."""
+    own = user_table(spec)
+    tables = [*([own] if own is not None else []), *shipped_tables(spec)]
+    found = [hit for table in tables if (hit := table.find(kernel, facts, block)) is not None]
+    return sorted(found, key=lambda hit: hit[0] > 0)  # stable: among entries equally exact, the user's comes first
+
+
+def best(
+    make: Callable[..., Config], kernel: str, spec: DeviceSpec, facts: Facts, *, given: Facts | None = None,
+    block: int = 8,
+) -> Config | None:  # fmt: skip
+    """The tuned configuration; None where the tables are silent or say what cannot work here.
+
+    Parameters
+    ----------
+    make : callable
+        Takes `given` and the fields of the entry as keyword arguments; ValueError or TypeError where they do not fit.
+    kernel, spec, facts, block
+        As for `tuned`.
+    given : dict, optional
+        Default: `facts`.
+    """
+    hit = tuned(kernel, spec, facts, block)
+    if hit is None:
+        return None
+    config, exact = hit
+    try:
+        return make(**(facts if given is None else given), **config)
+    except (TypeError, ValueError) as error:
+        if exact:  # what serves one rank need not serve its neighbour
+            _warn_once(f"the tuned {kernel} {config} for {facts} cannot be used ({error}); a rule chooses instead")
+        return None

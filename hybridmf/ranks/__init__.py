@@ -1,0 +1,1 @@
+"""One fit by several ranks: SU-ALS, MCUMSGD and their workers."""

@@ -1,0 +1,60 @@
+"""Factors of which each rank has a range of rows, as one; put together where somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..core.objective import AwayFactors, Factors
+
+
+def part_of(factors: Factors, first: int, last: int) -> Factors:
+    """Rows `first` to `last` - 1, as views."""
+    bias = None if factors.bias is None else factors.bias[first:last]
+    squares = None if factors.squares is None else part_of(factors.squares, first, last)
+    return Factors(factors.matrix[first:last], bias, squares)
+
+
+class JoinedFactors(AwayFactors):
+    """The ranks' rows one after the other, on the host once somebody looks.
+
+    Parameters
+    ----------
+    parts : sequence of Factors
+        Of each rank, wherever it keeps them; not to be written to.
+    order : int64 array, shape (n,), optional
+        Row of the input that each row of the parts belongs to, if not the same.
+    """
+
+    def __init__(self, parts: Sequence[Factors], order: np.ndarray | None = None) -> None:
+        self.keep(parts=tuple(parts), order=order)
+
+    parts: tuple[Factors, ...]
+    order: np.ndarray | None
+
+    def _brought(self) -> Factors:
+        host = _joined([part.on_host() for part in self.parts])
+        if self.order is None:
+            return host
+        inverse = np.empty_like(self.order)
+        inverse[self.order] = np.arange(len(self.order))
+        return host.take(inverse)
+
+    @property
+    def squares(self) -> Factors | None:
+        """Sums of squared steps on the host."""
+        return self.on_host().squares
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def _joined(parts: Sequence[Factors]) -> Factors:
+    biases = [part.bias for part in parts if part.bias is not None]
+    squares = [part.squares for part in parts if part.squares is not None]
+    return Factors(
+        np.concatenate([part.matrix for part in parts]),
+        np.concatenate(biases) if biases else None,
+        _joined(squares) if squares else None,
+    )

@@ -1,0 +1,687 @@
+"""MSGD on several ranks (Li et al. 2017, MCUMSGD, Alg. 4 and 5.3): each owns users, and the items travel.
+
+Users and items are cut into as many ranges as there are ranks, even in entries. Rank q owns users q. In step l of an
+epoch it holds items ``j = (q + l) mod p``, which it then sends to rank q - 1. What it moves in between is the order:
+
+- "passes", ours, which a fit uses. The items go round twice. In steps 0 ... p - 1 a rank moves the items that it holds
+  by its own users' ratings of them; in steps p - 1 ... 2 p - 2 it moves its users by the items, which travel meanwhile.
+- "blocks", Alg. 4 as it is printed. The items go round once. In each of p steps a rank moves the items that it holds,
+  sends them, and while they travel moves its users by them.
+
+Both make the same updates. With "passes" an epoch is one of MSGD on one device (Alg. 1) in which each row begins its
+walk at another place: users are moved by items that all ranks' users have moved. With "blocks" they are moved by items
+that have last been moved by these same users, which the items of a long walk remember alone: each range of users gets
+factors of its own, and an epoch brings less.
+
+No two ranks hold a row at a time, so the factors depend on nothing but the order and the number of ranks.
+
+A rank runs on the CPU or on a GPU, the communicator between them is any (`hybridmf.ranks.transport.communicator`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.validate import check_choice, csr_arrays, make_csr
+from ..cpu import sgd as cpu_sgd
+from ..cpu.als import aligned_zeros, objective_value
+from ..cpu.sgd import RISE, Copies, RowSweeps, diverged, starting_state, sums_width
+from ..device.cuda import Device, open_device
+from ..errors import CommunicatorError
+from ..formats import transpose
+from ..gpu import sgd as gpu_sgd
+from ..gpu.als import DeviceFactors, to_device
+from ..gpu.sgd import Msgd, Rows, Terms, TrainingLoss, stored_width
+from ..model.checkpoint import fingerprint
+from ..plan.make import BATCH_FLOPS, Plan
+from ..plan.partition import even_bounds
+from ..plan.sgd import SgdMethod, learning_rate_at
+from .joined import JoinedFactors, part_of
+from .transport.communicator import Array, Communicator, check_agreement, start_sendrecv
+from .transport.nccl import NcclCommunicator
+from .transport.threads import RankThreads
+
+logger = logging.getLogger("hybridmf")
+
+LONG_ROW = 32768
+"""Entries of a row in all blocks from which it has blocks of GPUs to itself. An epoch of Netflix's shape, f = 128, took
+10.9 ms on two H200s, 11.0 with 16,384 and 11.7 with 8,192."""
+
+SHORTEST_LONG_ROW = 1024
+"""A row as short as this never has a block of a GPU to itself: preparing one takes as long as walking the row."""
+
+ORDERS = ("passes", "blocks")
+"""See the top."""
+
+
+# ---------------------------------------------------------------------------------------------- shares
+
+
+def row_range(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
+    """Rows `first` to `last` - 1, as views of the entries."""
+    begin, end = int(matrix.indptr[first]), int(matrix.indptr[last])
+    indptr = matrix.indptr[first : last + 1] - matrix.indptr[first]
+    return make_csr(indptr, matrix.indices[begin:end], matrix.data[begin:end], (last - first, matrix.shape[1]))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Ranges of users and of items, one a rank.
+
+    Attributes
+    ----------
+    user, item : int64 array, shape (n_ranks + 1,)
+    """
+
+    user: np.ndarray
+    item: np.ndarray
+
+    @classmethod
+    def even(cls, user_items: sp.csr_array, size: int) -> Bounds:
+        """Even in entries."""
+        degrees = np.bincount(user_items.indices, minlength=user_items.shape[1])
+        return cls(even_bounds(np.diff(user_items.indptr), size), even_bounds(degrees, size))
+
+    def range_of(self, side: Side, rank: int) -> tuple[int, int]:
+        """First row of a range and the one after its last."""
+        bounds = self.user if side == "user" else self.item
+        return int(bounds[rank]), int(bounds[rank + 1])
+
+
+Block = dict[Side, sp.csr_array]
+"""Ratings of one range of users and one of items, by the rows of either side; rows and columns count from 0."""
+
+
+def cut_share(user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: int) -> list[Block]:
+    """The ratings of a rank's users, cut by the ranges of items."""
+    by_item = transpose(row_range(user_items, *bounds.range_of("user", rank)), num_threads=num_threads)
+    blocks: list[Block] = []
+    for other in range(len(bounds.item) - 1):
+        items = row_range(by_item, *bounds.range_of("item", other))
+        blocks.append({"user": transpose(items, num_threads=num_threads), "item": items})
+    return blocks
+
+
+# ---------------------------------------------------------------------------------------------- backends
+
+
+class Backend(Protocol):
+    """What a rank computes with; `Work` below is what it works on, copies of a range of rows."""
+
+    def active(self) -> AbstractContextManager[None]:
+        """Where its arithmetic runs."""
+
+    def hold(self, factors: Factors) -> Factors:
+        """Factors where they are kept between epochs."""
+
+    def copies(self, factors: Factors) -> Any:
+        """Copies of a range to work on."""
+
+    def arrays(self, work: Any) -> list[Array]:
+        """What travels of a range of items."""
+
+    def likes(self, rows: int) -> list[np.ndarray]:
+        """Shapes and dtypes of `arrays` of a range of so many rows."""
+
+    def arrived(self, arrays: Sequence[Array]) -> Any:
+        """The range of items that has come."""
+
+    def move(self, block: int, side: Side, work: dict[Side, Any], terms: cpu_sgd.Terms, epoch: int) -> Iterator[None]:
+        """Move the rows of a side by the ratings of a block; yields where it may end early."""
+
+    def factors(self, work: Any) -> Factors:
+        """What was worked on, as it is kept; `work` is not used again."""
+
+    def judged(self, *sides: Factors) -> tuple[float, bool]:
+        """What an epoch has come to, once all of it is done.
+
+        Half the squared errors of all moves since the last call, since an epoch sees every entry twice; and whether
+        nothing of `sides` is infinite or NaN.
+        """
+
+    def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
+        """Squared errors of the ratings of a block."""
+
+    def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
+        """What the rows of a range pay."""
+
+    def gather_items(self, communicator: Communicator, factors: Factors, bounds: Bounds) -> list[Factors]:
+        """All ranges of items, each rank giving its own."""
+
+
+class CpuBackend:
+    """A rank on the CPU.
+
+    Parameters
+    ----------
+    blocks : list of Block
+    objective : Objective
+    plan : Plan
+        `num_threads` are this rank's.
+    """
+
+    def __init__(self, blocks: list[Block], objective: Objective, plan: Plan) -> None:
+        assert isinstance(plan.method, SgdMethod)
+        self.blocks, self.plan = blocks, plan
+        self.loss_alone = replace(objective, regularization=0.0)
+        self.objective = objective
+        self.sums_width = sums_width(plan.method, plan.factors)
+        self.sweeps = [_row_sweeps(block, plan) for block in blocks]
+        self._items: Copies | None = None
+        self._losses: list[float] = []
+
+    def active(self) -> AbstractContextManager[None]:
+        """Nothing to enter; what overflows is found at the end of an epoch."""
+        return np.errstate(over="ignore", invalid="ignore")
+
+    def hold(self, factors: Factors) -> Factors:
+        """As they are."""
+        return factors
+
+    def copies(self, factors: Factors) -> Copies:
+        """See `Backend`."""
+        return Copies(factors, self.sums_width, self.plan.num_threads)
+
+    def _names(self) -> list[str]:
+        names = ["matrix"] + ["bias"] * self.objective.biases
+        if self.sums_width:
+            names += ["squares"] + ["bias_squares"] * self.objective.biases
+        return names
+
+    def arrays(self, work: Copies) -> list[np.ndarray]:
+        """Factors, biases and sums of squares."""
+        self._items = work
+        return [getattr(work, name) for name in self._names()]
+
+    def likes(self, rows: int) -> list[np.ndarray]:
+        """See `Backend`."""
+        assert self._items is not None
+        sent = self.arrays(self._items)
+        return [np.empty((rows, *array.shape[1:]), dtype=array.dtype) for array in sent]
+
+    def arrived(self, arrays: Sequence[np.ndarray]) -> Copies:
+        """See `Backend`."""
+        work = copy.copy(self._items)
+        assert work is not None
+        for name, array in zip(self._names(), arrays, strict=True):
+            lined_up = aligned_zeros(array.shape, array.dtype)
+            lined_up[...] = array
+            setattr(work, name, lined_up)
+        return work
+
+    def move(
+        self, block: int, side: Side, work: dict[Side, Copies], terms: cpu_sgd.Terms, epoch: int
+    ) -> Iterator[None]:
+        """See `Backend`; yields after each kernel call."""
+        sweeps = self.sweeps[block]
+        if sweeps is not None:
+            for loss in sweeps.one_pass(side, work, terms, epoch):
+                self._losses.append(loss)
+                yield
+
+    def factors(self, work: Copies) -> Factors:
+        """See `Backend`."""
+        return work.factors()
+
+    def judged(self, *sides: Factors) -> tuple[float, bool]:
+        """See `Backend`."""
+        losses, self._losses = self._losses, []
+        return float(np.sum(losses)), self.is_finite(*sides)
+
+    def is_finite(self, *sides: Factors) -> bool:
+        """Whether nothing is infinite or NaN."""
+        arrays = [array for factors in sides for array in (factors.matrix, factors.bias) if array is not None]
+        return all(math.isfinite(float(array.sum(dtype=np.float64))) for array in arrays)
+
+    def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
+        """See `Backend`."""
+        matrix = self.blocks[block]["user"]
+        if not matrix.nnz:
+            return 0.0
+        unused, state = [np.zeros(n, dtype=np.int64) for n in matrix.shape], State(users, items, mean)
+        return objective_value(self.loss_alone, csr_arrays(matrix), state, unused[0], unused[1], self.plan.num_threads)
+
+    def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
+        """See `Backend`."""
+        return self.objective.penalty(factors.matrix, degrees)
+
+    def gather_items(self, communicator: Communicator, factors: Factors, bounds: Bounds) -> list[Factors]:
+        """See `Backend`."""
+        if communicator.size == 1:
+            return [factors]
+        counts = np.diff(bounds.item).tolist()
+        matrix = communicator.allgatherv(factors.matrix, counts)
+        bias = None if factors.bias is None else communicator.allgatherv(factors.bias, counts)
+        everything = Factors(matrix, bias)
+        return [part_of(everything, *bounds.range_of("item", rank)) for rank in range(communicator.size)]
+
+
+def _row_sweeps(block: Block, plan: Plan) -> RowSweeps | None:
+    if not block["user"].nnz:
+        return None
+    return RowSweeps(block, replace(plan, nnz=block["user"].nnz, batch_flops=BATCH_FLOPS * plan.num_threads))
+
+
+def long_row_of(ranks: int) -> int:
+    """Entries of a row in a block of ratings from which it has a block of a GPU to itself, if nobody says otherwise.
+
+    In a block the longest row has a ranks-th of its entries: what ends beside it is shorter in proportion.
+    """
+    return gpu_sgd.LONG_ROW if ranks == 1 else max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW // ranks)
+
+
+class GpuBackend:
+    """A rank on a GPU.
+
+    Parameters
+    ----------
+    device : Device
+    blocks : list of Block
+    objective : Objective
+    plan : Plan
+    long_row : int, optional
+        Entries of a row in a block of ratings from which it has a block of the GPU; by default fewer the more ranks.
+    beside : bool
+        See `hybridmf.gpu.sgd.Msgd`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        blocks: list[Block],
+        objective: Objective,
+        plan: Plan,
+        long_row: int | None = None,
+        beside: bool = True,
+    ) -> None:
+        assert isinstance(plan.method, SgdMethod)
+        self.device, self.objective, self.plan = device, objective, plan
+        self.dtype = blocks[0]["user"].dtype
+        self.long_row = long_row = long_row_of(len(blocks)) if long_row is None else long_row
+        self.epochs = [
+            Msgd(device, block, plan.method.ordering, plan.factors, long_row, beside, len(blocks))
+            if block["user"].nnz
+            else None
+            for block in blocks
+        ]
+        # of all passes of an epoch, to be added up once
+        sizes = {
+            (block, side): epoch.n_losses(side)
+            for block, epoch in enumerate(self.epochs)
+            if epoch is not None
+            for side in SIDES
+        }
+        ends = np.cumsum(list(sizes.values()), dtype=np.int64).tolist()
+        self._sums = device.zeros(ends[-1] if ends else 0, np.float64)
+        self._sums_of = {key: self._sums[end - sizes[key] : end] for key, end in zip(sizes, ends, strict=True)}
+        self.losses = [
+            None
+            if epoch is None
+            else TrainingLoss(device, epoch.walks, {side: block[side].indptr for side in SIDES}, plan.factors)
+            for epoch, block in zip(self.epochs, blocks, strict=True)
+        ]
+
+    def active(self) -> AbstractContextManager[None]:
+        """The device."""
+        return self.device.active()
+
+    def hold(self, factors: Factors) -> DeviceFactors:
+        """As a table on the device."""
+        return to_device(self.device, factors, stored_width(self.plan.rank, self.dtype))
+
+    def copies(self, factors: Factors) -> Rows:
+        """See `Backend`."""
+        assert isinstance(factors, DeviceFactors)
+        return gpu_sgd.working_rows(factors, self.plan.factors, self.dtype)
+
+    def arrays(self, work: Rows) -> list[Array]:
+        """Factors and biases."""
+        return [work.matrix] if work.bias is None else [work.matrix, work.bias]
+
+    def likes(self, rows: int) -> list[np.ndarray]:
+        """See `Backend`; only their shapes are looked at."""
+        width = stored_width(self.plan.factors, self.dtype)
+        likes = [np.empty((rows, width), dtype=self.dtype)]
+        return likes + [np.empty(rows, dtype=self.dtype)] * self.objective.biases
+
+    def arrived(self, arrays: Sequence[Array]) -> Rows:
+        """See `Backend`."""
+        return Rows(*arrays)
+
+    def move(self, block: int, side: Side, work: dict[Side, Rows], terms: cpu_sgd.Terms, epoch: int) -> Iterator[None]:
+        """See `Backend`; launched, not waited for."""
+        msgd = self.epochs[block]
+        if msgd is not None:
+            sums = self._sums_of[block, side]
+            msgd.launch_pass(side, work[side], work[other_side(side)], Terms(*terms), sums)
+            yield
+
+    def factors(self, work: Rows) -> DeviceFactors:
+        """See `Backend`."""
+        return gpu_sgd.table_of(self.device, work, self.plan, self.dtype)
+
+    def judged(self, *sides: Factors) -> tuple[float, bool]:
+        """See `Backend`; waits for the device."""
+        on_device = [factors for factors in sides if isinstance(factors, DeviceFactors)]
+        return gpu_sgd.judged(self.device, self._sums.sum(keepdims=True) / 2, *on_device)
+
+    def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
+        """See `Backend`."""
+        assert isinstance(users, DeviceFactors) and isinstance(items, DeviceFactors)
+        loss = self.losses[block]
+        return 0.0 if loss is None else loss.at({"user": users, "item": items}, mean)
+
+    def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
+        """See `Backend`."""
+        assert isinstance(factors, DeviceFactors)
+        return gpu_sgd.penalty(factors, self.objective, degrees)
+
+    def gather_items(self, communicator: Communicator, factors: Factors, bounds: Bounds) -> list[Factors]:
+        """See `Backend`."""
+        if communicator.size == 1:  # which may be one that cannot carry what lies on a device
+            return [factors]
+        assert isinstance(factors, DeviceFactors)
+        counts = np.diff(bounds.item).tolist()
+        table = communicator.allgatherv(factors.table, counts)
+        bias = None if factors.device_bias is None else communicator.allgatherv(factors.device_bias, counts)
+        parts: list[Factors] = []
+        for rank in range(communicator.size):
+            first, last = bounds.range_of("item", rank)
+            own_bias = None if bias is None else bias[first:last]
+            parts.append(DeviceFactors(self.device, table[first:last], self.plan.factors, own_bias))
+        return parts
+
+
+# ---------------------------------------------------------------------------------------------- one rank
+
+
+class RankSGD:
+    """One rank of SGD on several; every rank makes one and calls the same methods.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    user_items : csr_array, shape (n_users, n_items)
+        The ratings, the same on all ranks; a rank keeps those of its users.
+    objective : Objective
+    plan : Plan
+        With an `SgdMethod` of schedule "msgd"; `num_threads` are this rank's.
+    state : State
+        Where to start: all users and items, the same on all ranks.
+    completed : int
+        Epochs behind `state`.
+    device : Device, optional
+        This rank's GPU; None: the CPU.
+    order : {"passes", "blocks"}
+        See the top of this module.
+    long_row : int, optional
+        Of a GPU; see `GpuBackend`.
+    beside : bool
+        Of a GPU; see `hybridmf.gpu.sgd.Msgd`.
+    agreed : bool
+        The ranks are known to have been given the same.
+
+    Attributes
+    ----------
+    factors : dict of Factors
+        This rank's users and the items it begins an epoch with, after the last complete epoch.
+
+    Raises
+    ------
+    CommunicatorError
+        Ranks were given other ratings, parameters or factors.
+    ModelFileError
+        AdaGrad or RPCS resumes from a state without its sums of squares.
+    """
+
+    backend: Backend
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        user_items: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+        completed: int = 0,
+        *,
+        device: Device | None = None,
+        order: str = "passes",
+        long_row: int | None = None,
+        beside: bool = True,
+        agreed: bool = False,
+    ) -> None:
+        assert isinstance(plan.method, SgdMethod)
+        self.communicator, self.objective, self.method = communicator, objective, plan.method
+        self.rank, self.size, self.order = communicator.rank, communicator.size, check_choice("order", order, ORDERS)
+        if not agreed:
+            first = (state.user.matrix[:1].tobytes(), state.item.matrix[:1].tobytes())
+            facts = {"data": fingerprint(user_items), "objective": objective, "method": plan.method, "state": first}
+            facts["order"] = order
+            check_agreement(communicator, facts | {"number of completed epochs": completed})
+        state = starting_state(state, plan.method, plan.factors, completed)
+        self.bounds = Bounds.even(user_items, self.size)
+        blocks = cut_share(user_items, self.bounds, self.rank, plan.num_threads)
+        item_degrees = np.bincount(user_items.indices, minlength=user_items.shape[1])
+        self.degrees: dict[Side, np.ndarray] = {
+            "user": np.diff(user_items.indptr)[slice(*self.bounds.range_of("user", self.rank))],
+            "item": item_degrees[slice(*self.bounds.range_of("item", self.rank))],
+        }
+        if device is None:
+            self.backend = CpuBackend(blocks, objective, plan)
+        else:
+            self.backend = GpuBackend(device, blocks, objective, plan, long_row, beside)
+        with self.backend.active():
+            self.factors: dict[Side, Factors] = {
+                side: self.backend.hold(part_of(state.side(side), *self.bounds.range_of(side, self.rank)))
+                for side in SIDES
+            }
+        self.mean, self.epoch, self.best = state.mean, completed, math.inf
+
+    def sweep(self) -> dict[Side, Factors]:
+        """One epoch; returns `factors`, which change on all ranks or, where one fails, on none.
+
+        Raises
+        ------
+        DivergedError
+            On all ranks.
+        CommunicatorError
+            Another rank has failed.
+        """
+        with self.backend.active():
+            new, loss, is_finite = self._epoch()
+            # what this rank has launched is done: a failure of NCCL's would have been told to all, and shows here
+            sums = self.communicator.allreduce(np.array([loss, not is_finite], dtype=np.float64))
+        total = float(sums[0])
+        if not math.isfinite(total):
+            raise diverged("errors became infinite or NaN", self.method, self.epoch)
+        if sums[1]:
+            raise diverged("factors became infinite or NaN", self.method, self.epoch)
+        if total > RISE * self.best:
+            what = f"the sum of squared errors rose from {self.best:.4g} to {total:.4g}"
+            raise diverged(what, self.method, self.epoch)
+        self.best, self.factors = min(self.best, total), new
+        self.epoch += 1
+        return new
+
+    def _epoch(self) -> tuple[dict[Side, Factors], float, bool]:
+        terms = (learning_rate_at(self.method, self.epoch), self.objective.regularization, self.mean)
+        work = {side: self.backend.copies(self.factors[side]) for side in SIDES}
+        own, last = work["item"], self._last_step()
+        for step in range(last + 1):
+            block = (self.rank + step) % self.size
+            if step < self.size:
+                self._move(block, "item", work, terms)
+            arrives = self._send(work["item"], (block + 1) % self.size) if step < last else None
+            if step in self._user_steps():
+                self._move(block, "user", work, terms)
+            if arrives is not None:
+                work["item"] = self.backend.arrived(arrives())
+                if step + 1 == self.size:  # this rank's own items are back, moved by all
+                    own = work["item"]
+        new: dict[Side, Factors] = {"user": self.backend.factors(work.pop("user")), "item": self.backend.factors(own)}
+        return new, *self.backend.judged(*new.values())
+
+    def _user_steps(self) -> range:
+        """In which the users move. The items do in steps 0 to p - 1."""
+        first = self.size - 1 if self.order == "passes" else 0
+        return range(first, first + self.size)
+
+    def _last_step(self) -> int:
+        """After which nothing is left to move, and this rank's own items have been back, in step p."""
+        return max(self._user_steps()[-1], self.size if self.size > 1 else 0)
+
+    def _move(self, block: int, side: Side, work: dict[Side, Any], terms: cpu_sgd.Terms) -> None:
+        for _ in self.backend.move(block, side, work, terms, self.epoch):
+            if self.communicator.cause:  # a pass may be long
+                raise CommunicatorError(self.communicator.cause)
+
+    def _send(self, items: Any, following: int) -> Callable[[], list[Array]]:
+        """Items on their way to rank q - 1, while those of range `following` come from rank q + 1."""
+        first, last = self.bounds.range_of("item", following)
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        sent = self.backend.arrays(items)
+        return start_sendrecv(self.communicator, sent, before, after, self.backend.likes(last - first))
+
+    def objective_value(self) -> float:
+        """The objective at the current factors of all ranks, in float64."""
+        with self.backend.active():
+            items = self.backend.gather_items(self.communicator, self.factors["item"], self.bounds)
+            users, mean = self.factors["user"], self.mean
+            own = sum(self.backend.loss(block, users, items[block], mean) for block in range(self.size))
+            own += sum(self.backend.penalty(side, self.factors[side], self.degrees[side]) for side in SIDES)
+        return float(self.communicator.allreduce(np.array([own]))[0])
+
+
+# ---------------------------------------------------------------------------------------------- all ranks
+
+
+def _open_rank(control: Communicator, name: str) -> tuple[Communicator, Device | None]:
+    """Communicator and device of a rank on a device of that name."""
+    if name == "cpu":
+        return control, None
+    device = open_device(name)
+    if control.size == 1:
+        return control, device
+    with device.active():
+        return NcclCommunicator(control, device.spec.index), device
+
+
+class MultiSGD:
+    """SGD on several devices of this machine, driven from one thread; as `hybridmf.plan.solver.Solver`.
+
+    Parameters
+    ----------
+    user_items, item_users : csr_array
+        The ratings in both orientations.
+    objective : Objective
+    plan : Plan
+        Its `devices` are those of the ranks; CPU ranks share `num_threads`.
+    state : State
+        Where to start.
+    completed : int
+        Epochs behind `state`.
+    order, long_row, beside
+        See `RankSGD`.
+
+    Raises
+    ------
+    ModelFileError
+        AdaGrad or RPCS resumes from a state without its sums of squares.
+    """
+
+    def __init__(
+        self,
+        user_items: sp.csr_array,
+        item_users: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+        completed: int,
+        *,
+        order: str = "passes",
+        long_row: int | None = None,
+        beside: bool = True,
+    ) -> None:
+        size = len(plan.devices)
+        self.mean, self.threads = state.mean, RankThreads(size)
+        own_plan = replace(plan, num_threads=max(1, plan.num_threads // size))
+        workers: dict[int, RankSGD] = {}
+        opened: dict[int, Communicator] = {}
+
+        def begin(control: Communicator) -> None:
+            communicator, device = _open_rank(control, plan.devices[control.rank])
+            opened[control.rank] = communicator
+            workers[control.rank] = RankSGD(
+                communicator,
+                user_items,
+                objective,
+                own_plan,
+                state,
+                completed,
+                device=device,
+                order=order,
+                long_row=long_row,
+                beside=beside,
+                agreed=True,  # they are given the same objects
+            )
+
+        self.workers, self._opened = workers, opened
+        self._finish = weakref.finalize(self, _close, self.threads, opened)
+        self._finish.atexit = False
+        self.threads.run(begin)
+        self.state = state
+
+    def sweep(self) -> Iterator[None]:
+        """One epoch on all ranks; the state changes once all have completed it.
+
+        Raises
+        ------
+        DivergedError
+        Exception
+            What the first rank that failed has raised.
+        """
+        parts = self.threads.run(lambda control: self.workers[control.rank].sweep())
+        users, items = (JoinedFactors([part[side] for part in parts]) for side in SIDES)
+        self.state = State(users, items, self.mean)
+        yield
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, in float64."""
+        return self.threads.run(lambda control: self.workers[control.rank].objective_value())[0]
+
+    def close(self) -> None:
+        """End the threads and connections. Closing once more does nothing."""
+        if self._finish.detach():
+            _close(self.threads, self._opened, wait=True)
+
+
+def _close(threads: RankThreads, opened: dict[int, Communicator], *, wait: bool = False) -> None:
+    """Close what each rank has opened, on its thread; after a failure, end what waits for ranks that are gone."""
+    if threads.stopping.is_set():
+        for communicator in opened.values():
+            communicator.abort("")
+        threads.close()
+    else:
+        threads.close(partial(_close_rank, opened), wait=wait)
+
+
+def _close_rank(opened: dict[int, Communicator], control: Communicator) -> None:
+    try:
+        opened[control.rank].close()
+    except Exception as error:
+        logger.warning("rank %d did not end well: %s", control.rank, error)
+        if not isinstance(error, CommunicatorError):  # that others are gone is theirs to tell
+            raise

@@ -1,0 +1,333 @@
+"""Ratings as ranks bring them along, and the way to the blocks they compute with.
+
+A rank has all ratings (`WholeRatings`), reads those it needs from a store (`StoredRatings`), or begins with any entries
+of them, which then travel to the ranks that solve their rows (`SharedEntries`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import SIDES, Side, other_side
+from ..core.validate import from_triplets
+from ..data.slabs import ColumnSlabs, RangeSlabs
+from ..data.store import Store, StoreMatrix
+from ..errors import CommunicatorError, DuplicateEntriesError
+from ..formats import transpose
+from ..model.checkpoint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
+from ..plan.grid import Grid, Layout, columns_of, stacked
+from .su_als import Block
+from .transport.communicator import Communicator
+
+FINGERPRINT_BYTES = 96
+"""Room for a fingerprint on its way to the other ranks."""
+
+
+class RankRatings(Protocol):
+    """What one rank has of the ratings. All ranks call the methods together.
+
+    Attributes
+    ----------
+    shape : (n_users, n_items)
+    user_ids, item_ids : array or None
+        Labels, where the first rank knows them.
+    slab : int or None
+        Entries of the largest slab, where the ratings are in a store.
+    """
+
+    shape: tuple[int, int]
+    user_ids: np.ndarray | None
+    item_ids: np.ndarray | None
+    slab: int | None
+
+    def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
+        """Entries of each row of either side on all ranks, for even shares; repeated pairs may count twice."""
+
+    def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
+        """Entries of this rank while `side` is solved, as `Layout.cut` would cut them."""
+
+
+def check_same_data(communicator: Communicator, identity: str) -> None:
+    """Compare what the ranks call their data, such as `checkpoint.fingerprint`.
+
+    Raises
+    ------
+    CommunicatorError
+        On all ranks, naming the first that differs from rank 0, and both identities.
+    """
+    own = np.zeros((1, FINGERPRINT_BYTES), dtype=np.uint8)
+    text = identity.encode()[:FINGERPRINT_BYTES]
+    own[0, : len(text)] = np.frombuffer(text, dtype=np.uint8)
+    found = [bytes(row).rstrip(b"\0").decode() for row in communicator.allgatherv(own, [1] * communicator.size)]
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise CommunicatorError(
+                f"rank {rank} has other data than rank 0: {other} and {found[0]} (users x items - entries - checksum); "
+                "give all ranks the same ratings"
+            )
+
+
+class WholeRatings:
+    """Ratings that every rank has all of.
+
+    Parameters
+    ----------
+    matrix : csr_array, shape (n_users, n_items)
+        Canonical.
+    user_ids, item_ids : array, optional
+    """
+
+    slab: int | None = None
+
+    def __init__(
+        self, matrix: sp.csr_array, user_ids: np.ndarray | None = None, item_ids: np.ndarray | None = None
+    ) -> None:
+        self.shape: tuple[int, int] = matrix.shape
+        self.user_ids, self.item_ids = user_ids, item_ids
+        self._matrices: dict[Side, sp.csr_array] = {"user": matrix, "item": transpose(matrix)}
+
+    def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
+        """Of the matrix, after a look whether the others have the same."""
+        check_same_data(communicator, fingerprint(self._matrices["user"]))
+        return {side: np.diff(self._matrices[side].indptr).astype(np.int64) for side in SIDES}
+
+    def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
+        """A cut of the matrix."""
+        return layout.cut(side, communicator.rank, self._matrices[side])
+
+
+class StoredRatings:
+    """Ratings in a store that every rank can read; each maps the slabs that have its rows.
+
+    Parameters
+    ----------
+    store : Store
+    dtype : dtype
+    drop_zeros : bool
+        Leave out explicit zeros.
+    """
+
+    def __init__(self, store: Store, dtype: Any, drop_zeros: bool) -> None:
+        users = StoreMatrix(store, "user", dtype, drop_zeros)
+        self.shape: tuple[int, int] = store.shape
+        self.user_ids, self.item_ids = store.user_ids, store.item_ids
+        self._sides: dict[Side, StoreMatrix] = {"user": users, "item": users.transposed()}
+        self.slab: int | None = users.largest_slab
+        self.total = users.total
+        self._identity = f"store {store.checksum}"
+
+    def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
+        """As the store has them, after a look whether the others read the same store."""
+        check_same_data(communicator, self._identity)
+        return {side: self._sides[side].degrees for side in SIDES}
+
+    def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
+        """From the slabs that have the rows."""
+        matrix, rank = self._sides[side], communicator.rank
+        pieces = [RangeSlabs(matrix, *ends).load() for ends in layout.ranges(side, rank)]
+        if layout.grids[side].splits == 1:
+            return pieces[0]
+        columns = layout.columns(side, rank)
+        return stacked([columns_of(piece, *columns) for piece in pieces])
+
+    def slabs(self, communicator: Communicator, layout: Layout, side: Side) -> RangeSlabs | ColumnSlabs:
+        """Where this rank reads what `block` would have."""
+        matrix, rank = self._sides[side], communicator.rank
+        if layout.grids[side].splits == 1:
+            return self.own_rows(communicator, layout, side)
+        return ColumnSlabs(matrix, layout.ranges(side, rank), layout.columns(side, rank))
+
+    def own_rows(self, communicator: Communicator, layout: Layout, side: Side) -> RangeSlabs:
+        """Where this rank reads its own rows."""
+        return RangeSlabs(self._sides[side], *layout.own(side, communicator.rank))
+
+
+class SharedEntries:
+    """Entries of the ratings, any of them on any rank.
+
+    Parameters
+    ----------
+    users, items : int array, shape (n,)
+        Positions.
+    values : float array, shape (n,)
+    shape : (n_users, n_items)
+    dtype : dtype
+        Of the blocks.
+    drop_zeros : bool
+        Leave out entries that are (or add up to) 0.
+    duplicates : {"error", "sum", "mean", "max"}
+        What to do with a pair that occurs more than once, on whichever ranks.
+    user_ids, item_ids : array, optional
+    """
+
+    slab: int | None = None
+
+    def __init__(
+        self,
+        users: np.ndarray,
+        items: np.ndarray,
+        values: np.ndarray,
+        shape: tuple[int, int],
+        *,
+        dtype: Any = np.float32,
+        drop_zeros: bool = False,
+        duplicates: str = "error",
+        user_ids: np.ndarray | None = None,
+        item_ids: np.ndarray | None = None,
+    ) -> None:
+        self.shape, self.user_ids, self.item_ids = shape, user_ids, item_ids
+        self.dtype, self.drop_zeros, self.duplicates = dtype, drop_zeros, duplicates
+        self._at: dict[Side, np.ndarray] = {"user": users, "item": items}
+        self._values = np.asarray(values, dtype=np.float64)
+
+    def _size(self, side: Side) -> int:
+        return self.shape[0 if side == "user" else 1]
+
+    def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
+        """Counted on all ranks."""
+        return {
+            side: communicator.allreduce(np.bincount(self._at[side], minlength=self._size(side)).astype(np.int64))
+            for side in SIDES
+        }
+
+    def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
+        """Entries go to the ranks that want them."""
+        rank, grid, other = communicator.rank, layout.grids[side], other_side(side)
+        rows, columns = self._at[side], self._at[other]
+        dest = owners(layout.bounds[other], columns) // grid.groups * grid.groups
+        dest += owners(layout.bounds[side], rows) % grid.groups
+        rows, columns, values = exchange(communicator, dest, [rows, columns, self._values])
+
+        ranges = layout.ranges(side, rank)
+        starts = np.concatenate(([0], np.cumsum([last - first for first, last in ranges])))
+        member = owners(layout.bounds[side], rows) // grid.groups
+        firsts = np.array([first for first, _ in ranges])
+        local = starts[member] + rows - firsts[member]
+        first, last = layout.columns(side, rank)
+        self._check_pairs(side, rows, columns)
+        return from_triplets(
+            local,
+            columns - first,
+            values,
+            (int(starts[-1]), last - first),
+            dtype=self.dtype,
+            drop_zeros=self.drop_zeros,
+            duplicates=self.duplicates,
+        )
+
+    def _check_pairs(self, side: Side, rows: np.ndarray, columns: np.ndarray) -> None:
+        """Name a pair that occurs twice as the whole matrix has it, where that is an error."""
+        if self.duplicates != "error":
+            return
+        order = np.lexsort((columns, rows))
+        same = np.flatnonzero((np.diff(rows[order]) == 0) & (np.diff(columns[order]) == 0))
+        if not same.size:
+            return
+        pair = {side: int(rows[order[same[0]]]), other_side(side): int(columns[order[same[0]]])}
+        user, item = (_name(ids, pair[each]) for each, ids in (("user", self.user_ids), ("item", self.item_ids)))  # type: ignore[index]
+        raise DuplicateEntriesError(
+            f"ratings have user {user}, item {item} more than once ({same.size} such repeats on this rank); "
+            'say what to do with them: duplicates="sum", "mean" or "max"'
+        )
+
+
+def _name(ids: np.ndarray | None, position: int) -> str:
+    return str(position) if ids is None else repr(ids[position : position + 1].tolist()[0])
+
+
+def owners(bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Rank that owns each row: rank r those from ``bounds[r]`` to before ``bounds[r + 1]``."""
+    return np.searchsorted(bounds[1:], rows, side="right")
+
+
+def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Send each entry of some arrays to a rank; what arrives is in the order of the ranks it comes from.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    dest : int array, shape (n,)
+        Where entry k of every array goes.
+    arrays : list of array, shape (n,)
+
+    Returns
+    -------
+    list of array, shape (n_received,)
+    """
+    rank, size = communicator.rank, communicator.size
+    order = np.argsort(dest, kind="stable")
+    bounds = np.concatenate(([0], np.cumsum(np.bincount(dest, minlength=size)))).astype(np.int64)
+    counts = communicator.allgatherv(np.diff(bounds)[None], [1] * size)  # from, to
+    received: list[list[np.ndarray]] = [[] for _ in arrays]
+    for array, out in zip(arrays, received, strict=True):
+        array = array[order]
+        pieces = {rank: array[bounds[rank] : bounds[rank + 1]]}
+        for step in range(1, size):
+            to, source = (rank + step) % size, (rank - step) % size
+            like = np.empty(int(counts[source, rank]), dtype=array.dtype)
+            pieces[source] = communicator.sendrecv(array[bounds[to] : bounds[to + 1]], to, source, like)
+        out += [pieces[source] for source in range(size)]
+    return [np.concatenate(pieces) for pieces in received]
+
+
+class Cut:
+    """The ratings as ranks compute with them.
+
+    Attributes
+    ----------
+    layout : Layout
+    blocks : dict of side to csr_array, or to RangeSlabs or ColumnSlabs where they are streamed from a store
+    degrees : dict of side to int64 array
+        Entries of each row on all ranks, repeated pairs merged.
+    nnz : int
+    total : float
+        Sum of the values.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        ratings: RankRatings,
+        degrees: Mapping[Side, np.ndarray],
+        grids: Mapping[Side, Grid],
+        row_cost: float,
+        streamed: bool = False,
+    ) -> None:
+        self.layout, self._shape = Layout.even(degrees, grids, row_cost), ratings.shape
+        self.blocks: dict[Side, Block]
+        self._piece: Piece | None
+        if streamed and isinstance(ratings, StoredRatings):
+            self.blocks = {side: ratings.slabs(communicator, self.layout, side) for side in SIDES}
+            self._piece, self._users = None, ratings.own_rows(communicator, self.layout, "user")
+            self.degrees, self.total = dict(degrees), ratings.total
+            self.nnz = int(self.degrees["user"].sum())
+            return
+        self.blocks = {side: ratings.block(communicator, self.layout, side) for side in SIDES}
+        rows: Any = self.blocks["user"]
+        if grids["user"].splits > 1:  # what follows looks at each entry once, in the order of the whole matrix
+            alone = Grid(1, communicator.size)
+            rows = ratings.block(communicator, Layout(self.layout.bounds, {"user": alone, "item": alone}), "user")
+        counts = self.layout.counts("user", range(communicator.size))
+        n_items = ratings.shape[1]
+        self.degrees = {
+            "user": communicator.allgatherv(np.diff(rows.indptr).astype(np.int64), counts),
+            "item": communicator.allreduce(np.bincount(rows.indices, minlength=n_items).astype(np.int64)),
+        }
+        self.nnz = int(self.degrees["user"].sum())
+        self.total = float(communicator.allreduce(np.array([rows.data.sum(dtype=np.float64)]))[0])
+        self._piece = piece_of_fingerprint(rows)
+
+    def fingerprint(self, communicator: Communicator) -> str:
+        """`checkpoint.fingerprint` of the whole matrix; what is streamed is read for it."""
+        if self._piece is None:
+            rows = self._users
+            parts = map(rows.matrix, range(len(rows.bounds) - 1))
+            self._piece = join_pieces(map(piece_of_fingerprint, parts), rows.dtype.itemsize)
+        own = np.array([self._piece], dtype=np.int64)
+        pieces: list[Piece] = [tuple(map(int, row)) for row in communicator.allgatherv(own, [1] * communicator.size)]  # type: ignore[misc]
+        indptr = np.concatenate(([0], np.cumsum(self.degrees["user"])))
+        return join_fingerprints(indptr, pieces, self._shape)

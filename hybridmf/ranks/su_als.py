@@ -1,0 +1,634 @@
+"""SU-ALS: one rank's share of alternating least squares, the same program on every rank (cuMF Algorithm 3).
+
+Who owns and sums what is said in `hybridmf.plan.grid`. A half sweep on a grid of one split is model parallel: each
+rank gathers the whole fixed side and solves its own rows as one device would. With more splits a rank sums what its
+part of the fixed side adds to the systems of its group's rows (lines 9-11), batch by batch; the group's sums are
+scattered over its ranks while they are added (lines 13-16), and each rank completes and solves the rows it owns
+(line 17). Where ratings do not stay on the devices, the entries of a batch come while the one before is worked on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing
+from dataclasses import asdict, replace
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.balance import balancing
+from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..data.slabs import ColumnSlabs, RangeSlabs, magnitudes, slab_bounds, slab_entries
+from ..errors import CommunicatorError, RatingsError
+from ..plan.grid import Layout
+from ..plan.make import Plan
+from ..plan.ranks import SLAB_BUFFERS, ScalePlan, check_rank
+from ..plan.solver import Alternating
+from .batches import Ranges, batch_entries, batch_rows, bounded_batches, even_batches
+from .reduction import Reduction, make_reduction
+from .transport.communicator import Array, Communicator
+
+ROOM = 0.9
+"""Part of a GPU's memory up to which the next fixed side is gathered while the last one is still there."""
+
+Then = Callable[[Any], Any]
+"""Called with new factors that may not be complete yet; returns what the next half sweep works with."""
+
+Block: TypeAlias = "sp.csr_array | RangeSlabs | ColumnSlabs"
+"""A rank's entries: in memory, or in slabs that are read in each half sweep, of its own rows or of those of a group."""
+
+Owned: TypeAlias = "tuple[tuple[int, int], Any]"
+"""Some rows of a rank's block, the first and the one after the last, and their factors."""
+
+ReductionName = Literal["scatter", "two_phase", "root"]
+
+
+class Whole(Protocol):
+    """A half sweep over rows all of whose entries are at hand; `hybridmf.cpu.als.HalfSweep` and its twin."""
+
+    def solve(self, fixed: Any, mean: float, start: Any = None) -> Any:
+        """New factors of the rows."""
+
+
+class Partial(Protocol):
+    """A half sweep over rows of whose entries other ranks have some."""
+
+    def start(self, fixed: Any, mean: float, start: Any, gram: Array | None) -> None:
+        """Begin: factors at hand, and what systems are completed with."""
+
+    def assemble(self, batch: int) -> tuple[Array, ...]:
+        """Sums of a batch's entries at hand; arrays whose first axis are the rows of all members, one after another."""
+
+    def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
+        """Complete and solve the systems of the rows of a batch that are solved here."""
+
+    def close(self) -> None:
+        """End what goes on beside the rank's thread: all batches have been assembled, or the half sweep has failed."""
+
+    def result(self, then: Then | None = None) -> Any:
+        """Factors of the rows that are solved here; raises what a system's status says."""
+
+
+class Worker(Protocol):
+    """The device of a rank.
+
+    Factors are its own kind, arrays are those of its device; its communicator moves both these and NumPy's.
+    """
+
+    gathers_ahead: bool
+    """Whether `then` is called: where it is before new factors are complete, the ranks exchange them meanwhile."""
+
+    def active(self) -> AbstractContextManager[None]:
+        """Everything a rank does happens in this context."""
+
+    def own(self, factors: Factors, plan: Plan) -> Any:
+        """Factors from the host."""
+
+    def blank(self, like: Array, rows: int) -> Array:
+        """Zeros of the dtype and width of an array."""
+
+    def arrays(self, factors: Any) -> list[Array]:
+        """What factors are made of; first axis: their rows."""
+
+    def factors(self, arrays: list[Array], like: Any) -> Any:
+        """Factors made of such arrays."""
+
+    def gram(self, factors: Any, objective: Objective, plan: Plan) -> Array | None:
+        """Weighted Gram matrix of the rows at hand, None for explicit feedback."""
+
+    def exact_gram(self, factors: Any, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
+        """Float64 Gram matrix, shape (factors, factors), rows weighted."""
+
+    def times(self, factors: Any, basis: np.ndarray) -> Any:
+        """Factors in another basis."""
+
+    def squares(self, factors: Any) -> np.ndarray:
+        """Squared length of each row in float64."""
+
+    def whole(
+        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
+    ) -> Whole:
+        """See `Whole`; `ends`: smallest and largest absolute value on all ranks, none if there are no entries."""
+
+    def solve(self, half: Any, fixed: Any, mean: float, start: Any, then: Then | None) -> Any:
+        """New factors of the rows of `whole`."""
+
+    def partial(
+        self,
+        side: Side,
+        block: Block,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray,
+        degrees: np.ndarray,
+        batches: list[Ranges],
+        solved: list[Ranges],
+    ) -> Partial:
+        """See `Partial`.
+
+        Parameters
+        ----------
+        block : csr_array or ColumnSlabs
+            Entries at hand.
+        names : int64 array, shape (n,)
+            What errors call each row that is solved here.
+        degrees : int64 array, shape (n,)
+            Entries of each of these rows on all ranks.
+        batches : list of list of (first, last)
+            Rows of `block` of each batch, range after range.
+        solved : list of list of (first, last)
+            Rows of `names` that are solved here in each batch, range after range.
+        """
+
+    def losses(
+        self,
+        objective: Objective,
+        plan: Plan,
+        half: Any,
+        users: Iterator[Owned],
+        items: Any,
+        mean: float,
+    ) -> float:
+        """Loss of all entries of the users' half sweep, in float64; its rows come in the order of the batches."""
+
+    def pipeline(self) -> AbstractContextManager[Any]:
+        """How sums of one batch travel while the next one is assembled: see `Pipeline`."""
+
+    def close(self) -> None:
+        """End what goes on beside the rank's thread; it is not at work any more."""
+
+
+class Pipeline(Protocol):
+    """Order between assembly and reduction of batches."""
+
+    def assembled(self) -> Any:
+        """A mark: all that was asked of the device so far."""
+
+    def after(self, mark: Any) -> AbstractContextManager[None]:
+        """What is asked for in this context waits for the mark, not for later work; later work waits for it."""
+
+
+class RankALS(Alternating):
+    """One rank of SU-ALS; all ranks make theirs and call its methods together.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    layout : Layout
+        The same on all ranks.
+    blocks : dict of side to csr_array, RangeSlabs or ColumnSlabs
+        `Layout.cut` of either orientation of the ratings, or the slabs of the same rows, and with a split fixed side of
+        the same columns.
+    objective : Objective
+    plan : Plan
+        The same on all ranks, but for `num_threads` and `gpu`.
+    state : State
+        Where to start; factors of the rows this rank owns, on the host.
+    worker : Worker
+        Where to compute.
+    reduction : {"scatter", "two_phase", "root"}
+        How partial systems are added up; see `hybridmf.ranks.reduction`.
+    names : dict of side to int64 array, optional
+        What errors call each row that this rank owns, if not by its position.
+    topology : sequence of int, optional
+        Socket of each rank, for ``reduction="two_phase"``.
+
+    Raises
+    ------
+    CommunicatorError
+        Another rank has other data, another layout or another plan.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        layout: Layout,
+        blocks: Mapping[Side, Block],
+        objective: Objective,
+        plan: Plan,
+        state: State,
+        worker: Worker,
+        *,
+        reduction: ReductionName = "scatter",
+        names: Mapping[Side, np.ndarray] | None = None,
+        topology: list[int] | None = None,
+    ) -> None:
+        self.communicator, self.layout, self.objective, self.plan = communicator, layout, objective, plan
+        self.worker, self.mean = worker, state.mean
+        self.rank = communicator.rank
+        if communicator.size != layout.size:
+            raise ValueError(f"the layout is of {layout.size} ranks, the communicator of {communicator.size}")
+        if plan.factors_on == "disk":
+            raise ValueError(
+                "ranks keep factors on the GPUs or in the memory of the host, and the plan has them on disk; a fit "
+                'without ranks on one GPU, device="cuda:0", does that'
+            )
+        with worker.active():
+            self._check_alike(blocks)
+            self._split_communicators(reduction, topology)
+            self.degrees = {side: self._whole_degrees(side, blocks[side]) for side in SIDES}
+            self._pieces = {side: self._pieces_of(side) for side in SIDES}
+            self.batches = {side: self._batches(side) for side in SIDES}
+            if plan.scale is not None:
+                check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
+            self._ends = self._all_ends(blocks["user"])
+            self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
+            self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
+            self.gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
+        self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, what was gathered of all)
+
+    # ------------------------------------------------------------------------------------------------ set-up
+
+    def _check_alike(self, blocks: Mapping[Side, Block]) -> None:
+        """All ranks must have the same plan, and blocks of the same ratings in both orientations."""
+        for side in SIDES:
+            rows = sum(last - first for first, last in self.layout.ranges(side, self.rank))
+            first, last = self.layout.columns(side, self.rank)
+            if blocks[side].shape != (rows, last - first):
+                raise RatingsError(
+                    f"the {side} block of rank {self.rank} has shape {blocks[side].shape}, the layout says "
+                    f"{(rows, last - first)}; cut it with Layout.cut"
+                )
+        mine = np.array([zlib.crc32(self._description().encode())], dtype=np.int64)
+        all_of = self.communicator.allgatherv(mine, [1] * self.layout.size)
+        others = np.flatnonzero(all_of != all_of[0])
+        if len(others):
+            raise CommunicatorError(
+                f"rank {int(others[0])} has another layout, objective or plan than rank 0; give all ranks the same"
+            )
+        sums = np.stack([self._checksum(side, blocks[side]) for side in SIDES])
+        users, items = self.communicator.allreduce(sums)
+        if not np.array_equal(users, items):
+            raise CommunicatorError(
+                "the ranks' blocks are not of the same ratings: entries by user and by item differ "
+                f"({int(users[0]):,} and {int(items[0]):,} of them); one rank has read different data"
+            )
+
+    def _description(self) -> str:
+        layout, plan = self.layout, self.plan
+        bounds = [layout.bounds[side].tolist() for side in SIDES]
+        choices = (
+            plan.factors,
+            plan.solver,
+            plan.cg_steps,
+            plan.dtype,
+            plan.assembly,
+            plan.precision,
+            plan.batch_slots,
+            *(plan.scale.slab(side) for side in SIDES if plan.scale and self._splits_streamed(side)),
+        )
+        return repr((bounds, [layout.grids[side] for side in SIDES], asdict(self.objective), choices, self.mean))
+
+    def _checksum(self, side: Side, block: Block) -> np.ndarray:
+        """Number of entries and sums over them of user, item and the value's bits: the same in both orientations.
+
+        Of slabs only the number: a store would have to be read for it, and has checksums of its own.
+        """
+        if not isinstance(block, sp.csr_array):
+            return np.array([block.nnz, 0, 0, 0], dtype=np.int64)
+        rows, n = np.int64(0), 0
+        for first, last in self.layout.ranges(side, self.rank):
+            degrees = np.diff(block.indptr[n : n + last - first + 1]).astype(np.int64)
+            rows, n = rows + degrees @ np.arange(first, last, dtype=np.int64), n + last - first
+        first_column = self.layout.columns(side, self.rank)[0]
+        columns = block.indices.sum(dtype=np.int64) + np.int64(first_column) * len(block.indices)
+        bits = np.ascontiguousarray(block.data).view(np.int32).sum(dtype=np.int64)
+        by_side = (rows, columns) if side == "user" else (columns, rows)
+        return np.array([len(block.indices), *by_side, bits], dtype=np.int64)
+
+    def _all_agree(self, mine: bool) -> bool:
+        return bool(self.communicator.allreduce(np.array([mine], dtype=np.int64))[0] == self.layout.size)
+
+    def _split_communicators(self, reduction: ReductionName, topology: list[int] | None) -> None:
+        """Communicators of the ranks that hold the same part of a fixed side, and of those that sum the same rows."""
+        self._made: list[Communicator] = []
+        self._holders: dict[Side, Communicator | None] = {}
+        self._members: dict[Side, Communicator | None] = {}
+        self._reductions: dict[Side, Reduction] = {}
+        for side in SIDES:
+            grid = self.layout.grids[side]
+            if side == "item" and grid == self.layout.grids["user"]:
+                for groups in (self._holders, self._members):
+                    groups[side] = groups["user"]
+            else:
+                self._holders[side] = self._group(grid.groups, grid.split_of(self.rank))
+                self._members[side] = self._group(grid.splits, grid.group_of(self.rank))
+            members = self._members[side]
+            if members is not None:
+                sockets = None if topology is None else [topology[r] for r in grid.members(grid.group_of(self.rank))]
+                self._reductions[side] = make_reduction(reduction, members, sockets)
+
+    def _group(self, size: int, color: int) -> Communicator | None:
+        """The ranks of one color, `size` of them; None for a rank alone."""
+        if size == 1:
+            return None
+        if size == self.layout.size:
+            return self.communicator
+        self._made.append(self.communicator.split(color))
+        return self._made[-1]
+
+    def _entries_at_a_time(self, blocks: Mapping[Side, Block], scale: ScalePlan) -> int:
+        """Entries on this rank's GPU: all of both orientations, or some of the longest waves or batches."""
+        if scale.ratings == "device":
+            return sum(int(block.nnz) for block in blocks.values())
+        return SLAB_BUFFERS * max(self._most_entries(side, blocks[side], scale) for side in SIDES)
+
+    def _most_entries(self, side: Side, block: Block, scale: ScalePlan) -> int:
+        """Entries of this rank's longest wave or batch."""
+        degrees = degrees_of(block)
+        if self.layout.grids[side].splits == 1:
+            waves = slab_entries(slab_bounds(degrees, scale.slab(side), scale.slab_rows(side)), degrees)
+        else:
+            waves = batch_entries(self.batches[side], degrees)
+        return int(waves.max(initial=0))
+
+    def _all_ends(self, block: Block) -> np.ndarray:
+        """Smallest and largest absolute value of the entries of all ranks; (0,) if there are none.
+
+        What depends on them, as the scale of float16 parts does, is then the same on all ranks as on one device.
+        """
+        own = np.asarray(ends_of(block), dtype=np.float64)
+        known = np.array([own if len(own) else (np.inf, -np.inf)])
+        everyone = self.communicator.allgatherv(known, [1] * self.layout.size)
+        ends = np.array([everyone[:, 0].min(), everyone[:, 1].max()])
+        return ends if ends[0] <= ends[1] else ends[:0]
+
+    def _whole_degrees(self, side: Side, block: Block) -> np.ndarray:
+        """Entries of each own row on all ranks: weighted-lambda regularization needs them all (cuMF eq. 1)."""
+        local = degrees_of(block)
+        members = self._members[side]
+        if members is None:
+            return local
+        degrees: np.ndarray = members.reduce_scatter(local, self._member_counts(side))
+        return degrees
+
+    def _half(self, side: Side, block: Block, names: Mapping[Side, np.ndarray] | None) -> Any:
+        own = np.arange(*self.layout.own(side, self.rank), dtype=np.int64) if names is None else names[side]
+        arguments = (side, block, self.objective, self.plan)
+        if self.layout.grids[side].splits == 1:
+            return self.worker.whole(*arguments, own, self._ends)
+        batches, solved = self.batches[side], self._solved(side)
+        degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
+        if members is not None and reduction.everything_here is not None:
+            counts = self._member_counts(side)
+            own, degrees = members.allgatherv(own, counts), members.allgatherv(degrees, counts)
+            if not reduction.everything_here:
+                own, degrees = own[:0], degrees[:0]
+        return self.worker.partial(*arguments, own, degrees, batches, solved)
+
+    def _member_counts(self, side: Side) -> list[int]:
+        """Rows of `side` that each rank of this one's group owns."""
+        return [last - first for first, last in self.layout.ranges(side, self.rank)]
+
+    def _splits_streamed(self, side: Side) -> bool:
+        """Whether rows of `side` are summed batch by batch as their entries come from the host."""
+        streams = self.plan.streamed != "" and not self.plan.resident
+        return streams and self.layout.grids[side].splits > 1
+
+    def _pieces_of(self, side: Side) -> list[Ranges]:
+        """Of each batch, the range of each member's own rows in the order of the group; none for a rank alone."""
+        splits, members, counts = self.layout.grids[side].splits, self._members[side], self._member_counts(side)
+        if members is None:
+            return []
+        rows = batch_rows(self.plan, splits, max(counts))
+        if not self._splits_streamed(side):
+            return even_batches(counts, rows)
+        assert self.plan.scale is not None
+        most, degrees = self.plan.scale.slab(side), self.degrees[side]
+        own = slab_bounds(degrees, max(1, most // splits), rows)
+        cuts = members.allgatherv(np.array([len(own)], dtype=np.int64), [1] * splits).tolist()
+        bounds = members.allgatherv(own, cuts)
+        entries = members.allgatherv(slab_entries(own, degrees), [count - 1 for count in cuts])
+        ends = np.cumsum(cuts)
+        return bounded_batches(
+            np.split(bounds, ends[:-1]), np.split(entries, (ends - np.arange(1, splits + 1))[:-1]), most
+        )
+
+    def _batches(self, side: Side) -> list[Ranges]:
+        """Rows of the block in each batch, in the order the reduction wants them."""
+        if not self._pieces[side]:
+            return []
+        counts, order = self._member_counts(side), self._reductions[side].order
+        starts = np.cumsum([0, *counts]).tolist()
+        return [[(starts[k] + pieces[k][0], starts[k] + pieces[k][1]) for k in order] for pieces in self._pieces[side]]
+
+    def _solved(self, side: Side) -> list[Ranges]:
+        """The rows that are solved here of each batch."""
+        everything_here = self._reductions[side].everything_here
+        if everything_here is None:
+            mine = self.layout.grids[side].split_of(self.rank)
+            return [[pieces[mine]] for pieces in self._pieces[side]]
+        return [batch if everything_here else [] for batch in self.batches[side]]
+
+    # ------------------------------------------------------------------------------------------------ half sweeps
+
+    @property
+    def state(self) -> State:
+        """Factors of the rows this rank owns."""
+        return State(self.own["user"], self.own["item"], self.mean)
+
+    def update(self, side: Side) -> None:
+        """One half sweep: solve `side`; what this rank owns of it changes only once all its rows are solved."""
+        self.own[side] = self.solve(side)
+
+    def solve(self, side: Side) -> Any:
+        """New factors of the rows of `side` that this rank owns; nothing else changes."""
+        with self.worker.active():
+            if self.layout.grids[side].splits == 1:
+                # each rank has the whole fixed side: its Gram matrix has the bits it has on one device
+                fixed, start = self._gathered(side), self.own[side]
+                solved = self.worker.solve(self.halves[side], fixed, self.mean, start, self._gather_ahead(side))
+            else:
+                solved = self._solve_split(side)
+            self.communicator.barrier()  # what others have done wrong meanwhile shows here at the latest
+            return solved
+
+    def _gathered(self, side: Side) -> Any:
+        """The part of the fixed side this rank holds while `side` is solved, from those who own it."""
+        known = self.ahead(side)
+        return self._gather(side, self.own[other_side(side)]) if known is None else known
+
+    def ahead(self, side: Side) -> Any:
+        """What has been gathered for the half sweep of `side`; None if nothing, or if factors have changed since."""
+        if self._ahead is not None:
+            half, own, gathered = self._ahead
+            if half == side and own is self.own[other_side(side)]:
+                return gathered
+        return None
+
+    def keep_ahead(self, side: Side, own: Any, gathered: Any) -> None:
+        """Keep what has been gathered for the next half sweep, of `side`, with these own factors of the other side."""
+        self._ahead = (side, own, gathered)
+
+    def _gather(self, side: Side, fixed: Any) -> Any:
+        communicator = self._holders[side]
+        if communicator is None:
+            return fixed
+        grid = self.layout.grids[side]
+        counts = self.layout.counts(other_side(side), grid.holders(grid.split_of(self.rank)))
+        arrays = [communicator.allgatherv(array, counts) for array in self.worker.arrays(fixed)]
+        return self.worker.factors(arrays, fixed)
+
+    def _gather_ahead(self, side: Side) -> Then | None:
+        """What gathers the new factors of `side` as they will be needed next, while they are still being computed."""
+        if not self.gathers_ahead:
+            return None
+
+        def gather(solved: Any) -> Any:
+            following = other_side(side)
+            gathered = self._gather(following, solved)
+            self.keep_ahead(following, solved, gathered)
+            return gathered
+
+        return gather
+
+    def _solve_split(self, side: Side) -> Any:
+        half, reduction = self.halves[side], self._reductions[side]
+        gram = self.worker.gram(self.own[other_side(side)], self.objective, self.plan)
+        if gram is not None:
+            gram = self.communicator.allreduce(gram)
+        half.start(self._gathered(side), self.mean, self._start(side), gram)
+        with closing(half), self.worker.pipeline() as pipeline:
+            for batch, sums, mark, counts in _one_behind(self._assembled(side, half, pipeline)):
+                with pipeline.after(mark):
+                    mine = tuple(reduction.reduce(array, counts) for array in sums)
+                # the sums before these lived until now: a stream of their own may not write over what is being solved
+                half.finish(batch, mine)
+                del sums
+        return self._returned(side, half)
+
+    def _start(self, side: Side) -> Any:
+        """Where approximate solvers start: own rows, or those of all members where one rank solves them."""
+        own, members = self.own[side], self._members[side]
+        everything_here = self._reductions[side].everything_here
+        if everything_here is None or members is None:
+            return own
+        counts = self._member_counts(side)
+        arrays = [members.allgatherv(array, counts) for array in self.worker.arrays(own)]
+        return self.worker.factors(arrays if everything_here else [array[:0] for array in arrays], own)
+
+    def _assembled(self, side: Side, half: Partial, pipeline: Pipeline) -> Iterator[tuple[int, Any, Any, list[int]]]:
+        for batch, pieces in enumerate(self.batches[side]):
+            sums = half.assemble(batch)
+            yield batch, sums, pipeline.assembled(), [last - first for first, last in pieces]
+
+    def _returned(self, side: Side, half: Partial) -> Any:
+        """Own rows of what was solved, also where one rank has solved the rows of all members."""
+        members, everything_here = self._members[side], self._reductions[side].everything_here
+        if members is None or everything_here is None:
+            return half.result(self._gather_ahead(side))
+        counts = self._member_counts(side)
+        own, first = self.own[side], sum(counts[: members.rank])
+        if everything_here:
+            arrays = self.worker.arrays(half.result())
+        else:
+            arrays = [self.worker.blank(array, sum(counts)) for array in self.worker.arrays(own)]
+        rows = slice(first, first + counts[members.rank])
+        return self.worker.factors([members.broadcast(array)[rows].copy() for array in arrays], own)
+
+    # ------------------------------------------------------------------------------------------------ over all ranks
+
+    def balance(self) -> None:
+        """Change both sides to the basis of least penalty; the same predictions."""
+        self.own = self.balanced()
+
+    def balanced(self) -> dict[Side, Any]:
+        """Own factors in the basis of least penalty; nothing changes."""
+        with self.worker.active():
+            users, items = (self._penalty_gram(side) for side in SIDES)
+            # the same bits on all ranks, whatever their LAPACK does
+            bases = [self.communicator.broadcast(np.ascontiguousarray(basis)) for basis in balancing(users, items)]
+            return {side: self.worker.times(self.own[side], basis) for side, basis in zip(SIDES, bases, strict=True)}
+
+    def _penalty_gram(self, side: Side) -> np.ndarray:
+        scale = self.objective.row_scale(self.degrees[side])
+        return self._sum(self.worker.exact_gram(self.own[side], scale, self.plan))
+
+    def _sum(self, array: np.ndarray) -> np.ndarray:
+        total: np.ndarray = self.communicator.allreduce(array)
+        return total
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, the same on all ranks; sums in float64."""
+        with self.worker.active():
+            total = self._losses()
+            for side in SIDES:
+                squares = self.worker.squares(self.own[side]) @ self.objective.row_scale(self.degrees[side])
+                total += self.objective.regularization * float(squares)
+            total = float(self._sum(np.array([total]))[0])
+            if self.objective.is_implicit:
+                users, items = (self._sum(self.worker.exact_gram(self.own[side], None, self.plan)) for side in SIDES)
+                total += self.objective.unobserved_weight * float(np.sum(users * items))
+        return total
+
+    def _losses(self) -> float:
+        """Loss of the entries of this rank's users' block."""
+        half, items = self.halves["user"], self._gathered("user")
+        return self.worker.losses(self.objective, self.plan, half, self._users(), items, self.mean)
+
+    def _users(self) -> Iterator[Owned]:
+        """Rows of the users' block in the order in which their entries come, with factors from who owns them."""
+        own, members = self.own["user"], self._members["user"]
+        if members is None:
+            yield (0, len(self.degrees["user"])), own
+            return
+        for batch, pieces in zip(self.batches["user"], self._pieces["user"], strict=True):
+            for rows, k in zip(batch, self._reductions["user"].order, strict=True):
+                if rows[0] < rows[1]:
+                    yield rows, self._from_member(members, k, slice(*pieces[k]))
+
+    def _from_member(self, members: Communicator, root: int, rows: slice) -> Any:
+        """Some of the users that a member of the group owns."""
+        own = self.own["user"]
+        arrays = self.worker.arrays(own)
+        if members.rank == root:
+            arrays = [array[rows] for array in arrays]
+        else:
+            arrays = [self.worker.blank(array, rows.stop - rows.start) for array in arrays]
+        return self.worker.factors([members.broadcast(array, root) for array in arrays], own)
+
+    def close(self) -> None:
+        """Give back the communicators made here, not the one that was given, and end what the worker has begun."""
+        self.worker.close()
+        for reduction in self._reductions.values():
+            reduction.close()
+        for communicator in self._made:
+            communicator.close()
+
+
+def degrees_of(block: Block) -> np.ndarray:
+    """Entries of each row, int64."""
+    degrees = np.diff(block.indptr) if isinstance(block, sp.csr_array) else block.degrees
+    return degrees.astype(np.int64, copy=False)
+
+
+def ends_of(block: Block) -> np.ndarray:
+    """Smallest and largest absolute value; empty for no entries."""
+    return magnitudes(block.data) if isinstance(block, sp.csr_array) else block.ends
+
+
+def has_room_for_both(plan: Plan) -> bool:
+    """Whether a GPU has room for both sides as they are gathered, beside what a half sweep needs."""
+    if plan.gpu is None or plan.scale is None or plan.factors_away:
+        return False
+    both = (plan.n_users + plan.n_items) * plan.scale.problem.row_bytes
+    return plan.scale.bytes_per_gpu + both <= ROOM * plan.gpu.free_bytes
+
+
+def rank_plan(plan: Plan) -> Plan:
+    """What each rank computes by: its share of the threads."""
+    ranks = max(1, len(plan.devices))
+    return replace(plan, num_threads=max(1, plan.num_threads // ranks))
+
+
+def _one_behind(batches: Iterator[Any]) -> Iterator[Any]:
+    """Each item once the next one has been made: a batch is added up while the next one is assembled."""
+    before: list[Any] = []
+    for item in batches:
+        if before:
+            yield before.pop()
+        before.append(item)
+        del item
+    yield from before

@@ -1,0 +1,1 @@
+"""How ranks exchange arrays: threads, sockets, NCCL."""

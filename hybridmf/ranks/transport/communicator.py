@@ -1,0 +1,185 @@
+"""What distributed algorithms ask of a transport; the algorithms know no other way to reach another rank.
+
+Arrays are NumPy's, or those of the rank's device where the transport moves them directly (NCCL). Collectives are called
+by all ranks of a communicator in the same order, with arrays of the same shape and dtype where nothing else is said.
+They return new arrays and write to none of their arguments.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...errors import CommunicatorError
+
+Array = Any
+"""A NumPy array, or one of the device of the rank."""
+
+
+class Communicator(Protocol):
+    """One rank of a group.
+
+    Every method raises CommunicatorError where another rank has aborted, has ended or does not answer within the
+    communicator's timeout; the message holds the first cause. A communicator that has failed stays failed.
+
+    Attributes
+    ----------
+    rank : int
+        0 <= rank < size.
+    size : int
+    cause : str
+        Why it has failed; empty while it has not. Long computations between two calls may look at it.
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def cause(self) -> str:
+        """Why it has failed."""
+
+    def allreduce(self, array: Array) -> Array:
+        """Sum over the ranks, on each rank: the same bits everywhere."""
+
+    def reduce_scatter(self, array: Array, counts: Sequence[int]) -> Array:
+        """Sum over the ranks of `array`, shape (sum(counts), ...), of which rank r gets its ``counts[r]`` rows."""
+
+    def allgatherv(self, array: Array, counts: Sequence[int]) -> Array:
+        """All ranks' rows one after the other, shape (sum(counts), ...); rank r gives ``counts[r]`` of them."""
+
+    def broadcast(self, array: Array, root: int = 0) -> Array:
+        """The root's array; the others give one of its shape and dtype, whose content does not matter."""
+
+    def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
+        """Send `array` to rank `dest`; return what rank `source` sends, of the shape and dtype of `like`."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def split(self, color: int) -> Communicator:
+        """The ranks that give the same color, in the order of their ranks; called by all ranks."""
+
+    def abort(self, cause: str) -> None:
+        """Make this and every later call fail on all ranks, with this cause."""
+
+    def close(self) -> None:
+        """Give back what the transport holds; the communicator cannot be used again."""
+
+
+def start_sendrecv(
+    communicator: Communicator, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
+) -> Callable[[], list[Array]]:
+    """Begin to send arrays to `dest` and to receive others from `source`, while the caller computes.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    arrays : sequence of array
+        Must not change until the answer has been taken; it may be read.
+    dest, source : int
+    likes : sequence of array
+        Shapes and dtypes of what `source` sends.
+
+    Returns
+    -------
+    callable
+        Waits for both and returns what was received; on a GPU it is the current stream that waits.
+
+    Notes
+    -----
+    A communicator may do this by itself (a method of this name: NCCL on a stream of its own). For others a thread sends
+    and receives, beside which the caller may call everything but another `sendrecv`.
+    """
+    own = getattr(communicator, "start_sendrecv", None)
+    if own is not None:
+        return own(arrays, dest, source, likes)
+    courier = ThreadPoolExecutor(1, "hybridmf courier")
+    pairs = list(zip(arrays, likes, strict=True))
+    moved = courier.submit(lambda: [communicator.sendrecv(array, dest, source, like) for array, like in pairs])
+    courier.shutdown(wait=False)  # the thread ends with its task
+    return moved.result
+
+
+def check_agreement(communicator: Communicator, facts: dict[str, object]) -> None:
+    """Refuse to go on where ranks were not given the same; called by all ranks.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    facts : dict
+        By name what has to be equal, told apart by its repr.
+
+    Raises
+    ------
+    CommunicatorError
+        On all ranks; names the fact and a rank that has another than rank 0.
+    """
+    own = np.array([zlib.crc32(repr(fact).encode()) for fact in facts.values()], dtype=np.int64)
+    everyone = communicator.allgatherv(own, [len(own)] * communicator.size).reshape(communicator.size, -1)
+    for rank, theirs in enumerate(everyone):
+        for name, ours, given in zip(facts, everyone[0], theirs, strict=True):
+            if ours != given:
+                here = f" (rank {communicator.rank} has {facts[name]!r})"
+                raise CommunicatorError(f"rank {rank} was given another {name} than rank 0{here}")
+
+
+class Single:
+    """The communicator of one rank: nothing moves."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self._cause = ""
+
+    @property
+    def cause(self) -> str:
+        """Why it was aborted; empty if it was not."""
+        return self._cause
+
+    def _check(self) -> None:
+        if self._cause:
+            raise CommunicatorError(self._cause)
+
+    def _same(self, array: Array) -> Array:
+        self._check()
+        return array.copy()
+
+    def allreduce(self, array: Array) -> Array:
+        """A copy."""
+        return self._same(array)
+
+    def reduce_scatter(self, array: Array, counts: Sequence[int]) -> Array:
+        """A copy."""
+        return self._same(array)
+
+    def allgatherv(self, array: Array, counts: Sequence[int]) -> Array:
+        """A copy."""
+        return self._same(array)
+
+    def broadcast(self, array: Array, root: int = 0) -> Array:
+        """A copy."""
+        return self._same(array)
+
+    def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
+        """A copy of what this rank sends itself."""
+        return self._same(array)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+        self._check()
+
+    def split(self, color: int) -> Communicator:
+        """Itself, once more."""
+        self._check()
+        return Single()
+
+    def abort(self, cause: str) -> None:
+        """Make every later call fail."""
+        self._cause = self._cause or cause
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,277 @@
+"""Collectives made of messages between pairs of ranks: threads and sockets differ only in how they carry one.
+
+Sums are added in the order of the ranks, whoever adds them, so that they have the same bits on all ranks, in every
+rerun, and over every transport.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...errors import CommunicatorError
+
+TIMEOUT = 600.0
+"""Seconds a rank waits for another, if not told otherwise: as long as ranks may differ in the time of their work."""
+
+SMALL = 1 << 16
+"""Bytes up to which every rank adds the whole of an array by itself: one round of messages instead of two."""
+
+KINDS = "biufc"
+"""Kinds of dtypes that travel: numbers."""
+
+
+class Transport(Protocol):
+    """Carries arrays between ranks, in the order they were sent between two ranks under one context."""
+
+    timeout: float
+
+    def snapshot(self, array: np.ndarray) -> np.ndarray:
+        """What may be sent although the caller changes `array` after the call."""
+
+    def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
+        """Send; does not wait for `dest` to receive it."""
+
+    def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
+        """(what the source calls, array); waits up to `timeout` seconds, then fails."""
+
+    def fail(self, cause: str) -> None:
+        """Make every later call on every rank raise a CommunicatorError with the first cause."""
+
+    def check(self) -> None:
+        """Raise the CommunicatorError of a transport that has failed."""
+
+    def close(self, rank: int) -> None:
+        """The rank sends and receives nothing more."""
+
+
+def even_counts(rows: int, size: int) -> list[int]:
+    """`rows` split among ranks as evenly as can be."""
+    return [rows * (rank + 1) // size - rows * rank // size for rank in range(size)]
+
+
+def check_counts(counts: Sequence[int], size: int, rows: int, name: str) -> list[int]:
+    """Counts of rows, one a rank, as ints.
+
+    Raises
+    ------
+    ValueError
+        Not one a rank, a negative one, or not `rows` together.
+    """
+    checked = [int(count) for count in counts]
+    if len(checked) != size or min(checked, default=0) < 0:
+        raise ValueError(f"counts must hold a number of rows >= 0 for each of {size} ranks, got {checked}")
+    if sum(checked) != rows:
+        raise ValueError(f"counts must add up to the {rows} rows of {name}, got {checked}")
+    return checked
+
+
+def check_array(array: Any) -> np.ndarray:
+    """A NumPy array of numbers in C order.
+
+    Raises
+    ------
+    TypeError
+    """
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"array must be a NumPy array for this communicator, got {type(array).__name__}")
+    if array.dtype.kind not in KINDS:
+        raise TypeError(f"array must hold numbers to travel between ranks, got dtype {array.dtype}")
+    return np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes (1,) of ()
+
+
+def check_peer(name: str, rank: int, size: int) -> int:
+    """A rank of the communicator.
+
+    Raises
+    ------
+    ValueError
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"{name} must be a rank, 0 <= {name} < {size}, got {rank}")
+    return int(rank)
+
+
+def add_in_order(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """``(pieces[0] + pieces[1]) + ...`` in the dtype they have."""
+    total: np.ndarray = pieces[0].copy()
+    for piece in pieces[1:]:
+        np.add(total, piece, out=total)
+    return total
+
+
+class MessageCommunicator:
+    """One rank of a group whose members send each other messages; see `communicator.Communicator`.
+
+    Ranks that call different things, or with other dtypes, shapes or counts, find out and fail, naming both calls. A
+    failure of a communicator is one of all that were split from it or that it was split from. `sendrecv` may run in
+    another thread beside the other calls.
+
+    Parameters
+    ----------
+    transport : Transport
+    members : sequence of int
+        The transport's rank of each member.
+    rank : int
+        Which of the members this is.
+    context : str
+        Tells this group's messages from those of others on the same transport.
+    """
+
+    def __init__(self, transport: Transport, members: Sequence[int], rank: int, context: str = "") -> None:
+        self.transport, self.members, self.rank, self.context = transport, list(members), rank, context
+        self.size = len(self.members)
+        self._splits, self._closed = 0, False
+
+    def _check(self) -> None:
+        if self._closed:
+            raise CommunicatorError(f"rank {self.rank} has closed this communicator")
+        self.transport.check()
+
+    # ------------------------------------------------------------------------------------------------ messages
+
+    def _send(self, dest: int, what: str, array: np.ndarray, channel: str = "") -> None:
+        ours, theirs = self.members[self.rank], self.members[dest]
+        self.transport.send(self.context + channel, ours, theirs, what, array)
+
+    def _receive(self, source: int, what: str, channel: str = "") -> np.ndarray:
+        ours, theirs = self.members[self.rank], self.members[source]
+        called, array = self.transport.receive(self.context + channel, theirs, ours, what)
+        if called != what:
+            self._fail(
+                f"rank {source} calls {called} while rank {self.rank} calls {what}; all ranks have to make the same "
+                "calls in the same order, with equal dtypes and shapes"
+            )
+        return array
+
+    def _fail(self, cause: str) -> None:
+        self.transport.fail(cause)
+        raise CommunicatorError(cause)
+
+    def _exchange(self, what: str, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Give piece r to rank r; what each rank gave to this one. Not to be written to."""
+        self._check()
+        for step in range(1, self.size):  # each rank begins with its neighbour, so that not all wait for rank 0
+            dest = (self.rank + step) % self.size
+            self._send(dest, what, pieces[dest])
+        return [pieces[r] if r == self.rank else self._receive(r, what) for r in range(self.size)]
+
+    # ------------------------------------------------------------------------------------------------ collectives
+
+    def allreduce(self, array: np.ndarray) -> np.ndarray:
+        """Sum over the ranks in their order, on each rank."""
+        array = check_array(array)
+        what = f"allreduce of {array.dtype} {array.shape}"
+        if array.nbytes <= SMALL or self.size == 1:
+            own = self.transport.snapshot(array)
+            return add_in_order(self._exchange(what, [own] * self.size))
+        flat = array.reshape(-1)
+        counts = even_counts(len(flat), self.size)
+        return self._gather(what, self._scatter(what, flat, counts), counts).reshape(array.shape)
+
+    def reduce_scatter(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Of the sum over the ranks in their order, the rows of this one."""
+        array = check_array(array)
+        checked = check_counts(counts, self.size, len(array), "array")
+        return self._scatter(f"reduce_scatter of {array.dtype} {array.shape} by {checked}", array, checked)
+
+    def _scatter(self, what: str, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        bounds = np.cumsum([0, *counts])
+        own = self.transport.snapshot(array)
+        return add_in_order(self._exchange(what, [own[bounds[r] : bounds[r + 1]] for r in range(self.size)]))
+
+    def allgatherv(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """All ranks' rows one after the other."""
+        array = check_array(array)
+        counts = list(counts)
+        checked = check_counts(counts, self.size, sum(map(int, counts)), "all ranks")
+        if len(array) != checked[self.rank]:
+            raise ValueError(f"array must have counts[{self.rank}]={checked[self.rank]} rows, got {len(array)}")
+        return self._gather(f"allgatherv of {array.dtype} {array.shape[1:]} by {checked}", array, checked)
+
+    def _gather(self, what: str, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        bounds = np.cumsum([0, *counts])
+        out = np.empty((int(bounds[-1]), *array.shape[1:]), dtype=array.dtype)
+        own = self.transport.snapshot(array)
+        for r, piece in enumerate(self._exchange(what, [own] * self.size)):
+            out[bounds[r] : bounds[r + 1]] = piece
+        return out
+
+    def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
+        """The root's array."""
+        array = check_array(array)
+        root = check_peer("root", root, self.size)
+        what = f"broadcast of {array.dtype} {array.shape} from rank {root}"
+        self._check()
+        if self.rank != root:
+            return self._receive(root, what).copy()
+        own = self.transport.snapshot(array)
+        for dest in range(self.size):
+            if dest != root:
+                self._send(dest, what, own)
+        return array.copy()
+
+    def sendrecv(self, array: np.ndarray, dest: int, source: int, like: np.ndarray) -> np.ndarray:
+        """Send to one rank, receive from another (or the same)."""
+        array, like = check_array(array), check_array(like)
+        dest, source = check_peer("dest", dest, self.size), check_peer("source", source, self.size)
+        self._check()
+        # a channel of its own: it may run beside a collective
+        self._send(dest, f"sendrecv of {array.dtype} {array.shape}", self.transport.snapshot(array), "~")
+        return self._receive(source, f"sendrecv of {like.dtype} {like.shape}", "~")
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._exchange("barrier", [np.empty(0, dtype=np.uint8)] * self.size)
+
+    def split(self, color: int) -> MessageCommunicator:
+        """The ranks that give the same color."""
+        own = np.array([color], dtype=np.int64)
+        colors = [int(each[0]) for each in self._exchange("split", [own] * self.size)]
+        chosen = [r for r in range(self.size) if colors[r] == color]
+        self._splits += 1
+        # groups of other colors share the name and no member
+        context = f"{self.context}/{self._splits}"
+        return MessageCommunicator(self.transport, [self.members[r] for r in chosen], chosen.index(self.rank), context)
+
+    @property
+    def cause(self) -> str:
+        """Why the communicator has failed; empty while it has not."""
+        try:
+            self.transport.check()
+        except CommunicatorError as error:
+            return str(error)
+        return ""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds a rank waits for another."""
+        return self.transport.timeout
+
+    def abort(self, cause: str) -> None:
+        """Make this and every later call fail on all ranks; the first cause given stays."""
+        self.transport.fail(cause)
+
+    def close(self) -> None:
+        """Leave; ranks that wait for this one from now on fail. Nothing where this was split from another."""
+        self._closed = True
+        if not self.context:
+            self.transport.close(self.members[self.rank])
+
+
+def check_timeout(timeout: float) -> float:
+    """Seconds > 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r} of type {type(timeout).__name__}")
+    if not (timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"timeout must be a finite number of seconds > 0, got {timeout!r}")
+    return float(timeout)

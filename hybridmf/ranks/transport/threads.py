@@ -1,0 +1,442 @@
+"""Ranks that are threads of one process, and what drives them: the first failure stops all and comes out unchanged."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+import numpy as np
+
+from ...core.validate import check_int
+from ...errors import CommunicatorError
+from .messages import TIMEOUT, MessageCommunicator, check_counts, check_timeout
+
+logger = logging.getLogger("hybridmf")
+
+Result = TypeVar("Result")
+
+TURN = 1e-4
+"""Seconds a rank computes in Python before another gets its turn.
+
+With Python's 5 ms, a rank that has to launch a kernel may leave its GPU idle for about as long as the kernels of a half
+sweep take on several GPUs."""
+
+PATIENCE = 10.0
+"""Seconds that ranks get to notice that another has failed; who then still computes is left behind."""
+
+
+class Meeting:
+    """Ranks that wait for each other, and what for.
+
+    Parameters
+    ----------
+    what : str
+    first : int
+        The rank that came first.
+    """
+
+    def __init__(self, what: str, first: int) -> None:
+        self.what, self.first = what, first
+        self.here: set[int] = set()
+
+
+class Hub:
+    """Mailboxes between the threads of a process, as `hybridmf.ranks.transport.messages.Transport`.
+
+    Parameters
+    ----------
+    size : int
+    timeout : float
+        Seconds.
+    """
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self.changed = threading.Condition()
+        self.boxes: dict[tuple[str, int, int], deque[tuple[str, np.ndarray]]] = {}
+        self.left: dict[int, str] = {}
+        self.meetings: dict[str, Meeting] = {}
+        self.failed = threading.Event()
+        self._cause = ""
+
+    def snapshot(self, array: np.ndarray) -> np.ndarray:
+        """A copy: receivers read it whenever they come to it."""
+        return array.copy()
+
+    def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
+        """Put an array into a mailbox."""
+        with self.changed:
+            self._raise_failure()
+            self.boxes.setdefault((context, source, dest), deque()).append((what, array))
+            self.changed.notify_all()
+
+    def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
+        """Take the oldest array out of a mailbox."""
+        key, deadline = (context, source, dest), time.monotonic() + self.timeout
+        with self.changed:
+            while True:
+                self._raise_failure()
+                box = self.boxes.get(key)
+                if box:
+                    return box.popleft()
+                cause, rest = "", deadline - time.monotonic()
+                if source in self.left:
+                    cause = f"rank {source} {self.left[source]} while rank {dest} waits for it in {what}"
+                elif rest <= 0:
+                    cause = f"rank {source} did not answer rank {dest} within {self.timeout:g} s in {what}"
+                if cause:
+                    self.fail(cause)
+                    self._raise_failure()
+                self.changed.wait(rest)
+
+    def meet(self, context: str, members: Sequence[int], rank: int, what: str, timeout: float) -> None:
+        """Wait until all members have come here, for the same.
+
+        Parameters
+        ----------
+        context : str
+            Of the communicator.
+        members : sequence of int
+            Ranks of its members here.
+        rank : int
+            Which of the members this is.
+        what : str
+            What they meet for.
+        timeout : float
+            Seconds.
+        """
+        deadline = time.monotonic() + timeout
+        with self.changed:
+            self._raise_failure()
+            key = f"{context} of {members[0]}"  # groups of other colors share the context and no member
+            meeting = self.meetings.setdefault(key, Meeting(what, rank))
+            cause = ""
+            if meeting.what != what:
+                cause = (
+                    f"rank {meeting.first} calls {meeting.what} while rank {rank} calls {what}; all ranks have to make "
+                    "the same calls in the same order"
+                )
+            meeting.here.add(members[rank])
+            if len(meeting.here) == len(members):
+                del self.meetings[key]
+                self.changed.notify_all()
+            while not cause and len(meeting.here) < len(members):
+                self._raise_failure()
+                rest = deadline - time.monotonic()
+                gone = [r for r, member in enumerate(members) if member in self.left and member not in meeting.here]
+                if gone:
+                    cause = f"rank {gone[0]} {self.left[members[gone[0]]]} while rank {rank} waits for it in {what}"
+                elif rest <= 0:
+                    cause = f"rank {rank} waited {timeout:g} s for the others in {what}"
+                else:
+                    self.changed.wait(rest)
+            if cause:
+                self.fail(cause)
+                self._raise_failure()
+
+    def fail(self, cause: str) -> None:
+        """Wake all who wait, with the first cause."""
+        with self.changed:
+            self._cause = self._cause or cause or "aborted"
+            self.failed.set()
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what made it fail."""
+        if self.failed.is_set():
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._cause:
+            raise CommunicatorError(self._cause)
+
+    def leave(self, rank: int, how: str) -> None:
+        """Who waits for the rank from now on, fails; what it has sent can still be received."""
+        with self.changed:
+            self.left[rank] = how
+            self.changed.notify_all()
+
+    def close(self, rank: int) -> None:
+        """See `Transport`."""
+        self.leave(rank, "has closed its communicator")
+
+    def unread(self) -> str:
+        """An array that was sent and never received, in words; empty if there is none."""
+        with self.changed:
+            waiting = [(key, box[0][0]) for key, box in self.boxes.items() if box]
+        return "".join(f"rank {key[2]} never received what rank {key[1]} sent in {what}" for key, what in waiting[:1])
+
+
+class ThreadCommunicator(MessageCommunicator):
+    """A rank among threads of this process; NumPy arrays, sums in the order of the ranks.
+
+    `group` makes the ranks; each is used by one thread (and `sendrecv` by one more).
+    """
+
+    @classmethod
+    def group(cls, size: int, *, timeout: float = TIMEOUT) -> list[ThreadCommunicator]:
+        """The communicators of all ranks.
+
+        Parameters
+        ----------
+        size : int
+        timeout : float
+            Seconds that a rank waits for another before all fail.
+        """
+        hub = Hub(check_int("size", size, 1), check_timeout(timeout))
+        return [cls(hub, range(size), rank) for rank in range(size)]
+
+    @staticmethod
+    def allgatherv_together(
+        communicators: Sequence[ThreadCommunicator], arrays: Sequence[np.ndarray], counts: Sequence[int]
+    ) -> list[np.ndarray]:
+        """`allgatherv` of all ranks, by one thread that has them all."""
+        checked = check_counts(counts, len(arrays), sum(map(len, arrays)), "all ranks")
+        if checked != [len(array) for array in arrays]:
+            raise ValueError(f"arrays must have {checked} rows, got {[len(array) for array in arrays]}")
+        for communicator in communicators:
+            communicator._check()
+        return [np.concatenate(arrays) for _ in communicators]
+
+
+class _Run:
+    """What the ranks have returned or raised so far."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.results: list[Any] = [None] * size
+        self.pending = set(range(size))
+        self.error: BaseException | None = None
+
+    def finish(self, rank: int, result: Any, error: BaseException | None) -> None:
+        with self.changed:
+            self.results[rank] = result
+            own = error is not None and not isinstance(error, CommunicatorError)
+            # a rank that tells the others before it ends may end after them; theirs are consequences
+            if self.error is None or (own and isinstance(self.error, CommunicatorError)):
+                self.error = error
+            self.pending.discard(rank)
+            self.changed.notify_all()
+
+    def wait(self, until: Callable[[], bool], seconds: float = float("inf")) -> None:
+        """Wait until something holds; in steps, which Ctrl-C interrupts on every system."""
+        deadline = time.monotonic() + seconds
+        with self.changed:
+            while not until() and time.monotonic() < deadline:
+                self.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+
+
+_Work: TypeAlias = "queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None]"
+"""What a rank is to do, one after the other; None: to end."""
+
+
+class _Turns:
+    """Ranks at work, and the switch interval to go back to after the last.
+
+    No lock: ranks may be closed by the garbage collector, so in any thread and between any two lines of this, too.
+    """
+
+    at_work: ClassVar[set[object]] = set()
+    usual = 0.0  # it was not changed
+
+
+@contextmanager
+def _quick_turns() -> Iterator[None]:
+    """Have threads take turns in Python every TURN seconds. By the threads of ranks: Ctrl-C does not end these."""
+    rank = object()
+    _Turns.at_work.add(rank)
+    now = sys.getswitchinterval()
+    if now > 2 * TURN:  # else it is set, or a shorter one
+        _Turns.usual = now
+        sys.setswitchinterval(TURN)
+    try:
+        yield
+    finally:
+        _Turns.at_work.discard(rank)
+        if not _Turns.at_work:
+            usual, _Turns.usual = _Turns.usual, 0.0
+            if usual:
+                sys.setswitchinterval(usual)
+
+
+class RankThreads:
+    """Threads that stay, one a rank: functions run on all of them, one function after the other.
+
+    What belongs to a thread (its OpenMP team, the current device and handles of CUDA) lives as long. Use it as a
+    context manager, or `close` it.
+
+    Parameters
+    ----------
+    size : int
+    timeout : float
+        Seconds that a rank waits for another before all fail.
+
+    Attributes
+    ----------
+    communicators : list of ThreadCommunicator
+        By rank.
+    stopping : threading.Event
+        Set once the ranks are to stop; long computations between two calls of a communicator may look at it.
+    """
+
+    def __init__(self, size: int, *, timeout: float = TIMEOUT) -> None:
+        self._work: list[_Work] = []
+        self.communicators = ThreadCommunicator.group(size, timeout=timeout)
+        hub = self.communicators[0].transport
+        assert isinstance(hub, Hub)
+        self._hub = hub
+        self.stopping = self._hub.failed
+        for communicator in self.communicators:
+            work: _Work = queue.SimpleQueue()
+            self._work.append(work)
+            # daemons: a rank that hangs must not keep the interpreter from ending
+            name = f"hybridmf rank {communicator.rank}"
+            threading.Thread(target=_serve, args=(self._hub, communicator, work), name=name, daemon=True).start()
+
+    def run(self, function: Callable[[ThreadCommunicator], Result]) -> list[Result]:
+        """``function(communicator)`` on every rank; the results in the order of the ranks.
+
+        The first failure, or Ctrl-C in the thread that calls this, makes the communicators of all ranks fail, and is
+        raised here as it is. After that the ranks cannot be used again.
+
+        Raises
+        ------
+        CommunicatorError
+            The ranks have failed before; or what one sent was never received.
+        """
+        self._hub.check()
+        results = self._do(function, self._work)
+        unread = self._hub.unread()
+        if unread:
+            self._hub.fail(unread)
+            self._hub.check()
+        return results
+
+    def _do(
+        self, function: Callable[[ThreadCommunicator], Result], ranks: Sequence[_Work], *, wait: bool = True
+    ) -> list[Result]:
+        """Give the ranks something to do; if `wait`, what all return, or raise what the first that fails has raised."""
+        run = _Run(len(ranks))
+        self._hub.left.clear()
+        try:
+            for work in ranks:
+                work.put((run, function))
+            if wait:
+                run.wait(lambda: not run.pending or run.error is not None)
+        except BaseException as error:
+            self._hub.fail(f"stopped by {type(error).__name__}")
+            _let_go(run)
+            raise
+        if wait and run.error is not None:
+            _let_go(run)
+            raise run.error
+        return run.results
+
+    @contextmanager
+    def in_their_place(self) -> Iterator[None]:
+        """The thread that calls does what the ranks would do: what ends it early stops them all, as in `run`.
+
+        Raises
+        ------
+        CommunicatorError
+            The ranks have failed before.
+        """
+        hub = self._hub
+        hub.check()
+        try:
+            yield
+        except BaseException as error:
+            hub.fail(f"stopped by {type(error).__name__}")
+            raise
+
+    def close(self, last: Callable[[ThreadCommunicator], object] | None = None, *, wait: bool = False) -> None:
+        """End the threads; they must not be at work. Closing once more does nothing.
+
+        Parameters
+        ----------
+        last : callable, optional
+            What each rank does before it ends.
+        wait : bool
+            Return when all have done so, or raise what the first that failed has raised. Not for what the garbage
+            collector calls: it may do so on one of the threads.
+        """
+        ranks, self._work = self._work, []
+        try:
+            if last is not None:
+                self._do(last, ranks, wait=wait)
+        finally:
+            for work in ranks:
+                work.put(None)
+
+    def __enter__(self) -> RankThreads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _serve(hub: Hub, communicator: ThreadCommunicator, work: _Work) -> None:
+    """A rank's thread."""
+    while (task := work.get()) is not None:
+        run, function = task
+        result, failure = None, None
+        with _quick_turns():
+            try:
+                result = function(communicator)
+            except BaseException as error:  # whatever it is, the others must not wait
+                failure = error
+        if failure is not None:
+            with run.changed:
+                if run.error is None:  # what the others raise are consequences
+                    run.error = failure
+                    hub.fail(f"rank {communicator.rank} failed: {type(failure).__name__}: {failure}")
+        else:
+            hub.leave(communicator.rank, "has ended")
+        run.finish(communicator.rank, result, failure)
+        del task, run, function, result, failure  # nothing outlives its run
+
+
+def _let_go(run: _Run) -> None:
+    """Wait for ranks that are about to fail, but not for ever."""
+    run.wait(lambda: not run.pending, PATIENCE)
+    if run.pending:
+        logger.warning("ranks %s are still at work %g s after the others have stopped", sorted(run.pending), PATIENCE)
+
+
+def run_ranks(size: int, function: Callable[[ThreadCommunicator], Result], *, timeout: float = TIMEOUT) -> list[Result]:
+    """Run ``function(communicator)`` in a thread for each rank.
+
+    Parameters
+    ----------
+    size : int
+    function : callable
+    timeout : float
+        Seconds that a rank waits for another before all fail.
+
+    Returns
+    -------
+    list
+        What each rank returned.
+
+    Raises
+    ------
+    Exception
+        The first that a rank raised, as it was raised; the other ranks are stopped.
+    KeyboardInterrupt
+        All ranks are stopped.
+    """
+    with RankThreads(size, timeout=timeout) as ranks:
+        return ranks.run(function)

@@ -1,0 +1,20 @@
+"""Fits by several processes: `fit`, the communicators that connect ranks, and the planner."""
+
+from .plan.ranks import Problem, ScalePlan, plan_scale
+from .ranks.transport.communicator import Communicator
+from .ranks.transport.nccl import NcclCommunicator
+from .ranks.transport.sockets import SocketCommunicator, local_rank
+from .ranks.transport.threads import run_ranks
+from .tools.launch import fit
+
+__all__ = [
+    "Communicator",
+    "NcclCommunicator",
+    "Problem",
+    "ScalePlan",
+    "SocketCommunicator",
+    "fit",
+    "local_rank",
+    "plan_scale",
+    "run_ranks",
+]

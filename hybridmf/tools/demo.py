@@ -1,0 +1,507 @@
+"""The demonstration: invented films with planted taste, models trained on them, and a report in plain text.
+
+Nothing is downloaded. `generate` draws a data set whose structure is known, so the report can say whether the models
+found it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..als import ExplicitALS, ImplicitALS
+from ..core.table import format_table
+from ..core.validate import check_int
+from ..errors import DeviceError
+from ..metrics import PopularityRecommender, evaluate
+from ..plan.make import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS
+from ..ratings import Ratings, split
+from .preview import plan
+
+LIKED = 4.0
+"""Ratings from here on count as liking a film."""
+
+METHODS = (
+    ("rank1", "cholesky"),
+    ("blas3", "cholesky"),
+    ("sparse_syrk", "cholesky"),
+    ("mo_als", "cholesky"),
+    ("bals", "cholesky"),
+    ("auto", "cholesky"),
+    ("auto", "cg"),
+    ("auto", "subspace"),
+)
+"""(assembly, solver) pairs that are timed."""
+
+WIDTH = 80
+"""Characters a line of the report may have."""
+
+# Title words of each genre: every subject meets every ending, which gives 1,600 different titles.
+GENRES: dict[str, tuple[str, str]] = {
+    "Science fiction": (
+        "Comet,Android,Nebula,Starship,Quasar,Colony,Reactor,Signal,Orbit,Probe",
+        "of Titan,beyond Mars,in Sector Nine,at Light Speed,from the Iron Moon,of the Eleventh Planet,without Gravity,"
+        "under Two Suns,and the Machine,in Cold Sleep,of the Last Engineer,outside Time,on Platform Six,for Robots,"
+        "at Station Delta,of Glass",
+    ),
+    "Romance": (
+        "Letters,Kisses,Summer,Promises,Roses,Wedding,Heartbeats,Dances,Secrets,Autumn",
+        "in Lisbon,for Clara,by the Lake,under the Linden,from Vienna,and Champagne,of the Florist,at First Snow,"
+        "for Two,on the Balcony,in Old Handwriting,on Sunrise Avenue,of Miss Amelie,in Waltz Time,without Goodbye,"
+        "across the Bay",
+    ),
+    "Crime": (
+        "Murder,Alibi,Evidence,Ransom,Witness,Inspector,Heist,Poison,Verdict,Blackmail",
+        "on Dock Street,in the Archive,after Midnight,of Inspector Voss,at the Bank,without Motive,in Cell Eleven,"
+        "at the Opera,on the Night Train,for the Jury,of the Twin Brothers,in Broad Daylight,behind the Wall,"
+        "of the Silent Partner,on Tape,at Pier Forty",
+    ),
+    "Comedy": (
+        "Uncle,Holiday,Neighbours,Goat,Butler,Picnic,Mayor,Wig,Parrot,Plumber",
+        "in Trouble,and the Pudding,on Strike,without Trousers,by Mistake,next Door,and a Half,of the Year,"
+        "at the Wrong Hotel,in Pyjamas,for Sale,and the Tuba,gone Fishing,on a Diet,with Extra Cheese,"
+        "and the Missing Sofa",
+    ),
+    "Horror": (
+        "Cellar,Shadows,Scarecrow,Whispers,Crypt,Mirror,Fog,Puppet,Coffin,Mask",
+        "of Blackmoor,in the Attic,of Cold Breath,after Dark,under the Floor,of Old Mother Crane,with No Face,"
+        "at the Window,of the Drowned,on Hollow Hill,in Ward Thirteen,of Teeth,in Waiting,behind the Door,"
+        "of the Red Nursery,at Candle End",
+    ),
+    "Western": (
+        "Saddle,Sheriff,Canyon,Stagecoach,Outlaw,Rifle,Mustang,Frontier,Saloon,Gold",
+        "of Dry Creek,from Abilene Pass,at Noon Ridge,in the Dust,for Nine Dollars,of the Lone Pine,without Law,"
+        "at Sundown,of Copper Gulch,on the Ridge,for Hire,beyond the Pecan River,of Jeb Harlow,and the Preacher,"
+        "in Red Valley,of Broken Spur",
+    ),
+    "Documentary": (
+        "Glaciers,Bees,Bridges,Volcanoes,Rivers,Bread,Lighthouses,Whales,Deserts,Clocks",
+        "of the North,and Us,in Numbers,through the Seasons,from Above,in Danger,by Hand,of the World,in Slow Motion,"
+        "and Their Keepers,in Close-up,of Today,in a Hundred Objects,after the Ice,at Work,of the Old Continent",
+    ),
+    "Fantasy": (
+        "Dragon,Wizard,Crown,Sword,Oracle,Unicorn,Goblins,Rune,Griffin,Sorceress",
+        "of Eldermere,and the Seven Keys,of the Silver Wood,in Exile,of Ember Hall,without a Name,of the Hidden Isle,"
+        "and the Riddle,of Winter's Gate,beneath the Mountain,of Thorn and Ash,of the Long Night,and the Apprentice,"
+        "of Mirrordeep,in Stone,of the Third Age",
+    ),
+    "War": (
+        "Regiment,Trenches,Convoy,Bunker,Siege,Radio,Medic,Barrage,Airfield,Ceasefire",
+        "at Dawn,of the Ninth Army,in the Snow,on Hill Thirty,behind the Lines,of Brothers,without Orders,"
+        "across the Channel,in Silence,of the Lost Battalion,at the Border,under Fire,on the Eastern Road,"
+        "of Forgotten Men,at Fort Lindel,in November",
+    ),
+    "Animation": (
+        "Hedgehog,Penguins,Teapot,Snail,Robot Kitten,Balloon,Otter,Firefly,Cloud,Beetle",
+        "and Friends,in the City,at School,on Wheels,and the Paper Moon,in Wonder Woods,at Breakfast Time,"
+        "of Marzipan Hill,on the Roof,and the Tiny King,in Socks,of Jelly Bay,in Full Song,and the Giant,"
+        "in Space Boots,of Button Town",
+    ),
+}
+
+GENRE_NAMES = tuple(GENRES)
+
+# Each taste group likes two genres and dislikes a third; users of one group agree with each other, not perfectly.
+TASTE_GROUPS = (
+    ("Science fiction", "Fantasy", "Romance"),
+    ("Romance", "Comedy", "War"),
+    ("Crime", "Horror", "Animation"),
+    ("Western", "War", "Science fiction"),
+    ("Documentary", "Crime", "Fantasy"),
+    ("Animation", "Fantasy", "Horror"),
+    ("Comedy", "Western", "Documentary"),
+    ("Documentary", "Romance", "Western"),
+    ("Science fiction", "Horror", "Comedy"),
+    ("War", "Crime", "Animation"),
+)
+
+
+@dataclass(frozen=True)
+class Films:
+    """The generated data set with the structure that was planted in it.
+
+    Attributes
+    ----------
+    users, items : int array, shape (nnz,)
+        Who rated what; sorted by user, then item.
+    values : float32 array, shape (nnz,)
+        Ratings 1 to 5.
+    titles : list of str, length n_items
+    item_genres : bool array, shape (n_items, n_genres)
+        One or two genres an item.
+    liked_genres : bool array, shape (n_users, n_genres)
+        The two genres of the user's taste group.
+    """
+
+    users: np.ndarray
+    items: np.ndarray
+    values: np.ndarray
+    titles: list[str]
+    item_genres: np.ndarray
+    liked_genres: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_users, n_items)."""
+        return len(self.liked_genres), len(self.titles)
+
+    def genre_text(self, item: int) -> str:
+        """Genres of one item, e.g. ``"Crime, Horror"``."""
+        return ", ".join(name for name, has in zip(GENRE_NAMES, self.item_genres[item], strict=True) if has)
+
+    def is_own_genre(self, user: Any, item: Any) -> Any:
+        """Whether an item has a genre the user likes; positions, broadcast against each other."""
+        return np.any(self.item_genres[item] & self.liked_genres[user], axis=-1)
+
+    def taste_text(self, user: int) -> str:
+        """Genres one user likes, e.g. ``"Crime and Horror"``."""
+        return " and ".join(name for name, likes in zip(GENRE_NAMES, self.liked_genres[user], strict=True) if likes)
+
+
+def generate(n_users: int = 4000, n_items: int = 1500, seed: int = 0) -> Films:
+    """Invented films and their ratings, the same for the same seed.
+
+    A rating is 3.3 + the user's mood + the film's quality + how well its genres match the user's taste + noise, rounded
+    and kept in 1..5. Popularity falls with rank as a power law, and users pick what they expect to like, so the ratings
+    are missing not at random, as in real data.
+
+    Parameters
+    ----------
+    n_users : int
+        At least 1.
+    n_items : int
+        1 to 1,600, the number of titles there are words for.
+    seed : int
+        At least 0.
+
+    Returns
+    -------
+    Films
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is no integer or out of range.
+    """
+    check_int("n_users", n_users, 1)
+    check_int("n_items", n_items, 1, MOST_TITLES)
+    rng = np.random.default_rng(check_int("seed", seed, 0))
+    titles, item_genres = _draw_films(n_items, rng)
+    group = rng.integers(len(TASTE_GROUPS), size=n_users)
+    taste = _group_taste()[group] + rng.normal(0.0, 0.2, (n_users, len(GENRE_NAMES)))
+    affinity = taste @ (item_genres / item_genres.sum(axis=1, keepdims=True)).T
+    quality = rng.normal(0.0, 0.35, n_items)
+    popularity = 1.0 / (1.0 + rng.permutation(n_items)) ** 0.7
+    users, items = _draw_pairs(affinity, np.log(popularity) + 0.5 * quality, rng)
+    mood = rng.normal(0.0, 0.35, n_users)
+    expected = 3.3 + mood[users] + quality[items] + 1.1 * affinity[users, items]
+    values = np.clip(np.rint(expected + rng.normal(0.0, 0.6, len(users))), 1, 5).astype(np.float32)
+    return Films(users, items, values, titles, item_genres, _group_taste()[group] > 0)
+
+
+def _draw_films(n_items: int, rng: np.random.Generator) -> tuple[list[str], np.ndarray]:
+    """Titles and genres; the title's words come from the first genre, and one film in four has a second."""
+    pairs = [(genre, title) for genre, name in enumerate(GENRE_NAMES) for title in _titles(name)]
+    chosen = rng.permutation(len(pairs))[:n_items]
+    item_genres = np.zeros((n_items, len(GENRE_NAMES)), dtype=bool)
+    item_genres[np.arange(n_items), [pairs[k][0] for k in chosen]] = True
+    mixed = np.flatnonzero(rng.random(n_items) < 0.25)
+    item_genres[mixed, rng.integers(len(GENRE_NAMES), size=len(mixed))] = True
+    return [pairs[k][1] for k in chosen], item_genres
+
+
+def _titles(genre: str) -> list[str]:
+    subjects, endings = (words.split(",") for words in GENRES[genre])
+    return [f"{subject} {ending}" for subject in subjects for ending in endings]
+
+
+MOST_TITLES = sum(len(_titles(name)) for name in GENRE_NAMES)
+
+
+def _group_taste() -> np.ndarray:
+    """Taste of each group, shape (n_groups, n_genres): 1 for liked genres, -1 for the disliked one, else 0."""
+    taste = np.zeros((len(TASTE_GROUPS), len(GENRE_NAMES)))
+    for row, (first, second, disliked) in enumerate(TASTE_GROUPS):
+        taste[row, [GENRE_NAMES.index(first), GENRE_NAMES.index(second)]] = 1.0
+        taste[row, GENRE_NAMES.index(disliked)] = -1.0
+    return taste
+
+
+def _draw_pairs(
+    affinity: np.ndarray, item_appeal: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Who has rated what: a draw without replacement that favours popular films and those of the user's taste."""
+    n_users, n_items = affinity.shape
+    # Few users rate much, most rate little: log-normal counts.
+    counts = np.clip(rng.lognormal(np.log(45.0), 0.6, n_users), 12, max(1, n_items // 3)).astype(np.int64)
+    appeal = 2.2 * affinity + item_appeal
+    appeal += rng.gumbel(size=appeal.shape)  # the largest sums are a draw without replacement
+    order = np.argsort(-appeal, axis=1)
+    taken = np.arange(n_items)[None, :] < counts[:, None]
+    users = np.repeat(np.arange(n_users), counts)
+    items = order[taken]
+    by_pair = np.lexsort((items, users))
+    return users[by_pair], items[by_pair]
+
+
+# ------------------------------------------------------------------------------------------------------- the report
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the report says, as numbers.
+
+    Attributes
+    ----------
+    explicit, item_means : float
+        Held-out RMSE of ExplicitALS and of each film's mean rating.
+    implicit, popularity : dict of str to float
+        Held-out ``"ndcg@10"`` and ``"precision@10"``, and ``"genre_share"``: the share of recommendations in a genre
+        the user likes.
+    seconds : dict of (assembly, solver) to (explicit, implicit) seconds per iteration
+    """
+
+    explicit: float
+    item_means: float
+    implicit: dict[str, float]
+    popularity: dict[str, float]
+    seconds: dict[tuple[str, str], tuple[float, float]]
+
+
+def run_demo(
+    write: Callable[[str], Any], *, seed: int = 0, quick: bool = False, show_progress: bool = True
+) -> DemoResult:
+    """Generate the films, train both models, and report.
+
+    Parameters
+    ----------
+    write : callable
+        Gets the report, a few lines at a time.
+    seed : int
+        Of the data, the split and the initial factors.
+    quick : bool
+        Fewer users and films: a second or two.
+    show_progress : bool
+        Progress bars on standard error.
+
+    Returns
+    -------
+    DemoResult
+
+    Raises
+    ------
+    TypeError, ValueError
+        `seed` is no integer >= 0.
+    """
+    films = generate(*((1200, 600) if quick else (4000, 1500)), seed=seed)
+    ratings = Ratings.from_coo(films.users, films.items, films.values, shape=films.shape)
+    train, test = split(ratings, test_size=0.1, random_state=seed)
+    _report_data(write, films, seed)
+    rmse, baseline = _report_explicit(write, train, test, seed, show_progress)
+    model, implicit, popularity = _report_implicit(write, films, train, test, seed, show_progress)
+    _report_people(write, films, train, model)
+    seconds = _report_seconds(write, train, seed)
+    _report_next(write)
+    return DemoResult(rmse, baseline, implicit, popularity, seconds)
+
+
+def _heading(write: Callable[[str], Any], text: str) -> None:
+    write(f"\n{text}\n{'=' * len(text)}")
+
+
+def _paragraph(write: Callable[[str], Any], text: str) -> None:
+    write("\n" + textwrap.fill(text, WIDTH, break_long_words=False))
+
+
+def _report_data(write: Callable[[str], Any], films: Films, seed: int) -> None:
+    n_users, n_items = films.shape
+    count = len(films.values)
+    _heading(write, "1. The data: invented, so that the truth is known")
+    _paragraph(
+        write,
+        f"{n_users:,} people have rated {n_items:,} films with 1 to 5 stars: {count:,} ratings, "
+        f"{count / n_users / n_items:.1%} of all pairs (seed {seed}). Each film has one or two of {len(GENRE_NAMES)} "
+        "genres; each person likes two genres, dislikes a third, and mostly watches what promises to please. A few "
+        "films are watched by many, most by few. The models see who gave which film how many stars. They never see a "
+        "genre: finding the taste is their job.",
+    )
+    shares = np.bincount(films.values.astype(np.int64), minlength=6)[1:] / count
+    write("\n" + format_table(["stars", *"12345"], [["share", *(f"{share:.1%}" for share in shares)]], "<>>>>>"))
+
+
+def _report_explicit(
+    write: Callable[[str], Any], train: Ratings, test: Ratings, seed: int, show_progress: bool
+) -> tuple[float, float]:
+    _heading(write, "2. Explicit feedback: how many stars would a person give?")
+    _paragraph(
+        write,
+        f"ExplicitALS learns from {train.nnz:,} ratings and predicts the {test.nnz:,} that were held out. RMSE is the "
+        "typical error in stars: lower is better. About 0.6 of it is noise that nobody could predict.",
+    )
+    model = ExplicitALS(factors=12, regularization=0.1, biases=True, iterations=10, device="cpu", random_state=seed)
+    model.fit(train, show_progress=show_progress)
+    rmse = evaluate(model, test, metrics="rmse")["rmse"]
+    baseline = evaluate(PopularityRecommender().fit(train), test, metrics="rmse")["rmse"]
+    rows = [
+        ["each film's mean rating", f"{baseline:.3f}", "baseline"],
+        ["ExplicitALS, 12 factors", f"{rmse:.3f}", f"{1 - rmse / baseline:.0%} lower"],
+    ]
+    write("\n" + format_table(["prediction", "RMSE", "against the mean"], rows, "<><"))
+    return rmse, baseline
+
+
+def _report_implicit(
+    write: Callable[[str], Any], films: Films, train: Ratings, test: Ratings, seed: int, show_progress: bool
+) -> tuple[ImplicitALS, dict[str, float], dict[str, float]]:
+    _heading(write, "3. Implicit feedback: what will a person like next?")
+    liked = keep_liked(train)
+    _paragraph(
+        write,
+        f"ImplicitALS is told only which films a person liked (4 or 5 stars: {liked.nnz:,} pairs) and ranks the films "
+        "that person has not seen. NDCG@10 and precision@10 say how well the first ten match what was liked in the "
+        'held-out part: higher is better. "Own genres" is the share of the ten in a genre that the person likes.',
+    )
+    model = ImplicitALS(factors=12, regularization=3.0, alpha=2.0, iterations=10, device="cpu", random_state=seed)
+    model.fit(liked, show_progress=show_progress)
+    ours, baseline = (
+        _ranking_quality(each, films, train, test) for each in (model, PopularityRecommender().fit(liked))
+    )
+    rows = [
+        [name, f"{quality['ndcg@10']:.3f}", f"{quality['precision@10']:.3f}", f"{quality['genre_share']:.0%}"]
+        for name, quality in (("most popular films", baseline), ("ImplicitALS, 12 factors", ours))
+    ]
+    write("\n" + format_table(["recommendation", "NDCG@10", "precision@10", "own genres"], rows, "<>>>"))
+    return model, ours, baseline
+
+
+def keep_liked(ratings: Ratings) -> Ratings:
+    """Keep the ratings from LIKED on, each as 1."""
+    coo = ratings.user_items.tocoo()
+    keep = coo.data >= LIKED
+    return Ratings.from_coo(coo.row[keep], coo.col[keep], shape=ratings.shape)
+
+
+def _ranking_quality(model: Any, films: Films, train: Ratings, test: Ratings) -> dict[str, float]:
+    quality = evaluate(model, test, train=train, metrics=("ndcg@10", "precision@10"), relevance_threshold=LIKED)
+    people = np.arange(train.n_users)
+    ids, _ = model.recommend(people, train.user_items, N=10)
+    return quality | {"genre_share": float(films.is_own_genre(people[:, None], ids).mean())}
+
+
+def _report_people(write: Callable[[str], Any], films: Films, train: Ratings, model: ImplicitALS) -> None:
+    _heading(write, "4. Three people and what ImplicitALS recommends to them")
+    _paragraph(
+        write, "An asterisk marks a genre the person likes. The score is the predicted preference, 1 for a like."
+    )
+    for user in _three_people(films, train):
+        _, seen = _row(train, user)
+        write(f"\nPerson {user:,} likes {films.taste_text(user)}. Highest of {len(seen)} ratings:\n")
+        write("\n".join(f"    {films.titles[item]} ({films.genre_text(item)})" for item in _favourites(train, user)))
+        ids, scores = model.recommend([user], train.user_items[[user]], N=6)
+        rows = [
+            [
+                f"{score:.2f}",
+                films.titles[item],
+                "* "[not films.is_own_genre(user, item)] + " " + films.genre_text(item),
+            ]
+            for item, score in zip(ids[0].tolist(), scores[0], strict=True)
+        ]
+        write("\n" + format_table(["score", "recommended", "  genres"], rows, "><<"))
+
+
+def _three_people(films: Films, train: Ratings) -> list[int]:
+    """Three users of different taste with an ordinary number of ratings."""
+    counts = np.diff(train.user_items.indptr)
+    chosen: list[int] = []
+    for user in np.argsort(np.abs(counts - 100), kind="stable").tolist():
+        if not any(np.any(films.liked_genres[user] & films.liked_genres[other]) for other in chosen):
+            chosen.append(user)
+        if len(chosen) == 3:
+            break
+    return chosen
+
+
+def _row(ratings: Ratings, user: int) -> tuple[np.ndarray, np.ndarray]:
+    """(items, values) of one user."""
+    matrix = ratings.user_items
+    part = slice(matrix.indptr[user], matrix.indptr[user + 1])
+    return matrix.indices[part], matrix.data[part]
+
+
+def _favourites(ratings: Ratings, user: int) -> list[int]:
+    items, values = _row(ratings, user)
+    return items[np.argsort(-values, kind="stable")][:3].tolist()
+
+
+def _report_seconds(
+    write: Callable[[str], Any], train: Ratings, seed: int
+) -> dict[tuple[str, str], tuple[float, float]]:
+    factors = 32
+    _heading(write, "5. Seconds per iteration of each method")
+    _paragraph(
+        write,
+        f"{train.nnz:,} ratings, {factors} factors, the fastest of three iterations. The assembly is how the equations "
+        'of each user and film are built; "auto" is the default. The solver "cholesky" is exact, so its rows differ in '
+        'speed alone; "cg" takes three steps towards the solution, which pays off with many factors.',
+    )
+    reason = _why_no_gpu(train)
+    devices = ("cpu",) if reason else ("cpu", "cuda")
+    header = ["assembly", "solver", *(f"{kind}, {name}" for name in devices for kind in ("explicit", "implicit"))]
+    seconds: dict[tuple[str, str], tuple[float, float]] = {}
+    rows = []
+    for assembly, solver in METHODS:
+        if not any(_serves(device, assembly, solver) for device in devices):
+            continue
+        cells = [assembly, solver]
+        for device in devices:
+            if not _serves(device, assembly, solver):
+                cells += ["-", "-"]
+                continue
+            pair = tuple(
+                _seconds_per_iteration(
+                    kind(factors, assembly=assembly, solver=solver, device=device, iterations=3, random_state=seed),
+                    train,
+                )
+                for kind in (ExplicitALS, ImplicitALS)
+            )
+            cells += [f"{value:.4f}" for value in pair]
+            if device == "cpu":
+                seconds[assembly, solver] = (pair[0], pair[1])
+        rows.append(cells)
+    write("\n" + format_table(header, rows, "<<" + ">>" * len(devices)))
+    if reason:
+        _paragraph(write, f"There is no GPU column. {reason}")
+    return seconds
+
+
+def _serves(device: str, assembly: str, solver: str) -> bool:
+    """Whether a device knows a method."""
+    if device == "cpu":
+        return assembly in ("auto", *CPU_ASSEMBLIES)
+    return assembly in ("auto", *GPU_ASSEMBLIES) and solver in GPU_SOLVERS
+
+
+def _why_no_gpu(train: Ratings) -> str | None:
+    """Why nothing can be timed on a GPU, or None if it can."""
+    try:
+        plan(train, ExplicitALS(device="cuda"))
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+def _seconds_per_iteration(model: Any, train: Ratings) -> float:
+    """Take the fastest iteration: on a busy machine the others measure the neighbours."""
+    return min(record["seconds"] for record in model.fit(train).history_)
+
+
+def _report_next(write: Callable[[str], Any]) -> None:
+    _heading(write, "Next: your own ratings")
+    write(
+        "\n  hybridmf fit ratings.csv --model implicit -o model.safetensors\n"
+        "  hybridmf recommend model.safetensors --user 42 --titles titles.csv"
+    )

@@ -1,0 +1,123 @@
+"""The same program started once a rank, by SLURM or by hand: `fit` finds the other ranks by the environment."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.validate import as_csr
+from ..data.store import Store
+from ..errors import DeviceError
+from ..ranks.shares import RankRatings, StoredRatings, WholeRatings
+from ..ranks.transport.communicator import Communicator
+from ..ranks.transport.messages import TIMEOUT
+from ..ranks.transport.sockets import SocketCommunicator, local_rank
+from ..ratings import Ratings
+from .spmd import check_model, fit_rank
+
+logger = logging.getLogger("hybridmf")
+
+
+def fit(
+    model: Any,
+    ratings: Any,
+    communicator: Communicator | None = None,
+    *,
+    checkpoint: Any = None,
+    resume_from: str | os.PathLike[str] | None = None,
+    track_objective: bool = False,
+    timeout: float = TIMEOUT,
+) -> Any:
+    """Fit ALS by all ranks together; each calls it with equal arguments.
+
+    Parameters
+    ----------
+    model : ImplicitALS or ExplicitALS
+        Each rank computes on the CPU, or with ``device="cuda"`` on the GPU of its number among the ranks of its node;
+        with "auto" on GPUs if every rank has one.
+    ratings : path, Store, Ratings or matrix
+        A folder is a store, which every rank can read and takes its part of; a file is read whole by every rank.
+    communicator : Communicator, optional
+        Of NumPy arrays. Default: `SocketCommunicator.from_environment`, closed in the end.
+    checkpoint, resume_from
+        As for ``fit`` of a model; the first rank writes and reads.
+    track_objective : bool
+        Put the objective of each iteration into ``history_``.
+    timeout : float
+        Seconds a rank waits for another, where no communicator is given.
+
+    Returns
+    -------
+    model or None
+        Fitted, on the first rank; None on the others.
+
+    Raises
+    ------
+    CommunicatorError
+        Another rank has failed, hangs, was killed, or has other ratings or parameters.
+    Exception
+        What went wrong on this rank.
+    """
+    check_model(model)
+    own = communicator is None
+    ranks = SocketCommunicator.from_environment(timeout=timeout) if communicator is None else communicator
+    try:
+        device = _device(model, ranks)
+        share = _share(model, ratings)
+        return fit_rank(
+            model,
+            share,
+            ranks,
+            device=device,
+            checkpoint=checkpoint,
+            resume_from=resume_from,
+            track_objective=track_objective,
+        )
+    except BaseException as error:
+        ranks.abort(f"rank {ranks.rank} failed: {type(error).__name__}: {error}")
+        raise
+    finally:
+        if own:
+            ranks.close()
+
+
+def _share(model: Any, ratings: Any) -> RankRatings:
+    """What a rank has of the ratings."""
+    settings, implicit = model._settings(), model._objective().is_implicit
+    if isinstance(ratings, (str, os.PathLike)):
+        ratings = Store.open(ratings) if Path(ratings).is_dir() else Ratings.from_file(os.fspath(ratings))
+    if isinstance(ratings, Store):
+        return StoredRatings(ratings, settings.dtype, implicit)
+    if not sp.issparse(ratings) and not isinstance(ratings, Ratings):
+        kind = type(ratings).__name__
+        raise TypeError(f"ratings must be the path of a store or file, a Store, Ratings or a sparse matrix, got {kind}")
+    labels = (ratings.user_ids, ratings.item_ids) if isinstance(ratings, Ratings) else (None, None)
+    return WholeRatings(as_csr(ratings, name="ratings", dtype=settings.dtype, drop_zeros=implicit), *labels)
+
+
+def _device(model: Any, ranks: Communicator) -> str:
+    """The device of this rank; all ranks call it together."""
+    asked = model._settings().device
+    if asked == "cpu":
+        return "cpu"
+    if asked not in ("auto", "cuda"):
+        raise ValueError(f'device={asked!r}: ranks choose their GPU by their number on the node; use "cuda" or "cpu"')
+    from ..device.cuda import device_count
+
+    try:
+        device = f"cuda:{local_rank() % device_count()}"
+    except DeviceError:
+        if asked == "cuda":
+            raise
+        device = "cpu"
+    with_gpu = int(ranks.allreduce(np.array([device != "cpu"], dtype=np.int64))[0])
+    if with_gpu == ranks.size:
+        return device
+    if with_gpu:
+        logger.info("device='auto' chose the CPU: %d of %d ranks have a GPU", with_gpu, ranks.size)
+    return "cpu"
