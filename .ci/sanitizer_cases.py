@@ -12,6 +12,7 @@ from hybridmf.core.objective import Factors, Objective, State
 from hybridmf.device.cuda import Device, open_device
 from hybridmf.formats import transpose
 from hybridmf.gpu import ccd, cholesky_any, rows, sgd, topk
+from hybridmf.plan import ccd_gpu
 
 
 def ratings(m: int = 50, n: int = 300) -> sp.csr_array:
@@ -91,7 +92,7 @@ def ccd_layouts(device: Device, matrix: sp.csr_array, rank: int = 3) -> None:
     state = State(*(Factors(rng.random((n, rank), dtype=np.float32)) for n in matrix.shape))
     for staged, tile in ((True, 36), (False, 16)):
         configs = {
-            side: ccd.CcdConfig(staged, tile, -(-n // 32) if staged else 1, segment=64, blocks=5, threads=128)
+            side: ccd_gpu.CcdConfig(staged, tile, -(-n // 32) if staged else 1, segment=64, blocks=5, threads=128)
             for side, n in (("user", matrix.shape[1]), ("item", matrix.shape[0]))
         }
         objective = Objective.explicit(0.1, "count", False)

@@ -24,6 +24,7 @@ import scipy.sparse as sp
 from common import median, record, synthetic, synthetic_counts
 
 import hybridmf as hmf
+from hybridmf.data import fingerprint as data_fingerprint
 from hybridmf.model import checkpoint as checkpoints
 
 CLASSES = {"explicit": hmf.ExplicitALS, "implicit": hmf.ImplicitALS}
@@ -124,7 +125,7 @@ def main(
                 once["last"].append(writer.last)
                 once["megabytes"].append(newest.stat().st_size / 1e6)
     started = time.perf_counter()
-    checkpoints.fingerprint(matrix)
+    data_fingerprint.fingerprint(matrix)
     fingerprint = time.perf_counter() - started
     without, with_them = median(seconds["without"]), median(seconds["with"])
     line = {

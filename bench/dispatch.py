@@ -32,7 +32,7 @@ import hybridmf as hmf
 from hybridmf import datasets
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.plan import cost as _cost
-from hybridmf.plan import dispatch
+from hybridmf.plan import dispatch, types
 from hybridmf.plan import machine as _machine
 from hybridmf.plan.machine import Machine
 from hybridmf.tools.calibrate import calibrate, time_fits
@@ -183,7 +183,7 @@ def run(profile: str) -> None:
     for shape, scale, ranks in shapes:
         matrix = datasets.synthetic(shape, scale=scale).user_items
         click.echo(f"{shape} x {scale}: {matrix.shape[0]:,} x {matrix.shape[1]:,}, {matrix.nnz:,} entries")
-        facts = _cost.Facts.of(matrix, items=True)
+        facts = types.Facts.of(matrix, items=True)
         for name, f, device, assembly in cases(ranks, spec is not None, (shape, scale) == ASSEMBLIES_ON):
             if time.perf_counter() - started > limit:
                 click.echo("time is up: the rest is left out")
@@ -236,7 +236,7 @@ def cost(line: dict[str, Any], machine: Machine, spec: DeviceSpec | None) -> _co
     found = (spec if line["device"] == "cuda" else None, "recorded")
     with mock.patch("hybridmf.plan.dispatch.find_gpu", return_value=found):
         plan = hmf.plan(shape=(line["n_users"], line["n_items"]), nnz=line["nnz"], model=model)
-    facts = _cost.Facts(**line["facts"])
+    facts = types.Facts(**line["facts"])
     return _cost.cost_of(replace(plan, facts=facts), machine, _cost.Warmth(started=True, compiled=True, loaded=True))
 
 

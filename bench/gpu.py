@@ -50,10 +50,14 @@ from hybridmf.device.cuda import CudaDevice, open_device
 from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix, reorder, transpose
 from hybridmf.gpu import assemblies, cholesky_any, fused
-from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, objective_value, table_width, to_device
+from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, objective_value, to_device
 from hybridmf.gpu.launch import Entries, get_kernel
 from hybridmf.gpu.topk import PackedItems, top_k_on_device
-from hybridmf.plan.make import GPU_SEGMENT, Plan, Settings, make_plan
+from hybridmf.plan import assemblies as plan_assemblies
+from hybridmf.plan import fused as plan_fused
+from hybridmf.plan.fused import table_width
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.types import GPU_SEGMENT, Plan, Settings
 
 OBJECTIVES = {
     "explicit": Objective.explicit(0.05, "count", False),
@@ -591,7 +595,7 @@ def compile_ahead(device: Any, variants: set[tuple[int, str, str, str]]) -> None
         rank, feedback, precision, solver = variant
         codes = {"ARITHMETIC": fused.PRECISION_CODES[precision], "SOLVER": fused.SOLVER_CODES[solver]}
         weights = {"IMPLICIT": feedback == "implicit", "HAS_OFFSETS": False}
-        constants = fused.FusedConfig.default(rank, device.spec, precision, solver).constants | weights | codes
+        constants = plan_fused.FusedConfig.default(rank, device.spec, precision, solver).constants | weights | codes
         get_kernel(device, "fused_als.cu", "solve_partials", **constants)  # the one that every rank has
 
     started = time.perf_counter()
@@ -815,7 +819,7 @@ class Hermitians:
     def by_tiles(self, method: str) -> tuple[Step, dict[str, Any]]:
         """A variant of BALS; results in order of the rows."""
         spec, rows = self.device.spec, self.matrix.shape[0]
-        size = assemblies.bals_tile_sizes(self.factors, 4, spec) if method.endswith("own") else PUBLISHED_TILE
+        size = plan_assemblies.bals_tile_sizes(self.factors, 4, spec) if method.endswith("own") else PUBLISHED_TILE
         tiles, more = self._tiled(size)
         out = self.matrices[:rows], self.rhs[:rows]
         variant: Any = "local" if "local" in method else "chip"

@@ -41,9 +41,10 @@ from hybridmf.data.store import StoreMatrix
 from hybridmf.device.cuda import MEMORY_LIMIT
 from hybridmf.errors import DeviceError
 from hybridmf.plan import make as _plan
-from hybridmf.plan.make import Plan, make_plan
+from hybridmf.plan.make import make_plan
 from hybridmf.plan.ranks import as_record
 from hybridmf.plan.solver import Solver
+from hybridmf.plan.types import Plan
 
 CASES = {
     "quick": [("explicit", 100)],

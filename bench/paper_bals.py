@@ -37,7 +37,9 @@ from hybridmf.core.validate import make_csr
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.formats import BalsMatrix
 from hybridmf.gpu import assemblies, cholesky_any
-from hybridmf.plan.make import Plan, Settings, make_plan
+from hybridmf.plan import assemblies as plan_assemblies
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.types import Plan, Settings
 
 NAME = "paper_bals"
 
@@ -343,7 +345,7 @@ def gpu_orders(bench: Bench, data: Drawn, work: Work) -> None:
     """Tables 3 and 4: users' sums by each kernel, by order, with and without passing over vacant tiles."""
     for f, (order, matrix) in itertools.product(work.factors, ordered(data).items()):
         prepared = gpu_runner(bench, matrix, f)
-        own = assemblies.bals_tile_sizes(f, 4, bench.device.spec)
+        own = plan_assemblies.bals_tile_sizes(f, 4, bench.device.spec)
         cases: dict[str, Callable[[], tuple[Callable[[], None], Line]]] = {
             "sparse_syrk": partial(prepared.by_rows, "sparse_syrk"),
             "bals local": partial(tiles_step, prepared, PUBLISHED_TILE, "local"),
@@ -469,7 +471,7 @@ def gpu_tiles(bench: Bench, data: Drawn, work: Work) -> None:
             prepared.tiles.clear()
 
         measure("sparse_syrk", None, partial(prepared.by_rows, "sparse_syrk"))
-        own = assemblies.bals_tile_sizes(f, 4, bench.device.spec)
+        own = plan_assemblies.bals_tile_sizes(f, 4, bench.device.spec)
         measure("bals chip", own, partial(tiles_step, prepared, own, "chip"))
         grid = list(itertools.product(work.heights, work.widths))
         sizes = ({"tile_rows": height, "tile_cols": width} for height, width in grid)

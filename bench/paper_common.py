@@ -29,6 +29,7 @@ import hybridmf as hmf
 from hybridmf import datasets
 from hybridmf.errors import DeviceError
 from hybridmf.formats import reorder, transpose
+from hybridmf.plan import assemblies as plan_assemblies
 
 EVIDENCE = common.ROOT / "docs" / "evidence"
 
@@ -310,8 +311,8 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
             switches = {"READ_ONLY": True, "REGISTERS": True}
             configs.append(("mo_als", assemblies.MoAlsConfig.default(rank, 4, spec), switches))
         if "bals" in methods:
-            width = assemblies.bals_tile_sizes(rank, 4, spec)[1]
-            configs.append(("bals", assemblies.BalsConfig.default(rank, 4, spec, tile_cols=width), {}))
+            width = plan_assemblies.bals_tile_sizes(rank, 4, spec)[1]
+            configs.append(("bals", plan_assemblies.BalsConfig.default(rank, 4, spec, tile_cols=width), {}))
 
     def compile_one(job: tuple[str, Any, Line]) -> None:
         name, config, switches = job

@@ -36,11 +36,12 @@ from hybridmf.datasets import SHAPES
 from hybridmf.device.cuda import Device
 from hybridmf.formats import BalsMatrix, reorder
 from hybridmf.gpu import assemblies
-from hybridmf.gpu.assemblies import BalsConfig, BalsLocalConfig, SyrkConfig
+from hybridmf.gpu.assemblies import BalsLocalConfig, SyrkConfig
 from hybridmf.gpu.tuning import plots as tune_plots
 from hybridmf.gpu.tuning.trials import Part, Sample, Sums
 from hybridmf.gpu.tuning.tune import event_times, stamp, tune
 from hybridmf.plan import tables
+from hybridmf.plan.assemblies import BalsConfig
 from hybridmf.plan.tables import Entry, Table
 
 FILE = "tuning"

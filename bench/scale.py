@@ -29,12 +29,14 @@ from gpu_data import synthetic_gpu
 
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Factors, Side, State
+from hybridmf.core.sparse import csr_of
 from hybridmf.device.cuda import CudaDevice, device_count, open_device
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
-from hybridmf.plan.grid import Grid, csr_of
-from hybridmf.plan.make import Plan, make_plan
+from hybridmf.plan.grid import Grid
+from hybridmf.plan.make import make_plan
 from hybridmf.plan.ranks import HalfPlan, Problem, judged
+from hybridmf.plan.types import Plan
 from hybridmf.ranks.multi_als import MultiALS
 
 HUGEWIKI = (50_082_603, 39_780, 3_100_000_000)

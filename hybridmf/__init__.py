@@ -15,8 +15,8 @@ from .data.convert import convert
 from .data.store import Store
 from .metrics import evaluate
 from .model.checkpoint import Checkpoint
-from .model.files import load
-from .plan.make import Plan
+from .model.load import load
+from .plan.types import Plan
 from .ratings import Ratings, split
 from .sgd import SGD
 from .tools.config import config, show_config

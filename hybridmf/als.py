@@ -13,8 +13,8 @@ from .cpu.als import CpuALS
 from .cpu.stream import StreamedCpuALS
 from .model.base import FactorModel
 from .model.learned import total_of
-from .plan.make import Plan, Settings
 from .plan.solver import Solver
+from .plan.types import Plan, Settings
 
 
 class _ALS(FactorModel):

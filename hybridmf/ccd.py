@@ -9,8 +9,8 @@ import scipy.sparse as sp
 from .core.objective import Objective, State
 from .model.base import FactorModel
 from .plan.ccd import CcdMethod
-from .plan.make import Plan, Settings
 from .plan.solver import Solver
+from .plan.types import Plan, Settings
 
 
 class CCD(FactorModel):

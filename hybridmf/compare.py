@@ -27,8 +27,8 @@ from .datasets import SHAPES, synthetic
 from .errors import DeviceError, MemoryBudgetError
 from .metrics import evaluate
 from .model.base import FactorModel
-from .plan import dispatch
-from .plan.make import Plan
+from .plan import dispatch, types
+from .plan.types import Plan
 from .ratings import Ratings, split
 from .sgd import SGD
 
@@ -443,7 +443,7 @@ def _demo(feedback: str, seed: int) -> Ratings:
 
 
 def _device_name(device: object) -> str:
-    name = dispatch.check_device(device)
+    name = types.check_device(device)
     return "+".join(name) if isinstance(name, tuple) else name
 
 

@@ -1,5 +1,6 @@
 """Fits by several processes: `fit`, the communicators that connect ranks, and the planner."""
 
+from .model.checkpoint import has_checkpoints
 from .plan.ranks import Problem, ScalePlan, plan_scale
 from .ranks.transport.communicator import Communicator
 from .ranks.transport.nccl import NcclCommunicator
@@ -14,6 +15,7 @@ __all__ = [
     "ScalePlan",
     "SocketCommunicator",
     "fit",
+    "has_checkpoints",
     "local_rank",
     "plan_scale",
     "run_ranks",

@@ -10,9 +10,9 @@ import scipy.sparse as sp
 from .core.objective import Objective, State
 from .core.validate import check_int, check_rng
 from .model.base import FactorModel
-from .plan.make import Plan, Settings
 from .plan.sgd import SgdMethod
 from .plan.solver import Solver
+from .plan.types import Plan, Settings
 
 
 class SGD(FactorModel):

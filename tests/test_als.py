@@ -16,10 +16,12 @@ import hybridmf as hmf
 from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective, State, initial_state
 from hybridmf.core.validate import as_csr
-from hybridmf.cpu.als import HalfSweep, check_status, objective_value, weighted_gram
+from hybridmf.cpu.als import HalfSweep, objective_value, weighted_gram
 from hybridmf.errors import NonFiniteError, NotPositiveDefiniteError
 from hybridmf.native import _als
-from hybridmf.plan.make import Settings, make_plan
+from hybridmf.native.status import check_status
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.types import Settings
 
 EXACT = ("simd", "rank1", "blas3", "bals")
 OBJECTIVES = {

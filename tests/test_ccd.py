@@ -23,7 +23,8 @@ from hybridmf.errors import DeviceMemoryError, ModelFileError, NonFiniteError
 from hybridmf.formats import transpose
 from hybridmf.native import _als, _ccd
 from hybridmf.plan.ccd import CcdMethod
-from hybridmf.plan.make import Settings, make_plan
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.types import Settings
 
 GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
 OBJECTIVES = {

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 import hybridmf as hmf
 from hybridmf.core.files import combine_crc32
 from hybridmf.cpu.als import HalfSweep
+from hybridmf.data import fingerprint
 from hybridmf.errors import ModelFileError
 from hybridmf.gpu.als import to_device
 from hybridmf.model import checkpoint as checkpoints
@@ -590,14 +591,14 @@ def test_the_crc_of_two_pieces(first, second):
 def test_the_fingerprint_does_not_depend_on_how_rows_are_cut(cuts, dtype):
     matrix = planted().astype(dtype)
     bounds = [0, *sorted(cuts), 60]
-    pieces = [checkpoints.piece_of_fingerprint(matrix[a:b]) for a, b in itertools.pairwise(bounds)]
-    assert checkpoints.join_fingerprints(matrix.indptr, pieces, matrix.shape) == checkpoints.fingerprint(matrix)
+    pieces = [fingerprint.piece_of_fingerprint(matrix[a:b]) for a, b in itertools.pairwise(bounds)]
+    assert fingerprint.join_fingerprints(matrix.indptr, pieces, matrix.shape) == fingerprint.fingerprint(matrix)
 
 
 def test_the_fingerprint_sees_where_rows_end():
     one = sp.csr_array((np.ones(3, np.float32), [0, 1, 2], [0, 2, 3]), shape=(2, 3))
     other = sp.csr_array((np.ones(3, np.float32), [0, 1, 2], [0, 1, 3]), shape=(2, 3))
-    assert checkpoints.fingerprint(one) != checkpoints.fingerprint(other)
+    assert fingerprint.fingerprint(one) != fingerprint.fingerprint(other)
 
 
 # ----------------------------------------------------------------------------------------------------------------- GPU

@@ -27,10 +27,11 @@ from hybridmf.datasets import SHAPES
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError
 from hybridmf.plan import cost as _cost
-from hybridmf.plan import dispatch
+from hybridmf.plan import dispatch, types
 from hybridmf.plan import machine as _machine
-from hybridmf.plan.cost import Facts, Warmth, cost_of
+from hybridmf.plan.cost import Warmth, cost_of
 from hybridmf.plan.machine import CpuRates, GpuRates, Machine, rate_at, seconds_at
+from hybridmf.plan.types import Facts
 from hybridmf.tools import calibrate as _calibrate
 
 ROOT = Path(__file__).parents[1]
@@ -325,7 +326,7 @@ def test_a_longer_column_delays_msgd_and_empty_rows_cost_nothing():
 
 
 def test_degrees_are_counted(monkeypatch):
-    monkeypatch.setattr(_cost, "PIECE", 7)
+    monkeypatch.setattr(types, "PIECE", 7)
     matrix = planted()
     users, items = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
     assert Facts.of(matrix) == Facts(users.max(), 0, np.sum(users == 0))
@@ -388,7 +389,7 @@ def test_auto_takes_what_is_predicted_to_be_done_first(caplog):
             assert plan.device == ("cpu" if sizes is SMALL else "cuda:0")
             chosen = plan.estimates[0]
             assert chosen.chosen and chosen.device == plan.device and chosen.feasible
-            assert dispatch.seconds_text(chosen.total_seconds) in plan.reason
+            assert types.seconds_text(chosen.total_seconds) in plan.reason
             assert sum(one.chosen for one in plan.estimates) == 1
     assert "device='auto' chose the CPU: 15 iterations in about" in caplog.text
 
@@ -486,7 +487,7 @@ def test_a_printed_plan_shows_the_estimates():
     ("seconds", "text"), [(2.5e-6, "2.5 us"), (0.01234, "12.3 ms"), (1.5, "1.5 s"), (12345.6, "12,346 s")]
 )
 def test_seconds_in_words(seconds, text):
-    assert dispatch.seconds_text(seconds) == text
+    assert types.seconds_text(seconds) == text
 
 
 def test_an_unknown_instruction_set_is_warned_of_once(monkeypatch, caplog):

@@ -21,6 +21,7 @@ from sklearn.exceptions import NotFittedError
 
 import hybridmf as hmf
 from hybridmf.cpu.als import CpuALS, HalfSweep
+from hybridmf.data import fingerprint
 from hybridmf.errors import DeviceError, ModelFileError
 from hybridmf.model import checkpoint as checkpoints
 
@@ -928,8 +929,8 @@ def test_resuming_a_labelled_model_with_validation(tmp_path):
 def test_the_fingerprint_covers_structure_and_values():
     matrix = planted()
     moved = sp.csr_array((matrix.data, (matrix.indices + 1) % N_ITEMS, matrix.indptr), shape=matrix.shape)
-    prints = {checkpoints.fingerprint(m) for m in (matrix, one_value_changed(), moved, planted(seed=1))}
+    prints = {fingerprint.fingerprint(m) for m in (matrix, one_value_changed(), moved, planted(seed=1))}
     assert len(prints) == 4
     wide = planted()
     wide.indptr = wide.indptr.astype(np.int64)
-    assert checkpoints.fingerprint(wide) == checkpoints.fingerprint(matrix)
+    assert fingerprint.fingerprint(wide) == fingerprint.fingerprint(matrix)

@@ -20,8 +20,10 @@ from hybridmf.core.objective import Factors, Objective, State, initial_state
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
-from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, gram_sum, objective_value, table_width, to_device
-from hybridmf.plan.make import Settings, gpu_plan
+from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, gram_sum, objective_value, to_device
+from hybridmf.plan.fused import table_width
+from hybridmf.plan.make import gpu_plan
+from hybridmf.plan.types import Settings
 
 ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
 

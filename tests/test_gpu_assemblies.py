@@ -11,8 +11,10 @@ import scipy.sparse as sp
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.formats import BalsMatrix, reorder
 from hybridmf.gpu import assemblies
-from hybridmf.gpu.assemblies import BalsConfig, BalsLocalConfig, MoAlsConfig, SyrkConfig
+from hybridmf.gpu.assemblies import BalsLocalConfig, MoAlsConfig, SyrkConfig
 from hybridmf.gpu.launch import Entries
+from hybridmf.plan import assemblies as plan_assemblies
+from hybridmf.plan.assemblies import BalsConfig
 
 H200 = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
 TURING = DeviceSpec("Turing", 0, (7, 5), 72, 64 << 10, 6 << 20, 24 << 30, 24 << 30)
@@ -324,7 +326,7 @@ def test_bals_with_full_tiles_and_without_entries(device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bals_of_large_systems(device, variant, rank, dtype, kind):
     matrix = power_law(300, 700, 0.1, dtype=dtype)
-    tile = assemblies.bals_tile_sizes(rank, np.dtype(dtype).itemsize, device.spec)
+    tile = plan_assemblies.bals_tile_sizes(rank, np.dtype(dtype).itemsize, device.spec)
     if variant == "local":
         tile = tile[0], min(tile[1], 64)
     run_tiles(device, matrix, rank, *tile, kind, variant=variant)
@@ -352,7 +354,7 @@ def test_default_configurations_fit(spec, itemsize):
             config = MoAlsConfig.default(rank, itemsize, spec, registers=registers)
             assemblies.require_fit(config, spec)
             assert registers or config.groups == 1
-        tile_rows, tile_cols = assemblies.bals_tile_sizes(rank, itemsize, spec)
+        tile_rows, tile_cols = plan_assemblies.bals_tile_sizes(rank, itemsize, spec)
         config = BalsConfig.default(rank, itemsize, spec, tile_cols=tile_cols)
         assemblies.require_fit(config, spec)
         assert tile_rows == config.rows and 1 <= tile_cols <= config.capacity

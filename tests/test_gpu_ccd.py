@@ -21,8 +21,10 @@ from hybridmf.errors import DeviceMemoryError, NonFiniteError
 from hybridmf.formats import transpose
 from hybridmf.gpu import ccd
 from hybridmf.gpu.als import DeviceFactors
-from hybridmf.gpu.ccd import CcdConfig, GpuCCD, Layout
+from hybridmf.gpu.ccd import GpuCCD, Layout
+from hybridmf.plan import ccd_gpu
 from hybridmf.plan.ccd import CcdMethod
+from hybridmf.plan.ccd_gpu import CcdConfig
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 255, 256, 257, 0, 300, 7)
 """Entries of users around quads (4), short pieces (64) and segments (128), empty ones, one with every item."""
@@ -329,7 +331,7 @@ def test_memory_is_within_what_is_planned(device, monkeypatch, shape, dtype):
 
     monkeypatch.setattr(device, "empty", counted)
     one = swept(solver(device, matrix, start_of(matrix, 5), config="chosen"), 2)
-    planned = ccd.memory_bytes(*shape, matrix.nnz, 5, dtype, device.spec)
+    planned = ccd_gpu.memory_bytes(*shape, matrix.nnz, 5, dtype, device.spec)
     assert peak[0] <= sum(planned.values()) <= 2 * peak[0] + 1000
     assert one.entries["user"].residuals.nbytes <= planned["residual"] / 2 + 100
 
@@ -341,14 +343,14 @@ def test_rows_that_come_in_chunks_lie_where_they_would(device, monkeypatch):
     matrix = uneven()
     state = start_of(matrix, 2)
     whole = solver(device, matrix, state).entries["item"]
-    monkeypatch.setattr(ccd, "CHUNK_ENTRIES", 100)
+    monkeypatch.setattr(ccd_gpu, "CHUNK_ENTRIES", 100)
     chunks = solver(device, matrix, state).entries["item"]
     for name in ("indices", "ratings", "pieces", "bases"):
         assert np.array_equal(device.download(getattr(whole, name)), device.download(getattr(chunks, name)))
 
 
 def test_chunks_cover_all_entries(monkeypatch):
-    monkeypatch.setattr(ccd, "CHUNK_ENTRIES", 10)
+    monkeypatch.setattr(ccd_gpu, "CHUNK_ENTRIES", 10)
     indptr = np.array([0, 0, 0, 25, 25, 30, 31, 35, 36, 36, 60, 60])
     chunks = list(ccd._chunks(indptr))
     assert [int(indptr[stop] - indptr[start]) for start, stop in chunks] == [25, 10, 1, 24]

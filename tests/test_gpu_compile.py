@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from hybridmf.core.validate import available_cores
+from hybridmf.core.system import available_cores
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.gpu import assemblies, ccd, cholesky_any, fused, losses, rows, sgd, topk
 from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
 from hybridmf.gpu.tuning.spaces import SPACES
+from hybridmf.plan import fused as plan_fused
 from hybridmf.plan import tables
 
 nvrtc = pytest.importorskip(
@@ -100,7 +101,7 @@ def builds_for(architecture: int, ranks: Sequence[int] | None) -> Iterator[tuple
     """Builds of all modules; the fused kernels only where the plan may choose them (tensor cores from sm_80 on)."""
     spec = SPECS[architecture]
     for module in MODULES:
-        if module is not fused or not fused.supports(64, "float32", spec):
+        if module is not fused or not plan_fused.supports(64, "float32", spec):
             yield from builds_of(module, spec, ranks)
 
 

@@ -24,14 +24,17 @@ from emulated import EmulatedDevice
 
 import hybridmf as hmf
 from hybridmf.core.objective import Objective
+from hybridmf.core.system import parse_bytes
 from hybridmf.device import copier as copiers
 from hybridmf.device import cuda as devices
-from hybridmf.device.cuda import MEMORY_LIMIT, CudaDevice, DeviceSpec, open_device, parse_bytes, parse_device
+from hybridmf.device.cuda import MEMORY_LIMIT, CudaDevice, DeviceSpec, open_device, parse_device
 from hybridmf.errors import DeviceError, DeviceMemoryError, MemoryBudgetError, StoreError
-from hybridmf.gpu import fused, launch
+from hybridmf.gpu import launch
 from hybridmf.plan import dispatch
-from hybridmf.plan import make as _plan
-from hybridmf.plan.make import Plan, Settings, check_memory, make_plan
+from hybridmf.plan import fused as plan_fused
+from hybridmf.plan import types as plan_types
+from hybridmf.plan.make import check_memory, make_plan
+from hybridmf.plan.types import Plan, Settings
 
 GIB = 1 << 30
 INSTALL = 'pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'
@@ -246,7 +249,7 @@ def fake_imports(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 @pytest.mark.parametrize(("name", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:12", 12)])
 def test_names_of_devices(name: str, index: int) -> None:
     assert parse_device(name) == index
-    assert dispatch.check_device(name) == name
+    assert plan_types.check_device(name) == name
 
 
 @pytest.mark.parametrize(
@@ -258,7 +261,7 @@ def test_names_of_devices(name: str, index: int) -> None:
     ],
 )
 def test_devices_of_several_ranks(devices: Any, names: tuple[str, ...]) -> None:
-    assert dispatch.check_device(devices) == names
+    assert plan_types.check_device(devices) == names
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cpu", "cuda:-1", "cuda:0 "])
@@ -288,7 +291,7 @@ def test_no_names_of_devices(name: str) -> None:
 )
 def test_devices_that_users_may_not_ask_for(device: Any, kind: type[Exception], part: str) -> None:
     with pytest.raises(kind, match=says(part)):
-        dispatch.check_device(device)
+        plan_types.check_device(device)
 
 
 @pytest.mark.parametrize(
@@ -730,10 +733,10 @@ def test_plan_of_our_kernels(plan_on: Callable[..., Plan]) -> None:
     plan = plan_on(factors=100)
     assert (plan.device, plan.gpu, plan.reason) == ("cuda:0", H200, "asked for")
     assert (plan.assembly, plan.solver, plan.reorder, plan.precision) == ("fused", "cholesky", "none", "float32")
-    assert plan.segment == fused.SEGMENT
+    assert plan.segment == plan_fused.SEGMENT
     assert plan.batch_slots >= 1
     assert plan_on(factors=8).batch_slots == 2 * (plan.nnz // plan.segment) + 1  # only long rows need any
-    assert plan.bytes["batch"] == plan.batch_slots * 4 * fused.partial_floats(100)
+    assert plan.bytes["batch"] == plan.batch_slots * 4 * plan_fused.partial_floats(100)
     assert plan.bytes["factors"] == (480_189 * 2 + 17_770) * 100 * 4
     assert plan.bytes["ratings"] > 2 * 8 * plan.nnz
     assert plan.total_bytes == sum(plan.bytes.values()) < H200.free_bytes
@@ -760,7 +763,7 @@ def test_plan_where_our_kernels_do_not_serve(
     small = ((1000, 500), 20_000)
     plan = plan_on(spec, objective, small, **options)
     assert plan.assembly == "sparse_syrk"
-    assert plan.segment == _plan.GPU_SEGMENT
+    assert plan.segment == plan_types.GPU_SEGMENT
     assert any(note.startswith("assembly sparse_syrk instead of fused: ") and why in note for note in plan.notes)
     assert f"note      {plan.notes[0]}" in str(plan)
     with pytest.raises(ValueError, match=says('assembly="fused" cannot serve this: ', why, 'use assembly="auto"')):
@@ -773,14 +776,14 @@ def test_plan_where_our_kernels_do_not_serve(
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_plan_of_published_assemblies(plan_on: Callable[..., Plan], assembly: str, dtype: str) -> None:
     plan = plan_on(assembly=assembly, dtype=dtype)
-    assert (plan.assembly, plan.dtype, plan.segment) == (assembly, dtype, _plan.GPU_SEGMENT)
+    assert (plan.assembly, plan.dtype, plan.segment) == (assembly, dtype, plan_types.GPU_SEGMENT)
     assert plan.reorder == ("both" if assembly == "bals" else "none")
     assert (plan.tile_rows > 0) == (plan.tile_cols > 0) == ("tiles" in plan.bytes) == (assembly == "bals")
-    assert plan.bytes["batch"] == plan.batch_slots * 65 * 64 * np.dtype(dtype).itemsize <= _plan.GPU_BATCH_BYTES
+    assert plan.bytes["batch"] == plan.batch_slots * 65 * 64 * np.dtype(dtype).itemsize <= plan_types.GPU_BATCH_BYTES
     folded = plan.for_fold_in()
     # without tiles: what serves every weight, rank and type
     assert folded.assembly == ("mo_als" if assembly == "mo_als" else "sparse_syrk")
-    assert folded.segment == _plan.GPU_SEGMENT
+    assert folded.segment == plan_types.GPU_SEGMENT
     assert (folded.solver, folded.reorder, folded.tile_rows) == ("cholesky", "none", 0)
     with pytest.raises(ValueError, match=says("precision='bf16' is for the fused kernels", "use precision='float32'")):
         plan_on(assembly=assembly, dtype=dtype, precision="bf16")
@@ -832,7 +835,7 @@ def test_batches_follow_the_memory(plan_on: Callable[..., Plan]) -> None:
         plan = plan_on(free(fixed + slots * slot + slot // 2), assembly="mo_als")
         assert plan.batch_slots == slots
         check_memory(plan)
-    assert plan_on(assembly="mo_als").batch_slots == _plan.GPU_BATCH_BYTES // slot
+    assert plan_on(assembly="mo_als").batch_slots == plan_types.GPU_BATCH_BYTES // slot
     assert plan_on(size=((100, 50), 3000), assembly="mo_als").batch_slots == 101  # there are no more rows
     bals = plan_on(free(0), assembly="bals")
     assert bals.batch_slots == bals.tile_rows  # whole blocks of rows

@@ -36,6 +36,7 @@ from hybridmf.model import files as _io
 from hybridmf.model.checkpoint import UNFINISHED, Writer
 from hybridmf.model.engine import engine_for
 from hybridmf.plan import make as _plan
+from hybridmf.plan import types
 from hybridmf.plan.cost import cost_of
 from hybridmf.plan.machine import Machine
 from hybridmf.plan.make import check_memory
@@ -99,7 +100,7 @@ def test_a_store_and_its_factors_on_disk(free, gpu, folder, tmp_path, monkeypatc
     on_host = fitted("explicit", store, gpu_memory_limit=HOST_LIMIT)
     monkeypatch.delenv(SCRATCH_DIR)
     monkeypatch.setattr(_plan, "available_memory", lambda: free)
-    monkeypatch.setattr(_plan.Plan, "_away_bytes", property(lambda plan: 100_001))
+    monkeypatch.setattr(types.Plan, "_away_bytes", property(lambda plan: 100_001))
     model = fitted("explicit", store, gpu_memory_limit=HOST_LIMIT)
     assert model.plan_.factors_on == "disk" and model.plan_.scratch == (str(tmp_path),)
     assert model.plan_.streamed == ("disk" if free == FREE else "host")

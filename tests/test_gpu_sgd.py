@@ -28,19 +28,11 @@ from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd
 from hybridmf.gpu.als import DeviceFactors
-from hybridmf.gpu.sgd import (
-    BlockedConfig,
-    GpuSGD,
-    HogwildConfig,
-    Rows,
-    Terms,
-    Walk,
-    even_ranges,
-    make_runs,
-    stored_width,
-)
-from hybridmf.plan.make import Settings, make_plan
-from hybridmf.plan.sgd import SgdMethod, learning_rate_at
+from hybridmf.gpu.sgd import BlockedConfig, GpuSGD, HogwildConfig, Rows, Terms, Walk, even_ranges, make_runs
+from hybridmf.plan import sgd as plan_sgd
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.sgd import SgdMethod, learning_rate_at, stored_width
+from hybridmf.plan.types import Settings
 
 LENGTHS = (0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 0, 2, 47, 48, 49, 70)
 """Entries of rows around rings (8) and chunks (4, 8, 16, 32), and more than one of these, beside empty rows."""
@@ -275,7 +267,7 @@ def test_a_diverged_row_does_not_spoil_others(device):
 
 
 def hogwild_epoch(
-    device, matrix, rank, stored, workers, biases=False, runs=None, first=0, longest=sgd.RUN, batch=sgd.BATCH
+    device, matrix, rank, stored, workers, biases=False, runs=None, first=0, longest=plan_sgd.RUN, batch=sgd.BATCH
 ):
     """(held, walked) rows and loss after an epoch, and the state of the reference for the same order of entries."""
     problem = Pass(device, matrix, rank, np.float32, biases)
@@ -314,7 +306,7 @@ def entries_of(matrix, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nda
 def test_runs():
     matrix = rows_of(LENGTHS, 80)
     runs = make_runs(matrix.indptr, np.random.default_rng(0))
-    assert np.max(runs[:, 1] & 0xFFFFFFFF) == sgd.RUN
+    assert np.max(runs[:, 1] & 0xFFFFFFFF) == plan_sgd.RUN
     users, items, ratings = entries_of(matrix, runs)
     again = sp.csr_array((ratings, (users, items)), shape=matrix.shape)
     assert (again != matrix).nnz == 0
@@ -393,7 +385,7 @@ def test_workers_of_a_device(device):
     """Few on small problems; as many as a device holds on large ones."""
     spec = replace(device.spec, multiprocessors=132)
     most = HogwildConfig.rule(spec, 128, 2, False)
-    assert most.limited(99_000_000 // sgd.RUN) == most == HogwildConfig(5, 5 * 132 * 8)
+    assert most.limited(99_000_000 // plan_sgd.RUN) == most == HogwildConfig(5, 5 * 132 * 8)
     assert HogwildConfig.rule(spec, 128, 4, True).limited(10**9) == HogwildConfig(4, 4 * 132 * 4)
     assert HogwildConfig.rule(spec, 32, 2, False).limited(125_000).n_workers == 125_000 // sgd.ROUNDS
     assert HogwildConfig.rule(spec, 32, 2, False).limited(3).n_workers == 1
@@ -465,8 +457,8 @@ def test_long_rows_beside_the_others(long_row):
 @pytest.mark.parametrize("biases", [False, True])
 def test_rows_walk_range_after_range(monkeypatch, device, biases, ranks):
     """The fixed rows of a range stay in the cache; the updates and their order are those of a walk through all."""
-    monkeypatch.setattr(sgd, "RANGE_OF_L2", 1e-9)
-    monkeypatch.setattr(sgd, "RANGE_ENTRIES", 1)
+    monkeypatch.setattr(plan_sgd, "RANGE_OF_L2", 1e-9)
+    monkeypatch.setattr(plan_sgd, "RANGE_ENTRIES", 1)
     problem = Pass(device, rows_of(LENGTHS, 80), 5, biases=biases)
     matrices = {"user": problem.matrix, "item": transpose(problem.matrix)}
     msgd = sgd.Msgd(device, matrices, "mixed", 5, 30, ranks=ranks)
@@ -476,7 +468,7 @@ def test_rows_walk_range_after_range(monkeypatch, device, biases, ranks):
         device.launches.clear()
     msgd.launch_pass("user", work["user"], work["item"], problem.terms, losses)
     problem.compare(work["user"], losses)
-    count = sgd.MOST_RANGES // ranks
+    count = plan_sgd.MOST_RANGES // ranks
     assert len(msgd.ranges["user"]) == count
     assert len(losses) == count * np.count_nonzero(np.diff(problem.matrix.indptr))
     if device.spec.name == "emulated":
@@ -499,12 +491,12 @@ def test_the_longest_rows_of_a_shared_epoch_are_walked_fastest(device):
 def test_ranges_are_where_the_cache_wants_them():
     l2 = 60 << 20
     netflix, users = (17_770, 480_189), (480_189, 17_770)
-    assert [sgd.range_count(netflix, 99_072_112, 4 * f, l2) for f in (16, 32, 64, 128)] == [2, 4, 8, 8]
-    assert sgd.range_count(netflix, 99_072_112, 512, l2, most=4) == 4
-    assert sgd.range_count(users, 99_072_112, 512, l2) == 1  # all items fit
-    assert sgd.range_count((3_706, 6_040), 1_000_209, 512, l2) == 1
-    assert sgd.range_count((10**6, 10**6), 10**8, 512, l2) == 1  # rows of 100 entries
-    assert sgd.range_count((0, 10), 0, 512, l2) == 1
+    assert [plan_sgd.range_count(netflix, 99_072_112, 4 * f, l2) for f in (16, 32, 64, 128)] == [2, 4, 8, 8]
+    assert plan_sgd.range_count(netflix, 99_072_112, 512, l2, most=4) == 4
+    assert plan_sgd.range_count(users, 99_072_112, 512, l2) == 1  # all items fit
+    assert plan_sgd.range_count((3_706, 6_040), 1_000_209, 512, l2) == 1
+    assert plan_sgd.range_count((10**6, 10**6), 10**8, 512, l2) == 1  # rows of 100 entries
+    assert plan_sgd.range_count((0, 10), 0, 512, l2) == 1
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 12), max_size=4))

@@ -16,10 +16,10 @@ from test_gpu_turns import Tracked
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES
 from hybridmf.errors import DeviceMemoryError
-from hybridmf.gpu import fused
-from hybridmf.plan.cost import Facts
+from hybridmf.plan import fused as plan_fused
 from hybridmf.plan.make import STREAM_BUFFERS, STREAM_SLAB
 from hybridmf.plan.ranks import HalfPlan, Problem, half_bytes, plan_host_ranks, slots_at_once
+from hybridmf.plan.types import Facts
 from hybridmf.ranks import gpu_rank
 
 gpus = test_scale_gpu_als.gpus
@@ -53,7 +53,7 @@ def fitted(kind: str, matrix: Any, **options: Any) -> Any:
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long rows have several segments."""
-    monkeypatch.setattr(fused, "SEGMENT", 64)
+    monkeypatch.setattr(plan_fused, "SEGMENT", 64)
 
 
 @pytest.mark.parametrize(

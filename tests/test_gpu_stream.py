@@ -25,9 +25,11 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import NotPositiveDefiniteError, StoreError
 from hybridmf.gpu.stream import Pipeline, StreamedGpuALS, slab_work
 from hybridmf.plan import make as _plan
-from hybridmf.plan.cost import PINNED_BYTES, Facts, cost_of
+from hybridmf.plan import types
+from hybridmf.plan.cost import PINNED_BYTES, cost_of
 from hybridmf.plan.machine import Machine
-from hybridmf.plan.make import Settings, check_memory, gpu_plan, make_plan
+from hybridmf.plan.make import check_memory, gpu_plan, make_plan
+from hybridmf.plan.types import Facts, Settings
 
 MATRIX = planted(50, 30, 0.8)
 """Entries take more memory than all else, so that there is a limit only streaming keeps."""
@@ -253,7 +255,7 @@ def test_an_objective_whose_ratings_do_not_fit_on_the_gpu_is_computed_on_the_cpu
 NETFLIX = ((480_189, 17_770), 99_072_112)
 
 
-def plan_of(free: int, slab: int | None = None, facts: Facts | None = None, **options: Any) -> _plan.Plan:
+def plan_of(free: int, slab: int | None = None, facts: Facts | None = None, **options: Any) -> types.Plan:
     spec = DeviceSpec("H200", 0, (9, 0), 132, 227 * 1024, 60 << 20, 141 << 30, free)
     settings = Settings.check(**({"factors": 64, "dtype": "float32", "num_threads": 1, "device": "cuda"} | options))
     objective = Objective.implicit(0.1, "none", 1.0, 1.0)

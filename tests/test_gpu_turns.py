@@ -40,8 +40,9 @@ from hybridmf.model.engine import engine_for
 from hybridmf.plan import make as _plan
 from hybridmf.plan.cost import cost_of
 from hybridmf.plan.machine import Machine
-from hybridmf.plan.make import Plan, check_memory, host_problem, make_plan
+from hybridmf.plan.make import check_memory, host_problem, make_plan
 from hybridmf.plan.ranks import H200, HalfPlan, ScalePlan, judged
+from hybridmf.plan.types import Plan
 
 MATRIX = planted(50, 30, 0.8)
 

@@ -13,15 +13,16 @@ import scipy.sparse as sp
 from conftest import planted
 
 import hybridmf as hmf
+from hybridmf.core import system
 from hybridmf.core import validate as _validate
+from hybridmf.core.system import available_memory
 from hybridmf.errors import MemoryBudgetError, RatingsError
 from hybridmf.formats import BalsMatrix
 from hybridmf.native import _als
 from hybridmf.plan import dispatch
 from hybridmf.plan import make as _plan
-from hybridmf.plan import memory as _memory
-from hybridmf.plan.make import Plan, check_memory
-from hybridmf.plan.memory import available_memory
+from hybridmf.plan.make import check_memory
+from hybridmf.plan.types import Plan
 from hybridmf.tools import config as _config
 
 NO_CUPY = 'CuPy is not installed; pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'
@@ -369,8 +370,8 @@ def test_available_memory(monkeypatch):
 def test_available_memory_honours_control_groups(monkeypatch, tmp_path, files, left):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(_memory, "_free_memory", lambda: 9000)
-    monkeypatch.setattr(_memory, "cgroup_folders", lambda controller: [str(tmp_path / "none"), str(tmp_path)])
+    monkeypatch.setattr(system, "_free_memory", lambda: 9000)
+    monkeypatch.setattr(system, "cgroup_folders", lambda controller: [str(tmp_path / "none"), str(tmp_path)])
     assert available_memory() == left
 
 

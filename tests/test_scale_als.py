@@ -28,7 +28,8 @@ from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError, RatingsError
 from hybridmf.formats import transpose
 from hybridmf.plan.grid import Grid, Layout
-from hybridmf.plan.make import Plan, make_plan
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.types import Plan
 from hybridmf.ranks import cpu_rank, su_als
 from hybridmf.ranks.batches import BATCH_BYTES, batch_rows
 from hybridmf.ranks.cpu_rank import CpuWorker

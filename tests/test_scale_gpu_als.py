@@ -23,7 +23,8 @@ from hybridmf.formats import transpose
 from hybridmf.gpu.als import DeviceFactors, GpuALS
 from hybridmf.gpu.rows import row_range
 from hybridmf.plan.grid import Grid
-from hybridmf.plan.make import Plan, check_memory, make_plan
+from hybridmf.plan.make import check_memory, make_plan
+from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, su_als
 from hybridmf.ranks.gpu_rank import Cut, GpuWorker, sockets
 from hybridmf.ranks.multi_als import MultiALS

@@ -22,7 +22,7 @@ from test_sgd import arrays, assert_same_bits, method_of, relative_error, solver
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import Factors, Objective, State, initial_state
+from hybridmf.core.objective import Factors, Objective, State, initial_state, part_of
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.sgd import sums_width
 from hybridmf.device.cuda import DeviceSpec
@@ -30,9 +30,10 @@ from hybridmf.errors import CommunicatorError, DeviceError, DivergedError, Model
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.plan import sgd as _sgd_method
-from hybridmf.plan.make import Settings, make_plan
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.types import Settings
 from hybridmf.ranks import mcumsgd
-from hybridmf.ranks.joined import JoinedFactors, part_of
+from hybridmf.ranks.joined import JoinedFactors
 from hybridmf.ranks.mcumsgd import Bounds, MultiSGD, RankSGD, cut_share
 from hybridmf.ranks.transport import threads as scale_threads
 from hybridmf.ranks.transport.communicator import Single, check_agreement

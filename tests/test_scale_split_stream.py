@@ -35,8 +35,9 @@ from hybridmf.errors import (
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.plan import make as _plan
+from hybridmf.plan import types
 from hybridmf.plan.grid import Grid, Layout
-from hybridmf.plan.make import Plan, check_memory
+from hybridmf.plan.make import check_memory
 from hybridmf.plan.ranks import (
     H200,
     PIECES,
@@ -49,6 +50,7 @@ from hybridmf.plan.ranks import (
     plan_scale,
     plan_streamed_ranks,
 )
+from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, multi_als
 from hybridmf.ranks.batches import batch_entries, bounded_batches, even_batches
 from hybridmf.ranks.gpu_rank import Cut, PartialRows, StreamedPartialRows
@@ -475,7 +477,7 @@ def test_a_fit_splits_what_has_no_room_on_one_gpu(gpus: Machine, tmp_path: Any) 
     assert plan.scale is not None and plan.streamed == "host" and not plan.factors_away
     assert plan.grids == {"user": Grid(1, 2), "item": Grid(2, 1)}
     assert plan.total_bytes == plan.scale.bytes_per_gpu <= LIMIT
-    sums = plan.batch_slots * _plan._slot_bytes(plan)
+    sums = plan.batch_slots * types._slot_bytes(plan)
     for half in plan.scale.halves.values():  # of either side, beside all else that it needs
         assert sum(half.bytes.values()) - half.bytes["systems"] + sums <= LIMIT
     text = str(plan)

@@ -14,10 +14,11 @@ from conftest import planted
 import hybridmf as hmf
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.als import HalfSweep
+from hybridmf.data import fingerprint
 from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileError, NonFiniteError, RatingsError
 from hybridmf.model import checkpoint as checkpoints
-from hybridmf.plan.cost import Facts
 from hybridmf.plan.grid import Grid, Layout
+from hybridmf.plan.types import Facts
 from hybridmf.ranks.shares import SharedEntries, WholeRatings, check_same_data, exchange
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
@@ -183,7 +184,7 @@ def test_a_run_of_ranks_resumes_alone_and_the_other_way_round(kind, tmp_path):
 def test_ranks_have_the_fingerprint_of_the_whole(tmp_path):
     fit(3, lambda: KINDS["explicit"](iterations=1), checkpoint=tmp_path)
     found = checkpoints.ModelFile(tmp_path / "checkpoint-000001.safetensors").summary["data"]
-    assert found == checkpoints.fingerprint(as_csr(planted(), name="matrix"))
+    assert found == fingerprint.fingerprint(as_csr(planted(), name="matrix"))
     with pytest.raises(ModelFileError, match="was written for other data"):
         fit(3, KINDS["explicit"], planted(seed=1), resume_from=tmp_path)
 

@@ -27,8 +27,9 @@ from hybridmf.errors import DeviceError, DivergedError, DuplicateEntriesError, M
 from hybridmf.formats import transpose
 from hybridmf.native import _als, _sgd
 from hybridmf.plan import sgd as _sgd_method
-from hybridmf.plan.make import Settings, make_plan
+from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import SgdMethod, learning_rate_at
+from hybridmf.plan.types import Settings
 
 GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
 SMALL = {"factors": 4, "iterations": 3, "device": "cpu", "num_threads": 1, "random_state": 0}

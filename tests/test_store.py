@@ -29,10 +29,10 @@ import hybridmf as hmf
 from hybridmf.core.sparse import SUMMED, entry_sum
 from hybridmf.core.validate import as_csr
 from hybridmf.data import convert as conversion
+from hybridmf.data.fingerprint import fingerprint
 from hybridmf.data.slabs import MemorySlabs, slab_bounds, slab_entries
 from hybridmf.data.store import StoreMatrix, seal
 from hybridmf.errors import DuplicateEntriesError, MemoryBudgetError, ModelFileError, RatingsError, StoreError
-from hybridmf.model.checkpoint import fingerprint
 
 SLAB = 900
 """Bytes of a slab here: a few rows."""

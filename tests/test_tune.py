@@ -25,11 +25,8 @@ from hybridmf.cli import main
 from hybridmf.core.cache import CACHE_DIR
 from hybridmf.device.cuda import DeviceSpec, Resources
 from hybridmf.errors import DeviceError, DeviceMemoryError
-from hybridmf.gpu import assemblies
-from hybridmf.gpu.assemblies import BalsConfig, MoAlsConfig, SyrkConfig
-from hybridmf.gpu.ccd import CcdConfig, StagedConfig
+from hybridmf.gpu.assemblies import MoAlsConfig, SyrkConfig
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, TilesConfig
-from hybridmf.gpu.fused import FusedConfig
 from hybridmf.gpu.launch import constant_texts, source_text
 from hybridmf.gpu.sgd import BlockedConfig, HogwildConfig
 from hybridmf.gpu.topk import GroupMaxConfig
@@ -38,7 +35,11 @@ from hybridmf.gpu.tuning import spaces, trials, tune
 from hybridmf.gpu.tuning.spaces import SPACES, Candidate
 from hybridmf.gpu.tuning.trials import Part, Sample
 from hybridmf.gpu.tuning.tune import Measurement, make_jobs, table_of
+from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan import tables
+from hybridmf.plan.assemblies import BalsConfig
+from hybridmf.plan.ccd_gpu import CcdConfig, StagedConfig
+from hybridmf.plan.fused import FusedConfig
 from hybridmf.plan.tables import Entry, Gpu, Table
 
 GIB = 1 << 30
@@ -398,7 +399,7 @@ def test_every_kernel_takes_its_table() -> None:
     assert found == {kernel: one.config for kernel, (_, one) in chosen.items() if kernel != "ccd"}
     staged = CcdConfig.choose(1000, 1000, 10**6, 2, np.float32, H200)
     assert StagedConfig(staged.threads, staged.segment) == chosen["ccd"][1].config
-    assert assemblies.bals_tile_sizes(64, 4, H200) == spaces.bals_tile(chosen["bals"][1])
+    assert plan_assemblies.bals_tile_sizes(64, 4, H200) == spaces.bals_tile(chosen["bals"][1])
     for kernel, (facts, one) in chosen.items():  # and what the tuner makes of an entry
         assert SPACES[kernel].named(facts, H200, **one.values) == one
     wide = found["bals"].capacity + 1  # does not hold such tiles: the rule
@@ -466,7 +467,7 @@ def test_impossible_configurations_say_why(config: Any, changes: dict[str, int],
 
 def test_heights_of_tiles_are_checked() -> None:
     with pytest.raises(ValueError, match="height must be at least 1"):
-        assemblies._bals_and_height(height=0)
+        plan_assemblies._bals_and_height(height=0)
 
 
 # ---------------------------------------------------------------------------------------------------- selection

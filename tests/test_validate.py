@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
+from hybridmf.core import system
 from hybridmf.core import validate as _validate
 from hybridmf.core.validate import (
     MAX_FACTORS,
@@ -34,7 +35,7 @@ from hybridmf.core.validate import (
     make_csr,
 )
 from hybridmf.errors import DuplicateEntriesError, HybridMFError, RatingsError
-from hybridmf.plan.make import ASSEMBLIES, PRECISIONS, REORDERINGS, SOLVERS
+from hybridmf.plan.types import ASSEMBLIES, PRECISIONS, REORDERINGS, SOLVERS
 
 INF, NAN = float("inf"), float("nan")
 ESTIMATORS = (hmf.ExplicitALS, hmf.ImplicitALS)
@@ -171,10 +172,10 @@ def test_check_rng():
 
 def test_check_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert check_threads(None) == _validate.available_cores() >= 1
+    assert check_threads(None) == system.available_cores() >= 1
     for text, expected in (("3", 3), ("3,2", 3), (" 5 ", 5), ("0", None), ("-2", None), ("many", None), ("", None)):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
-        assert check_threads(None) == (expected or _validate.available_cores())
+        assert check_threads(None) == (expected or system.available_cores())
     assert check_threads(7) == 7
     for value in (0, -1, 4097):
         with pytest.raises(ValueError, match=says(f"1 <= num_threads <= 4096, got {value}")):
@@ -191,29 +192,29 @@ def test_omp_num_threads_stays_in_the_range_of_num_threads(monkeypatch, text):
 
 def test_available_cores_without_an_affinity_mask(monkeypatch):
     monkeypatch.delattr("os.sched_getaffinity", raising=False)
-    monkeypatch.setattr(_validate, "cgroup_folders", lambda _: [])
+    monkeypatch.setattr(system, "cgroup_folders", lambda _: [])
     monkeypatch.setattr("os.cpu_count", lambda: 6)
-    assert _validate.available_cores() == 6
+    assert system.available_cores() == 6
     monkeypatch.setattr("os.cpu_count", lambda: None)
-    assert _validate.available_cores() == 1
+    assert system.available_cores() == 1
 
 
 def test_cgroup_folders(monkeypatch):
     groups = {"/proc/self/cgroup": ["9:name=systemd:/x", "4:memory:/a/b", "1:cpu,cpuacct:/", "0::/c"]}
-    monkeypatch.setattr(_validate, "system_words", lambda path: groups.get(path, []))
+    monkeypatch.setattr(system, "system_words", lambda path: groups.get(path, []))
     memory = [f"/sys/fs/cgroup/{path}" for path in ("memory", "memory/a", "memory/a/b")]
-    assert _validate.cgroup_folders("memory") == [*memory, "/sys/fs/cgroup", "/sys/fs/cgroup/c"]
-    assert _validate.cgroup_folders("cpu") == ["/sys/fs/cgroup/cpu", "/sys/fs/cgroup", "/sys/fs/cgroup/c"]
+    assert system.cgroup_folders("memory") == [*memory, "/sys/fs/cgroup", "/sys/fs/cgroup/c"]
+    assert system.cgroup_folders("cpu") == ["/sys/fs/cgroup/cpu", "/sys/fs/cgroup", "/sys/fs/cgroup/c"]
     groups.clear()  # not Linux
-    assert _validate.cgroup_folders("cpu") == []
+    assert system.cgroup_folders("cpu") == []
 
 
 def test_system_words(tmp_path):
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert _validate.system_words(tmp_path / "cpu.max") == ["max", "100000"]
-    assert _validate.system_words(tmp_path / "none") == []
+    assert system.system_words(tmp_path / "cpu.max") == ["max", "100000"]
+    assert system.system_words(tmp_path / "none") == []
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00\xd8")
-    assert isinstance(_validate.system_words(tmp_path / "bytes"), list)
+    assert isinstance(system.system_words(tmp_path / "bytes"), list)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +234,8 @@ def test_available_cores_honour_cpu_quotas(monkeypatch, tmp_path, files, cores):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(6), raising=False)
-    monkeypatch.setattr(_validate, "cgroup_folders", lambda controller: [str(tmp_path / "none"), str(tmp_path)])
-    assert _validate.available_cores() == cores
+    monkeypatch.setattr(system, "cgroup_folders", lambda controller: [str(tmp_path / "none"), str(tmp_path)])
+    assert system.available_cores() == cores
 
 
 # --------------------------------------------------------------------------------------------------------- positions

@@ -18,7 +18,7 @@ from ..data.store import Store
 from ..errors import MemoryBudgetError
 from ..metrics import PopularityRecommender, evaluate
 from ..model.checkpoint import Checkpoint, has_checkpoints
-from ..plan.make import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS
+from ..plan.types import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS
 from ..ratings import Ratings, split
 from ..tools.preview import plan
 from .options import debug_option, device_list, examples, output_option, refuse_overwriting

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..model.files import load
+from ..model.load import load
 from ..tools.config import config
 from .options import debug_option, examples
 from .report import file_size, label_text, pairs, ratings_facts, store_facts

@@ -13,7 +13,7 @@ import scipy.sparse as sp
 
 from ..core import validate as _validate
 from ..core.table import format_table
-from ..model.files import load
+from ..model.load import load
 from ..ratings import Ratings
 from .options import debug_option, examples, output_option, refuse_overwriting
 from .report import names_of, with_output

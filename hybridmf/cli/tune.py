@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ..errors import DeviceError
-from ..plan.make import DTYPES
+from ..plan.types import DTYPES
 from .options import check_folder, debug_option, examples, output_option
 
 

@@ -281,3 +281,10 @@ def first_bias(degrees: np.ndarray, dtype: Any, objective: Objective) -> np.ndar
 def first_mean(mean: float, objective: Objective) -> float:
     """The mean rating where the objective has biases, else 0."""
     return mean if objective.biases else 0.0
+
+
+def part_of(factors: Factors, first: int, last: int) -> Factors:
+    """Rows `first` to `last` - 1, as views."""
+    bias = None if factors.bias is None else factors.bias[first:last]
+    squares = None if factors.squares is None else part_of(factors.squares, first, last)
+    return Factors(factors.matrix[first:last], bias, squares)

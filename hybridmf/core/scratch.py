@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..plan.memory import mib
+from .system import mib
 
 SCRATCH_DIR = "HYBRIDMF_SCRATCH_DIR"
 

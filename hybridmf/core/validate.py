@@ -17,6 +17,7 @@ import scipy.sparse as sp
 
 from .. import _formats
 from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
+from .system import available_cores, available_memory
 
 logger = logging.getLogger("hybridmf")
 
@@ -40,9 +41,6 @@ MAX_N = MAX_AXIS
 
 MAX_THREADS = 4096
 """Most threads; each has a workspace."""
-
-CGROUPS = "/sys/fs/cgroup"
-"""Where Linux shows control groups, by which containers and batch systems limit cores and memory."""
 
 MERGE_RULES = ("error", "sum", "mean", "last", "max")
 """What ``duplicates=`` may say."""
@@ -127,47 +125,6 @@ def check_rng(random_state: Any) -> np.random.Generator:
         "random_state must be None, an integer, a numpy Generator or RandomState, "
         f"got {random_state!r} of type {type(random_state).__name__}"
     )
-
-
-def system_words(path: str) -> list[str]:
-    """Words of a small file of the system; none where it cannot be read."""
-    try:
-        with open(path) as file:
-            return file.read().split()
-    except (OSError, ValueError):
-        return []
-
-
-def cgroup_folders(controller: str) -> list[str]:
-    """Folders of the control groups (v2, v1) around this process, where limits of "cpu" or "memory" may stand."""
-    folders = []
-    for entry in system_words("/proc/self/cgroup"):  # v2: "0::/a/b"; v1: "4:memory:/a/b"
-        number, _, rest = entry.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" or controller in controllers.split(","):
-            groups = [CGROUPS if number == "0" else f"{CGROUPS}/{controller}", *filter(None, path.split("/"))]
-            folders += ["/".join(groups[: depth + 1]) for depth in range(len(groups))]
-    return folders
-
-
-def _cpu_quota(folder: str) -> float:
-    """Cores that one control group grants, rounded up; inf where it sets no limit."""
-    words = system_words(f"{folder}/cpu.max")
-    words = words or system_words(f"{folder}/cpu.cfs_quota_us") + system_words(f"{folder}/cpu.cfs_period_us")
-    try:
-        quota, period = map(int, words)
-    except ValueError:  # "max", or no such files
-        return math.inf
-    return math.ceil(quota / period) if quota > 0 else math.inf
-
-
-def available_cores() -> int:
-    """Cores this process may use: its affinity mask and the quotas of its control groups, where the system has them."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS, Windows
-        cores = os.cpu_count() or 1
-    return int(min([cores, *map(_cpu_quota, cgroup_folders("cpu"))]))
 
 
 def _omp_threads() -> int:
@@ -349,8 +306,6 @@ def check_axes(name: str, shape: tuple[int, int]) -> None:
     """
     if sum(shape) < MANY_POSITIONS:
         return
-    from ..plan.memory import available_memory  # which needs this module
-
     needed, free = ROW_BYTES * sum(shape), available_memory()
     if free is not None and needed > free:
         raise MemoryBudgetError(

@@ -15,17 +15,13 @@ from .. import _formats
 from ..core.balance import balancing
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..core.validate import MAX_AXIS, csr_arrays
-from ..errors import NonFiniteError, NotPositiveDefiniteError
 from ..formats import BalsMatrix, Reordered, reorder, transpose
 from ..native import _als
-from ..plan.make import Plan
+from ..native.status import SINGULAR_PIVOT, check_status
 from ..plan.solver import Alternating
+from ..plan.types import Plan
 
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
-
-SINGULAR_PIVOT = 4.0
-"""Pivots at or below this many units in the last place of their diagonal element are all rounding."""
-
 
 CG_FORMS_PER_STEP = 9
 """Ranks up to this number times (CG steps + 1) have A formed for rows of more entries than factors.
@@ -305,45 +301,6 @@ def _cg_forms_from(plan: Plan) -> int:
     """Entries from which conjugate gradients form a row's A: n f^2 once and f^2 a step, against 4 n f a step."""
     pays = plan.rank <= CG_FORMS_PER_STEP * (plan.cg_steps + 1)
     return plan.rank + 1 if pays else MAX_AXIS
-
-
-def check_status(status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None) -> None:
-    """Raise what the first row with a status says went wrong.
-
-    Parameters
-    ----------
-    status : int32 array, shape (n_rows,)
-        0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
-    side : {"user", "item"}
-    objective : Objective
-    names : int64 array, shape (n_rows,), optional
-        What to call each row, if not by its position.
-
-    Raises
-    ------
-    NotPositiveDefiniteError, NonFiniteError
-    """
-    bad = np.flatnonzero(status)
-    if not bad.size:
-        return
-    row, code = int(bad[0]), int(status[bad[0]])
-    if names is not None:
-        row = int(names[row])
-    more = f" ({bad.size - 1} more such rows)" if bad.size > 1 else ""
-    if code == _als.NON_FINITE:
-        raise NonFiniteError(
-            f"factors of {side} {row} became infinite or NaN{more}; "
-            "scale the ratings down, lower alpha, or use dtype='float64'"
-        )
-    minor = code if code > 0 else 0
-    what = f"leading minor {minor}" if code > 0 else "negative curvature in a conjugate gradient step"
-    raise NotPositiveDefiniteError(
-        f"normal equations of {side} {row} are not positive definite ({what}){more}; "
-        f"increase regularization (now {objective.regularization:g})",
-        side=side,
-        row=row,
-        minor=minor,
-    )
 
 
 class CpuALS(Alternating):

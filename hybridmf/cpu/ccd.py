@@ -14,8 +14,8 @@ from ..errors import NonFiniteError
 from ..formats import transpose
 from ..native import _ccd
 from ..plan.ccd import CcdMethod
-from ..plan.make import Plan
 from ..plan.solver import SWEEP_ORDER, Unconnected
+from ..plan.types import Plan
 from .als import aligned_zeros, objective_value, workspaces
 
 TRANSPOSE_ROWS = 256

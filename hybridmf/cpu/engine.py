@@ -7,7 +7,7 @@ import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State
 from ..core.validate import csr_arrays
-from ..plan.make import Plan
+from ..plan.types import Plan
 from . import als, topk
 
 

@@ -14,15 +14,12 @@ from .. import _formats
 from ..core.objective import Factors, Objective, Side, State, other_side
 from ..core.sparse import entry_rows
 from ..core.validate import csr_arrays
-from ..errors import DivergedError, ModelFileError
+from ..errors import ModelFileError
 from ..native import _sgd
-from ..plan.make import Plan
-from ..plan.sgd import SgdMethod, learning_rate_at
+from ..plan.sgd import RISE, SgdMethod, diverged, learning_rate_at
 from ..plan.solver import SWEEP_ORDER, Unconnected
+from ..plan.types import Plan
 from .als import CACHE_LINE, aligned_zeros, objective_value
-
-RISE = 2.0
-"""Training loss of an epoch, relative to the best one before, from which a run has diverged."""
 
 BLOCK_ENTRIES = 4096
 """Entries of a block on average: some 20 microseconds, against which taking a block counts little."""
@@ -394,16 +391,3 @@ class CpuSGD(Unconnected):
         """The objective at the current factors, in float64."""
         degrees = np.diff(self.csr[0])
         return objective_value(self.objective, self.csr, self.state, degrees, self.item_degrees, self.plan.num_threads)
-
-
-def diverged(what: str, method: SgdMethod, epoch: int) -> DivergedError:
-    """The error of a run whose steps were too long in epoch 0, 1, ...; `what` is how that showed."""
-    now = learning_rate_at(method, epoch)
-    rate = f"learning_rate={method.learning_rate:g}"
-    if now != method.learning_rate:
-        rate += f" ({now:g} in this epoch)"
-    return DivergedError(
-        f"SGD diverged in iteration {epoch + 1}: {what}. {rate} is too long a step for these ratings: "
-        f"try learning_rate={method.learning_rate / 4:g}, or scale the ratings down; "
-        "the model keeps the factors of the last sound iteration, if there was one"
-    )

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.objective import SIDES, Factors, Objective, Side, State
+from ..core.objective import SIDES, Factors, Objective, Side, State, part_of
 from ..core.validate import csr_arrays
 from ..data.slabs import Slabs
-from ..plan.make import Plan
-from ..ranks.joined import part_of
+from ..plan.types import Plan
 from .als import CpuALS, HalfSweep, aligned_zeros, losses_of_rows, total_objective, weighted_gram
 
 

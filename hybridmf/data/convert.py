@@ -32,13 +32,12 @@ import scipy.sparse as sp
 from ..core.files import FORMATS, open_bytes, read_head, reading, sniff_format, write_atomically
 from ..core.objective import SIDES, Side
 from ..core.sparse import entry_rows, entry_sum
+from ..core.system import parse_bytes
 from ..core.validate import MERGE_RULES, check_bool, check_choice, check_path, csr_arrays, from_triplets
-from ..device.cuda import parse_bytes
 from ..errors import DuplicateEntriesError, RatingsError
 from ..formats import transpose
-from ..model.files import decode_labels, encode_labels
 from ..ratings import Ratings
-from .labels import MAX_POSITION, factorize_objects, label_of
+from .labels import MAX_POSITION, decode_labels, encode_labels, factorize_objects, label_of
 from .readers import MarketHeader, check_market_rows, market_header, parquet_chunks
 from .slabs import MemorySlabs, magnitudes, slab_bounds
 from .store import ARRAYS, FORMAT, MANIFEST, UNFINISHED, VERSION, Store, file_checksum, seal, slab_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -276,3 +277,48 @@ def storable(name: str, labels: np.ndarray) -> np.ndarray:
         return text
     kind = next(type(label).__name__ for label in labels if not isinstance(label, str))
     raise TypeError(f"{name} has labels of type {kind}; only numbers and strings can be saved")
+
+
+def check_storable_labels(name: str, labels: Any) -> list[Any]:
+    """Labels as plain Python values.
+
+    Parameters
+    ----------
+    name : str
+        Argument name for messages.
+    labels : array, list or None
+        None, for rows that have no labels, gives an empty list.
+
+    Raises
+    ------
+    TypeError
+        A label that is neither a string nor a number.
+    """
+    plain = [
+        label.item() if isinstance(label, np.generic) and label.dtype.kind in "biufU" else label
+        for label in (() if labels is None else labels)
+    ]
+    kinds = set(map(type, plain))
+    if not kinds <= {str, int, float, bool}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise TypeError(
+            f"{name} holds labels of type {names}; only strings and numbers can be saved: relabel them first"
+        )
+    return plain
+
+
+def encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
+    """Labels as a tensor: integers as they are, others as the bytes of a JSON list."""
+    if labels.dtype.kind in "iu":
+        return labels.astype(np.uint64 if labels.dtype == np.uint64 else np.int64)
+    return np.frombuffer(json.dumps(check_storable_labels(name, labels)).encode(), dtype=np.uint8)
+
+
+def decode_labels(name: str, tensor: np.ndarray) -> np.ndarray:
+    """Labels of a tensor that `encode_labels` made."""
+    if tensor.dtype != np.uint8:
+        return tensor
+    plain = json.loads(tensor.tobytes().decode())
+    if not isinstance(plain, list):
+        raise TypeError(f"{name} is a JSON {type(plain).__name__}, expected a list")
+    return plain_array(check_storable_labels(name, plain))

@@ -12,9 +12,9 @@ import scipy.io
 import scipy.sparse as sp
 
 from ..core.files import open_bytes, reading
+from ..core.system import available_memory
 from ..core.validate import ROW_BYTES
 from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
-from ..plan.memory import available_memory
 from .labels import MAX_VALUE, Entries, factorize
 from .text import select_columns
 

@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 import scipy.sparse as sp
 
+from ..core.sparse import columns_of, rows_of
 from ..core.validate import csr_arrays, make_csr
-from ..plan.grid import columns_of, rows_of
 
 
 class Slabs(Protocol):

@@ -36,11 +36,11 @@ import scipy.sparse as sp
 from .. import _formats
 from ..core.objective import SIDES, Side, other_side
 from ..core.sparse import take_rows
+from ..core.system import available_memory
 from ..core.validate import check_choice, check_path, csr_arrays, make_csr
 from ..errors import MemoryBudgetError, StoreError
-from ..model.files import decode_labels
-from ..plan.memory import available_memory
 from ..ratings import Ratings
+from .labels import decode_labels
 from .slabs import loaded, slab_entries
 
 logger = logging.getLogger("hybridmf")

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..core.system import parse_bytes
 from ..errors import DeviceError, DeviceMemoryError
 from .copier import COPY_CHUNK, Copier, CudaCopier
 
@@ -165,26 +166,6 @@ def memory_limit() -> int | None:
     """Bytes of HYBRIDMF_GPU_MEMORY_LIMIT ("6GB", "500MiB" or a number), None if it is not set."""
     text = os.environ.get(MEMORY_LIMIT, "").strip()
     return parse_bytes(MEMORY_LIMIT, text) if text else None
-
-
-def parse_bytes(name: str, value: Any) -> int:
-    """Bytes of a number or a text such as "6GB", "1.5 GiB".
-
-    Raises
-    ------
-    ValueError
-    """
-    units = {"": 1, "b": 1}
-    units |= {prefix + "b": 1000**power for power, prefix in enumerate("kmgt", 1)}
-    units |= {prefix + "ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
-    match = re.fullmatch(r"\s*([0-9.]+(?:e\+?\d+)?)\s*([a-z]*)\s*", str(value).lower())
-    try:
-        size = int(float(match[1]) * units[match[2]]) if match else 0
-    except (KeyError, ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise ValueError(f'{name} must be a size such as "6GB", "500MiB" or a number of bytes, got {value!r}')
-    return size
 
 
 def _cupy() -> Any:

@@ -14,16 +14,19 @@ import scipy.sparse as sp
 
 from ..core.balance import balancing
 from ..core.objective import SIDES, AwayFactors, Factors, Objective, Side, State, other_side
+from ..core.system import ceil_div, round_up
 from ..core.validate import csr_arrays
-from ..cpu.als import SINGULAR_PIVOT, check_status
 from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from ..formats import BalsMatrix, Reordered, reorder, transpose
-from ..plan.make import Plan
+from ..native.status import SINGULAR_PIVOT, check_status
+from ..plan import fused as plan_fused
+from ..plan.fused import BLOCK, FusedConfig, table_width
 from ..plan.solver import Alternating
+from ..plan.types import Plan
 from . import assemblies, cholesky_any, fused, losses
-from .fused import BLOCK, FusedConfig, Systems, round_up
-from .launch import Entries, ceil_div
+from .fused import Systems
+from .launch import Entries
 from .rows import RowRange, read_range, widen_range
 
 logger = logging.getLogger("hybridmf")
@@ -120,11 +123,6 @@ def fill_table(table: np.ndarray, factors: Factors) -> None:
     table[:, rank:] = 0
     if factors.bias is not None:
         table[:, rank] = 1
-
-
-def table_width(rank: int, dtype: Any) -> int:
-    """Columns of a table of factors: rows are whole pieces of 16 bytes."""
-    return round_up(rank, 16 // np.dtype(dtype).itemsize)
 
 
 def weighted_gram(device: Device, table: Array, rank: int, objective: Objective) -> Array | None:
@@ -307,7 +305,7 @@ class HalfSweep:
 
     def _sums_apart(self) -> bool:
         """Whether sums of all rows go through memory before they are solved, not only those of long ones."""
-        return self.plan.assembly != "fused" or self.plan.rank >= fused.SOLVED_APART
+        return self.plan.assembly != "fused" or self.plan.rank >= plan_fused.SOLVED_APART
 
     def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
         """The entries on the device."""

@@ -7,71 +7,34 @@ that cannot work, so that a tuner can enumerate them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
+from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..formats import BalsMatrix
-from ..plan import tables
-from .launch import Entries, ceil_div, check, check_not_host, get_kernel
-
-WARP = 32
-MAX_THREADS = 1024
-MAX_GRID_Y = 65535
-
-REGISTERS = 65536
-"""Registers of a multiprocessor, 32 bits each; a quarter of its warps share a quarter of them."""
-
-MAX_SUMS = 128
-"""Registers of a thread's sums beyond which nothing is left for the operands (255 in all)."""
-
-OTHER_REGISTERS = 28
-"""Registers that addresses and counters take at least."""
-
-BUSY_WARPS = 12
-"""Warps that keep a multiprocessor busy where each has 64 independent multiply-adds."""
-
-RESERVED = 1024
-"""Bytes of shared memory that CUDA takes from each block."""
+from ..plan.assemblies import (
+    BUSY_WARPS,
+    MAX_GRID_Y,
+    MAX_THREADS,
+    RESERVED,
+    WARP,
+    BalsConfig,
+    _lower_tiles,
+    _require,
+    _require_positive,
+    _require_registers,
+    _require_threads,
+    _resident_warps,
+    _tile_size,
+    _tuned,
+)
+from .launch import Entries, check, check_not_host, get_kernel
 
 Variant = Literal["chip", "local"]
-Config = TypeVar("Config")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _require_positive(config: Any) -> None:
-    for name, value in vars(config).items():
-        _require(isinstance(value, int) and value >= 1, f"{name} must be an integer >= 1, got {value!r}")
-    _require(config.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {config.itemsize}")
-
-
-def _require_threads(threads: int, what: str) -> None:
-    _require(threads <= MAX_THREADS, f"{what} = {threads} threads are more than the {MAX_THREADS} of a block")
-
-
-def _require_registers(sums: int, operands: int, threads: int, itemsize: int, blocks_per_sm: int) -> None:
-    """A thread's sums must fit in its registers, and all threads' registers in a multiprocessor."""
-    words = itemsize // 4
-    _require(
-        sums * words <= MAX_SUMS,
-        f"{sums} sums of {itemsize} bytes a thread need {sums * words} registers, more than {MAX_SUMS}; "
-        "use smaller tiles or more threads",
-    )
-    needed = (sums + operands) * words + OTHER_REGISTERS
-    resident = blocks_per_sm * ceil_div(threads, WARP)
-    available = REGISTERS // 4 // (ceil_div(resident, 4) * WARP) // 8 * 8
-    _require(
-        needed <= available,
-        f"blocks_per_sm={blocks_per_sm} blocks of {threads} threads leave {available} registers a thread, at least "
-        f"{needed} are needed; use fewer blocks or threads",
-    )
 
 
 def require_fit(config: Any, spec: DeviceSpec) -> None:
@@ -85,13 +48,6 @@ def require_fit(config: Any, spec: DeviceSpec) -> None:
         config.shared_bytes <= spec.shared_bytes,
         f"{config} needs {config.shared_bytes} bytes of shared memory a block, {spec.name} has {spec.shared_bytes}",
     )
-
-
-def _tuned(make: Callable[..., Config], kernel: str, rank: int, itemsize: int, spec: DeviceSpec) -> Config | None:
-    """What the tuned tables say, if it fits in the device's shared memory."""
-    found = tables.best(make, kernel, spec, {"rank": rank, "itemsize": itemsize})
-    config: Any = found[0] if isinstance(found, tuple) else found
-    return found if config is None or config.shared_bytes <= spec.shared_bytes else None
 
 
 def _require_match(config: Any, rank: int, dtype: np.dtype[Any]) -> None:
@@ -325,21 +281,6 @@ def _check_arrays(
 # ---------------------------------------------------------------------------------------------------- MO-ALS
 
 
-def _tile_size(rank: int, itemsize: int) -> int:
-    """Rows and columns of a thread's tile in registers: 8 x 8 in float32, 4 x 4 in float64 and for tiny systems."""
-    return 8 if itemsize == 4 and rank > 16 else 4
-
-
-def _lower_tiles(rank: int, tile: int) -> int:
-    along = ceil_div(rank, tile)
-    return along * (along + 1) // 2
-
-
-def _resident_warps(tile: int, itemsize: int) -> int:
-    """Warps whose registers fit on a multiprocessor (at 128 and 80 registers a thread)."""
-    return 16 if tile * itemsize >= 32 else 24
-
-
 @dataclass(frozen=True)
 class MoAlsConfig:
     """Compile-time choices of cuda/mo_als.cu (cuMF, Algorithm 2, sections 3.3 and 3.4).
@@ -558,161 +499,6 @@ def upload_tiles(device: Device, bals: BalsMatrix) -> BalsTiles:
     )
 
 
-def _list_bytes(rows: int, window: int, itemsize: int) -> int:
-    """Bytes of the kernel's `Lists`: two weights and a place for each entry and one more, a count for each row."""
-    return ceil_div(rows * ((window + 1) * (2 * itemsize + 4) + 4), itemsize) * itemsize
-
-
-@dataclass(frozen=True)
-class BalsConfig:
-    """Compile-time choices of cuda/bals.cu with ACCUMULATORS=chip.
-
-    Attributes
-    ----------
-    rank : int
-    itemsize : int
-        4 for float32, 8 for float64.
-    tile : int
-        Rows and columns of a thread's tile of a row's lower triangle.
-    rows : int
-        Rows of a row block whose sums a block of threads holds.
-    part_tiles : int
-        Tiles of each row in a block of threads; fewer than the lower triangle has: several blocks share the rows.
-    capacity : int
-        Factor rows staged at a time, of one matrix tile or several neighbouring ones; at least its width.
-    buffers : int
-        1, or 2: the next ones arrive while these are summed.
-    lanes : int
-        Lanes that list one row's entries, and matrix tiles staged at a time.
-    window : int
-        Entries of each row listed at a time.
-    blocks_per_sm : int
-        Blocks on a multiprocessor, which bounds the registers of a thread.
-
-    Raises
-    ------
-    ValueError
-        Says which constraint is broken.
-    """
-
-    rank: int
-    itemsize: int
-    tile: int
-    rows: int
-    part_tiles: int
-    capacity: int
-    buffers: int = 2
-    lanes: int = 8
-    window: int = 16
-    blocks_per_sm: int = 1
-
-    def __post_init__(self) -> None:
-        _require_positive(self)
-        _require(
-            self.tile * self.itemsize % 16 == 0, f"tile={self.tile} must be a multiple of {16 // self.itemsize} items"
-        )
-        _require(self.part_tiles <= self.tiles, f"part_tiles={self.part_tiles} exceeds the {self.tiles} there are")
-        _require(self.buffers <= 2, f"buffers must be 1 or 2, got {self.buffers}")
-        _require(
-            self.lanes in (1, 2, 4, 8, 16, 32), f"lanes={self.lanes} must be a power of two of at most {WARP} lanes"
-        )
-        _require(self.window % self.lanes == 0, f"window={self.window} must be a multiple of lanes={self.lanes}")
-        _require_threads(self.threads, "rows * part_tiles in full warps")
-        _require_registers(self.tile**2, 2 * self.tile, self.threads, self.itemsize, self.blocks_per_sm)
-        _require(self.parts <= MAX_GRID_Y, f"part_tiles={self.part_tiles} gives {self.parts} parts, over {MAX_GRID_Y}")
-
-    @classmethod
-    def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_cols: int = 1) -> BalsConfig:
-        """The tuned choice for a device where it holds tiles of `tile_cols` columns, or what the rule says.
-
-        Raises
-        ------
-        ValueError
-            As for `rule`.
-        """
-        found = _tuned(_bals_and_height, "bals", rank, itemsize, spec)
-        if found is not None and found[0].capacity >= tile_cols:
-            return found[0]
-        return cls.rule(rank, itemsize, spec, tile_cols=tile_cols)
-
-    @classmethod
-    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_cols: int = 1) -> BalsConfig:
-        """The choice where no table knows better: two blocks a multiprocessor and two buffers where tiles fit so.
-
-        Raises
-        ------
-        ValueError
-            Not even one buffer holds the factor rows of `tile_cols` columns.
-        """
-        # wide enough that a row finds several entries in a stage, unless the tiles are narrower on purpose
-        for least in (max(tile_cols, 64), tile_cols):
-            for blocks, buffers in ((2, 2), (1, 2), (2, 1), (1, 1)):
-                config = cls._with_blocks(rank, itemsize, spec, blocks, buffers)
-                if config.capacity >= least and (blocks == 1 or config.rows >= 4):  # fewer rows share next to nothing
-                    return config
-        config = cls._with_blocks(rank, itemsize, spec, 1, 1)
-        raise ValueError(
-            f"tile_cols={tile_cols} factor rows of rank {rank} do not fit in {spec.shared_bytes} bytes of shared "
-            f"memory; use tile_cols <= {config.capacity}"
-        )
-
-    @classmethod
-    def _with_blocks(cls, rank: int, itemsize: int, spec: DeviceSpec, blocks: int, buffers: int) -> BalsConfig:
-        tile = _tile_size(rank, itemsize)
-        tiles = _lower_tiles(rank, tile)
-        warps = _resident_warps(tile, itemsize) // blocks
-        part_tiles = ceil_div(tiles, ceil_div(tiles, warps * WARP))
-        each = (spec.shared_bytes + RESERVED) // blocks - RESERVED
-        # tiny systems: lists take at most a quarter of the memory
-        rows = max(1, min(warps * WARP // part_tiles, each // 4 // (2 * _list_bytes(1, 16, itemsize))))
-        lanes = 8 if rows >= 16 else WARP
-        config = cls(rank, itemsize, tile, rows, part_tiles, 1, buffers, lanes, max(16, lanes), blocks)
-        more = max(0, each - config.shared_bytes) // (buffers * config.row_bytes)
-        return cls(rank, itemsize, tile, rows, part_tiles, min(1024, 1 + more), buffers, lanes, config.window, blocks)
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of the lower triangle of a row's system."""
-        return _lower_tiles(self.rank, self.tile)
-
-    @property
-    def parts(self) -> int:
-        """Blocks that share the same rows."""
-        return ceil_div(self.tiles, self.part_tiles)
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return ceil_div(self.rows * self.part_tiles, WARP) * WARP
-
-    @property
-    def row_bytes(self) -> int:
-        """Shared memory of a factor row."""
-        return ceil_div(self.rank, self.tile) * self.tile * self.itemsize
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: staged factors, and two lists of what to add to each row."""
-        lists = 2 * _list_bytes(self.rows, self.window, self.itemsize)
-        return self.buffers * self.capacity * self.row_bytes + lists
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for."""
-        return {
-            "ACCUMULATORS": "chip",
-            "RANK": self.rank,
-            "TILE": self.tile,
-            "ROWS": self.rows,
-            "PART_TILES": self.part_tiles,
-            "CAPACITY": self.capacity,
-            "BUFFERS": self.buffers,
-            "LANES": self.lanes,
-            "WINDOW": self.window,
-            "BLOCKS_PER_SM": self.blocks_per_sm,
-        }
-
-
 @dataclass(frozen=True)
 class BalsLocalConfig:
     """Compile-time choices of cuda/bals.cu with ACCUMULATORS=local, the mapping of the paper (section 4.2).
@@ -806,29 +592,6 @@ class BalsLocalConfig:
             "DY": self.dy,
             "DZ": self.dz,
         }
-
-
-def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec) -> tuple[int, int]:
-    """Height and width of matrix tiles for `bals` (section 4.3): what one block of threads holds.
-
-    The paper makes tiles as wide as shared memory holds factor rows, and finds the height by trial. Here a block sums
-    as many rows as its registers hold; taller tiles make it load columns that it does not need, and are taken only
-    where a tuned table says so.
-
-    Returns
-    -------
-    (tile_rows, tile_cols)
-    """
-    found = _tuned(_bals_and_height, "bals", rank, itemsize, spec)
-    config, height = found or (BalsConfig.rule(rank, itemsize, spec), 1)
-    width = config.capacity
-    return height * config.rows, width // WARP * WARP if width >= WARP else width
-
-
-def _bals_and_height(*, height: int, **fields: int) -> tuple[BalsConfig, int]:
-    """What an entry of a table says: the configuration, and how many times its rows a matrix tile has."""
-    _require(height >= 1, f"height must be at least 1, got {height}")
-    return BalsConfig(**fields), height
 
 
 def bals(

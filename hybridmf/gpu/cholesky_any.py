@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan import tables
-from .launch import ceil_div, check, check_not_host, get_kernel
+from .launch import check, check_not_host, get_kernel
 
 MAX_RANK = 2048
 """Largest rank that the solvers are meant for."""

@@ -7,7 +7,8 @@ import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State
 from ..device.cuda import Array, Device
-from ..plan.make import Plan
+from ..plan import fused
+from ..plan.types import Plan
 from . import als, topk
 
 
@@ -34,7 +35,7 @@ class GpuEngine:
         return topk.top_k(self.device, users, packed, n, seen=seen, candidates=candidates)
 
     def _table(self, factors: Factors) -> als.DeviceFactors:
-        width = als.table_width(self.plan.rank, factors.matrix.dtype)
+        width = fused.table_width(self.plan.rank, factors.matrix.dtype)
         return als.to_device(self.device, factors, width)
 
     def gram(self, fixed: Factors, objective: Objective) -> tuple[als.DeviceFactors, Array | None]:

@@ -20,11 +20,6 @@ HEADERS = ("common.cuh",)
 """Spliced in front of every source: CuPy's cache keys on the text, so an edited #include would go unnoticed."""
 
 
-def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up."""
-    return -(-a // b)
-
-
 def kernel_folder() -> Path:
     """Folder of the .cu files: ``hybridmf/cuda`` of a wheel, else ``cuda`` beside the package of a checkout."""
     package = Path(__file__).parents[1]

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..core.system import ceil_div
 from ..device.cuda import Array, Device
-from .launch import Entries, ceil_div, check, check_not_host, get_kernel
+from .launch import Entries, check, check_not_host, get_kernel
 
 WARPS_PER_BLOCK = 8
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ..core.system import ceil_div
 from ..device.cuda import Array, Device
-from .launch import ceil_div, check, check_not_host, get_kernel
+from .launch import check, check_not_host, get_kernel
 
 THREADS = 256
 BLOCKS_PER_SM = 8

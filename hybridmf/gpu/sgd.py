@@ -14,16 +14,16 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Objective, Side, State, other_side
+from ..core.system import ceil_div
 from ..core.validate import csr_arrays
-from ..cpu.sgd import RISE, diverged
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..plan import tables
-from ..plan.make import Plan
-from ..plan.sgd import SgdMethod, learning_rate_at
+from ..plan.sgd import MOST_RANGES, RISE, RUN, SgdMethod, diverged, learning_rate_at, range_count, stored_width
 from ..plan.solver import SWEEP_ORDER, Unconnected
+from ..plan.types import Plan
 from . import losses
 from .als import LOSS_ROWS, DeviceFactors, Pieces, to_device
-from .launch import Entries, ceil_div, check, check_not_host, get_kernel
+from .launch import Entries, check, check_not_host, get_kernel
 from .rows import read_range, widen_range
 
 LAYOUTS: dict[str, dict[Side, Side]] = {
@@ -47,29 +47,11 @@ ALONE = 0.5
 """Where a pass is over when its longest walk is, rows of at least this part of the longest have a multiprocessor's
 shared memory to themselves, which walks faster; two of the others share one, which does more in all."""
 
-RANGE_OF_L2 = 0.25
-"""Part of the L2 cache that the fixed rows take which are walked at a time: all rows walk those of one range before
-they go on to the next, else each would be elsewhere and all of them would read from memory. An epoch of Netflix's shape
-took 17.9 ms instead of 19.0 on an H200 (f = 128, 31 MB a range), 10.0 instead of 12.0 (64, 15 MB), 7.9 instead of 9.4
-(32)."""
-
-MOST_RANGES = 8
-"""Ranges wait for each other: more of them were slower (f = 128: 12 took 18.0 ms)."""
-
-RANGE_ENTRIES = 64
-"""Entries that a row has in a range, on average, at least: to begin a row takes as long as some of its updates."""
-
 THREADS = 128
 """Of a block."""
 
 DECENTRALIZED_THREADS = 256
 """Of a block of the kernel `decentralized`."""
-
-RUN = 8
-"""Entries of one row that batch-Hogwild keeps together, while the row stays in registers, where no tuned table says
-otherwise; see cuda/batch_hogwild.cu. An epoch of Netflix's shape, f = 128 in float16, took 21.8 ms on an H200; in
-trials 20.0 with 16 and 17.1 with 32, at the same train RMSE. But 32 spills registers at other widths: it wants fewer
-blocks on a multiprocessor there, which is for `hybridmf tune` to find."""
 
 BATCH = 32
 """Runs that a worker takes at a time, by the rule: 256 entries, as cuMF_SGD."""
@@ -172,20 +154,6 @@ def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
     return np.stack([*bounds, ends])
 
 
-def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int, most: int = MOST_RANGES) -> int:
-    """In how many ranges of columns rows walk their entries; see `RANGE_OF_L2`.
-
-    Parameters
-    ----------
-    shape : (int, int)
-        Rows that are moved and rows that are fixed.
-    nnz, row_bytes, l2_bytes, most : int
-    """
-    moved, fixed = shape
-    wanted = ceil_div(fixed * row_bytes, max(1, int(RANGE_OF_L2 * l2_bytes)))
-    return max(1, min(wanted, most, nnz // max(1, RANGE_ENTRIES * moved)))
-
-
 @dataclass(frozen=True)
 class Terms:
     """What an update takes beside an entry: learning rate gamma, lambda and mean rating."""
@@ -197,12 +165,6 @@ class Terms:
     def scalars(self, real: type) -> tuple[np.generic, ...]:
         """Kernel arguments; a step multiplies by ``1 - gamma lambda`` what it moves."""
         return real(self.rate), real(1.0 - self.rate * self.regularization), real(self.mean)
-
-
-def stored_width(factors: int, dtype: Any) -> int:
-    """Columns of `Rows` of a dtype."""
-    vector = 16 // np.dtype(dtype).itemsize
-    return ceil_div(factors, vector) * vector
 
 
 def group_size(ld: int, itemsize: int) -> int:

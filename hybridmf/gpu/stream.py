@@ -26,19 +26,20 @@ import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..core.validate import csr_arrays, make_csr
-from ..cpu.als import check_status
 from ..data.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries
 from ..data.store import StoreMatrix
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
-from ..plan.make import STREAM_BUFFERS, Plan
+from ..native.status import check_status
+from ..plan.fused import table_width
+from ..plan.make import STREAM_BUFFERS
+from ..plan.types import Plan
 from .als import (
     DeviceFactors,
     GpuALS,
     HalfSweep,
     entry_losses,
     range_of_roots,
-    table_width,
     to_device,
     unobserved_and_penalty,
     weighted_gram,

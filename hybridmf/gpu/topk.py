@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from ..core.system import ceil_div
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec
 from ..errors import DeviceMemoryError
 from ..plan import tables
-from .launch import ceil_div, check, check_not_host, get_kernel
+from .launch import check, check_not_host, get_kernel
 
 SOURCE = "top_k.cu"
 

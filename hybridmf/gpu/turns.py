@@ -30,13 +30,14 @@ import scipy.sparse as sp
 from ..core.balance import balancing
 from ..core.objective import SIDES, AwayFactors, Factors, Objective, Side, State, drawn_rows, first_bias, first_mean
 from ..core.scratch import mapped
-from ..cpu.als import check_status
 from ..data.slabs import MemorySlabs, Slabs, slab_entries
 from ..data.store import StoreMatrix
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
-from ..plan.make import Plan
+from ..native.status import check_status
+from ..plan.fused import table_width
 from ..plan.ranks import slots_at_once
+from ..plan.types import Plan
 from . import fused, losses
 from .als import (
     EXACT_ROWS,
@@ -50,7 +51,6 @@ from .als import (
     penalties,
     published,
     segment_losses,
-    table_width,
     weighted_gram,
 )
 from .fused import Systems

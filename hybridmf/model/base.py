@@ -19,12 +19,14 @@ from tqdm.auto import tqdm
 
 from ..core.objective import Objective, State, initial_state
 from ..core.validate import as_csr, check_bool, check_int, check_nonempty, check_rng, check_shape
+from ..data import fingerprint
 from ..data.store import Store, StoreMatrix
 from ..errors import DeviceError, RatingsError
 from ..formats import transpose
 from ..plan import dispatch
-from ..plan.make import Plan, Settings, check_memory, make_plan, plan_for
+from ..plan.make import check_memory, make_plan, plan_for
 from ..plan.solver import Solver
+from ..plan.types import Plan, Settings
 from ..ratings import Ratings
 from . import checkpoint as checkpoints
 from . import files as _io
@@ -147,7 +149,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from, user_items)
         data = ""
         if where or resume_from is not None:
-            data = checkpoints.fingerprint(matrix)
+            data = fingerprint.fingerprint(matrix)
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.factors_away)
 
         logger.info("plan:\n%s", plan)

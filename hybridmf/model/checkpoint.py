@@ -12,31 +12,20 @@ import os
 import re
 import threading
 import time
-import zlib
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
-from ..core.files import combine_crc32, write_atomically
+from ..core.files import write_atomically
 from ..core.objective import AwayFactors, State
 from ..core.validate import check_bool, check_int, check_path, check_real
-from ..data.store import MANIFEST, Store, StoreMatrix
+from ..data.labels import check_storable_labels
+from ..data.store import MANIFEST, Store
 from ..errors import ModelFileError
 from ..ratings import Ratings
-from .files import (
-    ModelFile,
-    check_storable_labels,
-    jsonable,
-    lasting_tensors,
-    model_metadata,
-    state_tensors,
-    stored_iteration,
-    write_model,
-)
+from .files import ModelFile, jsonable, lasting_tensors, model_metadata, state_tensors, stored_iteration, write_model
 
 logger = logging.getLogger("hybridmf")
 
@@ -115,43 +104,6 @@ class Checkpoint:
     def folder(self) -> Path:
         """The directory as a path."""
         return Path(self.directory)
-
-
-def fingerprint(matrix: sp.csr_array | StoreMatrix) -> str:
-    """Short identity of the training data: shape, number of entries and a CRC-32 of the arrays."""
-    parts = matrix.matrices() if isinstance(matrix, StoreMatrix) else [matrix]
-    return join_fingerprints(matrix.indptr, [piece_of_fingerprint(part) for part in parts], matrix.shape)
-
-
-Piece = tuple[int, int, int, int]
-"""Entries of consecutive rows, bytes of a value, CRC-32 of columns and of values."""
-
-
-def piece_of_fingerprint(rows: sp.csr_array) -> Piece:
-    """What consecutive rows add to the fingerprint of their matrix; columns are those of the whole matrix."""
-    columns, values = rows.indices.astype(np.int32, copy=False), rows.data
-    return len(columns), values.itemsize, _crc32(columns), _crc32(values)
-
-
-def join_pieces(pieces: Iterable[Piece], itemsize: int = 0) -> Piece:
-    """Piece of the rows of all pieces, one after the other; `itemsize` if there are none."""
-    columns = values = nnz = 0
-    for entries, itemsize, of_columns, of_values in pieces:
-        columns = combine_crc32(columns, of_columns, 4 * entries)
-        values = combine_crc32(values, of_values, itemsize * entries)
-        nnz += entries
-    return nnz, itemsize, columns, values
-
-
-def join_fingerprints(indptr: np.ndarray, pieces: Sequence[Piece], shape: tuple[int, int]) -> str:
-    """Fingerprint of a matrix of that shape from its row pointers and those of its rows, piece after piece."""
-    nnz, size, columns, values = join_pieces(pieces)
-    crc = combine_crc32(_crc32(np.asarray(indptr, dtype=np.int64)), columns, 4 * nnz)
-    return f"{shape[0]}x{shape[1]}-{nnz}-{combine_crc32(crc, values, size * nnz):08x}"
-
-
-def _crc32(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

@@ -11,7 +11,7 @@ import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State
 from ..errors import DeviceError
-from ..plan.make import Plan
+from ..plan.types import Plan
 
 logger = logging.getLogger("hybridmf")
 

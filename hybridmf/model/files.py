@@ -23,7 +23,7 @@ from .. import _formats
 from ..core.files import write_atomically as write_atomically
 from ..core.objective import Factors, State
 from ..core.validate import check_int, check_real, make_csr
-from ..data.labels import plain_array
+from ..data.labels import decode_labels, encode_labels
 from ..errors import ModelFileError
 
 FORMAT, VERSION = "hybridmf", 1
@@ -43,51 +43,6 @@ CHECKED_ROWS = 65536
 
 LABEL_DTYPES = (np.int64, np.uint64, np.uint8)
 MAX_COUNT = int(np.iinfo(np.int64).max)
-
-
-def check_storable_labels(name: str, labels: Any) -> list[Any]:
-    """Labels as plain Python values.
-
-    Parameters
-    ----------
-    name : str
-        Argument name for messages.
-    labels : array, list or None
-        None, for rows that have no labels, gives an empty list.
-
-    Raises
-    ------
-    TypeError
-        A label that is neither a string nor a number.
-    """
-    plain = [
-        label.item() if isinstance(label, np.generic) and label.dtype.kind in "biufU" else label
-        for label in (() if labels is None else labels)
-    ]
-    kinds = set(map(type, plain))
-    if not kinds <= {str, int, float, bool}:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise TypeError(
-            f"{name} holds labels of type {names}; only strings and numbers can be saved: relabel them first"
-        )
-    return plain
-
-
-def encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
-    """Labels as a tensor: integers as they are, others as the bytes of a JSON list."""
-    if labels.dtype.kind in "iu":
-        return labels.astype(np.uint64 if labels.dtype == np.uint64 else np.int64)
-    return np.frombuffer(json.dumps(check_storable_labels(name, labels)).encode(), dtype=np.uint8)
-
-
-def decode_labels(name: str, tensor: np.ndarray) -> np.ndarray:
-    """Labels of a tensor that `encode_labels` made."""
-    if tensor.dtype != np.uint8:
-        return tensor
-    plain = json.loads(tensor.tobytes().decode())
-    if not isinstance(plain, list):
-        raise TypeError(f"{name} is a JSON {type(plain).__name__}, expected a list")
-    return plain_array(check_storable_labels(name, plain))
 
 
 def jsonable(params: dict[str, Any]) -> dict[str, Any]:
@@ -411,40 +366,3 @@ def stored_iteration(path: str | os.PathLike[str]) -> int | None:
     except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return found if type(found) is int and found >= 0 else None
-
-
-def load(path: str | os.PathLike[str]) -> Any:
-    """Read a model that ``model.save(path)`` wrote.
-
-    Parameters
-    ----------
-    path : path-like
-
-    Returns
-    -------
-    estimator
-        Fitted, of the class that was saved.
-
-    Raises
-    ------
-    FileNotFoundError, IsADirectoryError
-    ModelFileError
-        Truncated, altered, of another format, or from a newer version.
-    """
-    import hybridmf
-
-    from .base import FactorModel
-
-    content = ModelFile(path)
-    public = (getattr(hybridmf, name) for name in hybridmf.__all__)
-    known = {cls.__name__: cls for cls in public if isinstance(cls, type) and issubclass(cls, FactorModel)}
-    if content.model not in known:
-        raise ModelFileError(
-            f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf knows {', '.join(sorted(known))}"
-        )
-    try:
-        model = known[content.model](**content.params)._restore(content)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ModelFileError(f"{str(path)!r} holds parameters this hybridmf cannot use: {error}") from error
-    content.check_model(model)
-    return model

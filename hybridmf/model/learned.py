@@ -13,7 +13,7 @@ from ..core.sparse import entry_rows, entry_sum
 from ..core.validate import csr_arrays, from_triplets, make_csr
 from ..data.store import StoredSeen, StoreMatrix
 from ..errors import RatingsError
-from ..plan.make import Plan
+from ..plan.types import Plan
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ..core.objective import Factors, Side
 from ..core.sparse import keep_entries, take_rows
+from ..core.system import available_memory
 from ..core.validate import (
     MAX_N,
     as_csr,
@@ -33,8 +34,7 @@ from ..data.store import Store, StoredSeen
 from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError
 from ..formats import transpose
 from ..native import _als
-from ..plan.make import Plan
-from ..plan.memory import available_memory
+from ..plan.types import Plan
 from ..ratings import Ratings
 from .engine import engine_for
 from .learned import Learned, align, pattern

@@ -11,9 +11,8 @@ import numpy as np
 from ..core.validate import check_bool, check_int, index_pointer_dtype
 from ..device.cuda import DeviceSpec
 from ..native import _ccd
-from . import dispatch
-from . import make as _plan
-from .make import Plan, Settings
+from . import dispatch, types
+from .types import Plan, Settings
 
 logger = logging.getLogger("hybridmf")
 
@@ -117,13 +116,13 @@ def _on_cpu(plan: Plan) -> Plan:
         "vectors": (m + n) * (2 * itemsize + 8),
         "workspace": plan.num_threads * _ccd.LONG_ROW * itemsize,
     }
-    return replace(plan, bytes=sizes, notes=tuple(_plan._instruction_set_notes()))
+    return replace(plan, bytes=sizes, notes=tuple(types._instruction_set_notes()))
 
 
 def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
     """`plan` on the GPU."""
     assert spec is not None
-    from ..gpu.ccd import memory_bytes  # which imports this module
+    from .ccd_gpu import memory_bytes  # which imports this module
 
     if settings.gpu_memory_limit is not None:
         spec = replace(spec, free_bytes=min(spec.free_bytes, settings.gpu_memory_limit))

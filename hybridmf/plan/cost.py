@@ -12,7 +12,7 @@ a GPU, kernels compiled or loaded, libraries started. All functions are pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,10 +20,7 @@ import numpy as np
 from .machine import CpuRates, GpuRates, Machine, rate_at, seconds_at
 
 if TYPE_CHECKING:
-    import scipy.sparse as sp
-
-    from ..data.store import StoreMatrix
-    from .make import Plan
+    from .types import Plan
 
 CHECK_ENTRY = 6e-9
 """Seconds of one core to check an entry of the input, on any device (as_csr, 18 million entries)."""
@@ -47,60 +44,8 @@ several at a time, beside the others (gpu/sgd.py, LONG_ROW)."""
 FRESH_TABLES = {"als": 1.0, "sgd": 0.2, "ccd": 2.0}
 """Factors that an iteration writes to new memory, as a share of all: CCD++ lays them out by column and by row again."""
 
-PIECE = 1 << 22
-"""Entries whose columns are counted at a time: NumPy widens what it counts."""
-
-
 PINNED_BYTES = 5.5e10
 """Bytes a second from page-locked memory to a GPU on PCIe 5 (an H200); a guess for others."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of the degrees, where there are data and not only their sizes.
-
-    Attributes
-    ----------
-    longest_user, longest_item : int
-        Entries of the longest row of either side; 0 where they have not been counted.
-    empty : int
-        Rows without entries that have been found, which no solver touches.
-    positions : (int, int)
-        Which user and which item are the longest; -1 where they have not been counted.
-    """
-
-    longest_user: int = 0
-    longest_item: int = 0
-    empty: int = 0
-    positions: tuple[int, int] = field(default=(-1, -1), compare=False)
-
-    @classmethod
-    def of(cls, matrix: sp.csr_array | StoreMatrix, *, items: bool = False) -> Facts:
-        """Of ratings, shape (n_users, n_items).
-
-        The rows' cost nothing, the columns' (`items`) a pass over all entries, unless a store has counted them.
-        """
-        return cls.of_degrees(np.diff(matrix.indptr), _item_degrees(matrix) if items else None)
-
-    @classmethod
-    def of_degrees(cls, users: np.ndarray, items: np.ndarray | None = None) -> Facts:
-        """Of the entries of each user, and of each item where they have been counted."""
-        longest, empty, positions = [0, 0], 0, [-1, -1]
-        for k, degrees in enumerate((users, items)):
-            if degrees is not None and len(degrees):
-                positions[k] = int(degrees.argmax())
-                longest[k] = int(degrees[positions[k]])
-                empty += int(np.count_nonzero(degrees == 0))
-        return cls(longest[0], longest[1], empty, (positions[0], positions[1]))
-
-
-def _item_degrees(matrix: sp.csr_array | StoreMatrix) -> np.ndarray:
-    if not hasattr(matrix, "indices"):
-        return matrix.transposed().degrees
-    degrees = np.zeros(matrix.shape[1], dtype=np.int64)
-    for start in range(0, matrix.nnz, PIECE):
-        degrees += np.bincount(matrix.indices[start : start + PIECE], minlength=matrix.shape[1])
-    return degrees
 
 
 @dataclass(frozen=True)

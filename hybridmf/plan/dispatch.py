@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,56 +11,17 @@ from typing import TYPE_CHECKING
 
 from .._version import __version__
 from ..core.cache import cache_dir
+from ..core.system import mib
 from ..errors import DeviceError
 from . import cost as _cost
 from . import machine as _machine
-from .memory import mib
+from .types import Estimate, seconds_text
 
 if TYPE_CHECKING:
     from ..device.cuda import DeviceSpec
-    from .make import Plan, Settings
+    from .types import Plan, Settings
 
 logger = logging.getLogger("hybridmf")
-
-DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or a list such as ["cuda:0", "cuda:1"]'
-
-
-MAX_CPU_RANKS = 64
-"""Most ranks on the CPU: they are there to try out, and each talks to each other."""
-
-
-def check_device(device: object) -> str | tuple[str, ...]:
-    """A device's name, or the names of several (one a rank; the CPU may be named more than once), judged.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
-    if isinstance(device, (list, tuple)):
-        return _check_ranks(device)
-    if not isinstance(device, str):
-        raise TypeError(f"device must be {DEVICES}, got {type(device).__name__} {device!r}")
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
-        raise ValueError(f"device must be {DEVICES}; got {device!r}")
-    return device
-
-
-def _check_ranks(devices: list[object] | tuple[object, ...]) -> tuple[str, ...]:
-    names = [name if isinstance(name, str) else "" for name in devices]
-    if not names or not all(re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) for name in names):
-        raise ValueError(f'device, a list of devices, holds "cpu", "cuda" or "cuda:N", once a rank; got {devices!r}')
-    names = ["cuda:0" if name == "cuda" else name for name in names]
-    if len({name == "cpu" for name in names}) > 1:
-        raise ValueError(f"device={devices!r} mixes CPU and GPUs; name devices of one kind")
-    gpus = [name for name in names if name != "cpu"]
-    if len(names) - len(gpus) > MAX_CPU_RANKS:
-        raise ValueError(
-            f"device names the CPU {len(names)} times; at most {MAX_CPU_RANKS} ranks share it, and one is as fast: "
-            'use device="cpu", which takes all cores'
-        )
-    if len(set(gpus)) < len(gpus):
-        raise ValueError(f"device={devices!r} names a GPU twice; name each once")
-    return tuple(names)
 
 
 def gpu_status() -> tuple[bool, str]:
@@ -120,65 +80,6 @@ def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:
 # ------------------------------------------------------------------------------------------------------- estimates
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What one way to compute is predicted to take.
-
-    Attributes
-    ----------
-    device, assembly, solver, precision : str
-        `assembly` is "" where the method has none; `solver` then says what runs.
-    seconds_per_iteration, setup_seconds, total_seconds : float
-        Of the iterations asked for; 0 where it is not feasible.
-    bytes : int
-        Memory at the peak.
-    why_not : str
-        Why it cannot be; "" if it can.
-    chosen : bool
-    asked : bool
-        Whether it computes what was asked for: the solver and precision of the request.
-    """
-
-    device: str
-    assembly: str
-    solver: str
-    precision: str
-    seconds_per_iteration: float = 0.0
-    setup_seconds: float = 0.0
-    total_seconds: float = 0.0
-    bytes: int = 0
-    why_not: str = ""
-    chosen: bool = False
-    asked: bool = True
-
-    @property
-    def feasible(self) -> bool:
-        """Whether it can be done at all."""
-        return not self.why_not
-
-    @property
-    def name(self) -> str:
-        """Device, solver, assembly and precision, in a few words."""
-        words = [self.solver, self.assembly, "" if self.precision == "float32" else self.precision]
-        return f"{self.device} " + ", ".join(word for word in words if word)
-
-    def __str__(self) -> str:
-        if self.why_not:
-            return f"{self.name}: {self.why_not}"
-        return (
-            f"{self.name}: {seconds_text(self.total_seconds)} = {seconds_text(self.setup_seconds)} set-up + "
-            f"{seconds_text(self.seconds_per_iteration)} an iteration; {self.bytes / 2**20:,.1f} MiB"
-        )
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits with a unit: "12.3 ms"."""
-    for limit, unit, factor in ((1e-3, "us", 1e6), (1.0, "ms", 1e3)):
-        if seconds < limit:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
-
-
 def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate:
     """Predict what a plan takes in this process, as it is now.
 
@@ -195,16 +96,6 @@ def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate
     assembly, solver = (plan.assembly, plan.solver) if plan.method is None else ("", plan.method.label)
     total = setup + iterations * cost.iteration
     return Estimate(plan.device, assembly, solver, plan.precision, cost.iteration, setup, total, plan.total_bytes)
-
-
-def estimate_lines(estimates: tuple[Estimate, ...]) -> list[str]:
-    """What a printed plan says of its estimates: all that was asked for, and the fastest of the rest."""
-    wanted = [one for one in estimates if one.asked or one.chosen]
-    rest = [one for one in estimates if one not in wanted and one.feasible]
-    lines = [str(one) for one in wanted]
-    if rest:
-        lines.append(f"otherwise {min(rest, key=lambda one: one.total_seconds)}")
-    return lines
 
 
 # ------------------------------------------------------------------------------------------------------ the choice

@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Side, other_side
-from ..core.validate import csr_arrays
+from ..core.sparse import columns_of, rows_of, stacked
 from ..errors import RatingsError
 from .partition import even_bounds
 
@@ -162,42 +162,3 @@ class Layout:
             return pieces[0]
         first, last = self.columns(side, rank)
         return stacked([columns_of(piece, first, last) for piece in pieces])
-
-
-def csr_of(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, n_columns: int) -> sp.csr_array:
-    """A csr_array around arrays as they are: int64 indptr, int32 indices; SciPy's constructor would make them alike."""
-    matrix = sp.csr_array((len(indptr) - 1, n_columns), dtype=data.dtype)
-    matrix.indptr, matrix.indices, matrix.data = indptr, indices, data
-    matrix.has_sorted_indices = matrix.has_canonical_format = True
-    return matrix
-
-
-def rows_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
-    """The rows from `first` to before `last`; entries are not copied."""
-    indptr, indices, data = csr_arrays(matrix)
-    begin, end = int(indptr[first]), int(indptr[last])
-    return csr_of(indptr[first : last + 1] - begin, indices[begin:end], data[begin:end], matrix.shape[1])
-
-
-def columns_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
-    """The columns from `first` to before `last`, counted from `first`."""
-    indptr, indices, data = csr_arrays(matrix)
-    inside = (indices >= first) & (indices < last)
-    counts = np.zeros(len(indptr) - 1, dtype=np.int64)
-    filled = np.flatnonzero(np.diff(indptr))
-    if len(filled):
-        counts[filled] = np.add.reduceat(inside, indptr[filled], dtype=np.int64)
-    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-    return csr_of(starts, indices[inside] - np.int32(first), data[inside], last - first)
-
-
-def stacked(matrices: list[sp.csr_array]) -> sp.csr_array:
-    """One matrix under the other."""
-    ends = np.concatenate(([0], np.cumsum([matrix.indptr[-1] for matrix in matrices]))).astype(np.int64)
-    indptr = [np.zeros(1, np.int64)] + [m.indptr[1:] + end for m, end in zip(matrices, ends[:-1], strict=True)]
-    return csr_of(
-        np.concatenate(indptr),
-        np.concatenate([matrix.indices for matrix in matrices]),
-        np.concatenate([matrix.data for matrix in matrices]),
-        matrices[0].shape[1],
-    )

@@ -5,24 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..core import system
 from ..core.scratch import SCRATCH_DIR, find_room, scratch_folders
-from ..core.validate import MAX_FACTORS, check_bool, check_choice, check_int, check_threads
-from ..device.cuda import DeviceSpec, parse_bytes
+from ..core.system import available_memory, mib
+from ..device.cuda import DeviceSpec
 from ..errors import DeviceError, DeviceMemoryError, MemoryBudgetError
-from ..gpu import assemblies, fused
 from ..native import _als
-from . import dispatch
-from .cost import Facts
-from .grid import Grid
-from .memory import available_memory, cpu_bytes, mib, system_bytes, tile_pointers
+from . import assemblies, dispatch, fused
+from .memory import cpu_bytes, system_bytes, tile_pointers
 from .ranks import (
-    H200,
     PIECE_BYTES,
     SLAB_BUFFERS,
     Place,
@@ -33,23 +29,29 @@ from .ranks import (
     plan_streamed_ranks,
     slots_at_once,
 )
+from .types import (
+    BATCH_FLOPS,
+    CPU_ASSEMBLIES,
+    GPU_ASSEMBLIES,
+    GPU_BATCH_BYTES,
+    GPU_SOLVERS,
+    PRECISIONS,
+    SOLVERS,
+    Facts,
+    Plan,
+    Settings,
+    _instruction_set_notes,
+    _slot_bytes,
+    gpu_segment,
+)
 
 if TYPE_CHECKING:
     import scipy.sparse as sp
 
-    from ..core.objective import Objective, Side
+    from ..core.objective import Objective
     from ..data.store import StoreMatrix
 
 logger = logging.getLogger("hybridmf")
-
-CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
-GPU_ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
-ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1])
-GPU_SOLVERS = ("cholesky", "cg")
-SOLVERS = ("cholesky", "cg", "subspace")
-PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
-DTYPES = ("float32", "float64")
-REORDERINGS = ("auto", "none", "rows", "columns", "both")
 
 L2_ACCUMULATORS = 512 * 1024
 """Bytes of a thread's BALS accumulators: half of a 1 MB L2, so that the tile and the gathered rows fit beside them."""
@@ -66,18 +68,6 @@ REORDER_DEGREE = 16
 Both bounds divide what bench/layouts.py measures (docs/performance.md): BALS gains 3 to 15 % by degree order beyond
 both (ML-10M's shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M's shape below f = 128, Epinions')."""
 
-MAX_CG_STEPS = 10_000
-"""Exact arithmetic would need `factors` steps, 2048 at most."""
-
-BATCH_FLOPS = 1e10
-"""Work of one kernel call per thread, a few tenths of a second: how long Ctrl-C may have to wait."""
-
-GPU_SEGMENT = 16384
-"""Entries above which the published GPU assemblies split a row (ours: `hybridmf.gpu.fused.SEGMENT`)."""
-
-GPU_BATCH_BYTES = 2 << 30
-"""Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
-
 HOST_BATCH_BYTES = 256 << 20
 """The same where factors come from the host: rows that are there together save loads, these only launches."""
 
@@ -90,355 +80,6 @@ kernels end before others begin: on an H200 that costs 0.25 ms."""
 
 CPU_PARTIAL_BYTES = 256 << 20
 """Systems that a rank on the CPU sums at a time where several ranks share them."""
-
-
-class Method(Protocol):
-    """How a model that is not ALS computes; a frozen dataclass of checked hyperparameters."""
-
-    kind: ClassVar[str]
-    """Which formulas of `hybridmf.plan.cost` are its own."""
-
-    @property
-    def label(self) -> str:
-        """What runs, in a word or two."""
-
-    def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
-        """Decide what `base` (sizes, dtype, threads) leaves open. `spec`: the GPU that was found or asked for."""
-
-    def flops_per_iteration(self, plan: Plan) -> float:
-        """Useful work of one iteration."""
-
-    def bytes_per_iteration(self, plan: Plan) -> float:
-        """Factors and residuals that one iteration reads and writes, by count: caches serve part of them."""
-
-    def __str__(self) -> str:
-        """What runs, in a few words."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Checked hyperparameters of how to compute (what to compute is the Objective)."""
-
-    factors: int
-    solver: str
-    cg_steps: int
-    assembly: str
-    reorder: str
-    precision: str
-    dtype: str
-    num_threads: int
-    device: str | tuple[str, ...]
-    block_size: int
-    balance: bool
-    gpu_memory_limit: int | None
-    iterations: int
-    method: Method | None = None
-
-    @classmethod
-    def check(
-        cls,
-        *,
-        factors: Any,
-        dtype: Any,
-        num_threads: Any,
-        device: Any,
-        iterations: Any = 15,
-        precision: Any = "float32",
-        gpu_memory_limit: Any = None,
-        solver: Any = "cholesky",
-        cg_steps: Any = 3,
-        assembly: Any = "auto",
-        reorder: Any = "none",
-        block_size: Any = 32,
-        balance: Any = False,
-        method: Method | None = None,
-    ) -> Settings:
-        """Judge each hyperparameter by itself; the plan judges combinations. `method` is checked already."""
-        if isinstance(reorder, (bool, np.bool_)):
-            reorder = "both" if reorder else "none"
-        return cls(
-            factors=check_int("factors", factors, 1, MAX_FACTORS),
-            solver=check_choice("solver", solver, SOLVERS),
-            cg_steps=check_int("cg_steps", cg_steps, 1, MAX_CG_STEPS),
-            assembly=check_choice("assembly", assembly, ASSEMBLIES),
-            reorder=check_choice("reorder", reorder, REORDERINGS),
-            precision=check_choice("precision", precision, PRECISIONS),
-            dtype=check_choice("dtype", _dtype_name(dtype), DTYPES),
-            num_threads=check_threads(num_threads),
-            device=dispatch.check_device(device),
-            block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
-            balance=check_bool("balance", balance),
-            gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
-            iterations=check_int("iterations", iterations, 1),
-            method=method,
-        )
-
-
-def _dtype_name(dtype: Any) -> Any:
-    """Name of a type; what is none (np.dtype(None) would be float64) comes back for `check_choice` to refuse."""
-    if isinstance(dtype, (type, np.dtype)):
-        with suppress(TypeError):
-            return np.dtype(dtype).name
-    return dtype
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Every size and choice of one run; ``print(plan)`` shows it.
-
-    Attributes
-    ----------
-    device, reason : str
-        Where it runs and why.
-    n_users, n_items, nnz, factors : int
-        Sizes of the problem.
-    rank : int
-        Columns of the systems that are solved: `factors`, plus one for a bias.
-    solver, assembly, reorder, precision, dtype : str
-        What was decided; never "auto".
-    cg_steps, block_size, num_threads : int
-    balance : bool
-    instruction_set : str
-        Vector kernels in use.
-    tile_rows, tile_cols : int
-        BALS tile (0 for other assemblies).
-    batch_flops : float
-        Work of one kernel call; Ctrl-C is answered between calls.
-    gpu : DeviceSpec or None
-        The GPU, as it was when the plan was made.
-    segment, batch_slots : int
-        On a GPU: entries above which a row is split, and systems (or segments of them) in memory at a time.
-    bytes : dict of str to int
-        Memory by purpose, at the peak.
-    notes : tuple of str
-        What a reader should know about the choices.
-    method : Method or None
-        What runs if it is not ALS; `solver`, `assembly` and `reorder` then say nothing.
-    streamed : {"", "host", "disk"}
-        Where ratings come from slab by slab in each half sweep: a store that is not loaded, or, on a GPU, the memory
-        of the host. Empty: they stay where the work is done.
-    slab : int
-        Entries of the largest slab, or what they are cut to; 0 where nothing is streamed.
-    resident : bool
-        The slabs of a store stay on the GPU once they were read.
-    devices : tuple of str
-        Of each rank, where there are several; `device` is then the first, which serves the fitted model.
-    scale : ScalePlan or None
-        How ALS spreads over several GPUs; on one, in which parts factors come that do not stay there.
-    scratch : tuple of str
-        Folders for files of factors that fit neither on a GPU nor in the memory of the host, the one to use first.
-    facts : Facts or None
-        What is known of the degrees of the data.
-    estimates : tuple of Estimate
-        What this plan and the other ways to compute are predicted to take; the chosen one first.
-    """
-
-    device: str
-    reason: str
-    n_users: int
-    n_items: int
-    nnz: int
-    factors: int
-    rank: int
-    feedback: str
-    solver: str
-    cg_steps: int
-    block_size: int
-    assembly: str
-    reorder: str
-    precision: str
-    dtype: str
-    num_threads: int
-    instruction_set: str
-    balance: bool = False
-    tile_rows: int = 0
-    tile_cols: int = 0
-    batch_flops: float = BATCH_FLOPS
-    gpu: DeviceSpec | None = None
-    segment: int = 0
-    batch_slots: int = 0
-    bytes: dict[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    method: Method | None = None
-    streamed: str = ""
-    slab: int = 0
-    resident: bool = False
-    devices: tuple[str, ...] = ()
-    scale: ScalePlan | None = None
-    scratch: tuple[str, ...] = ()
-    facts: Facts | None = field(default=None, compare=False, repr=False)
-    estimates: tuple[dispatch.Estimate, ...] = field(default=(), compare=False, repr=False)
-
-    @property
-    def device_name(self) -> str:
-        """Where it runs, all devices."""
-        return "+".join(self.devices) if self.devices else self.device
-
-    @property
-    def grids(self) -> dict[Side, Grid]:
-        """Of ALS on several devices: how each half sweep spreads over them; model parallel if nothing was planned."""
-        if self.scale is not None:
-            return self.scale.grids
-        grid = Grid(1, max(1, len(self.devices)))
-        return {"user": grid, "item": grid}
-
-    @property
-    def factors_on(self) -> Place:
-        """Where factors are between half sweeps: "device" (for a fit on the CPU, its memory), "host" or "disk"."""
-        return "device" if self.scale is None else self.scale.factors
-
-    @property
-    def factors_on_host(self) -> bool:
-        """Whether factors are in the memory of the host, and on a GPU only while they are worked with."""
-        return self.factors_on == "host"
-
-    @property
-    def factors_away(self) -> bool:
-        """Whether factors are in the memory of the host or in files, and on a GPU only while they are worked with."""
-        return self.factors_on != "device"
-
-    def tables_of(self, side: Side) -> int:
-        """Tables of a side's factors that a fit has at a time where they are away: new ones beside the last ones.
-
-        To balance makes new ones of both sides, of which the items' are replaced while the last ones are still there.
-        """
-        return 3 if self.balance and side == "item" else 2
-
-    @property
-    def _away_bytes(self) -> int:
-        """Of the factors of both sides, new and old, where they are away."""
-        rows = self.tables_of("user") * self.n_users + self.tables_of("item") * self.n_items
-        if self.devices:
-            rows += len(self.devices) * max(self.n_users, self.n_items)  # gathered by each rank
-        return rows * Problem((0, 0), 0, self.rank, np.dtype(self.dtype).itemsize).row_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Memory of the host that factors take which stay there: those of a half sweep beside the ones before."""
-        return self._away_bytes if self.factors_on == "host" else 0
-
-    @property
-    def disk_bytes(self) -> int:
-        """The same of files, where factors are on disk."""
-        return self._away_bytes if self.factors_on == "disk" else 0
-
-    @property
-    def row_cost(self) -> float:
-        """What solving a row costs beside its entries, in entries; ranks get rows of equal cost."""
-        if self.solver != "cholesky":
-            return 0.0
-        return H200.row_cost(self.rank) if self.gpu is not None else self.rank / 3
-
-    @property
-    def total_bytes(self) -> int:
-        """Peak memory, the sum of `bytes`."""
-        return sum(self.bytes.values())
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """Entries of the longest user and of the longest item; 0 where that is not known."""
-        return (0, 0) if self.facts is None else (self.facts.longest_user, self.facts.longest_item)
-
-    @property
-    def asks_for_degrees(self) -> bool:
-        """Whether its memory depends on the longest item, which nobody has counted: ratings come in whole rows."""
-        if self.gpu is None or self.method is not None or self.longest[1]:
-            return False
-        most = min(self.nnz, self.n_users)
-        in_slabs = self.streamed != "" and not self.resident and (self.scale is not None or self.slab < most)
-        return in_slabs or self.batch_slots * self.segment < most
-
-    @property
-    def uses_blas(self) -> bool:
-        """Whether assembly and Gram matrix are the published ones, which go through BLAS."""
-        return self.assembly in ("rank1", "blas3")
-
-    def for_fold_in(self) -> Plan:
-        """The plan of an exact solve of new rows in the order they come."""
-        if self.method is not None:
-            assembly = "simd" if self.gpu is None else "sparse_syrk"
-            exact = replace(self, method=None, solver="cholesky", assembly=assembly, precision="float32")
-            slots = 0 if self.gpu is None else max(1, GPU_BATCH_BYTES // _slot_bytes(exact))
-            return replace(exact, segment=GPU_SEGMENT, batch_slots=slots)
-        # rows that come alone have no tiles to share; sparse_syrk serves any rank, type and weight
-        without_tiles = "simd" if self.gpu is None else "sparse_syrk"
-        assembly = without_tiles if self.assembly == "bals" else self.assembly
-        segment = self.segment if assembly == self.assembly else gpu_segment(assembly)
-        return replace(
-            self, solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0, segment=segment
-        )
-
-    @property
-    def flops_per_iteration(self) -> float:
-        """Useful work of one iteration: nnz f (f + 1) a half sweep and f^3/3 + 2 f^2 a solve.
-
-        CG takes 4 nnz f a step, subspaces a block where the exact solver takes f.
-        """
-        if self.method is not None:
-            return self.method.flops_per_iteration(self)
-        f, rows = self.rank, self.n_users + self.n_items
-        if self.solver == "cg":
-            gram = 2.0 * rows * f * f if self.feedback == "implicit" else 0.0
-            return (self.cg_steps + 1) * (8.0 * self.nnz * f + gram)
-        if self.solver == "subspace":
-            block = self.block_size
-            return 2.0 * self.nnz * f * (block + 7) + rows * f * (block**2 / 3 + 4.0 * f)
-        return 2.0 * self.nnz * f * (f + 1) + rows * (f**3 / 3 + 2.0 * f * f)
-
-    @property
-    def bytes_per_iteration(self) -> float:
-        """Bytes moved by count, whatever caches serve: ALS gathers a row of factors for each entry of either side."""
-        if self.method is not None:
-            return self.method.bytes_per_iteration(self)
-        return 2.0 * self.nnz * self.rank * np.dtype(self.dtype).itemsize
-
-    def __str__(self) -> str:
-        solver = {
-            "cg": f"cg, {self.cg_steps} steps",
-            "subspace": f"subspace, {self.block_size} coordinates at a time",
-        }.get(self.solver, f"{self.solver}, assembly {self.assembly}")
-        if self.tile_rows:
-            solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
-        solver += f"; reorder {self.reorder}" + ("; balanced" if self.balance else "")
-        lines = [
-            f"device    {self.device_name}: {self.reason}",
-            f"problem   {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, "
-            f"{self.feedback} feedback",
-            f"factors   {self.factors} in {self.dtype}",
-            f"solver    {solver if self.method is None else self.method}",
-            f"kernels   {self._kernels()}",
-            f"work      {self.flops_per_iteration / 1e9:,.1f} GFLOP per iteration",
-            f"memory    {mib(self.total_bytes)}{' on each' if self.devices and self.scale else ''}: "
-            + ", ".join(f"{name} {mib(size)}" for name, size in self.bytes.items()),
-        ]
-        if self.streamed:
-            once = ", once: they stay on the GPU" if self.resident else ""
-            lines.append(f"streamed  from {self.streamed} in slabs of up to {self.slab:,} entries{once}")
-        lines += [f"estimate  {text}" for text in dispatch.estimate_lines(self.estimates)]
-        if self.host_bytes:
-            lines.append(f"host      {mib(self.host_bytes)}: factors, old and new; they come to the GPU in parts")
-        if self.disk_bytes:
-            lines.append(
-                f"disk      {mib(self.disk_bytes)} in {self.scratch[0]!r}: factors, old and new; they come to the GPU "
-                "in parts"
-            )
-        if self.scale is not None:
-            lines += [str(half) for half in self.scale.halves.values()]
-            lines.append(f"predicted {self.scale.seconds:.3g} s per iteration")
-        elif self.devices and self.method is None:
-            grid = self.grids["user"]
-            lines.append(f"ranks     {grid.splits} x {grid.groups}: each solves its rows with the whole fixed side")
-        return "\n".join(lines + [f"note      {note}" for note in self.notes])
-
-    def _kernels(self) -> str:
-        if self.gpu is None:
-            return f"{self.instruction_set} on {self.num_threads} threads"
-        if self.method is not None:
-            return f"{self.gpu}, {self.precision}"
-        return (
-            f"{self.gpu}, {self.precision} products, rows cut after {self.segment:,} entries, "
-            f"{self.batch_slots:,} systems at a time"
-        )
 
 
 def make_plan(
@@ -754,11 +395,6 @@ def _gpu_reordering(asked: str, assembly: str) -> str:
     return "both" if assembly == "bals" else "none"
 
 
-def gpu_segment(assembly: str) -> int:
-    """Entries above which a row is split."""
-    return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
-
-
 def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
     """What runs how on a GPU; a pure function of sizes and of what the GPU is.
 
@@ -909,18 +545,11 @@ def _most_slots(plan: Plan, rows: int) -> int:
     return cuts + (cuts if at_once else rows) + 1
 
 
-def _slot_bytes(plan: Plan) -> int:
-    """Bytes of one system, or of one segment of a row, that waits to be solved."""
-    if plan.assembly == "fused":
-        return 4 * fused.partial_floats(plan.rank)
-    return (plan.rank + 1) * plan.rank * np.dtype(plan.dtype).itemsize
-
-
 def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
     """Memory by purpose that does not depend on the size of batches."""
     m, n, nnz = plan.n_users, plan.n_items, plan.nnz
     itemsize = np.dtype(plan.dtype).itemsize
-    width = fused.round_up(plan.rank, 16 // itemsize)
+    width = system.round_up(plan.rank, 16 // itemsize)
     if plan.rank > plan.factors:  # biases beside them, and what ratings owe to the fixed side's
         width += 2
     sizes = {
@@ -937,15 +566,6 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
 
 
 # ---------------------------------------------------------------------------------------------------- both
-
-
-def _instruction_set_notes() -> list[str]:
-    """A note if HYBRIDMF_ISA asks for kernels that do not exist or cannot run here."""
-    wanted, used = os.environ.get("HYBRIDMF_ISA", ""), _als.instruction_set()
-    if wanted in ("", used):
-        return []
-    known = "avx512, avx2, portable"
-    return [f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: {known}); using {used}"]
 
 
 def check_memory(plan: Plan) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..core.validate import cgroup_folders, index_pointer_dtype, system_words
+from ..core.validate import index_pointer_dtype
 from ..native import _als
 
 if TYPE_CHECKING:
-    from .make import Plan
+    from .types import Plan
 
 GRAM_ROWS = 512
 """Rows a thread of `_als.gram` widens to float64 at a time (GRAM_ROWS of native/_als.pyx)."""
@@ -92,45 +91,3 @@ def system_bytes(plan: Plan) -> int:
     """Bytes of one padded system and its right side, as the CPU's kernels sum it."""
     width = _als.padded_rank(plan.rank)
     return (width + 1) * width * np.dtype(plan.dtype).itemsize
-
-
-def available_memory() -> int | None:
-    """Bytes this process can still get, by machine and control groups; None where the system does not say."""
-    sizes = [_free_memory(), *map(_cgroup_memory, cgroup_folders("memory"))]
-    return min((size for size in sizes if size is not None), default=None)
-
-
-def _free_memory() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-_CGROUP_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def _cgroup_memory(folder: str) -> int | None:
-    """What is left of the limit of one control group (v2 or v1), None without a limit; cached files make way."""
-    for limit, usage, cache in _CGROUP_FILES:
-        words = system_words(f"{folder}/{limit}") + system_words(f"{folder}/{usage}")
-        if len(words) == 2 and words[0].isdecimal():  # not "max"
-            statistics = system_words(f"{folder}/memory.stat")
-            cached = dict(zip(statistics[::2], statistics[1::2], strict=False)).get(cache, "0")
-            return max(0, int(words[0]) - int(words[1]) + int(cached))
-    return None
-
-
-def mib(size: int) -> str:
-    """A number of bytes as messages have it."""
-    return f"{size / 2**20:,.1f} MiB"

@@ -30,18 +30,19 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..core import system
 from ..core.objective import SIDES, Side
+from ..core.system import mib
 from ..core.validate import check_int
 from ..errors import DeviceMemoryError, MemoryBudgetError
-from ..gpu import fused
+from . import fused
 from .grid import Grid, Layout
-from .memory import mib
 
 HEADROOM = 0.04
 """Share of a GPU's memory left to what nobody counts (cuMF: 500 MB of 12 GB)."""
 
 BATCH_BYTES = 2 << 30
-"""Systems in a GPU's memory at a time (`hybridmf.plan.make.GPU_BATCH_BYTES`)."""
+"""Systems in a GPU's memory at a time (`hybridmf.plan.types.GPU_BATCH_BYTES`)."""
 
 SLABS = 8
 """Pieces that data are loaded in, of which nothing runs beside the first one."""
@@ -247,7 +248,7 @@ class Problem:
     @property
     def row_bytes(self) -> int:
         """Of a row of factors."""
-        return fused.round_up(self.factors, 16 // self.itemsize) * self.itemsize
+        return system.round_up(self.factors, 16 // self.itemsize) * self.itemsize
 
     @property
     def entry_bytes(self) -> int:

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..core.system import ceil_div
 from ..core.validate import check_bool, check_choice, check_real, index_pointer_dtype
 from ..device.cuda import DeviceSpec
-from ..errors import DeviceError
-from . import dispatch
-from . import make as _plan
-from .make import Plan, Settings
+from ..errors import DeviceError, DivergedError
+from . import dispatch, types
+from .types import Plan, Settings
 
 logger = logging.getLogger("hybridmf")
 
@@ -39,7 +39,7 @@ GPU_MAX_FACTORS = 512
 
 @dataclass(frozen=True)
 class SgdMethod:
-    """Stochastic gradient descent, as `hybridmf.plan.make.Method`.
+    """Stochastic gradient descent, as `hybridmf.plan.types.Method`.
 
     Attributes
     ----------
@@ -211,7 +211,7 @@ class SgdMethod:
         rows = (m + n) * (-(-plan.rank // 8) * 8) * itemsize
         copies = 3 if plan.rank > plan.factors else 2  # a biased table is put together beside the rows worked on
         if self.schedule == "batch_hogwild":
-            from ..gpu.sgd import RUN  # which imports this module
+            from .sgd import RUN  # which imports this module
 
             # by one side's rows; and its runs, which are shuffled on the host
             runs = 16 * (nnz // RUN + max(m, n))
@@ -222,7 +222,7 @@ class SgdMethod:
 
     def _range_bytes(self, plan: Plan) -> int:
         """Bounds and sums of the ranges in which rows are walked, beyond the first of each."""
-        from ..gpu.sgd import range_count, stored_width
+        from .sgd import range_count, stored_width
 
         assert plan.gpu is not None
         row_bytes = stored_width(plan.factors, plan.dtype) * np.dtype(plan.dtype).itemsize
@@ -231,7 +231,7 @@ class SgdMethod:
         return sum(moved * (8 + 8) * (count - 1) for (moved, _), count in zip(shapes, counts, strict=True))
 
     def _cpu_plan(self, base: Plan, settings: Settings) -> Plan:
-        notes = _plan._instruction_set_notes()
+        notes = types._instruction_set_notes()
         if self.schedule not in CPU_SCHEDULES:
             what = f"schedule={self.schedule!r} needs a GPU"
             way_out = f"use one of schedule={', '.join(map(repr, CPU_SCHEDULES))}"
@@ -299,3 +299,59 @@ def learning_rate_at(method: SgdMethod, epoch: int) -> float:
     if method.rate_schedule == "geometric":
         return float(method.learning_rate * method.decay**epoch)
     return method.learning_rate
+
+
+RISE = 2.0
+"""Training loss of an epoch, relative to the best one before, from which a run has diverged."""
+
+
+def diverged(what: str, method: SgdMethod, epoch: int) -> DivergedError:
+    """The error of a run whose steps were too long in epoch 0, 1, ...; `what` is how that showed."""
+    now = learning_rate_at(method, epoch)
+    rate = f"learning_rate={method.learning_rate:g}"
+    if now != method.learning_rate:
+        rate += f" ({now:g} in this epoch)"
+    return DivergedError(
+        f"SGD diverged in iteration {epoch + 1}: {what}. {rate} is too long a step for these ratings: "
+        f"try learning_rate={method.learning_rate / 4:g}, or scale the ratings down; "
+        "the model keeps the factors of the last sound iteration, if there was one"
+    )
+
+
+RANGE_OF_L2 = 0.25
+"""Part of the L2 cache that the fixed rows take which are walked at a time: all rows walk those of one range before
+they go on to the next, else each would be elsewhere and all of them would read from memory. An epoch of Netflix's shape
+took 17.9 ms instead of 19.0 on an H200 (f = 128, 31 MB a range), 10.0 instead of 12.0 (64, 15 MB), 7.9 instead of 9.4
+(32)."""
+
+MOST_RANGES = 8
+"""Ranges wait for each other: more of them were slower (f = 128: 12 took 18.0 ms)."""
+
+RANGE_ENTRIES = 64
+"""Entries that a row has in a range, on average, at least: to begin a row takes as long as some of its updates."""
+
+RUN = 8
+"""Entries of one row that batch-Hogwild keeps together, while the row stays in registers, where no tuned table says
+otherwise; see cuda/batch_hogwild.cu. An epoch of Netflix's shape, f = 128 in float16, took 21.8 ms on an H200; in
+trials 20.0 with 16 and 17.1 with 32, at the same train RMSE. But 32 spills registers at other widths: it wants fewer
+blocks on a multiprocessor there, which is for `hybridmf tune` to find."""
+
+
+def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int, most: int = MOST_RANGES) -> int:
+    """In how many ranges of columns rows walk their entries; see `RANGE_OF_L2`.
+
+    Parameters
+    ----------
+    shape : (int, int)
+        Rows that are moved and rows that are fixed.
+    nnz, row_bytes, l2_bytes, most : int
+    """
+    moved, fixed = shape
+    wanted = ceil_div(fixed * row_bytes, max(1, int(RANGE_OF_L2 * l2_bytes)))
+    return max(1, min(wanted, most, nnz // max(1, RANGE_ENTRIES * moved)))
+
+
+def stored_width(factors: int, dtype: Any) -> int:
+    """Columns of `Rows` of a dtype."""
+    vector = 16 // np.dtype(dtype).itemsize
+    return ceil_div(factors, vector) * vector

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ..core.objective import Side, State
-from .make import Plan
+from .types import Plan
 
 SWEEP_ORDER: tuple[Side, Side] = ("item", "user")
 """Items first: the user factors a fit ends with are then exact for its item factors, so fold-in reproduces them."""

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..plan.make import Plan
 from ..plan.ranks import PIECES
+from ..plan.types import Plan
 
 MORE_BATCHES, BATCH_BYTES = 4, 128 << 20
 """Batches that a half sweep is cut into so that sums travel while others are made, if each still has so many bytes:

@@ -13,8 +13,8 @@ from ..core.objective import Factors, Objective, Side
 from ..cpu import als
 from ..cpu.stream import StreamedHalf
 from ..data.slabs import RangeSlabs
-from ..native import _als
-from ..plan.make import Plan
+from ..native import _als, status
+from ..plan.types import Plan
 from .batches import Ranges
 from .su_als import Block, Owned, Then
 
@@ -284,7 +284,7 @@ class PartialRows(als.HalfSweep):
 
     def result(self, then: Then | None = None) -> Factors:
         """Factors of the rows solved here."""
-        als.check_status(self._status, self.side, self.objective, self.names)
+        status.check_status(self._status, self.side, self.objective, self.names)
         out = self._out
         if not self.objective.biases:
             return Factors(out)

@@ -13,17 +13,19 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side
+from ..core.sparse import csr_of, rows_of
+from ..core.system import ceil_div, round_up
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..device.cuda import Array, CudaDevice, Device, open_device
 from ..gpu import als, fused, losses, turns
-from ..gpu.fused import BLOCK, FusedConfig, Systems, round_up
-from ..gpu.launch import ceil_div
+from ..gpu.fused import Systems
 from ..gpu.rows import add_pieces
 from ..gpu.stream import Pipeline, StreamedHalf, Work, waves_of
 from ..gpu.turns import HostFactors
-from ..plan.grid import csr_of, rows_of
-from ..plan.make import Plan
+from ..plan import fused as plan_fused
+from ..plan.fused import BLOCK, FusedConfig
 from ..plan.ranks import PIECES
+from ..plan.types import Plan
 from .batches import Ranges, batch_entries
 from .cpu_rank import InOrder
 from .su_als import Block, Owned, Then, degrees_of, ends_of
@@ -60,7 +62,7 @@ class GpuWorker:
 
     def own(self, factors: Factors, plan: Plan) -> als.DeviceFactors | HostFactors:
         """Factors as a table, where the plan has them between half sweeps."""
-        width = als.table_width(plan.rank, factors.matrix.dtype)
+        width = plan_fused.table_width(plan.rank, factors.matrix.dtype)
         return turns.to_host(factors, width) if plan.factors_away else als.to_device(self.device, factors, width)
 
     def blank(self, like: Array, rows: int) -> Array:

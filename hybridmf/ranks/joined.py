@@ -9,13 +9,6 @@ import numpy as np
 from ..core.objective import AwayFactors, Factors
 
 
-def part_of(factors: Factors, first: int, last: int) -> Factors:
-    """Rows `first` to `last` - 1, as views."""
-    bias = None if factors.bias is None else factors.bias[first:last]
-    squares = None if factors.squares is None else part_of(factors.squares, first, last)
-    return Factors(factors.matrix[first:last], bias, squares)
-
-
 class JoinedFactors(AwayFactors):
     """The ranks' rows one after the other, on the host once somebody looks.
 

@@ -33,22 +33,22 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.objective import SIDES, Factors, Objective, Side, State, other_side, part_of
 from ..core.validate import check_choice, csr_arrays, make_csr
 from ..cpu import sgd as cpu_sgd
 from ..cpu.als import aligned_zeros, objective_value
-from ..cpu.sgd import RISE, Copies, RowSweeps, diverged, starting_state, sums_width
+from ..cpu.sgd import Copies, RowSweeps, starting_state, sums_width
+from ..data.fingerprint import fingerprint
 from ..device.cuda import Device, open_device
 from ..errors import CommunicatorError
 from ..formats import transpose
 from ..gpu import sgd as gpu_sgd
 from ..gpu.als import DeviceFactors, to_device
-from ..gpu.sgd import Msgd, Rows, Terms, TrainingLoss, stored_width
-from ..model.checkpoint import fingerprint
-from ..plan.make import BATCH_FLOPS, Plan
+from ..gpu.sgd import Msgd, Rows, Terms, TrainingLoss
 from ..plan.partition import even_bounds
-from ..plan.sgd import SgdMethod, learning_rate_at
-from .joined import JoinedFactors, part_of
+from ..plan.sgd import RISE, SgdMethod, diverged, learning_rate_at, stored_width
+from ..plan.types import BATCH_FLOPS, Plan
+from .joined import JoinedFactors
 from .transport.communicator import Array, Communicator, check_agreement, start_sendrecv
 from .transport.nccl import NcclCommunicator
 from .transport.threads import RankThreads

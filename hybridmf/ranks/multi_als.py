@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Objective, Side, State
+from ..core.objective import SIDES, Objective, Side, State, part_of
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..data.store import StoreMatrix
 from ..errors import CommunicatorError
 from ..formats import Reordered, reorder, transpose
 from ..plan.grid import Grid, Layout
-from ..plan.make import Plan
 from ..plan.solver import Alternating
+from ..plan.types import Plan
 from .cpu_rank import CpuWorker
-from .joined import JoinedFactors, part_of
+from .joined import JoinedFactors
 from .su_als import Block, RankALS, ReductionName, Worker, rank_plan
 from .transport.communicator import Communicator
 from .transport.threads import RankThreads

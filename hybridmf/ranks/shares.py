@@ -13,13 +13,14 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Side, other_side
+from ..core.sparse import columns_of, stacked
 from ..core.validate import from_triplets
+from ..data.fingerprint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..data.store import Store, StoreMatrix
 from ..errors import CommunicatorError, DuplicateEntriesError
 from ..formats import transpose
-from ..model.checkpoint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
-from ..plan.grid import Grid, Layout, columns_of, stacked
+from ..plan.grid import Grid, Layout
 from .su_als import Block
 from .transport.communicator import Communicator
 

@@ -21,7 +21,7 @@ import scipy.sparse as sp
 
 from ..als import ExplicitALS, ImplicitALS
 from ..ccd import CCD
-from ..core.validate import available_cores
+from ..core.system import available_cores
 from ..device.cuda import CudaDevice, DeviceSpec, open_device
 from ..model.base import FactorModel
 from ..plan import dispatch

@@ -14,10 +14,10 @@ from threadpoolctl import threadpool_info
 
 from .. import _formats
 from .._version import __version__
-from ..core.validate import available_cores, check_threads
+from ..core.system import available_cores, available_memory
+from ..core.validate import check_threads
 from ..native import _als
 from ..plan import dispatch
-from ..plan.memory import available_memory
 
 
 def _version(package: str) -> str | None:

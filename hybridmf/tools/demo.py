@@ -18,7 +18,7 @@ from ..core.table import format_table
 from ..core.validate import check_int
 from ..errors import DeviceError
 from ..metrics import PopularityRecommender, evaluate
-from ..plan.make import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS
+from ..plan.types import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS
 from ..ratings import Ratings, split
 from .preview import plan
 

@@ -8,11 +8,12 @@ import numpy as np
 from sklearn.base import clone
 
 from ..als import ExplicitALS
+from ..core.system import parse_bytes
 from ..core.validate import MAX_AXIS, check_int, check_nonempty
-from ..device.cuda import parse_bytes
 from ..model.base import FactorModel
-from ..plan.make import Plan, make_plan, plan_for
+from ..plan.make import make_plan, plan_for
 from ..plan.ranks import MAX_GPUS, Problem, ScalePlan, plan_scale
+from ..plan.types import Plan
 
 
 @overload

@@ -18,14 +18,15 @@ import numpy as np
 
 from ..core.objective import SIDES, Factors, Objective, Side, State, initial_state
 from ..core.validate import check_int, check_rng
+from ..data import labels as data_labels
 from ..errors import CommunicatorError, RatingsError
 from ..model import checkpoint as checkpoints
 from ..model import files as _io
 from ..model.base import FactorModel
 from ..model.learned import Learned
-from ..plan.cost import Facts
-from ..plan.make import Plan, check_memory, make_plan
+from ..plan.make import check_memory, make_plan
 from ..plan.memory import rank_bytes
+from ..plan.types import Facts, Plan
 from ..ranks.cpu_rank import CpuWorker
 from ..ranks.shares import Cut, RankRatings
 from ..ranks.su_als import RankALS, Worker
@@ -208,8 +209,8 @@ class _Fit:
         resumed = None
         if self.first and checkpoint is not None:
             where = checkpoints.prepare(checkpoint, resume_from)
-            _io.check_storable_labels("user_ids", self.ratings.user_ids)
-            _io.check_storable_labels("item_ids", self.ratings.item_ids)
+            data_labels.check_storable_labels("user_ids", self.ratings.user_ids)
+            data_labels.check_storable_labels("item_ids", self.ratings.item_ids)
         if self.first and resume_from is not None:
             resumed = checkpoints.read(resume_from, self.model, data)
             self.history = list(resumed.summary["history"])

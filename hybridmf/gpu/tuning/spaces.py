@@ -22,12 +22,17 @@ from typing import Any
 
 import numpy as np
 
+from ...core.system import ceil_div
 from ...device.cuda import DeviceSpec
-from .. import assemblies, ccd, cholesky_any, fused, sgd, topk
-from ..assemblies import BalsConfig, MoAlsConfig, SyrkConfig
+from ...plan import assemblies as plan_assemblies
+from ...plan import ccd_gpu
+from ...plan import fused as plan_fused
+from ...plan import sgd as plan_sgd
+from ...plan.assemblies import BalsConfig
+from ...plan.fused import FusedConfig
+from .. import cholesky_any, fused, sgd, topk
+from ..assemblies import MoAlsConfig, SyrkConfig
 from ..cholesky_any import CgConfig, CholeskyConfig, TilesConfig
-from ..fused import FusedConfig
-from ..launch import ceil_div
 from ..sgd import BlockedConfig, HogwildConfig
 from ..topk import GroupMaxConfig
 
@@ -266,7 +271,7 @@ def _mo_als(config: MoAlsConfig, spec: DeviceSpec) -> Candidate:
 def _enumerate_mo_als(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
     rank, itemsize = facts["rank"], facts["itemsize"]
     for tile, groups, parts in itertools.product((2, 4, 8), (1, 2, 3, 4, 6, 8), range(1, 9)):
-        tiles = assemblies._lower_tiles(rank, tile)
+        tiles = plan_assemblies._lower_tiles(rank, tile)
         part_tiles = ceil_div(tiles, parts)
         if ceil_div(tiles, part_tiles) != parts:
             continue
@@ -294,7 +299,7 @@ def _enumerate_bals(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
     """Rows of a block, staged factor rows (the width of a matrix tile), and its height in blocks: BALS 4.3."""
     rank, itemsize = facts["rank"], facts["itemsize"]
     for tile, blocks, buffers in itertools.product((4, 8), (1, 2, 3), (1, 2)):
-        tiles = assemblies._lower_tiles(rank, tile)
+        tiles = plan_assemblies._lower_tiles(rank, tile)
         for parts, rows, lanes in itertools.product((1, 2, 4), (1, 2, 4, 6, 8, 12, 16, 24, 32), (8, 16, 32)):
             part_tiles = ceil_div(tiles, parts)
             least = _legal(
@@ -324,7 +329,7 @@ def _fused(config: FusedConfig, solver: str, spec: DeviceSpec) -> Candidate:
     shared = config.shared_bytes(solver)
     threads = config.threads * occupancy(config.threads, shared, config.blocks_per_sm, spec)
     # products of 16 x 16 blocks by a warp: its square patch of blocks decides what is read how often
-    blocks = config.rank16 // fused.BLOCK
+    blocks = config.rank16 // plan_fused.BLOCK
     reuse = blocks / config.warps**0.5
     return Candidate(config, _values(config, "rank"), threads, reuse, 1.0, (config.warps, config.teams))
 
@@ -336,13 +341,13 @@ FUSED_KINDS = (("float32", "cholesky"), ("float32", "cg"), ("bf16", "cholesky"))
 
 
 def _fused_facts(factors: int, itemsize: int) -> list[Facts]:
-    if factors > fused.MAX_RANK or itemsize != 4:
+    if factors > plan_fused.MAX_RANK or itemsize != 4:
         return []
     return [{"rank": factors, "precision": precision, "solver": solver} for precision, solver in FUSED_KINDS]
 
 
 def _fused_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
-    why_not = fused.supports(facts["rank"], "float32", spec)
+    why_not = plan_fused.supports(facts["rank"], "float32", spec)
     if why_not:
         raise ValueError(why_not)
     return _fused(FusedConfig.rule(facts["rank"]), facts["solver"], spec)
@@ -350,13 +355,13 @@ def _fused_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
 
 def _enumerate_fused(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
     rank, solver = facts["rank"], facts["solver"]
-    blocks = ceil_div(rank, fused.BLOCK)
+    blocks = ceil_div(rank, plan_fused.BLOCK)
     for warps, teams, stages, resident in itertools.product((1, 2, 4), (1, 2, 4, 8), (2, 3, 4, 5, 6), range(1, 13)):
         config = _legal(FusedConfig, rank, warps, teams, stages, resident)
         if config is None:
             continue
         # accumulators of a thread: 16 x 16 blocks of the lower triangle over the lanes of a team
-        sums = blocks * (blocks + 1) // 2 * fused.BLOCK**2 // (WARP * warps)
+        sums = blocks * (blocks + 1) // 2 * plan_fused.BLOCK**2 // (WARP * warps)
         available = min(255, REGISTERS // (config.threads * resident) // 8 * 8)
         fits = occupancy(config.threads, config.shared_bytes(solver), resident, spec) == resident
         if sums + FUSED_REGISTERS <= available and fits:
@@ -369,7 +374,9 @@ def _fused_builds(facts: Facts, config: FusedConfig) -> list[Build]:
 
 def _fused_programs(facts: Facts, config: FusedConfig, implicit: bool, offsets: bool) -> list[Build]:
     constants = fused.build_constants(config, facts["precision"], facts["solver"], implicit, offsets)
-    kernels = ("assemble_segments", "solve_partials") + (() if facts["rank"] >= fused.SOLVED_APART else ("solve_rows",))
+    kernels = ("assemble_segments", "solve_partials") + (
+        () if facts["rank"] >= plan_fused.SOLVED_APART else ("solve_rows",)
+    )
     return [("fused_als.cu", kernel, constants) for kernel in kernels]
 
 
@@ -478,7 +485,7 @@ def _blocked(config: BlockedConfig, spec: DeviceSpec) -> Candidate:
 
 
 def _msgd_facts(factors: int, itemsize: int) -> list[Facts]:
-    return [{"ld": sgd.stored_width(factors, f"f{itemsize}"), "itemsize": itemsize}]
+    return [{"ld": plan_sgd.stored_width(factors, f"f{itemsize}"), "itemsize": itemsize}]
 
 
 def _msgd_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
@@ -506,7 +513,7 @@ def _msgd_programs(facts: Facts, config: BlockedConfig, biases: bool) -> list[Bu
 
 def _hogwild_facts(factors: int, itemsize: int) -> list[Facts]:
     """Factors are stored in float16 or float32; float64 does not exist."""
-    widths = ((sgd.stored_width(factors, f"f{size}"), size) for size in (2, 4))
+    widths = ((plan_sgd.stored_width(factors, f"f{size}"), size) for size in (2, 4))
     kinds = itertools.product(widths, (False, True))
     return [{"ld": ld, "itemsize": size, "biases": b} for (ld, size), b in kinds] if itemsize == 4 else []
 
@@ -543,26 +550,29 @@ def _ccd_facts(factors: int, itemsize: int) -> list[Facts]:
     return [{"itemsize": itemsize, "vectors": vectors} for vectors in (2, 3)]
 
 
-def _ccd(config: ccd.StagedConfig, spec: DeviceSpec) -> Candidate:
+def _ccd(config: ccd_gpu.StagedConfig, spec: DeviceSpec) -> Candidate:
     return Candidate(config, dict(vars(config)), config.threads, 1.0, 1.0, (config.threads,))
 
 
 def _ccd_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
-    return _ccd(ccd.StagedConfig.rule(f"f{facts['itemsize']}"), spec)
+    return _ccd(ccd_gpu.StagedConfig.rule(f"f{facts['itemsize']}"), spec)
 
 
 def _enumerate_ccd(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
     for threads, segment in itertools.product((256, 512, 640, 768, 896, 1024), (2048, 1024, 4096)):
-        yield _ccd(ccd.StagedConfig(threads, segment), spec)
+        yield _ccd(ccd_gpu.StagedConfig(threads, segment), spec)
 
 
-def _ccd_builds(facts: Facts, config: ccd.StagedConfig) -> list[Build]:
+def _ccd_builds(facts: Facts, config: ccd_gpu.StagedConfig) -> list[Build]:
     # the size of a tile is that of the device; a trial compiles it again, its registers are the same
-    dtype, staged = np.dtype(f"f{facts['itemsize']}"), ccd.CcdConfig(True, 4096, 1, config.segment, 1, config.threads)
+    dtype, staged = (
+        np.dtype(f"f{facts['itemsize']}"),
+        ccd_gpu.CcdConfig(True, 4096, 1, config.segment, 1, config.threads),
+    )
     return [("ccd.cu", "rank_one", staged.constants(facts["vectors"], dtype))]
 
 
-def _ccd_variants(facts: Facts, config: ccd.StagedConfig) -> list[Build]:
+def _ccd_variants(facts: Facts, config: ccd_gpu.StagedConfig) -> list[Build]:
     return _ccd_builds(facts | {"vectors": 1}, config)  # further inner iterations
 
 
@@ -633,7 +643,7 @@ SPACES = {
     for space in (
         Space(
             "fused", _fused_facts, _fused_rule, _enumerate_fused, _fused_named, _fused_builds, _fused_variants,
-            weight=4.0, block=fused.BLOCK,
+            weight=4.0, block=plan_fused.BLOCK,
         ),
         Space(
             "sparse_syrk", _syrk_facts, _rank_and_size(SyrkConfig.rule, _syrk), _enumerate_syrk,
@@ -671,7 +681,8 @@ SPACES = {
             weight=0.5,
         ),
         Space(
-            "ccd", _ccd_facts, _ccd_rule, _enumerate_ccd, _named(ccd.StagedConfig, _ccd), _ccd_builds, _ccd_variants,
+            "ccd", _ccd_facts, _ccd_rule, _enumerate_ccd, _named(ccd_gpu.StagedConfig, _ccd), _ccd_builds,
+            _ccd_variants,
             weight=3.0,
         ),
         Space(

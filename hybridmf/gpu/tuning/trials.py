@@ -22,8 +22,11 @@ from ...core.validate import csr_arrays, make_csr
 from ...datasets import _degrees, _popularity
 from ...device.cuda import Array, Device
 from ...formats import BalsMatrix, reorder, transpose
+from ...plan import ccd_gpu
+from ...plan import fused as plan_fused
+from ...plan.fused import table_width
 from .. import assemblies, ccd, cholesky_any, fused, sgd, topk
-from ..als import Pieces, table_width
+from ..als import Pieces
 from ..launch import Entries
 from .spaces import Candidate, Facts, bals_tile
 
@@ -311,14 +314,14 @@ class FusedSide:
             scale=device.upload(self.scale),
         )
         order = np.argsort(-self.degrees, kind="stable")[: int(np.count_nonzero(self.degrees))]
-        at_once = self.rank < fused.SOLVED_APART
-        n_long = int(np.count_nonzero(self.degrees > fused.SEGMENT)) if at_once else len(order)
+        at_once = self.rank < plan_fused.SOLVED_APART
+        n_long = int(np.count_nonzero(self.degrees > plan_fused.SEGMENT)) if at_once else len(order)
         self.short = device.upload(order[n_long:].astype(np.int32))
-        pieces = Pieces.cut(np.asarray(indptr, dtype=np.int64), order[:n_long], fused.SEGMENT)
-        most = max(1, min(BATCH_BYTES, device.free_bytes() // 4) // (4 * fused.partial_floats(self.rank)))
+        pieces = Pieces.cut(np.asarray(indptr, dtype=np.int64), order[:n_long], plan_fused.SEGMENT)
+        most = max(1, min(BATCH_BYTES, device.free_bytes() // 4) // (4 * plan_fused.partial_floats(self.rank)))
         self.batches = [tuple(map(device.upload, (b.rows, b.slots, b.segments))) for b in pieces.batches(most)]
         longest = max((len(batch[2]) for batch in self.batches), default=0)
-        self.partials = device.empty((longest, fused.partial_floats(self.rank)), np.float32)
+        self.partials = device.empty((longest, plan_fused.partial_floats(self.rank)), np.float32)
         steps = 6 if facts["solver"] == "cg" else 1
         scale = fused.entry_scale(float(np.abs(self.table).max()), 1.0) if facts["precision"] == "float32" else 1.0
         self.method = fused.Method(facts["precision"], facts["solver"], 0.0, steps, scale)
@@ -599,7 +602,7 @@ class CcdTrial:
     def __init__(self, device: Device, sample: Sample, facts: Facts) -> None:
         self.device, self.vectors = device, facts["vectors"]
         self.dtype = np.dtype(f"f{facts['itemsize']}")
-        self.side: Side = "item" if self.vectors == ccd.VECTORS["item"] else "user"
+        self.side: Side = "item" if self.vectors == ccd_gpu.VECTORS["item"] else "user"
         self.matrix = sample.side(self.side, facts["itemsize"])
         self.degrees = np.diff(self.matrix.indptr)
         self.objective = Objective.explicit(REGULARIZATION, "count", False)
@@ -615,26 +618,26 @@ class CcdTrial:
         self.tolerance = 1e-4 if self.dtype.itemsize == 4 else 1e-12
 
     def _vector(self, rng: np.random.Generator, n: int) -> np.ndarray:
-        vector = np.zeros(ccd.padded(n, self.dtype), dtype=self.dtype)
+        vector = np.zeros(ccd_gpu.padded(n, self.dtype), dtype=self.dtype)
         vector[:n] = 0.3 * rng.standard_normal(n)
         return vector
 
-    def entries(self, config: ccd.StagedConfig) -> ccd.Entries:
+    def entries(self, config: ccd_gpu.StagedConfig) -> ccd.Entries:
         """The sample in the layout of a configuration; the residual is the ratings."""
-        layout = ccd.CcdConfig.staged_as(config, self.matrix.shape[1], self.vectors, self.dtype, self.device.spec)
+        layout = ccd_gpu.CcdConfig.staged_as(config, self.matrix.shape[1], self.vectors, self.dtype, self.device.spec)
         if config.segment not in self._entries:
             self._entries[config.segment] = ccd.Entries(self.device, self.matrix, self.objective, layout)
         entries = copy.copy(self._entries[config.segment])  # threads do not change where entries lie
         entries.config, entries._kernels = layout, {}
         return entries
 
-    def _run(self, config: ccd.StagedConfig, pending: bool) -> None:
+    def _run(self, config: ccd_gpu.StagedConfig, pending: bool) -> None:
         before, old, new, own_before, own_old = self.on_device
         fixed, own = ccd.Vectors(before, old, new), ccd.Vectors(own_before, own_old, own_old)
         mode = ccd.PassMode(self.vectors, pending, False)
         ccd.rank_one(self.solved, self.entries(config), fixed, own, mode)
 
-    def _reset(self, config: ccd.StagedConfig) -> None:
+    def _reset(self, config: ccd_gpu.StagedConfig) -> None:
         entries = self.entries(config)
         entries.residuals[...] = entries.ratings
 

@@ -25,7 +25,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..._version import __version__
-from ...core.validate import available_cores, check_choice, check_int, check_real
+from ...core.system import available_cores
+from ...core.validate import check_choice, check_int, check_real
 from ...device.cuda import CudaDevice, Device, Resources
 from ...errors import DeviceError, DeviceMemoryError
 from ...plan.tables import LEAST_MEASURED, Entry, Gpu, Table, known

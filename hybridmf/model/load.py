@@ -1,0 +1,48 @@
+"""Reading a model file: the estimator of the class that it names."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..als import ExplicitALS, ImplicitALS
+from ..ccd import CCD
+from ..errors import ModelFileError
+from ..sgd import SGD
+from .base import FactorModel
+from .files import ModelFile
+
+ESTIMATORS: dict[str, type[FactorModel]] = {cls.__name__: cls for cls in (CCD, SGD, ExplicitALS, ImplicitALS)}
+"""The classes of models that files hold."""
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Read a model that ``model.save(path)`` wrote.
+
+    Parameters
+    ----------
+    path : path-like
+
+    Returns
+    -------
+    estimator
+        Fitted, of the class that was saved.
+
+    Raises
+    ------
+    FileNotFoundError, IsADirectoryError
+    ModelFileError
+        Truncated, altered, of another format, or from a newer version.
+    """
+    content = ModelFile(path)
+    if content.model not in ESTIMATORS:
+        raise ModelFileError(
+            f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf knows "
+            f"{', '.join(sorted(ESTIMATORS))}"
+        )
+    try:
+        model = ESTIMATORS[content.model](**content.params)._restore(content)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelFileError(f"{str(path)!r} holds parameters this hybridmf cannot use: {error}") from error
+    content.check_model(model)
+    return model

@@ -1,0 +1,51 @@
+"""What the status of a row means: kernels write a code for each row, and Python raises after they return."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..core.objective import Objective, Side
+from ..errors import NonFiniteError, NotPositiveDefiniteError
+from . import _als
+
+SINGULAR_PIVOT = 4.0
+"""Pivots at or below this many units in the last place of their diagonal element are all rounding."""
+
+
+def check_status(status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None) -> None:
+    """Raise what the first row with a status says went wrong.
+
+    Parameters
+    ----------
+    status : int32 array, shape (n_rows,)
+        0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
+    side : {"user", "item"}
+    objective : Objective
+    names : int64 array, shape (n_rows,), optional
+        What to call each row, if not by its position.
+
+    Raises
+    ------
+    NotPositiveDefiniteError, NonFiniteError
+    """
+    bad = np.flatnonzero(status)
+    if not bad.size:
+        return
+    row, code = int(bad[0]), int(status[bad[0]])
+    if names is not None:
+        row = int(names[row])
+    more = f" ({bad.size - 1} more such rows)" if bad.size > 1 else ""
+    if code == _als.NON_FINITE:
+        raise NonFiniteError(
+            f"factors of {side} {row} became infinite or NaN{more}; "
+            "scale the ratings down, lower alpha, or use dtype='float64'"
+        )
+    minor = code if code > 0 else 0
+    what = f"leading minor {minor}" if code > 0 else "negative curvature in a conjugate gradient step"
+    raise NotPositiveDefiniteError(
+        f"normal equations of {side} {row} are not positive definite ({what}){more}; "
+        f"increase regularization (now {objective.regularization:g})",
+        side=side,
+        row=row,
+        minor=minor,
+    )

@@ -1,0 +1,164 @@
+"""Layout and memory of CCD++ on a GPU, which a plan needs before any upload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..core.objective import SIDES, Side, other_side
+from ..core.system import ceil_div
+from ..device.cuda import DeviceSpec
+from . import tables
+from .fused import table_width
+
+QUAD = 4
+"""Entries a lane reads at a time; rows are filled up to whole quads."""
+
+SEGMENT = 2048
+"""Entries above which a piece is split; a multiple of the 128 that a warp reads together."""
+
+STAGED_THREADS = {4: 768, 8: 512}
+"""Threads of a block that has a multiprocessor for itself, by bytes of a number, where no tuned table says otherwise:
+as many as registers serve without spilling. (1,024, whose passes over three vectors spill, were 7 % faster in a trial
+on an H200; passes over two do not spill.)"""
+
+MEAN_PIECE = 32
+"""Entries a row must have in a tile, on average, for tiles to pay: each piece takes 16 bytes, and 8 for its sums."""
+
+MAX_TILE = 1 << 16
+"""Elements of a tile that 16-bit indices reach."""
+
+CHUNK_ENTRIES = 1 << 24
+"""Entries that are on the device in their old order at a time, while they are brought to their places."""
+
+VECTORS: dict[Side, int] = {"item": 2, "user": 3}
+"""Vectors of the other side that the pass of each side gathers; see cuda/ccd.cu."""
+
+
+@dataclass(frozen=True)
+class StagedConfig:
+    """What is tuned of passes whose vectors lie in shared memory.
+
+    Attributes
+    ----------
+    threads : int
+        Of a block, which has a multiprocessor for itself.
+    segment : int
+        Entries above which a piece is split.
+
+    Raises
+    ------
+    ValueError
+        A combination that the kernels cannot work with.
+    """
+
+    threads: int
+    segment: int
+
+    @classmethod
+    def rule(cls, dtype: Any) -> StagedConfig:
+        """The choice where no table knows better."""
+        return cls(STAGED_THREADS[np.dtype(dtype).itemsize], SEGMENT)
+
+    def __post_init__(self) -> None:
+        if self.threads % 32 or not 32 <= self.threads <= 1024:
+            raise ValueError(f"threads must be a multiple of 32 of at most 1024, got {self.threads}")
+        if self.segment < 128 or self.segment % 128:
+            raise ValueError(f"segment must be a multiple of the 128 entries a warp reads together, got {self.segment}")
+
+
+@dataclass(frozen=True)
+class CcdConfig:
+    """How one side's entries are laid out and its passes launched.
+
+    Attributes
+    ----------
+    staged : bool
+        Vectors of the other side lie in shared memory, tile by tile; else they are gathered from global memory.
+    tile : int
+        Elements of a staged vector, of which the last 16 bytes are zeros.
+    n_tiles : int
+        1 where they are not staged.
+    segment : int
+        Entries above which a piece is split.
+    blocks, threads : int
+        Most blocks of a pass, and threads of each.
+    """
+
+    staged: bool
+    tile: int
+    n_tiles: int
+    segment: int
+    blocks: int
+    threads: int
+
+    @classmethod
+    def choose(cls, n_rows: int, n_fixed: int, nnz: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
+        """The layout for sizes and a device.
+
+        Tiles as large as shared memory takes; none where rows would have only a few entries in each.
+        """
+        facts = {"itemsize": np.dtype(dtype).itemsize, "vectors": vectors}
+        staged = tables.best(StagedConfig, "ccd", spec, facts, given={}) or StagedConfig.rule(dtype)
+        config = cls.staged_as(staged, n_fixed, vectors, dtype, spec)
+        if config.n_tiles == 1 or nnz >= MEAN_PIECE * n_rows * config.n_tiles:
+            return config
+        # several times what runs at once: the first to end takes the next
+        return cls(False, 16, 1, SEGMENT, 8 * spec.multiprocessors, 256)
+
+    @classmethod
+    def staged_as(cls, staged: StagedConfig, n_fixed: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
+        """With vectors in shared memory, tiles as large as fit."""
+        itemsize = np.dtype(dtype).itemsize
+        tile = min(spec.shared_bytes // (16 * vectors) * (16 // itemsize), MAX_TILE)
+        n_tiles = ceil_div(n_fixed, tile - 16 // itemsize)
+        return cls(True, tile, n_tiles, staged.segment, spec.multiprocessors, staged.threads)
+
+    def constants(self, vectors: int, dtype: Any) -> dict[str, Any]:
+        """What a pass is compiled for; `vectors` is what it gathers."""
+        roomy = np.dtype(dtype).itemsize == 4 and vectors < 3
+        return {
+            "REAL": np.dtype(dtype),
+            "STAGED": self.staged,
+            "VECTORS": vectors,
+            "TILE": self.tile,
+            "THREADS": self.threads,
+            "BLOCKS_PER_SM": 1 if self.staged else 3 if roomy else 2,
+        }
+
+    def usable(self, dtype: Any) -> int:
+        """Rows of the other side in a tile."""
+        return self.tile - 16 // np.dtype(dtype).itemsize
+
+
+def padded(n: int, dtype: Any) -> int:
+    """Elements of a vector of `n` coordinates: whole pieces of 16 bytes."""
+    return table_width(n, dtype)
+
+
+def memory_bytes(n_users: int, n_items: int, nnz: int, factors: int, dtype: Any, spec: DeviceSpec) -> dict[str, int]:
+    """Most memory a fit takes on a device, by purpose; what it takes depends on how the entries lie."""
+    itemsize = np.dtype(dtype).itemsize
+    sizes = {"ratings": 0, "residual": 0, "pieces": 0}
+    counts: dict[Side, int] = {"user": n_users, "item": n_items}
+    for side in SIDES:
+        n_rows, n_fixed = counts[side], counts[other_side(side)]
+        config = CcdConfig.choose(n_rows, n_fixed, nnz, VECTORS[side], dtype, spec)
+        pieces = min(nnz, n_rows * config.n_tiles) + nnz // config.segment
+        places = nnz + (QUAD - 1) * min(nnz, n_rows * config.n_tiles) + (QUAD - 1)
+        sizes["ratings"] += places * ((2 if config.staged else 4) + itemsize)
+        sizes["residual"] += places * itemsize
+        # pieces and their tiles; parts; partial sums; split rows; penalties; packs
+        sizes["pieces"] += pieces * (16 + 4 + 2 * itemsize) + min(pieces, 2 * config.n_tiles + config.blocks) * 20 + 8
+        sizes["pieces"] += min(n_rows, pieces) * 16 + n_rows * itemsize
+        sizes["pieces"] += 0 if config.staged else (n_fixed + 1) * 4 * itemsize
+    width = table_width(factors, dtype)
+    # old and new tables; columns and a spare one
+    rows = padded(n_users, dtype) + padded(n_items, dtype)
+    sizes["factors"] = rows * (2 * width + factors + 1) * itemsize
+    # a part of the entries in their old order, with the pieces that they go to, while the second side is laid out
+    chunk = min(nnz, CHUNK_ENTRIES + max(n_users, n_items))
+    sizes["chunk"] = chunk * (4 + itemsize)
+    return sizes

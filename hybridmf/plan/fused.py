@@ -1,0 +1,161 @@
+"""Sizes of our fused kernels: the configuration for a rank, its shared memory, and what the kernels cannot serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..core.system import ceil_div, round_up
+from ..device.cuda import DeviceSpec
+from . import tables
+
+MAX_RANK = 128
+"""A system must fit in the registers of a block of threads."""
+
+BLOCK = 16
+
+SEGMENT = 4096
+"""Entries above which a row is split: its sums are 9 KB (f = 64) for the 1 MB of factors that 4,096 entries gather."""
+
+SOLVED_APART = 97
+"""Rank from which all rows are assembled by one kernel and solved by another: the code of both does not fit in the
+instruction cache together. The sums go through global memory, 30 KB a row, and still an iteration took less in trials
+on Netflix's shape on an H200 (f = 100: 83 ms and not 94; f = 128: 130 and not 146). To measure it again, set this to
+129 and run ``bench/gpu.py --task als``."""
+
+
+def partial_floats(rank: int) -> int:
+    """Floats that a segment of a long row leaves, whatever the configuration."""
+    blocks = ceil_div(rank, BLOCK)
+    return blocks * (blocks + 1) // 2 * BLOCK * BLOCK + blocks * BLOCK
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """Compile-time choices of cuda/fused_als.cu.
+
+    Attributes
+    ----------
+    rank : int
+        Order of the systems, 1 to 128.
+    warps : int
+        Warps of a team: 1, 2 or 4.
+    teams : int
+        Teams of a block of threads.
+    stages : int
+        Chunks of entries on their way or in use.
+    blocks_per_sm : int
+        Blocks of threads on a multiprocessor, which bounds the registers of a thread.
+
+    Raises
+    ------
+    ValueError
+        A combination that the kernels cannot work with.
+    """
+
+    rank: int
+    warps: int
+    teams: int
+    stages: int
+    blocks_per_sm: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= MAX_RANK:
+            raise ValueError(f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
+        if self.warps not in (1, 2, 4) or (self.warps > 1 and self.rank16 < 5 * BLOCK):
+            raise ValueError(
+                f"warps must be 1, or 2 or 4 from rank {4 * BLOCK + 1} on; got {self.warps} at rank {self.rank}"
+            )
+        if self.teams < 1 or (self.warps > 1 and self.teams > 1) or self.threads > 1024:
+            raise ValueError(f"teams must be 1, or with warps=1 up to 32; got {self.teams} with warps={self.warps}")
+        if self.stages < 2 or self.blocks_per_sm < 1:
+            raise ValueError(
+                f"stages must be at least 2 and blocks_per_sm 1, got {self.stages} and {self.blocks_per_sm}"
+            )
+
+    @classmethod
+    def default(cls, rank: int, spec: DeviceSpec, precision: str = "float32", solver: str = "cholesky") -> FusedConfig:
+        """The tuned choice for a device, or what the rule says."""
+        facts = {"rank": rank, "precision": precision, "solver": solver}
+        found = tables.best(cls, "fused", spec, facts, given={"rank": rank}, block=BLOCK)
+        if found is not None and found.shared_bytes(solver) <= spec.shared_bytes:
+            return found
+        return cls.rule(rank)
+
+    @classmethod
+    def rule(cls, rank: int) -> FusedConfig:
+        """The choice for a rank where no table knows better."""
+        blocks = ceil_div(rank, BLOCK)
+        warps, teams, stages, blocks_per_sm = {
+            1: (1, 4, 4, 6),
+            2: (1, 4, 3, 4),
+            3: (1, 4, 3, 3),
+            4: (1, 4, 3, 2),
+            5: (2, 1, 4, 4),
+            6: (4, 1, 3, 2),
+            7: (2, 1, 4, 4),
+            8: (4, 1, 3, 2),
+        }[blocks]
+        return cls(rank, warps, teams, stages, blocks_per_sm)
+
+    @property
+    def rank16(self) -> int:
+        """Rank padded to blocks."""
+        return round_up(self.rank, BLOCK)
+
+    @property
+    def width(self) -> int:
+        """Floats from one row of a table of factors to the next."""
+        return round_up(self.rank, 4)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps * self.teams
+
+    def shared_bytes(self, solver: str = "cholesky") -> int:
+        """Dynamic shared memory of a block."""
+        chunk, stride, blocks = (16 if self.warps == 1 else 8) * self.warps, self.rank16 + 8, self.rank16 // BLOCK
+        packed = BLOCK * (blocks * stride - BLOCK * (blocks * (blocks - 1) // 2))
+        staged = max(self.stages * chunk * stride, packed if solver == "cholesky" else self.rank16 * stride)
+        return 4 * self.teams * (staged + 2 * self.rank16 + 16 + 3 * (self.stages + 1) * chunk)
+
+    @property
+    def partial_floats(self) -> int:
+        """Floats that a segment of a long row leaves."""
+        return partial_floats(self.rank)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernels are compiled for."""
+        return {
+            "RANK": self.rank,
+            "LD": self.width,
+            "WARPS": self.warps,
+            "TEAMS": self.teams,
+            "STAGES": self.stages,
+            "BLOCKS_PER_SM": self.blocks_per_sm,
+            "SOLVED_APART": self.rank >= SOLVED_APART,
+        }
+
+
+def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float = 0.0) -> str:
+    """Why the fused kernels cannot serve a problem; empty if they can."""
+    if rank > MAX_RANK:
+        return f"rank {rank} is beyond {MAX_RANK}"
+    if np.dtype(dtype) != np.float32:
+        return f"dtype {np.dtype(dtype).name} has no tensor-core products"
+    if spec.capability < (8, 0):
+        return f"compute capability {spec.capability[0]}.{spec.capability[1]} is below 8.0"
+    if unobserved_weight > 1:
+        return f"unobserved_weight {unobserved_weight:g} above 1 makes weights negative, whose root does not exist"
+    if FusedConfig.rule(rank).shared_bytes("cg") > spec.shared_bytes:
+        return f"rank {rank} needs {FusedConfig.rule(rank).shared_bytes('cg')} bytes of shared memory"
+    return ""
+
+
+def table_width(rank: int, dtype: Any) -> int:
+    """Columns of a table of factors: rows are whole pieces of 16 bytes."""
+    return round_up(rank, 16 // np.dtype(dtype).itemsize)
