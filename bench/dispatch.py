@@ -16,6 +16,7 @@ The choice is right where the device predicted to be done first is the measured 
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections import defaultdict
@@ -234,7 +235,7 @@ def cost(line: dict[str, Any], machine: Machine, spec: DeviceSpec | None) -> _co
         line["model"], line["factors"], line["device"], line["assembly_asked"], num_threads=line["threads"]
     )
     found = (spec if line["device"] == "cuda" else None, "recorded")
-    with mock.patch("hybridmf.plan.dispatch.find_gpu", return_value=found):
+    with mock.patch.object(importlib.import_module("hybridmf.plan.dispatch"), "find_gpu", return_value=found):
         plan = hmf.plan(shape=(line["n_users"], line["n_items"]), nnz=line["nnz"], model=model)
     facts = types.Facts(**line["facts"])
     return _cost.cost_of(replace(plan, facts=facts), machine, _cost.Warmth(started=True, compiled=True, loaded=True))

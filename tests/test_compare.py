@@ -66,7 +66,9 @@ def test_devices_that_disagree_are_named(monkeypatch):
         return original(self.set_params(device="cpu"), *args, **options)
 
     monkeypatch.setattr(hmf.ExplicitALS, "fit", fit)
-    monkeypatch.setattr("hybridmf.plan.dispatch.find_gpu", lambda device: (None, "pretended"))
+    monkeypatch.setattr(
+        importlib.import_module("hybridmf.plan.dispatch"), "find_gpu", lambda device: (None, "pretended")
+    )
     result = compare(SMALL, als(), devices=["cpu", "auto"])
     assert not result.agree
     (message,) = result.disagreements
@@ -81,7 +83,7 @@ def test_without_a_gpu_the_cpu_is_compared_and_the_reason_told(monkeypatch):
             raise DeviceError("there is no GPU here")
         return None, "asked for"
 
-    monkeypatch.setattr("hybridmf.plan.dispatch.find_gpu", none)
+    monkeypatch.setattr(importlib.import_module("hybridmf.plan.dispatch"), "find_gpu", none)
     result = compare(SMALL, als())
     assert [run.device for run in result.runs] == ["cpu"]
     assert result.skipped == ("cuda: there is no GPU here",)

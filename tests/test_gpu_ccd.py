@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -303,7 +304,9 @@ def test_factors_that_overflow_are_an_error_and_leave_the_state(device):
 def test_estimator(device, monkeypatch):
     if device.spec.name == "emulated":
         monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
-        monkeypatch.setattr("hybridmf.plan.dispatch.find_gpu", lambda asked: (device.spec, "asked for"))
+        monkeypatch.setattr(
+            importlib.import_module("hybridmf.plan.dispatch"), "find_gpu", lambda asked: (device.spec, "asked for")
+        )
     matrix = planted()
     options = {"factors": 3, "iterations": 4, "random_state": 0, "inner_iterations": 2}
     on_gpu = hmf.CCD(device="cuda", **options).fit(matrix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from dataclasses import replace
@@ -27,6 +28,7 @@ from hybridmf.errors import DeviceError, DivergedError, DuplicateEntriesError, M
 from hybridmf.formats import transpose
 from hybridmf.native import _als, _sgd
 from hybridmf.plan import sgd as _sgd_method
+from hybridmf.plan import sgd as plan_sgd
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import SgdMethod, learning_rate_at
 from hybridmf.plan.types import Settings
@@ -403,7 +405,8 @@ def test_a_diverging_run_says_so(schedule, deterministic):
 
 def test_a_diverging_run_keeps_the_last_sound_factors(monkeypatch):
     rates = iter([0.03, 0.03, 8.0])
-    monkeypatch.setattr(cpu_sgd, "learning_rate_at", lambda method, epoch: next(rates, 8.0))
+    for module in (cpu_sgd, plan_sgd):
+        monkeypatch.setattr(module, "learning_rate_at", lambda method, epoch: next(rates, 8.0))
     model, expected = (
         hmf.SGD(**SMALL),
         hmf.SGD(**SMALL | {"iterations": 2}, rate_schedule="constant", learning_rate=0.03),
@@ -630,7 +633,11 @@ def test_one_entry(schedule, deterministic):
 
 
 def plan_on(spec: DeviceSpec | None, monkeypatch, *, shape=(100_000, 20_000), nnz=10_000_000, **given):
-    monkeypatch.setattr("hybridmf.plan.dispatch.find_gpu", lambda device: (spec if device != "cpu" else None, "test"))
+    monkeypatch.setattr(
+        importlib.import_module("hybridmf.plan.dispatch"),
+        "find_gpu",
+        lambda device: (spec if device != "cpu" else None, "test"),
+    )
     return hmf.plan(model=hmf.SGD(**given), shape=shape, nnz=nnz)
 
 
