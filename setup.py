@@ -22,8 +22,8 @@ SANITIZE = os.environ.get("HYBRIDMF_SANITIZE", "")
 OPENMP = os.environ.get("HYBRIDMF_NO_OPENMP", "0") in ("", "0")
 
 # One C file per instruction set, chosen at run time (hybridmf/native/kernels.c): no -march flag reaches a wheel.
-KERNELS = [f"hybridmf/cpu/kernels{name}.c" for name in ("", "_portable", "_avx2", "_avx512")]
-CCD_KERNELS = [f"hybridmf/cpu/ccd_{name}.c" for name in ("kernels", "portable", "avx2", "avx512")]
+KERNELS = [f"hybridmf/native/kernels{name}.c" for name in ("", "_portable", "_avx2", "_avx512")]
+CCD_KERNELS = [f"hybridmf/native/ccd_{name}.c" for name in ("kernels", "portable", "avx2", "avx512")]
 KERNEL_HEADERS = ["hybridmf/native/kernels.h", "hybridmf/native/kernels_impl.h", "hybridmf/native/sgd_impl.h"]
 CCD_HEADERS = ["hybridmf/native/ccd_kernels.h", "hybridmf/native/ccd_impl.h"]
 KERNELS_OF = {
@@ -109,7 +109,7 @@ class BuildExt(build_ext):
 
 def extensions() -> list[Extension]:
     """Describe the extension modules. They use typed memoryviews, so no NumPy headers are needed."""
-    with_kernels = {"include_dirs": ["hybridmf/cpu"], "depends": [*KERNEL_HEADERS, *CCD_HEADERS]}
+    with_kernels = {"include_dirs": ["hybridmf/native"], "depends": [*KERNEL_HEADERS, *CCD_HEADERS]}
     return cythonize(
         [
             Extension("hybridmf._openmp", ["hybridmf/_openmp.pyx"]),

@@ -8,7 +8,7 @@ Each case is a fit of its own on each device, several times where it is short. O
 iterations but the first, of first iterations, and of what is around them. Threads of a shared machine wait for others
 now and then, and that is no property of a method. On a GPU the same fit comes once before, so that its kernels are
 compiled and loaded; what that adds is recorded. One measurement stands for fits of 1, 5, 15 and 50 iterations: set-up
-and that many iterations. Predictions are those of constants measured at the start of the run (`hybridmf.tools.calibrate`),
+and that many iterations. Predictions are those of constants measured at the start of the run (`tools.calibrate`),
 which are recorded, and of the built-in ones.
 
 The choice is right where the device predicted to be done first is the measured best, or within 10 % of it.

@@ -41,7 +41,7 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "Scale": ("scale", "store", "checkpoints", "cluster"),
     "Figures": ("performance", "systems", "evidence/index"),
     "Reference": ("api",),
-    "Project": ("../README", "../CONTRIBUTING", "../CHANGELOG", "../bench/README"),
+    "Project": ("../README", "../CONTRIBUTING", "architecture", "../CHANGELOG", "../bench/README"),
 }
 """The navigation. A page that is not there is left out, and one that no chapter names goes under "More"."""
 

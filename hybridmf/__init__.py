@@ -6,6 +6,7 @@ comparisons of methods and devices.
 """
 
 from . import datasets, errors, formats, metrics
+from . import scale as scale
 from ._version import __version__
 from .als import ExplicitALS, ImplicitALS
 from .ccd import CCD

@@ -1,14 +1,22 @@
-"""Beyond one device and beyond memory: communicators, ranks, stores, checkpoints."""
+"""Fits by several processes: `fit`, the communicators that connect ranks, and the planner."""
 
-from __future__ import annotations
+from .model.checkpoint import has_checkpoints
+from .plan.ranks import Problem, ScalePlan, plan_scale
+from .ranks.transport.communicator import Communicator
+from .ranks.transport.nccl import NcclCommunicator
+from .ranks.transport.sockets import SocketCommunicator, local_rank
+from .ranks.transport.threads import run_ranks
+from .tools.launch import fit
 
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    """``hybridmf.scale.fit`` on first use: what it needs imports this package."""
-    if name == "fit":
-        from .tools.launch import fit
-
-        return fit
-    raise AttributeError(f"module 'hybridmf.scale' has no attribute {name!r}")
+__all__ = [
+    "Communicator",
+    "NcclCommunicator",
+    "Problem",
+    "ScalePlan",
+    "SocketCommunicator",
+    "fit",
+    "has_checkpoints",
+    "local_rank",
+    "plan_scale",
+    "run_ranks",
+]

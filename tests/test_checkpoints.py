@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core.files import combine_crc32
+from hybridmf.core.objective import State
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.data import fingerprint
 from hybridmf.errors import ModelFileError
@@ -232,7 +233,7 @@ def test_factors_on_a_device_come_to_the_host_in_the_writers_thread(tmp_path):
 
     device = Device()
     sides = {side: to_device(device, expected.side(side), 4) for side in ("user", "item")}
-    object.__setattr__(model._learned, "state", hmf._objective.State(sides["user"], sides["item"], expected.mean))
+    object.__setattr__(model._learned, "state", State(sides["user"], sides["item"], expected.mean))
     with checkpoints.Writer(hmf.Checkpoint(tmp_path), {"data": ""}) as writer:
         writer.offer(model)
     assert set(threads) == {"hybridmf-checkpoint"}

@@ -281,6 +281,17 @@ def test_the_reference_names_what_exists() -> None:
         assert hasattr(importlib.import_module(module), attribute), name
 
 
+def test_the_architecture_page_names_what_exists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.pyx?):(\w+)`", page)
+    assert len(named) > 40
+    for path, name in named:
+        text = (ROOT / "hybridmf" / path).read_text(encoding="utf-8")
+        assert re.search(rf"\b(def|class) {name}\b|^{name} = ", text, flags=re.MULTILINE), f"no {path}:{name}"
+    for path in re.findall(r"`((?:core|data|device|native|plan|cpu|gpu|ranks|model|tools|cli)/[\w/.]*)`", page):
+        assert (ROOT / "hybridmf" / path).exists(), path
+
+
 @pytest.mark.parametrize("cls", [hmf.ImplicitALS, hmf.ExplicitALS])
 def test_every_parameter_is_in_methods(cls: type) -> None:
     code = code_of((ROOT / "docs" / "methods.md").read_text(encoding="utf-8"))

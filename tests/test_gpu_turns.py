@@ -21,6 +21,7 @@ from test_gpu_stream import NETFLIX, assert_same_fit, plan_of
 
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Factors, State
+from hybridmf.core.validate import as_csr
 from hybridmf.data.slabs import MemorySlabs, slab_bounds
 from hybridmf.errors import DeviceMemoryError, MemoryBudgetError, NotPositiveDefiniteError, StoreError
 from hybridmf.formats import transpose
@@ -88,7 +89,7 @@ def in_memory(host: HostGpuALS, data: Any = MATRIX) -> GpuALS:
     """The same fit by a device that holds all."""
     plan = replace(host.plan, scale=None, streamed="")
     state = State(*(host.inward[side].on_host() for side in SIDES), host.mean)
-    matrix = hmf._validate.as_csr(data, dtype=plan.dtype, drop_zeros=host.objective.is_implicit)
+    matrix = as_csr(data, dtype=plan.dtype, drop_zeros=host.objective.is_implicit)
     return GpuALS(host.device, matrix, transpose(matrix, num_threads=1), host.objective, plan, state)
 
 

@@ -47,9 +47,9 @@ def test_types_are_installed():
 
 
 def test_modules_of_the_gpu_are_installed():
-    names = {"als", "assemblies", "cholesky_any", "device", "engine", "fused", "launch", "losses", "topk", "tune"}
-    assert names <= {path.stem for path in (PACKAGE / "gpu").glob("*.py")}
-    assert list((PACKAGE / "gpu" / "tuned").glob("*.json"))
+    names = {"als", "assemblies", "cholesky_any", "engine", "fused", "launch", "losses", "topk", "tune"}
+    assert names <= {path.stem for path in (PACKAGE / "gpu").rglob("*.py")}
+    assert list((PACKAGE / "plan" / "tuned").glob("*.json"))
 
 
 def test_cuda_sources_are_found_and_are_no_package():

@@ -975,7 +975,7 @@ def test_examples_of_the_page_run(tmp_path, monkeypatch):
 
 def test_ids_taken_for_positions_do_not_exhaust_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash of 31 bits as a position asks for two billion rows; the message says where ids go."""
-    monkeypatch.setattr("hybridmf.core.system.available_memory", lambda: 10**10)
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 10**10)
     message = r"has positions for 2,000,000,001 users and 3 items.*Ratings\.from_frame, or an object array"
     with pytest.raises(MemoryBudgetError, match=message):
         Ratings.from_coo([2_000_000_000, 5], [0, 2], [1.0, 2.0])

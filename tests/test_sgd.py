@@ -27,7 +27,7 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DivergedError, DuplicateEntriesError, ModelFileError, RatingsError
 from hybridmf.formats import transpose
 from hybridmf.native import _als, _sgd
-from hybridmf.plan import sgd as _sgd_method
+from hybridmf.plan import sgd as plan_sgd
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import SgdMethod, learning_rate_at, terms_at
 from hybridmf.plan.types import Settings
@@ -368,9 +368,9 @@ def test_learning_rates():
     assert [learning_rate_at(geometric, t) for t in (0, 1, 3)] == [0.1, 0.05, 0.0125]
     for rate_schedule in ("constant", "rpcs", "adagrad"):
         assert learning_rate_at(method_of("msgd", True, rate_schedule, 0.1), 9) == 0.1
-    for rate_schedule, rate in _sgd_method.DEFAULT_RATES.items():
+    for rate_schedule, rate in plan_sgd.DEFAULT_RATES.items():
         method = SgdMethod.check("msgd", "mixed", rate_schedule, None, None, True)
-        assert (method.learning_rate, method.decay) == (rate, _sgd_method.DEFAULT_DECAYS.get(rate_schedule, 0.0))
+        assert (method.learning_rate, method.decay) == (rate, plan_sgd.DEFAULT_DECAYS.get(rate_schedule, 0.0))
 
 
 @pytest.mark.parametrize(("schedule", "deterministic"), SCHEDULES)
@@ -409,7 +409,7 @@ def test_a_diverging_run_says_so(schedule, deterministic):
 
 
 def test_a_diverging_run_keeps_the_last_sound_factors(monkeypatch):
-    for module in (cpu_sgd, _sgd_method):
+    for module in (cpu_sgd, plan_sgd):
         monkeypatch.setattr(module, "learning_rate_at", lambda method, epoch: 0.12 if epoch < 2 else 30.0)
     model, expected = (
         hmf.SGD(**SMALL),

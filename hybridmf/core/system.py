@@ -1,4 +1,4 @@
-"""TODO."""
+"""Facts about the system: memory and cores within the limits of control groups; sizes as texts and whole blocks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import scipy.sparse as sp
 
 from .. import _formats
 from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
-from .system import available_cores
+from .system import available_cores, available_memory
 from .triplets import refuse_triplets
 
 logger = logging.getLogger("hybridmf")
@@ -378,8 +378,6 @@ def check_axes(name: str, shape: tuple[int, int]) -> None:
     """
     if sum(shape) < MANY_POSITIONS:
         return
-    from .system import available_memory  # which needs this module
-
     needed, free = ROW_BYTES * sum(shape), available_memory()
     if free is not None and needed > free:
         raise MemoryBudgetError(

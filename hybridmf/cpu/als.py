@@ -304,18 +304,6 @@ def _cg_forms_from(plan: Plan) -> int:
     return plan.rank + 1 if pays else MAX_AXIS
 
 
-LARGE_WEIGHT = 1e9
-"""Penalties and confidences beyond: where factors overflow, they are the cause, and ratings are not."""
-
-
-def _overflow_advice(objective: Objective) -> str:
-    """What to change where factors became infinite."""
-    name, value = max(objective.weights.items(), key=lambda item: item[1])
-    if value > LARGE_WEIGHT:
-        return f"lower {name} (now {value:g}), or use dtype='float64'"
-    return f"scale the ratings down, {'lower alpha, ' if objective.is_implicit else ''}or use dtype='float64'"
-
-
 class CpuALS(Alternating):
     """Alternating least squares on the CPU (Gates et al. fig. 4): owns the layouts and the current factors.
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Short identity of training data, by which a checkpoint recognizes them; joined from pieces of rows."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -75,6 +75,7 @@ def label_kind(ids: np.ndarray | None) -> str:
 
 
 def label_of(ids: np.ndarray | None, position: int) -> str:
+    """A row in messages: its label, or its position where there are none."""
     return f"at position {position}" if ids is None else repr(ids[position : position + 1].tolist()[0])
 
 
@@ -325,12 +326,14 @@ def check_storable_labels(name: str, labels: Any) -> list[Any]:
 
 
 def encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
+    """Labels as a tensor: integers as they are, others as the bytes of a JSON list."""
     if labels.dtype.kind in "iu":
         return labels.astype(np.uint64 if labels.dtype == np.uint64 else np.int64)
     return np.frombuffer(json.dumps(check_storable_labels(name, labels)).encode(), dtype=np.uint8)
 
 
 def decode_labels(name: str, tensor: np.ndarray) -> np.ndarray:
+    """Labels of a tensor that `encode_labels` made."""
     if tensor.dtype != np.uint8:
         return tensor
     plain = json.loads(tensor.tobytes().decode())

@@ -7,15 +7,13 @@ import mmap
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import DeviceError
 from .mapped import reader_of, writer_of
-
-if TYPE_CHECKING:
-    from .cuda import CudaDevice
 
 logger = logging.getLogger("hybridmf")
 
@@ -24,6 +22,16 @@ Array = Any
 
 COPY_CHUNK = 32 << 20
 """Bytes of one pinned buffer; two of them take turns."""
+
+
+class Owner(Protocol):
+    """The device on whose streams a copier works."""
+
+    def active(self) -> AbstractContextManager[None]:
+        """Make it the current device."""
+
+    def synchronize(self) -> None:
+        """Wait until its work is done."""
 
 
 class Copier(Protocol):
@@ -66,13 +74,13 @@ class CudaCopier:
 
     Parameters
     ----------
-    device : CudaDevice
+    device : Owner
     cupy : module
     first : CudaCopier, optional
         Whose pinned memory this one may use; it lives as long.
     """
 
-    def __init__(self, device: CudaDevice, cupy: Any, first: CudaCopier | None = None) -> None:
+    def __init__(self, device: Owner, cupy: Any, first: CudaCopier | None = None) -> None:
         self._device, self._cupy, self._first = device, cupy, first
         self._pinned: list[tuple[int, int]] = [] if first is None else first._pinned
         self._stages: list[tuple[np.ndarray, Any]] = []
@@ -220,7 +228,7 @@ class CudaCopier:
         return CudaCopier(self._device, self._cupy, self._first or self)
 
 
-def _unpin(device: CudaDevice, cupy: Any, array: np.ndarray, first: int) -> None:
+def _unpin(device: Owner, cupy: Any, array: np.ndarray, first: int) -> None:
     """Release what was locked from address `first` on; `array` has lived until now."""
     try:
         with device.active():

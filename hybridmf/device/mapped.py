@@ -94,7 +94,7 @@ def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]
     Parameters
     ----------
     source : uint8 array, C order
-        Where it is mapped from a file that still has its name, or from one of `hybridmf.core.scratch`, the file is read.
+        Where it is mapped from a file that still has its name, or from one of `core.scratch`, the file is read.
     """
     scratch = scratch_file(source)
     if scratch is not None and hasattr(os, "preadv"):

@@ -15,8 +15,9 @@ from ..core.system import ceil_div
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..errors import DeviceMemoryError
+from ..plan import ccd_gpu
 from ..plan.ccd import CcdMethod, non_finite
-from ..plan.ccd_gpu import CHUNK_ENTRIES, QUAD, SEGMENT, VECTORS, CcdConfig, padded
+from ..plan.ccd_gpu import QUAD, SEGMENT, VECTORS, CcdConfig, padded
 from ..plan.fused import table_width
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
@@ -244,7 +245,7 @@ def _chunks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
     """Consecutive rows (start, stop) with at most CHUNK_ENTRIES entries together, but at least one; none are empty."""
     start, n = 0, len(indptr) - 1
     while indptr[start] < indptr[n]:
-        stop = int(np.searchsorted(indptr, indptr[start] + CHUNK_ENTRIES, side="right")) - 1
+        stop = int(np.searchsorted(indptr, indptr[start] + ccd_gpu.CHUNK_ENTRIES, side="right")) - 1
         # rows without entries before a longer one come along with it
         stop = stop if indptr[stop] > indptr[start] else int(np.searchsorted(indptr, indptr[start], side="right"))
         yield start, stop

@@ -10,7 +10,7 @@ sums of the slab's rows stay on the device and grow in the order of the parts, t
 solved. Columns ascend within a row, so that a segment's entries of one part lie side by side: `clip_segments` finds
 where they begin and end, and no entry is copied.
 
-Files of `hybridmf.core.scratch` take the place of memory that the host does not have: `HostTables` are then made of them,
+Files of `core.scratch` take the place of memory that the host does not have: `HostTables` are then made of them,
 before the fit begins. Nothing here works on more of a table at a time than some rows.
 """
 

@@ -1,12 +1,19 @@
-"""TODO."""
+"""Reading a model file: the estimator of the class that it names."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from ..als import ExplicitALS, ImplicitALS
+from ..ccd import CCD
 from ..errors import ModelFileError
+from ..sgd import SGD
+from .base import FactorModel
 from .files import ModelFile
+
+ESTIMATORS: dict[str, type[FactorModel]] = {cls.__name__: cls for cls in (CCD, SGD, ExplicitALS, ImplicitALS)}
+"""The classes of models that files hold."""
 
 
 def load(path: str | os.PathLike[str]) -> Any:
@@ -27,19 +34,14 @@ def load(path: str | os.PathLike[str]) -> Any:
     ModelFileError
         Truncated, altered, of another format, or from a newer version.
     """
-    import hybridmf
-
-    from .base import FactorModel
-
     content = ModelFile(path)
-    public = (getattr(hybridmf, name) for name in hybridmf.__all__)
-    known = {cls.__name__: cls for cls in public if isinstance(cls, type) and issubclass(cls, FactorModel)}
-    if content.model not in known:
+    if content.model not in ESTIMATORS:
         raise ModelFileError(
-            f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf knows {', '.join(sorted(known))}"
+            f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf knows "
+            f"{', '.join(sorted(ESTIMATORS))}"
         )
     try:
-        model = known[content.model](**content.params)._restore(content)
+        model = ESTIMATORS[content.model](**content.params)._restore(content)
     except (TypeError, ValueError, OverflowError) as error:
         raise ModelFileError(f"{str(path)!r} holds parameters this hybridmf cannot use: {error}") from error
     content.check_model(model)

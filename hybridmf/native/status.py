@@ -1,4 +1,4 @@
-"""TODO."""
+"""What the status of a row means: kernels write a code for each row, and Python raises after they return."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from . import _als
 
 SINGULAR_PIVOT = 4.0
 """Pivots at or below this many units in the last place of their diagonal element are all rounding."""
+
+LARGE_WEIGHT = 1e9
+"""Penalties and confidences beyond: where factors overflow, they are the cause, and ratings are not."""
+
+
+def _overflow_advice(objective: Objective) -> str:
+    """What to change where factors became infinite."""
+    name, value = max(objective.weights.items(), key=lambda item: item[1])
+    if value > LARGE_WEIGHT:
+        return f"lower {name} (now {value:g}), or use dtype='float64'"
+    return f"scale the ratings down, {'lower alpha, ' if objective.is_implicit else ''}or use dtype='float64'"
 
 
 def check_status(status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None) -> None:

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Limits of the published assemblies on a GPU, and the tiles of BALS, which a plan needs before any launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Layout and memory of CCD++ on a GPU, which a plan needs before any upload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Sizes of our fused kernels: the configuration for a rank, its shared memory, and what the kernels cannot serve."""
 
 from __future__ import annotations
 

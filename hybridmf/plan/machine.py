@@ -1,6 +1,6 @@
 """What a machine can do: the constants of the cost model, built in or measured, and the file that keeps them.
 
-Built-in constants are of one core of a recent server (AVX-512) and of an H200. `hybridmf.tools.calibrate` measures those of
+Built-in constants are of one core of a recent server (AVX-512) and of an H200. `tools.calibrate` measures those of
 the machine at hand (`hybridmf tune --calibrate`), and `save` keeps them in the user's cache directory, together with
 the hardware they belong to. A file of other hardware, another version or no sense is ignored with one warning.
 """

@@ -16,9 +16,7 @@ from ..core.system import available_memory, mib
 from ..device.cuda import DeviceSpec
 from ..errors import DeviceError, DeviceMemoryError, MemoryBudgetError
 from ..native import _als
-from . import assemblies as plan_assemblies
-from . import dispatch
-from . import fused as plan_fused
+from . import assemblies, dispatch, fused
 from .memory import cpu_bytes, system_bytes, tile_pointers
 from .ranks import (
     PIECE_BYTES,
@@ -270,7 +268,7 @@ def host_problem(plan: Plan) -> Problem:
         segment=plan.segment,
         biases=plan.rank > plan.factors,
         begins=plan.solver != "cholesky",
-        on_chip=plan.assembly == "fused" and plan.rank < plan_fused.SOLVED_APART,
+        on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
         batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
         longest=plan.longest,
     )
@@ -451,9 +449,7 @@ def _gpu_choices(plan: Plan, settings: Settings, objective: Objective, spec: Dev
     if limit is not None:
         spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
     plan = replace(plan, device=f"cuda:{spec.index}", gpu=spec)
-    why_not = plan_fused.supports(
-        plan.rank, plan.dtype, spec, objective.unobserved_weight if objective.is_implicit else 0.0
-    )
+    why_not = fused.supports(plan.rank, plan.dtype, spec, objective.unobserved_weight if objective.is_implicit else 0.0)
     assembly, notes = plan.assembly, []
     if assembly == "auto":
         assembly = "sparse_syrk" if why_not else "fused"
@@ -471,7 +467,7 @@ def _gpu_choices(plan: Plan, settings: Settings, objective: Objective, spec: Dev
         raise ValueError(f"precision={plan.precision!r} is for the fused kernels{because}; use precision='float32'")
     tile_rows, tile_cols = (0, 0)
     if assembly == "bals":
-        tile_rows, tile_cols = plan_assemblies.bals_tile_sizes(plan.rank, np.dtype(plan.dtype).itemsize, spec)
+        tile_rows, tile_cols = assemblies.bals_tile_sizes(plan.rank, np.dtype(plan.dtype).itemsize, spec)
     if tile_rows and plan.streamed:
         raise ValueError(
             'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '
@@ -546,7 +542,7 @@ def _most_slots(plan: Plan, rows: int) -> int:
     """Systems and segments of them that so many rows of a side may have."""
     # a row has one slot, and one more for each segment it is cut into; solved at once, only long rows need any
     cuts = plan.nnz // plan.segment
-    at_once = plan.assembly == "fused" and plan.rank < plan_fused.SOLVED_APART
+    at_once = plan.assembly == "fused" and plan.rank < fused.SOLVED_APART
     return cuts + (cuts if at_once else rows) + 1
 
 

@@ -35,7 +35,7 @@ from ..core.objective import SIDES, Side
 from ..core.system import mib
 from ..core.validate import check_int
 from ..errors import DeviceMemoryError, MemoryBudgetError
-from . import fused as plan_fused
+from . import fused
 from .grid import Grid, Layout
 
 HEADROOM = 0.04
@@ -260,8 +260,8 @@ class Problem:
         """Of the sums of a row that wait to be added up or solved."""
         if self.sums:
             return self.sums
-        if self.factors <= plan_fused.MAX_RANK and self.itemsize == 4:
-            return 4 * plan_fused.FusedConfig.rule(self.factors).partial_floats
+        if self.factors <= fused.MAX_RANK and self.itemsize == 4:
+            return 4 * fused.FusedConfig.rule(self.factors).partial_floats
         return (self.factors + 1) * self.factors * self.itemsize
 
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Types of a plan: checked settings, the plan itself, facts about the data, estimates, and devices by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BATCH_FLOPS = 1e10
 """Work of one kernel call per thread, a few tenths of a second: how long Ctrl-C may have to wait."""
 
 GPU_SEGMENT = 16384
-"""Entries above which the published GPU assemblies split a row (ours: `hybridmf.gpu.fused.SEGMENT`)."""
+"""Entries above which the published GPU assemblies split a row (ours: `hybridmf.plan.fused.SEGMENT`)."""
 
 GPU_BATCH_BYTES = 2 << 30
 """Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""

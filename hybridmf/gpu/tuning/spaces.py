@@ -681,7 +681,8 @@ SPACES = {
             weight=0.5,
         ),
         Space(
-            "ccd", _ccd_facts, _ccd_rule, _enumerate_ccd, _named(ccd_gpu.StagedConfig, _ccd), _ccd_builds, _ccd_variants,
+            "ccd", _ccd_facts, _ccd_rule, _enumerate_ccd, _named(ccd_gpu.StagedConfig, _ccd), _ccd_builds,
+            _ccd_variants,
             weight=3.0,
         ),
         Space(

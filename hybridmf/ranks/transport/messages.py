@@ -105,7 +105,7 @@ def add_in_order(pieces: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class MessageCommunicator:
-    """One rank of a group whose members send each other messages; see `hybridmf.ranks.transport.communicator.Communicator`.
+    """One rank of a group whose members send each other messages; see `communicator.Communicator`.
 
     Ranks that call different things, or with other dtypes, shapes or counts, find out and fail, naming both calls. A
     failure of a communicator is one of all that were split from it or that it was split from. `sendrecv` may run in

@@ -400,7 +400,7 @@ class NcclCommunicator:
     def start_sendrecv(
         self, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
     ) -> Callable[[], list[Array]]:
-        """See `hybridmf.ranks.transport.communicator.start_sendrecv`; on a stream of its own, after what was launched so far."""
+        """See `communicator.start_sendrecv`; on a stream of its own, after what was launched so far."""
         if self._is_host(*arrays, *likes):
             return start_sendrecv(self.control, arrays, dest, source, likes)
         with self._on_device():

@@ -513,7 +513,7 @@ def _say_goodbye(connection: socket.socket, cause: str) -> None:
 
 
 class Mesh:
-    """Connections to all other ranks, as `hybridmf.ranks.transport.messages.Transport`; a thread for each reads what comes.
+    """Connections to all other ranks, as `messages.Transport`; a thread for each reads what comes.
 
     Parameters
     ----------
