@@ -64,8 +64,8 @@ class SgdMethod:
     seed_bits : int
         What shuffles are drawn from, with the number of the epoch; set when a fit begins.
     scale : float
-        What standardizes the ratings (`hybridmf.core.objective.rating_scale`), to which the learning rate refers; set when
-        a fit begins.
+        What standardizes the ratings (`hybridmf.core.objective.rating_scale`), to which the learning rate refers; set
+        when a fit begins.
     """
 
     kind: ClassVar[str] = "sgd"
