@@ -325,6 +325,10 @@ def check_storable_labels(name: str, labels: Any) -> list[Any]:
     return plain
 
 
+LABEL_DTYPES = (np.int64, np.uint64, np.uint8)
+"""Types of arrays that `encode_labels` makes."""
+
+
 def encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
     """Labels as a tensor: integers as they are, others as the bytes of a JSON list."""
     if labels.dtype.kind in "iu":

@@ -41,9 +41,8 @@ from ..core.sparse import SUMMED, entry_rows, entry_squares, take_rows, value_ra
 from ..core.system import available_memory
 from ..core.validate import check_choice, check_path, csr_arrays, frozen_csr, make_csr
 from ..errors import MemoryBudgetError, StoreError
-from ..model.files import LABEL_DTYPES
 from ..ratings import Ratings
-from .labels import decode_labels
+from .labels import LABEL_DTYPES, decode_labels
 from .manifest import (
     ARRAYS,
     FORMAT,

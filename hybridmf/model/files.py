@@ -23,7 +23,7 @@ from .. import _formats
 from ..core.files import write_atomically as write_atomically
 from ..core.objective import Factors, State
 from ..core.validate import check_int, check_range, check_real, make_csr
-from ..data.labels import decode_labels, encode_labels
+from ..data.labels import LABEL_DTYPES, decode_labels, encode_labels
 from ..errors import ModelFileError
 
 FORMAT, VERSION = "hybridmf", 1
@@ -51,7 +51,6 @@ LARGE = frozenset(["user_factors", "item_factors"])
 CHECKED_ROWS = 65536
 """Rows of a tensor that are looked at together."""
 
-LABEL_DTYPES = (np.int64, np.uint64, np.uint8)
 MAX_COUNT = int(np.iinfo(np.int64).max)
 
 
