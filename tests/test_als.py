@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf import reference
+from hybridmf._learned import scale_of
 from hybridmf._objective import Factors, Objective, State, initial_state
 from hybridmf._plan import Settings, make_plan
 from hybridmf._validate import as_csr
@@ -384,6 +385,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(name, assembly):
     start = initial_state(
         np.diff(exact.indptr), np.bincount(exact.indices, minlength=40), 4, np.float64, objective,
         float(exact.data.mean()), np.random.default_rng(3),
+        model._first_length(objective, scale_of(exact, objective)),
     )  # fmt: skip
     expected = reference.fit(exact, start, objective, 6)
     assert relative_error(model.user_factors_, expected.user.matrix) < 1e-7

@@ -14,6 +14,7 @@ from test_gpu_als import backend  # noqa: F401
 
 import hybridmf as hmf
 from hybridmf import reference
+from hybridmf._learned import scale_of
 from hybridmf._objective import Objective, initial_state
 from hybridmf._validate import as_csr
 from hybridmf.errors import ModelFileError
@@ -64,6 +65,7 @@ def test_a_fit_is_the_references(backend, scaling, penalty, several):  # noqa: F
     start = initial_state(
         np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=16), 3, np.float64, objective,
         float(matrix.data.mean()), np.random.default_rng(3),
+        model._first_length(objective, scale_of(matrix, objective)),
     )  # fmt: skip
     expected = reference.fit(matrix, start, objective, 3)
     for side in ("user", "item"):

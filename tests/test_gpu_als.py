@@ -17,6 +17,7 @@ from test_als import OBJECTIVES, dense_system, plan_for, random_factors, relativ
 import hybridmf as hmf
 from hybridmf import reference
 from hybridmf._engine import engine_for
+from hybridmf._learned import scale_of
 from hybridmf._objective import Factors, Objective, State, initial_state
 from hybridmf._plan import Settings, gpu_plan
 from hybridmf._validate import as_csr
@@ -502,6 +503,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(backend, kind, scali
     start = initial_state(
         np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=16), model.factors, np.float32, objective,
         float(matrix.data.mean()), np.random.default_rng(3),
+        model._first_length(objective, scale_of(matrix, objective)),
     )  # fmt: skip
     expected = reference.fit(matrix.astype(np.float64), start, objective, iterations)
     assert relative_error(model.user_factors, expected.user.matrix) < 1e-3
