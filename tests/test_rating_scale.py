@@ -181,7 +181,7 @@ def test_default_rates_go_with_biases():
     [
         (hmf.ExplicitALS, {}),
         (hmf.ExplicitALS, {"biases": True}),
-        (hmf.ExplicitALS, {"solver": "cg", "regularization_scaling": "none", "regularization": 0.5}),
+        (hmf.ExplicitALS, {"solver": "cg", "biases": False, "regularization_scaling": "none", "regularization": 0.5}),
         (hmf.CCD, {}),
         (hmf.CCD, {"nonnegative": True, "inner_iterations": 2}),
     ],
