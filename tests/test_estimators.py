@@ -172,7 +172,7 @@ def test_pandas_output(cls):
         if cls in EXACT:
             np.testing.assert_array_equal(factors.to_numpy()[:, :3], model.user_factors_)
     assert isinstance(model.set_output(transform="default").transform(frame), np.ndarray)
-    assert model.transform(planted()).shape == (60, 3)
+    assert model.transform(planted()).shape == (60, width)
 
 
 @pytest.mark.parametrize("cls", ESTIMATORS)
