@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from hybridmf.core.objective import Factors, Objective, State, initial_state
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.als import HalfSweep, objective_value, weighted_gram
 from hybridmf.errors import NonFiniteError, NotPositiveDefiniteError
+from hybridmf.model.learned import scale_of
 from hybridmf.native import _als
 from hybridmf.native.status import check_status
 from hybridmf.plan.make import make_plan
@@ -386,6 +388,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(name, assembly):
     start = initial_state(
         np.diff(exact.indptr), np.bincount(exact.indices, minlength=40), 4, np.float64, objective,
         float(exact.data.mean()), np.random.default_rng(3),
+        model._first_length(objective, scale_of(exact, objective)),
     )  # fmt: skip
     expected = reference.fit(exact, start, objective, 6)
     assert relative_error(model.user_factors_, expected.user.matrix) < 1e-7
@@ -410,7 +413,7 @@ def test_objective_is_the_sum_over_all_cells(name):
     np.testing.assert_allclose(value, reference.objective_value(matrix, state, objective), rtol=1e-12)
 
 
-@pytest.mark.parametrize("cls", [hmf.ImplicitALS, hmf.ExplicitALS])
+@pytest.mark.parametrize("cls", [hmf.ImplicitALS, functools.partial(hmf.ExplicitALS, biases=False)])
 @pytest.mark.parametrize("assembly", EXACT)
 def test_normal_equations_hold_to_rounding(cls, assembly):
     """The gradient of the objective with respect to every user is zero, relative to its terms."""
@@ -502,10 +505,11 @@ def _fit(cls, **options):
         (hmf.ImplicitALS, {"iterations": 4}),
         (hmf.ImplicitALS, {"solver": "cg"}),
         (hmf.ImplicitALS, {"random_state": 1}),
-        (hmf.ExplicitALS, {"biases": False, "regularization": 1.0}),
-        (hmf.ExplicitALS, {"biases": False, "regularization_scaling": "none"}),
-        (hmf.ExplicitALS, {"biases": True}),
-        (hmf.ExplicitALS, {"biases": False, "iterations": 4}),
+        (hmf.ExplicitALS, {"regularization": 1.0}),
+        (hmf.ExplicitALS, {"regularization_scaling": "none"}),
+        (hmf.ExplicitALS, {"biases": False}),
+        (hmf.ExplicitALS, {"bias_regularization": 5.0}),
+        (hmf.ExplicitALS, {"iterations": 4}),
     ],
 )
 def test_a_changed_parameter_changes_the_answer(cls, change):

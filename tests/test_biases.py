@@ -18,6 +18,7 @@ from hybridmf.core.objective import Objective, initial_state
 from hybridmf.core.validate import as_csr
 from hybridmf.data.store import Store
 from hybridmf.errors import ModelFileError
+from hybridmf.model.learned import scale_of
 from hybridmf.ranks.shares import SharedEntries, StoredRatings, WholeRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
@@ -64,6 +65,7 @@ def test_a_fit_is_the_references(backend, scaling, penalty, several):  # noqa: F
     start = initial_state(
         np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=16), 3, np.float64, objective,
         float(matrix.data.mean()), np.random.default_rng(3),
+        model._first_length(objective, scale_of(matrix, objective)),
     )  # fmt: skip
     expected = reference.fit(matrix, start, objective, 3)
     for side in ("user", "item"):

@@ -340,7 +340,6 @@ def test_fit_explicit_reports_and_saves(folder, tmp_path):
     output = succeed("fit", folder / "ratings.csv", "-o", out, "--factors", 4, "--regularization", 0.1, "--biases")
     ratings = hmf.Ratings.from_file(folder / "ratings.csv")
     assert f"{ratings.n_users:,} users, {ratings.n_items:,} items, {ratings.nnz:,} ratings." in output
-    assert "ExplicitALS: 100%" in output
     for part in ("Plan", "device", "memory", "15 iterations in", "objective", "RMSE", f"Saved {out}"):
         assert part in output
     train, test = hmf.split(ratings, test_size=0.1, random_state=0)

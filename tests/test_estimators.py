@@ -124,10 +124,12 @@ def test_pipeline_with_preprocessing(cls, layout):
         np.testing.assert_array_equal(factors, expected.transform(step.transform(matrix)))
         np.testing.assert_array_equal(pipeline.predict(matrix), expected.predict(step.transform(matrix)))
         if cls in EXACT:
-            np.testing.assert_array_equal(factors, expected.user_factors_)
+            np.testing.assert_array_equal(factors[:, :3], expected.user_factors_)
             np.testing.assert_array_equal(pipeline.predict(matrix), expected.recommend(np.arange(60), N=1)[0][:, 0])
         assert pipeline.score(matrix) == expected.score(step.transform(matrix))
-        assert list(pipeline[-1:].get_feature_names_out()) == [f"{cls.__name__.lower()}{k}" for k in range(3)]
+        assert list(pipeline[-1:].get_feature_names_out()) == [
+            f"{cls.__name__.lower()}{k}" for k in range(factors.shape[1])
+        ]
 
 
 def test_pipeline_in_a_search():
@@ -163,13 +165,14 @@ def test_pandas_output(cls):
     model = cls(factors=3, iterations=2, random_state=0, num_threads=1).set_output(transform="pandas")
     for factors in (model.fit_transform(frame), model.transform(frame)):
         assert isinstance(factors, pd.DataFrame)
-        assert list(factors.columns) == [f"{cls.__name__.lower()}{k}" for k in range(3)]
+        width = 3 if model.user_bias_ is None else 4  # the bias comes last
+        assert list(factors.columns) == [f"{cls.__name__.lower()}{k}" for k in range(width)]
         assert list(factors.index) == list(frame.index)
         np.testing.assert_array_equal(factors.to_numpy(), model.transform(planted()).to_numpy())
         if cls in EXACT:
-            np.testing.assert_array_equal(factors.to_numpy(), model.user_factors_)
+            np.testing.assert_array_equal(factors.to_numpy()[:, :3], model.user_factors_)
     assert isinstance(model.set_output(transform="default").transform(frame), np.ndarray)
-    assert model.transform(planted()).shape == (60, 3)
+    assert model.transform(planted()).shape == (60, width)
 
 
 @pytest.mark.parametrize("cls", ESTIMATORS)

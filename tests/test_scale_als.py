@@ -190,7 +190,8 @@ def test_estimators_take_lists(name: str, ratings_matrix: sp.csr_array) -> None:
     np.testing.assert_array_equal(model.recommend(1, N=3)[0], alone.recommend(1, N=3)[0])
     assert "1 x 3: each" in str(model.plan_)
     np.testing.assert_allclose(model.objective(ratings_matrix), alone.objective(ratings_matrix))
-    assert model.transform(ratings_matrix).shape == model.user_factors_.shape
+    n_users, factors = model.user_factors_.shape
+    assert model.transform(ratings_matrix).shape == (n_users, factors + (model.user_bias_ is not None))
 
 
 @pytest.mark.parametrize("more", [{"assembly": "bals"}, {"reorder": "both"}, {"assembly": "blas3"}])

@@ -1229,15 +1229,6 @@ def test_memory_is_checked_before_the_work(monkeypatch):
     assert model.fit(planted()).n_iter_ == 3
 
 
-def test_a_progress_bar_goes_to_standard_error(capfd):
-    make().fit(planted())
-    assert capfd.readouterr() == ("", "")
-    make().fit(planted(), show_progress=True)
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert all(part in err for part in ("ExplicitALS", "3/3", "objective="))
-
-
 def test_validation_without_relevant_entries_is_refused_by_name_before_the_work():
     model = make("implicit")
     with pytest.raises(ValueError, match="validation"):

@@ -780,7 +780,7 @@ def test_files_that_contradict_each_other_do_not_reach_a_kernel(store):
 @pytest.mark.parametrize("zeros", [0, 5])
 def test_values_that_the_manifest_does_not_tell_of(zeros, tmp_path):
     """In one slab, or in the sum of all; explicit zeros in other rows; another transpose."""
-    matrix = as_csr(planted())
+    matrix = as_csr(planted()).copy()
     matrix.data[: 2 * zeros : 2] = 0
     ratings = hmf.Ratings.from_matrix(matrix)
 
@@ -830,7 +830,7 @@ PATHS = [
 @functools.cache
 def small_store(zeros: int) -> tuple[Path, str, hmf.Ratings]:
     """A store, what its manifest says, and its ratings."""
-    matrix = as_csr(planted())
+    matrix = as_csr(planted()).copy()
     matrix.data[: 2 * zeros : 2] = 0
     ratings = hmf.Ratings.from_matrix(matrix, user_ids=[f"u{k}" for k in range(60)])
     path = Path(tempfile.mkdtemp(prefix="hybridmf-tests-")) / "store"
@@ -1125,7 +1125,7 @@ def test_plan_and_compare_take_a_store(store):
 
 
 def test_a_fit_on_a_store_holds_no_more_than_a_few_slabs(tmp_path):
-    matrix = as_csr(planted(500, 300, 0.7))
+    matrix = as_csr(planted(1000, 600, 0.7))
     store = hmf.convert(matrix, tmp_path / "store", slab_bytes="32KiB")
     fitted("explicit", store, num_threads=1)
     tracemalloc.start()

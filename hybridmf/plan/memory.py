@@ -54,8 +54,8 @@ def cpu_bytes(plan: Plan) -> dict[str, int]:
     m, n, nnz, rank = plan.n_users, plan.n_items, plan.nnz, plan.rank
     itemsize = np.dtype(plan.dtype).itemsize
     pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
-    # the caller's orientation and its transpose; permuted copies of both
-    layouts = 2 if plan.reorder == "none" else 4
+    # the caller's arrays, our copy of them and its transpose; permuted copies of both
+    layouts = (2 if plan.streamed else 3) + (0 if plan.reorder == "none" else 2)
     sizes = {
         "ratings": layouts * (plan.slab if plan.streamed else nnz) * (itemsize + 4) + (m + n) * (pointer + 8),
         # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
