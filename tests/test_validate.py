@@ -665,7 +665,7 @@ def test_duplicates_in_an_unsorted_row_and_of_booleans():
 
 @pytest.mark.parametrize("rule", ["add", None, "SUM", True])
 def test_unknown_merge_rules_are_refused(rule):
-    expected = says("duplicates must be one of 'error', 'sum', 'mean', 'last', 'max'; got", repr(rule))
+    expected = says("duplicates must be one of 'error', 'sum', 'mean', 'first', 'last', 'max'; got", repr(rule))
     with pytest.raises(ValueError, match=expected):
         as_csr(planted(), duplicates=rule)
     with pytest.raises(ValueError, match=expected):
