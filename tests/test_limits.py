@@ -7,12 +7,12 @@ import pytest
 from conftest import planted
 
 import hybridmf as hmf
-from hybridmf.core import system
 from hybridmf.core.validate import MAX_N
 from hybridmf.errors import MemoryBudgetError, NonFiniteError
 from hybridmf.metrics import PopularityRecommender
 from hybridmf.native._als import NON_FINITE
 from hybridmf.native.status import check_status
+from hybridmf.plan import memory
 from hybridmf.plan.memory import check_answer
 
 ALS = (hmf.ExplicitALS, hmf.ImplicitALS)
@@ -25,7 +25,7 @@ def model():
 
 @pytest.fixture
 def little_memory(monkeypatch):
-    monkeypatch.setattr(system, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 30)
 
 
 # ------------------------------------------------------------------------------------------------------------ answers
@@ -57,12 +57,12 @@ def test_rows_beyond_memory_are_refused_though_n_is_not():
 
 
 def test_memory_is_looked_at_for_large_answers_only(monkeypatch):
-    monkeypatch.setattr(system, "available_memory", lambda: pytest.fail("read"))
+    monkeypatch.setattr(memory, "available_memory", lambda: pytest.fail("read"))
     check_answer(1000, 1000, 50, 4)
 
 
 def test_a_system_that_does_not_say_its_memory_refuses_nothing(monkeypatch):
-    monkeypatch.setattr(system, "available_memory", lambda: None)
+    monkeypatch.setattr(memory, "available_memory", lambda: None)
     check_answer(10**9, 100, 1000, 4)
 
 
