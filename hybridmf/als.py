@@ -219,7 +219,9 @@ class ExplicitALS(_ALS):
         Fit the mean mu (kept at the training mean) and user and item biases, solved together with the factors. A
         biased model solves systems of one more unknown.
     bias_regularization : float, optional
-        lambda_b >= 0, the penalty of squared biases; 0 leaves them free. Default: `regularization`. For lists of
+        lambda_b >= 0, the penalty of squared biases; 0 leaves them free. Default: `regularization`. With count scaling
+        lambda has the unit of the ratings and lambda_b none: where their standard deviation is far from 1, give lambda
+        over it. For lists of
         recommendations rather than predicted ratings take about ten times as much, with
         ``regularization_scaling="none"``: the biases of rarely rated items are then shrunk most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
