@@ -3,7 +3,7 @@
 A file that is being written has a temporary name, ``PREFIX HOST-RANDOM.tmp``, and its writer holds an advisory lock on
 it. The system releases the lock when the process ends, however it ends: a temporary file whose lock can be taken has no
 owner, and the next writer in the folder removes it. A lock may be invisible to other machines of a network file system,
-so a file of another host, or one that cannot be locked, is removed only when nobody has written to it for a day.
+so a file of another host, or one that cannot be locked, is removed only after a day without a write.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class _Owned(np.ndarray):
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """A read-only view of an array that the library made and gave to nobody; NumPy never makes it writable again."""
+    """A read-only view of an array that only the library holds; NumPy never makes it writable again."""
     if _is_frozen(array):
         return array
     return np.asarray(memoryview(np.ascontiguousarray(array).view(_Owned).data).toreadonly())
@@ -456,7 +456,7 @@ def _checked_positions(index: Any, count: int, what: str, counted: str) -> np.nd
 def _narrowed(index: np.ndarray, count: int) -> tuple[np.ndarray, int | None]:
     """(`index` as int32 of our own, where the first element outside 0 <= index < count stands or None).
 
-    What is judged is the copy, which nobody can change between this check and a kernel.
+    The check reads the copy, which no caller can change before a kernel reads it.
     """
     narrow = owned(index, np.int32)
     outside = (narrow < 0) | (narrow >= count)
