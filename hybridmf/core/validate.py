@@ -679,7 +679,7 @@ def make_csr(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, shape: t
 
 
 def frozen_csr(matrix: sp.csr_array) -> sp.csr_array:
-    """A matrix of the library's own, given to nobody yet, with `frozen` arrays: checks of it need no copy."""
+    """A matrix over read-only arrays that only the library holds, so that checks of it need no copy."""
     matrix.indptr, matrix.indices, matrix.data = map(frozen, (matrix.indptr, matrix.indices, matrix.data))
     return matrix
 

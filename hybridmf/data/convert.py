@@ -258,7 +258,7 @@ class _Folder:
         path.mkdir(parents=True, exist_ok=True)
         try:
             with _locked(path) as locked:
-                # nobody else converts into this folder, so whatever is unlocked has no owner on any host
+                # one conversion at a time uses this folder, so an unlocked file has no owner on any host
                 remove_orphans(path, abandoned=0.0 if locked else ABANDONED)
                 yield
         finally:

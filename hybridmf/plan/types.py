@@ -299,7 +299,7 @@ class Plan:
 
     @property
     def asks_for_degrees(self) -> bool:
-        """Whether its memory depends on the longest item, which nobody has counted: ratings come in whole rows."""
+        """Whether its memory depends on the longest item, whose degree is unknown: ratings come in whole rows."""
         if self.gpu is None or self.method is not None or self.longest[1]:
             return False
         most = min(self.nnz, self.n_users)

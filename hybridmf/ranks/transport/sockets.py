@@ -1,7 +1,7 @@
 """Ranks that are processes, on one node or several, connected each with each over TCP.
 
-Only arrays of numbers and short texts travel; nothing that is received is executed. A token that all ranks know lets
-nobody else in, but what is sent is neither encrypted nor signed: a network that others can listen to is not for this.
+Only arrays of numbers and short texts travel; nothing that is received is executed. A token that all ranks know keeps
+other programs out. Traffic is neither encrypted nor signed, so the network has to be private.
 
 Handshake, with key = scrypt(token, salt), all of it within one deadline:
 
@@ -224,7 +224,7 @@ class _Guest:
         self.say(MAGIC + self.challenge)
 
     def say(self, content: bytes) -> None:
-        """Send what the buffers of a new connection have room for; nobody is waited for."""
+        """Send what the buffers of a new connection have room for, without blocking."""
         if self.connection.send(content) < len(content):
             raise ValueError("it does not read")
 
@@ -254,8 +254,8 @@ class _Guest:
 class _Door:
     """Takes in the connections of those who know the token: all handshakes go on at the same time, in one thread.
 
-    Whoever proves nothing costs a connection and a few KB for `HANDSHAKE` seconds at most. Where there are too many of
-    them the oldest has to go; a rank among them tries again.
+    A peer that proves nothing costs a connection and a few KB for `HANDSHAKE` seconds at most. Beyond the limit of
+    unproven connections the oldest one is dropped; a rank whose connection is dropped tries again.
 
     Parameters
     ----------
@@ -555,7 +555,7 @@ class Mesh:
                 _write_header(self.peers[dest], header)
                 self.peers[dest].sendall(_bytes_of(array))
         except OSError as error:
-            with self.changed:  # who reads from it knows better why it left
+            with self.changed:  # its reader raises the cause
                 self.changed.wait_for(lambda: bool(self._cause) or dest in self.silent, FAREWELL)
             gone = "has closed its communicator" if dest in self.left else "cannot be reached"
             self.fail(f"rank {dest} {gone} while rank {self.rank} sends to it in {what} ({error})")
