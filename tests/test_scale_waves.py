@@ -13,7 +13,6 @@ import scipy.sparse as sp
 import test_scale_gpu_als
 from conftest import planted
 from test_gpu_turns import partitioned
-from test_scale_als import both
 from test_scale_gpu_als import MODELS, Machine
 from test_scale_gpu_als import parts as solver_parts
 from test_scale_spmd import entries
@@ -162,16 +161,6 @@ def test_cpu_ranks_over_a_store_name_the_row_that_fails(tmp_path: Any) -> None:
     model = hmf.ExplicitALS(biases=False, factors=5, regularization=0.0, device=["cpu", "cpu"], random_state=0)
     with pytest.raises(NotPositiveDefiniteError, match="of user 41 are"):
         model.fit(store)
-
-
-def test_a_store_is_not_split_by_columns_on_the_cpu(store: hmf.Store) -> None:
-    model = hmf.ExplicitALS(biases=False, factors=5, device=["cpu", "cpu"], random_state=0)
-    matrix = model._check_matrix(store)
-    plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz, slab=matrix.largest_slab)
-    state = model._initial_state(matrix, matrix.transposed(), plan, model._objective())
-    arguments = (matrix, matrix.transposed(), model._objective(), plan, state)
-    with pytest.raises(ValueError, match=r"a grid of 2 x 1 splits the rows of users; use 1 x 2, or load it"):
-        MultiALS(*arguments, grids=both((2, 1)))
 
 
 # ------------------------------------------------------------------------------------------------------------ GPUs
