@@ -421,7 +421,7 @@ def test_normal_equations_hold_to_rounding(cls, assembly):
     model = cls(factors=6, iterations=2, assembly=assembly, dtype="float64", random_state=0, device="cpu").fit(matrix)
     X = model.user_factors_
     for row in (0, 11, 59):
-        A, b = dense_system(matrix, row, Factors(model.item_factors_), 0.0, model._objective())
+        A, b = dense_system(matrix, row, Factors(model.item_factors_), 0.0, model._learned.objective)
         residual = np.linalg.norm(A @ X[row] - b)
         assert residual <= 6 * 10 * np.finfo(float).eps * np.linalg.norm(A) * np.linalg.norm(X[row])
 

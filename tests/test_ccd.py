@@ -306,7 +306,7 @@ def test_solution_is_stationary(biases):
         random_state=0, device="cpu", num_threads=1,
     ).fit(matrix)  # fmt: skip
     state = model._learned.state
-    solved = reference.half_sweep(matrix, state.item, state.mean, model._objective())
+    solved = reference.half_sweep(matrix, state.item, state.mean, model._learned.objective)
     np.testing.assert_allclose(model.user_factors_, solved.matrix, atol=1e-6)
     if biases:
         np.testing.assert_allclose(model.user_bias_, solved.bias, atol=1e-6)
@@ -602,7 +602,7 @@ def test_history_callback_and_validation(biases):
     assert model.history_[-1]["rmse"] == pytest.approx(-model.score(test))
     assert model.history_[-1]["objective"] == pytest.approx(model.objective(train))
     assert model.history_[-1]["objective"] == pytest.approx(
-        reference.objective_value(train, model._learned.state, model._objective())
+        reference.objective_value(train, model._learned.state, model._learned.objective)
     )
 
 
@@ -612,7 +612,7 @@ def test_serving(tmp_path, biases):
     model = hmf.CCD(factors=3, regularization=0.1, biases=biases, random_state=0, device="cpu").fit(matrix)
     assert model.user_factors.dtype == np.float32 and model.user_factors.flags.c_contiguous
     assert model.device_ == "cpu" and model.user_factors.shape == (60, 3)
-    exact = reference.half_sweep(matrix, model._learned.state.item, model.mean_, model._objective())
+    exact = reference.half_sweep(matrix, model._learned.state.item, model.mean_, model._learned.objective)
     expected = exact.matrix if exact.bias is None else np.column_stack((exact.matrix, exact.bias))
     np.testing.assert_allclose(model.transform(matrix), expected, rtol=1e-3, atol=1e-4)
     ids, scores = model.recommend(0, N=5)

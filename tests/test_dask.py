@@ -240,11 +240,11 @@ def test_without_a_client_one_is_asked_for(monkeypatch):
 class Hanging(hmf.ExplicitALS):
     """Sleeps on one of the workers before it begins."""
 
-    def _objective(self):
+    def _objective(self, spread=1.0):
         with contextlib.suppress(ValueError):  # not on a worker
             if distributed.get_worker().address == self.__dict__.get("victim"):
                 time.sleep(4)
-        return super()._objective()
+        return super()._objective(spread)
 
 
 def test_a_rank_that_hangs_stops_all(client):
