@@ -41,7 +41,7 @@ from paper_race import (
 
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Side, other_side
-from hybridmf.gpu import assemblies
+from hybridmf.gpu import half
 
 NAME = "paper_cumf"
 LAMBDA = 0.05
@@ -143,7 +143,7 @@ SWITCHES = {
     "read-only": (False, True),
     "neither": (False, False),
 }
-"""Name to (registers, read_only) of `assemblies.mo_als`."""
+"""Name to (registers, read_only) of `mo_als`."""
 
 
 @dataclass
@@ -158,18 +158,18 @@ class Assembly:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Fits call this one meanwhile."""
-        original: Callable[..., None] = assemblies.mo_als
+        original = half.SEGMENT_SUMS["mo_als"]
 
         def mo_als(*arguments: Any) -> None:
             start = mark(self.device)
             original(*arguments, registers=self.registers, read_only=self.read_only)
             self.marks.append((start, mark(self.device)))
 
-        assemblies.mo_als = mo_als  # type: ignore[assignment]
+        half.SEGMENT_SUMS["mo_als"] = mo_als
         try:
             yield
         finally:
-            assemblies.mo_als = original
+            half.SEGMENT_SUMS["mo_als"] = original
 
     def milliseconds(self) -> float:
         """What all assemblies since the last call took."""

@@ -25,7 +25,8 @@ from .data.readers import frame_entries
 from .data.store import Store
 from .errors import CommunicatorError, RatingsError
 from .ranks.shares import RankRatings, SharedEntries, StoredRatings
-from .ranks.transport.messages import TIMEOUT, MessageCommunicator, check_timeout
+from .ranks.transport.communicator import TIMEOUT
+from .ranks.transport.messages import MessageCommunicator, Transport, check_timeout
 from .tools.spmd import check_model, fit_rank
 
 try:
@@ -105,7 +106,7 @@ def _close_inbox(job: str) -> None:
     _inboxes.pop(job, None)
 
 
-class WorkerTransport:
+class WorkerTransport(Transport):
     """Messages between the workers of a fit, as `hybridmf.ranks.transport.messages.Transport`.
 
     Parameters

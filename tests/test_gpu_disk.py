@@ -30,8 +30,8 @@ from hybridmf.core.objective import Objective, initial_state
 from hybridmf.core.scratch import SCRATCH_DIR, file_system, find_room, mapped, scratch_file, scratch_folders
 from hybridmf.device.mapped import reader_of, writer_of
 from hybridmf.errors import MemoryBudgetError
-from hybridmf.gpu.als import DeviceFactors
-from hybridmf.gpu.turns import HostSlab, HostTables
+from hybridmf.gpu.factors import DeviceFactors, HostTables
+from hybridmf.gpu.offloaded import HostSlab
 from hybridmf.model import files as _io
 from hybridmf.model.checkpoint import UNFINISHED, Writer
 from hybridmf.model.engine import engine_for
@@ -213,9 +213,9 @@ def large_fit(monkeypatch: pytest.MonkeyPatch, device: Any) -> sp.csr_array:
 
     monkeypatch.setattr(device, "empty", empty)
     monkeypatch.setattr(HostSlab, "solve", solve)
-    monkeypatch.setattr("hybridmf.gpu.turns.widen_range", lambda *arguments: None)
+    monkeypatch.setattr("hybridmf.gpu.offloaded.widen_range", lambda *arguments: None)
     monkeypatch.setattr("hybridmf.gpu.losses.row_squares", lambda device, table, factors: np.ones(len(table)))
-    for name in ("gpu.turns.EXACT_ROWS", "core.objective.DRAWN_ROWS", "model.files.CHECKED_ROWS"):
+    for name in ("gpu.factors.EXACT_ROWS", "core.objective.DRAWN_ROWS", "model.files.CHECKED_ROWS"):
         monkeypatch.setattr(f"hybridmf.{name}", 2048)
     matrix = sp.csr_array(entries, shape=(60_000, 40_000))
     matrix.sum_duplicates()

@@ -20,7 +20,7 @@ from hybridmf.plan import fused as plan_fused
 from hybridmf.plan.make import STREAM_BUFFERS, STREAM_SLAB
 from hybridmf.plan.ranks import HalfPlan, Problem, half_bytes, plan_host_ranks, slots_at_once
 from hybridmf.plan.types import Facts
-from hybridmf.ranks import gpu_rank
+from hybridmf.ranks import group
 
 gpus = test_scale_gpu_als.gpus
 
@@ -100,7 +100,7 @@ def test_memory_of_several_gpus_stays_within_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = gpus(2)
-    devices = list(map(gpu_rank.open_device, names))
+    devices = list(map(group.open_device, names))
     if devices[0].spec.name != "emulated":
         pytest.skip("the pool of a GPU keeps what was given back")
     tracked = [Tracked(device, monkeypatch) for device in devices]

@@ -23,7 +23,8 @@ from hybridmf.data.slabs import MemorySlabs
 from hybridmf.device import copier as copiers
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import NotPositiveDefiniteError, StoreError
-from hybridmf.gpu.stream import Pipeline, StreamedGpuALS, slab_work
+from hybridmf.gpu.als import GpuALS
+from hybridmf.gpu.stream import Pipeline, slab_work
 from hybridmf.plan import make as _plan
 from hybridmf.plan import types
 from hybridmf.plan.cost import PINNED_BYTES, cost_of
@@ -348,15 +349,15 @@ def test_a_larger_fit_streams_to_the_same_bits(device):
 def test_the_streamed_solver_is_the_plans(gpu, store):  # noqa: F811
     model = hmf.ImplicitALS(factors=7, device="cuda", random_state=0)
     seen = []
-    original = StreamedGpuALS.update
+    original = GpuALS.update
 
-    def update(self: StreamedGpuALS, side: Any) -> None:
+    def update(self: GpuALS, side: Any) -> None:
         seen.append(self.pipeline)
         original(self, side)
 
-    StreamedGpuALS.update = update  # type: ignore[method-assign]
+    GpuALS.update = update  # type: ignore[method-assign]
     try:
         model.set_params(iterations=1).fit(store)
     finally:
-        StreamedGpuALS.update = original  # type: ignore[method-assign]
+        GpuALS.update = original  # type: ignore[method-assign]
     assert seen == [None, None]  # resident: no pipeline

@@ -25,19 +25,17 @@ from hybridmf.core.validate import as_csr
 from hybridmf.data.slabs import MemorySlabs, slab_bounds
 from hybridmf.errors import DeviceMemoryError, MemoryBudgetError, NotPositiveDefiniteError, StoreError
 from hybridmf.formats import transpose
-from hybridmf.gpu.als import GpuALS, to_device
-from hybridmf.gpu.rows import row_range
-from hybridmf.gpu.turns import (
+from hybridmf.gpu.als import GpuALS
+from hybridmf.gpu.factors import (
     Copiers,
-    Drain,
-    HostGpuALS,
-    HostHalf,
+    HostFactors,
     HostTables,
-    host_times,
-    part_bounds,
     range_on_host,
+    to_device,
     to_host,
 )
+from hybridmf.gpu.offloaded import Drain, HostHalf, part_bounds
+from hybridmf.gpu.rows import row_range
 from hybridmf.model.engine import engine_for
 from hybridmf.plan import make as _plan
 from hybridmf.plan.cost import cost_of
@@ -72,7 +70,7 @@ def partitioned(plan: Plan, parts: dict[str, int], batches: dict[str, int], buff
     return replace(plan, scale=scale, streamed="host", slab=max(map(scale.slab, SIDES)))
 
 
-def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX, **options: Any) -> HostGpuALS:
+def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX, **options: Any) -> GpuALS:
     cls, given = FITS[kind]
     sizes = {name: options.pop(name) for name in ("segment", "buffers") if name in options}
     model = cls(**(given | {"random_state": 0, "device": "cuda"} | options))
@@ -82,10 +80,10 @@ def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX,
     plan = partitioned(plan, *(dict.fromkeys(SIDES, count) for count in (parts, batches)), sizes.get("buffers", 2))
     item_users = transpose(matrix, num_threads=1)
     state = model._initial_state(matrix, item_users, plan, model._objective())
-    return HostGpuALS(device, matrix, item_users, model._objective(), plan, state)
+    return GpuALS(device, matrix, item_users, model._objective(), plan, state)
 
 
-def in_memory(host: HostGpuALS, data: Any = MATRIX) -> GpuALS:
+def in_memory(host: GpuALS, data: Any = MATRIX) -> GpuALS:
     """The same fit by a device that holds all."""
     plan = replace(host.plan, scale=None, streamed="")
     state = State(*(host.inward[side].on_host() for side in SIDES), host.mean)
@@ -167,9 +165,10 @@ def test_an_interrupted_balance_changes_neither_side(gpu, monkeypatch):  # noqa:
     def interrupted(*arguments: Any) -> Any:
         if next(calls):
             raise KeyboardInterrupt
-        return host_times(*arguments)
+        return times(*arguments)
 
-    monkeypatch.setattr("hybridmf.gpu.turns.host_times", interrupted)
+    times = HostFactors.times
+    monkeypatch.setattr(HostFactors, "times", interrupted)
     with pytest.raises(KeyboardInterrupt):
         host.balance()
     assert all(host.inward[side] is before[side] for side in SIDES)
@@ -442,7 +441,7 @@ def test_factors_on_the_host_are_factors(device):
 
 @pytest.mark.parametrize("shape", [(1, 1), (40, 100), (300, 36), (0, 4)])
 def test_the_range_of_a_table_is_that_of_the_device(shape, device, monkeypatch):
-    monkeypatch.setattr("hybridmf.gpu.turns.EXACT_ROWS", 7)
+    monkeypatch.setattr("hybridmf.gpu.factors.EXACT_ROWS", 7)
     table = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     if len(table) > 1:
         table[1] = 0
@@ -460,7 +459,7 @@ def test_a_half_sweep_finds_the_range_of_its_factors(gpu):  # noqa: F811
 def test_the_host_looks_for_a_range_only_where_no_device_has_all_rows(gpu, monkeypatch):  # noqa: F811
     """A look at a table of many gigabytes takes longer than to copy it."""
     looked: list[int] = []
-    monkeypatch.setattr("hybridmf.gpu.turns.range_on_host", lambda table: looked.append(len(table)) or find(table))
+    monkeypatch.setattr("hybridmf.gpu.factors.range_on_host", lambda table: looked.append(len(table)) or find(table))
     find = range_on_host
     for parts, assembly, times in ((1, "fused", 0), (3, "sparse_syrk", 0), (3, "fused", 1)):
         host = solver("explicit", gpu, parts, 4, assembly=assembly)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError
 from hybridmf.ranks.transport import processes, sockets, threads
-from hybridmf.ranks.transport.communicator import Single, start_sendrecv
+from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.messages import SMALL, even_counts
 from hybridmf.ranks.transport.processes import RankTraceback, run_processes
 from hybridmf.ranks.transport.sockets import SocketCommunicator
@@ -102,7 +102,7 @@ def laws(communicator, device=np.asarray, host=np.asarray, whole=False) -> int:
     alone.close()
     half.close()
     sent = [device(drawn(rank)), device(np.array(rank))]
-    answer = start_sendrecv(communicator, sent, before, after, [device(drawn(0)), device(np.array(0))])
+    answer = communicator.start_sendrecv(sent, before, after, [device(drawn(0)), device(np.array(0))])
     same(communicator.allreduce(device(np.array([rank]))), np.array([size * (size - 1) // 2]))  # meanwhile
     received = answer()
     same(received[0], drawn(after))

@@ -51,7 +51,7 @@ from hybridmf.plan.ranks import (
     plan_streamed_ranks,
 )
 from hybridmf.plan.types import Plan
-from hybridmf.ranks import gpu_rank, multi_als
+from hybridmf.ranks import gpu_rank, group, multi_als
 from hybridmf.ranks.batches import batch_entries, bounded_batches, even_batches
 from hybridmf.ranks.gpu_rank import Cut, PartialRows, StreamedPartialRows
 from hybridmf.ranks.multi_als import MultiALS
@@ -113,7 +113,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 def sizes_of_batches(half: StreamedPartialRows) -> np.ndarray:
     """Entries of each batch that lie on this rank."""
-    return batch_entries(half.batches, np.diff(half.offsets))
+    return batch_entries(half.row_batches, np.diff(half.offsets))
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
@@ -154,7 +154,7 @@ def test_batches_of_rows_that_are_long_on_their_own() -> None:
 def test_pieces_of_few_rows_keep_to_the_room_for_sums(gpus: Machine) -> None:
     """Two batches are in memory at a time; what a batch of one long row may be cut into depends on what is left."""
     gpus(1)
-    device, indptr = gpu_rank.open_device("cuda:0"), np.array([0, 300])
+    device, indptr = group.open_device("cuda:0"), np.array([0, 300])
     many = Cut.make(device, indptr, [(0, 1)], 10)
     assert many.n_slots == 30
     few = Cut.make(device, indptr, [(0, 1)], 10, slots=20)
@@ -183,7 +183,7 @@ def test_popular_rows_first_make_batches_of_even_size(grid: tuple[int, int], gpu
         for half in whole:
             assert half.pipeline.capacity >= sizes_of_batches(half).max()
             assert isinstance(half, StreamedPartialRows) and not len(half.indices) and not len(half.ratings)
-    alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts("explicit", "cuda:0", matrix))
+    alone = GpuALS(group.open_device("cuda:0"), *parts("explicit", "cuda:0", matrix))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-3)
     solver.close()
     assert no_loaders()
@@ -202,7 +202,7 @@ def test_the_bits_are_those_of_ratings_on_the_gpus(name: str, grid: tuple[int, i
     for side in SIDES:
         for rank in here.ranks:
             half = rank.halves[side]
-            assert isinstance(half, StreamedPartialRows) and len(half.batches) > 1
+            assert isinstance(half, StreamedPartialRows) and len(half.row_batches) > 1
             assert half.following is rank.halves["item" if side == "user" else "user"].work
         assert type(there.ranks[0].halves[side]) is PartialRows
     assert_same(sweeps(here, 2), sweeps(there, 2))
@@ -325,7 +325,7 @@ def test_more_ranks_than_rows_and_rows_without_entries(gpus: Machine) -> None:
     matrix = sp.csr_array(np.array([[0, 2, 0, 3], [0, 0, 0, 0], [4, 0, 1, 2]], dtype=np.float32))
     for grid in ((4, 1), (2, 2)):
         solver = MultiALS(*streamed(parts("implicit", gpus(4), matrix), both(grid), batches=2))
-        alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts("implicit", "cuda:0", matrix))
+        alone = GpuALS(group.open_device("cuda:0"), *parts("implicit", "cuda:0", matrix))
         assert_close(sweeps(solver, 2), sweeps(alone, 2), 1e-3)
         assert solver.objective_value() == pytest.approx(alone.objective_value(), rel=1e-4)
         solver.close()
@@ -335,7 +335,7 @@ def test_more_ranks_than_rows_and_rows_without_entries(gpus: Machine) -> None:
 def test_nothing_of_the_block_is_on_the_device(gpus: Machine) -> None:
     """Pieces of a batch lie one behind the other in a buffer, wherever its rows are in the block."""
     matrix, _, objective, plan, _ = parts("explicit", gpus(1), MATRIX)
-    device = gpu_rank.open_device("cuda:0")
+    device = group.open_device("cuda:0")
     batches = [[(0, 3), (12, 14)], [(3, 3), (14, 24)], [(3, 12), (24, 24)]]
     pipeline = gpu_rank.Pipeline(device, 1, np.float32)
     degrees = np.diff(MATRIX.indptr)
@@ -553,7 +553,7 @@ def test_what_the_planner_plans_is_fitted(gpus: Machine) -> None:
     *data, fit, state = parts("explicit", gpus(2), MANY_USERS)
     sizes = {"streamed": "host", "slab": max(map(plan.slab, SIDES))}
     solver = MultiALS(*data, replace(fit, scale=plan, **sizes), state)
-    alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts("explicit", "cuda:0", MANY_USERS))
+    alone = GpuALS(group.open_device("cuda:0"), *parts("explicit", "cuda:0", MANY_USERS))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-3)
     solver.close()
     with pytest.raises(ValueError, match=r"keeps factors on the host where each GPU solves its own rows; .* p = 2"):

@@ -30,14 +30,14 @@ from hybridmf.errors import (
 )
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
+from hybridmf.gpu.offloaded import HostHalf
 from hybridmf.gpu.stream import StreamedHalf
-from hybridmf.gpu.turns import HostHalf
 from hybridmf.plan import make as _plan
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.memory import rank_bytes
 from hybridmf.plan.ranks import H200, SLAB_BUFFERS, HalfPlan, Problem, ScalePlan, judged, plan_scale
-from hybridmf.ranks import gpu_rank
+from hybridmf.ranks import gpu_rank, group
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
@@ -430,7 +430,7 @@ def test_more_ranks_than_rows_and_factors_on_the_host(parts: int, gpus: Machine)
     *data, plan, state = solver_parts("biases", gpus(4), matrix)
     counts = [dict.fromkeys(SIDES, count) for count in (parts, 4)]
     several = MultiALS(*data, partitioned(plan, *counts), state)
-    one = GpuALS(gpu_rank.open_device("cuda:0"), *data, replace(plan, devices=(), scale=None, streamed=""), state)
+    one = GpuALS(group.open_device("cuda:0"), *data, replace(plan, devices=(), scale=None, streamed=""), state)
     for solver in (several, one):
         for _ in solver.sweep():
             pass

@@ -25,10 +25,11 @@ from hybridmf.cli import main
 from hybridmf.core.cache import CACHE_DIR
 from hybridmf.device.cuda import DeviceSpec, Resources
 from hybridmf.errors import DeviceError, DeviceMemoryError
-from hybridmf.gpu.assemblies import MoAlsConfig, SyrkConfig
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, TilesConfig
 from hybridmf.gpu.launch import constant_texts, source_text
+from hybridmf.gpu.mo_als import MoAlsConfig
 from hybridmf.gpu.sgd import BlockedConfig, HogwildConfig
+from hybridmf.gpu.sparse_syrk import SyrkConfig
 from hybridmf.gpu.topk import GroupMaxConfig
 from hybridmf.gpu.tuning import plots as tune_plots
 from hybridmf.gpu.tuning import spaces, trials, tune

@@ -14,11 +14,11 @@ from threadpoolctl import ThreadpoolController
 from .. import _formats
 from ..core.balance import balancing
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
-from ..core.sparse import transposed
 from ..core.validate import MAX_AXIS, csr_arrays
-from ..formats import BalsMatrix, Reordered, reorder, tiled
+from ..formats import BalsMatrix, tiled
 from ..native import _als
 from ..native.status import SINGULAR_PIVOT, check_status
+from ..plan.ordering import reordered
 from ..plan.solver import Alternating
 from ..plan.types import Plan
 
@@ -118,6 +118,9 @@ class HalfSweep:
         What errors call each row, if not by its position in `matrix`.
     """
 
+    one_thread = False
+    """As of `hybridmf.gpu.half.GpuHalf`: ranks on the CPU solve each on a thread of its own."""
+
     def __init__(
         self,
         side: Side,
@@ -142,6 +145,11 @@ class HalfSweep:
 
     def __len__(self) -> int:
         return len(self.degrees)
+
+    def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
+        """Losses of the entries of each row, where rows are users; float64, shape (n_rows,)."""
+        csr = (self.indptr, self.indices, self.ratings)
+        return losses_of_rows(self.objective, csr, State(users, items, mean), self.plan.num_threads)
 
     def solve(
         self, fixed: Factors, mean: float, start: Factors | None = None, gram: np.ndarray | None = None
@@ -317,39 +325,23 @@ class CpuALS(Alternating):
         Where to start.
     """
 
+    halves: dict[Side, Any]
+
     def __init__(
         self, user_items: sp.csr_array, item_users: sp.csr_array, objective: Objective, plan: Plan, state: State
     ) -> None:
-        self.objective, self.plan = objective, plan
-        self._reordered: Reordered | None = None
-        self.state = state
-        if plan.reorder != "none":
-            axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
-            self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
-            user_items = self._reordered.matrix
-            item_users = transposed(user_items, plan.num_threads)
-        matrices = {"user": user_items, "item": item_users}
-        self.halves = {side: HalfSweep(side, matrices[side], objective, plan, self._order(side)) for side in SIDES}
-
-    def _order(self, side: Side) -> np.ndarray | None:
-        if self._reordered is None:
-            return None
-        return self._reordered.row_order if side == "user" else self._reordered.col_order
+        self.objective, self.plan, self.state = objective, plan, state
+        self.order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
+        self.halves = {side: HalfSweep(side, matrices[side], objective, plan, self.order.names(side)) for side in SIDES}
 
     def _inward(self, side: Side) -> Factors:
         """Current factors of a side in the order the layouts use."""
-        order, factors = self._order(side), self.state.side(side)
-        return factors if order is None else factors.take(order)
+        return self.order.inward(side, self.state.side(side))
 
     def update(self, side: Side) -> None:
         """One half sweep: solve `side` for the factors of the other; the state changes only once it is complete."""
-        half, order = self.halves[side], self._order(side)
-        solved = half.solve(self._inward(other_side(side)), self.state.mean, self._inward(side))
-        if order is not None:
-            inverse = np.empty_like(order)
-            inverse[order] = np.arange(len(order))
-            solved = solved.take(inverse)
-        self.state = self.state.with_side(side, solved)
+        solved = self.halves[side].solve(self._inward(other_side(side)), self.state.mean, self._inward(side))
+        self.state = self.state.with_side(side, self.order.outward(side, solved))
 
     def balance(self) -> None:
         """Change both sides to the basis of least penalty; the same predictions, the same bits for any threads."""
@@ -370,15 +362,10 @@ class CpuALS(Alternating):
 
     def objective_value(self) -> float:
         """The objective at the current factors, in float64."""
-        half = self.halves["user"]
-        return objective_value(
-            self.objective,
-            (half.indptr, half.indices, half.ratings),
-            State(self._inward("user"), self._inward("item"), self.state.mean),
-            half.degrees,
-            self.halves["item"].degrees,
-            self.plan.num_threads,
-        )
+        half, state = self.halves["user"], State(self._inward("user"), self._inward("item"), self.state.mean)
+        losses = half.losses(state.user, state.item, state.mean)
+        item_degrees = self.halves["item"].degrees
+        return total_objective(self.objective, losses, state, half.degrees, item_degrees, self.plan.num_threads)
 
 
 def objective_value(
@@ -397,7 +384,7 @@ def objective_value(
 def losses_of_rows(
     objective: Objective, csr: tuple[np.ndarray, np.ndarray, np.ndarray], state: State, num_threads: int
 ) -> np.ndarray:
-    """What the entries of each user lose, float64, shape (n_users,)."""
+    """Losses of the entries of each user, float64, shape (n_users,)."""
     users, items = state.user.matrix, state.item.matrix
     offsets = (np.empty(0), np.empty(0))
     if state.user.bias is not None and state.item.bias is not None:

@@ -22,7 +22,8 @@ from ..plan.sgd import MOST_RANGES, RISE, RUN, SgdMethod, diverged, range_count,
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
 from . import losses
-from .als import LOSS_ROWS, DeviceFactors, Pieces, to_device
+from .factors import DeviceFactors, to_device
+from .half import LOSS_ROWS, Pieces
 from .launch import Entries, check, check_not_host, get_kernel
 from .rows import read_range, widen_range
 

@@ -14,8 +14,7 @@ from ..core.validate import as_csr
 from ..data.store import Store
 from ..errors import DeviceError
 from ..ranks.shares import RankRatings, StoredRatings, WholeRatings
-from ..ranks.transport.communicator import Communicator
-from ..ranks.transport.messages import TIMEOUT
+from ..ranks.transport.communicator import TIMEOUT, Communicator
 from ..ranks.transport.sockets import SocketCommunicator, local_rank
 from ..ratings import Ratings
 from .spmd import check_model, fit_rank

@@ -18,7 +18,8 @@ from typing import Any
 
 from ...core.validate import check_int
 from ...errors import CommunicatorError
-from .messages import TIMEOUT, check_timeout
+from .communicator import TIMEOUT
+from .messages import check_timeout
 from .sockets import SocketCommunicator
 from .threads import PATIENCE
 
