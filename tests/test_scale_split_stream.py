@@ -177,8 +177,8 @@ def test_popular_rows_first_make_batches_of_even_size(grid: tuple[int, int], gpu
         most = scale.slab(side)
         longest = scale.problem.longest_row(side)
         assert most >= longest > most // grid[0]
-        for group in range(grid[1]):
-            held = sum(sizes_of_batches(whole[member]) for member in grids[side].members(group))
+        for number in range(grid[1]):
+            held = sum(sizes_of_batches(whole[member]) for member in grids[side].members(number))
             assert held.max() <= most and held.sum() > 2 * most and len(held) > 3
         for half in whole:
             assert half.pipeline.capacity >= sizes_of_batches(half).max()
