@@ -335,16 +335,19 @@ class TileKernels(PublishedKernels):
     Attributes
     ----------
     tiles : BalsTiles
+    variant : {"chip", "local"}
+        See `bals`.
     """
 
     tiles: BalsTiles
+    variant: Variant
 
     def assemble(self, sums: Sums, table: Array, entries: Entries, segments: RowBlocks) -> None:
         """See `RowKernels`."""
         tiles = self.tiles
         matrices, rhs = sums
         blocks, size = (segments.first, segments.count), (tiles.tile_rows, tiles.tile_cols)
-        bals(self.device, matrices, rhs, table, entries, tiles, *blocks, self.rank, *size)
+        bals(self.device, matrices, rhs, table, entries, tiles, *blocks, self.rank, *size, variant=self.variant)
 
 
 def default_builds(

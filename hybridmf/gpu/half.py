@@ -32,8 +32,14 @@ from .sparse_syrk import sparse_syrk
 
 logger = logging.getLogger("hybridmf")
 
-SEGMENT_SUMS: dict[str, Callable[..., None]] = {"sparse_syrk": sparse_syrk, "mo_als": mo_als}
-"""The published kernels that sum segments of rows."""
+SEGMENT_SUMS: dict[str, Callable[..., None]] = {
+    "sparse_syrk": sparse_syrk,
+    "mo_als": mo_als,
+    "mo_als_global": functools.partial(mo_als, registers=False),
+    "mo_als_uncached": functools.partial(mo_als, read_only=False),
+    "mo_als_plain": functools.partial(mo_als, registers=False, read_only=False),
+}
+"""The published kernels that sum segments of rows, by the plan's name."""
 
 LOSS_ROWS = 2048
 """Entries one warp sums the losses of."""
@@ -439,8 +445,9 @@ class HalfSweep(GpuHalf):
         if plan.assembly != "fused":
             method = (device, plan.rank, self.dtype, plan.solver, self.epsilon, plan.cg_steps)
             if self.tiles is not None:
-                return bals.TileKernels(*method, tiles=self.tiles)
-            return SegmentKernels(*method, sum_segments=SEGMENT_SUMS[plan.assembly])
+                local = plan.variant == "local"
+                return bals.TileKernels(*method, tiles=self.tiles, variant="local" if local else "chip")
+            return SegmentKernels(*method, sum_segments=SEGMENT_SUMS[plan.assembly_name])
         precision, scale = plan.precision, 1.0
         if precision == "float32":
             fixed.find_range()

@@ -25,7 +25,16 @@ CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
 
 GPU_ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
 
-ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1])
+VARIANTS = {
+    "bals_local": ("bals", "local"),
+    "mo_als_global": ("mo_als", "global"),
+    "mo_als_uncached": ("mo_als", "uncached"),
+    "mo_als_plain": ("mo_als", "plain"),
+}
+"""Published ways to run a GPU's assembly, beside the best one: assembly and variant by name. BALS with its sums where
+the paper's mapping to threads puts them; MO-ALS without its registers (fig. 7), read-only path (fig. 8), or both."""
+
+ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1], *VARIANTS)
 
 GPU_SOLVERS = ("cholesky", "cg")
 
@@ -158,6 +167,8 @@ class Plan:
     balance : bool
     instruction_set : str
         Vector kernels in use.
+    variant : str
+        Of the assembly, as in `VARIANTS`; usually empty.
     tile_rows, tile_cols : int
         BALS tile (0 for other assemblies).
     batch_flops : float
@@ -209,6 +220,7 @@ class Plan:
     num_threads: int
     instruction_set: str
     balance: bool = False
+    variant: str = ""
     tile_rows: int = 0
     tile_cols: int = 0
     batch_flops: float = BATCH_FLOPS
@@ -307,6 +319,11 @@ class Plan:
         return in_slabs or self.batch_slots * self.segment < most
 
     @property
+    def assembly_name(self) -> str:
+        """Assembly and variant as `Settings` names them."""
+        return f"{self.assembly}_{self.variant}" if self.variant else self.assembly
+
+    @property
     def uses_blas(self) -> bool:
         """Whether assembly and Gram matrix are the published ones, which go through BLAS."""
         return self.assembly in ("rank1", "blas3")
@@ -323,7 +340,14 @@ class Plan:
         assembly = without_tiles if self.assembly == "bals" else self.assembly
         segment = self.segment if assembly == self.assembly else gpu_segment(assembly)
         return replace(
-            self, solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0, segment=segment
+            self,
+            solver="cholesky",
+            assembly=assembly,
+            variant=self.variant if assembly == self.assembly else "",
+            reorder="none",
+            tile_rows=0,
+            tile_cols=0,
+            segment=segment,
         )
 
     @property
@@ -354,7 +378,7 @@ class Plan:
         solver = {
             "cg": f"cg, {self.cg_steps} steps",
             "subspace": f"subspace, {self.block_size} coordinates at a time",
-        }.get(self.solver, f"{self.solver}, assembly {self.assembly}")
+        }.get(self.solver, f"{self.solver}, assembly {self.assembly_name}")
         if self.tile_rows:
             solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
         solver += f"; reorder {self.reorder}" + ("; balanced" if self.balance else "")
