@@ -37,7 +37,7 @@ from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
 from support.host_factors import partitioned
-from support.ranks import MODELS, Machine, both, entries, no_loaders, workers_on
+from support.ranks import MODELS, Machine, entries, no_loaders, workers_on
 from support.ranks import parts as solver_parts
 from support.ratings import planted
 
@@ -152,16 +152,6 @@ def test_cpu_ranks_over_a_store_name_the_row_that_fails(tmp_path: Any) -> None:
     model = hmf.ExplicitALS(biases=False, factors=5, regularization=0.0, device=["cpu", "cpu"], random_state=0)
     with pytest.raises(NotPositiveDefiniteError, match="of user 41 are"):
         model.fit(store)
-
-
-def test_a_store_is_not_split_by_columns_on_the_cpu(store: hmf.Store) -> None:
-    model = hmf.ExplicitALS(biases=False, factors=5, device=["cpu", "cpu"], random_state=0)
-    matrix = model._check_matrix(store)
-    plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz, slab=matrix.largest_slab)
-    state = model._initial_state(matrix, matrix.transposed(), plan, model._objective())
-    arguments = (matrix, matrix.transposed(), model._objective(), plan, state)
-    with pytest.raises(ValueError, match=r"a grid of 2 x 1 splits the rows of users; use 1 x 2, or load it"):
-        MultiALS(*arguments, grids=both((2, 1)))
 
 
 # ------------------------------------------------------------------------------------------------------------ GPUs
