@@ -2,7 +2,8 @@
 
 A module a command; `options`, `sources` and `report` are what they share. Commands are thin: they turn options into
 calls of the library and results into text. A command's module, and NumPy and SciPy with it, is imported when the
-command runs. Exit codes: 0, 2 for the user's mistakes (one line on stderr; ``--debug`` shows the traceback), 130 after Ctrl-C.
+command runs. Exit codes: 0, 2 for the user's mistakes (one line on stderr; ``--debug`` shows the traceback), 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
