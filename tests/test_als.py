@@ -49,7 +49,7 @@ def plan_for(objective: Objective, shape, nnz: int, *, rank: int, tiles: tuple[i
         "precision": "float32", "dtype": "float32", "num_threads": 2, "device": "cpu", "block_size": 32,
     }  # fmt: skip
     plan = make_plan(objective, Settings.check(**(options | given)), shape, nnz)
-    return plan if tiles is None else replace(plan, tile_rows=tiles[0], tile_cols=tiles[1])
+    return plan if tiles is None else plan.changed(tile_rows=tiles[0], tile_cols=tiles[1])
 
 
 def random_factors(rows: int, rank: int, dtype, biases: bool = False, seed: int = 1) -> Factors:
@@ -150,7 +150,7 @@ def test_long_rows_are_shared_by_threads(name, entries):
     solved = half.solve(fixed, 3.0 if objective.biases else 0.0)
     expected = reference.half_sweep(matrix, fixed, 3.0 if objective.biases else 0.0, objective)
     assert relative_error(solved.matrix, expected.matrix) < 1e-9
-    one = HalfSweep("user", as_csr(matrix, dtype=np.float64), objective, replace(plan, num_threads=1))
+    one = HalfSweep("user", as_csr(matrix, dtype=np.float64), objective, plan.changed(num_threads=1))
     np.testing.assert_array_equal(one.solve(fixed, 3.0 if objective.biases else 0.0).matrix, solved.matrix)
 
 
@@ -481,7 +481,7 @@ def test_kernels_can_be_interrupted_between_batches():
     for assembly in ("blas3", "bals"):
         plan = plan_for(OBJECTIVES["explicit"], matrix.shape, matrix.nnz, rank=4, dtype="float64", assembly=assembly)
         whole = HalfSweep("user", matrix, OBJECTIVES["explicit"], plan)
-        pieces = HalfSweep("user", matrix, OBJECTIVES["explicit"], replace(plan, batch_flops=1000.0))
+        pieces = HalfSweep("user", matrix, OBJECTIVES["explicit"], plan.changed(batch_flops=1000.0))
         assert len(list(pieces._batches(pieces.order, pieces.degrees))) > 3
         fixed = random_factors(40, 4, np.float64)
         np.testing.assert_array_equal(whole.solve(fixed, 0.0).matrix, pieces.solve(fixed, 0.0).matrix)

@@ -113,7 +113,7 @@ def plan_on(device, objective: Objective, matrix, rank: int, dtype="float32", **
     given = {name: getattr(base, name, None) for name in Settings.__annotations__}
     settings = Settings.check(**(given | {"device": "cuda", "iterations": 1, "factors": rank} | wanted))
     chosen = {name: getattr(settings, name) for name in ("assembly", "precision", "solver", "cg_steps", "reorder")}
-    return replace(gpu_plan(replace(base, **chosen), settings, objective, device.spec), **changes)
+    return gpu_plan(base.changed(**chosen), settings, objective, device.spec).changed(**changes)
 
 
 class Problem:

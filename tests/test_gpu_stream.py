@@ -7,7 +7,6 @@ import logging
 import sys
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -262,8 +261,8 @@ def plan_of(free: int, slab: int | None = None, facts: Facts | None = None, **op
     base = make_plan(
         objective, Settings.check(factors=64, dtype="float32", num_threads=1, device="cpu"), *NETFLIX, slab=slab
     )
-    base = replace(base, assembly=settings.assembly, reorder="none" if slab else settings.reorder, facts=facts)
-    return gpu_plan(replace(base, solver=settings.solver, notes=()), settings, objective, spec)
+    base = base.changed(assembly=settings.assembly, reorder="none" if slab else settings.reorder, facts=facts)
+    return gpu_plan(base.changed(solver=settings.solver, notes=()), settings, objective, spec)
 
 
 def test_ratings_stream_only_where_they_do_not_fit():
@@ -285,7 +284,7 @@ def test_a_streamed_iteration_takes_at_least_as_long_as_its_copies():
     whole = cost_of(plan_of(100 << 30), machine).iteration
     assert cost_of(plan_of(1 << 30), machine).iteration == pytest.approx(max(whole, moved / PINNED_BYTES))
     assert cost_of(plan_of(100 << 30, slab=1 << 20), machine).iteration == whole
-    disk = replace(plan_of(1 << 30), streamed="disk")
+    disk = plan_of(1 << 30).changed(streamed="disk")
     assert cost_of(disk, machine).iteration > moved / PINNED_BYTES
 
 

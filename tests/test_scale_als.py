@@ -71,7 +71,7 @@ def problem(name: str, matrix: sp.csr_array, ranks: int, **more: Any) -> tuple[A
 def multi(name: str, matrix: sp.csr_array, grids: dict[str, Grid], slots: int | None = None, **more: Any) -> MultiALS:
     model, plan, checked, state = problem(name, matrix, grids["user"].size)
     if slots is not None:
-        plan = su_als.replace(plan, batch_slots=slots)
+        plan = plan.changed(batch_slots=slots)
     return MultiALS(checked, transpose(checked, num_threads=1), model._objective(), plan, state, grids=grids, **more)
 
 
@@ -239,7 +239,7 @@ def test_row_that_fails_is_named_and_stops_all_ranks(ratings_matrix: sp.csr_arra
         model, plan, checked, state = problem("explicit", matrix, 3)
         objective = su_als.replace(model._objective(), regularization=0.0)
         solver = MultiALS(checked, transpose(checked, num_threads=1), objective, plan, state, grids=both(grid))
-        alone_plan = su_als.replace(plan, devices=())
+        alone_plan = plan.changed(devices=())
         alone = CpuALS(checked, transpose(checked, num_threads=1), objective, alone_plan, state)
         before = solver.state.on_host()
         with pytest.raises(NotPositiveDefiniteError) as theirs:
@@ -286,7 +286,7 @@ def rank_of(comm: Any, layout: Layout, matrix: sp.csr_array, columns: int | None
     blocks = {side: layout.cut(side, comm.rank, both_ways[side]) for side in SIDES}
     if columns is not None:
         blocks["user"] = blocks["user"][:, :columns]
-    plan = su_als.replace(plan, **changes)
+    plan = plan.changed(**changes)
     return RankALS(comm, layout, blocks, model._objective(), plan, State(own["user"], own["item"]), CpuWorker())
 
 
@@ -471,13 +471,13 @@ def test_batches_fit_and_leave_something_to_overlap() -> None:
     plan = make_plan(
         MODELS["explicit"]()._objective(), MODELS["explicit"](device=["cpu"] * 2)._settings(), (10, 10), 50
     )
-    assert batch_rows(su_als.replace(plan, batch_slots=14_000), 2, 10**6) == 1000
-    large = su_als.replace(plan, batch_slots=10**9)
+    assert batch_rows(plan.changed(batch_slots=14_000), 2, 10**6) == 1000
+    large = plan.changed(batch_slots=10**9)
     assert batch_rows(large, 2, 4 * 10**7) == 10**7
     few = batch_rows(large, 2, 100)  # not worth while to cut
     sums = 2 * few * plan.rank * (plan.rank + 1) // 2 * 4
     assert BATCH_BYTES <= sums < 1.1 * BATCH_BYTES
-    assert batch_rows(su_als.replace(plan, batch_slots=1), 2, 100) == 1
+    assert batch_rows(plan.changed(batch_slots=1), 2, 100) == 1
 
 
 # ----------------------------------------------------------------------------------------------- compare, command line
