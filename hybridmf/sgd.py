@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -197,7 +196,7 @@ class SGD(FactorModel):
         assert isinstance(plan.method, SgdMethod)
         number = "float16" if plan.precision == "float16" else plan.dtype
         method = plan.method.standardized(objective, scale_of(user_items, objective), number)
-        return replace(plan, method=method)
+        return plan.changed(method=method)
 
     def _solver(
         self,
