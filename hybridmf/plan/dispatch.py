@@ -93,7 +93,7 @@ def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate
     """
     cost = _cost.cost_of(plan, machine, _warmth(plan))
     setup = sum(cost.setup.values())
-    assembly, solver = (plan.assembly, plan.solver) if plan.method is None else ("", plan.method.label)
+    assembly, solver = (plan.assembly_name, plan.solver) if plan.method is None else ("", plan.method.label)
     total = setup + iterations * cost.iteration
     return Estimate(plan.device, assembly, solver, plan.precision, cost.iteration, setup, total, plan.total_bytes)
 
@@ -224,7 +224,7 @@ def _estimates_of(other: Plan, request: Request) -> Iterable[Estimate]:
     """One way to compute on each device that has it."""
     base, wanted = request.base, request.settings.device
     asked = (other.solver, other.precision) == (base.solver, base.precision)
-    asked = asked and base.assembly in ("auto", other.assembly)
+    asked = asked and base.assembly_name in ("auto", other.assembly_name)
     for build, serves in (
         (request.on_cpu, wanted in ("auto", "cpu") and other.precision == "float32"),
         (request.on_gpu, request.spec is not None),
@@ -245,7 +245,7 @@ _loaded: set[str] = set()
 def _signature(plan: Plan) -> str:
     """Names the kernels that a plan compiles, so that a later process knows whether they lie on disk."""
     assert plan.gpu is not None
-    method = plan.method.label if plan.method is not None else f"{plan.assembly} {plan.solver}"
+    method = plan.method.label if plan.method is not None else f"{plan.assembly_name} {plan.solver}"
     parts = (__version__, plan.gpu.capability, plan.rank, plan.feedback, plan.dtype, plan.precision, method)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

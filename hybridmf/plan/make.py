@@ -37,6 +37,7 @@ from .types import (
     GPU_SOLVERS,
     PRECISIONS,
     SOLVERS,
+    VARIANTS,
     Facts,
     Kernels,
     Placement,
@@ -151,6 +152,7 @@ def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings:
 def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
     """What was asked for, "auto" included."""
     rank = settings.factors + (1 if objective.biases else 0)
+    assembly, variant = VARIANTS.get(settings.assembly, (settings.assembly, ""))
     problem = Sizes(
         n_users=shape[0],
         n_items=shape[1],
@@ -165,7 +167,8 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
         solver=settings.solver,
         cg_steps=settings.cg_steps,
         block_size=min(settings.block_size, rank),
-        assembly=settings.assembly,
+        assembly=assembly,
+        variant=variant,
         reorder=settings.reorder,
         precision=settings.precision,
         instruction_set=_als.instruction_set(),
@@ -313,7 +316,7 @@ def _als_request(plan: Plan, settings: Settings, objective: Objective, spec: Dev
         on_cpu=lambda undecided: _cpu_plan(undecided, settings),
         on_gpu=on_gpu,
         cpu_only=cpu_only,
-        gpu_only=plan.assembly not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
+        gpu_only=plan.assembly_name not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
         others=tuple(_other_ways(plan, spec)),
     )
 
@@ -326,7 +329,7 @@ def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
         ways += [("fused", solver, precision) for solver in GPU_SOLVERS for precision in PRECISIONS]
         ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in GPU_SOLVERS]
     for assembly, solver, precision in dict.fromkeys(ways):
-        yield plan.changed(assembly=assembly, solver=solver, precision=precision)
+        yield plan.changed(assembly=assembly, variant="", solver=solver, precision=precision)
 
 
 def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
@@ -339,7 +342,7 @@ def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
                 '(dtype="float64" for more)'
             )
         notes.append(f"precision {plan.precision!r} is the GPU's; the CPU computes in {plan.dtype}")
-    assembly = "simd" if plan.assembly == "auto" else plan.assembly
+    assembly = "simd" if plan.assembly == "auto" else plan.assembly_name
     if assembly not in CPU_ASSEMBLIES:
         what = f"assembly={assembly!r} is a GPU's"
         if settings.device != "cpu":
@@ -470,7 +473,9 @@ def _gpu_choices(plan: Plan, settings: Settings, objective: Objective, spec: Dev
         raise ValueError(f"precision={plan.precision!r} is for the fused kernels{because}; use precision='float32'")
     tile_rows, tile_cols = (0, 0)
     if assembly == "bals":
-        tile_rows, tile_cols = assemblies.bals_tile_sizes(plan.rank, np.dtype(plan.dtype).itemsize, spec)
+        tile_rows, tile_cols = assemblies.bals_tile_sizes(
+            plan.rank, np.dtype(plan.dtype).itemsize, spec, local=plan.variant == "local"
+        )
     if tile_rows and plan.streamed:
         raise ValueError(
             'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '

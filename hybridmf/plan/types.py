@@ -27,7 +27,16 @@ CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
 
 GPU_ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
 
-ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1])
+VARIANTS = {
+    "bals_local": ("bals", "local"),
+    "mo_als_global": ("mo_als", "global"),
+    "mo_als_uncached": ("mo_als", "uncached"),
+    "mo_als_plain": ("mo_als", "plain"),
+}
+"""Published ways to run a GPU's assembly, beside the best one: assembly and variant by name. BALS with its sums where
+the paper's mapping to threads puts them; MO-ALS without its registers (fig. 7), read-only path (fig. 8), or both."""
+
+ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1], *VARIANTS)
 
 GPU_SOLVERS = ("cholesky", "cg")
 
@@ -237,6 +246,7 @@ class Kernels:
     precision: str
     instruction_set: str
     balance: bool = False
+    variant: str = ""
     tile_rows: int = 0
     tile_cols: int = 0
     batch_flops: float = BATCH_FLOPS
@@ -286,8 +296,8 @@ class Plan:
         Devices, and where ratings and factors are: `device`, `reason`, `devices`, `gpu`, `num_threads`, `streamed`,
         `slab`, `resident`, `scale`, `scratch`.
     kernels : Kernels
-        `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `reorder`, `precision`, `balance`, `instruction_set`,
-        `tile_rows`, `tile_cols`, `batch_flops`, `segment`, `batch_slots`.
+        `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `variant`, `reorder`, `precision`, `balance`,
+        `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`, `batch_slots`.
     estimate : Prediction
         `bytes`, `estimates`.
     notes : tuple of str
@@ -304,6 +314,8 @@ class Plan:
     balance : bool
     instruction_set : str
         Vector kernels in use.
+    variant : str
+        Of the assembly, as in `VARIANTS`; usually empty.
     tile_rows, tile_cols : int
         BALS tile (0 for other assemblies).
     batch_flops : float
@@ -367,6 +379,7 @@ class Plan:
     cg_steps = _Part(lambda plan: plan.kernels.cg_steps)
     block_size = _Part(lambda plan: plan.kernels.block_size)
     assembly = _Part(lambda plan: plan.kernels.assembly)
+    variant = _Part(lambda plan: plan.kernels.variant)
     reorder = _Part(lambda plan: plan.kernels.reorder)
     precision = _Part(lambda plan: plan.kernels.precision)
     balance = _Part(lambda plan: plan.kernels.balance)
@@ -442,6 +455,11 @@ class Plan:
         return in_slabs or self.batch_slots * self.segment < most
 
     @property
+    def assembly_name(self) -> str:
+        """Assembly and variant as `Settings` names them."""
+        return f"{self.assembly}_{self.variant}" if self.variant else self.assembly
+
+    @property
     def uses_blas(self) -> bool:
         """Whether assembly and Gram matrix are the published ones, which go through BLAS."""
         return self.assembly in ("rank1", "blas3")
@@ -458,7 +476,13 @@ class Plan:
         assembly = without_tiles if self.assembly == "bals" else self.assembly
         segment = self.segment if assembly == self.assembly else gpu_segment(assembly)
         return self.changed(
-            solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0, segment=segment
+            solver="cholesky",
+            assembly=assembly,
+            variant=self.variant if assembly == self.assembly else "",
+            reorder="none",
+            tile_rows=0,
+            tile_cols=0,
+            segment=segment,
         )
 
     @property
@@ -489,7 +513,7 @@ class Plan:
         solver = {
             "cg": f"cg, {self.cg_steps} steps",
             "subspace": f"subspace, {self.block_size} coordinates at a time",
-        }.get(self.solver, f"{self.solver}, assembly {self.assembly}")
+        }.get(self.solver, f"{self.solver}, assembly {self.assembly_name}")
         if self.tile_rows:
             solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
         solver += f"; reorder {self.reorder}" + ("; balanced" if self.balance else "")

@@ -416,7 +416,7 @@ class PartialRows(als.HalfSweep):
         matrices = device.zeros((cut.n_slots, rank, rank), self.dtype)
         rhs = device.empty((cut.n_slots, rank), self.dtype)
         if len(cut.segments):
-            als.published(self.plan.assembly)(device, matrices, rhs, *arguments, rank)
+            als.published(self.plan)(device, matrices, rhs, *arguments, rank)
         return cut.add_up(device, matrices), cut.add_up(device, rhs)
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
