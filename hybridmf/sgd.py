@@ -100,7 +100,8 @@ class SGD(FactorModel):
 
     Attributes
     ----------
-    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, plan_, device_, user_ids_, item_ids_
+    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, timings_, plan_, device_, user_ids_, \
+item_ids_
         As for `ImplicitALS`.
     user_bias_, item_bias_ : array or None
     mean_ : float

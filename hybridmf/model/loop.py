@@ -182,7 +182,6 @@ class FitLoop:
                     self.history.append(record)
                     self._observe(record, bar)
                     if self._asked_to_stop(record):
-                        logger.info("callback stopped the fit after iteration %d", iteration)
                         break
                 ended = True
             finally:
@@ -227,7 +226,10 @@ class FitLoop:
         if not self.calls_back:
             return False
         answer = None if self.observers.callback is None else self.observers.callback(self.model, record)
-        return self.ranks.agreed(isinstance(answer, (bool, np.bool_)) and bool(answer))
+        stops = self.ranks.agreed(isinstance(answer, (bool, np.bool_)) and bool(answer))
+        if stops and self.ranks.first:
+            logger.info("callback stopped the fit after iteration %d", self.completed)
+        return stops
 
     def _complete_model(self) -> None:
         """Give the model the factors that the last iteration ended with."""

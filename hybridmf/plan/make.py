@@ -274,7 +274,7 @@ def host_problem(plan: Plan) -> Problem:
         sums=_slot_bytes(plan),
         segment=plan.segment,
         biases=plan.rank > plan.factors,
-        begins=plan.solver != "cholesky",
+        warm_start=plan.solver != "cholesky",
         on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
         batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
         longest=plan.problem.longest,

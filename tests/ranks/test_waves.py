@@ -26,6 +26,7 @@ from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.gpu.turns import HostHalf
+from hybridmf.model.learned import scale_of
 from hybridmf.plan import make as _plan
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import check_memory, make_plan
@@ -206,8 +207,9 @@ def multi(data: Any, devices: list[str], scale: Any = None, name: str = "explici
     check_memory(plan)
     if scale is not None:
         plan = plan.changed(scale=scale, devices=tuple(devices))
-    state = model._initial_state(matrix, item_users, plan, model._objective())
-    return MultiALS(matrix, item_users, model._objective(), plan, state)
+    objective = model._objective(scale_of(matrix, model._objective()))
+    state = model._initial_state(matrix, item_users, plan, objective)
+    return MultiALS(matrix, item_users, objective, plan, state)
 
 
 def test_fewer_gpus_take_the_same_partition_in_more_waves(gpus: Machine, store: hmf.Store) -> None:
