@@ -116,10 +116,10 @@ class Start:
         objective = model._objective()
         plan = make_plan(objective, model._settings(), data.user.shape, data.user.nnz)
         if isinstance(devices, list):
-            plan = model._standardized(plan, data.user)
+            plan = model._standardized(plan, objective, data.user)
             options = {"order": variant.order, "long_row": variant.long_row, "beside": variant.beside}
             return MultiSGD(data.user, data.item, objective, plan, self.state, 0, **options)
-        solver = model._solver(plan, data.user, data.item, self.state, 0)
+        solver = model._solver(plan, objective, data.user, data.item, self.state, 0)
         solver.epochs.beside = variant.beside
         return solver
 

@@ -95,7 +95,7 @@ def solvers(
         data = (store, store.transposed()) if name == "disk" else (matrix, transposed)
         state = model._initial_state(*data, plan, model._objective())
         started = time.perf_counter()
-        found[name] = model._solver(plan, *data, state, 0)
+        found[name] = model._solver(plan, model._objective(), *data, state, 0)
         seconds[name] = time.perf_counter() - started
     return found, seconds
 
@@ -198,7 +198,11 @@ def disk_plan(model: Any, matrix: Any, limit: int, folder: str) -> Plan:
 def run_enforced(model: Any, arguments: tuple[Any, ...], plan: Plan, limit: int) -> None:
     """One iteration in which no allocation may pass the limit."""
     with environment(MEMORY_LIMIT, str(limit)):
-        iterate(model._solver(plan, *arguments, model._initial_state(*arguments, plan, model._objective()), 0))
+        iterate(
+            model._solver(
+                plan, model._objective(), *arguments, model._initial_state(*arguments, plan, model._objective()), 0
+            )
+        )
 
 
 @contextmanager
@@ -255,7 +259,9 @@ def measure_factors(feedback: str, factors: int, shape: str, folder: str, repeat
     base = 0.0
     for name, plan in chosen.items():  # one after the other: memory of the host is page-locked for one of them
         started = time.perf_counter()
-        solver = model._solver(plan, *arguments, model._initial_state(*arguments, plan, model._objective()), 0)
+        solver = model._solver(
+            plan, model._objective(), *arguments, model._initial_state(*arguments, plan, model._objective()), 0
+        )
         set_up = time.perf_counter() - started
         iterate(solver)
         found = solver.state.on_host(), solver.objective_value()

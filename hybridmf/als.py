@@ -52,8 +52,10 @@ class _ALS(FactorModel):
         square = self._first_length(objective, scale)
         return first_state(degrees, plan, matrix.dtype.type, objective, mean, rng, square)
 
-    def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
-        arguments = (user_items, item_users, self._objective(), plan, state)
+    def _solver(
+        self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
+    ) -> Solver:
+        arguments = (user_items, item_users, objective, plan, state)
         if plan.devices:
             from .ranks.multi_als import MultiALS
 
@@ -196,7 +198,7 @@ class ImplicitALS(_ALS):
         self.balance = balance
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self) -> Objective:
+    def _objective(self, spread: float = 1.0) -> Objective:
         return Objective.implicit(self.regularization, self.regularization_scaling, self.alpha, self.unobserved_weight)
 
 
@@ -219,11 +221,10 @@ class ExplicitALS(_ALS):
         Fit the mean mu (kept at the training mean) and user and item biases, solved together with the factors. A
         biased model solves systems of one more unknown.
     bias_regularization : float, optional
-        lambda_b >= 0, the penalty of squared biases; 0 leaves them free. Default: `regularization`. With count scaling
-        lambda has the unit of the ratings and lambda_b none: where their standard deviation is far from 1, give lambda
-        over it. For lists of
-        recommendations rather than predicted ratings take about ten times as much, with
-        ``regularization_scaling="none"``: the biases of rarely rated items are then shrunk most.
+        lambda_b >= 0, the penalty of squared biases; 0 leaves them free. Default: `regularization` divided by the
+        standard deviation of the training ratings, since lambda has the unit of the ratings and lambda_b has none. For
+        lists of recommendations rather than predicted ratings, take about twenty times as much with
+        ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
 block_size, balance, gpu_memory_limit
         As for `ImplicitALS`.
@@ -287,7 +288,7 @@ item_ids_
         self.balance = balance
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self) -> Objective:
+    def _objective(self, spread: float = 1.0) -> Objective:
         return Objective.explicit(
-            self.regularization, self.regularization_scaling, self.biases, self.bias_regularization
+            self.regularization, self.regularization_scaling, self.biases, self.bias_regularization, spread
         )

@@ -158,8 +158,8 @@ class SGD(FactorModel):
         self.random_state = random_state
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self) -> Objective:
-        return Objective.explicit(self.regularization, "count", self.biases, self.bias_regularization)
+    def _objective(self, spread: float = 1.0) -> Objective:
+        return Objective.explicit(self.regularization, "count", self.biases, self.bias_regularization, spread)
 
     def _settings(self) -> Settings:
         method = SgdMethod.check(
@@ -185,17 +185,23 @@ class SGD(FactorModel):
     def _seed_bits(self, kept: int | None) -> int:
         return _shuffle_seed(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
 
-    def _standardized(self, plan: Plan, user_items: sp.csr_array) -> Plan:
+    def _standardized(self, plan: Plan, objective: Objective, user_items: sp.csr_array) -> Plan:
         """The plan of a fit on these ratings, to whose scale the learning rate refers."""
         assert isinstance(plan.method, SgdMethod)
-        objective, number = self._objective(), "float16" if plan.precision == "float16" else plan.dtype
+        number = "float16" if plan.precision == "float16" else plan.dtype
         method = plan.method.standardized(objective, scale_of(user_items, objective), number)
         return replace(plan, method=method)
 
     def _solver(
-        self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
+        self,
+        plan: Plan,
+        objective: Objective,
+        user_items: sp.csr_array,
+        item_users: sp.csr_array,
+        state: State,
+        completed: int,
     ) -> Solver:
-        objective, plan = self._objective(), self._standardized(plan, user_items)
+        plan = self._standardized(plan, objective, user_items)
         if plan.devices:
             from .ranks.mcumsgd import MultiSGD
 

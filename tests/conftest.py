@@ -1,17 +1,34 @@
-"""Shared fixtures: the folder of real ratings, a small planted problem."""
+"""Fixtures of tests in several folders: the folder of real ratings, a small planted problem, devices, empty caches."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import scipy.sparse as sp
+
+pytest.register_assert_rewrite("support")
+
+from hybridmf.core.cache import CACHE_DIR
+from hybridmf.device import cuda as devices
+from hybridmf.device.cuda import MEMORY_LIMIT, device_count
+from hybridmf.errors import DeviceError
+from hybridmf.plan import dispatch, tables
+from hybridmf.plan import machine as _machine
+from hybridmf.ranks import gpu_rank
+from hybridmf.ranks.gpu_rank import GpuWorker
+from support import emulated
+from support.devices import open_or_skip, serve_cuda
+from support.fake_cupy import FakeCupy
+from support.ranks import Machine
+from support.ratings import planted
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,41 +52,102 @@ def data_dir() -> Path:
     return folder
 
 
-def planted(m: int = 60, n: int = 40, density: float = 0.2, rank: int = 3, seed: int = 0) -> sp.csr_array:
-    """Positive ratings of about 1..5 from planted low rank plus noise, with an empty row and an empty column."""
-    rng = np.random.default_rng(seed)
-    mask = rng.random((m, n)) < density
-    mask[m // 2] = False
-    mask[:, n // 3] = False
-    scores = 3 + rng.normal(size=(m, rank)) @ rng.normal(size=(n, rank)).T + rng.normal(scale=0.2, size=(m, n))
-    rows, columns = np.nonzero(mask)
-    values = np.clip(scores, 0.5, None)[rows, columns].astype(np.float32)
-    return sp.csr_array((values, (rows, columns)), shape=(m, n))
-
-
 @pytest.fixture
 def ratings_matrix() -> sp.csr_array:
     """60 x 40 ratings, a fifth observed."""
     return planted()
 
 
-def _device(name: str) -> Any:
-    if name == "emulated":
-        import emulated
-
-        if emulated.compiler() is None:
-            pytest.skip("no C++ compiler to run kernels on the CPU with")
-        return emulated.EmulatedDevice()
-    from hybridmf.device.cuda import open_device
-    from hybridmf.errors import DeviceError
-
-    try:
-        return open_device()
-    except DeviceError as error:
-        pytest.skip(f"no GPU: {error}")
-
-
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Any:
     """A device to run kernels on: the emulated one everywhere, a GPU where there is one."""
-    return _device(request.param)
+    return open_or_skip(request.param)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test sees what another one has measured, compiled or started."""
+    monkeypatch.setenv("HYBRIDMF_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(dispatch, "_started", set())
+    monkeypatch.setattr(dispatch, "_loaded", set())
+    _machine.machine_at.cache_clear()
+    yield
+    _machine.machine_at.cache_clear()
+
+
+@pytest.fixture
+def gpu(device, monkeypatch):
+    """The device that estimators with ``device="cuda"`` run on."""
+    return serve_cuda(device, monkeypatch)
+
+
+@pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request, monkeypatch):
+    """What to pass as ``device=``: laws that every backend keeps are written once."""
+    if request.param == "cpu":
+        return "cpu"
+    serve_cuda(open_or_skip(request.param), monkeypatch)
+    return "cuda"
+
+
+@pytest.fixture
+def forget_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Devices are opened once; and no test sees the limit of whoever runs it."""
+    monkeypatch.delenv(MEMORY_LIMIT, raising=False)
+    devices._open.cache_clear()
+    yield
+    devices._open.cache_clear()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Pretend that a module (None: nothing) is what ``import cupy`` finds; without arguments, one sm_90 GPU."""
+
+    def pretend(*args: Any, **errors: Exception) -> Any:
+        module = args[0] if args and not isinstance(args[0], list) else FakeCupy(*args, **errors)
+        monkeypatch.setitem(sys.modules, "cupy", module)
+        return module
+
+    return pretend
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """Names of so many GPUs; emulated ones know no NCCL."""
+    if request.param == "cuda":
+
+        def real(size: int) -> list[str]:
+            try:
+                count = device_count()
+            except DeviceError as error:
+                pytest.skip(f"no GPU: {error}")
+            if count < size:
+                pytest.skip(f"needs {size} GPUs, there are {count}")
+            return [f"cuda:{k}" for k in range(size)]
+
+        yield real
+        return
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    devices = [emulated.EmulatedDevice() for _ in range(8)]
+
+    def open_emulated(name: str = "cuda") -> Any:
+        return devices[int(name.partition(":")[2] or 0)]
+
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", open_emulated)
+    monkeypatch.setattr(gpu_rank, "open_device", open_emulated)
+    monkeypatch.setattr(
+        gpu_rank,
+        "gpu_worker",
+        lambda names, control: (control, GpuWorker(open_emulated(names[control.rank]))),
+    )
+    yield lambda size: [f"cuda:{k}" for k in range(size)]
+
+
+@pytest.fixture
+def no_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No table of this user, and none that ships."""
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "cache"))
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
+    tables._warn_once.cache_clear()
+    return tmp_path

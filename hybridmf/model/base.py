@@ -76,14 +76,19 @@ class FactorModel(ServingMixin, BaseEstimator):
     history_: list[Record]
     timings_: dict[str, float]
 
-    def _objective(self) -> Objective:
-        """What the current parameters say to minimize (a fitted model goes by what it has learned)."""
+    def _objective(self, spread: float = 1.0) -> Objective:
+        """What the current parameters say to minimize on ratings of this standard deviation.
+
+        A fitted model goes by what it has learned.
+        """
         raise NotImplementedError
 
     def _settings(self) -> Settings:
         raise NotImplementedError
 
-    def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
+    def _solver(
+        self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
+    ) -> Solver:
         """The backend; `completed` iterations lie behind `state`."""
         raise NotImplementedError
 
@@ -192,10 +197,11 @@ class FactorModel(ServingMixin, BaseEstimator):
         user_counts, item_counts = np.diff(matrix.indptr), np.diff(item_users.indptr).astype(np.int64)
         log_empty_rows(user_counts, item_counts)
         scale = scale_of(matrix, objective)
+        objective = self._objective(scale)
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective, scale)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
-        solver = self._solver(_seeded(plan, seed_bits), matrix, item_users, state, completed)
+        solver = self._solver(_seeded(plan, seed_bits), objective, matrix, item_users, state, completed)
         ready = time.perf_counter()
         with closing(solver):  # threads and connections of several ranks end with the fit, however it ends
             learned = self._learned_from(user_items, matrix, objective, plan, state, item_counts)
@@ -277,7 +283,7 @@ class FactorModel(ServingMixin, BaseEstimator):
 
     def _restore(self, content: _io.ModelFile) -> Any:
         """Take over what a model file holds."""
-        objective, settings = self._objective(), self._settings()
+        objective, settings = content.objective(self._objective()), self._settings()
         shape = (len(content.state.user), len(content.state.item))
         nnz = int(content.summary.get("nnz", 0))
         plan = _plan_to_serve(objective, settings, shape, nnz)

@@ -131,6 +131,8 @@ class _Fit:
         self.plan = replace(self.plan, nnz=self.cut.nnz)
         if not self.cut.nnz:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
+        self.scale = self.cut.scale(communicator, self.objective)
+        self.objective = model._objective(self.scale)
         self.history: list[Record] = []
         self.writer: checkpoints.Writer | None = None
         state = self._start(checkpoint, resume_from)
@@ -235,7 +237,7 @@ class _Fit:
             self.objective,
             self.cut.total / self.cut.nnz,
             check_rng(seed),
-            self.model._first_length(self.objective, self.cut.scale(self.communicator, self.objective)),
+            self.model._first_length(self.objective, self.scale),
         )
 
     def _broadcast_state(self, state: State | None) -> State:

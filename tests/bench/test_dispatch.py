@@ -1,0 +1,73 @@
+"""The benchmark of the dispatcher, bench/dispatch.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from hybridmf.datasets import SHAPES
+from hybridmf.plan.machine import CpuRates, GpuRates, Machine
+from support.cost_model import H200, built_in, load_bench
+from support.ratings import planted
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def test_the_benchmark_repeats_short_fits():
+    bench = load_bench()
+    assert bench.enough([2.0]) and not bench.enough([0.5]) and bench.enough([0.5, 0.4])
+    assert not bench.enough([0.2]) and not bench.enough([0.2, 0.2]) and bench.enough([0.2, 0.2, 0.2])
+    assert not bench.enough([0.001] * 9) and bench.enough([0.001] * 10)
+    assert not bench.enough([0.4, 0.01])  # the first was a stall
+    found = bench.measure(bench.model_of("MSGD", 8, "cpu"), planted(), iterations=3)
+    assert set(found) == {"seconds_per_iteration", "setup_seconds"} and min(found.values()) > 0
+
+
+def test_the_benchmark_covers_what_it_promises():
+    bench = load_bench()
+    for shapes, _ in bench.GRIDS.values():
+        for shape, scale, ranks in shapes:
+            assert shape in SHAPES and 0 < scale <= 1
+            both, only_cpu = (list(bench.cases(ranks, gpu, assemblies=False)) for gpu in (True, False))
+            assert [case for case in both if case[2] == "cpu"] == only_cpu
+            assert len(both) == 2 * len(only_cpu) and {case[0] for case in both} <= set(bench.MODELS)
+    published = {case[2:] for case in bench.cases(bench.FULL, gpu=True, assemblies=True) if case[3] != "auto"}
+    assert published == {(device, name) for device, names in bench.ASSEMBLIES.items() for name in names}
+
+
+def test_the_benchmark_leaves_out_runs_with_other_constants(tmp_path, monkeypatch):
+    bench = load_bench()
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    assert list(bench.read_runs()) == []
+    now = {"task": "machine", "run": "now", "cpu": asdict(CpuRates()), "gpu": asdict(GpuRates()), "gpu_identity": {}}
+    then = now | {"run": "then", "cpu": {"serial": 0.1}}
+    lines = [then, {"task": "fit", "run": "then"}, now, {"task": "fit", "run": "now", "model": "MSGD"}]
+    (tmp_path / "dispatch.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    ((machine, fits),) = bench.read_runs()
+    assert fits == lines[-1:]
+    assert bench.machine_of(machine) == Machine(source="recorded")
+
+
+def test_the_benchmark_judges_choices(monkeypatch):
+    """On times that its own predictions make true, no choice is wrong; on their opposite, all are."""
+    bench = load_bench()
+    machine = built_in()
+    fits = []
+    for name in bench.MODELS:
+        for device in ("cpu", "cuda"):
+            line = {
+                "model": name, "factors": 64, "device": device, "assembly_asked": "auto", "threads": 16, "shape": "x",
+                "scale": 1.0, "n_users": 138_493, "n_items": 27_278, "nnz": 20_000_263,
+                "facts": {"longest_user": 3000, "longest_item": 60_000, "empty": 0},
+            }  # fmt: skip
+            cost = bench.cost(line, machine, H200)
+            fits.append(line | {"seconds_per_iteration": cost.iteration, "setup_seconds": sum(cost.setup.values())})
+    lost = bench.choices(fits, machine, H200)
+    assert len(lost) == len(bench.MODELS) * len(bench.ITERATIONS)
+    assert all(share == 0 for share, _ in lost)
+    for line in fits:
+        line["seconds_per_iteration"] = 1.0 if line["device"] == "cuda" else 1e-3
+        line["setup_seconds"] = 0.0
+    assert max(share for share, _ in bench.choices(fits, machine, H200)) == pytest.approx(999)

@@ -1,0 +1,179 @@
+"""The scripts that measure cuMF's and MSGD's evidence: their lines, and pages from the lines alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import hybridmf as hmf
+from support.checkout import ROOT
+
+BENCH = ROOT / "bench"
+sys.path.insert(0, str(BENCH))
+
+common = pytest.importorskip("common")
+paper_common = pytest.importorskip("paper_common")
+import paper_cumf  # noqa: E402
+import paper_msgd  # noqa: E402
+import paper_race  # noqa: E402
+
+SMALL = ["--shape", "ml-1m", "--scale", "0.05", "--factors", "8", "--threads", "1"]
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder of their own for lines and pages."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(common, "sources_sha256", lambda: "0")
+    evidence = tmp_path / "evidence"
+    evidence.mkdir()
+    monkeypatch.setattr(paper_common, "EVIDENCE", evidence)
+    for page in ("cumf.md", "msgd.md"):
+        (evidence / page).write_text((BENCH.parent / "docs" / "evidence" / page).read_text())
+    return tmp_path
+
+
+def lines_of(results: Path, name: str) -> list[dict]:
+    return [json.loads(text) for text in (results / "results" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def invoke(script, *arguments: str) -> str:
+    found = CliRunner().invoke(script.main, [*arguments], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+CPU_TASKS = {"paper_cumf": {"convergence", "cost"}, "paper_msgd": {"sequential", "convergence", "cores"}}
+
+
+@pytest.mark.parametrize("script", [paper_cumf, paper_msgd], ids=lambda script: script.NAME)
+def test_lines_and_pages(results, script):
+    invoke(script, *SMALL)
+    lines = lines_of(results, script.NAME)
+    assert {line["task"] for line in lines} == CPU_TASKS[script.NAME]
+    for line in lines:
+        assert {"shape", "scale", "size", "nnz", "factors", "machine", "commit", "date"} <= set(line)
+        if line["task"] == "convergence":
+            assert len(line["seconds"]) == len(line["rmse"]) > 3 and line["rmse"][-1] < line["start_rmse"]
+        if line["task"] == "cost":
+            rows, nnz = line["rows"], line["nnz"]
+            assert line["predicted"] == {"hermitian": nnz * 36, "rhs": nnz * 9 + 16 * rows, "solve": 512 * rows}
+    pages = []
+    for _ in range(2):
+        invoke(script, "--render")
+        folder = results / "evidence"
+        pages.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert pages[0] == pages[1]
+    page = pages[0][script.NAME.removeprefix("paper_") + ".md"].decode()
+    assert "ml-1m x 0.05" in page and paper_common.NOT_MEASURED in page  # what needs a GPU
+    for line in lines:
+        assert line.get("method", "") in page
+    for name in (name for name in pages[0] if name.endswith(".svg")):
+        assert f"({name})" in page and len(pages[0][name]) < 100_000
+
+
+def test_only_rendered_sections_change(results):
+    page = results / "evidence" / "cumf.md"
+    before = page.read_text()
+    invoke(paper_cumf, "--render")  # of no lines at all
+    after = page.read_text()
+    assert after.count(paper_common.NOT_MEASURED) == 3
+
+    def rest(text):
+        return re.sub(r"(<!-- begin \w+ -->).*?(<!-- end \w+ -->)", r"\1\2", text, flags=re.DOTALL)
+
+    assert rest(after) == rest(before) != after
+
+
+def test_a_race_is_a_fit():
+    """The errors of a race are those of fits of as many iterations; the clock stops where it is told to."""
+    data = paper_race.Split.of("ml-1m", 0.05)
+    assert data.nnz + data.test.nnz == data.user.nnz + data.test.nnz
+    found = paper_race.race(hmf.ExplicitALS(4, biases=False, device="cpu", random_state=0), data, 3)
+    for iterations, error in enumerate(found["rmse"], 1):
+        model = hmf.ExplicitALS(4, biases=False, device="cpu", random_state=0, iterations=iterations).fit(data.user)
+        wanted = np.sqrt(np.mean((data.test.data - model.predict(data.test.row, data.test.col)) ** 2))
+        assert error == pytest.approx(wanted, rel=1e-5)
+    assert len(paper_race.race(hmf.ExplicitALS(4, biases=False, device="cpu"), data, 3, seconds=0)["seconds"]) == 0
+    wild = paper_race.race(hmf.SGD(4, device="cpu", learning_rate=10.0, random_state=0), data, 3)
+    assert "diverged" in wild["diverged"] and wild["rmse"] == []
+
+
+def test_what_a_race_shows():
+    lines = [
+        {"method": "slow", "seconds": [1.0, 1.0], "rmse": [0.9, 0.8], "set_up_s": 0.1},
+        {"method": "wild", "seconds": [], "rmse": [], "set_up_s": 0.1},
+        {"method": "far", "seconds": [0.5], "rmse": [1.0], "set_up_s": 0.1},
+    ]
+    slow, wild, far = paper_race.race_table(lines).split("\n")[2:]
+    assert slow == "| slow | 2 | 1 | 0.8000 | 2 | 0.1 |"
+    assert "diverged" in wild and far.endswith("| - | 0.1 |")
+
+
+def test_devices_that_are_not_there_are_told(results, monkeypatch):
+    def none(name="cuda"):
+        raise hmf.errors.DeviceError("no GPU here")
+
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", none)
+    found = CliRunner().invoke(paper_msgd.main, ["--device", "cuda"])
+    assert found.exit_code == 1 and "--device cuda: no GPU here" in found.output
+
+
+@pytest.mark.parametrize("warp_sync", [False, True])
+@pytest.mark.parametrize("r", [32, 64])
+def test_the_papers_mapping_is_msgd(device, monkeypatch, r, warp_sync):
+    """An epoch of the kernel in bench/ gives the factors of an epoch of a fit, for any number of blocks."""
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
+    data = paper_race.Split.of("ml-1m", 0.02)
+    epochs = [paper_msgd.BlockedEpoch(device, data, r, warp_sync) for _ in range(3)]
+    assert epochs[0].check(3) < paper_msgd.TOLERANCE
+    fit = hmf.SGD(r, regularization=paper_msgd.LAMBDA, schedule="msgd", iterations=1, device="cpu", random_state=0)
+    fit.fit(data.user)
+    for epoch, blocks in ((epochs[1], 1), (epochs[2], 7)):
+        epoch.run(blocks)
+        for side, wanted in (("user", fit.user_factors), ("item", fit.item_factors)):
+            np.testing.assert_allclose(device.download(epoch.tables[side]), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("warp_sync", [0, 1])
+@pytest.mark.parametrize("r", [32, 512])
+def test_the_papers_mapping_compiles(monkeypatch, r, warp_sync):
+    """For the GPU it is timed on, with everything in registers."""
+    compiler = pytest.importorskip("test_gpu_compile", reason="no NVRTC")
+    monkeypatch.setattr(compiler, "source_text", lambda file: paper_msgd.kernel_source())
+    constants = (f"RANK={r}", f"WARP_SYNC={warp_sync}", "REAL=float")
+    (report,) = compiler.resources_of(compiler.compile_program(compiler.Program("msgd_blocks.cu", constants, 90)))
+    assert report.function == "msgd_blocks" and report.local_bytes == 0
+
+
+def test_a_wrong_kernel_is_not_timed(device, monkeypatch):
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
+    epoch = paper_msgd.BlockedEpoch(device, paper_race.Split.of("ml-1m", 0.02), 32, True)
+    epoch.rate *= 1.5
+    epoch.start = {side: table * 1.1 for side, table in epoch.start.items()}
+    with pytest.raises(RuntimeError, match="rows of the paper's kernel are off by"):
+        epoch.check(2)
+
+
+def test_switches_change_nothing_but_time(device, monkeypatch):
+    """Assemblies with the switches set go through the fit's own path, and are timed apart from the rest."""
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
+    data = paper_race.Split.of("ml-1m", 0.02)
+    profile = replace(paper_cumf.PROFILES["cuda", "quick"], factors=8, iterations=2, repeats=1)
+    reference: list[float] = []
+    fast = paper_cumf.measure_switch(device, data, profile, True, True, reference)
+    assert len(reference) == len(fast["seconds"]) == 2
+    slow = paper_cumf.measure_switch(device, data, profile, False, False, reference)
+    assert slow["rmse"] == pytest.approx(fast["rmse"][:1], rel=1e-4)
+    assert 0 < slow["assembly_ms"] < 1e3 * slow["seconds"][0]
+    with pytest.raises(RuntimeError, match="where the first combination has"):
+        paper_cumf.measure_switch(device, data, profile, True, False, [9.0, 9.0])
+    phases = paper_cumf.measure_phases_gpu(device, data, 8, "item", 1, None)
+    assert phases["hermitian_ms"] > 0 and phases["solve_ms"] > 0 and phases["planned_batch_bytes"] > 0

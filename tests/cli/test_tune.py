@@ -1,0 +1,104 @@
+"""`hybridmf tune`: what it keeps, interruptions, mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hybridmf._version import __version__
+from hybridmf.cli import main
+from hybridmf.errors import DeviceError
+from hybridmf.gpu.assemblies import SyrkConfig
+from hybridmf.gpu.tuning import plots as tune_plots
+from hybridmf.gpu.tuning import tune
+from hybridmf.gpu.tuning.spaces import SPACES
+from hybridmf.gpu.tuning.trials import Sample
+from hybridmf.gpu.tuning.tune import Measurement, make_jobs
+from hybridmf.plan import tables
+from support import emulated
+from support.tuning import FACTS, H200, SAMPLE
+
+pytestmark = pytest.mark.usefixtures("no_tables")
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["tune", *arguments])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device for the command, and a sample that takes no time."""
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    device = emulated.EmulatedDevice()
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda *_: device)
+    monkeypatch.setattr(Sample, "draw", lambda: SAMPLE)
+    return device
+
+
+def test_the_command_keeps_what_it_finds(gpu: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines, plots = tmp_path / "lines.jsonl", tmp_path / "plots"
+    options = ("--kernel", "sparse_syrk", "--factors", "5", "--most", "2", "--lines", str(lines), "--plot", str(plots))
+    result = invoke(*options)
+    assert result.exit_code == 0, result.output
+    path = tables.user_file(gpu.spec)
+    assert f"kept in {path}" in result.output and "sparse_syrk, rank 5" in result.output
+    (kept,) = tables.read_table(path).entries
+    assert kept.facts == {"rank": 5, "itemsize": 4}
+    assert vars(SyrkConfig.default(5, 4, gpu.spec)) == kept.facts | kept.config
+    measured = tune_plots.read_lines(lines)
+    assert len(measured) == 2 and measured[0]["gpu"]["name"] == "emulated"
+    assert measured[0]["versions"] == {"hybridmf": __version__}
+    assert [plot.suffix for plot in plots.iterdir()] == [".svg"]
+    path.unlink()
+    mine = tmp_path / "mine.json"
+    invoke("--kernel", "sparse_syrk", "--factors", "5", "--most", "2", "-o", str(mine))
+    (kept,) = tables.read_table(mine).entries
+    result = invoke("--kernel", "sparse_syrk", "--factors", "5", "--most", "1", "-o", str(mine), "--lines", str(lines))
+    assert result.exit_code == 0, result.output
+    assert kept.config in [line["config"] for line in tune_plots.read_lines(lines)[2:]]  # the file's entry is timed
+    assert len(tables.read_table(mine).entries) == 1
+
+
+def test_what_was_found_before_an_interruption_is_kept(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(device: Any, *_: Any, **__: Any) -> Any:
+        job = make_jobs(["sparse_syrk"], [64], 4)[0]
+        job.measurements = [Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), "timed", ms={"user": 1.0})] * 2
+        job.winner = job.measurements[0]
+        yield job
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tune", interrupted)
+    assert invoke().exit_code == 130
+    assert len(tables.read_table(tables.user_file(gpu.spec)).entries) == 1
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise DeviceError("there is no NVIDIA driver")
+
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", none)
+    result = invoke()
+    assert result.exit_code == 2
+    assert "tune measures kernels on a GPU, and none can be used here: there is no NVIDIA driver" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--factors", "32,many"), "must be numbers with commas between"),
+        (("--kernel", "sgemm"), "kernel must be one of"),
+        (("--budget", "0"), "budget must be"),
+        (("-o", "/no/such/folder/x.json"), "does not exist"),
+    ],
+)
+def test_mistakes_of_the_command(gpu: Any, options: tuple[str, ...], message: str) -> None:
+    result = invoke(*options)
+    assert result.exit_code == 2 and message in result.output
+    assert not tables.user_file(gpu.spec).exists()

@@ -1,0 +1,263 @@
+"""Every kernel of cuda/ compiled by NVRTC, which needs no GPU: no error, no spilled register, no stack frame.
+
+Each push compiles the usual ranks for the H200 (sm_90) with all that its table ships, and one configuration of each
+kernel for other architectures; ``HYBRIDMF_ALL_KERNELS=1`` compiles every default configuration for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from hybridmf.core.system import available_cores
+from hybridmf.device.cuda import DeviceSpec
+from hybridmf.gpu import assemblies, ccd, cholesky_any, fused, losses, rows, sgd, topk
+from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
+from hybridmf.gpu.tuning.spaces import SPACES
+from hybridmf.plan import fused as plan_fused
+from hybridmf.plan import tables
+from support.devices import SPECS
+
+nvrtc = pytest.importorskip(
+    "cuda.bindings.nvrtc", reason="no NVRTC to compile kernels with: pip install cuda-bindings nvidia-cuda-nvrtc"
+)
+
+ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
+USUAL_RANKS = (16, 64, 100, 128)
+DEFAULT_PRECISION = fused.PRECISION_CODES["float32"]
+
+MODULES = (fused, assemblies, cholesky_any, topk, losses, rows, ccd, sgd)
+
+
+def excused_bytes(program: Program) -> float:
+    """How much local memory a function of a program may use: none, but for two cases."""
+    if "ACCUMULATORS=local" in program.constants:
+        return float("inf")  # the paper maps the sums of a row to local memory; it is there to be measured against
+    if program.file == "fused_als.cu" and {"RANK=64", "RANK=100"} & set(program.constants):
+        return FEW_SCALARS
+    return 0
+
+
+FEW_SCALARS = 208
+"""Stack, stores and loads together: 2 to 12 scalars and right-hand sides beside the accumulators, outside of the
+products. What avoids them was 20 % slower at rank 100 (four warps a row instead of two), measured on an H200."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What NVRTC compiles at a time: all kernels of a file, for one set of constants and one architecture."""
+
+    file: str
+    constants: tuple[str, ...]
+    architecture: int
+
+    def __str__(self) -> str:
+        return f"sm_{self.architecture}-{self.file}-{','.join(self.constants)}"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports of one function, in bytes."""
+
+    function: str
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+    @property
+    def local_bytes(self) -> int:
+        return self.stack + self.spill_stores + self.spill_loads
+
+
+# ------------------------------------------------------------------------------------------------- what is compiled
+
+
+def builds_of(module: Any, spec: DeviceSpec, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """``(file, kernel, constants)`` of a module's launchers on a device; ranks None stands for all it knows."""
+    if module is rows:
+        return module.default_builds()
+    chosen = {} if ranks is None else {"ranks": tuple(rank for rank in ranks if rank in module.COMPILED_RANKS)}
+    return module.default_builds(**chosen) if module is losses else module.default_builds(spec, **chosen)
+
+
+def builds_for(architecture: int, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Builds of all modules; the fused kernels only where the plan may choose them (tensor cores from sm_80 on)."""
+    spec = SPECS[architecture]
+    for module in MODULES:
+        if module is not fused or not plan_fused.supports(64, "float32", spec):
+            yield from builds_of(module, spec, ranks)
+
+
+def one_of_each_kernel(builds: Iterable[tuple[str, str, dict[str, Any]]]) -> list[tuple[str, str, dict[str, Any]]]:
+    """The first build of each kernel and type of number (their code differs most)."""
+    first: dict[Any, tuple[str, str, dict[str, Any]]] = {}
+    for build in builds:
+        file, kernel, constants = build
+        first.setdefault((file, kernel, str(constants.get("REAL")), constants.get("ACCUMULATORS")), build)
+    return list(first.values())
+
+
+def of_each_push(constants: dict[str, Any]) -> bool:
+    """Whether a build is one of those for the H200: all are, but that solvers take turns beside rarer precisions.
+
+    The fused kernels know 6 precisions, 2 solvers and 3 kinds of feedback, 36 programs of 5 to 8 s. Of the 5 precisions
+    that have to be asked for, each is compiled with either solver and with each kind of feedback.
+    """
+    precision = constants.get("ARITHMETIC", DEFAULT_PRECISION)
+    return precision == DEFAULT_PRECISION or constants["SOLVER"] == (precision + constants["HAS_OFFSETS"]) % 2
+
+
+def shipped_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Builds of what ships for the H200, for all kinds of entries."""
+    for entry in itertools.chain.from_iterable(table.entries for table in tables.shipped_tables(SPECS[90])):
+        space = SPACES[entry.kernel]
+        config = space.named(entry.facts, SPECS[90], **entry.config).config
+        yield from (*space.builds(entry.facts, config), *space.variants(entry.facts, config))
+
+
+def programs() -> list[Program]:
+    """Each program once, the slow ones first."""
+    chosen = []
+    for architecture in SPECS:
+        if ALL:
+            builds = list(builds_for(architecture, None))
+        elif architecture == 90:
+            builds = [build for build in builds_for(architecture, USUAL_RANKS) if of_each_push(build[2])]
+        else:
+            builds = one_of_each_kernel(builds_for(architecture, (64,)))
+        if architecture == 90:
+            builds += shipped_builds()
+        chosen += [Program(file, constant_texts(constants), architecture) for file, _, constants in builds]
+    return sorted(dict.fromkeys(chosen), key=lambda program: program.file != "fused_als.cu")
+
+
+# ------------------------------------------------------------------------------------------------------ the compiler
+
+
+def compile_program(program: Program) -> str:
+    """The log of a compilation; raises on errors. NVRTC works outside Python's lock, so threads compile in parallel."""
+    source = source_text(program.file).encode()
+    status, handle = nvrtc.nvrtcCreateProgram(source, program.file.encode(), 0, [], [])
+    assert not int(status), f"NVRTC: {status.name}"
+    try:
+        options = ["-std=c++17", f"--gpu-architecture=sm_{program.architecture}", "--ptxas-options=-v"]
+        options += [f"-D{constant}" for constant in program.constants]
+        (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
+        log = b" " * nvrtc.nvrtcGetProgramLogSize(handle)[1]
+        nvrtc.nvrtcGetProgramLog(handle, log)
+        text = log.decode().rstrip("\0 \n")
+        if int(status):
+            raise RuntimeError(f"{program} does not compile ({status.name}):\n{text}")
+        return text
+    finally:
+        nvrtc.nvrtcDestroyProgram(handle)
+
+
+def resources_of(log: str) -> list[Resources]:
+    """What the log of ``--ptxas-options=-v`` says of each function."""
+    pattern = (
+        r"Function properties for (\S+)\s+(?:ptxas\s+\S+\s+)?"
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    )
+    return [Resources(name, *map(int, numbers)) for name, *numbers in re.findall(pattern, log)]
+
+
+PROGRAMS = programs()
+
+
+@pytest.fixture(scope="module")
+def compiling() -> Iterator[dict[Program, Future[str]]]:
+    """Compilations of all programs, under way on all cores."""
+    with ThreadPoolExecutor(available_cores()) as executor:
+        yield {program: executor.submit(compile_program, program) for program in PROGRAMS}
+        executor.shutdown(cancel_futures=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_compiles_without_local_memory(program: Program, compiling: dict[Program, Future[str]]) -> None:
+    log = compiling[program].result()
+    report = resources_of(log)
+    assert report, f"no resource report in the log:\n{log}"
+    allowed = excused_bytes(program)
+    assert not [resources for resources in report if resources.local_bytes > allowed]
+
+
+def test_every_kernel_is_compiled_for_every_architecture() -> None:
+    files = {path.name for path in kernel_folder().glob("*.cu")}
+    for architecture, spec in SPECS.items():
+        compiled = {program.file for program in PROGRAMS if program.architecture == architecture}
+        assert files - compiled == ({"fused_als.cu", "cholesky.cu"} if spec.capability < (8, 0) else set())
+
+
+def test_what_ships_is_compiled() -> None:
+    """Among them tiles of 80, which no usual rank has."""
+    texts = [set(program.constants) for program in PROGRAMS if program.file == "sparse_syrk.cu"]
+    for implicit, offsets in ((0, 0), (1, 0), (0, 1)):
+        assert any({"NB=80", "KB=8", f"IMPLICIT={implicit}", f"HAS_OFFSETS={offsets}"} <= text for text in texts)
+
+
+def test_every_precision_is_compiled_with_every_solver_and_feedback() -> None:
+    names = ("ARITHMETIC", "SOLVER", "HAS_OFFSETS", "IMPLICIT")
+    found = set()
+    for program in PROGRAMS:
+        constants = dict(constant.split("=") for constant in program.constants)
+        if (program.file, program.architecture, constants.get("RANK")) == ("fused_als.cu", 90, "64"):
+            found.add(tuple(int(constants[name]) for name in names))
+    feedback = ((0, 0), (1, 0), (0, 1))
+    for precision in fused.PRECISION_CODES.values():
+        for solver in fused.SOLVER_CODES.values():
+            assert any(each[:2] == (precision, solver) for each in found)
+            assert {(DEFAULT_PRECISION, solver, *kind) for kind in feedback} <= found
+        for kind in feedback:
+            assert any((each[0], *each[2:]) == (precision, *kind) for each in found)
+
+
+def test_every_kernel_is_in_a_build() -> None:
+    """A kernel that no `default_builds` names may still be in the program of another one."""
+    for path in kernel_folder().glob("*.cu"):
+        kernels = set(
+            re.findall(r"__global__[^;{]*?\b(\w+)\(", re.sub(r"__launch_bounds__\([^)]*\)", "", path.read_text()))
+        )
+        named = {kernel for file, kernel, _ in builds_for(90, None) if file == path.name}
+        assert kernels and named <= kernels
+
+
+def test_errors_of_the_compiler_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys.modules[__name__], "source_text", lambda file: 'extern "C" __global__ void f() { no_such(); }'
+    )
+    with pytest.raises(RuntimeError, match=r'(?s)sm_90-x.cu- does not compile .*identifier "no_such" is undefined'):
+        compile_program(Program("x.cu", (), 90))
+
+
+def test_local_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array that is indexed at run time needs a stack frame."""
+    body = "float a[64] = {}; for (int k = 0; k < 99; ++k) a[k * index & 63] += out[k]; out[0] = a[index & 63];"
+    source = f'extern "C" __global__ void f(float* out, int index) {{ {body} }}'
+    monkeypatch.setattr(sys.modules[__name__], "source_text", lambda file: source)
+    (resources,) = resources_of(compile_program(Program("x.cu", (), 90)))
+    assert resources.function == "f"
+    assert resources.stack >= 256
+    assert resources.local_bytes >= resources.stack
+
+
+def test_resources_are_read_from_the_log() -> None:
+    log = """ptxas info    : Compiling entry function 'f' for 'sm_90'
+ptxas info    : Function properties for f
+ptxas         .     8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 8 bytes cumulative stack size
+ptxas info    : Function properties for g
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+    assert resources_of(log) == [Resources("f", 8, 12, 16), Resources("g", 0, 0, 0)]

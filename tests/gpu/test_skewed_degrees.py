@@ -1,0 +1,172 @@
+"""Ratings whose degrees are far from even, on a GPU that has no room for them: memory is as planned, bits as ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import hybridmf as hmf
+from hybridmf.core.objective import SIDES
+from hybridmf.errors import DeviceMemoryError
+from hybridmf.plan import fused as plan_fused
+from hybridmf.plan.make import STREAM_BUFFERS, STREAM_SLAB
+from hybridmf.plan.ranks import HalfPlan, Problem, half_bytes, plan_host_ranks, slots_at_once
+from hybridmf.plan.types import Facts
+from hybridmf.ranks import gpu_rank
+from support.devices import NETFLIX, Tracked, plan_of
+from support.half_sweeps import FITS
+
+ROWS, COLUMNS, LONG = 40, 400, 17
+
+
+def skewed(name: str) -> sp.csr_array:
+    """Ratings of ROWS users, as the name says."""
+    degrees = np.zeros(ROWS, dtype=int)
+    if name == "one row":  # nine tenths of all
+        degrees[:] = 1
+        degrees[LONG] = 9 * ROWS
+    elif name == "half empty":
+        degrees[::2] = 80
+    elif name == "last rows":
+        degrees[-4:] = 390
+    elif name == "power law":
+        degrees = np.random.default_rng(1).permutation((390 / (1 + np.arange(ROWS))).astype(int))
+    rng = np.random.default_rng(0)
+    indices = np.concatenate([np.sort(rng.choice(COLUMNS, count, replace=False)) for count in degrees.tolist()])
+    values = rng.integers(1, 6, len(indices)).astype(np.float32)
+    return sp.csr_array((values, indices, np.concatenate(([0], np.cumsum(degrees)))), shape=(ROWS, COLUMNS))
+
+
+def fitted(kind: str, matrix: Any, **options: Any) -> Any:
+    cls, given = FITS[kind]
+    return cls(**(given | {"iterations": 1, "random_state": 0, "device": "cuda"} | options)).fit(matrix)
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows have several segments."""
+    monkeypatch.setattr(plan_fused, "SEGMENT", 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options", "limit", "on_host"),
+    [
+        ("one row", "explicit", {}, 38_500, True),
+        ("half empty", "explicit", {}, 48_000, False),
+        ("half empty", "biases", {"assembly": "sparse_syrk"}, 64_000, False),
+        ("last rows", "implicit", {}, 58_000, False),
+        ("last rows", "explicit", {}, 47_000, True),
+        ("power law", "biases", {}, 64_000, False),
+        ("power law", "implicit", {"solver": "cg"}, 36_000, True),
+    ],
+)
+@pytest.mark.parametrize("side", SIDES)
+def test_memory_stays_within_the_plan(
+    name: str,
+    kind: str,
+    options: dict[str, Any],
+    limit: int,
+    on_host: bool,
+    side: str,
+    gpu: Any,
+    short_segments: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if gpu.spec.name != "emulated":
+        pytest.skip("the pool of a GPU keeps what was given back")
+    matrix = skewed(name) if side == "user" else skewed(name).T.tocsr()
+    tracked = Tracked(gpu, monkeypatch)
+    model = fitted(kind, matrix, gpu_memory_limit=limit, **options)
+    plan = model.plan_
+    assert (plan.streamed, plan.factors_on_host) == ("host", on_host)
+    assert tracked.peak <= plan.total_bytes <= limit
+
+
+@pytest.mark.parametrize(("name", "limit", "on_host"), [("last rows", 45_000, False), ("one row", 25_000, True)])
+def test_memory_of_several_gpus_stays_within_the_plan(
+    name: str,
+    limit: int,
+    on_host: bool,
+    gpus: Any,
+    short_segments: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = gpus(2)
+    devices = list(map(gpu_rank.open_device, names))
+    if devices[0].spec.name != "emulated":
+        pytest.skip("the pool of a GPU keeps what was given back")
+    tracked = [Tracked(device, monkeypatch) for device in devices]
+    plan = fitted("explicit", skewed(name), device=names, gpu_memory_limit=limit).plan_
+    assert (plan.streamed, plan.factors_on_host) == ("host", on_host)
+    assert max(each.peak for each in tracked) <= plan.total_bytes <= limit
+
+
+@pytest.mark.parametrize("name", ["one row", "last rows"])
+def test_the_bits_of_long_rows_are_those_of_a_fit_that_holds_all(name: str, gpu: Any) -> None:
+    """Solutions of slabs are written where they stay, and rows longer than other slabs have slabs of their own."""
+    limit = {"one row": 38_500, "last rows": 58_000}[name]
+    for kind in FITS:
+        streamed, whole = fitted(kind, skewed(name), gpu_memory_limit=limit), fitted(kind, skewed(name))
+        assert (streamed.plan_.streamed, whole.plan_.streamed) == ("host", "")
+        np.testing.assert_array_equal(streamed.user_factors, whole.user_factors)
+        np.testing.assert_array_equal(streamed.item_factors, whole.item_factors)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_row_that_is_too_long_is_named(side: str, gpu: Any, short_segments: None) -> None:
+    matrix = skewed("one row") if side == "user" else skewed("one row").T.tocsr()
+    message = rf"a row is never cut, so that slabs which hold {side} {LONG} with its 360 entries take .* leave some of"
+    with pytest.raises(DeviceMemoryError, match=message):
+        fitted("explicit", matrix, gpu_memory_limit=20_000)
+    assert not getattr(gpu, "launches", ())  # a device that counts them is emulated
+    with pytest.raises(DeviceMemoryError) as found:  # which has no slabs
+        fitted("explicit", matrix, gpu_memory_limit=20_000, reorder="both")
+    assert "never cut" not in str(found.value)
+
+
+def test_items_are_counted_where_a_plan_depends_on_it(gpu: Any, tmp_path: Any) -> None:
+    matrix = skewed("last rows").T.tocsr()  # 400 users, of which an item can have no more
+    items = np.bincount(matrix.indices, minlength=matrix.shape[1])
+    for data, limit, counted in (
+        (matrix, None, False),
+        (matrix, 58_000, False),  # slabs are longer than any item may be
+        (matrix, 50_000, True),
+        (matrix, 40_000, True),  # factors on the host
+        (hmf.convert(matrix, tmp_path / "store"), None, True),  # which knows them
+    ):
+        plan = hmf.plan(data, hmf.ExplicitALS(biases=False, factors=7, device="cuda", gpu_memory_limit=limit))
+        facts = plan.facts
+        assert facts.longest_user == 4 and facts.positions[0] >= 0
+        assert (facts.longest_item, facts.positions[1]) == ((items.max(), items.argmax()) if counted else (0, -1))
+        assert counted or plan.slab == 0 or plan.slab >= len(np.diff(matrix.indptr))
+
+
+def test_plans_have_room_for_the_longest_row() -> None:
+    entries = NETFLIX[1] // 3
+    for free, on_host in ((1300 << 20, False), (1000 << 20, True)):
+        even = plan_of(free)
+        skewed_plan = plan_of(free, facts=Facts(10, entries, positions=(0, 5)))
+        assert not even.factors_on_host and skewed_plan.factors_on_host == on_host
+        assert skewed_plan.total_bytes <= free
+        assert even.slab <= STREAM_SLAB < skewed_plan.slab == entries
+        assert skewed_plan.bytes["ratings"] >= STREAM_BUFFERS * entries * 8
+        assert skewed_plan.batch_slots * skewed_plan.segment >= entries or skewed_plan.factors_on_host
+
+
+def test_parts_of_rows_are_as_long_as_the_longest_row() -> None:
+    even = Problem((1000, 600), 40_000, 10, segment=64, batch=4400)
+    problem = replace(even, longest=(0, 30_000))
+    half = HalfPlan("item", 1, 8, 1, loads=3, splits=1)
+    assert (even.part_entries("item", 8), problem.part_entries("item", 8)) == (5000, 30_000)
+    assert problem.part_entries("user", 8) == 5000
+    sizes, less = (half_bytes(each, half, "host", "host") for each in (problem, even))
+    assert sizes["ratings"] == 3 * 30_000 * 8 and less["ratings"] == 3 * 5000 * 8
+    assert slots_at_once(problem, half) == -(-30_000 // 64) > slots_at_once(even, half)
+    plan = plan_host_ranks(problem, 1, 3 * 10**6, "host", 1000)
+    assert plan is not None and plan.slab("item") >= 30_000
+    assert plan_host_ranks(problem, 1, 3 * 30_000 * 8, "host", 1000) is None
+    assert plan_host_ranks(even, 1, 3 * 30_000 * 8, "host", 1000) is not None

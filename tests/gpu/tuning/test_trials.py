@@ -1,0 +1,91 @@
+"""Trials of the tuner on the emulated device and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridmf.gpu.tuning import trials, tune
+from hybridmf.gpu.tuning.spaces import SPACES
+from hybridmf.gpu.tuning.trials import Sample
+from hybridmf.gpu.tuning.tune import table_of
+from hybridmf.plan import tables
+from hybridmf.plan.tables import Gpu
+from support import emulated
+from support.devices import on_a_gpu
+from support.tuning import SAMPLE
+
+pytestmark = pytest.mark.usefixtures("no_tables")
+
+# ---------------------------------------------------------------------------------------------------- trials
+
+
+def test_the_sample_is_what_it_says() -> None:
+    matrix = SAMPLE.user_items
+    assert matrix.shape == (60, 40) and 0 < matrix.nnz <= 700
+    assert set(np.unique(matrix.data)) <= {1.0, 2.0, 3.0, 4.0, 5.0}
+    assert (SAMPLE.item_users != matrix.T).nnz == 0
+    assert matrix.has_canonical_format and matrix.indices.dtype == np.int32
+    doubled = SAMPLE.side("item", 8)
+    assert doubled.dtype == np.float64 and doubled.indices.dtype == np.int32
+    few = trials.subset(matrix, 7)
+    assert few.shape == (7, 40) and few.indices.dtype == np.int32
+    np.testing.assert_array_equal(few.toarray(), matrix.toarray()[np.linspace(0, 59, 7).astype(int)])
+
+
+SMALL = {"sparse_syrk": 5, "bals": 5, "cholesky_tiles": 5, "ccd": 5}
+"""Kernels that are quick to emulate."""
+
+
+@pytest.mark.parametrize("kernel", SMALL)
+def test_trials_know_right_answers_from_wrong_ones(kernel: str, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials.SystemsTrial, "most", 6)
+    space = SPACES[kernel]
+    facts = space.facts(SMALL[kernel], 4)[0]
+    trial = trials.MAKERS[kernel](device, SAMPLE, facts)
+    one = space.candidates(facts, device.spec)[0]
+    error = trial.error(one)
+    assert 0 < error <= trial.tolerance
+    parts = trial.parts(one)
+    assert all(part.flops > 0 for part in parts.values())
+    assert all(ms > 0 for part in parts.values() for ms in tune.event_times(device, part, 1))
+    monkeypatch.setattr(trial, "_run", lambda *_: None)
+    assert not trial.error(one) <= trial.tolerance
+
+
+def test_a_job_on_the_emulated_device(device: Any) -> None:
+    (job,) = tune.tune(device, ["sparse_syrk"], [5], sample=SAMPLE, most=2, num_threads=2)
+    assert [one.status for one in job.measurements] == ["timed", "timed"]
+    assert job.winner in job.measurements
+    assert table_of(device, [job]).gpu == Gpu.of(device.spec)
+
+
+def test_msgd_needs_a_row_to_check() -> None:
+    long = Sample.draw(2000, 2, 4000)
+    with pytest.raises(ValueError, match="no item with 1 to 600 entries"):
+        trials.BlockedTrial(emulated.EmulatedDevice(), long, {"ld": 8, "itemsize": 4})
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kernel", SPACES)
+def test_every_kernel_is_tuned_on_a_gpu(device: Any, kernel: str) -> None:
+    sample = Sample.draw(3000, 500, 60_000)
+    jobs = list(tune.tune(device, [kernel], [100 if kernel == "cholesky_any" else 32], sample=sample, most=3))
+    assert jobs
+    for job in jobs:
+        assert job.winner is not None, job.summary()
+        assert not [one for one in job.measurements if one.status in ("failed", "wrong")], list(job.lines())
+        assert all(one.resources.registers > 0 for one in job.timed)
+    tables.store(table_of(device, jobs), tables.user_file(device.spec))
+    for job in jobs:
+        if job.entry is not None:  # the rule's may be all that is sound of so few
+            assert tables.tuned(kernel, device.spec, job.facts) == (job.entry.config, True)
+
+
+@on_a_gpu
+def test_spills_are_seen_on_a_gpu(device: Any) -> None:
+    body = "float a[64] = {}; for (int k = 0; k < 99; ++k) a[k * index & 63] += out[k]; out[0] = a[index & 63];"
+    found = device.resources(f'extern "C" __global__ void f(float* out, int index) {{ {body} }}', "f", ())
+    assert found.local_bytes >= 256 and found.registers > 0

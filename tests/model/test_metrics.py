@@ -1,0 +1,685 @@
+"""hybridmf.metrics against ir-measures, scikit-learn and plain loops."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.exceptions import NotFittedError
+from sklearn.metrics import roc_auc_score
+
+from hybridmf import metrics
+from hybridmf.core.sparse import as_ones, entry_rows, keep_entries, take_rows
+from hybridmf.core.validate import as_csr
+from hybridmf.errors import NonFiniteError, RatingsError
+from hybridmf.metrics import auc, evaluate, mae, map_at_k, mean_over_users, ndcg_at_k, precision_at_k, recall_at_k, rmse
+from hybridmf.model.popularity import PopularityRecommender
+from support.checkout import ROOT
+
+ir_measures = pytest.importorskip("ir_measures")  # a machine that runs the GPU tests alone may lack it
+
+RANKINGS = {"precision": precision_at_k, "recall": recall_at_k, "map": map_at_k, "ndcg": ndcg_at_k}
+
+
+def random_case(rng, n_users=12, n_items=15, n_columns=8, largest_gain=4):
+    """Rankings without repeats, some cut short by -1, and integer gains; every fourth user has no relevant item."""
+    recommended = np.argsort(rng.random((n_users, n_items)), axis=1)[:, :n_columns]
+    filled = rng.integers(0, n_columns + 1, n_users)
+    recommended[np.arange(recommended.shape[1])[None, :] >= filled[:, None]] = -1
+    gains = rng.integers(1, largest_gain + 1, (n_users, n_items)) * (rng.random((n_users, n_items)) < 0.4)
+    gains[::4] = 0
+    return recommended, sp.csr_array(gains.astype(np.float32))
+
+
+def by_ir_measures(recommended, relevant, measure):
+    """One value a user, NaN where the user has no relevant item."""
+    dense = relevant.toarray().astype(int)
+    qrels = {str(u): {str(i): int(row[i]) for i in np.flatnonzero(row)} for u, row in enumerate(dense) if row.any()}
+    run = {str(u): {str(i): float(-rank) for rank, i in enumerate(row) if i >= 0} for u, row in enumerate(recommended)}
+    values = np.full(len(dense), np.nan)
+    for metric in ir_measures.iter_calc([measure], qrels, run):
+        values[int(metric.query_id)] = metric.value
+    return values
+
+
+# ------------------------------------------------------------------------------------------------ predicted values
+
+
+def test_rmse_and_mae_are_the_textbook_formulas():
+    truth, predicted = [1.0, 2.0, 5.0, 3.0], [2.0, 2.0, 2.0, 5.0]
+    assert rmse(truth, predicted) == pytest.approx(np.sqrt((1 + 0 + 9 + 4) / 4))
+    assert mae(truth, predicted) == pytest.approx((1 + 0 + 3 + 2) / 4)
+    assert type(rmse(truth, predicted)) is float and type(mae(truth, predicted)) is float
+
+
+def test_errors_accumulate_in_float64():
+    # One in float32 arithmetic: (2**24 + 1) - 2**24 is lost before it is squared.
+    truth, predicted = np.array([2**24 + 1, 0], dtype=np.int64), np.array([2**24, 0], dtype=np.float32)
+    assert mae(truth, predicted) == 0.5
+    assert rmse(truth, predicted) == pytest.approx(np.sqrt(0.5))
+
+
+@pytest.mark.parametrize("error", [rmse, mae])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_errors_of_values_that_are_not_finite_are_refused(error, value):
+    with pytest.raises(ValueError, match=rf"predicted has the value {value} at position 1; .* leave such pairs out"):
+        error([1.0, 2.0], [1.0, value])
+    with pytest.raises(ValueError, match=rf"truth has the value {value} at position 0 \(and 1 more such values\)"):
+        error([value, value, 1.0], [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("error", [rmse, mae])
+def test_masked_values_are_refused(error):
+    with pytest.raises(ValueError, match="predicted is masked at position 1"):
+        error([1.0, 2.0], np.ma.array([1.0, 2.0], mask=[False, True]))
+    with pytest.raises(ValueError, match="recommended is masked at position 2"):
+        precision_at_k(np.ma.array([[0, 1], [1, 0]], mask=[[0, 0], [1, 0]]), np.eye(2), 1)
+
+
+@pytest.mark.parametrize("error", [rmse, mae])
+@pytest.mark.parametrize(
+    ("truth", "predicted", "message"),
+    [
+        ([], [], "empty"),
+        ([1.0, 2.0], [1.0], "truth has 2 values and predicted has 1"),
+        ([[1.0]], [1.0], r"truth must be a vector, got an array of shape \(1, 1\)"),
+        ([1.0], 1.0, r"predicted must be a vector, got an array of shape \(\)"),
+    ],
+)
+def test_errors_refuse_what_cannot_be_compared(error, truth, predicted, message):
+    with pytest.raises(ValueError, match=message):
+        error(truth, predicted)
+
+
+# -------------------------------------------------------------------------------------------------------- rankings
+
+
+@pytest.mark.parametrize("k", [1, 3, 8, 11, 15, 40])  # 8 columns, 15 items
+@pytest.mark.parametrize("seed", range(3))
+def test_rankings_equal_ir_measures(seed, k):
+    recommended, relevant = random_case(np.random.default_rng(seed))
+    binary = relevant.copy()
+    binary.data[:] = 1
+    oracle = {
+        "precision": ir_measures.P @ k,
+        "recall": ir_measures.R @ k,
+        "map": ir_measures.AP @ k,
+        "ndcg": ir_measures.nDCG @ k,
+    }
+    for name, function in RANKINGS.items():
+        expected = by_ir_measures(recommended, binary, oracle[name])
+        values = function(recommended, relevant, k)
+        assert values.dtype == np.float64
+        np.testing.assert_allclose(values, expected, rtol=1e-12, err_msg=name)
+        assert np.isnan(values[::4]).all() and not np.isnan(values).all()
+    graded = ndcg_at_k(recommended, relevant, k, gains="value")
+    np.testing.assert_allclose(graded, by_ir_measures(recommended, relevant, ir_measures.nDCG @ k), rtol=1e-12)
+    np.testing.assert_allclose(ndcg_at_k(recommended, binary, k, gains="value"), ndcg_at_k(recommended, relevant, k))
+
+
+def test_mean_over_users_equals_ir_measures_aggregate():
+    recommended, relevant = random_case(np.random.default_rng(9), n_users=20)
+    values = by_ir_measures(recommended, relevant, ir_measures.P @ 5)
+    assert mean_over_users(precision_at_k(recommended, relevant, 5)) == pytest.approx(np.nanmean(values))
+
+
+@pytest.mark.parametrize("values", [[], [np.nan, np.nan]])
+def test_mean_over_no_users_is_an_error(values):
+    with pytest.raises(ValueError, match="no user with a relevant item"):
+        mean_over_users(values)
+
+
+def test_map_divides_by_all_relevant_items():
+    relevant = sp.csr_array(np.ones((1, 8), dtype=np.float32))
+    assert map_at_k([[0, 1]], relevant, 2)[0] == pytest.approx(2 / 8)
+
+
+def test_negative_and_zero_entries_are_not_relevant():
+    relevant = sp.csr_array((np.float32([-2, 0, 3]), ([0, 0, 0], [0, 1, 2])), shape=(1, 4))
+    assert precision_at_k([[0, 1]], relevant, 2)[0] == 0
+    assert recall_at_k([[2, 1]], relevant, 2)[0] == 1
+    assert ndcg_at_k([[2, 0]], relevant, 2, gains="value")[0] == 1
+
+
+def test_no_recommendation_is_never_a_hit_but_keeps_its_rank():
+    # Without its mask, -1 would find the last item of the user before.
+    relevant = sp.csr_array(np.array([[0, 0, 1], [1, 0, 0]], dtype=np.float32))
+    recommended = np.array([[-1, 2], [-1, 1]])
+    np.testing.assert_array_equal(precision_at_k(recommended, relevant, 2), [0.5, 0])
+    np.testing.assert_array_equal(map_at_k(recommended, relevant, 2), [0.5, 0])
+
+
+@pytest.mark.parametrize("function", RANKINGS.values())
+def test_shapes_without_users_columns_or_relevant_items(function):
+    assert function(np.empty((0, 3), dtype=int), sp.csr_array((0, 5), dtype=np.float32), 3).shape == (0,)
+    relevant = sp.csr_array(np.array([[1, 0], [0, 0]], dtype=np.float32))
+    np.testing.assert_array_equal(function(np.empty((2, 0), dtype=int), relevant, 3), [0, np.nan])
+    nothing = sp.csr_array((2, 2), dtype=np.float32)
+    assert np.isnan(function([[0, 1], [1, 0]], nothing, 2)).all()
+
+
+@pytest.mark.parametrize("function", RANKINGS.values())
+@pytest.mark.parametrize(
+    ("recommended", "k", "error", "message"),
+    [
+        ([[0, 1]], 0, ValueError, "k must satisfy k >= 1"),
+        ([[0, 1]], 1.5, TypeError, "k must be an integer"),
+        ([0, 1], 1, ValueError, r"recommended has shape \(2,\); expected \(n_users=1, k\)"),
+        ([[0], [1]], 1, ValueError, r"recommended has shape \(2, 1\); expected \(n_users=1, k\)"),
+        ([[0.0, 1.0]], 1, TypeError, "recommended must be integers"),
+        ([[0, 3]], 2, ValueError, "recommended has 3 for user 0 at rank 2; expected 0 <= item < n_items=3"),
+        ([[-2, 1]], 2, ValueError, "recommended has -2 for user 0 at rank 1"),
+        ([[1, 0, 1]], 3, ValueError, "recommended has item 1 twice for user 0"),
+    ],
+)
+def test_rankings_refuse_bad_input(function, recommended, k, error, message):
+    with pytest.raises(error, match=message):
+        function(recommended, sp.csr_array(np.array([[1, 0, 1]], dtype=np.float32)), k)
+
+
+def test_only_the_first_k_columns_are_read():
+    relevant = sp.csr_array(np.array([[1, 0, 1]], dtype=np.float32))
+    assert precision_at_k([[0, 1, 1, 99]], relevant, 2)[0] == 0.5
+    assert precision_at_k([[0, -1, -1]], relevant, 3)[0] == pytest.approx(1 / 3)
+
+
+def test_unknown_gains():
+    with pytest.raises(ValueError, match="gains must be one of 'binary', 'value'"):
+        ndcg_at_k([[0]], sp.csr_array(np.ones((1, 1), dtype=np.float32)), 1, gains="exponential")
+
+
+cases = st.builds(
+    lambda seed, n_users, n_items, n_columns: random_case(
+        np.random.default_rng(seed), n_users, n_items, min(n_columns, n_items)
+    ),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 9),
+    st.integers(1, 12),
+    st.integers(0, 12),
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases, st.integers(1, 20), st.integers(0, 2**32 - 1))
+def test_laws_of_rankings(case, k, seed):
+    recommended, relevant = case
+    order = np.random.default_rng(seed).permutation(len(recommended))
+    functions = [*RANKINGS.values(), lambda *args: ndcg_at_k(*args, gains="value")]
+    for function in functions:
+        values = function(recommended, relevant, k)
+        judged = values[~np.isnan(values)]
+        np.testing.assert_array_equal(np.isnan(values), np.diff(relevant.indptr) == 0)
+        assert ((judged >= 0) & (judged <= 1)).all()
+        np.testing.assert_array_equal(function(recommended[order], relevant[order], k), values[order])
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases, st.integers(1, 20))
+def test_perfect_rankings(case, k):
+    _, relevant = case
+    perfect = np.argsort(-relevant.toarray(), axis=1, kind="stable")
+    counts = np.diff(relevant.indptr).astype(float)
+    counts[counts == 0] = np.nan
+    np.testing.assert_allclose(ndcg_at_k(perfect, relevant, k) / counts, 1 / counts)
+    np.testing.assert_allclose(ndcg_at_k(perfect, relevant, k, gains="value") / counts, 1 / counts)
+    np.testing.assert_allclose(recall_at_k(perfect, relevant, k), np.minimum(k, counts) / counts)
+    np.testing.assert_allclose(map_at_k(perfect, relevant, k), np.minimum(k, counts) / counts)
+    np.testing.assert_allclose(precision_at_k(perfect, relevant, k), np.minimum(k, counts) / k)
+
+
+def test_perfect_ndcg_is_not_above_one_by_rounding():
+    relevant = sp.csr_array(np.ones((1, 16), dtype=np.float32))  # 16: here the two sums differ in the last bit
+    assert ndcg_at_k(np.arange(16)[None, :], relevant, 16)[0] == 1.0
+
+
+def test_ndcg_of_a_user_has_the_same_bits_anywhere_in_the_batch():
+    recommended, relevant = random_case(np.random.default_rng(0), 101, 20, 13)
+    values = ndcg_at_k(recommended, relevant, 13, gains="value")
+    alone = [ndcg_at_k(recommended[[u]], relevant[[u]], 13, gains="value")[0] for u in range(101)]
+    np.testing.assert_array_equal(values, alone)
+    np.testing.assert_array_equal(ndcg_at_k(recommended[::-1], relevant[::-1], 13, gains="value"), values[::-1])
+
+
+# ------------------------------------------------------------------------------------------------------------- AUC
+
+
+def auc_case(seed=0, n_users=9, n_items=14, ties=True):
+    rng = np.random.default_rng(seed)
+    draw = (lambda *s: rng.integers(-2, 3, s).astype(np.float32)) if ties else (lambda *s: rng.normal(size=s))
+    relevant = (rng.random((n_users, n_items)) < 0.3).astype(np.float32)
+    relevant[0] = 0
+    seen = (rng.random((n_users, n_items)) < 0.3).astype(np.float32)  # overlaps relevant: such items are left out
+    return draw(n_users, 3), draw(n_items, 3), sp.csr_array(relevant), sp.csr_array(seen), draw(n_items)
+
+
+def auc_by_scikit_learn(user_factors, item_factors, relevant, seen, bias):
+    scores = (user_factors @ item_factors.T + bias).astype(np.float64)
+    values = np.full(len(scores), np.nan)
+    for user, score in enumerate(scores):
+        unseen = np.ones(len(score), dtype=bool) if seen is None else seen.toarray()[user] == 0
+        positive = relevant.toarray()[user][unseen] > 0
+        if positive.any() and not positive.all():
+            values[user] = roc_auc_score(positive, score[unseen])
+    return values
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_auc_equals_scikit_learn(seed, ties):
+    user_factors, item_factors, relevant, seen, bias = auc_case(seed, ties=ties)
+    values = auc(user_factors, item_factors, relevant, seen, item_bias=bias)
+    np.testing.assert_allclose(
+        values, auc_by_scikit_learn(user_factors, item_factors, relevant, seen, bias), rtol=1e-12
+    )
+    assert np.isnan(values[0]) and not np.isnan(values[1:]).all()
+    unbiased = auc(user_factors, item_factors, relevant)
+    expected = auc_by_scikit_learn(user_factors, item_factors, relevant, None, np.zeros(len(item_factors)))
+    np.testing.assert_allclose(unbiased, expected, rtol=1e-12)
+
+
+def test_auc_does_not_depend_on_the_block(monkeypatch):
+    user_factors, item_factors, relevant, seen, bias = auc_case(5)
+    whole = auc(user_factors, item_factors, relevant, seen, item_bias=bias)
+    sizes = []
+    scores = metrics._scores
+    monkeypatch.setattr(metrics, "_scores", lambda users, *rest: sizes.append(len(users)) or scores(users, *rest))
+    for block_bytes, largest in [(1, 1), (3 * 4 * 14, 3), (4 * 4 * 14 - 1, 3)]:
+        sizes.clear()
+        blocked = auc(user_factors, item_factors, relevant, seen, item_bias=bias, block_bytes=block_bytes)
+        np.testing.assert_array_equal(blocked, whole)
+        assert max(sizes) == largest
+
+
+def test_auc_extremes():
+    items = np.float32([[4], [3], [2], [1]])
+    relevant = sp.csr_array(np.float32([[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, -1], [1, 0, 0, 0]]))
+    users = np.float32([[1], [1], [1], [1], [0]])
+    np.testing.assert_array_equal(auc(users, items, relevant), [1, 0, np.nan, np.nan, 0.5])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(1, 8))
+def test_laws_of_auc(seed, n_users, n_items):
+    user_factors, item_factors, relevant, seen, _ = auc_case(seed, n_users, n_items)
+    values = auc(user_factors, item_factors, relevant, seen)
+    judged = values[~np.isnan(values)]
+    assert ((judged >= 0) & (judged <= 1)).all()
+    np.testing.assert_allclose(auc(-user_factors, item_factors, relevant, seen), 1 - values)
+    order = np.random.default_rng(seed).permutation(n_users)
+    np.testing.assert_array_equal(auc(user_factors[order], item_factors, relevant[order], seen[order]), values[order])
+
+
+def test_auc_refuses_bad_input():
+    user_factors, item_factors, relevant, seen, bias = auc_case()
+    with pytest.raises(ValueError, match=r"user_factors must have shape \(n, factors\), got \(3,\)"):
+        auc(user_factors[0], item_factors, relevant)
+    with pytest.raises(ValueError, match="user_factors has shape"):
+        auc(user_factors[1:], item_factors, relevant)
+    with pytest.raises(ValueError, match="item_factors has shape"):
+        auc(user_factors, item_factors[:, :2], relevant)
+    with pytest.raises(ValueError, match=r"item_bias has shape \(13,\); expected \(n_items=14,\)"):
+        auc(user_factors, item_factors, relevant, item_bias=bias[1:])
+    with pytest.raises(ValueError, match="seen has shape"):
+        auc(user_factors, item_factors, relevant, seen[1:])
+    with pytest.raises(ValueError, match="block_bytes must satisfy"):
+        auc(user_factors, item_factors, relevant, block_bytes=0)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_auc_names_the_user_whose_scores_are_not_finite(value):
+    relevant = sp.csr_array(np.float32([[0, 0], [1, 0], [1, 0]]))
+    users = np.float32([[value, value], [1, 1], [value, value]])
+    with pytest.raises(NonFiniteError, match="scores of user 2 are not finite"):
+        auc(users, np.ones((2, 2)), relevant)
+
+
+def test_auc_takes_finite_scores_whose_sum_overflows():
+    relevant = sp.csr_array(np.float32([[1, 0, 0]]))
+    assert auc(np.float32([[1]]), np.float32([[3e38], [2e38], [2.5e38]]), relevant)[0] == 1
+
+
+# -------------------------------------------------------------------------------------------------------- evaluate
+
+
+class FactorModel:
+    """The part of an estimator that `evaluate` asks for, with given factors; remembers what it was asked."""
+
+    def __init__(self, seed=0, n_users=10, n_items=12):
+        rng = np.random.default_rng(seed)
+        self.n_users, self.n_items = n_users, n_items
+        self.user_factors = rng.integers(-4, 5, (n_users, 3)).astype(np.float32)
+        self.item_factors = rng.normal(size=(n_items, 3)).astype(np.float32)
+        self.item_bias_ = None
+        self.fitted_on = sp.csr_array((rng.random((n_users, n_items)) < 0.25).astype(np.float32))
+        self.calls = []
+
+    def recommend(self, userid, user_items=None, N=10, filter_already_liked_items=True):
+        self.calls.append((np.array(userid), user_items, N, filter_already_liked_items))
+        seen = self.fitted_on[userid] if user_items is None else user_items
+        scores = self.user_factors[userid] @ self.item_factors.T
+        scores[seen.toarray() > 0] = -np.inf
+        ids = np.argsort(-scores, axis=1, kind="stable")[:, :N]
+        found = np.take_along_axis(scores, ids, axis=1)
+        return np.where(found == -np.inf, -1, ids).astype(np.int32), found
+
+    def predict(self, users, items):
+        assert len(users) == len(items)
+        self.calls.append((np.array(users), np.array(items)))
+        return np.einsum("ij,ij->i", self.user_factors[users], self.item_factors[items])
+
+
+@pytest.fixture
+def model():
+    return FactorModel()
+
+
+@pytest.fixture
+def train():
+    return sp.csr_array((np.random.default_rng(1).random((10, 12)) < 0.3).astype(np.float32))
+
+
+@pytest.fixture
+def held_out(train):
+    """Values 0 to 5 outside `train`; stored zeros among them; users 2 and 7 have none."""
+    rng = np.random.default_rng(2)
+    rows, columns = np.nonzero((train.toarray() == 0) & (rng.random((10, 12)) < 0.5))
+    rows, columns = rows[(rows != 2) & (rows != 7)], columns[(rows != 2) & (rows != 7)]
+    return sp.csr_array((rng.integers(0, 6, len(rows)).astype(np.float32), (rows, columns)), shape=(10, 12))
+
+
+@pytest.mark.parametrize("block_users", [1, 3, 1000])
+def test_evaluate_rankings_by_hand(model, train, held_out, block_users):
+    names = ["precision@5", "recall@20", "map@10", "ndcg@1", "ndcg@10"]
+    values = evaluate(model, held_out, train=train, metrics=names, block_users=block_users)
+    ids, _ = model.recommend(np.arange(10), train, N=12)
+    expected = {
+        "precision@5": mean_over_users(precision_at_k(ids, held_out, 5)),
+        "recall@20": mean_over_users(recall_at_k(ids, held_out, 20)),
+        "map@10": mean_over_users(map_at_k(ids, held_out, 10)),
+        "ndcg@1": mean_over_users(ndcg_at_k(ids, held_out, 1)),
+        "ndcg@10": mean_over_users(ndcg_at_k(ids, held_out, 10)),
+    }
+    assert list(values) == names and values == pytest.approx(expected, rel=1e-12)
+    assert all(type(value) is float for value in values.values())
+
+
+def test_evaluate_asks_for_blocks_of_users_with_relevant_items(model, train, held_out):
+    evaluate(model, held_out, train=train, metrics=["ndcg@3", "map@7"], block_users=3)
+    has_relevant = np.flatnonzero(np.diff((held_out > 0).tocsr().indptr))
+    np.testing.assert_array_equal(np.concatenate([call[0] for call in model.calls]), has_relevant)
+    assert max(len(call[0]) for call in model.calls) == 3
+    for users, rows, N, filtered in model.calls:
+        np.testing.assert_array_equal(rows.toarray(), train.toarray()[users])
+        assert N == 7 and filtered is True
+
+
+def test_evaluate_without_train_lets_the_model_filter(model, held_out):
+    evaluate(model, held_out)
+    assert all(call[1] is None for call in model.calls)
+    assert model.calls[0][2] == 10
+
+
+def test_evaluate_never_asks_for_more_items_than_there_are(model, held_out):
+    values = evaluate(model, held_out, metrics=["recall@50", "precision@50"])
+    assert model.calls[0][2] == 12
+    ids, _ = model.recommend(np.arange(10), N=12)
+    assert values["precision@50"] == pytest.approx(mean_over_users(precision_at_k(ids, held_out, 50)))
+
+
+def test_evaluate_takes_some_users_once_each(model, train, held_out):
+    names = ("ndcg@4", "rmse", "auc")
+    values = evaluate(model, held_out, train=train, metrics=names, users=[5, 3, 3, 2])
+    rows = [3, 5]
+    ids, _ = model.recommend(rows, train[rows], N=4)
+    predicted = (model.user_factors @ model.item_factors.T)[rows]
+    stored = held_out[rows].tocoo()
+    areas = auc(model.user_factors, model.item_factors, held_out, train)[rows]
+    assert values["ndcg@4"] == pytest.approx(mean_over_users(ndcg_at_k(ids, held_out[rows], 4)))
+    assert values["rmse"] == pytest.approx(rmse(stored.data, predicted[stored.row, stored.col]))
+    assert values["auc"] == pytest.approx(areas.mean())
+
+
+@pytest.mark.parametrize("block_users", [2, 1000])
+def test_evaluate_errors_on_every_test_entry(model, held_out, block_users):
+    values = evaluate(model, held_out, metrics=("mae", "rmse"), block_users=block_users)
+    stored = held_out.tocoo()
+    assert (stored.data == 0).any()
+    predicted = model.predict(stored.row, stored.col)
+    assert values == pytest.approx({"mae": mae(stored.data, predicted), "rmse": rmse(stored.data, predicted)})
+    assert max(len(np.unique(call[0])) for call in model.calls[:-1]) <= block_users
+
+
+def test_evaluate_errors_need_no_relevant_entry(model):
+    test = sp.csr_array((np.float32([-1, 0]), ([0, 1], [0, 1])), shape=(10, 12))
+    assert evaluate(model, test, metrics="rmse")["rmse"] > 0
+
+
+def test_evaluate_auc_uses_the_item_bias(model, train, held_out):
+    model.item_bias_ = np.linspace(-5, 5, 12)
+    expected = auc(model.user_factors, model.item_factors, held_out, train, item_bias=model.item_bias_)
+    assert evaluate(model, held_out, train=train, metrics=("auc",))["auc"] == np.nanmean(expected)
+    del model.item_bias_
+    expected = auc(model.user_factors, model.item_factors, held_out, train)
+    assert evaluate(model, held_out, train=train, metrics=("auc",))["auc"] == np.nanmean(expected)
+    assert model.calls == []
+
+
+def test_evaluate_relevance_threshold(model, train, held_out):
+    liked = sp.csr_array((held_out.toarray() >= 3).astype(np.float32))
+    names = ("ndcg@5", "auc")
+    values = evaluate(model, held_out, train=train, metrics=names, relevance_threshold=3)
+    assert values == pytest.approx(evaluate(model, liked, train=train, metrics=names))
+    assert values != pytest.approx(evaluate(model, held_out, train=train, metrics=names))
+
+
+def test_evaluate_threshold_compares_in_float32(model):
+    test = sp.csr_array((np.array([0.7, 0.1]), ([0, 1], [0, 1])), shape=(10, 12))
+    values = evaluate(model, test, metrics="recall@12", relevance_threshold=0.7)  # float32(0.7) < 0.7
+    assert 0 <= values["recall@12"] <= 1
+    np.testing.assert_array_equal(np.concatenate([call[0] for call in model.calls]), [0])
+
+
+def test_evaluate_threshold_can_make_zero_and_negative_entries_relevant(model):
+    test = sp.csr_array((np.float32([-1, 0, -2]), ([0, 1, 2], [0, 1, 2])), shape=(10, 12))
+    model.fitted_on = sp.csr_array((10, 12), dtype=np.float32)
+    assert evaluate(model, test, metrics="recall@12", relevance_threshold=-1) == {"recall@12": 1.0}
+    np.testing.assert_array_equal(model.calls[0][0], [0, 1])
+
+
+def test_evaluate_takes_objects_with_user_items(model, train, held_out):
+    class Holder:
+        def __init__(self, matrix):
+            self.user_items = matrix
+
+    names = ("ndcg@5", "auc")
+    held = evaluate(model, Holder(held_out), train=Holder(train), metrics=names)
+    assert held == evaluate(model, held_out, train=train, metrics=names)
+
+
+@pytest.mark.parametrize("name", ["ndcg", "ndcg@0", "ndcg@-1", "ndcg@x", "hits@10", "rmse@10", "ndcg@10 ", "", 10])
+def test_evaluate_lists_the_known_metrics(model, held_out, name):
+    with pytest.raises(ValueError, match="known are rmse, mae, auc, ndcg@k, precision@k, recall@k, map@k") as caught:
+        evaluate(model, held_out, metrics=("rmse", name))
+    assert repr(name) in str(caught.value)
+
+
+def test_evaluate_refuses_bad_input(model, train, held_out):
+    with pytest.raises(RatingsError, match=r"test has shape \(10, 11\); expected \(n_users=10, n_items=12\)"):
+        evaluate(model, held_out[:, :11])
+    with pytest.raises(RatingsError, match=r"train has shape \(12, 10\).*pass train\.T"):
+        evaluate(model, held_out, train=train.T)
+    with pytest.raises(ValueError, match="users has 10 at position 1"):
+        evaluate(model, held_out, users=[0, 10])
+    with pytest.raises(ValueError, match="block_users must satisfy"):
+        evaluate(model, held_out, block_users=0)
+    with pytest.raises(ValueError, match="relevance_threshold must be finite"):
+        evaluate(model, held_out, relevance_threshold=np.nan)
+    with pytest.raises(ValueError, match='"auc" needs train='):
+        evaluate(model, held_out, metrics="auc")
+
+
+def test_evaluate_without_anything_to_judge(model, train, held_out):
+    with pytest.raises(ValueError, match=r"no relevant entry \(value > 0\) for any of the 2 users"):
+        evaluate(model, held_out, users=[2, 7])
+    with pytest.raises(ValueError, match="value >= relevance_threshold=6"):
+        evaluate(model, held_out, relevance_threshold=6)
+    with pytest.raises(ValueError, match="no entry for any of the 2 users; rmse and mae"):
+        evaluate(model, held_out, users=[2, 7], metrics="rmse")
+    with pytest.raises(ValueError, match="auc is not defined"):
+        evaluate(model, held_out, train=held_out, metrics="auc")
+
+
+def test_evaluate_auc_without_factors(model, train, held_out):
+    model.user_factors = None
+    with pytest.raises(TypeError, match="FactorModel has none"):
+        evaluate(model, held_out, train=train, metrics="auc")
+
+
+# ---------------------------------------------------------------------------------------------- popularity baseline
+
+
+def popular_by_hand(counts, seen, N, allowed):
+    ids = [i for i in sorted(range(len(counts)), key=lambda i: (-counts[i], i)) if i in allowed and i not in seen][:N]
+    padding = N - len(ids)
+    return ids + [-1] * padding, [float(counts[i]) for i in ids] + [-np.inf] * padding
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 7),
+    st.integers(1, 10),
+    st.integers(1, 14),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_popularity_recommends_as_a_plain_loop_does(seed, n_users, n_items, N, filtered, with_items, with_filter):
+    rng = np.random.default_rng(seed)
+    dense = (rng.random((n_users, n_items)) < rng.random()).astype(np.float32)
+    dense[0, 0] = 1.0  # a model cannot be fitted on nothing
+    model = PopularityRecommender().fit(sp.csr_array(dense))
+    users = rng.integers(0, n_users, 5)
+    items = rng.integers(0, n_items, 4) if with_items else None
+    hidden = rng.integers(0, n_items, 2) if with_filter else None
+    ids, scores = model.recommend(users, N=N, filter_already_liked_items=filtered, items=items, filter_items=hidden)
+    assert ids.dtype == np.int32 and scores.dtype == np.float32 and ids.shape == scores.shape == (5, N)
+    allowed = set(range(n_items) if items is None else items.tolist()) - set([] if hidden is None else hidden.tolist())
+    counts = np.count_nonzero(dense, axis=0)
+    for user, row, score in zip(users, ids, scores, strict=True):
+        seen = set(np.flatnonzero(dense[user])) if filtered else set()
+        expected_ids, expected_scores = popular_by_hand(counts, seen, N, allowed)
+        assert row.tolist() == expected_ids and score.tolist() == expected_scores
+
+
+def test_popularity_takes_other_rows_and_single_users():
+    model = PopularityRecommender().fit(np.float32([[5, 1, 0, 0], [3, 4, 1, 0], [2, 0, 0, 0]]))
+    np.testing.assert_array_equal(model.item_counts_, [3, 2, 1, 0])
+    ids, scores = model.recommend(2, N=3)
+    assert ids.tolist() == [1, 2, 3] and scores.tolist() == [2, 1, 0]
+    ids, _ = model.recommend([2, 0], user_items=np.float32([[1, 0, 0, 0], [0, 0, 0, 0]]), N=2)
+    assert ids.tolist() == [[1, 2], [0, 1]]
+    ids, _ = model.recommend(np.empty(0, dtype=int), N=2)
+    assert ids.shape == (0, 2)
+
+
+def test_popularity_predicts_damped_means():
+    matrix = sp.csr_array((np.float32([5, 3, 4, 0]), ([0, 1, 1, 0], [0, 0, 1, 1])), shape=(2, 3))  # a stored zero
+    model = PopularityRecommender(damping=2).fit(matrix)
+    mean = 12 / 4
+    assert model.global_mean_ == mean
+    expected = [(8 + 2 * mean) / 4, (4 + 2 * mean) / 4, mean]
+    predicted = model.predict([0, 1, 0], [0, 1, 2])
+    assert predicted.dtype == np.float32
+    np.testing.assert_allclose(predicted, expected, rtol=1e-6)
+    undamped = PopularityRecommender(damping=0).fit(matrix)
+    np.testing.assert_allclose(undamped.item_means_, [4, 2, mean])
+    assert PopularityRecommender().fit(np.float32([[2**24, 1, 1, 1]])).global_mean_ == (2**24 + 3) / 4
+
+
+def test_popularity_through_evaluate(train, held_out):
+    model = PopularityRecommender().fit(train)
+    names = ("rmse", "mae", "ndcg@5", "precision@5", "recall@5", "map@5", "auc")
+    values = evaluate(model, held_out, train=train, metrics=names)
+    assert list(values) == list(names)
+    assert values == pytest.approx(evaluate(model, held_out, train=train, metrics=names, block_users=2))
+    counts = train.toarray().sum(axis=0)
+    scores = np.ones((10, 1)) @ counts[None, :]
+    expected = auc_by_scikit_learn(scores, np.eye(12), held_out, train, 0)
+    assert values["auc"] == pytest.approx(np.nanmean(expected))
+    ids, _ = model.recommend(np.arange(10), N=5)
+    assert values["recall@5"] == pytest.approx(np.nanmean(by_ir_measures(ids, held_out, ir_measures.R @ 5)))
+    without = evaluate(model, held_out, metrics="recall@5")  # the model filters by what it was fitted on
+    assert without["recall@5"] == pytest.approx(values["recall@5"])
+
+
+def test_popularity_refuses_bad_input():
+    matrix = np.float32([[1, 0, 1], [0, 1, 0]])
+    for call in (lambda m: m.recommend(0), lambda m: m.predict([0], [0])):
+        with pytest.raises(NotFittedError, match="call fit"):
+            call(PopularityRecommender())
+    with pytest.raises(ValueError, match="damping must be >= 0"):
+        PopularityRecommender(damping=-1).fit(matrix)
+    with pytest.raises(RatingsError, match="no entries"):
+        PopularityRecommender().fit(np.zeros((2, 3)))
+    model = PopularityRecommender().fit(matrix)
+    with pytest.raises(ValueError, match="userid has 2"):
+        model.recommend(2)
+    with pytest.raises(ValueError, match="N must satisfy 1 <= N"):
+        model.recommend(0, N=0)
+    with pytest.raises(TypeError, match="filter_already_liked_items must be True or False"):
+        model.recommend(0, filter_already_liked_items=1)
+    with pytest.raises(ValueError, match="user_items has shape"):
+        model.recommend([0, 1, 1], user_items=matrix[:1])
+    with pytest.raises(ValueError, match="filter_items has 3"):
+        model.recommend(0, filter_items=[3])
+    with pytest.raises(ValueError, match="items has -1"):
+        model.recommend(0, items=[-1])
+    with pytest.raises(ValueError, match="users has 1 positions and items has 2"):
+        model.predict([0], [0, 1])
+    with pytest.raises(ValueError, match="items has 3"):
+        model.predict([0], [3])
+
+
+# ------------------------------------------------------------------------------------------------------ sparse rows
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_parts_of_a_matrix_equal_numpy_and_keep_narrow_indices(monkeypatch, wide):
+    dense = np.random.default_rng(0).random((6, 5), dtype=np.float32)
+    dense[dense < 0.5] = 0
+    if wide:
+        monkeypatch.setattr("hybridmf.core.validate.INT32_LIMIT", 0)
+    matrix = as_csr(dense)
+    rows, mask = np.array([4, 0, 4, 5]), matrix.data > 0.75
+    assert mask.any() and not mask.all()
+    np.testing.assert_array_equal(entry_rows(matrix), np.nonzero(dense)[0])
+    ones = as_ones(matrix, np.int8)
+    parts = [
+        (take_rows(matrix, rows), dense[rows]),
+        (keep_entries(matrix, mask), np.where(dense > 0.75, dense, 0)),
+        (ones, dense > 0),
+    ]
+    for part, expected in parts:
+        assert part.indices.dtype == np.int32 and part.indptr.dtype == (np.int64 if wide else np.int32)
+        fresh = sp.csr_array((part.data, part.indices, part.indptr), shape=part.shape)  # forgets cached flags
+        assert fresh.has_canonical_format and part.has_canonical_format
+        np.testing.assert_array_equal(fresh.toarray(), expected)
+    assert ones.dtype == np.int8 and np.shares_memory(ones.indices, matrix.indices)
+    assert take_rows(matrix, rows[:0]).shape == (0, 5)
+    assert keep_entries(matrix, np.ones(matrix.nnz, dtype=bool)) is matrix
+
+
+# ---------------------------------------------------------------------------------------------------- documentation
+
+
+def test_the_example_in_the_documentation_runs(capsys):
+    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (printed,) = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(example, "docs/evaluation.md", "exec"), {})
+    assert capsys.readouterr().out == printed

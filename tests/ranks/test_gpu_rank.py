@@ -1,0 +1,301 @@
+"""SU-ALS on GPUs: the same bodies on emulated devices, whose ranks are threads, and on GPUs over NCCL."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridmf.core.objective import SIDES, Factors, State
+from hybridmf.cpu.als import CpuALS
+from hybridmf.device.cuda import Device, open_device
+from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
+from hybridmf.gpu.als import DeviceFactors, GpuALS
+from hybridmf.gpu.rows import row_range
+from hybridmf.plan.grid import Grid
+from hybridmf.plan.make import check_memory
+from hybridmf.plan.types import Plan
+from hybridmf.ranks import gpu_rank, su_als
+from hybridmf.ranks.gpu_rank import Cut, sockets
+from hybridmf.ranks.multi_als import MultiALS
+from hybridmf.ranks.su_als import RankALS
+from support.ranks import MODELS, RANK, Machine, assert_close, both, changed, parts, sweeps
+from support.ratings import planted
+
+SMALL = planted(24, 16, 0.4)
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_give_the_factors_of_one(name: str, grid: tuple[int, int], gpus: Machine) -> None:
+    names = gpus(grid[0] * grid[1])
+    solver = MultiALS(*changed(parts(name, names, SMALL), segment=17, batch_slots=40), grids=both(grid))
+    alone = CpuALS(*parts(name, "cpu", SMALL))
+    assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-2 if "cg" in name else 1e-3)
+    np.testing.assert_allclose(solver.objective_value(), alone.objective_value(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_parallel_is_what_one_gpu_does(name: str, gpus: Machine) -> None:
+    names = gpus(2)
+    solver = MultiALS(*parts(name, names, SMALL), grids=both((1, 2)))
+    alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts(name, "cuda:0", SMALL))
+    assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_thread_launches_for_all_gpus(name: str, gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows are solved model parallel; a half sweep in which sums are added up has a thread for each rank."""
+    names, solved = gpus(2), []
+    alone = RankALS.solve
+
+    def solve(rank: RankALS, side: Any) -> Any:
+        solved.append(side)
+        return alone(rank, side)
+
+    monkeypatch.setattr(RankALS, "solve", solve)
+    arguments = changed(parts(name, names, SMALL), segment=17, batch_slots=9)  # several batches
+    grids = {"user": Grid(1, 2), "item": Grid(2, 1)}
+    mixed = MultiALS(*arguments, grids=grids)
+    one = GpuALS(gpu_rank.open_device("cuda:0"), *changed(parts(name, "cuda:0", SMALL), segment=17, batch_slots=9))
+    assert_close(sweeps(mixed, 2), sweeps(one, 2), 1e-2 if "cg" in name else 1e-3)
+    assert solved == ["item", "item"] * 2
+    solved.clear()
+    both_ways = MultiALS(*arguments, grids=both((1, 2)))
+    assert_close(sweeps(both_ways, 2), sweeps(one, 0), 1e-2 if "cg" in name else 1e-5)
+    assert solved == []
+    both_ways.close()
+    with pytest.raises(CommunicatorError, match="the ranks were closed"):
+        both_ways.update("user")
+
+
+def test_the_first_step_ends_with_sums_under_way(gpus: Machine, request: pytest.FixtureRequest) -> None:
+    """Until then the GPUs that come after this one have nothing to do."""
+    if "cuda" in request.node.name:
+        pytest.skip("only an emulated device tells what was launched")
+    device: Any = gpu_rank.open_device(gpus(1)[0])
+    for assembly in ("fused", "sparse_syrk", "mo_als"):
+        arguments = changed(parts("explicit", "cuda:0", SMALL), segment=3, batch_slots=9, assembly=assembly)
+        alone = GpuALS(device, *arguments)
+        launches = alone.halves["user"].launches(alone.inward["item"], alone.mean)
+        device.launches.clear()
+        next(launches)
+        assert [name for name in device.launches if name != "row_range"] == [
+            {"fused": "assemble_segments"}.get(assembly, assembly)
+        ]
+
+
+def test_what_is_gathered_ahead_has_the_range_of_all_rows(gpus: Machine) -> None:
+    """Each GPU looks at the rows it has solved, before they travel: the scale of float16 parts is that of all rows."""
+    solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
+    solver.update("item")
+    for rank in solver.ranks:
+        gathered = rank.ahead("user")
+        assert len(gathered) == SMALL.shape[1] > len(rank.own["item"])
+        with rank.worker.active():
+            assert gathered.range == row_range(rank.worker.device, gathered.table)[0]
+            assert rank.own["item"].range == row_range(rank.worker.device, rank.own["item"].table)[0]
+    assert len({rank.own["item"].range for rank in solver.ranks}) == 2
+
+
+def test_a_gather_that_failed_is_no_state(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was launched behind it has run through by then, on a table that was half filled."""
+    solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
+    solver.update("user")
+    before = solver.state.on_host()
+    seen = DeviceFactors.seen
+
+    def aborted(factors: DeviceFactors, found: Any) -> bool:
+        solver.ranks[1].communicator.abort("the gather did not end")
+        return seen(factors, found)
+
+    monkeypatch.setattr(DeviceFactors, "seen", aborted)
+    with pytest.raises(CommunicatorError, match="the gather did not end"):
+        solver.update("item")
+    np.testing.assert_array_equal(solver.state.on_host().item.matrix, before.item.matrix)
+    solver.close()
+
+
+def test_nothing_of_a_half_sweep_over_a_split_side_stays(gpus: Machine) -> None:
+    """The other half sweep needs the room of the gathered fixed side."""
+    solver = MultiALS(*changed(parts("explicit", gpus(4), SMALL), segment=17, batch_slots=40), grids=both((2, 2)))
+    sweeps(solver, 1)
+    for half in (rank.halves[side] for rank in solver.ranks for side in SIDES):
+        assert half._table is half._entries_at_hand is half._systems is None
+    solver.close()
+
+
+def test_what_ends_the_one_thread_stops_the_ranks(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what ends a rank's thread does: else closing would ask GPUs that have failed for an orderly end."""
+    solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
+    before = solver.state.on_host()
+
+    def lost(*_: Any) -> Any:
+        raise DeviceError("cuda:1 has fallen off the bus")
+
+    monkeypatch.setattr(solver.ranks[1].halves["item"], "launches", lost)
+    with pytest.raises(DeviceError, match="fallen off the bus"):
+        solver.update("item")
+    assert solver.threads.stopping.is_set()
+    with pytest.raises(CommunicatorError, match="stopped by DeviceError"):
+        solver.update("user")
+    solver.close()
+    np.testing.assert_array_equal(solver.state.on_host().item.matrix, before.item.matrix)
+
+
+@pytest.mark.parametrize(
+    ("name", "assembly", "dtype"), [("biases", "mo_als", "float32"), ("implicit cg", "sparse_syrk", "float64")]
+)
+def test_published_assemblies_over_a_split_side(name: str, assembly: str, dtype: str, gpus: Machine) -> None:
+    more = {"assembly": assembly, "dtype": dtype}
+    solver = MultiALS(*changed(parts(name, gpus(2), SMALL, **more), segment=5, batch_slots=40), grids=both((2, 1)))
+    alone = CpuALS(*parts(name, "cpu", SMALL, dtype=dtype))
+    assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-2 if "cg" in name else 1e-3)
+
+
+@pytest.mark.parametrize("reduction", ["root", "two_phase"])
+def test_reductions_give_the_same(reduction: Any, gpus: Machine) -> None:
+    arguments = changed(parts("biases", gpus(4), SMALL), batch_slots=40)
+    ours = MultiALS(*arguments, grids=both((4, 1)), reduction=reduction, topology=[0, 0, 1, 1])
+    theirs = MultiALS(*arguments, grids=both((4, 1)))
+    assert_close(sweeps(ours, 1), sweeps(theirs, 1), 1e-4)
+
+
+def test_more_ranks_than_rows(gpus: Machine) -> None:
+    matrix = planted(3, 2, density=0.9)
+    for grid in ((1, 4), (4, 1)):
+        solver = MultiALS(*parts("implicit", gpus(4), matrix), grids=both(grid))
+        assert_close(sweeps(solver, 1), sweeps(CpuALS(*parts("implicit", "cpu", matrix)), 1), 1e-3)
+
+
+def test_estimator(gpus: Machine) -> None:
+    names = gpus(2)
+    model = MODELS["explicit"](device=names, random_state=0, iterations=2, balance=True).fit(SMALL)
+    alone = MODELS["explicit"](device="cpu", random_state=0, iterations=2, balance=True).fit(SMALL)
+    np.testing.assert_allclose(model.user_factors_, alone.user_factors_, atol=5e-3)
+    assert model.device_ == "cuda:0+cuda:1" and model.plan_.scale is not None
+    text = str(model.plan_)
+    assert "cuda:0+cuda:1" in text and "predicted" in text and "a GPU" in text
+    assert type(model._learned.state.user) is Factors  # nothing of a device is kept
+    assert model.recommend(0, N=3)[0].shape == (3,)
+    np.testing.assert_allclose(model.objective(SMALL), alone.objective(SMALL), rtol=1e-3)
+
+
+def test_row_that_fails(gpus: Machine) -> None:
+    arguments = parts("explicit", gpus(2), SMALL)
+    objective = replace(arguments[2], regularization=0.0)
+    for grid in ((1, 2), (2, 1)):
+        solver = MultiALS(*arguments[:2], objective, *arguments[3:], grids=both(grid))
+        before = solver.state.on_host()
+        with pytest.raises(NotPositiveDefiniteError) as raised:
+            solver.update("user")
+        assert raised.value.row in np.flatnonzero(np.diff(SMALL.indptr) < RANK)
+        assert_close(solver.state.on_host(), before, 0)
+
+
+def test_one_gpu_out_of_memory(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((2, 1)))
+    device = solver.ranks[1].worker.device  # type: ignore[attr-defined]
+
+    def full(shape: Any, dtype: Any) -> Any:
+        raise DeviceMemoryError("cuda:1 is out of memory")
+
+    before = solver.state.on_host()
+    monkeypatch.setattr(device, "zeros", full)
+    with pytest.raises(DeviceMemoryError, match="cuda:1"):
+        solver.update("item")
+    assert_close(solver.state.on_host(), before, 0)
+
+
+def test_bals_needs_whole_rows(gpus: Machine) -> None:
+    arguments = parts("explicit", gpus(2), SMALL, assembly="bals")
+    assert arguments[3].grids == both((1, 2))
+    with pytest.raises(ValueError, match="assembly='bals' needs all entries of a row"):
+        MultiALS(*arguments, grids=both((2, 1)))
+
+
+def test_plan_of_several_gpus(gpus: Machine) -> None:
+    """The plan takes the memory of the GPU that has least, and says which grids and why not."""
+    plan: Plan = parts("explicit", gpus(2), SMALL)[3]
+    assert plan.devices == ("cuda:0", "cuda:1") and plan.device == "cuda:0"
+    assert plan.total_bytes == sum(plan.bytes.values()) > 0
+    check_memory(plan)
+    assert plan.gpu is not None
+    with pytest.raises(DeviceMemoryError, match="needs about"):
+        check_memory(replace(plan, gpu=replace(plan.gpu, free_bytes=1000)))
+
+
+@pytest.mark.parametrize("grids", [((1, 2), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (1, 2))])
+def test_factors_gathered_ahead_are_those_of_the_next_half_sweep(grids: Any, gpus: Machine, monkeypatch: Any) -> None:
+    """The same bits with and without, also after factors have changed between two half sweeps."""
+    factors = []
+    for room in (True, False):
+        monkeypatch.setattr(su_als, "has_room_for_both", lambda plan, room=room: room)
+        arguments = parts("biases", gpus(2), SMALL)
+        solver = MultiALS(*arguments, grids={side: Grid(*grid) for side, grid in zip(SIDES, grids, strict=True)})
+        solver.update("user")
+        solver.update("item")
+        assert (solver.ranks[0]._ahead is not None) == room
+        solver.balance()
+        solver.update("user")
+        solver.update("item")
+        factors.append((solver.state.user.matrix, solver.state.item.matrix, solver.objective_value()))
+    for ahead, not_ahead in zip(*factors, strict=True):
+        np.testing.assert_array_equal(ahead, not_ahead)
+
+
+def test_nothing_is_gathered_ahead_without_room_for_it(gpus: Machine) -> None:
+    plan = parts("explicit", gpus(2), SMALL)[3]
+    assert plan.gpu is not None and su_als.has_room_for_both(plan)
+    assert not su_als.has_room_for_both(replace(plan, gpu=replace(plan.gpu, free_bytes=plan.scale.bytes_per_gpu)))
+
+
+def test_long_rows_are_cut_and_added_in_order(device: Device) -> None:
+    indptr = np.array([0, 3, 3, 40, 47])
+    cut = Cut.make(device, indptr, [(0, 2), (2, 4)], 10)
+    segments = device.download(cut.segments)
+    covered = sorted((int(b), int(e)) for _, b, e in segments)
+    assert covered == [(0, 3), (3, 13), (13, 23), (23, 33), (33, 40), (40, 47)]
+    assert cut.n_rows == 4 and cut.n_slots == 7
+    assert sorted(segments[:, 2] - segments[:, 1], reverse=True) == (segments[:, 2] - segments[:, 1]).tolist()
+    sums = np.full((cut.n_slots, 5), np.nan, np.float32)
+    for slot, begin, end in segments:
+        sums[slot] = end - begin
+    added = device.download(cut.add_up(device, device.upload(sums)))
+    np.testing.assert_array_equal(added[:, 4], [3, 0, 37, 7])
+
+
+def test_sockets_by_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(deviceCanAccessPeer=lambda a, b: a // 2 == b // 2)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(gpu_rank, "open_device", lambda name: SimpleNamespace(index=int(name[5:]), _cupy=cupy))
+    assert sockets(["cuda:0", "cuda:1", "cuda:2", "cuda:3"]) == [0, 0, 1, 1]
+    assert sockets(["cuda:0", "cuda:2", "cuda:1", "cuda:3"]) == [0, 1, 0, 1]
+
+
+# --------------------------------------------------------------------------------------------------------- larger
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)])
+def test_large_on_gpus(name: str, grid: tuple[int, int], gpus: Machine, request: pytest.FixtureRequest) -> None:
+    """Enough rows for several batches, and for reductions beside assembly."""
+    if "emulated" in request.node.name:
+        pytest.skip("for GPUs")
+    matrix = planted(6000, 900, 0.03, seed=3)
+    names = gpus(grid[0] * grid[1])
+    solver = MultiALS(*changed(parts(name, names, matrix), batch_slots=3000), grids=both(grid))
+    alone = GpuALS(open_device("cuda:0"), *parts(name, "cuda:0", matrix))
+    ours, theirs = sweeps(solver, 3), sweeps(alone, 3)
+    assert_close(ours, theirs, 2e-2 if "cg" in name else 5e-3)
+    np.testing.assert_allclose(solver.objective_value(), alone.objective_value(), rtol=1e-4)
+    again = sweeps(MultiALS(*changed(parts(name, names, matrix), batch_slots=3000), grids=both(grid)), 3)
+    for side in SIDES:  # nothing depends on a race
+        np.testing.assert_allclose(again.side(side).matrix, ours.side(side).matrix, rtol=1e-5, atol=1e-6)
+    state: State = again
+    assert np.isfinite(state.user.matrix).all() and np.isfinite(state.item.matrix).all()
+    assert isinstance(Grid(*grid), Grid)

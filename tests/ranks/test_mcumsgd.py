@@ -1,0 +1,624 @@
+"""SGD on several ranks: against the float64 twin of the cyclic order, over every transport, and through `fit`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import signal
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import hybridmf as hmf
+from hybridmf.core import reference
+from hybridmf.core.objective import Factors, Objective, State, initial_state, part_of
+from hybridmf.core.validate import as_csr
+from hybridmf.cpu.sgd import sums_width
+from hybridmf.device.cuda import DeviceSpec
+from hybridmf.errors import CommunicatorError, DeviceError, DivergedError, ModelFileError
+from hybridmf.formats import transpose
+from hybridmf.gpu import sgd as gpu_sgd
+from hybridmf.plan import sgd as _sgd_method
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.types import Settings
+from hybridmf.ranks import mcumsgd
+from hybridmf.ranks.joined import JoinedFactors
+from hybridmf.ranks.mcumsgd import Bounds, MultiSGD, RankSGD, cut_share
+from hybridmf.ranks.transport import threads as scale_threads
+from hybridmf.ranks.transport.communicator import Single, check_agreement
+from hybridmf.ranks.transport.threads import run_ranks
+from support.checkout import ROOT
+from support.communicators import over_sockets
+from support.fake_nccl import wait_until
+from support.ranks import need_gpus
+from support.ratings import planted
+from support.sgd_states import arrays, assert_same_bits, method_of, relative_error, solver_of
+
+GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
+RATE_SCHEDULES = ["power", "rpcs", "adagrad"]
+
+
+def problem(matrix, method, rank=5, *, biases=False, threads=2, ranks=2, device="cpu"):
+    """What a solver is made of: matrix, objective, plan, state."""
+    matrix = as_csr(matrix, dtype=matrix.dtype)
+    objective = Objective.explicit(0.05, "count", biases)
+    checked = Settings.check(
+        factors=rank, dtype=matrix.dtype, num_threads=threads, device="cpu", iterations=1, method=method
+    )
+    plan = replace(make_plan(objective, checked, matrix.shape, matrix.nnz), devices=(device,) * ranks)
+    degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
+    mean, rng = float(matrix.data.mean()), np.random.default_rng(0)
+    return matrix, objective, plan, initial_state(*degrees, rank, matrix.dtype.type, objective, mean, rng)
+
+
+def multi(matrix, method, completed=0, state=None, order="passes", **options) -> MultiSGD:
+    matrix, objective, plan, start = problem(matrix, method, **options)
+    return MultiSGD(matrix, transpose(matrix), objective, plan, state or start, completed, order=order)
+
+
+def twin(matrix, method, state: State, ranks: int, epochs: int, order: str = "passes") -> State:
+    """The same epochs in float64, one rank after the other."""
+    matrix = as_csr(matrix, dtype=matrix.dtype)
+    bounds, width = Bounds.even(matrix, ranks), sums_width(method, state.user.matrix.shape[1])
+    for epoch in range(epochs):
+        objective = Objective.explicit(0.05, "count", state.user.bias is not None)
+        terms = _sgd_method.terms_at(method, objective, state.mean, epoch)
+        head_only = method.rate_schedule == "rpcs" and epoch == 0
+        state = reference.mcumsgd(matrix, state, terms, bounds.user, bounds.item, width, head_only, order)
+    return state
+
+
+def run(solver, epochs: int, states=None) -> State:
+    """Some epochs; the states before each go into `states`."""
+    for _ in range(epochs):
+        if states is not None:
+            states.append(solver.state)
+        assert len(list(solver.sweep())) == 1
+    return solver.state
+
+
+@pytest.fixture(params=["cpu", "emulated"])
+def backend(request, monkeypatch):
+    """CPU ranks; and GPU ranks whose kernels the emulator runs: in float64 with biases, each compiles for seconds."""
+    if request.param == "emulated":
+        from support import emulated
+
+        if request.node.callspec.params.get("biases") is False:
+            pytest.skip("the kernels without biases are tested by themselves")
+        if emulated.compiler() is None:
+            pytest.skip("no C++ compiler to run kernels on the CPU with")
+        monkeypatch.setattr(mcumsgd, "_open_rank", lambda control, name: (control, emulated.EmulatedDevice()))
+        for module in (gpu_sgd, mcumsgd):
+            monkeypatch.setattr(module, "LONG_ROW", 12)  # all kernels have work
+    return request.param
+
+
+# --------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("order", mcumsgd.ORDERS)
+def test_the_cyclic_order(backend, order, ranks, biases, ratings_matrix):
+    method = method_of()
+    solver = multi(ratings_matrix.astype(np.float64), method, ranks=ranks, biases=biases, order=order)
+    start = solver.state
+    state = run(solver, 2)
+    assert relative_error(state, twin(ratings_matrix, method, start, ranks, 2, order)) < 1e-12
+    solver.close()
+
+
+def test_an_epoch_of_several_ranks_brings_as_much_as_one_of_one_device():
+    """Items walk long here. In Alg. 4's order each range of users gets factors of its own, and RMSEs are far apart."""
+    matrix = planted(3000, 60, 0.5, 4, seed=1)
+
+    def rmse_after_six(ranks, order):
+        solver = multi(matrix, method_of(learning_rate=0.03), rank=8, ranks=ranks, order=order)
+        state, entries = run(solver, 6).on_host(), matrix.tocoo()
+        scores = state.mean + np.einsum("ij,ij->i", state.user.matrix[entries.row], state.item.matrix[entries.col])
+        return np.sqrt(np.mean((entries.data - scores) ** 2))
+
+    alone = rmse_after_six(1, "passes")
+    for ranks in (2, 3, 4):
+        assert rmse_after_six(ranks, "passes") == pytest.approx(alone, rel=0.05), ranks
+    assert rmse_after_six(2, "blocks") > 2 * alone
+
+
+def test_orders_have_names(ratings_matrix):
+    with pytest.raises(ValueError, match="order must be one of 'passes', 'blocks'; got 'block'"):
+        multi(ratings_matrix, method_of(), order="block")
+
+
+@pytest.mark.parametrize("rate_schedule", RATE_SCHEDULES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("order", mcumsgd.ORDERS)
+def test_sums_of_squares_travel(order, rate_schedule, dtype):
+    method, matrix = method_of(rate_schedule=rate_schedule), planted().astype(dtype)
+    solver = multi(matrix, method, rank=11, biases=True, ranks=3, order=order)
+    start = solver.state
+    expected = twin(matrix, method, start, 3, 3, order)
+    assert relative_error(run(solver, 3), expected) < (1e-12 if dtype == np.float64 else 2e-5)
+    assert (expected.user.squares is not None) == (rate_schedule != "power")
+
+
+@pytest.mark.parametrize("ordering", ["user", "item", "crossed"])
+def test_orderings_on_gpu_ranks(backend, ordering, ratings_matrix):
+    if backend == "cpu":
+        pytest.skip("orderings are a GPU's")
+    method = replace(method_of(), ordering=ordering)
+    solver = multi(ratings_matrix.astype(np.float64), method, biases=True)
+    start = solver.state
+    assert relative_error(run(solver, 2), twin(ratings_matrix, method, start, 2, 2)) < 1e-12
+
+
+@pytest.mark.parametrize("rate_schedule", RATE_SCHEDULES)
+def test_one_rank_is_the_single_device(rate_schedule, ratings_matrix):
+    method = method_of(rate_schedule=rate_schedule)
+    alone = run(solver_of(ratings_matrix, method, 5, biases=True, threads=2), 3)
+    solver = multi(ratings_matrix, method, ranks=1, biases=True)
+    assert_same_bits(run(solver, 3), alone)
+
+
+def test_one_gpu_rank_is_the_single_device(backend, ratings_matrix):
+    if backend == "cpu":
+        pytest.skip("done above")
+    from support import emulated
+
+    method = method_of()
+    ratings_matrix = ratings_matrix.astype(np.float64)
+    matrix, objective, plan, state = problem(ratings_matrix, method, biases=True, ranks=1)
+    alone = gpu_sgd.GpuSGD(emulated.EmulatedDevice(), matrix, transpose(matrix), objective, plan, state, 0)
+    solver = multi(ratings_matrix, method, ranks=1, biases=True)
+    for both in range(2):
+        list(alone.sweep()), list(solver.sweep())
+        assert_same_bits(solver.state.on_host(), alone.state.on_host())
+        assert solver.objective_value() == pytest.approx(alone.objective_value(), rel=1e-12), both
+
+
+def test_any_number_of_threads_gives_the_same_bits(ratings_matrix):
+    states = [run(multi(ratings_matrix, method_of(), threads=threads), 2) for threads in (1, 2, 5)]
+    assert_same_bits(states[1], states[0])
+    assert_same_bits(states[2], states[0])
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (1, 40), (40, 1)])
+def test_more_ranks_than_rows(backend, shape):
+    """Ranks without users or items, blocks without ratings."""
+    dense = np.random.default_rng(1).integers(1, 6, shape).astype(float)
+    method = method_of(learning_rate=0.01)
+    solver = multi(sp.csr_array(dense), method, ranks=4, biases=True)
+    start = solver.state
+    state = run(solver, 2)
+    assert relative_error(state, twin(sp.csr_array(dense), method, start, 4, 2)) < 1e-12
+    assert np.isfinite(solver.objective_value())
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_objective(backend, biases, ratings_matrix):
+    matrix = ratings_matrix.astype(np.float64)
+    solver = multi(matrix, method_of(), biases=biases, ranks=3)
+    run(solver, 1)
+    expected = reference.objective_value(matrix, solver.state.on_host(), solver.workers[0].objective)
+    assert solver.objective_value() == pytest.approx(expected, rel=1e-12)
+
+
+# --------------------------------------------------------------------------------------------- shares
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_shares_hold_every_rating_once(ranks, ratings_matrix):
+    matrix = as_csr(ratings_matrix)
+    bounds = Bounds.even(matrix, ranks)
+    rows = []
+    for rank in range(ranks):
+        blocks = cut_share(matrix, bounds, rank, 1)
+        for block in blocks:
+            assert (block["user"] != block["item"].T).nnz == 0
+        rows.append(sp.hstack([block["user"] for block in blocks]))
+    assert (sp.csr_array(sp.vstack(rows)) != matrix).nnz == 0
+    sizes = [part.nnz for part in rows]
+    assert max(sizes) - min(sizes) <= 2 * np.diff(matrix.indptr).max()
+
+
+def test_joined_factors():
+    whole = Factors(np.arange(12.0).reshape(6, 2), np.arange(6.0), Factors(np.ones((6, 2)), np.zeros(6)))
+    parts = [part_of(whole, a, b) for a, b in ((0, 2), (2, 2), (2, 6))]
+    joined = JoinedFactors(parts)
+    assert len(joined) == 6
+    assert_same_bits(State(joined, joined), State(whole, whole))
+    assert joined.on_host() is joined.on_host()
+    import pickle
+
+    again = pickle.loads(pickle.dumps(joined))
+    assert type(again) is Factors
+    assert_same_bits(State(again, again), State(whole, whole))
+    plain = JoinedFactors([Factors(np.ones((1, 2)))])
+    assert plain.bias is None
+    assert plain.squares is None
+
+
+# --------------------------------------------------------------------------------------------- transports, overlap
+
+
+def spmd(communicator, parts, epochs=2, **changes):
+    matrix, objective, plan, state = parts
+    worker = RankSGD(communicator, matrix, objective, plan, state, **changes)
+    for _ in range(epochs):
+        factors = worker.sweep()
+    return factors, worker.objective_value()
+
+
+def test_sockets_give_the_bits_of_threads(ratings_matrix):
+    parts = problem(ratings_matrix, method_of(), biases=True, threads=1)
+    ours, theirs = over_sockets(2, lambda c: spmd(c, parts)), run_ranks(2, lambda c: spmd(c, parts))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a[1] == b[1]
+        assert_same_bits(State(a[0]["user"], a[0]["item"]), State(b[0]["user"], b[0]["item"]))
+
+
+def test_a_single_communicator(ratings_matrix):
+    parts = problem(ratings_matrix, method_of())
+    factors, _ = spmd(Single(), parts)
+    alone = run(solver_of(ratings_matrix, method_of(), 5), 2)
+    assert_same_bits(State(factors["user"], factors["item"]), alone)
+
+
+@pytest.mark.parametrize(("order", "first"), [("passes", 2), ("blocks", 1)])
+def test_items_travel_while_users_move(monkeypatch, order, first, ratings_matrix):
+    """Rank 0 moves users only once rank 1 has its items: the sends do not wait for the users.
+
+    By "passes" a range of items arrives before any users move, and the second one then.
+    """
+    arrived, arrivals = threading.Event(), []
+    original = mcumsgd.CpuBackend.move
+
+    def move(self, block, side, work, terms, epoch):
+        if side == "user" and threading.current_thread().name == "hybridmf rank 0":
+            assert arrived.wait(20)
+        yield from original(self, block, side, work, terms, epoch)
+
+    received = mcumsgd.CpuBackend.arrived
+
+    def note(self, moved):
+        if threading.current_thread().name == "hybridmf rank 1":
+            arrivals.append(1)
+            if len(arrivals) == first:
+                arrived.set()
+        return received(self, moved)
+
+    monkeypatch.setattr(mcumsgd.CpuBackend, "move", move)
+    monkeypatch.setattr(mcumsgd.CpuBackend, "arrived", note)
+    solver = multi(ratings_matrix, method_of(), order=order)
+    run(solver, 1)
+    assert len(arrivals) == 2
+
+
+def test_no_epoch_after_the_first_reads_files(monkeypatch, ratings_matrix):
+    """Configurations are looked up once: ranks are threads, which wait for each other while one computes in Python."""
+    from support import emulated
+
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    monkeypatch.setattr(mcumsgd, "_open_rank", lambda control, name: (control, emulated.EmulatedDevice()))
+    found, looked_up = gpu_sgd.tables.best, []
+    monkeypatch.setattr(gpu_sgd.tables, "best", lambda *args, **kw: looked_up.append(1) or found(*args, **kw))
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), biases=True)
+    run(solver, 1)
+    assert looked_up
+    looked_up.clear()
+    run(solver, 1)
+    assert not looked_up
+
+
+def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
+    """In proportion to the ranks; rows that are short in any case have no block of the GPU."""
+    from support import emulated
+
+    matrix, objective, plan, _ = problem(ratings_matrix, method_of())
+    blocks = cut_share(matrix, Bounds.even(matrix, 4), 0, 1)
+    rows = [mcumsgd.GpuBackend(emulated.EmulatedDevice(), blocks[:n], objective, plan).long_row for n in (1, 2, 4)]
+    assert rows == [gpu_sgd.LONG_ROW, mcumsgd.LONG_ROW // 2, mcumsgd.LONG_ROW // 4]
+    monkeypatch.setattr(mcumsgd, "LONG_ROW", 2 * mcumsgd.SHORTEST_LONG_ROW)
+    backend = mcumsgd.GpuBackend(emulated.EmulatedDevice(), blocks, objective, plan)
+    assert backend.long_row == mcumsgd.SHORTEST_LONG_ROW
+
+
+def test_the_bench_compares_with_the_solver_that_a_fit_has(monkeypatch):
+    """Speed-ups are over its first variant; half and double long rows are not what is measured anyway."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    bench = importlib.import_module("mcumsgd")
+    usual = bench.Variant(0)
+    assert usual.beside == inspect.signature(gpu_sgd.Msgd).parameters["beside"].default
+    assert next(bench.variants([1, 2], ("passes",), (), one=True)) == usual
+    for variant in bench.all_variants([1, 2, 4]):
+        if variant.long_row is not None:
+            assert variant.long_row in (mcumsgd.long_row_of(variant.ranks) // 2, mcumsgd.long_row_of(variant.ranks) * 2)
+
+
+# --------------------------------------------------------------------------------------------- failures
+
+
+def test_ranks_must_be_given_the_same(ratings_matrix):
+    other = ratings_matrix.copy()
+    other.data[3] += 1
+    parts = [problem(matrix, method_of()) for matrix in (ratings_matrix, other)]
+    with pytest.raises(CommunicatorError, match="rank 1 was given another data than rank 0"):
+        run_ranks(2, lambda c: spmd(c, parts[c.rank]))
+    parts = [problem(ratings_matrix, method_of(learning_rate=rate)) for rate in (0.01, 0.02)]
+    with pytest.raises(CommunicatorError, match="rank 1 was given another method"):
+        run_ranks(2, lambda c: spmd(c, parts[c.rank]))
+    with pytest.raises(CommunicatorError, match="another number of completed epochs"):
+        run_ranks(2, lambda c: spmd(c, parts[0], completed=c.rank))
+    with pytest.raises(CommunicatorError, match="rank 1 was given another order than rank 0"):
+        run_ranks(2, lambda c: spmd(c, parts[0], order=mcumsgd.ORDERS[c.rank]))
+    check_agreement(Single(), {"data": 3})
+
+
+@pytest.mark.parametrize("rate", [1.0, 8.0])
+def test_divergence_is_found_by_all_ranks(backend, rate, ratings_matrix):
+    method = method_of(rate_schedule="constant", learning_rate=rate)
+    solver = multi(ratings_matrix.astype(np.float64), method, ranks=3, biases=True)
+    states = []
+    with pytest.raises(DivergedError, match=r"SGD diverged in iteration \d+.*try learning_rate="):
+        run(solver, 20, states)
+    assert len(states) < 20
+    assert solver.state is states[-1]
+    assert all(np.isfinite(array).all() for array in arrays(solver.state.on_host()))
+    with pytest.raises(CommunicatorError, match="DivergedError"):
+        list(solver.sweep())
+
+
+def test_factors_that_become_infinite_are_found(monkeypatch, ratings_matrix):
+    monkeypatch.setattr(mcumsgd.CpuBackend, "is_finite", lambda self, *sides: {len(side) for side in sides} == {60})
+    solver = multi(ratings_matrix, method_of(), ranks=1)
+    with pytest.raises(DivergedError, match="factors became infinite or NaN"):
+        list(solver.sweep())
+
+
+def test_nan_on_one_rank_only(monkeypatch, ratings_matrix):
+    def is_finite(self, *sides):
+        return all(np.isfinite(side.matrix).all() for side in sides)
+
+    monkeypatch.setattr(mcumsgd.CpuBackend, "is_finite", is_finite)
+    solver = multi(ratings_matrix, method_of(), ranks=3)
+    run(solver, 1)
+    before = solver.state
+    solver.workers[2].factors["user"].matrix[0, 0] = np.nan
+    with pytest.raises(DivergedError, match="infinite or NaN"):
+        list(solver.sweep())
+    assert solver.state is before
+
+
+def test_what_fails_on_one_rank_is_raised_as_it_is(monkeypatch, ratings_matrix):
+    original = mcumsgd.CpuBackend.move
+
+    def move(self, block, side, work, terms, epoch):
+        if epoch == 1 and side == "user" and threading.current_thread().name == "hybridmf rank 1":
+            raise MemoryError("rank 1 is out of memory")
+        yield from original(self, block, side, work, terms, epoch)
+
+    monkeypatch.setattr(mcumsgd.CpuBackend, "move", move)
+    model = hmf.SGD(factors=4, iterations=5, device=["cpu"] * 3, num_threads=3, random_state=0)
+    started = time.monotonic()
+    with pytest.raises(MemoryError, match="rank 1 is out of memory"):
+        model.fit(ratings_matrix)
+    assert time.monotonic() - started < 60
+    assert model.n_iter_ == 1
+    assert model.user_factors_.shape == (60, 4)
+
+
+def test_ctrl_c_leaves_the_last_epoch(monkeypatch, ratings_matrix):
+    original = mcumsgd.CpuBackend.move
+
+    def move(self, block, side, work, terms, epoch):
+        if epoch == 2:
+            if threading.current_thread().name == "hybridmf rank 1":
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.2)
+        yield from original(self, block, side, work, terms, epoch)
+
+    model = hmf.SGD(factors=4, iterations=2, device=["cpu", "cpu"], random_state=0).fit(ratings_matrix)
+    monkeypatch.setattr(mcumsgd.CpuBackend, "move", move)
+    stopped = hmf.SGD(factors=4, iterations=9, device=["cpu", "cpu"], random_state=0)
+    with pytest.raises(KeyboardInterrupt):
+        stopped.fit(ratings_matrix)
+    assert stopped.n_iter_ == 2
+    np.testing.assert_array_equal(stopped.user_factors_, model.user_factors_)
+    np.testing.assert_array_equal(stopped.item_factors_, model.item_factors_)
+
+
+def test_threads_end_with_the_solver(ratings_matrix):
+    before = set(threading.enumerate())
+    solver = multi(ratings_matrix, method_of())
+    run(solver, 1)
+    mine = set(threading.enumerate()) - before
+    assert {"hybridmf rank 0", "hybridmf rank 1"} <= {thread.name for thread in mine}
+    del solver
+    for thread in mine:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in mine)
+
+
+def test_a_rank_that_holds_the_solver_last_does_not_wait_for_itself(monkeypatch, ratings_matrix):
+    """Nobody closed it, and its end comes on a thread of its own."""
+    before, gone = set(threading.enumerate()), threading.Event()
+    finish = scale_threads._Run.finish
+
+    def later(self, rank, *answer):
+        finish(self, rank, *answer)
+        gone.wait(20)
+
+    solver = multi(ratings_matrix, method_of())
+    mine = set(threading.enumerate()) - before
+    monkeypatch.setattr(scale_threads._Run, "finish", later)
+    run(solver, 1)
+    del solver
+    gone.set()
+    for thread in mine:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in mine)
+    wait_until(lambda: not scale_threads._Turns.at_work)
+
+
+@pytest.mark.parametrize("error", [CommunicatorError("no answer"), DeviceError("no answer")])
+def test_a_rank_that_does_not_end_well_is_told(error, monkeypatch, caplog, ratings_matrix):
+    def refuse():
+        raise error
+
+    solver = multi(ratings_matrix, method_of())
+    monkeypatch.setattr(solver._opened[1], "close", refuse)
+    with nullcontext() if isinstance(error, CommunicatorError) else pytest.raises(DeviceError, match="no answer"):
+        solver.close()
+    assert "rank 1 did not end well: no answer" in caplog.text
+    solver.close()
+
+
+# --------------------------------------------------------------------------------------------- the estimator
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"], ("cpu", "cpu", "cpu")])
+def test_fit(devices, ratings_matrix):
+    seen = []
+    model = hmf.SGD(factors=5, iterations=6, device=devices, num_threads=2, biases=True, random_state=3)
+    model.fit(ratings_matrix, validation=ratings_matrix, callback=lambda m, record: seen.append(m.predict(0, 0)))
+    objectives = [record["objective"] for record in model.history_]
+    assert objectives[-1] < objectives[0]
+    assert model.objective(ratings_matrix) == pytest.approx(objectives[-1], rel=1e-6)
+    assert len(set(map(float, seen))) == 6
+    assert model.plan_.devices == tuple(devices)
+    assert f"{len(devices)} ranks on cpu" in str(model.plan_)
+    assert model.recommend(0, N=3)[0].shape == (3,)
+    assert type(model._learned.state.user) is Factors
+    alone = hmf.SGD(factors=5, iterations=6, device="cpu", biases=True, random_state=3).fit(ratings_matrix)
+    assert model.score(ratings_matrix) == pytest.approx(alone.score(ratings_matrix), rel=0.05)
+    if len(devices) == 1:
+        np.testing.assert_array_equal(model.user_factors_, alone.user_factors_)
+
+
+@pytest.mark.parametrize("rate_schedule", ["power", "adagrad"])
+def test_resume(tmp_path, rate_schedule, ratings_matrix):
+    options = {"factors": 4, "device": ["cpu", "cpu"], "rate_schedule": rate_schedule, "random_state": 1}
+    whole = hmf.SGD(iterations=4, **options).fit(ratings_matrix)
+    hmf.SGD(iterations=2, **options).fit(ratings_matrix, checkpoint=tmp_path)
+    again = hmf.SGD(iterations=4, **options).fit(ratings_matrix, resume_from=tmp_path)
+    np.testing.assert_array_equal(again.item_factors_, whole.item_factors_)
+    if rate_schedule == "power":
+        with pytest.raises(ModelFileError, match="holds no sums of squares"):
+            multi(ratings_matrix, method_of(rate_schedule="adagrad"), completed=2)
+
+
+def test_save_and_load(tmp_path, ratings_matrix):
+    model = hmf.SGD(factors=4, iterations=2, device=["cpu", "cpu"], random_state=1).fit(ratings_matrix)
+    model.save(tmp_path / "model")
+    again = hmf.load(tmp_path / "model")
+    np.testing.assert_array_equal(again.user_factors_, model.user_factors_)
+    np.testing.assert_array_equal(again.recommend(3)[0], model.recommend(3)[0])
+
+
+@pytest.mark.parametrize("schedule", ["hogwild", "blocks", "batch_hogwild"])
+def test_other_schedules_run_on_one_device(schedule, ratings_matrix):
+    model = hmf.SGD(schedule=schedule, device=["cpu", "cpu"])
+    with pytest.raises(ValueError, match=rf"schedule='{schedule}' runs on one device.*use schedule='msgd'"):
+        model.fit(ratings_matrix)
+
+
+def test_ccd_runs_on_one_device(ratings_matrix):
+    with pytest.raises(ValueError, match="CCD runs on one device; name one, or use ALS or SGD on several"):
+        hmf.CCD(device=["cpu", "cpu"]).fit(ratings_matrix)
+
+
+def plan_of(monkeypatch, found=GPU, devices=("cuda:0", "cuda:1"), **changes):
+    def find(name):
+        if found is None:
+            raise DeviceError(f"no {name}")
+        index = int(name.split(":")[1])
+        return replace(found, index=index, free_bytes=found.free_bytes >> index), "asked for"
+
+    monkeypatch.setattr(_sgd_method.dispatch, "find_gpu", find)
+    model = hmf.SGD(**{"factors": 64, "device": list(devices), **changes})
+    return hmf.plan(shape=(480_189, 17_770), nnz=99_072_112, model=model)
+
+
+def test_plans_of_gpus(monkeypatch):
+    plan = plan_of(monkeypatch)
+    assert (plan.device, plan.devices) == ("cuda:0", ("cuda:0", "cuda:1"))
+    assert plan.gpu.free_bytes == GPU.free_bytes // 2  # of the smaller one
+    alone = plan_of(monkeypatch, devices=("cuda:0",))
+    assert plan.total_bytes < 0.6 * alone.total_bytes
+    assert "2 ranks on cuda:0, cuda:1" in str(plan)
+    with pytest.raises(DeviceError, match="no cuda:0"):
+        plan_of(monkeypatch, None)
+    with pytest.raises(ValueError, match=r"rate_schedule='adagrad' runs on the CPU only; use CPU ranks"):
+        plan_of(monkeypatch, rate_schedule="adagrad")
+
+
+# --------------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("order", "beside"), [("passes", True), ("passes", False), ("blocks", True)])
+def test_the_cyclic_order_on_gpus(order, beside, ranks, biases, ratings_matrix, monkeypatch):
+    need_gpus(ranks)
+    for module in (gpu_sgd, mcumsgd):
+        monkeypatch.setattr(module, "LONG_ROW", 12)
+    matrix, objective, plan, state = problem(ratings_matrix.astype(np.float64), method_of(), biases=biases, ranks=ranks)
+    plan = replace(plan, devices=tuple(f"cuda:{rank}" for rank in range(ranks)))
+    solver = MultiSGD(matrix, transpose(matrix), objective, plan, state, 0, order=order, beside=beside)
+    result = run(solver, 3).on_host()
+    assert relative_error(result, twin(matrix, method_of(), state, ranks, 3, order)) < 1e-12
+    expected = reference.objective_value(matrix, result, objective)
+    assert solver.objective_value() == pytest.approx(expected, rel=1e-12)
+    solver.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fit_on_gpus(ranks):
+    """Many entries, many epochs: the items that travel are those that were moved. CPU ranks go the same way."""
+    need_gpus(ranks)
+    matrix = planted(3000, 500, 0.1, 4, seed=1)
+    options = {"factors": 20, "iterations": 8, "biases": True, "random_state": 0}
+    model = hmf.SGD(device=[f"cuda:{rank}" for rank in range(ranks)], **options).fit(matrix)
+    twin_model = hmf.SGD(device=["cpu"] * ranks, **options).fit(matrix)
+    for ours, theirs in ((model.user_factors_, twin_model.user_factors_), (model.item_bias_, twin_model.item_bias_)):
+        np.testing.assert_allclose(ours, theirs, atol=5e-3)
+    again = hmf.SGD(device=[f"cuda:{rank}" for rank in range(ranks)], **options).fit(matrix)
+    np.testing.assert_array_equal(again.user_factors_, model.user_factors_)
+    assert model.recommend(0, N=5)[0].shape == (5,)
+
+
+@pytest.mark.gpu
+def test_divergence_on_gpus(ratings_matrix):
+    need_gpus(2)
+    model = hmf.SGD(factors=8, device=["cuda:0", "cuda:1"], rate_schedule="constant", learning_rate=8.0, random_state=0)
+    with pytest.raises(DivergedError, match="SGD diverged in iteration"):
+        model.fit(ratings_matrix)
+
+
+@pytest.mark.gpu
+def test_memory_of_one_gpu_only(monkeypatch, ratings_matrix):
+    """Rank 1 runs out of memory in the second epoch: the model keeps the first."""
+    from hybridmf.errors import DeviceMemoryError
+
+    need_gpus(2)
+    original = mcumsgd.GpuBackend.copies
+
+    def copies(self, factors):
+        if self.device.spec.index == 1 and calls.append(1) is None and len(calls) > 2:
+            self.device.empty(1 << 46, np.uint8)
+        return original(self, factors)
+
+    calls: list[int] = []
+    monkeypatch.setattr(mcumsgd.GpuBackend, "copies", copies)
+    model = hmf.SGD(factors=8, device=["cuda:0", "cuda:1"], iterations=5, random_state=0)
+    with pytest.raises(DeviceMemoryError, match="cuda:1 is out of memory"):
+        model.fit(ratings_matrix)
+    assert model.n_iter_ == 1
+    assert np.isfinite(model.user_factors_).all()

@@ -1,0 +1,552 @@
+"""Several ranks whose ratings come in waves, from the host or from a store: the bits of ranks that hold them all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import hybridmf as hmf
+from hybridmf.core.objective import SIDES
+from hybridmf.data.slabs import ColumnSlabs, RangeSlabs, loaded, magnitudes, slab_entries
+from hybridmf.data.store import StoreMatrix
+from hybridmf.errors import (
+    CommunicatorError,
+    DeviceMemoryError,
+    MemoryBudgetError,
+    NotPositiveDefiniteError,
+    StoreError,
+)
+from hybridmf.formats import transpose
+from hybridmf.gpu.als import GpuALS
+from hybridmf.gpu.stream import StreamedHalf
+from hybridmf.gpu.turns import HostHalf
+from hybridmf.plan import make as _plan
+from hybridmf.plan.grid import Grid
+from hybridmf.plan.make import check_memory, make_plan
+from hybridmf.plan.memory import rank_bytes
+from hybridmf.plan.ranks import H200, SLAB_BUFFERS, HalfPlan, Problem, ScalePlan, judged, plan_scale
+from hybridmf.ranks import gpu_rank
+from hybridmf.ranks.multi_als import MultiALS
+from hybridmf.ranks.shares import StoredRatings
+from hybridmf.ranks.transport.threads import run_ranks
+from hybridmf.tools import spmd
+from support.host_factors import partitioned
+from support.ranks import MODELS, Machine, both, entries, no_loaders, workers_on
+from support.ranks import parts as solver_parts
+from support.ratings import planted
+
+MATRIX = planted(50, 30, 0.8)
+"""As in gpu/test_stream.py: entries take more memory than all else."""
+
+LIMIT = 18_000
+"""Too little for the share of MATRIX of one of two or four GPUs, enough for an eighth of it at a time."""
+
+HOST_LIMIT = 6_000
+"""Too little for the share of the factors of MATRIX of one of two GPUs."""
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> hmf.Store:
+    """MATRIX in slabs of at most 120 entries."""
+    return hmf.convert(MATRIX, tmp_path / "store", slab_bytes=960)
+
+
+def fitted(name: str, data: Any, devices: Any, **options: Any) -> Any:
+    model = MODELS[name](**({"device": devices, "random_state": 0, "iterations": 1} | options))
+    return model.fit(data, callback=lambda model, record: None)
+
+
+# ------------------------------------------------------------------------------------------------------------ slabs
+
+
+@pytest.mark.parametrize("ranges", [[(0, 50)], [(3, 20), (31, 50)], [(5, 5), (12, 13), (50, 50)], [(0, 0)]])
+@pytest.mark.parametrize("columns", [(0, 30), (4, 17), (9, 9)])
+def test_some_columns_of_ranges_of_slabs(
+    ranges: list[tuple[int, int]], columns: tuple[int, int], store: hmf.Store
+) -> None:
+    for dtype in (np.float32, np.float64):
+        part = ColumnSlabs(StoreMatrix(store, dtype=dtype), ranges, columns)
+        rows = np.concatenate([np.arange(first, last) for first, last in ranges])
+        expected = MATRIX[rows][:, slice(*columns)]
+        assert part.shape == expected.shape and part.nnz == expected.nnz and part.dtype == dtype
+        np.testing.assert_array_equal(part.degrees, np.diff(expected.indptr))
+        np.testing.assert_array_equal(part.ends, magnitudes(expected.data))
+        found = part.load()
+        assert found.shape == expected.shape and found.dtype == dtype and (found != expected).nnz == 0
+        for first, last in ((0, len(rows)), (1, 1), (len(rows) // 3, len(rows) // 2)):
+            pieces = list(part.rows(first, last))
+            assert sum(piece.shape[0] for piece in pieces) == last - first
+            data = np.concatenate([np.zeros(0, dtype), *(piece.data for piece in pieces)])
+            np.testing.assert_array_equal(data, expected[first:last].data)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 50), (7, 31), (12, 13), (20, 20), (0, 0), (50, 50)])
+@pytest.mark.parametrize("entries", [None, 30, 10_000])
+def test_a_range_of_slabs_is_the_rows(first: int, last: int, entries: int | None, store: hmf.Store) -> None:
+    whole = RangeSlabs(StoreMatrix(store), first, last)
+    part = whole if entries is None else whole.cut(entries)
+    rows = MATRIX[first:last]
+    assert part.shape == rows.shape and part.nnz == rows.nnz and part.dtype == np.float32
+    np.testing.assert_array_equal(part.degrees, np.diff(rows.indptr))
+    assert part.bounds[0] == 0 and part.bounds[-1] == last - first
+    if entries is not None:
+        longest = int(part.degrees.max(initial=0))
+        assert slab_entries(part.bounds, part.degrees).max(initial=0) <= max(entries, longest)
+    for slab, (start, stop) in enumerate(zip(part.bounds[:-1], part.bounds[1:], strict=True)):
+        part.prefetch(slab + 1)
+        assert (part.matrix(slab) != rows[start:stop]).nnz == 0
+    for found in (part.load(), loaded(part)):
+        assert found.shape == rows.shape and (found != rows).nnz == 0
+    np.testing.assert_array_equal(part.ends, StoreMatrix(store).ends)
+
+
+def test_a_slab_is_converted_once_for_all_its_parts(store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    matrix = StoreMatrix.matrix
+    monkeypatch.setattr(StoreMatrix, "matrix", lambda self, slab: reads.append(slab) or matrix(self, slab))
+    part = RangeSlabs(StoreMatrix(store, dtype=np.float64), 3, 40, entries=25)
+    assert (loaded(part) != MATRIX[3:40].astype(np.float64)).nnz == 0
+    assert len(part.bounds) - 1 > len(reads) == len(set(reads))
+
+
+# ------------------------------------------------------------------------------------------------------------ CPU ranks
+
+CPU_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "explicit": (hmf.ExplicitALS, {"biases": True}),
+    "implicit": (hmf.ImplicitALS, {"alpha": 3.0}),
+    "cg float64": (hmf.ImplicitALS, {"alpha": 3.0, "solver": "cg", "dtype": "float64"}),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", CPU_KINDS)
+def test_cpu_ranks_map_a_store(
+    kind: str, ranks: int, store: hmf.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    cls, given = CPU_KINDS[kind]
+    options = {"factors": 5, "iterations": 3, "random_state": 0} | given
+    monkeypatch.setattr(StoreMatrix, "load", None)  # nobody may want all of it
+    seen: list[Any] = []
+    model = cls(device=["cpu"] * ranks, **options)
+    model.fit(store, callback=lambda model, record: seen.append(record["objective"]), checkpoint=tmp_path / "c")
+    alone = cls(device="cpu", **options).fit(MATRIX, callback=lambda model, record: None)
+    np.testing.assert_array_equal(model.user_factors_, alone.user_factors_)
+    np.testing.assert_array_equal(model.item_factors_, alone.item_factors_)
+    np.testing.assert_allclose(seen, [record["objective"] for record in alone.history_], rtol=1e-6)
+    assert model.plan_.streamed == "disk" and "streamed  from disk in slabs" in str(model.plan_)
+    resumed = cls(device="cpu", **options | {"iterations": 4}).fit(MATRIX, resume_from=tmp_path / "c")
+    straight = cls(device=["cpu"] * ranks, **options | {"iterations": 4}).fit(store)
+    np.testing.assert_array_equal(resumed.user_factors_, straight.user_factors_)
+
+
+def test_cpu_ranks_over_a_store_name_the_row_that_fails(tmp_path: Any) -> None:
+    one_entry = sp.csr_array(([1.0], ([0], [3])), shape=(1, 30))
+    matrix = sp.vstack([MATRIX[:41], one_entry, MATRIX[42:]], format="csr")
+    store = hmf.convert(matrix, tmp_path / "store", slab_bytes=960)
+    model = hmf.ExplicitALS(biases=False, factors=5, regularization=0.0, device=["cpu", "cpu"], random_state=0)
+    with pytest.raises(NotPositiveDefiniteError, match="of user 41 are"):
+        model.fit(store)
+
+
+def test_a_store_is_not_split_by_columns_on_the_cpu(store: hmf.Store) -> None:
+    model = hmf.ExplicitALS(biases=False, factors=5, device=["cpu", "cpu"], random_state=0)
+    matrix = model._check_matrix(store)
+    plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz, slab=matrix.largest_slab)
+    state = model._initial_state(matrix, matrix.transposed(), plan, model._objective())
+    arguments = (matrix, matrix.transposed(), model._objective(), plan, state)
+    with pytest.raises(ValueError, match=r"a grid of 2 x 1 splits the rows of users; use 1 x 2, or load it"):
+        MultiALS(*arguments, grids=both((2, 1)))
+
+
+# ------------------------------------------------------------------------------------------------------------ GPUs
+
+
+def ways(store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, dict[str, Any], tuple[str, bool]]]:
+    """(data, options, what the plan has to say) of each way slabs can come."""
+    limited = {"gpu_memory_limit": LIMIT}
+    yield MATRIX, limited, ("host", False)
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreMatrix, "load", None)  # nobody may want all of it
+        yield store, {}, ("disk", True)
+        yield store, limited, ("host", False)
+        patched.setattr(_plan, "available_memory", lambda: 1000)
+        yield store, limited, ("disk", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("implicit", {"balance": True}), ("biases", {}), ("implicit cg", {"assembly": "sparse_syrk"})]
+)
+def test_the_bits_are_those_of_gpus_that_hold_their_ratings(
+    name: str,
+    method: dict[str, Any],
+    gpus: Machine,
+    store: hmf.Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = gpus(2)
+    alone, whole = fitted(name, MATRIX, "cuda", **method), fitted(name, MATRIX, names, **method)
+    assert whole.plan_.streamed == ""
+    if not method.get("balance"):  # whose Gram matrices are added up over ranks
+        np.testing.assert_array_equal(whole.user_factors, alone.user_factors)
+    for data, options, expected in ways(store, monkeypatch):
+        model = fitted(name, data, names, **method, **options)
+        assert (model.plan_.streamed, model.plan_.resident) == expected
+        np.testing.assert_array_equal(model.user_factors, whole.user_factors)
+        np.testing.assert_array_equal(model.item_factors, whole.item_factors)
+        objectives = [[record["objective"] for record in each.history_] for each in (model, alone)]
+        np.testing.assert_allclose(*objectives, rtol=1e-5)
+        assert no_loaders()
+
+
+def multi(data: Any, devices: list[str], scale: Any = None, name: str = "explicit", **options: Any) -> MultiALS:
+    """A solver over the memory of a small GPU each; `scale`: a partition in place of the plan's own."""
+    given = {"gpu_memory_limit": LIMIT} | options
+    model = MODELS[name](device=devices, random_state=0, **given)
+    matrix = model._check_matrix(data)
+    stored = isinstance(matrix, StoreMatrix)
+    item_users = matrix.transposed() if stored else transpose(matrix, num_threads=1)
+    slab = matrix.largest_slab if stored else None
+    plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz, slab=slab)
+    check_memory(plan)
+    if scale is not None:
+        plan = replace(plan, scale=scale, devices=tuple(devices))
+    state = model._initial_state(matrix, item_users, plan, model._objective())
+    return MultiALS(matrix, item_users, model._objective(), plan, state)
+
+
+def test_fewer_gpus_take_the_same_partition_in_more_waves(gpus: Machine, store: hmf.Store) -> None:
+    """cuMF 4.4: one object says what four GPUs do side by side, and two or one of them one after the other."""
+    names = gpus(4)
+    four = multi(MATRIX, names)
+    partition = four.plan.scale
+    assert partition is not None and partition.ratings == "host"
+    factors = []
+    for count in (4, 2, 1):
+        moved = partition.on(count)
+        solver = multi(MATRIX, names[:count], moved)
+        for side in SIDES:
+            half = moved.halves[side]
+            assert half.batches == partition.halves[side].batches and half.waves == half.batches // count
+            for rank in solver.ranks:
+                streamed = rank.halves[side]
+                assert isinstance(streamed, StreamedHalf) and streamed.pipeline is not None
+                entries = slab_entries(streamed.slabs.bounds, streamed.degrees)
+                assert entries.max() <= moved.slab(side)
+                assert len(entries) >= half.waves // 2  # about as many: ranks own rows that are even in cost
+                assert streamed.pipeline.capacity <= max(map(moved.slab, SIDES))
+        solver.update("item")
+        solver.update("user")
+        state = solver.state.on_host()
+        factors.append((state.user.matrix, state.item.matrix))
+        solver.close()
+    for users, items in factors[1:]:
+        np.testing.assert_array_equal(users, factors[0][0])
+        np.testing.assert_array_equal(items, factors[0][1])
+    four.close()
+
+
+def test_fewer_gpus_take_several_parts_of_a_fixed_side(gpus: Machine) -> None:
+    """cuMF 4.4 with everything on the GPUs: p = 4 parts on four of them, two each on two, all on one."""
+    names, problem = gpus(4), Problem(MATRIX.shape, MATRIX.nnz, 7)
+    halves = {side: judged(problem, HalfPlan(side, 4, 1, 4, resident=True)) for side in SIDES}
+    partition = ScalePlan(problem, H200, 4, 10**9, "device", "device", halves)
+    factors = []
+    for count in (4, 3, 2, 1):
+        moved = partition.on(count)
+        assert all(half.parts == 4 and half.grid == Grid(count, 1) for half in moved.halves.values())
+        assert str(moved).count("p = 4") == 2 and "turns" not in str(moved)
+        solver = multi(MATRIX, names[:count], moved, gpu_memory_limit=10**9)
+        assert solver.layout.grids == moved.grids
+        solver.update("item")
+        solver.update("user")
+        state = solver.state.on_host()
+        factors.append((state.user.matrix, state.item.matrix))
+        solver.close()
+    assert partition.on(8).halves["user"].grid == Grid(4, 2)
+    for users, items in factors[:-1]:
+        np.testing.assert_allclose(users, factors[-1][0], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(items, factors[-1][1], rtol=1e-3, atol=1e-3)
+
+
+def test_partitions_that_no_fit_serves(gpus: Machine) -> None:
+    partition = multi(MATRIX, gpus(2)).plan.scale
+    assert partition is not None
+    half = partition.halves["item"]
+    for changed, message in (
+        (partition.on(4), r"the partition is for 4 GPUs and the fit has 2; use partition.on\(2\)"),
+        (
+            replace(partition, factors="disk"),
+            "a fit on several GPUs keeps factors on them or on the host; .* has them on disk",
+        ),
+        (replace(partition, factors="host", ratings="device"), "streams ratings where factors are on the host"),
+        (
+            replace(partition, halves=dict(partition.halves) | {"item": replace(half, parts=4, resident=False)}),
+            r"has the fixed side of items in turns, and factors on the GPUs: let the fit plan for itself, or use plan_",
+        ),
+        (
+            replace(partition, factors="host", halves=dict(partition.halves) | {"item": replace(half, parts=2)}),
+            "splits the fixed side of items over GPUs, with p = 2: let the fit plan for itself",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            multi(MATRIX, gpus(2), changed)
+
+
+@pytest.mark.parametrize("name", ["implicit", "biases", "implicit cg"])
+def test_factors_stay_on_the_host(name: str, gpus: Machine, store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = gpus(2)
+    alone = fitted(name, MATRIX, "cuda")
+    for data, free in ((MATRIX, None), (store, None), (store, 20_000)):
+        with monkeypatch.context() as patched:
+            if free is not None:
+                patched.setattr(_plan, "available_memory", lambda: 20_000)
+            model = fitted(name, data, names, gpu_memory_limit=HOST_LIMIT)
+        plan = model.plan_
+        assert plan.factors_on_host and plan.scale is not None and "they stay in the memory of the host" in str(plan)
+        assert plan.streamed == ("host" if free is None else "disk")
+        assert all(half.turns == 1 for half in plan.scale.halves.values())
+        np.testing.assert_array_equal(model.user_factors, alone.user_factors)
+        np.testing.assert_array_equal(model.item_factors, alone.item_factors)
+        assert model.history_[-1]["objective"] == pytest.approx(alone.history_[-1]["objective"], rel=1e-6)
+        assert no_loaders()
+
+
+def test_parts_of_a_fixed_side_take_turns(gpus: Machine) -> None:
+    """cuMF 4.4: one partition with p parts in turns, on four, two and one GPU; and what a fit plans by itself."""
+    names, problem = gpus(4), Problem(MATRIX.shape, MATRIX.nnz, 7)
+    partition = plan_scale(problem, 4, 4_000, model_parallel_only=True)
+    assert partition.factors == partition.ratings == "host"
+    assert partition.halves["item"].turns > 1 and partition.halves["item"].grid == Grid(1, 4)
+    factors = []
+    for count in (4, 2, 1):
+        moved = replace(partition, memory=10_000).on(count)
+        assert {side: half.parts for side, half in moved.halves.items()} == {
+            side: half.parts for side, half in partition.halves.items()
+        }
+        solver = multi(MATRIX, names[:count], moved, gpu_memory_limit=LIMIT)
+        assert isinstance(solver.ranks[0].halves["item"], HostHalf)
+        solver.update("item")
+        solver.update("user")
+        state = solver.state.on_host()
+        factors.append((state.user.matrix, state.item.matrix))
+        solver.close()
+    for users, items in factors[1:]:  # rows are summed by part, whoever does it
+        np.testing.assert_array_equal(users, factors[0][0])
+        np.testing.assert_array_equal(items, factors[0][1])
+    alone = fitted("explicit", MATRIX, "cuda")
+    np.testing.assert_allclose(factors[0][0], alone.user_factors, rtol=1e-3, atol=1e-3)
+    solver = multi(MATRIX, names[:2], replace(partition, memory=10_000).on(2), "biases", balance=True)
+    for _ in solver.sweep():
+        pass
+    balanced = fitted("biases", MATRIX, "cuda", balance=True)
+    np.testing.assert_allclose(solver.state.on_host().user.matrix, balanced.user_factors, rtol=5e-3, atol=5e-3)
+    solver.close()
+
+
+def test_the_plan_says_what_is_streamed(gpus: Machine, store: hmf.Store) -> None:
+    model = MODELS["explicit"](device=gpus(2), gpu_memory_limit=LIMIT)
+    for data in (MATRIX, store):
+        plan = hmf.plan(data, model)
+        check_memory(plan)
+        text = str(plan)
+        assert plan.scale is not None and plan.scale.bytes_per_gpu == plan.total_bytes <= LIMIT
+        assert f"streamed  from host in slabs of up to {plan.slab:,} entries" in text
+        assert "q = 8: fixed side replicated, 1 x 2 GPUs, 4 waves" in text and "from host" in text
+        assert ("the ratings do not fit on the 2 GPUs" in text) == (data is MATRIX)
+        assert plan.bytes["ratings"] == SLAB_BUFFERS * plan.slab * 8
+    roomy = hmf.plan(store, model.set_params(gpu_memory_limit=None))
+    assert roomy.resident and "once: they stay on the GPU" in str(roomy)
+    hopeless = hmf.plan(MATRIX, model.set_params(gpu_memory_limit=1000))
+    with pytest.raises(DeviceMemoryError, match="needs about"):
+        check_memory(hopeless)
+    tiles = {"assembly": "bals", "gpu_memory_limit": LIMIT}
+    assert hmf.plan(MATRIX, model.set_params(**tiles)).streamed == ""
+    with pytest.raises(ValueError, match=r'assembly="bals" cuts all ratings into tiles'):
+        hmf.plan(store, model)
+
+
+def test_a_rank_with_more_than_its_share_is_refused_before_it_begins(gpus: Machine) -> None:
+    """Rows are shared by cost: half of the users have next to no entries, and one rank has nearly all entries."""
+    rows = sp.vstack([planted(50, 30, 0.9), sp.eye_array(80, 30)], format="csr")
+    names = gpus(2)
+    sizes = multi(rows, names, gpu_memory_limit=None).plan.scale
+    assert sizes is not None
+    limit = sizes.bytes_per_gpu
+    message = rf"rank 0 needs about .* to solve users .*below {limit} bytes has ratings streamed"
+    with pytest.raises(DeviceMemoryError, match=message):
+        multi(rows, names, gpu_memory_limit=limit)
+    assert multi(rows, names, gpu_memory_limit=limit - 1).plan.streamed == "host"
+
+
+def test_a_row_longer_than_a_wave_is_refused_before_it_begins(gpus: Machine) -> None:
+    one_has_all = sp.vstack([sp.csr_array(np.ones((1, 2000), np.float32)), sp.eye_array(50, 2000)], format="csr")
+    with pytest.raises(
+        DeviceMemoryError, match=r"rank . needs about .* ratings 0.0 .*: use fewer factors, or more GPUs"
+    ):
+        multi(one_has_all, gpus(2), gpu_memory_limit=150_000)
+
+
+def test_what_fails_on_a_rank_ends_all_loaders(
+    gpus: Machine,
+    store: hmf.Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_plan, "available_memory", lambda: 1000)
+    path = store.path / "user-000003.values.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    # implicit: explicit models read all values before the first half sweep, for their scale
+    model = MODELS["implicit"](device=gpus(2), gpu_memory_limit=LIMIT, random_state=0)
+    with pytest.raises(StoreError, match=r"user-000003\.values\.npy' was altered .*convert the ratings again"):
+        model.fit(store)
+    assert np.any(model.item_factors != 0)  # the half sweep before it is kept
+    assert no_loaders()
+
+
+def test_a_row_that_fails_is_named_as_the_input_has_it(gpus: Machine) -> None:
+    one_entry = sp.csr_array(([1.0], ([0], [3])), shape=(1, 30))  # for seven unknowns
+    matrix = sp.vstack([MATRIX[:41], one_entry, MATRIX[42:]], format="csr")
+    with pytest.raises(NotPositiveDefiniteError, match="of user 41 are"):
+        fitted("explicit", matrix, gpus(2), regularization=0.0, gpu_memory_limit=LIMIT)
+
+
+def test_more_ranks_than_rows(gpus: Machine, tmp_path: Any) -> None:
+    matrix = planted(3, 2, density=0.9)
+    store = hmf.convert(matrix, tmp_path / "store")
+    model, alone = (fitted("implicit", data, devices) for data, devices in ((store, gpus(4)), (matrix, "cuda")))
+    np.testing.assert_array_equal(model.user_factors, alone.user_factors)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_more_ranks_than_rows_and_factors_on_the_host(parts: int, gpus: Machine) -> None:
+    """Some ranks have no row, one row has no entry, and the last part of a fixed side is empty."""
+    matrix = sp.csr_array(np.array([[0, 2, 0, 3], [0, 0, 0, 0], [4, 0, 1, 2]], dtype=np.float32))
+    *data, plan, state = solver_parts("biases", gpus(4), matrix)
+    counts = [dict.fromkeys(SIDES, count) for count in (parts, 4)]
+    several = MultiALS(*data, partitioned(plan, *counts), state)
+    one = GpuALS(gpu_rank.open_device("cuda:0"), *data, replace(plan, devices=(), scale=None, streamed=""), state)
+    for solver in (several, one):
+        for _ in solver.sweep():
+            pass
+    found, expected = several.state.on_host(), one.state.on_host()
+    for side in SIDES:
+        np.testing.assert_allclose(found.side(side).matrix, expected.side(side).matrix, rtol=2e-3, atol=2e-3)
+    assert several.objective_value() == pytest.approx(one.objective_value(), rel=1e-3)
+    several.close()
+
+
+# ------------------------------------------------------------------------------------------------- ranks by themselves
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cpu", None), ("cuda:0", LIMIT), ("cuda:0", HOST_LIMIT)])
+def test_ranks_of_processes_stream_their_part_of_a_store(
+    device: str,
+    limit: int | None,
+    store: hmf.Store,
+    gpus: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> None:
+    names = gpus(2)
+    monkeypatch.setattr(spmd, "_worker", workers_on(names) if device != "cpu" else spmd._worker)
+    free = 10**6 if device == "cpu" else 10_000  # too little to hold the store for the GPUs
+    monkeypatch.setattr(_plan, "available_memory", lambda: free)
+    monkeypatch.setattr(StoreMatrix, "load", None)
+    options = {"iterations": 2, "random_state": 0, "device": "cpu"}
+    limited = {"gpu_memory_limit": limit} if limit else {}
+
+    def run(communicator: Any) -> Any:
+        ratings = StoredRatings(store, np.float32, drop_zeros=False)
+        monkeypatch.setattr(ratings, "block", None)  # nobody may bring a whole share into memory
+        model = MODELS["explicit"](**options, **limited)
+        return spmd.fit_rank(model, ratings, communicator, device=device, checkpoint=tmp_path, track_objective=True)
+
+    model = run_ranks(2, run, timeout=60)[0]
+    assert model.plan_.streamed == "disk" and no_loaders()
+    assert model.plan_.factors_on_host == (limit == HOST_LIMIT)
+    monkeypatch.setattr(_plan, "available_memory", lambda: 10**9)
+    kind = {"device": device.partition(":")[0]}
+    alone = MODELS["explicit"](**options | kind).fit(MATRIX, callback=lambda model, record: None)
+    np.testing.assert_array_equal(model.user_factors_, alone.user_factors_)
+    assert model.history_[-1]["objective"] == pytest.approx(alone.history_[-1]["objective"], rel=1e-5)
+    resumed = MODELS["explicit"](**options | {"iterations": 3}).fit(MATRIX, resume_from=tmp_path)  # the same data
+    assert resumed.n_iter_ == 3
+
+
+def test_ranks_on_gpus_with_room_have_their_part_of_a_store_on_them(
+    store: hmf.Store, gpus: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any grid: only what is streamed has to be model parallel."""
+    names = gpus(2)
+    monkeypatch.setattr(spmd, "_worker", workers_on(names))
+    kinds: list[type] = []
+    cut = spmd.Cut
+
+    def seen(*arguments: Any) -> Any:
+        found = cut(*arguments)
+        kinds.extend(type(block) for block in found.blocks.values())
+        return found
+
+    monkeypatch.setattr(spmd, "Cut", seen)
+
+    def run(communicator: Any) -> Any:
+        ratings = StoredRatings(store, np.float32, drop_zeros=False)
+        model = MODELS["explicit"](device="cpu", random_state=0, iterations=1)
+        return spmd.fit_rank(model, ratings, communicator, device="cuda:0")
+
+    assert run_ranks(2, run, timeout=60)[0].plan_.streamed == ""
+    assert kinds == [sp.csr_array] * 4
+
+
+@pytest.mark.parametrize("share", ["entries", "store"])
+def test_ranks_of_processes_look_at_their_memory_first(
+    share: str, store: hmf.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that has no room says so as a single fit does; the others hear of it."""
+    free = {"hybridmf rank 1": 1000}
+    monkeypatch.setattr(_plan, "available_memory", lambda: free.get(threading.current_thread().name, 10**9))
+    causes: dict[int, Exception] = {}
+
+    def run(communicator: Any) -> None:
+        stored = StoredRatings(store, np.float32, drop_zeros=False)
+        ratings = stored if share == "store" else entries(MATRIX, communicator.rank, 2)
+        try:
+            spmd.fit_rank(hmf.ExplicitALS(biases=False, factors=5, device="cpu"), ratings, communicator)
+        except Exception as error:
+            causes[communicator.rank] = error
+            raise
+
+    with pytest.raises(MemoryBudgetError, match=r"the fit needs about .* are free \(ratings .*use fewer factors"):
+        run_ranks(2, run, timeout=30)
+    assert isinstance(causes[0], CommunicatorError) and "the fit needs about" in str(causes[0])
+
+
+def test_ranks_on_gpus_look_at_their_memory_first(gpus: Machine) -> None:
+    gpus(2)
+
+    def run(communicator: Any) -> None:
+        model = MODELS["explicit"](device="cpu", gpu_memory_limit=2000)
+        spmd.fit_rank(model, entries(MATRIX, communicator.rank, 2), communicator, device="cuda:0")
+
+    with pytest.raises(DeviceMemoryError, match=r"the fit needs about .* are free"):
+        run_ranks(2, run, timeout=30)
+
+
+def test_memory_of_a_rank_shrinks_with_their_number() -> None:
+    model = hmf.ImplicitALS(factors=64, device="cpu")
+    plan = hmf.plan(shape=(10**6, 10**5), nnz=10**8, model=model)
+    sizes = {ranks: rank_bytes(plan, ranks) for ranks in (1, 2, 8)}
+    assert sizes[1]["ratings"] == plan.bytes["ratings"]
+    for purpose in ("ratings", "factors"):
+        assert sizes[1][purpose] > sizes[2][purpose] > sizes[8][purpose]
+    row = 64 * 4
+    assert sizes[8]["factors"] + sizes[8]["gathered"] >= (1_100_000 + 10**6) * row
+    streamed = rank_bytes(replace(plan, streamed="disk", slab=1000), 2)
+    assert streamed["ratings"] < sizes[8]["ratings"]

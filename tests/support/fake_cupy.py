@@ -1,0 +1,179 @@
+"""A stand-in for CuPy, for the logic above it: devices, streams, memory, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import types
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+GIB = 1 << 30
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class CUDADriverError(RuntimeError):
+    pass
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+class CompileException(Exception):
+    pass
+
+
+class Array(np.ndarray):
+    """An array on the first device, which is the host."""
+
+    def get(self) -> np.ndarray:
+        return np.array(self)
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(id=getattr(self, "index", 0))
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.used, self.free = 0, 0
+
+    def used_bytes(self) -> int:
+        return self.used
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+class Function:
+    """A compiled kernel that notes how it is launched."""
+
+    max_dynamic_shared_size_bytes = 48 * 1024
+
+    def __init__(self, module: FakeCupy) -> None:
+        self.module = module
+
+    def __call__(self, grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
+        self.module.fail("launch")
+        self.module.launches.append((grid, block, arguments, shared_mem, self.max_dynamic_shared_size_bytes))
+
+
+class Event:
+    """Knows the stream it was recorded on."""
+
+    stream: Any = None
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Stream:
+    """A stream; inside of it, it is the current one."""
+
+    ptr = 7
+
+    def __init__(self, module: FakeCupy, priority: int) -> None:
+        self.module, self.priority = module, priority
+
+    def synchronize(self) -> None:
+        self.module.fail("synchronize")
+
+    def wait_event(self, event: Event) -> None:
+        self.module.waits.append((self, event.stream))
+
+    def __enter__(self) -> Stream:
+        self.module.streams.append(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.module.streams.pop()
+
+
+class FakeCupy(types.ModuleType):
+    """As much of CuPy as `CudaDevice` uses; `errors` says what raises what."""
+
+    def __init__(self, capabilities: list[tuple[int, int]] | None = None, **errors: Exception) -> None:
+        super().__init__("cupy")
+        self.capabilities = [(9, 0)] if capabilities is None else capabilities
+        self.errors, self.pool = errors, Pool()
+        self.launches: list[Any] = []
+        self.compiled: list[Any] = []
+        self.waits: list[Any] = []
+        self.ndarray = Array
+        self.cuda = SimpleNamespace(
+            runtime=SimpleNamespace(
+                CUDARuntimeError=CUDARuntimeError,
+                getDeviceCount=self.count,
+                getDeviceProperties=self.properties,
+                memGetInfo=lambda: (10 * GIB, 16 * GIB),
+                memcpyAsync=self.copy,
+            ),
+            driver=SimpleNamespace(CUDADriverError=CUDADriverError),
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+            compiler=SimpleNamespace(CompileException=CompileException),
+            Device=lambda index: contextlib.nullcontext(),
+            Stream=lambda non_blocking, priority=0: Stream(self, priority),
+            Event=lambda disable_timing: Event(),
+            alloc_pinned_memory=bytearray,
+            get_current_stream=lambda: self.streams[-1],
+        )
+        self.streams = [Stream(self, 0)]
+
+    def fail(self, name: str) -> None:
+        if name in self.errors:
+            raise self.errors[name]
+
+    def count(self) -> int:
+        self.fail("count")
+        return len(self.capabilities)
+
+    def properties(self, index: int) -> dict[str, Any]:
+        self.fail("properties")
+        major, minor = self.capabilities[index]
+        sizes = {"multiProcessorCount": 132, "sharedMemPerBlockOptin": 227 * 1024, "l2CacheSize": 60 << 20}
+        return {"name": b"Fake", "major": major, "minor": minor, "totalGlobalMem": 16 * GIB, **sizes}
+
+    def copy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+        self.fail("copy")
+        assert kind in (1, 2) and stream == 7
+        ctypes.memmove(target, source, size)
+
+    def get_default_memory_pool(self) -> Pool:
+        return self.pool
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        self.fail("empty")
+        return np.full(shape, 77, dtype=dtype).view(Array)
+
+    def zeros(self, shape: Any, dtype: Any) -> Any:
+        self.fail("zeros")
+        return np.zeros(shape, dtype=dtype).view(Array)
+
+    def ascontiguousarray(self, array: Any) -> Any:
+        return np.ascontiguousarray(array).view(Array)
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        self.fail("matmul")
+        return np.matmul(a, b)
+
+    def RawModule(self, code: str, options: tuple[str, ...], backend: str) -> Any:
+        self.fail("compile")
+        self.compiled.append((code, options, backend))
+        return SimpleNamespace(get_function=lambda name: Function(self))
+
+
+Machine = Callable[..., Any]

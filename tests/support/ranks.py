@@ -1,0 +1,104 @@
+"""Fits by several ranks: models, solvers, shares of ratings, comparisons."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import hybridmf as hmf
+from hybridmf.core.objective import SIDES, State
+from hybridmf.device.cuda import device_count
+from hybridmf.errors import DeviceError
+from hybridmf.formats import transpose
+from hybridmf.plan.grid import Grid
+from hybridmf.plan.make import make_plan
+from hybridmf.ranks import gpu_rank
+from hybridmf.ranks.shares import SharedEntries
+
+
+def both(grid: tuple[int, int]) -> dict[str, Grid]:
+    return {"user": Grid(*grid), "item": Grid(*grid)}
+
+
+def sweeps(solver: Any, n: int = 2) -> State:
+    for _ in range(n):
+        for _ in solver.sweep():
+            pass
+    return solver.state.on_host()
+
+
+def assert_close(ours: State, theirs: State, tolerance: float = 2e-4) -> None:
+    for side in SIDES:
+        a, b = ours.side(side), theirs.side(side)
+        np.testing.assert_allclose(a.matrix, b.matrix, atol=tolerance * np.abs(b.matrix).max())
+        assert (a.bias is None) == (b.bias is None)
+        if a.bias is not None and b.bias is not None:
+            np.testing.assert_allclose(a.bias, b.bias, atol=tolerance * max(1.0, np.abs(b.bias).max()))
+
+
+RANK = 7
+"""As in half_sweeps.py, so that few kernels are compiled for the emulator."""
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "explicit": lambda **more: hmf.ExplicitALS(biases=False, factors=RANK, **more),
+    "biases": lambda **more: hmf.ExplicitALS(factors=RANK - 1, biases=True, **more),
+    "implicit": lambda **more: hmf.ImplicitALS(factors=RANK, alpha=3.0, regularization=0.1, **more),
+    "implicit cg": lambda **more: hmf.ImplicitALS(factors=RANK, alpha=3.0, regularization=0.1, solver="cg", **more),
+}
+
+Machine = Callable[[int], list[str]]
+
+
+def parts(name: str, devices: Any, matrix: sp.csr_array, **more: Any) -> tuple[Any, ...]:
+    """Arguments of a solver."""
+    model = MODELS[name](device=devices, random_state=0, **more)
+    checked = model._check_matrix(matrix)
+    plan = make_plan(model._objective(), model._settings(), checked.shape, checked.nnz)
+    item_users = transpose(checked, num_threads=1)
+    state = model._initial_state(checked, item_users, plan, model._objective())
+    return checked, item_users, model._objective(), plan, state
+
+
+def changed(arguments: tuple[Any, ...], **changes: Any) -> tuple[Any, ...]:
+    return (*arguments[:3], replace(arguments[3], **changes), arguments[4])
+
+
+# --------------------------------------------------------------------------------------------- on GPUs
+
+
+def need_gpus(at_least: int) -> int:
+
+    try:
+        count = device_count()
+    except DeviceError as error:
+        pytest.skip(f"no GPU: {error}")
+    if count < at_least:
+        pytest.skip(f"needs {at_least} GPUs, there are {count}")
+    return count
+
+
+def entries(matrix: sp.csr_array, rank: int, size: int, **options) -> SharedEntries:
+    """Every `size`-th entry, in an order of its own."""
+    triplets = matrix.tocoo()
+    mine = np.random.default_rng(rank).permutation(np.arange(rank, matrix.nnz, size))
+    users, items = triplets.coords[0][mine], triplets.coords[1][mine]
+    return SharedEntries(users, items, triplets.data[mine], matrix.shape, **options)
+
+
+def no_loaders() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name == "hybridmf-slabs"]
+
+
+def workers_on(names: list[str]) -> Any:
+    """`spmd._worker` on emulated GPUs, or the real ones."""
+
+    def worker(plan: Any, device: str, communicator: Any) -> Any:
+        return gpu_rank.gpu_worker(names, communicator)
+
+    return worker

@@ -1,0 +1,249 @@
+"""Measuring a machine: a simulated one gives back its constants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from click.testing import CliRunner
+
+import hybridmf as hmf
+from hybridmf.cli import main
+from hybridmf.device.cuda import DeviceSpec
+from hybridmf.errors import DeviceError
+from hybridmf.plan import dispatch
+from hybridmf.plan import machine as _machine
+from hybridmf.plan.cost import Warmth, cost_of
+from hybridmf.plan.machine import CpuRates, GpuRates, Machine, rate_at
+from hybridmf.tools import calibrate as _calibrate
+from support.cost_model import H200, LOADED
+from support.ratings import planted
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+@pytest.mark.parametrize("size", [(12, 20, 4), (5, 6, 6), (7, 3, 1)])
+def test_problems_have_rows_of_one_length(size):
+    rows, columns, degree = size
+    matrix = _calibrate.regular(*size)
+    assert matrix.shape == (rows, columns)
+    assert np.all(np.diff(matrix.indptr) == degree)
+    assert sp.csr_array(matrix).has_canonical_format
+    assert matrix.data.min() >= 1 and matrix.data.max() <= 5 and matrix.dtype == np.float32
+
+
+def test_entries_and_rows_are_told_apart():
+    problems = _calibrate.regular(400, 400, 50), _calibrate.regular(600, 600, 4)
+    times = [2 * one.nnz * 3e-9 + sum(one.shape) * 7e-7 for one in problems]
+    assert _calibrate.entry_and_row((times[0], times[1]), problems) == pytest.approx((3e-9, 7e-7))
+    noisy = _calibrate.entry_and_row((1e-9, 1.0), problems)
+    assert min(noisy) > 0
+    assert min(_calibrate.entry_and_row((1.0, 1e-9), problems)) > 0
+
+
+TRUE_CPU = CpuRates(
+    assembly=((8, 1e10), (16, 3e10), (32, 5e10), (64, 9e10), (128, 1e11)),
+    solve=((8, 1e9), (16, 2e9), (32, 8e9), (64, 2e10), (128, 6e10)),
+    cg=((8, 8e9), (16, 1e10), (32, 2e10), (64, 3e10), (128, 4e10)), subspace=3e10, ccd_entry=2e-9, ccd_row=5e-8,
+    serial=0.07, sgd_row=2e-8, region=2e-7, gather_bytes=1e14, cached_bytes=1e14, sweep=1e-5, gram=4e-5, fresh=2e-9,
+    draw=2e-8, fit=5e-3,
+    slower={"simd": 1.0, "bals": 2.5, "blas3": 4, "rank1": 8},
+    sgd=dict.fromkeys(("msgd", "hogwild", "blocks"), ((8, 8e9), (16, 1e10), (32, 2e10), (64, 3e10), (128, 4e10))),
+)  # fmt: skip
+TRUE_GPU = replace(
+    GpuRates(), gather_bytes=1e18, cached_bytes=1e18, serial_update=0.0, solved_update=0.0, launch=5e-6,
+    sweep={"als": 1e-4, "sgd": 2e-4, "ccd": 3e-4}, gram=5e-5, ccd=2e12, ccd_row=5e-10, load=0.2,
+    fit={"als": 2e-3, "sgd": 1e-3, "ccd": 4e-3},
+    row_setup=2e-7, factor_setup=3e-9, upload_bytes=1e15,
+)  # fmt: skip
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine whose fits take exactly what the cost model says, with constants of ours and small problems."""
+    machine = Machine(cpu=TRUE_CPU, gpu=TRUE_GPU)
+    spec: list[DeviceSpec | None] = [H200]
+    monkeypatch.setattr(dispatch, "find_gpu", lambda device: (None if device == "cpu" else spec[0], "simulated"))
+    monkeypatch.setattr(_calibrate, "GPU_LONG", (4000, 4000, 200))
+    monkeypatch.setattr(_calibrate, "GPU_SHORT", (40_000, 40_000, 4))
+    monkeypatch.setattr(_calibrate, "GPU_LONG_WIDE", (1000, 1000, 200))
+    monkeypatch.setattr(_calibrate, "GPU_SHORT_WIDE", (4000, 4000, 4))
+    monkeypatch.setattr(_calibrate, "available_cores", lambda: 8)
+
+    def cost(model: Any, matrix: sp.csr_array) -> Any:
+        return cost_of(hmf.plan(matrix, model), machine, LOADED)
+
+    def on_cpu(model: Any, matrix: sp.csr_array) -> Any:
+        found = cost(model, matrix)
+        return _calibrate.Fit(found.iteration, sum(found.setup.values()), 0.0)
+
+    def compiling(_: Any, model: Any, matrix: sp.csr_array) -> tuple[float, float]:
+        found = (cost_of(hmf.plan(matrix, model), machine, warmth) for warmth in (Warmth(), Warmth(compiled=True)))
+        compiled, loaded = (one.setup["kernels"] for one in found)
+        return compiled, loaded
+
+    def fit(model: Any, matrix: sp.csr_array) -> Any:
+        found = cost(model, matrix)
+        setup = sum(found.setup.values())
+        # the first fit on the GPU starts it
+        before, started["gpu"] = setup + (0.0 if started["gpu"] else machine.gpu.start), True
+        return _calibrate.Fit(found.iteration, setup, before)
+
+    started = {"gpu": False}
+    monkeypatch.setattr(_calibrate, "iteration_seconds", lambda model, matrix: cost(model, matrix).iteration)
+    monkeypatch.setattr(
+        _calibrate, "_fit", lambda model, matrix: fit(model, matrix) if model.device != "cpu" else on_cpu(model, matrix)
+    )
+    monkeypatch.setattr(_calibrate, "_compile_seconds", compiling)
+    fake = SimpleNamespace(upload=lambda array: array, synchronize=lambda: None)
+    monkeypatch.setattr(_calibrate, "open_device", lambda name: fake)
+    monkeypatch.setattr(_calibrate, "_gpu_identity", lambda found: {"name": found.name, "driver": 1})
+    return machine
+
+
+def test_calibration_finds_the_constants_of_a_simulated_machine(simulated):
+    said: list[str] = []
+    machine, identity = _calibrate.calibrate(say=said.append)
+    assert identity == {"name": "NVIDIA H200", "driver": 1} and machine.gpu_name == "NVIDIA H200"
+    assert machine.source.startswith("measured on 20")
+    for name in ("assembly", "solve", "cg"):
+        np.testing.assert_allclose(getattr(machine.cpu, name), getattr(TRUE_CPU, name), rtol=0.02, err_msg=name)
+    np.testing.assert_allclose(machine.cpu.sgd["msgd"], TRUE_CPU.sgd["msgd"], rtol=0.1)
+    for name in ("subspace", "ccd_entry", "ccd_row", "serial"):
+        assert getattr(machine.cpu, name) == pytest.approx(getattr(TRUE_CPU, name), rel=0.02), name
+    assert machine.cpu.slower == pytest.approx(TRUE_CPU.slower, rel=0.02)
+    for name in ("region", "sweep", "gram", "draw", "fit", "fresh"):
+        assert getattr(machine.cpu, name) == pytest.approx(getattr(TRUE_CPU, name), rel=0.1), name
+    # rows take part of the time that the curve is made of
+    assert machine.cpu.sgd_row == pytest.approx(TRUE_CPU.sgd_row, rel=0.15)
+    found, true = machine.gpu, TRUE_GPU
+    np.testing.assert_allclose(found.assembly, true.assembly, rtol=0.05)
+    np.testing.assert_allclose(found.solve[:5], true.solve[:5], rtol=0.05)
+    for name in ("sparse_syrk", "mo_als", "bals"):
+        for f, rate in found.published[name]:
+            assert rate == pytest.approx(rate_at(true.published[name], f), rel=0.1)
+    for name, curve in found.sgd.items():
+        np.testing.assert_allclose(curve, true.sgd[name], rtol=0.05)
+    assert found.ccd == pytest.approx(true.ccd, rel=0.05)
+    for name in ("ccd_row", "launch", "gram", "factor_setup", "row_setup", "load", "start"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1), name
+    for name in ("sweep", "fit", "entry_setup", "compile"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1), name
+    assert any("NVIDIA H200" in line for line in said)
+
+
+def test_without_a_gpu_the_cores_are_measured(simulated, monkeypatch):
+    monkeypatch.setattr(dispatch, "find_gpu", lambda device: (None, "there is none"))
+    said: list[str] = []
+    machine, identity = _calibrate.calibrate(say=said.append)
+    assert identity == {} and machine.gpu == GpuRates() and machine.gpu_name == ""
+    assert said[-1] == "no GPU is measured: there is none"
+    monkeypatch.setattr(_calibrate, "available_cores", lambda: 1)
+    assert _calibrate.calibrate(gpu=False)[0].cpu.serial == CpuRates.serial
+
+
+def test_a_fit_is_timed():
+    model = hmf.ExplicitALS(4, biases=False, iterations=3, device="cpu", random_state=0)
+    assert 0 < _calibrate.iteration_seconds(model, planted()) <= max(one["seconds"] for one in model.history_[1:])
+    found = _calibrate._fit(model, planted())
+    assert found.iteration > 0 and found.setup > 0 and found.before > 0
+    assert found.iteration <= min(one["seconds"] for one in model.history_[1:])
+
+
+def test_the_fastest_of_several_fits_counts(monkeypatch):
+    """Of each part: one fit waits as a whole, others in an iteration; the first iteration of each warms up."""
+    fits = iter([(9.0, [2.0, 1.0, 1.0]), (7.5, [2.0, 1.0, 3.0]), (5.5, [3.0, 1.5, 0.5])])
+    clock = [0.0]
+
+    class Model:
+        def fit(self, matrix: Any) -> None:
+            total, seconds = next(fits)
+            clock[0] += total
+            self.history_ = [{"seconds": one} for one in seconds]
+            self.timings_ = {"check": 0.25, "set up": total / 4}
+
+    monkeypatch.setattr(_calibrate.time, "perf_counter", lambda: clock[0])
+    told: list[list[float]] = []
+    model: Any = Model()
+    found = _calibrate.time_fits(model, planted(), lambda totals: told.append(list(totals)) or len(totals) == 3)
+    assert found == _calibrate.Fit(iteration=0.5, setup=0.5 + 1.5, before=2.5)
+    assert told == [[9.0], [9.0, 7.5], [9.0, 7.5, 5.5]]
+
+
+def test_programs_are_compiled_anew_once():
+    compiled: list[tuple[str, str, tuple[str, ...]]] = []
+    device: Any = SimpleNamespace(_kernels={("old", "a", ()): None}, _compile=lambda *key: compiled.append(key))
+
+    class Model:
+        def fit(self, matrix: Any) -> None:
+            device._kernels |= dict.fromkeys([("one", "a", ("X=1",)), ("one", "b", ("X=1",)), ("two", "a", ("X=1",))])
+
+    model: Any = Model()
+    assert min(_calibrate._compile_seconds(device, model, planted())) > 0
+    # compiled, then found on disk
+    assert sorted(source.split("\n// ")[0] for source, _, _ in compiled) == ["one", "one", "two", "two"]
+    assert len(set(compiled)) == 2
+    assert all(len(source) > 30 for source, _, _ in compiled)  # CuPy has no such text
+    assert _calibrate._compile_seconds(device, model, planted()) == (None, None)
+
+
+def test_the_command_measures_keeps_and_shows(simulated, monkeypatch):
+    result = CliRunner().invoke(main, ["tune", "--calibrate"])
+    assert result.exit_code == 0, result.output
+    for part in (
+        "source measured on",
+        "cpu assembly",
+        "gpu solve",
+        "gpu sgd",
+        "msgd",
+        f"kept in {_machine.calibration_file()}",
+    ):
+        assert part in result.output
+    assert _machine.machine().gpu_name == "NVIDIA H200"
+
+
+def test_the_command_says_where_it_cannot_write(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HYBRIDMF_CACHE_DIR", str(tmp_path / "file"))
+    result = CliRunner().invoke(main, ["tune", "--calibrate"])
+    assert result.exit_code == 2
+    assert "set HYBRIDMF_CACHE_DIR" in result.output
+
+
+@pytest.mark.gpu
+def test_calibration_on_a_gpu(monkeypatch):
+    try:
+        spec = dispatch.find_gpu("cuda")[0]
+    except DeviceError as error:
+        pytest.skip(f"no GPU: {error}")
+    monkeypatch.setattr(_calibrate, "CPU_RANKS", (16, 32))
+    monkeypatch.setattr(_calibrate, "GPU_RANKS", (32, 64))
+    monkeypatch.setattr(_calibrate, "GPU_LONG", (10_000, 10_000, 200))
+    monkeypatch.setattr(_calibrate, "GPU_SHORT", (100_000, 100_000, 4))
+    machine, path = _calibrate.calibrate_and_save()
+    assert machine.gpu_name == spec.name
+    assert _machine.machine() == machine, path
+    assert 1e11 < rate_at(machine.gpu.assembly, 64) < 1e16  # a difference of times, which other work beside it spoils
+    assert all(seconds > 1e-5 for seconds in machine.gpu.sweep.values())  # of a GPU that others may use, too
+    assert all(seconds >= 1e-4 for seconds in machine.gpu.fit.values())
+    assert 0 < machine.gpu.load < max(machine.gpu.compile.values())
+    assert machine.cpu.draw > 1e-10 and 1e-4 < machine.cpu.fit < 1.0
+    assert 1e8 < machine.gpu.upload_bytes < 1e12
+
+
+@pytest.mark.gpu
+def test_a_gpu_fit_is_remembered():
+    try:
+        dispatch.find_gpu("cuda")
+    except DeviceError as error:
+        pytest.skip(f"no GPU: {error}")
+    model = hmf.ExplicitALS(8, biases=False, iterations=1, device="cuda", random_state=0)
+    first = hmf.plan(planted(), model).estimates[0]
+    model.fit(planted())
+    assert hmf.plan(planted(), model).estimates[0].setup_seconds < first.setup_seconds

@@ -1,0 +1,327 @@
+"""Fits on a Dask cluster of two worker processes: the factors of a fit in one process, and what happens to faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+import hybridmf as hmf
+from hybridmf.errors import CommunicatorError, DuplicateEntriesError, NotPositiveDefiniteError, RatingsError
+from support.ratings import planted
+
+distributed = pytest.importorskip("distributed")
+dask_dataframe = pytest.importorskip("dask.dataframe")
+dask_array = pytest.importorskip("dask.array")
+
+import hybridmf.dask as hmf_dask  # noqa: E402
+
+SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def client():
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        yield client
+
+
+def frame(matrix: sp.csr_array | None = None) -> pd.DataFrame:
+    triplets = (planted() if matrix is None else matrix).tocoo()
+    users, items = (np.char.add(letter, at.astype(str)) for letter, at in zip("ui", triplets.coords, strict=True))
+    table = pd.DataFrame({"user": users, "item": items, "rating": triplets.data})
+    return table.sample(frac=1, random_state=0, ignore_index=True)  # users and items in all partitions
+
+
+def partitioned(table: pd.DataFrame, parts: int = 3):
+    return dask_dataframe.from_pandas(table, npartitions=parts, sort=False)
+
+
+def assert_close(model, expected) -> None:
+    for side in ("user", "item"):
+        ours, theirs = model._learned.state.side(side), expected._learned.state.side(side)
+        np.testing.assert_allclose(ours.matrix, theirs.matrix, rtol=2e-4, atol=2e-5)
+        if theirs.bias is not None:
+            np.testing.assert_allclose(ours.bias, theirs.bias, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **o: hmf.ExplicitALS(biases=False, **SMALL | o),
+        lambda **o: hmf.ExplicitALS(**SMALL | {"biases": True} | o),
+        lambda **o: hmf.ImplicitALS(**SMALL | {"solver": "cg", "alpha": 3.0} | o),
+    ],
+)
+def test_workers_give_the_factors_of_one_process(client, make):
+    table = frame()
+    expected = make(iterations=3).fit(hmf.Ratings.from_frame(table))
+    model = make(iterations=3)
+    assert hmf.dask.fit(model, partitioned(table), track_objective=True) is model
+    np.testing.assert_array_equal(model.user_ids_, expected.user_ids_)
+    np.testing.assert_array_equal(model.item_ids_, expected.item_ids_)
+    assert_close(model, expected)
+    assert model.history_[-1]["objective"] == pytest.approx(expected.objective(hmf.Ratings.from_frame(table)), rel=1e-5)
+    assert model.n_iter_ == 3
+    user = expected.user_ids_.tolist().index("u5")
+    row = hmf.Ratings.from_frame(table).user_items[[user]]
+    np.testing.assert_array_equal(model.recommend(user, row)[0], expected.recommend(user, row)[0])
+
+
+def test_an_array_of_triplets(client):
+    triplets = planted().tocoo()
+    rows = np.column_stack((triplets.coords[0] * 10, triplets.coords[1], triplets.data)).astype(np.float64)
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(
+        hmf.Ratings.from_frame(
+            pd.DataFrame({"user": triplets.coords[0] * 10, "item": triplets.coords[1], "rating": triplets.data})
+        )
+    )
+    model = hmf_dask.fit(
+        hmf.ExplicitALS(biases=False, **SMALL, iterations=2),
+        dask_array.from_array(rows, chunks=(200, 2)),
+        client=client,
+    )
+    assert_close(model, expected)
+    assert model.user_ids_.tolist() == expected.user_ids_.tolist()
+
+
+def test_a_store_that_every_worker_reads(client, tmp_path):
+    pytest.importorskip("hybridmf.data.store")
+    store = hmf.convert(hmf.Ratings.from_frame(frame()), tmp_path / "store", slab_bytes=600)
+    expected = hmf.ImplicitALS(**SMALL, iterations=2).fit(hmf.Ratings.from_frame(frame()))
+    for given in (store, tmp_path / "store"):
+        model = hmf_dask.fit(hmf.ImplicitALS(**SMALL, iterations=2), given)
+        assert_close(model, expected)
+        assert model.user_ids_.tolist() == expected.user_ids_.tolist()
+
+
+@pytest.mark.gpu
+def test_workers_with_a_gpu_each(tmp_path):
+    """As dask-cuda starts them: each sees its own GPU first."""
+    from hybridmf.device.cuda import device_count
+    from hybridmf.plan.dispatch import gpu_status
+
+    if not gpu_status()[0] or device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    workers = {
+        k: {"cls": distributed.Nanny, "options": {"nthreads": 1, "env": {"CUDA_VISIBLE_DEVICES": cards[k]}}}
+        for k in range(2)
+    }
+    scheduler = {"cls": distributed.Scheduler, "options": {"dashboard": False, "port": 0}}
+    options = {"iterations": 3, "num_threads": None}
+    with (
+        distributed.SpecCluster(workers=workers, scheduler=scheduler) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        client.wait_for_workers(2)
+        for device, make in (("cuda", hmf.ExplicitALS), ("auto", hmf.ImplicitALS)):
+            expected = make(**SMALL | options).fit(hmf.Ratings.from_frame(frame()))
+            model = hmf_dask.fit(make(**SMALL | options | {"device": device}), partitioned(frame()), client=client)
+            assert model.plan_.gpu is not None
+            assert_close(model, expected)
+        store = hmf.convert(hmf.Ratings.from_frame(frame()), tmp_path / "store", slab_bytes=600)
+        model = hmf_dask.fit(
+            make(**SMALL | options | {"device": "cuda"}), store, client=client, checkpoint=tmp_path / "run"
+        )
+        assert_close(model, expected)
+    resumed = make(**SMALL | options).fit(hmf.Ratings.from_frame(frame()), resume_from=tmp_path / "run")
+    assert_close(resumed, expected)
+
+
+def test_one_of_the_workers(client):
+    address = sorted(client.nthreads())[1]
+    model = hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=2), partitioned(frame()), workers=[address])
+    assert_close(model, hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(hmf.Ratings.from_frame(frame())))
+
+
+def test_two_fits_at_a_time_take_turns(client):
+    results = {}
+
+    def run(seed):
+        model = hmf.ExplicitALS(biases=False, **SMALL | {"random_state": seed}, iterations=3)
+        results[seed] = hmf_dask.fit(model, partitioned(frame()), client=client)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for seed in (1, 2):
+        expected = hmf.ExplicitALS(biases=False, **SMALL | {"random_state": seed}, iterations=3).fit(
+            hmf.Ratings.from_frame(frame())
+        )
+        assert_close(results[seed], expected)
+
+
+def test_a_run_resumes_on_the_cluster_and_off_it(client, tmp_path):
+    table = frame()
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(hmf.Ratings.from_frame(table))
+    hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=2), partitioned(table), checkpoint=tmp_path)
+    alone = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(
+        hmf.Ratings.from_frame(table), resume_from=tmp_path
+    )
+    again = hmf.ExplicitALS(biases=False, **SMALL, iterations=5)
+    hmf_dask.fit(again, partitioned(table, 2), checkpoint=tmp_path, resume_from=tmp_path)
+    assert_close(alone, expected)
+    assert_close(again, expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_the_first_cause_comes_out_as_it_was_raised(client):
+    table = frame()
+    with pytest.raises(DuplicateEntriesError, match=r"more than once .*duplicates=\"sum\""):
+        hmf_dask.fit(
+            hmf.ExplicitALS(biases=False, **SMALL), partitioned(pd.concat([table, table[:5]], ignore_index=True))
+        )
+    with pytest.raises(RatingsError, match="has no column 'stars'"):
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL), partitioned(table), value="stars")
+    with pytest.raises(NotPositiveDefiniteError, match="normal equations of"):
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL | {"factors": 30}, regularization=0.0), partitioned(table))
+    # and the workers are free again
+    assert hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=1), partitioned(table)).n_iter_ == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "given", "options"),
+    [
+        (TypeError, "ratings must be a Dask DataFrame, .* got DataFrame.*model.fit", frame(), {}),
+        (ValueError, "duplicates must be", None, {"duplicates": "last"}),
+        (ValueError, "the cluster does not have tcp://1.2.3.4:5; it has", None, {"workers": ["tcp://1.2.3.4:5"]}),
+        (ValueError, "the cluster does not have tcp://1.2.3.4:5; it has", None, {"workers": "tcp://1.2.3.4:5"}),
+        (ValueError, "the cluster does not have any; it has", None, {"workers": []}),
+        (ValueError, "timeout must be a finite number", None, {"timeout": 0}),
+        (TypeError, "timeout must be a number of seconds, got '9'", None, {"timeout": "9"}),
+        (TypeError, "client must be a distributed.Client of the cluster, got 'here'", None, {"client": "here"}),
+        (RatingsError, "columns user, item, value; got shape", dask_array.ones(3), {}),
+        (RatingsError, "columns user, item, value; got a block of", dask_array.ones((4, 2)), {}),
+        (RatingsError, "must be whole numbers", dask_array.ones((4, 3)) / 2, {}),
+    ],
+)
+def test_requests_that_cannot_be_served(client, error, match, given, options):
+    with pytest.raises(error, match=match):
+        hmf_dask.fit(
+            hmf.ExplicitALS(biases=False, **SMALL), partitioned(frame()) if given is None else given, **options
+        )
+
+
+def test_each_worker_is_one_rank(client):
+    worker = next(iter(client.nthreads()))
+    with pytest.raises(ValueError, match=rf"workers names {worker} more than once; name each worker once"):
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL), partitioned(frame()), workers=[worker, worker])
+    with pytest.raises(ValueError, match=r"device=\['cpu', 'cpu'\]: a cluster deals devices out, one a worker"):
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": ["cpu", "cpu"]}), partitioned(frame()))
+
+
+def test_what_is_no_model(client):
+    with pytest.raises(TypeError, match=r"model must be an estimator .* make one: ExplicitALS\(\)"):
+        hmf_dask.fit(hmf.ExplicitALS, partitioned(frame()))
+
+
+def test_without_a_client_one_is_asked_for(monkeypatch):
+    def none():
+        raise ValueError("No clients found")
+
+    monkeypatch.setattr(distributed, "default_client", none)
+    with pytest.raises(ValueError, match=r"client: there is no Dask client yet; make one with"):
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL), partitioned(frame()))
+
+
+class Hanging(hmf.ExplicitALS):
+    """Sleeps on one of the workers before it begins."""
+
+    def _objective(self, spread=1.0):
+        with contextlib.suppress(ValueError):  # not on a worker
+            if distributed.get_worker().address == self.__dict__.get("victim"):
+                time.sleep(4)
+        return super()._objective(spread)
+
+
+def test_a_rank_that_hangs_stops_all(client):
+    model = Hanging(**SMALL)
+    model.victim = sorted(client.nthreads())[1]
+    with pytest.raises(CommunicatorError, match=r"rank 1 did not answer rank 0 within 1 s in allreduce"):
+        hmf_dask.fit(model, partitioned(frame()), timeout=1.0)
+
+
+def test_an_interrupted_client_stops_the_ranks(client, monkeypatch):
+    def interrupt(*_):
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hmf_dask, "_watch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=1_000_000), partitioned(frame()))
+    assert hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=1), partitioned(frame())).n_iter_ == 1
+
+
+def test_gpus_are_dealt_out_by_the_cluster(client):
+    with pytest.raises(ValueError, match='a cluster deals devices out, one a worker; use "cuda"'):
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "cuda:1"}), partitioned(frame()))
+
+
+def test_a_lost_worker_stops_all_and_the_fit_resumes(tmp_path):
+    """Killed in the middle of a long fit; the other rank stops at once, and a new run goes on from the checkpoint."""
+    table = frame(planted(300, 200))
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        pids = client.run(os.getpid)
+        victim = pids[sorted(pids)[1]]
+
+        def kill():
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and len(list(tmp_path.glob("checkpoint-*"))) < 2:
+                time.sleep(0.01)
+            os.kill(victim, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(CommunicatorError, match=r"lost|cannot reach"):
+            hmf_dask.fit(
+                hmf.ExplicitALS(biases=False, **SMALL, iterations=100_000), partitioned(table), checkpoint=tmp_path
+            )
+        killer.join()
+        done = max(int(path.stem.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*"))
+        client.wait_for_workers(2, timeout=60)  # the cluster starts a new one
+        model = hmf.ExplicitALS(biases=False, **SMALL, iterations=done + 2)
+        hmf_dask.fit(model, partitioned(table), resume_from=tmp_path, checkpoint=tmp_path, client=client)
+    assert model.n_iter_ == done + 2
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=done + 2).fit(hmf.Ratings.from_frame(table))
+    np.testing.assert_allclose(
+        model.user_factors @ model.item_factors.T, expected.user_factors @ expected.item_factors.T, rtol=1e-2, atol=1e-2
+    )
+
+
+def test_importing_the_library_takes_no_dask():
+    import subprocess
+    import sys
+
+    code = "import sys, hybridmf; assert 'dask' not in sys.modules and 'distributed' not in sys.modules; hybridmf.dask"
+    environment = {**os.environ, "PYTHONPATH": str(Path(hmf.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_other_names_are_missing_as_usual():
+    with pytest.raises(AttributeError, match="module 'hybridmf' has no attribute 'flask'"):
+        hmf.flask
+
+
+def test_what_to_install_is_said(monkeypatch):
+    import importlib
+    import sys
+
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    monkeypatch.delitem(sys.modules, "hybridmf.dask")
+    with pytest.raises(ImportError, match=r'pip install "hybridmf\[dask\]"'):
+        importlib.import_module("hybridmf.dask")

@@ -1,0 +1,162 @@
+"""The demonstration: its films, its figures, its text."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hybridmf as hmf
+from hybridmf.tools import demo
+from support.command_line import raising, refuse, succeed
+
+# ----------------------------------------------------------------------------------------------------------- demo
+
+
+@settings(deadline=None, max_examples=15)
+@given(n_users=st.integers(1, 60), n_items=st.integers(1, 80), seed=st.integers(0, 2**40))
+def test_generated_films_are_sound_and_repeatable(n_users, n_items, seed):
+    films = demo.generate(n_users, n_items, seed)
+    again = demo.generate(n_users, n_items, seed)
+    for name in ("users", "items", "values", "item_genres", "liked_genres"):
+        np.testing.assert_array_equal(getattr(films, name), getattr(again, name))
+    assert films.titles == again.titles
+    assert films.shape == (n_users, n_items) == (len(films.liked_genres), len(set(films.titles)))
+    pairs = films.users * n_items + films.items
+    assert np.all(np.diff(pairs) > 0)
+    assert set(np.unique(films.values)) <= {1, 2, 3, 4, 5}
+    assert np.all(np.bincount(films.users, minlength=n_users) > 0)
+    assert set(films.item_genres.sum(axis=1)) <= {1, 2}
+    assert np.all(films.liked_genres.sum(axis=1) == 2)
+
+
+def test_generated_films_have_the_planted_structure():
+    films = demo.generate(1500, 800, seed=1)
+    assert len(demo.generate(1, demo.MOST_TITLES).titles) == demo.MOST_TITLES == 1600
+    own = films.is_own_genre(films.users, films.items)
+    assert films.values[own].mean() > films.values[~own].mean() + 0.5  # taste shows in the stars
+    assert own.mean() > 1.5 * films.is_own_genre(films.users, films.users % 800).mean()  # and in what is watched
+    counts = np.sort(np.bincount(films.items, minlength=800))[::-1]
+    assert counts[:80].sum() > 0.25 * counts.sum()  # a tenth of the films has far more than a tenth of the ratings
+    assert films.values.std() > 0.5
+    other = demo.generate(1500, 800, seed=2)
+    assert len(other.values) != len(films.values) or not np.array_equal(other.items, films.items)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"n_users": 0}, ValueError),
+        ({"n_items": 0}, ValueError),
+        ({"n_items": 1601}, ValueError),
+        ({"seed": -1}, ValueError),
+        ({"n_users": 2.0}, TypeError),
+        ({"seed": None}, TypeError),
+    ],
+)
+def test_generate_refuses(arguments, error):
+    with pytest.raises(error, match=next(iter(arguments))):
+        demo.generate(**arguments)
+
+
+@pytest.fixture(scope="module")
+def quick() -> tuple[demo.DemoResult, str]:
+    """Numbers and text of a quick demonstration."""
+    lines: list[str] = []
+    result = demo.run_demo(lines.append, seed=0, quick=True, show_progress=False)
+    return result, "\n".join(lines) + "\n"
+
+
+def test_quick_demo_beats_the_baselines_clearly(quick):
+    result, text = quick
+    assert result.explicit < 0.9 * result.item_means
+    assert result.implicit["ndcg@10"] > 1.4 * result.popularity["ndcg@10"]
+    assert result.implicit["precision@10"] > 1.4 * result.popularity["precision@10"]
+    assert result.implicit["genre_share"] > 0.75
+    assert result.popularity["genre_share"] < 0.4
+    assert set(result.seconds) == {method for method in demo.METHODS if demo._serves("cpu", *method)}
+    assert all(0 < second < 5 for pair in result.seconds.values() for second in pair)
+    for number in (result.explicit, result.item_means, result.implicit["ndcg@10"], result.popularity["ndcg@10"]):
+        assert f"{number:.3f}" in text
+    for pair in result.seconds.values():
+        assert f"{pair[0]:.4f}" in text and f"{pair[1]:.4f}" in text
+
+
+def test_quick_demo_recommends_titles_of_each_persons_genres(quick):
+    people = _section(quick[1], 4)
+    likes = re.findall(r"Person [\d,]+ likes (.+?)\. Highest", people)
+    assert len(likes) == 3
+    assert len({genre for pair in likes for genre in pair.split(" and ")}) == 6  # three different tastes
+    recommended = re.findall(r"^ +-?\d\.\d\d  (.+?)  +(\* )?([A-Z].*)$", people, re.MULTILINE)
+    assert len(recommended) == 18
+    assert sum(bool(star) for _, star, _ in recommended) >= 12
+    every_title = {title for name in demo.GENRE_NAMES for title in demo._titles(name)}
+    assert {title for title, _, _ in recommended} <= every_title
+
+
+def test_demo_text_is_plain_and_narrow(quick):
+    text = quick[1]
+    assert text.isascii()
+    assert max(map(len, text.split("\n"))) <= demo.WIDTH
+    assert "\n\n\n" not in text
+
+
+def test_demo_command_is_repeatable(quick):
+    output = succeed("demo", "--quick")
+    for number in (1, 4):
+        assert _section(output, number) == _section(quick[1], number)
+    assert "100%" not in output  # the progress bar: this is no terminal
+
+
+def _section(report: str, number: int) -> str:
+    return report.split(f"\n{number}. ")[1].split(f"\n{number + 1}. ")[0]
+
+
+def test_demo_refuses_a_negative_seed():
+    assert "seed" in refuse("demo", "--seed", -1)
+
+
+def test_demo_says_why_there_is_no_gpu_column(monkeypatch):
+    monkeypatch.setattr(demo, "plan", raising(hmf.errors.DeviceError("the cat took it")))
+    lines: list[str] = []
+    demo._report_seconds(lines.append, _few_ratings(), seed=0)
+    assert "There is no GPU column. the cat took it" in "\n".join(lines)
+    assert "sparse_syrk" not in "\n".join(lines)
+
+
+def test_demo_has_a_gpu_column_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(demo, "plan", lambda *_: None)
+    monkeypatch.setattr(demo, "_seconds_per_iteration", lambda model, _: {"cpu": 0.25, "cuda": 0.125}[model.device])
+    lines: list[str] = []
+    seconds = demo._report_seconds(lines.append, _few_ratings(), seed=0)
+    table = lines[-1].lstrip("\n").split("\n")
+    assert "explicit, cuda" in table[0]
+    cpu, cuda, none = ["0.2500"] * 2, ["0.1250"] * 2, ["-"] * 2
+    assert [line.split() for line in table[2:]] == [
+        ["rank1", "cholesky", *cpu, *none],
+        ["blas3", "cholesky", *cpu, *none],
+        ["sparse_syrk", "cholesky", *none, *cuda],
+        ["mo_als", "cholesky", *none, *cuda],
+        ["bals", "cholesky", *cpu, *cuda],
+        ["auto", "cholesky", *cpu, *cuda],
+        ["auto", "cg", *cpu, *cuda],
+        ["auto", "subspace", *cpu, *none],
+    ]
+    assert set(seconds.values()) == {(0.25, 0.25)}
+
+
+def _few_ratings() -> hmf.Ratings:
+    films = demo.generate(20, 15)
+    return hmf.Ratings.from_coo(films.users, films.items, films.values, shape=films.shape)
+
+
+def test_format_table():
+    assert demo.format_table(["a", "bb"], [["x", 1], ["yyy", 22]], "<>", indent=1).split("\n") == [
+        " a    bb",
+        " ---  --",
+        " x     1",
+        " yyy  22",
+    ]

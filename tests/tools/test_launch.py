@@ -1,0 +1,162 @@
+"""The same program started once a rank: ranks find each other by the environment and fit together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hybridmf as hmf
+from hybridmf.errors import DeviceError
+from hybridmf.ranks.transport.communicator import Single
+from hybridmf.ranks.transport.threads import run_ranks
+from support.checkout import ROOT
+from support.ratings import planted
+
+SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
+PACKAGE = Path(hmf.__file__).parents[1]
+SEARCHED = os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, TESTS)
+from support.ratings import planted
+import hybridmf as hmf
+rank = int(os.environ.get("HYBRIDMF_RANK") or os.environ["SLURM_PROCID"])
+if KILLED == rank:
+    from hybridmf.cpu.als import HalfSweep
+    solve, calls = HalfSweep.solve, []
+    def solve_or_die(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return solve(*arguments, **options)
+    HalfSweep.solve = solve_or_die
+model = hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=5), planted(), timeout=60, **OPTIONS)
+assert (model is None) == (rank > 0)
+if model is not None:
+    model.save(MODEL)
+"""
+
+
+def start(
+    size: int, model: Path, *, killed: int = -1, slurm: bool = False, small: dict = SMALL, **options
+) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = {"TESTS": str(ROOT / "tests"), "SMALL": small, "MODEL": str(model), "KILLED": killed}
+    code = "\n".join(f"{name} = {value!r}" for name, value in (names | {"OPTIONS": options}).items()) + PROGRAM
+    ranks = []
+    for rank in range(size):
+        own = (
+            {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank}
+            if slurm
+            else {"HYBRIDMF_RANK": rank, "HYBRIDMF_WORLD_SIZE": size}
+        )
+        variables = own | {"HYBRIDMF_MASTER_PORT": port, "HYBRIDMF_TOKEN": "secret", "PYTHONPATH": SEARCHED}
+        environment = os.environ | {name: str(value) for name, value in variables.items()}
+        ranks.append(subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True))
+    return ranks
+
+
+def test_ranks_started_one_by_one_fit_together(tmp_path):
+    for rank in start(2, tmp_path / "model", slurm=True):
+        _, said = rank.communicate(timeout=60)
+        assert rank.returncode == 0, said
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
+    np.testing.assert_array_equal(hmf.load(tmp_path / "model").user_factors, expected.user_factors)
+
+
+@pytest.mark.gpu
+def test_processes_with_a_gpu_each_fit_together(tmp_path):
+    from hybridmf.device.cuda import device_count
+    from hybridmf.plan.dispatch import gpu_status
+
+    if not gpu_status()[0] or device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    for rank in start(2, tmp_path / "model", slurm=True, small=SMALL | {"device": "cuda"}):
+        _, said = rank.communicate(timeout=120)
+        assert rank.returncode == 0, said
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
+    np.testing.assert_allclose(hmf.load(tmp_path / "model").user_factors, expected.user_factors, rtol=2e-4, atol=2e-5)
+
+
+def test_a_killed_rank_stops_the_others_and_the_run_resumes(tmp_path):
+    """In its third iteration, with a checkpoint of the second or the first."""
+    folder = str(tmp_path / "run")
+    begun = time.monotonic()
+    ranks = start(2, tmp_path / "model", killed=1, checkpoint=folder)
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert time.monotonic() - begun < 60  # within the timeout of 60 s, as the ranks ended
+    assert ranks[1].returncode == -9
+    assert ranks[0].returncode == 1 and "CommunicatorError" in said[0] and "rank 1" in said[0]
+    for rank in start(2, tmp_path / "model", checkpoint=folder, resume_from=folder):
+        _, text = rank.communicate(timeout=60)
+        assert rank.returncode == 0, text
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
+    np.testing.assert_array_equal(hmf.load(tmp_path / "model").user_factors, expected.user_factors)
+
+
+def test_what_ranks_may_be_given(tmp_path):
+    labelled = hmf.Ratings.from_matrix(planted(), user_ids=[f"u{k}" for k in range(60)])
+    expected = hmf.ExplicitALS(biases=False, **SMALL).fit(planted())
+    triplets = planted().tocoo()
+    lines = (f"{u},{i},{v}" for u, i, v in zip(*triplets.coords, triplets.data, strict=True))
+    (tmp_path / "ratings.csv").write_text("\n".join(lines) + "\n")
+    for ratings in (planted(), labelled):
+        model = run_ranks(
+            2, lambda c, given=ratings: hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), given, c), timeout=30
+        )[0]
+        np.testing.assert_array_equal(model.user_factors, expected.user_factors)
+    assert model.user_ids_.tolist() == labelled.user_ids.tolist()
+    alone = hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), tmp_path / "ratings.csv", Single())
+    assert alone.n_users == 59  # one of them has no ratings
+    with pytest.raises(TypeError, match=r"ratings must be the path of a store or file, a Store, .* got int"):
+        hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), 3, Single())
+    for model in (None, "als", hmf.ExplicitALS):
+        with pytest.raises(TypeError, match="model must be an estimator"):
+            hmf.scale.fit(model, planted(), Single())
+
+
+def test_devices_of_ranks(monkeypatch):
+    options = SMALL | {"device": "cuda:1"}
+    with pytest.raises(ValueError, match=r"device='cuda:1': ranks choose their GPU by their number on the node"):
+        hmf.scale.fit(hmf.ExplicitALS(biases=False, **options), planted(), Single())
+    monkeypatch.setenv("HYBRIDMF_RANK", "0")
+
+    def none():
+        raise DeviceError("there is no NVIDIA driver")
+
+    monkeypatch.setattr("hybridmf.device.cuda.device_count", none)
+    with pytest.raises(DeviceError, match="no NVIDIA driver"):
+        hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "cuda"}), planted(), Single())
+    model = hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "auto"}), planted(), Single())
+    assert model.device_ == "cpu"
+
+
+def test_a_rank_without_an_environment_says_what_to_set(monkeypatch):
+    for name in ("HYBRIDMF_RANK", "HYBRIDMF_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="HYBRIDMF_RANK"):
+        hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), planted())
+    with pytest.raises(AttributeError, match="nothing"):
+        hmf.scale.nothing
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "match"),
+    [("2", "2", "HYBRIDMF_RANK must satisfy 0 <= HYBRIDMF_RANK <= 1, got 2"), ("0", "0", "HYBRIDMF_WORLD_SIZE must")],
+)
+def test_a_variable_that_contradicts_another_is_named(rank, size, match, monkeypatch):
+    monkeypatch.setenv("HYBRIDMF_RANK", rank)
+    monkeypatch.setenv("HYBRIDMF_WORLD_SIZE", size)
+    monkeypatch.setenv("HYBRIDMF_TOKEN", "secret")
+    with pytest.raises(ValueError, match=match):
+        hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), planted())
