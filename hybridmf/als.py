@@ -42,7 +42,7 @@ class _ALS(FactorModel):
     def _initial_state(
         self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
     ) -> State:
-        if not plan.factors_away or plan.devices:
+        if not plan.offloaded or plan.devices:
             return super()._initial_state(matrix, item_users, plan, objective, scale)
         from .gpu.factors import first_state
 

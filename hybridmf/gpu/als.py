@@ -38,7 +38,7 @@ class HalfSweeps:
     def factors(self, factors: Factors, plan: Plan, tables: HostTables | None = None) -> GpuFactors:
         """Factors where the plan has them between half sweeps; `tables`: for offloaded ones."""
         width = table_width(plan.rank, plan.dtype)
-        return to_host(factors, width, tables) if plan.factors_away else to_device(self.device, factors, width)
+        return to_host(factors, width, tables) if plan.offloaded else to_device(self.device, factors, width)
 
     def make(
         self,
@@ -63,7 +63,7 @@ class HalfSweeps:
             For the solved factors, where they are offloaded.
         """
         device = self.device
-        if plan.factors_away:
+        if plan.offloaded:
             return HostHalf(
                 device, side, slabs_of(block, side, plan), objective, plan, self.copiers, names, ends, tables
             )
@@ -180,7 +180,7 @@ class GpuALS(Alternating):
 
 def _tables_for(factors: Factors, side: Side, plan: Plan) -> HostTables | None:
     """Tables of a side whose factors are offloaded: those that it has been drawn into, or new ones."""
-    if not plan.factors_away:
+    if not plan.offloaded:
         return None
     known = factors.tables if isinstance(factors, HostFactors) else None
     return known or HostTables.of(side, plan, plan.dtype)

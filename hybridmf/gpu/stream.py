@@ -452,7 +452,7 @@ def slabs_of(block: sp.csr_array | RangeSlabs | StoreMatrix, side: Side, plan: P
     Without a partition (`Plan.scale`) the slabs of a store are worked with as they are; else in the waves of the
     partition. What is resident comes once, as it is stored.
     """
-    if plan.resident and not plan.factors_away:
+    if plan.resident and not plan.offloaded:
         assert not isinstance(block, sp.csr_array)
         return block
     sizes = (plan.slab, None) if plan.scale is None else (plan.scale.slab(side), plan.scale.slab_rows(side))
