@@ -16,23 +16,17 @@ import numpy as np
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan import tables
+from ..plan.assemblies import REGISTERS, RESERVED, WARP
 from .launch import check, check_not_host, get_kernel
 
 MAX_RANK = 2048
 """Largest rank that the solvers are meant for."""
 
-WARP = 32
 STEP = 8
 """Columns that cholesky_any.cu eliminates at a time, and threads along a row of accumulators."""
 
 STAGE_BYTES = 64
 """Of each row of L in a stage."""
-
-REGISTERS = 65536
-"""Of a multiprocessor."""
-
-RESERVED = 1024
-"""Bytes of shared memory that CUDA takes from each block."""
 
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 

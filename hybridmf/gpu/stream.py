@@ -32,7 +32,7 @@ from ..device.copier import Copier
 from ..device.cuda import Array, Device
 from ..native.status import check_status
 from ..plan.fused import table_width
-from ..plan.make import STREAM_BUFFERS
+from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.types import Plan
 from .als import (
     DeviceFactors,
@@ -235,7 +235,7 @@ class Pipeline(Loader):
     """
 
     def __init__(
-        self, device: Device, capacity: int, dtype: Any, buffers: int = STREAM_BUFFERS, copier: Copier | None = None
+        self, device: Device, capacity: int, dtype: Any, buffers: int = SLAB_BUFFERS, copier: Copier | None = None
     ) -> None:
         self.capacity, self.dtype = max(1, capacity), dtype
         super().__init__(device, self._vectors(), buffers, copier)

@@ -35,7 +35,7 @@ from ..device.copier import Copier
 from ..device.cuda import Array, Device
 from ..native.status import check_status
 from ..plan.fused import table_width
-from ..plan.ranks import slots_at_once
+from ..plan.half_sweep import slots_at_once
 from ..plan.types import Plan
 from . import fused, losses
 from .als import (

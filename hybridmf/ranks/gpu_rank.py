@@ -24,7 +24,7 @@ from ..gpu.stream import Pipeline, StreamedHalf, Work, waves_of
 from ..gpu.turns import HostFactors
 from ..plan import fused as plan_fused
 from ..plan.fused import BLOCK, FusedConfig
-from ..plan.ranks import PIECES
+from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
 from .batches import Ranges, batch_entries
 from .cpu_rank import InOrder

@@ -28,7 +28,7 @@ from ...plan import assemblies as plan_assemblies
 from ...plan import ccd_gpu
 from ...plan import fused as plan_fused
 from ...plan import sgd as plan_sgd
-from ...plan.assemblies import BalsConfig
+from ...plan.assemblies import REGISTERS, RESERVED, WARP, BalsConfig
 from ...plan.fused import FusedConfig
 from .. import cholesky_any, fused, sgd, topk
 from ..assemblies import MoAlsConfig, SyrkConfig
@@ -39,11 +39,6 @@ from ..topk import GroupMaxConfig
 Facts = dict[str, Any]
 Build = tuple[str, str, dict[str, Any]]
 """(file, kernel, constants)"""
-
-WARP = 32
-REGISTERS = 65536
-RESERVED = 1024
-"""Bytes of shared memory that CUDA takes from each block."""
 
 LEAST_THREADS = 256
 LEAST_REUSE = 0.5
