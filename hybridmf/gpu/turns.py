@@ -423,7 +423,7 @@ class SlabInTurns(HostSlab):
         fresh = sums if anew else self._empty_sums(len(segments))
         arguments = (part.table, self._entries(part, mean), segments)
         if method is None:
-            published(self.plan.assembly)(self.device, *fresh, *arguments, self.plan.rank)
+            published(self.plan)(self.device, *fresh, *arguments, self.plan.rank)
         else:
             fused.assemble_segments(self.device, fresh[0], *arguments, self._fused_config(), method)
         if not anew:

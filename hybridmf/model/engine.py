@@ -71,4 +71,4 @@ def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
 
 def on_cpu(plan: Plan) -> Plan:
     """The plan of serving on the CPU what a GPU has fitted."""
-    return plan.changed(device="cpu", gpu=None, assembly="simd", reorder="none", tile_rows=0, tile_cols=0)
+    return plan.changed(device="cpu", gpu=None, assembly="simd", variant="", reorder="none", tile_rows=0, tile_cols=0)

@@ -40,14 +40,14 @@ class AlsMethod:
 
     def names(self, plan: Plan) -> tuple[str, str]:
         """Assembly and solver."""
-        return plan.assembly, plan.solver
+        return plan.assembly_name, plan.solver
 
     def describe(self, plan: Plan) -> str:
         """Solver, assembly, tiles and order."""
         solver = {
             "cg": f"cg, {plan.cg_steps} steps",
             "subspace": f"subspace, {plan.block_size} coordinates at a time",
-        }.get(plan.solver, f"{plan.solver}, assembly {plan.assembly}")
+        }.get(plan.solver, f"{plan.solver}, assembly {plan.assembly_name}")
         if plan.tile_rows:
             solver += f" with tiles of {plan.tile_rows} x {plan.tile_cols}"
         return solver + f"; reorder {plan.reorder}" + ("; balanced" if plan.balance else "")
@@ -97,7 +97,7 @@ class AlsMethod:
             on_cpu=lambda undecided: cpu_plan(undecided, settings),
             on_gpu=on_gpu,
             cpu_only=cpu_only,
-            gpu_only=plan.assembly not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
+            gpu_only=plan.assembly_name not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
             others=tuple(_other_ways(plan, spec)),
         )
 
@@ -194,7 +194,7 @@ def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
         ways += [("fused", solver, precision) for solver in GPU_SOLVERS for precision in PRECISIONS]
         ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in GPU_SOLVERS]
     for assembly, solver, precision in dict.fromkeys(ways):
-        yield plan.changed(assembly=assembly, solver=solver, precision=precision)
+        yield plan.changed(assembly=assembly, variant="", solver=solver, precision=precision)
 
 
 def for_fold_in(plan: Plan) -> Plan:
@@ -207,4 +207,12 @@ def for_fold_in(plan: Plan) -> Plan:
         return exact.changed(segment=GPU_SEGMENT, batch_slots=slots)
     assembly = without_tiles if plan.assembly == "bals" else plan.assembly
     segment = plan.segment if assembly == plan.assembly else gpu_segment(assembly)
-    return plan.changed(solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0, segment=segment)
+    return plan.changed(
+        solver="cholesky",
+        assembly=assembly,
+        variant=plan.variant if assembly == plan.assembly else "",
+        reorder="none",
+        tile_rows=0,
+        tile_cols=0,
+        segment=segment,
+    )

@@ -34,7 +34,7 @@ def cpu_plan(plan: Plan, settings: Settings) -> Plan:
                 '(dtype="float64" for more)'
             )
         notes.append(f"precision {plan.precision!r} is the GPU's; the CPU computes in {plan.dtype}")
-    assembly = "simd" if plan.assembly == "auto" else plan.assembly
+    assembly = "simd" if plan.assembly == "auto" else plan.assembly_name
     if assembly not in CPU_ASSEMBLIES:
         what = f"assembly={assembly!r} is a GPU's"
         if settings.device != "cpu":

@@ -121,7 +121,9 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
         raise ValueError(f"precision={plan.precision!r} is for the fused kernels{because}; use precision='float32'")
     tile_rows, tile_cols = (0, 0)
     if assembly == "bals":
-        tile_rows, tile_cols = assemblies.bals_tile_sizes(plan.rank, plan.problem.itemsize, spec)
+        tile_rows, tile_cols = assemblies.bals_tile_sizes(
+            plan.rank, plan.problem.itemsize, spec, local=plan.variant == "local"
+        )
     if tile_rows and plan.streamed:
         raise ValueError(
             'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '

@@ -121,8 +121,8 @@ def memory_floor(moved: float, plan: Plan, rates: CpuRates) -> float:
 
 def _gpu_setup(plan: Plan, rates: GpuRates, warmth: Warmth) -> dict[str, float]:
     method = plan.kernels.method
-    assembly, solver = method.names(plan)
-    name = assembly or solver
+    assembly, what = method.names(plan)
+    name = plan.assembly if assembly else what
     ratings, tables, rows = plan.bytes.get("ratings", 0), sum(plan.problem.table_bytes), plan.n_users + plan.n_items
     kernels = rates.load if warmth.compiled else rates.compile[name]
     setup = {

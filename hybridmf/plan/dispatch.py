@@ -224,7 +224,7 @@ def _estimates_of(other: Plan, request: Request) -> Iterable[Estimate]:
     """One way to compute on each device that has it."""
     base, wanted = request.base, request.settings.device
     asked = (other.solver, other.precision) == (base.solver, base.precision)
-    asked = asked and base.assembly in ("auto", other.assembly)
+    asked = asked and base.assembly_name in ("auto", other.assembly_name)
     for build, serves in (
         (request.on_cpu, wanted in ("auto", "cpu") and other.precision == "float32"),
         (request.on_gpu, request.spec is not None),

@@ -16,7 +16,7 @@ from ..native import _als
 from . import dispatch
 from .als import ALS
 from .half_sweep import SLAB_BUFFERS
-from .types import BATCH_FLOPS, Facts, Kernels, Placement, Plan, Settings, Sizes, instruction_set_notes
+from .types import BATCH_FLOPS, VARIANTS, Facts, Kernels, Placement, Plan, Settings, Sizes, instruction_set_notes
 
 if TYPE_CHECKING:
     import scipy.sparse as sp
@@ -85,6 +85,7 @@ def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings:
 def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
     """What was asked for, "auto" included."""
     rank = settings.factors + (1 if objective.biases else 0)
+    assembly, variant = VARIANTS.get(settings.assembly, (settings.assembly, ""))
     problem = Sizes(
         n_users=shape[0],
         n_items=shape[1],
@@ -99,7 +100,8 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
         solver=settings.solver,
         cg_steps=settings.cg_steps,
         block_size=min(settings.block_size, rank),
-        assembly=settings.assembly,
+        assembly=assembly,
+        variant=variant,
         reorder=settings.reorder,
         precision=settings.precision,
         instruction_set=_als.instruction_set(),

@@ -24,6 +24,9 @@ logger = logging.getLogger("hybridmf")
 SCHEDULES = ("msgd", "hogwild", "blocks", "batch_hogwild")
 CPU_SCHEDULES = ("msgd", "hogwild", "blocks")
 GPU_SCHEDULES = ("msgd", "batch_hogwild")
+ORDERS = ("passes", "blocks")
+"""What ranks move between steps; see `hybridmf.ranks.mcumsgd`."""
+
 ORDERINGS = ("user", "item", "mixed", "crossed")
 RATE_SCHEDULES = ("power", "geometric", "constant", "rpcs", "adagrad")
 
@@ -72,6 +75,8 @@ class SgdMethod:
         See `learning_rate_at`; `decay` is 0 where the schedule has none.
     deterministic : bool
         Whether `blocks` are visited in an order that does not depend on the threads.
+    order : {"passes", "blocks"}
+        Of several ranks; see `hybridmf.ranks.mcumsgd`.
     seed_bits : int
         What shuffles are drawn from, with the number of the epoch; set when a fit begins.
     scale : float
@@ -89,6 +94,7 @@ class SgdMethod:
     learning_rate: float
     decay: float
     deterministic: bool
+    order: str = "passes"
     seed_bits: int = 0
     scale: float = 1.0
 
@@ -106,6 +112,7 @@ class SgdMethod:
         decay: Any,
         deterministic: Any,
         biases: bool = False,
+        order: Any = "passes",
     ) -> SgdMethod:
         """Judge the hyperparameters; None stands for the default that goes with the rate schedule and biases.
 
@@ -135,6 +142,7 @@ class SgdMethod:
             rate,
             _check_decay(rate_schedule, decay),
             check_bool("deterministic", deterministic),
+            check_choice("order", order, ORDERS),
         )
 
     def standardized(self, objective: Objective, scale: float, number: str) -> SgdMethod:
@@ -227,7 +235,8 @@ class SgdMethod:
         rate = f"{self.rate_schedule} rate {self.learning_rate:g}"
         if self.rate_schedule in DEFAULT_DECAYS:
             rate += f", decay {self.decay:g}"
-        return f"SGD, schedule {self.schedule}; {rate}"
+        order = "" if self.order == "passes" else f", order {self.order}"
+        return f"SGD, schedule {self.schedule}{order}; {rate}"
 
     def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
         """Decide device, precision and memory.
@@ -242,6 +251,11 @@ class SgdMethod:
             raise ValueError(f"precision must be 'float32' or 'float16' for SGD, got {base.precision!r}")
         if isinstance(settings.device, tuple):
             return self._ranks_plan(base, settings, settings.device)
+        if self.order != "passes":
+            raise ValueError(
+                f"order={self.order!r} is the order in which items travel between several devices, got "
+                f'device={settings.device!r}; use a list such as device=["cuda:0", "cuda:1"], or order="passes"'
+            )
         why_not = "" if spec is None else self._why_not_gpu(base)
         if why_not and settings.device != "auto":
             raise ValueError(f'{why_not}; use device="cpu" or device="auto" for it, or change the parameter')

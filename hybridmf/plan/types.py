@@ -28,7 +28,16 @@ CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
 
 GPU_ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
 
-ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1])
+VARIANTS = {
+    "bals_local": ("bals", "local"),
+    "mo_als_global": ("mo_als", "global"),
+    "mo_als_uncached": ("mo_als", "uncached"),
+    "mo_als_plain": ("mo_als", "plain"),
+}
+"""Published ways to run a GPU's assembly, beside the best one: assembly and variant by name. BALS with its sums where
+the paper's mapping to threads puts them; MO-ALS without its registers (fig. 7), read-only path (fig. 8), or both."""
+
+ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1], *VARIANTS)
 
 GPU_SOLVERS = ("cholesky", "cg")
 
@@ -272,6 +281,7 @@ class Kernels:
     precision: str
     instruction_set: str
     balance: bool = False
+    variant: str = ""
     tile_rows: int = 0
     tile_cols: int = 0
     batch_flops: float = BATCH_FLOPS
@@ -320,8 +330,8 @@ class Plan:
         Devices, and where ratings and factors are: `device`, `reason`, `devices`, `gpu`, `num_threads`, `streamed`,
         `slab`, `resident`, `scale`, `scratch`.
     kernels : Kernels
-        `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `reorder`, `precision`, `balance`, `instruction_set`,
-        `tile_rows`, `tile_cols`, `batch_flops`, `segment`, `batch_slots`.
+        `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `variant`, `reorder`, `precision`, `balance`,
+        `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`, `batch_slots`.
     estimate : Prediction
         `bytes`, `estimates`.
     notes : tuple of str
@@ -338,6 +348,8 @@ class Plan:
     balance : bool
     instruction_set : str
         Vector kernels in use.
+    variant : str
+        Of the assembly, as in `VARIANTS`; usually empty.
     tile_rows, tile_cols : int
         BALS tile (0 for other assemblies).
     batch_flops : float
@@ -401,6 +413,7 @@ class Plan:
     cg_steps = _Part(lambda plan: plan.kernels.cg_steps)
     block_size = _Part(lambda plan: plan.kernels.block_size)
     assembly = _Part(lambda plan: plan.kernels.assembly)
+    variant = _Part(lambda plan: plan.kernels.variant)
     reorder = _Part(lambda plan: plan.kernels.reorder)
     precision = _Part(lambda plan: plan.kernels.precision)
     balance = _Part(lambda plan: plan.kernels.balance)
@@ -472,6 +485,11 @@ class Plan:
         most = min(self.nnz, self.n_users)
         in_slabs = self.streamed != "" and not self.resident and (self.scale is not None or self.slab < most)
         return in_slabs or self.batch_slots * self.segment < most
+
+    @property
+    def assembly_name(self) -> str:
+        """Assembly and variant as `Settings` names them."""
+        return f"{self.assembly}_{self.variant}" if self.variant else self.assembly
 
     @property
     def uses_blas(self) -> bool:

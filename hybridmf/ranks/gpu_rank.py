@@ -1,4 +1,4 @@
-"""A rank of SU-ALS on a GPU, the twin of `hybridmf.ranks.cpu_rank`; see `hybridmf.ranks.su_als.Worker`."""
+"""A rank of SU-ALS on a GPU, the twin of `hybridmf.ranks.cpu_rank`; see `hybridmf.ranks.su_als.SplitWorker`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from ..plan.fused import BLOCK, FusedConfig
 from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
 from .batches import Ranges, batch_entries
-from .cpu_rank import InOrder
 from .su_als import Block, Owned, Then, degrees_of, ends_of
 from .transport.communicator import Communicator
 from .transport.nccl import NcclCommunicator
@@ -40,7 +39,7 @@ FEW_SEGMENTS = 4096
 
 
 class GpuWorker:
-    """A GPU as a `Worker`; arrays are those of its device.
+    """A GPU as a `SplitWorker`; arrays are those of its device.
 
     Parameters
     ----------
@@ -303,6 +302,17 @@ class Cut:
         return sums[: self.n_rows]
 
 
+class InOrder:
+    """A `Pipeline` without overlap."""
+
+    def assembled(self) -> None:
+        """Nothing to wait for."""
+
+    def after(self, mark: None) -> AbstractContextManager[None]:
+        """Nothing to wait for."""
+        return nullcontext()
+
+
 class PartialRows(als.HalfSweep):
     """Sums of the entries at hand, and solutions of systems that all ranks' sums have been added up for.
 
@@ -310,7 +320,7 @@ class PartialRows(als.HalfSweep):
     ----------
     device : Device
     side, block, objective, plan, names, degrees, batches, solved
-        See `hybridmf.ranks.su_als.Worker.partial`.
+        See `hybridmf.ranks.su_als.SplitWorker.partial`.
 
     Raises
     ------
@@ -406,7 +416,7 @@ class PartialRows(als.HalfSweep):
         matrices = device.zeros((cut.n_slots, rank, rank), self.dtype)
         rhs = device.empty((cut.n_slots, rank), self.dtype)
         if len(cut.segments):
-            als.published(self.plan.assembly)(device, matrices, rhs, *arguments, rank)
+            als.published(self.plan)(device, matrices, rhs, *arguments, rank)
         return cut.add_up(device, matrices), cut.add_up(device, rhs)
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:

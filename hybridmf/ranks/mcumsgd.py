@@ -3,7 +3,7 @@
 Users and items are cut into as many ranges as there are ranks, even in entries. Rank q owns users q. In step l of an
 epoch it holds items ``j = (q + l) mod p``, which it then sends to rank q - 1. What it moves in between is the order:
 
-- "passes", ours, which a fit uses. The items go round twice. In steps 0 ... p - 1 a rank moves the items that it holds
+- "passes", ours, the default. The items go round twice. In steps 0 ... p - 1 a rank moves the items that it holds
   by its own users' ratings of them; in steps p - 1 ... 2 p - 2 it moves its users by the items, which travel meanwhile.
 - "blocks", Alg. 4 as it is printed. The items go round once. In each of p steps a rank moves the items that it holds,
   sends them, and while they travel moves its users by them.
@@ -35,7 +35,7 @@ import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State, Terms, other_side, part_of
 from ..core.sparse import transposed
-from ..core.validate import check_choice, csr_arrays, make_csr
+from ..core.validate import csr_arrays, make_csr
 from ..cpu.als import aligned_zeros, objective_value
 from ..cpu.sgd import Copies, RowSweeps, starting_state, sums_width
 from ..data.fingerprint import fingerprint
@@ -56,9 +56,6 @@ logger = logging.getLogger("hybridmf")
 
 SHORTEST_LONG_ROW = 1024
 """A row as short as this never has a block of a GPU to itself: preparing one takes as long as walking the row."""
-
-ORDERS = ("passes", "blocks")
-"""See the top."""
 
 
 # ---------------------------------------------------------------------------------------------- shares
@@ -410,15 +407,13 @@ class RankSGD:
         The ratings, the same on all ranks; a rank keeps those of its users.
     objective : Objective
     plan : Plan
-        With an `SgdMethod` of schedule "msgd"; `num_threads` are this rank's.
+        With an `SgdMethod` of schedule "msgd", which has the order; `num_threads` are this rank's.
     state : State
         Where to start: all users and items, the same on all ranks.
     completed : int
         Epochs behind `state`.
     device : Device, optional
         This rank's GPU; None: the CPU.
-    order : {"passes", "blocks"}
-        See the top of this module.
     long_row : int, optional
         Of a GPU; see `GpuBackend`.
     beside : bool
@@ -451,18 +446,16 @@ class RankSGD:
         completed: int = 0,
         *,
         device: Device | None = None,
-        order: str = "passes",
         long_row: int | None = None,
         beside: bool = True,
         agreed: bool = False,
     ) -> None:
         assert isinstance(plan.method, SgdMethod)
         self.communicator, self.objective, self.method = communicator, objective, plan.method
-        self.rank, self.size, self.order = communicator.rank, communicator.size, check_choice("order", order, ORDERS)
+        self.rank, self.size = communicator.rank, communicator.size
         if not agreed:
             first = (state.user.matrix[:1].tobytes(), state.item.matrix[:1].tobytes())
             facts = {"data": fingerprint(user_items), "objective": objective, "method": plan.method, "state": first}
-            facts["order"] = order
             check_agreement(communicator, facts | {"number of completed epochs": completed})
         state = starting_state(state, plan.method, plan.factors, completed)
         self.bounds = Bounds.even(user_items, self.size)
@@ -529,7 +522,7 @@ class RankSGD:
 
     def _user_steps(self) -> range:
         """In which the users move. The items do in steps 0 to p - 1."""
-        first = self.size - 1 if self.order == "passes" else 0
+        first = self.size - 1 if self.method.order == "passes" else 0
         return range(first, first + self.size)
 
     def _last_step(self) -> int:
@@ -586,7 +579,7 @@ class MultiSGD:
         Where to start.
     completed : int
         Epochs behind `state`.
-    order, long_row, beside
+    long_row, beside
         See `RankSGD`.
 
     Raises
@@ -604,7 +597,6 @@ class MultiSGD:
         state: State,
         completed: int,
         *,
-        order: str = "passes",
         long_row: int | None = None,
         beside: bool = True,
     ) -> None:
@@ -625,7 +617,6 @@ class MultiSGD:
                 state,
                 completed,
                 device=device,
-                order=order,
                 long_row=long_row,
                 beside=beside,
                 agreed=True,  # they are given the same objects

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -87,9 +87,6 @@ class Worker(Protocol):
     def own(self, factors: Factors, plan: Plan) -> Any:
         """Factors from the host."""
 
-    def blank(self, like: Array, rows: int) -> Array:
-        """Zeros of the dtype and width of an array."""
-
     def arrays(self, factors: Any) -> list[Array]:
         """What factors are made of; first axis: their rows."""
 
@@ -115,6 +112,27 @@ class Worker(Protocol):
 
     def solve(self, half: Any, fixed: Any, mean: float, start: Any, then: Then | None) -> Any:
         """New factors of the rows of `whole`."""
+
+    def losses(
+        self,
+        objective: Objective,
+        plan: Plan,
+        half: Any,
+        users: Iterator[Owned],
+        items: Any,
+        mean: float,
+    ) -> float:
+        """Loss of all entries of the users' half sweep, in float64; its rows come in the order of the batches."""
+
+    def close(self) -> None:
+        """End what goes on beside the rank's thread; it is not at work any more."""
+
+
+class SplitWorker(Worker, Protocol):
+    """A device whose ranks may split the fixed side; plans split it over GPUs alone."""
+
+    def blank(self, like: Array, rows: int) -> Array:
+        """Zeros of the dtype and width of an array."""
 
     def partial(
         self,
@@ -143,22 +161,8 @@ class Worker(Protocol):
             Rows of `names` that are solved here in each batch, range after range.
         """
 
-    def losses(
-        self,
-        objective: Objective,
-        plan: Plan,
-        half: Any,
-        users: Iterator[Owned],
-        items: Any,
-        mean: float,
-    ) -> float:
-        """Loss of all entries of the users' half sweep, in float64; its rows come in the order of the batches."""
-
     def pipeline(self) -> AbstractContextManager[Any]:
         """How sums of one batch travel while the next one is assembled: see `Pipeline`."""
-
-    def close(self) -> None:
-        """End what goes on beside the rank's thread; it is not at work any more."""
 
 
 class Pipeline(Protocol):
@@ -239,6 +243,11 @@ class RankALS(Alternating):
             self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
             self.gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
         self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, what was gathered of all)
+
+    @property
+    def _split_worker(self) -> SplitWorker:
+        """The worker, where the fixed side is split."""
+        return cast(SplitWorker, self.worker)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -377,7 +386,7 @@ class RankALS(Alternating):
             own, degrees = members.allgatherv(own, counts), members.allgatherv(degrees, counts)
             if not reduction.everything_here:
                 own, degrees = own[:0], degrees[:0]
-        return self.worker.partial(*arguments, own, degrees, batches, solved)
+        return self._split_worker.partial(*arguments, own, degrees, batches, solved)
 
     def _member_counts(self, side: Side) -> list[int]:
         """Rows of `side` that each rank of this one's group owns."""
@@ -491,7 +500,7 @@ class RankALS(Alternating):
         if gram is not None:
             gram = self.communicator.allreduce(gram)
         half.start(self._gathered(side), self.mean, self._start(side), gram)
-        with closing(half), self.worker.pipeline() as pipeline:
+        with closing(half), self._split_worker.pipeline() as pipeline:
             for batch, sums, mark, counts in _one_behind(self._assembled(side, half, pipeline)):
                 with pipeline.after(mark):
                     mine = tuple(reduction.reduce(array, counts) for array in sums)
@@ -525,7 +534,7 @@ class RankALS(Alternating):
         if everything_here:
             arrays = self.worker.arrays(half.result())
         else:
-            arrays = [self.worker.blank(array, sum(counts)) for array in self.worker.arrays(own)]
+            arrays = [self._split_worker.blank(array, sum(counts)) for array in self.worker.arrays(own)]
         rows = slice(first, first + counts[members.rank])
         return self.worker.factors([members.broadcast(array)[rows].copy() for array in arrays], own)
 
@@ -586,7 +595,7 @@ class RankALS(Alternating):
         if members.rank == root:
             arrays = [array[rows] for array in arrays]
         else:
-            arrays = [self.worker.blank(array, rows.stop - rows.start) for array in arrays]
+            arrays = [self._split_worker.blank(array, rows.stop - rows.start) for array in arrays]
         return self.worker.factors([members.broadcast(array, root) for array in arrays], own)
 
     def close(self) -> None:

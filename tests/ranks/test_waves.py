@@ -27,6 +27,7 @@ from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.gpu.turns import HostHalf
+from hybridmf.model.learned import scale_of
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.half_sweep import SLAB_BUFFERS, HalfPlan, Problem, priced
 from hybridmf.plan.machine import H200
@@ -40,7 +41,7 @@ from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
 from support.host_factors import partitioned
-from support.ranks import MODELS, Machine, both, entries, no_loaders, workers_on
+from support.ranks import MODELS, Machine, entries, no_loaders, workers_on
 from support.ranks import parts as solver_parts
 from support.ratings import planted
 
@@ -157,16 +158,6 @@ def test_cpu_ranks_over_a_store_name_the_row_that_fails(tmp_path: Any) -> None:
         model.fit(store)
 
 
-def test_a_store_is_not_split_by_columns_on_the_cpu(store: hmf.Store) -> None:
-    model = hmf.ExplicitALS(biases=False, factors=5, device=["cpu", "cpu"], random_state=0)
-    matrix = model._check_matrix(store)
-    plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz, slab=matrix.largest_slab)
-    state = model._initial_state(matrix, matrix.transposed(), plan, model._objective())
-    arguments = (matrix, matrix.transposed(), model._objective(), plan, state)
-    with pytest.raises(ValueError, match=r"a grid of 2 x 1 splits the rows of users; use 1 x 2, or load it"):
-        MultiALS(*arguments, grids=both((2, 1)))
-
-
 # ------------------------------------------------------------------------------------------------------------ GPUs
 
 
@@ -219,8 +210,9 @@ def multi(data: Any, devices: list[str], scale: Any = None, name: str = "explici
     check_memory(plan)
     if scale is not None:
         plan = plan.changed(scale=scale, devices=tuple(devices))
-    state = model._initial_state(matrix, item_users, plan, model._objective())
-    return MultiALS(matrix, item_users, model._objective(), plan, state)
+    objective = model._objective(scale_of(matrix, model._objective()))
+    state = model._initial_state(matrix, item_users, plan, objective)
+    return MultiALS(matrix, item_users, objective, plan, state)
 
 
 def test_fewer_gpus_take_the_same_partition_in_more_waves(gpus: Machine, store: hmf.Store) -> None:
