@@ -184,7 +184,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         data = ""
         if where or resume_from is not None:
             data = fingerprint.fingerprint(matrix)
-        resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.factors_away)
+        resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.offloaded)
         stopwatch.lap("check")
 
         logger.info("plan:\n%s", plan)
@@ -344,7 +344,7 @@ def _plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, i
 
 def _seeded(plan: Plan, seed_bits: int | None) -> Plan:
     method: Any = plan.method
-    return plan if seed_bits is None else replace(plan, method=replace(method, seed_bits=seed_bits))
+    return plan if seed_bits is None else plan.changed(method=replace(method, seed_bits=seed_bits))
 
 
 def _columns(given: Any, shape: tuple[int, int]) -> Any:

@@ -510,7 +510,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             return engine.objective_value(self._learned.objective, matrix, self._learned.state)
         except DeviceMemoryError as error:  # ratings that were streamed to a GPU do not fit on it
             logger.info("%s; the CPU computes the objective", error)
-            on_cpu = engine_for(replace(self.plan_, gpu=None))
+            on_cpu = engine_for(self.plan_.changed(gpu=None))
             return on_cpu.objective_value(self._learned.objective, matrix, self._learned.state)
 
     # ------------------------------------------------------------------------------------------------ updates

@@ -190,7 +190,7 @@ class _Fit:
         stopwatch.lap("plan")
         streamed = bool(self.plan.streamed)
         self.cut = Cut(communicator, ratings, degrees, self.plan.grids, self.plan.row_cost, streamed)
-        self.plan = replace(self.plan, nnz=self.cut.nnz)
+        self.plan = self.plan.changed(nnz=self.cut.nnz)
         if not self.cut.nnz:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
         self.scale = self.cut.scale(communicator, self.objective)
@@ -257,11 +257,11 @@ class _Fit:
         if plan.reorder != "none":
             if settings.reorder not in ("auto", "none"):
                 raise ValueError(f"reorder={settings.reorder!r} is not served by ranks; use reorder='none'")
-            plan = replace(plan, reorder="none")
+            plan = plan.changed(reorder="none")
         threads = plan.num_threads if num_threads is None else num_threads
-        plan = replace(plan, devices=(device,) * size if size > 1 else (), num_threads=threads)
+        plan = plan.changed(devices=(device,) * size if size > 1 else (), num_threads=threads)
         if plan.gpu is None:
-            plan = replace(plan, bytes=rank_bytes(plan, size))
+            plan = plan.changed(bytes=rank_bytes(plan, size))
         check_memory(plan)
         splits = [plan.grids[side].splits for side in SIDES]
         self._agree(splits, "grids of {} splits")
@@ -270,7 +270,7 @@ class _Fit:
             batches = [plan.scale.slab(side) if plan.grids[side].splits > 1 else 0 for side in SIDES]
         self._agree(batches, "batches of {} entries")
         slots = self.communicator.allgatherv(np.array([plan.batch_slots], dtype=np.int64), [1] * size)
-        return replace(plan, batch_slots=int(slots.min()))
+        return plan.changed(batch_slots=int(slots.min()))
 
     def _agree(self, sizes: list[int], what: str) -> None:
         """Refuse to go on where this rank plans otherwise than the first one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -259,7 +258,7 @@ def test_ranks_that_plan_differently_are_told_why(monkeypatch):
         plan = make_plan(*arguments)
         ranks.append(plan)
         grid = Grid(2, 1) if threading.current_thread().name.endswith("1") else Grid(1, 2)
-        return dataclasses.replace(plan, scale=SimpleNamespace(grids={"user": grid, "item": grid}))
+        return plan.changed(scale=SimpleNamespace(grids={"user": grid, "item": grid}))
 
     monkeypatch.setattr(spmd, "make_plan", differently)
     with pytest.raises(CommunicatorError, match=r"rank 1 plans grids of \[2, 2\] splits and rank 0 of \[1, 1\].*limit"):
