@@ -42,7 +42,7 @@ class _ALS(FactorModel):
     def _initial_state(
         self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
     ) -> State:
-        if not plan.factors_away or plan.devices:
+        if not plan.offloaded or plan.devices:
             return super()._initial_state(matrix, item_users, plan, objective, scale)
         from .gpu.turns import first_state
 
@@ -64,7 +64,7 @@ class _ALS(FactorModel):
             return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
         from .device.cuda import open_device
 
-        if plan.factors_away:
+        if plan.offloaded:
             from .gpu.turns import HostGpuALS
 
             return HostGpuALS(open_device(plan.device), *arguments)
@@ -107,10 +107,12 @@ class ImplicitALS(_ALS):
         Confidence of pairs without an entry, >= 0.
     cg_steps : int
         Steps of ``solver="cg"``.
-    assembly : {"auto", "simd", "rank1", "blas3", "bals", "fused", "sparse_syrk", "mo_als"}
+    assembly : {"auto", "simd", "rank1", "blas3", "bals", "fused", "sparse_syrk", "mo_als", ...}
         How normal equations are built. On the CPU: our vector kernels "simd", Gates fig. 5, Gates fig. 6 through BLAS,
         or BALS tiles. On a GPU: our kernels "fused", which also solve, Gates' sparse SYRK, MO-ALS, or BALS tiles.
-        "auto" takes ours where they serve.
+        "auto" takes ours where they serve. To compare with, a GPU also has "bals_local", BALS with its sums mapped to
+        threads as in the paper (in local memory), and MO-ALS with its sums in global memory ("mo_als_global"), past the
+        read-only path ("mo_als_uncached"), or both ("mo_als_plain").
     reorder : {"auto", "none", "rows", "columns", "both"} or bool
         Sort rows and columns by degree inside (BALS Alg. 3); factors come back in the order of the input.
     precision : {"float32", "bf16x3", "tf32", "bf16", "float16"}
