@@ -19,6 +19,7 @@ import gc
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -121,7 +122,8 @@ class Case:
         if gpus == 1:
             return GpuALS(open_device("cuda:0"), *arguments)
         topology = [k * 2 // gpus for k in range(gpus)] if reduction == "two_phase" else None
-        return MultiALS(*arguments, grids=grids, reduction=reduction, topology=topology)
+        plan = replace(arguments[3], reduction="parallel" if reduction == "scatter" else reduction)
+        return MultiALS(*arguments[:3], plan, *arguments[4:], grids=grids, topology=topology)
 
     def run(self, gpus: int, sweeps: int, **more: Any) -> dict[str, Any]:
         """Sweeps, timed one half at a time and then as a whole; users first."""

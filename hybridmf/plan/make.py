@@ -79,9 +79,6 @@ STREAM_SLAB = 16 << 20
 """Entries of a slab that ratings in memory are cut to: its copy takes 2.4 ms on a PCIe 5 bus. With each slab some
 kernels end before others begin: on an H200 that costs 0.25 ms."""
 
-CPU_PARTIAL_BYTES = 256 << 20
-"""Systems that a rank on the CPU sums at a time where several ranks share them."""
-
 
 def make_plan(
     objective: Objective,
@@ -129,7 +126,17 @@ def make_plan(
     for note in _instruction_set_notes():
         if note in decided.notes:
             logger.warning(note)
-    return decided
+    return decided if settings.reduction == "auto" else _with_reduction(decided, settings.reduction)
+
+
+def _with_reduction(plan: Plan, reduction: str) -> Plan:
+    """The plan with the reduction that was asked for by name."""
+    if all(grid.splits == 1 for grid in plan.grids.values()):
+        raise ValueError(
+            f"reduction={reduction!r} is a way for several GPUs to add up sums over a fixed side that is split over "
+            f'them, and the plan splits none on {plan.device_name}; use reduction="auto"'
+        )
+    return replace(plan, reduction=reduction)
 
 
 def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings: Settings) -> Plan:
@@ -141,7 +148,7 @@ def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings:
         facts = Facts.of(matrix, items=items)
         return make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside)
 
-    found = plan(items=settings.method is not None or slab is not None)
+    found = plan(items=settings.method is not None or slab is not None or settings.reduction != "auto")
     return plan(items=True) if found.asks_for_degrees else found
 
 
@@ -196,8 +203,7 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
         sizes["gathered"] = ranks * max(plan.n_users, plan.n_items) * plan.rank * itemsize
         if plan.streamed:
             sizes["ratings"] += 2 * (ranks - 1) * plan.slab * (itemsize + 4)
-        slots = max(1, CPU_PARTIAL_BYTES // system_bytes(plan))
-        return replace(plan, bytes=sizes, batch_slots=slots)
+        return replace(plan, bytes=sizes)
     plan = _gpu_choices(plan, settings, objective, spec)
     assert plan.gpu is not None
     free = plan.gpu.free_bytes

@@ -20,7 +20,7 @@ from ..plan.solver import Alternating
 from ..plan.types import Plan
 from .cpu_rank import CpuWorker
 from .joined import JoinedFactors
-from .su_als import Block, RankALS, ReductionName, Worker, rank_plan
+from .su_als import Block, RankALS, Worker, rank_plan
 from .transport.communicator import Communicator
 from .transport.threads import RankThreads
 
@@ -45,8 +45,6 @@ class MultiALS(Alternating):
         Where to start.
     grids : dict of side to Grid, optional
         Default: those of the plan.
-    reduction : {"scatter", "two_phase", "root"}
-        How partial systems are added up.
     make_worker : callable, optional
         Default: what the names of the devices say.
     topology : sequence of int, optional
@@ -71,7 +69,6 @@ class MultiALS(Alternating):
         state: State,
         *,
         grids: Mapping[Side, Grid] | None = None,
-        reduction: ReductionName = "scatter",
         make_worker: MakeWorker | None = None,
         topology: Sequence[int] | None = None,
     ) -> None:
@@ -92,7 +89,7 @@ class MultiALS(Alternating):
             order = self._order(side)
             if order is not None:
                 inward[side] = inward[side].take(order)
-        known_topology = self._topology(reduction, topology)
+        known_topology = self._topology(topology)
         self.threads = RankThreads(self.layout.size)
         to_worker = make_worker or worker_maker(plan, self.threads)
         opened: dict[int, Communicator] = {}
@@ -112,7 +109,6 @@ class MultiALS(Alternating):
                 State(own["user"], own["item"], state.mean),
                 worker,
                 names={side: self._names(side, rank) for side in SIDES},
-                reduction=reduction,
                 topology=known_topology,
             )
 
@@ -134,8 +130,8 @@ class MultiALS(Alternating):
         order = self._order(side)
         return np.arange(first, last, dtype=np.int64) if order is None else order[first:last].astype(np.int64)
 
-    def _topology(self, reduction: str, given: Sequence[int] | None) -> list[int] | None:
-        if given is not None or reduction != "two_phase":
+    def _topology(self, given: Sequence[int] | None) -> list[int] | None:
+        if given is not None or self.plan.reduction != "two_phase":
             return None if given is None else list(given)
         from .gpu_rank import sockets
 
