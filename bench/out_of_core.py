@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,8 @@ def plans(model: Any, store: StoreMatrix) -> dict[str, Plan]:
     disk = make_plan(objective, settings, store.shape, store.nnz, slab=store.largest_slab)
     if memory.gpu is None:
         return {"memory": memory, "disk": disk}
-    streamed = replace(disk, streamed="disk", resident=False, slab=store.largest_slab)
-    host = replace(memory, streamed="host", slab=_plan.STREAM_SLAB)
+    streamed = disk.changed(streamed="disk", resident=False, slab=store.largest_slab)
+    host = memory.changed(streamed="host", slab=_plan.STREAM_SLAB)
     return {"memory": memory, "host": host, "disk": streamed}
 
 
@@ -251,7 +250,7 @@ def measure_factors(feedback: str, factors: int, shape: str, folder: str, repeat
     chosen = {"memory": memory} | {name: limited_plan(model, matrix, limit) for name, limit in limits.items()}
     chosen["factors-on-disk"] = disk_plan(model, matrix, limits["factors-on-disk"], folder)
     for name, limit in limits.items():
-        turns = [half.turns for half in chosen[name].scale.halves.values()] if chosen[name].factors_away else []
+        turns = [half.turns for half in chosen[name].scale.halves.values()] if chosen[name].offloaded else []
         if not turns or (max(turns) > 1) != (name == "turns"):
             raise click.ClickException(f"{name}: {limit} bytes have another plan:\n{chosen[name]}")
         run_enforced(model, arguments, chosen[name], limit)

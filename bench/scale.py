@@ -19,7 +19,6 @@ import gc
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -122,7 +121,7 @@ class Case:
         if gpus == 1:
             return GpuALS(open_device("cuda:0"), *arguments)
         topology = [k * 2 // gpus for k in range(gpus)] if reduction == "two_phase" else None
-        plan = replace(arguments[3], reduction="parallel" if reduction == "scatter" else reduction)
+        plan = arguments[3].changed(reduction="parallel" if reduction == "scatter" else reduction)
         return MultiALS(*arguments[:3], plan, *arguments[4:], grids=grids, topology=topology)
 
     def run(self, gpus: int, sweeps: int, **more: Any) -> dict[str, Any]:

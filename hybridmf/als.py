@@ -43,7 +43,7 @@ class _ALS(FactorModel):
     def _initial_state(
         self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
     ) -> State:
-        if not plan.factors_away or plan.devices:
+        if not plan.offloaded or plan.devices:
             return super()._initial_state(matrix, item_users, plan, objective, scale)
         from .gpu.turns import first_state
 
@@ -65,7 +65,7 @@ class _ALS(FactorModel):
             return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
         from .device.cuda import open_device
 
-        if plan.factors_away:
+        if plan.offloaded:
             from .gpu.turns import HostGpuALS
 
             return HostGpuALS(open_device(plan.device), *arguments)

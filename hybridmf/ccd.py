@@ -63,6 +63,7 @@ class CCD(FactorModel):
     n_iter_ : int
         Completed iterations.
     history_ : list of dict
+    timings_ : dict
         See `fit`.
     plan_ : Plan
         Every size and choice of the fit.

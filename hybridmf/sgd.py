@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,7 +100,8 @@ class SGD(FactorModel):
 
     Attributes
     ----------
-    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, plan_, device_, user_ids_, item_ids_
+    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, timings_, plan_, device_, user_ids_, \
+item_ids_
         As for `ImplicitALS`.
     user_bias_, item_bias_ : array or None
     mean_ : float
@@ -197,7 +197,7 @@ class SGD(FactorModel):
         assert isinstance(plan.method, SgdMethod)
         number = "float16" if plan.precision == "float16" else plan.dtype
         method = plan.method.standardized(objective, scale_of(user_items, objective), number)
-        return replace(plan, method=method)
+        return plan.changed(method=method)
 
     def _solver(
         self,

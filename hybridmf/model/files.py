@@ -133,8 +133,7 @@ def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.nd
         tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
     if model._learned.item_counts is not None:
         tensors["item_counts"] = model._learned.item_counts
-    for name in ("user_ids", "item_ids"):
-        labels = getattr(model, f"{name}_")
+    for name, labels in (("user_ids", model.user_ids_), ("item_ids", model.item_ids_)):
         if labels is not None:
             tensors[name] = encode_labels(name, labels)
     return tensors

@@ -191,7 +191,7 @@ class SgdMethod:
         DeviceError, ValueError
             What was asked for does not run where it was asked for.
         """
-        base = replace(base, assembly="simd", reorder="none")
+        base = base.changed(assembly="simd", reorder="none")
         if base.precision not in ("float32", "float16"):
             raise ValueError(f"precision must be 'float32' or 'float16' for SGD, got {base.precision!r}")
         if isinstance(settings.device, tuple):
@@ -233,9 +233,9 @@ class SgdMethod:
             specs = [spec for spec in (dispatch.find_gpu(name)[0] for name in devices) if spec is not None]
             least = min(spec.free_bytes for spec in specs)
             plan = self._gpu_plan(base, first, replace(specs[0], free_bytes=least))
-            plan = replace(plan, bytes=self._rank_bytes(plan, len(devices)))
+            plan = plan.changed(bytes=self._rank_bytes(plan, len(devices)))
         note = f"{len(devices)} ranks on {', '.join(devices)}: each owns users, items travel from rank to rank"
-        return replace(plan, devices=devices, notes=(*plan.notes, note))
+        return plan.changed(devices=devices, notes=(*plan.notes, note))
 
     def _rank_bytes(self, plan: Plan, ranks: int) -> dict[str, int]:
         """Of one of several GPUs, if they have equal shares."""
@@ -267,8 +267,8 @@ class SgdMethod:
         if limit is not None:
             spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
         notes = [] if self.schedule == "msgd" else ["factors depend on the race of the GPU's warps: no two runs agree"]
-        plan = replace(base, device=f"cuda:{spec.index}", gpu=spec, notes=tuple(notes))
-        return replace(plan, bytes=self._gpu_bytes(plan))
+        plan = base.changed(device=f"cuda:{spec.index}", gpu=spec, notes=tuple(notes))
+        return plan.changed(bytes=self._gpu_bytes(plan))
 
     def _gpu_bytes(self, plan: Plan) -> dict[str, int]:
         m, n, nnz, itemsize = plan.n_users, plan.n_items, plan.nnz, np.dtype(plan.dtype).itemsize
@@ -313,8 +313,8 @@ class SgdMethod:
             notes.append("factors depend on the race of the threads: no two runs agree")
         if base.num_threads > 1 and self.schedule == "blocks" and not self.deterministic:
             notes.append("the order of blocks depends on the threads: no two runs agree")
-        plan = replace(base, precision="float32", notes=tuple(notes))
-        return replace(plan, bytes=self._cpu_bytes(plan))
+        plan = base.changed(precision="float32", notes=tuple(notes))
+        return plan.changed(bytes=self._cpu_bytes(plan))
 
     def _cpu_bytes(self, plan: Plan) -> dict[str, int]:
         m, n, nnz, itemsize = plan.n_users, plan.n_items, plan.nnz, np.dtype(plan.dtype).itemsize

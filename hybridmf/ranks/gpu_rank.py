@@ -62,7 +62,7 @@ class GpuWorker:
     def own(self, factors: Factors, plan: Plan) -> als.DeviceFactors | HostFactors:
         """Factors as a table, where the plan has them between half sweeps."""
         width = plan_fused.table_width(plan.rank, factors.matrix.dtype)
-        return turns.to_host(factors, width) if plan.factors_away else als.to_device(self.device, factors, width)
+        return turns.to_host(factors, width) if plan.offloaded else als.to_device(self.device, factors, width)
 
     def blank(self, like: Array, rows: int) -> Array:
         """Zeros of the dtype and width of an array."""
@@ -119,7 +119,7 @@ class GpuWorker:
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
     ) -> als.HalfSweep | StreamedHalf:
         """The half sweep of one device, over a slab of rows; in waves where the plan says that ratings are streamed."""
-        if plan.factors_away:
+        if plan.offloaded:
             self._copiers = self._copiers or turns.Copiers(self.device)
             waves = waves_of(block, side, plan)
             return turns.HostHalf(self.device, side, waves, objective, plan, self._copiers, names, ends)

@@ -265,7 +265,7 @@ class CpuBackend:
 def _row_sweeps(block: Block, plan: Plan) -> RowSweeps | None:
     if not block["user"].nnz:
         return None
-    return RowSweeps(block, replace(plan, nnz=block["user"].nnz, batch_flops=BATCH_FLOPS * plan.num_threads))
+    return RowSweeps(block, plan.changed(nnz=block["user"].nnz, batch_flops=BATCH_FLOPS * plan.num_threads))
 
 
 def long_row_of(ranks: int) -> int:
@@ -606,7 +606,7 @@ class MultiSGD:
     ) -> None:
         size = len(plan.devices)
         self.mean, self.threads = state.mean, RankThreads(size)
-        own_plan = replace(plan, num_threads=max(1, plan.num_threads // size))
+        own_plan = plan.changed(num_threads=max(1, plan.num_threads // size))
         workers: dict[int, RankSGD] = {}
         opened: dict[int, Communicator] = {}
 

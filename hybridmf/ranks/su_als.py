@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -615,7 +615,7 @@ def ends_of(block: Block) -> np.ndarray:
 
 def has_room_for_both(plan: Plan) -> bool:
     """Whether a GPU has room for both sides as they are gathered, beside what a half sweep needs."""
-    if plan.gpu is None or plan.scale is None or plan.factors_away:
+    if plan.gpu is None or plan.scale is None or plan.offloaded:
         return False
     both = (plan.n_users + plan.n_items) * plan.scale.problem.row_bytes
     return plan.scale.bytes_per_gpu + both <= ROOM * plan.gpu.free_bytes
@@ -624,7 +624,7 @@ def has_room_for_both(plan: Plan) -> bool:
 def rank_plan(plan: Plan) -> Plan:
     """What each rank computes by: its share of the threads."""
     ranks = max(1, len(plan.devices))
-    return replace(plan, num_threads=max(1, plan.num_threads // ranks))
+    return plan.changed(num_threads=max(1, plan.num_threads // ranks))
 
 
 def _one_behind(batches: Iterator[Any]) -> Iterator[Any]:

@@ -98,7 +98,7 @@ def test_long_rows_are_shared_by_threads(name, entries):
     solved = half.solve(fixed, 3.0 if objective.biases else 0.0)
     expected = reference.half_sweep(matrix, fixed, 3.0 if objective.biases else 0.0, objective)
     assert relative_error(solved.matrix, expected.matrix) < 1e-9
-    one = HalfSweep("user", as_csr(matrix, dtype=np.float64), objective, replace(plan, num_threads=1))
+    one = HalfSweep("user", as_csr(matrix, dtype=np.float64), objective, plan.changed(num_threads=1))
     np.testing.assert_array_equal(one.solve(fixed, 3.0 if objective.biases else 0.0).matrix, solved.matrix)
 
 
@@ -429,7 +429,7 @@ def test_kernels_can_be_interrupted_between_batches():
     for assembly in ("blas3", "bals"):
         plan = plan_for(OBJECTIVES["explicit"], matrix.shape, matrix.nnz, rank=4, dtype="float64", assembly=assembly)
         whole = HalfSweep("user", matrix, OBJECTIVES["explicit"], plan)
-        pieces = HalfSweep("user", matrix, OBJECTIVES["explicit"], replace(plan, batch_flops=1000.0))
+        pieces = HalfSweep("user", matrix, OBJECTIVES["explicit"], plan.changed(batch_flops=1000.0))
         assert len(list(pieces._batches(pieces.order, pieces.degrees))) > 3
         fixed = random_factors(40, 4, np.float64)
         np.testing.assert_array_equal(whole.solve(fixed, 0.0).matrix, pieces.solve(fixed, 0.0).matrix)

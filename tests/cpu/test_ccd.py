@@ -60,7 +60,7 @@ def solver_of(matrix, objective, rank, *, threads=2, inner=1, nonnegative=False,
     given = Settings.check(
         factors=rank, dtype=matrix.dtype, num_threads=threads, device="cpu", iterations=1, method=method
     )
-    plan = replace(make_plan(objective, given, matrix.shape, matrix.nnz), **changes)
+    plan = make_plan(objective, given, matrix.shape, matrix.nnz).changed(**changes)
     return CpuCCD(matrix, transpose(matrix), objective, plan, start_of(matrix, rank, objective), weights)
 
 

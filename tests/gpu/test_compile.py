@@ -1,7 +1,9 @@
 """Every kernel of cuda/ compiled by NVRTC, which needs no GPU: no error, no spilled register, no stack frame.
 
-Each push compiles the usual ranks for the H200 (sm_90) with all that its table ships, and one configuration of each
-kernel for other architectures; ``HYBRIDMF_ALL_KERNELS=1`` compiles every default configuration for all of them.
+By default one configuration of each kernel is compiled for the H200 (sm_90) and for the oldest architecture, with all
+solvers and kinds of feedback of the fused kernels. Exhaustive tests compile the usual ranks for the H200 with all its
+tables, and one configuration of each kernel for the other architectures; with ``HYBRIDMF_ALL_KERNELS=1`` every
+default configuration for all of them.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def one_of_each_kernel(builds: Iterable[tuple[str, str, dict[str, Any]]]) -> lis
     return list(first.values())
 
 
-def of_each_push(constants: dict[str, Any]) -> bool:
+def of_each_run(constants: dict[str, Any]) -> bool:
     """Whether a build is one of those for the H200: all are, but that solvers take turns beside rarer precisions.
 
     The fused kernels know 6 precisions, 2 solvers and 3 kinds of feedback, 36 programs of 5 to 8 s. Of the 5 precisions
@@ -130,7 +132,7 @@ def programs() -> list[Program]:
         if ALL:
             builds = list(builds_for(architecture, None))
         elif architecture == 90:
-            builds = [build for build in builds_for(architecture, USUAL_RANKS) if of_each_push(build[2])]
+            builds = [build for build in builds_for(architecture, USUAL_RANKS) if of_each_run(build[2])]
         else:
             builds = one_of_each_kernel(builds_for(architecture, (64,)))
         if architecture == 90:
@@ -173,18 +175,39 @@ def resources_of(log: str) -> list[Resources]:
 PROGRAMS = programs()
 
 
+def usual_programs() -> set[Program]:
+    """One of each kernel for the H200 and the oldest architecture; all fused kernels of a small rank but precisions."""
+    builds = [
+        (architecture, build)
+        for architecture in (75, 90)
+        for build in one_of_each_kernel(builds_for(architecture, (64,)))
+    ]
+    small = [build for build in builds_of(fused, SPECS[90], (16,)) if build[2]["ARITHMETIC"] == DEFAULT_PRECISION]
+    builds += [(90, build) for build in small]
+    return {Program(file, constant_texts(constants), architecture) for architecture, (file, _, constants) in builds}
+
+
+USUAL = usual_programs()
+
+
 @pytest.fixture(scope="module")
-def compiling() -> Iterator[dict[Program, Future[str]]]:
-    """Compilations of all programs, under way on all cores."""
+def compiling(request: pytest.FixtureRequest) -> Iterator[dict[Program, Future[str]]]:
+    """Compilations of the programs of the selected tests, under way on all cores."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    selected = [call.params["program"] for call in calls if call is not None and "program" in call.params]
     with ThreadPoolExecutor(available_cores()) as executor:
-        yield {program: executor.submit(compile_program, program) for program in PROGRAMS}
+        yield {program: executor.submit(compile_program, program) for program in selected}
         executor.shutdown(cancel_futures=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(program, marks=() if program in USUAL else pytest.mark.exhaustive) for program in PROGRAMS],
+    ids=str,
+)
 def test_compiles_without_local_memory(program: Program, compiling: dict[Program, Future[str]]) -> None:
     log = compiling[program].result()
     report = resources_of(log)

@@ -245,7 +245,7 @@ def test_plan_of_several_gpus(gpus: Machine) -> None:
     check_memory(plan)
     assert plan.gpu is not None
     with pytest.raises(DeviceMemoryError, match="needs about"):
-        check_memory(replace(plan, gpu=replace(plan.gpu, free_bytes=1000)))
+        check_memory(plan.changed(gpu=replace(plan.gpu, free_bytes=1000)))
 
 
 @pytest.mark.parametrize("grids", [((1, 2), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (1, 2))])
@@ -270,7 +270,7 @@ def test_factors_gathered_ahead_are_those_of_the_next_half_sweep(grids: Any, gpu
 def test_nothing_is_gathered_ahead_without_room_for_it(gpus: Machine) -> None:
     plan = parts("explicit", gpus(2), SMALL)[3]
     assert plan.gpu is not None and su_als.has_room_for_both(plan)
-    assert not su_als.has_room_for_both(replace(plan, gpu=replace(plan.gpu, free_bytes=plan.scale.bytes_per_gpu)))
+    assert not su_als.has_room_for_both(plan.changed(gpu=replace(plan.gpu, free_bytes=plan.scale.bytes_per_gpu)))
 
 
 def test_long_rows_are_cut_and_added_in_order(device: Device) -> None:

@@ -50,7 +50,7 @@ def problem(matrix, method, rank=5, *, biases=False, threads=2, ranks=2, device=
     checked = Settings.check(
         factors=rank, dtype=matrix.dtype, num_threads=threads, device=["cpu"], iterations=1, method=method
     )
-    plan = replace(make_plan(objective, checked, matrix.shape, matrix.nnz), devices=(device,) * ranks)
+    plan = make_plan(objective, checked, matrix.shape, matrix.nnz).changed(devices=(device,) * ranks)
     degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
     mean, rng = float(matrix.data.mean()), np.random.default_rng(0)
     return matrix, objective, plan, initial_state(*degrees, rank, matrix.dtype.type, objective, mean, rng)
@@ -584,7 +584,7 @@ def test_the_cyclic_order_on_gpus(order, beside, ranks, biases, ratings_matrix, 
         monkeypatch.setattr(module, "LONG_ROW", 12)
     method = replace(method_of(), order=order)
     matrix, objective, plan, state = problem(ratings_matrix.astype(np.float64), method, biases=biases, ranks=ranks)
-    plan = replace(plan, devices=tuple(f"cuda:{rank}" for rank in range(ranks)))
+    plan = plan.changed(devices=tuple(f"cuda:{rank}" for rank in range(ranks)))
     solver = MultiSGD(matrix, transpose(matrix), objective, plan, state, 0, beside=beside)
     result = run(solver, 3).on_host()
     assert relative_error(result, twin(matrix, method_of(), state, ranks, 3, order)) < 1e-12

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from hybridmf.formats import transpose
 from hybridmf.plan.grid import Grid, Layout
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Plan
-from hybridmf.ranks import su_als
 from hybridmf.ranks.batches import BATCH_BYTES, batch_rows
 from hybridmf.ranks.cpu_rank import CpuWorker
 from hybridmf.ranks.multi_als import MultiALS
@@ -172,9 +172,9 @@ def test_row_that_fails_is_named_and_stops_all_ranks(ratings_matrix: sp.csr_arra
     """One rank's system is not positive definite: its error comes out, with the row as the input counts it."""
     matrix = ratings_matrix.copy()
     model, plan, checked, state = problem("explicit", matrix, 3)
-    objective = su_als.replace(model._objective(), regularization=0.0)
+    objective = replace(model._objective(), regularization=0.0)
     solver = MultiALS(checked, transpose(checked, num_threads=1), objective, plan, state)
-    alone_plan = su_als.replace(plan, devices=())
+    alone_plan = plan.changed(devices=())
     alone = CpuALS(checked, transpose(checked, num_threads=1), objective, alone_plan, state)
     before = solver.state.on_host()
     with pytest.raises(NotPositiveDefiniteError) as theirs:
@@ -207,7 +207,7 @@ def rank_of(comm: Any, layout: Layout, matrix: sp.csr_array, columns: int | None
     blocks = {side: layout.cut(side, comm.rank, both_ways[side]) for side in SIDES}
     if columns is not None:
         blocks["user"] = blocks["user"][:, :columns]
-    plan = su_als.replace(plan, **changes)
+    plan = plan.changed(**changes)
     return RankALS(comm, layout, blocks, model._objective(), plan, State(own["user"], own["item"]), CpuWorker())
 
 
@@ -389,13 +389,13 @@ def test_batches_fit_and_leave_something_to_overlap() -> None:
     plan = make_plan(
         MODELS["explicit"]()._objective(), MODELS["explicit"](device=["cpu"] * 2)._settings(), (10, 10), 50
     )
-    assert batch_rows(su_als.replace(plan, batch_slots=14_000), 2, 10**6) == 1000
-    large = su_als.replace(plan, batch_slots=10**9)
+    assert batch_rows(plan.changed(batch_slots=14_000), 2, 10**6) == 1000
+    large = plan.changed(batch_slots=10**9)
     assert batch_rows(large, 2, 4 * 10**7) == 10**7
     few = batch_rows(large, 2, 100)  # not worth while to cut
     sums = 2 * few * plan.rank * (plan.rank + 1) // 2 * 4
     assert BATCH_BYTES <= sums < 1.1 * BATCH_BYTES
-    assert batch_rows(su_als.replace(plan, batch_slots=1), 2, 100) == 1
+    assert batch_rows(plan.changed(batch_slots=1), 2, 100) == 1
 
 
 # ----------------------------------------------------------------------------------------------- compare, command line

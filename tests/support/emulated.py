@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -27,13 +28,14 @@ from hybridmf.errors import DeviceMemoryError
 HEADER = Path(__file__).parent / "emulator" / "emulator.h"
 
 WRAPPER = """
-extern "C" void emulator_launch(const unsigned* grid, const unsigned* block, unsigned long shared, void** values) {
+extern "C" void KERNEL_launch(const unsigned* grid, const unsigned* block, unsigned long shared, void** values) {
     emulator::launch(KERNEL, grid, block, shared, values);
 }
-extern "C" int emulator_argument_count() { return int(emulator::count(KERNEL)); }
-extern "C" void emulator_argument_sizes(int* sizes) { emulator::sizes_of(KERNEL, sizes); }
+extern "C" int KERNEL_argument_count() { return int(emulator::count(KERNEL)); }
+extern "C" void KERNEL_argument_sizes(int* sizes) { emulator::sizes_of(KERNEL, sizes); }
 """
 
+KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\(")
 
 ONE_AT_A_TIME = threading.Lock()
 """A launch: the emulator keeps its threads in one place, and ranks are threads."""
@@ -71,19 +73,29 @@ def _header() -> Path:
     return copy
 
 
+def _kernels(source: Path, constants: Sequence[str]) -> list[str]:
+    """Names of the kernels that the preprocessor leaves."""
+    command = [*_command(), "-E", "-P", "-DHYBRIDMF_EMULATE=1", *constants, str(source)]
+    return KERNEL.findall(subprocess.run(command, capture_output=True, text=True).stdout)
+
+
 @functools.cache
-def _library(source: str, name: str, constants: tuple[str, ...]) -> Any:
-    text = source + WRAPPER.replace("KERNEL", name)
-    digest = hashlib.sha256("\n".join([text, *constants]).encode()).hexdigest()
-    library = _folder() / f"{digest[:24]}.so"
+def _library(source: str, constants: tuple[str, ...]) -> Any:
+    """All kernels of a file for some constants, compiled at once: each by itself would take nearly as long."""
+    texts = [*_command(), HEADER.read_text(), WRAPPER, source, *constants]
+    library = _folder() / f"{hashlib.sha256(repr(texts).encode()).hexdigest()[:24]}.so"
     if not library.exists():
         header = _header()
         own = header.parent / library.name
-        own.with_suffix(".cpp").write_text(text)
-        command = [*_command(), "-shared", "-include", str(header), *(f"-D{constant}" for constant in constants)]
-        done = subprocess.run([*command, "-o", str(own), str(own.with_suffix(".cpp"))], capture_output=True, text=True)
+        defined = [f"-D{constant}" for constant in constants]
+        text = own.with_suffix(".cpp")
+        text.write_text(source)
+        names = _kernels(text, defined)
+        text.write_text(source + "".join(WRAPPER.replace("KERNEL", name) for name in names))
+        command = [*_command(), "-shared", "-include", str(header), *defined, "-o", str(own), str(text)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{name} with {constants} does not compile for the emulator:\n{done.stderr[:4000]}")
+            raise RuntimeError(f"{names} with {constants} do not compile for the emulator:\n{done.stderr[:4000]}")
         own.replace(library)  # whole, whoever else looks for it
     return ctypes.CDLL(str(library))
 
@@ -197,10 +209,10 @@ class EmulatedDevice:
 
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Any:
         with ONE_AT_A_TIME:
-            library = _library(source, name, constants)
-        count = library.emulator_argument_count()
-        sizes = (ctypes.c_int * count)()
-        library.emulator_argument_sizes(sizes)
+            library = _library(source, constants)
+        count = library[f"{name}_argument_count"]()
+        start, sizes = library[f"{name}_launch"], (ctypes.c_int * count)()
+        library[f"{name}_argument_sizes"](sizes)
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
             self.launches.append(name)
@@ -221,7 +233,7 @@ class EmulatedDevice:
             pointers = (ctypes.c_void_p * count)(*(holder.ctypes.data for holder in holders))
             three = ctypes.c_uint * 3
             with ONE_AT_A_TIME:
-                library.emulator_launch(
+                start(
                     three(*grid, *(1,) * (3 - len(grid))),
                     three(*block, *(1,) * (3 - len(block))),
                     ctypes.c_ulong(shared_bytes),
