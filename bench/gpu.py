@@ -58,9 +58,10 @@ from hybridmf.gpu.sparse_syrk import sparse_syrk
 from hybridmf.gpu.topk import PackedItems, top_k_on_device
 from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan import fused as plan_fused
+from hybridmf.plan.als_gpu import GPU_SEGMENT
 from hybridmf.plan.fused import table_width
 from hybridmf.plan.make import make_plan
-from hybridmf.plan.types import GPU_SEGMENT, Plan, Settings
+from hybridmf.plan.types import Plan, Settings
 
 OBJECTIVES = {
     "explicit": Objective.explicit(0.05, "count", False),

@@ -432,7 +432,7 @@ def fit(
         chunks = _chunks(client, addresses, ratings, user, item, value)
         labels = _labels(client, addresses, chunks)
     options = {"checkpoint": checkpoint, "resume_from": resume_from, "unknown": unknown}
-    held_out = None if validation is None else client.scatter(validation, workers=[addresses[0]])
+    held_out = None if validation is None else client.scatter(validation, workers=[addresses[0]], hash=False)
     observers = {"validation": held_out, "callback": callback, "track_objective": track_objective}
     job = uuid.uuid4().hex
     with distributed.MultiLock([f"hybridmf {address}" for address in addresses], client=client):

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import scipy.sparse as sp
 
+# read when libgomp is loaded: threads that spin while they wait take the cores from the other processes of a run
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 pytest.register_assert_rewrite("support")
 
 from hybridmf.core.cache import CACHE_DIR
@@ -39,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="hybridmf-tests-")
     os.environ["HYBRIDMF_CACHE_DIR"] = folder
     if not hasattr(config, "workerinput"):  # workers of pytest-xdist share what they compile
-        os.environ["HYBRIDMF_EMULATOR_DIR"] = folder
+        os.environ.setdefault("HYBRIDMF_EMULATOR_DIR", folder)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 

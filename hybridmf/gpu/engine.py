@@ -8,6 +8,7 @@ import scipy.sparse as sp
 from ..core.objective import Factors, Objective, Side, State
 from ..device.cuda import Array, Device
 from ..plan import fused
+from ..plan.als import for_fold_in
 from ..plan.types import Plan
 from . import factors as tables
 from . import topk
@@ -56,11 +57,11 @@ class GpuEngine:
         gram: tuple[tables.DeviceFactors, Array | None],
     ) -> Factors:
         """Exact factors of new rows."""
-        half = HalfSweep(self.device, side, matrix, objective, self.plan.for_fold_in())
+        half = HalfSweep(self.device, side, matrix, objective, for_fold_in(self.plan))
         return half.solve(gram[0], mean, gram=gram[1]).on_host()
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         """The objective, losses and sums in float64."""
-        half = HalfSweep(self.device, "user", matrix, objective, self.plan.for_fold_in())
+        half = HalfSweep(self.device, "user", matrix, objective, for_fold_in(self.plan))
         item_degrees = np.bincount(matrix.indices, minlength=matrix.shape[1])
         return objective_value(half, self._table(state.user), self._table(state.item), state.mean, item_degrees)

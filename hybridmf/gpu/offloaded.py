@@ -30,7 +30,7 @@ from ..data.slabs import MemorySlabs, Slabs, slab_entries
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
 from ..plan.fused import table_width
-from ..plan.ranks import slots_at_once
+from ..plan.half_sweep import slots_at_once
 from ..plan.types import Plan
 from .assembly import RowKernels, Sums
 from .factors import Copiers, DeviceFactors, HostFactors, HostTables, gram_sum, padded_gram, weighted_gram

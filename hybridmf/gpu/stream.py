@@ -30,7 +30,7 @@ from ..data.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries
 from ..data.store import StoreMatrix
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
-from ..plan.make import STREAM_BUFFERS
+from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.types import Plan
 from .assembly import RowKernels
 from .factors import DeviceFactors, GpuFactors, weighted_gram
@@ -226,7 +226,7 @@ class Pipeline(Loader):
     """
 
     def __init__(
-        self, device: Device, capacity: int, dtype: Any, buffers: int = STREAM_BUFFERS, copier: Copier | None = None
+        self, device: Device, capacity: int, dtype: Any, buffers: int = SLAB_BUFFERS, copier: Copier | None = None
     ) -> None:
         self.capacity, self.dtype = max(1, capacity), dtype
         super().__init__(device, self._vectors(), buffers, copier)

@@ -25,7 +25,7 @@ from ..gpu.half import HalfSweep, range_of_roots, row_segments, segment_losses
 from ..gpu.rows import add_pieces
 from ..gpu.stream import Pipeline, StreamedHalf, Work
 from ..plan.fused import BLOCK
-from ..plan.ranks import PIECES
+from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
 from .batches import Ranges, batch_entries
 from .group import open_rank

@@ -42,15 +42,11 @@ from ..gpu import sgd as gpu_sgd
 from ..gpu.factors import DeviceFactors, to_device
 from ..gpu.sgd import Msgd, Rows, TrainingLoss
 from ..plan.partition import even_bounds
-from ..plan.sgd import RISE, SgdMethod, diverged, stored_width, terms_at
+from ..plan.sgd import LONG_ROW, RISE, SgdMethod, diverged, stored_width, terms_at
 from ..plan.types import BATCH_FLOPS, Plan
 from .group import RankGroup, open_rank
 from .joined import JoinedFactors
 from .transport.communicator import Array, Communicator, LocalCommunicator, check_agreement
-
-LONG_ROW = 32768
-"""Entries of a row in all blocks from which it has blocks of GPUs to itself. An epoch of Netflix's shape, f = 128, took
-10.9 ms on two H200s, 11.0 with 16,384 and 11.7 with 8,192."""
 
 SHORTEST_LONG_ROW = 1024
 """A row as short as this never has a block of a GPU to itself: preparing one takes as long as walking the row."""
@@ -247,7 +243,7 @@ def long_row_of(ranks: int) -> int:
 
     In a block the longest row has a ranks-th of its entries: what ends beside it is shorter in proportion.
     """
-    return gpu_sgd.LONG_ROW if ranks == 1 else max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW // ranks)
+    return max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW // ranks)
 
 
 class GpuBackend:

@@ -23,7 +23,8 @@ from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..data.slabs import ColumnSlabs, RangeSlabs, magnitudes, slab_bounds, slab_entries
 from ..errors import CommunicatorError, RatingsError
 from ..plan.grid import Layout
-from ..plan.ranks import SLAB_BUFFERS, ScalePlan, check_rank
+from ..plan.half_sweep import SLAB_BUFFERS
+from ..plan.ranks import ScalePlan, check_rank
 from ..plan.solver import Alternating
 from ..plan.types import Plan
 from .batches import Ranges, batch_entries, batch_rows, bounded_batches, even_batches

@@ -660,6 +660,7 @@ def test_plans_say_what_does_not_repeat(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- real data
 
 
+@pytest.mark.exhaustive
 @pytest.mark.realdata
 def test_movielens(data_dir, monkeypatch):
     """Every schedule reaches a test RMSE of 0.87 with default settings; races cost less than 1 %."""

@@ -37,6 +37,7 @@ from support.half_sweeps import (
     relative_error,
     row_errors,
 )
+from support.marks import exhaustive, mostly_exhaustive
 from support.ratings import planted, rows_of
 
 ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
@@ -100,13 +101,16 @@ def check_half_sweep(device, assembly, rank, dtype, name, matrix, **changes):
     return solved
 
 
-@pytest.mark.parametrize(("assembly", "rank", "dtype", "name"), CASES)
+@pytest.mark.parametrize(
+    ("assembly", "rank", "dtype", "name"), mostly_exhaustive(CASES, [case for case in CASES if case[1] in (6, 7, 31)])
+)
 def test_half_sweep_is_the_references(device, assembly, rank, dtype, name):
     check_half_sweep(device, assembly, rank, dtype, name, rows_of(LENGTHS, 60), segment=SEGMENT, batch_slots=3)
 
 
 @pytest.mark.parametrize(
-    ("rank", "name"), [(1, "explicit"), (31, "implicit-count"), (32, "explicit"), (65, "implicit")]
+    ("rank", "name"),
+    [exhaustive(1, "explicit"), exhaustive(31, "implicit-count"), (32, "explicit"), (65, "implicit")],
 )
 def test_rows_that_are_not_cut(device, rank, name):
     """By the fused kernels; beyond rank 64 two warps share a system."""

@@ -14,12 +14,14 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.gpu import cholesky_any
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig
 from hybridmf.gpu.launch import source_text
+from support.marks import exhaustive, mostly_exhaustive
 
 FLOATS = (np.float32, np.float64)
 
 # (rank, dtype): a warp a system up to 32, then one panel, several panels, ranks that no vector width divides
 SHAPES = [(1, np.float32), (7, np.float32), (32, np.float32), (33, np.float32), (65, np.float32), (100, np.float32)]
 SHAPES += [(8, np.float64), (31, np.float64), (33, np.float64), (64, np.float64), (65, np.float64)]
+USUAL_SHAPES = [(7, np.float32), (33, np.float32), (31, np.float64), (65, np.float64)]
 
 # Beyond what the emulator does in a moment; the launches a GPU makes of them are the production path.
 LARGE = [(rank, dtype) for dtype in FLOATS for rank in (63, 127, 128, 129, 192, 200, 256, 257, 320, 512, 1000, 2048)]
@@ -93,7 +95,7 @@ def test_scaled_residual_sees_a_wrong_element() -> None:
 # ---------------------------------------------------------------------------------------------------- Cholesky
 
 
-@pytest.mark.parametrize(("rank", "dtype"), SHAPES)
+@pytest.mark.parametrize(("rank", "dtype"), mostly_exhaustive(SHAPES, USUAL_SHAPES))
 def test_solutions(device: Any, rank: int, dtype: Any) -> None:
     matrices, rhs = systems(5, rank, dtype)
     solutions, status = solve(device, matrices, rhs)
@@ -115,7 +117,10 @@ def test_solutions_of_large_systems(device: Any, rank: int, dtype: Any) -> None:
     assert np.array_equal(solutions, again)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_exhaustive(CONFIGS, ("matrix, odd rank", "matrix, float64", "resident, wide panels", "resident, tiny")),
+)
 def test_every_way_to_hold_the_factor(device: Any, name: str) -> None:
     config = CONFIGS[name]
     matrices, rhs = systems(3, config.rank, np.dtype(f"f{config.itemsize}"))
@@ -222,7 +227,9 @@ def test_where_systems_are_and_where_solutions_go(device: Any, rank: int, dtype:
 # ---------------------------------------------------------------------------------------------------- completion
 
 
-@pytest.mark.parametrize(("rank", "dtype"), [(1, np.float32), (7, np.float64), (32, np.float32), (65, np.float32)])
+@pytest.mark.parametrize(
+    ("rank", "dtype"), [exhaustive(1, np.float32), (7, np.float64), exhaustive(32, np.float32), (65, np.float32)]
+)
 @pytest.mark.parametrize("has_gram", [False, True])
 def test_complete(device: Any, rank: int, dtype: Any, has_gram: bool) -> None:
     rng = np.random.default_rng(rank)
@@ -291,7 +298,7 @@ def gentle(n: int, rank: int, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.nd
     return matrices, rhs, np.random.default_rng(3).normal(size=rhs.shape).astype(dtype)
 
 
-@pytest.mark.parametrize(("rank", "dtype"), CG_SHAPES)
+@pytest.mark.parametrize(("rank", "dtype"), mostly_exhaustive(CG_SHAPES, CG_SHAPES[1::3]))
 def test_cg_takes_the_textbook_steps(device: Any, rank: int, dtype: Any) -> None:
     matrices, rhs, start = gentle(3, rank, dtype)
     for steps in (0, 1, 3):

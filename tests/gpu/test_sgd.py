@@ -31,6 +31,7 @@ from hybridmf.plan.types import Settings
 from support import emulated
 from support.devices import on_a_gpu
 from support.emulated import EmulatedDevice
+from support.marks import exhaustive
 from support.ratings import planted, rows_of
 from support.sgd_states import arrays, relative_error
 
@@ -125,7 +126,7 @@ def test_rows_walk_their_entries(device, kernel, dtype, biases):
 
 
 @pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
-@pytest.mark.parametrize("rank", [1, 33, 100])
+@pytest.mark.parametrize("rank", [1, 33, exhaustive(100)])
 def test_every_width(device, kernel, rank):
     check_walk(device, kernel, rank, lengths=(0, 1, 17, 33, 9))
 
@@ -142,11 +143,11 @@ def test_every_width_on_a_gpu(device, kernel, rank, dtype, biases):
 @pytest.mark.parametrize(
     ("chunk", "helpers", "slots", "dtype"),
     [
-        (16, 2, 5, np.float32), (16, 1, 4, np.float64), (16, 7, 10, np.float32),
-        (8, 3, 6, np.float32), (8, 2, 5, np.float64), (4, 3, 6, np.float32), (4, 1, 4, np.float64),
+        exhaustive(16, 2, 5, np.float32), (16, 1, 4, np.float64), (16, 7, 10, np.float32),
+        (8, 3, 6, np.float32), exhaustive(8, 2, 5, np.float64), exhaustive(4, 3, 6, np.float32), (4, 1, 4, np.float64),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("biases", [exhaustive(False), True])
 def test_chunks_helpers_and_slots(device, chunk, helpers, slots, dtype, biases):
     """Down to the fewest slots with which walker and helpers do not wait for each other."""
     config = BlockedConfig(stored_width(20, dtype), np.dtype(dtype).itemsize, chunk, helpers, slots)

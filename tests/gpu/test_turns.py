@@ -13,6 +13,7 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
+from hybridmf.core import system
 from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.core.validate import as_csr
 from hybridmf.data.slabs import MemorySlabs, slab_bounds
@@ -23,7 +24,6 @@ from hybridmf.gpu.factors import Copiers, HostFactors, HostTables, range_on_host
 from hybridmf.gpu.offloaded import Drain, HostHalf, part_bounds
 from hybridmf.gpu.rows import row_range
 from hybridmf.model.engine import engine_for
-from hybridmf.plan import make as _plan
 from hybridmf.plan.cost import cost_of
 from hybridmf.plan.machine import Machine
 from hybridmf.plan.make import check_memory
@@ -132,7 +132,7 @@ def test_an_interrupted_balance_changes_neither_side(gpu, monkeypatch):
 @pytest.mark.parametrize("source", ["ratings", "host", "disk"])
 def test_a_fit_under_a_limit_has_the_same_bits(source, gpu, store, monkeypatch):
     if source == "disk":
-        monkeypatch.setattr(_plan, "available_memory", lambda: 10_000)
+        monkeypatch.setattr(system, "available_memory", lambda: 10_000)
     model = fitted("implicit", MATRIX if source == "ratings" else store, gpu_memory_limit=HOST_LIMIT)
     plan = model.plan_
     assert plan.factors_on_host and (plan.streamed, plan.resident) == ("disk" if source == "disk" else "host", False)
@@ -184,7 +184,7 @@ def test_more_parts_than_the_kernels_add_at_a_time(device, monkeypatch):
 
     problem = Problem(rows_of(LENGTHS, 60), OBJECTIVES["implicit"])
     one = solved_in_turns(problem, device, 5, 1)
-    monkeypatch.setattr(importlib.import_module("hybridmf.plan.ranks"), "CHUNK_BYTES", 3000)  # two systems
+    monkeypatch.setattr(importlib.import_module("hybridmf.plan.half_sweep"), "CHUNK_BYTES", 3000)  # two systems
     other = solved_in_turns(problem, device, 5, 1)
     np.testing.assert_array_equal(one.matrix, other.matrix)
 
@@ -286,7 +286,7 @@ def test_a_system_that_cannot_be_solved_is_named_by_its_row(gpu):
 
 
 def test_an_altered_slab_leaves_the_half_sweep_before_it(gpu, store, monkeypatch):
-    monkeypatch.setattr(_plan, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(system, "available_memory", lambda: 10_000)
     path = store.path / "user-000003.values.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -469,7 +469,7 @@ def test_what_keeps_all_on_the_gpu_is_named():
 
 def test_a_host_without_room_is_named(monkeypatch):
     plan = plan_of(200_000_000)
-    monkeypatch.setattr(_plan, "available_memory", lambda: plan.host_bytes - 1)
+    monkeypatch.setattr(system, "available_memory", lambda: plan.host_bytes - 1)
     with pytest.raises(MemoryBudgetError, match=r"in the memory of the host they need about 243\.1 MiB"):
         check_memory(plan)
 

@@ -39,6 +39,7 @@ def test_movielens_100k(data_dir):
         assert -model.score(test) <= 0.93
 
 
+@pytest.mark.exhaustive
 def test_lastfm_ndcg_is_no_worse_than_implicits(data_dir):
     """The same split, confidence (1 + alpha r on log play counts), rank, lambda and iterations for both."""
     implicit = pytest.importorskip("implicit")

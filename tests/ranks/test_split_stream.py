@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.core import reference
+from hybridmf.core import reference, system
 from hybridmf.core.objective import SIDES, Factors, Side
 from hybridmf.data.slabs import ColumnSlabs, slab_bounds, slab_entries
 from hybridmf.data.store import StoreMatrix
@@ -28,22 +28,13 @@ from hybridmf.errors import (
 )
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
-from hybridmf.plan import make as _plan
-from hybridmf.plan import types
+from hybridmf.plan.als_gpu import slot_bytes
 from hybridmf.plan.grid import Grid, Layout
+from hybridmf.plan.half_sweep import PIECES, SLAB_BUFFERS, HalfPlan, Problem, priced
+from hybridmf.plan.machine import H200
 from hybridmf.plan.make import check_memory
-from hybridmf.plan.ranks import (
-    H200,
-    PIECES,
-    SLAB_BUFFERS,
-    HalfPlan,
-    Problem,
-    ScalePlan,
-    check_rank,
-    judged,
-    plan_scale,
-    plan_streamed_ranks,
-)
+from hybridmf.plan.partitions import plan_scale, plan_streamed_ranks
+from hybridmf.plan.ranks import ScalePlan, check_rank
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, multi_als
 from hybridmf.ranks.batches import batch_entries, bounded_batches, even_batches
@@ -76,7 +67,7 @@ def partition(
     longest = (int(np.diff(matrix.indptr).max()), int(np.diff(matrix.tocsc().indptr).max()))
     problem, size = Problem(matrix.shape, matrix.nnz, 7, longest=longest), grids["user"].size
     halves = {
-        side: judged(
+        side: priced(
             problem,
             HalfPlan(side, grids[side].splits, batches, size, loads=SLAB_BUFFERS, resident=True),
             place,
@@ -471,7 +462,7 @@ def test_a_fit_splits_what_has_no_room_on_one_gpu(gpus: Machine, tmp_path: Any) 
     assert plan.scale is not None and plan.streamed == "host" and not plan.offloaded
     assert plan.grids == {"user": Grid(1, 2), "item": Grid(2, 1)}
     assert plan.total_bytes == plan.scale.bytes_per_gpu <= LIMIT
-    sums = plan.batch_slots * types._slot_bytes(plan)
+    sums = plan.batch_slots * slot_bytes(plan)
     for half in plan.scale.halves.values():  # of either side, beside all else that it needs
         assert sum(half.bytes.values()) - half.bytes["systems"] + sums <= LIMIT
     text = str(plan)
@@ -510,7 +501,7 @@ def test_ranks_that_share_rows_need_room_for_copies(
     free: int, factors_on: str, gpus: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What each loads of ratings in memory is cut out of them: of one orientation here."""
-    monkeypatch.setattr(_plan, "available_memory", lambda: free)
+    monkeypatch.setattr(system, "available_memory", lambda: free)
     plan = hmf.plan(MANY_USERS, MODELS["explicit"](device=gpus(2), gpu_memory_limit=LIMIT))
     assert plan.factors_on == factors_on
 
@@ -561,7 +552,7 @@ def test_a_fit_splits_a_store(free: int, gpus: Machine, tmp_path: Any, monkeypat
     options: dict[str, Any] = {"factors": 7, "iterations": 1, "random_state": 0, "device": gpus(2)}
     options["gpu_memory_limit"] = LIMIT
     expected = hmf.ExplicitALS(biases=False, **options).fit(MANY_USERS, callback=lambda model, record: None)
-    monkeypatch.setattr(_plan, "available_memory", lambda: free)
+    monkeypatch.setattr(system, "available_memory", lambda: free)
     monkeypatch.setattr(StoreMatrix, "load", None)
     model = hmf.ExplicitALS(biases=False, **options).fit(
         store, callback=lambda model, record: None, checkpoint=tmp_path / "c"
@@ -605,7 +596,7 @@ def test_ranks_of_processes_stream_their_entries(
         matrix, wide = sp.csr_array(MANY_USERS.T), "user"
     store = hmf.convert(matrix, tmp_path / "store", slab_bytes=2000)
     if share != "entries":
-        monkeypatch.setattr(_plan, "available_memory", lambda: 40_000)
+        monkeypatch.setattr(system, "available_memory", lambda: 40_000)
 
     def run(communicator: Any) -> Any:
         model = hmf.ExplicitALS(
@@ -621,7 +612,7 @@ def test_ranks_of_processes_stream_their_entries(
     model = run_ranks(2, run, timeout=60)[0]
     assert model.plan_.streamed == ("host" if share == "entries" else "disk")
     assert model.plan_.grids[wide] == Grid(2, 1) and no_loaders()
-    monkeypatch.setattr(_plan, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(system, "available_memory", lambda: 10**9)
     alone = hmf.ExplicitALS(biases=False, factors=7, iterations=1, random_state=0, device="cuda")
     alone.fit(matrix, callback=lambda model, record: None)
     np.testing.assert_allclose(model.user_factors_, alone.user_factors_, atol=2e-3)
@@ -636,7 +627,7 @@ def test_ranks_of_processes_stream_their_entries(
 def test_memory_of_a_split_half_sweep_by_hand() -> None:
     problem = Problem((1000, 600), 40_000, 10, sums=440)
     half = HalfPlan("user", 4, 8, 8, loads=SLAB_BUFFERS, resident=True)
-    sizes = judged(problem, half, "host", "device").bytes
+    sizes = priced(problem, half, "host", "device").bytes
     row = 12 * 4
     assert half.grid == Grid(4, 2) and half.fixed == "split"
     assert sizes["fixed side"] == 150 * row and sizes["solutions"] == 125 * row and sizes["factors"] == 200 * row
@@ -645,13 +636,13 @@ def test_memory_of_a_split_half_sweep_by_hand() -> None:
     assert sizes["rows"] == 200 * 20 + 500 * 36
     # sums of all rows, wherever they could be solved on chip if the fixed side were there as a whole
     on_chip = replace(problem, on_chip=True)
-    assert judged(on_chip, half, "host", "device").bytes["systems"] == 125 * 440
-    whole = judged(on_chip, HalfPlan("user", 1, 8, 8, loads=3, resident=True), "host", "device")
+    assert priced(on_chip, half, "host", "device").bytes["systems"] == 125 * 440
+    whole = priced(on_chip, HalfPlan("user", 1, 8, 8, loads=3, resident=True), "host", "device")
     assert whole.bytes["systems"] == 440
     # a batch of one row of each GPU, twice in pieces, and as they are added up
-    assert judged(problem, replace(half, batches=1000), "host", "device").bytes["systems"] == 2 * (3 * 4 + 1) * 440
+    assert priced(problem, replace(half, batches=1000), "host", "device").bytes["systems"] == 2 * (3 * 4 + 1) * 440
     # two parts of four on one GPU are one, with the entries of both
-    two = judged(problem, replace(half, gpus=2), "host", "device")
+    two = priced(problem, replace(half, gpus=2), "host", "device")
     assert two.grid == Grid(2, 1) and two.bytes["ratings"] == 3 * 40_000 // 8 // 2 * 8
 
 
@@ -688,7 +679,7 @@ def test_a_rank_is_checked_by_its_own_grid() -> None:
         half = HalfPlan("user", parts_of, 2, 2, loads=SLAB_BUFFERS, splits=splits, resident=True)
         halves: dict[Side, HalfPlan] = {side: replace(half, side=side) for side in SIDES}
         plan = ScalePlan(Problem(shape, 10**7, 64), H200, 2, 10**8, "host", "device", halves)
-        plan = replace(plan, halves={side: judged(plan.problem, halves[side], "host", "device") for side in SIDES})
+        plan = replace(plan, halves={side: priced(plan.problem, halves[side], "host", "device") for side in SIDES})
         with pytest.raises(DeviceMemoryError, match=r"rank 1 needs about .*fixed side 0.0 MiB") as raised:
             check_rank(plan, layout, 1, 10**6)
         messages.append(str(raised.value).partition("the plan's")[0])

@@ -48,9 +48,10 @@ def compiler() -> str | None:
 
 @functools.cache
 def _folder() -> Path:
-    """Where compiled kernels are, for all processes of a run of the tests."""
+    """Where compiled kernels are, for all processes of a run of the tests, or of several runs."""
     shared = os.environ.get("HYBRIDMF_EMULATOR_DIR")
     if shared:
+        Path(shared).mkdir(parents=True, exist_ok=True)
         return Path(shared)
     folder = Path(tempfile.mkdtemp(prefix="hybridmf-emulator-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

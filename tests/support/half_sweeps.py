@@ -11,7 +11,8 @@ from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
 from hybridmf.gpu.factors import to_device
 from hybridmf.gpu.half import HalfSweep
-from hybridmf.plan.make import gpu_plan, make_plan
+from hybridmf.plan.als_gpu import gpu_plan
+from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Settings
 from support.ratings import planted
 

@@ -10,8 +10,11 @@ import numpy as np
 from hybridmf.core.objective import SIDES
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
-from hybridmf.plan.make import host_problem, make_plan
-from hybridmf.plan.ranks import H200, HalfPlan, ScalePlan, judged
+from hybridmf.plan.als_gpu import host_problem
+from hybridmf.plan.half_sweep import HalfPlan, priced
+from hybridmf.plan.machine import H200
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.ranks import ScalePlan
 from hybridmf.plan.types import Plan
 from support.half_sweeps import FITS
 from support.ratings import planted
@@ -39,7 +42,7 @@ def partitioned(plan: Plan, parts: dict[str, int], batches: dict[str, int], buff
     """The plan with factors on the host, in so many parts and row parts."""
     problem, gpus = host_problem(plan), max(1, len(plan.devices))
     halves = {
-        side: judged(problem, HalfPlan(side, parts[side], batches[side], gpus, buffers, 3, 1), "host", "host")
+        side: priced(problem, HalfPlan(side, parts[side], batches[side], gpus, buffers, 3, 1), "host", "host")
         for side in SIDES
     }
     scale = ScalePlan(problem, H200, gpus, 1 << 30, "host", "host", halves)

@@ -41,7 +41,6 @@ Facts = dict[str, Any]
 Build = tuple[str, str, dict[str, Any]]
 """(file, kernel, constants)"""
 
-
 LEAST_THREADS = 256
 LEAST_REUSE = 0.5
 BUSY_THREADS = 512
