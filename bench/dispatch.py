@@ -21,7 +21,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 from unittest import mock
 
@@ -238,7 +238,7 @@ def cost(line: dict[str, Any], machine: Machine, spec: DeviceSpec | None) -> _co
     with mock.patch.object(importlib.import_module("hybridmf.plan.dispatch"), "find_gpu", return_value=found):
         plan = hmf.plan(shape=(line["n_users"], line["n_items"]), nnz=line["nnz"], model=model)
     facts = types.Facts(**line["facts"])
-    return _cost.cost_of(replace(plan, facts=facts), machine, _cost.Warmth(started=True, compiled=True, loaded=True))
+    return _cost.cost_of(plan.changed(facts=facts), machine, _cost.Warmth(started=True, compiled=True, loaded=True))
 
 
 def machine_of(line: dict[str, Any]) -> Machine:

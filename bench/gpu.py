@@ -487,7 +487,7 @@ class Sweeps:
         """The same ratings and factors with another solver or precision, for which nothing is uploaded."""
         halves = {side: copy.copy(half) for side, half in self.halves.items()}
         for half in halves.values():
-            half.plan = replace(half.plan, **changes)
+            half.plan = half.plan.changed(**changes)
         return replace(self, halves=halves, factors=dict(self.factors))
 
     def solve(self, side: Side) -> None:

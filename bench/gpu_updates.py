@@ -69,7 +69,7 @@ def make_solver(model: hmf.SGD | hmf.CCD, data: Data) -> Solver:
     objective: Objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
     state = model._initial_state(data.user, data.item, plan, objective)
-    return model._solver(plan, data.user, data.item, state, 0)
+    return model._solver(plan, objective, data.user, data.item, state, 0)
 
 
 def iterate(solver: Solver) -> None:

@@ -38,7 +38,8 @@ from hybridmf.device.cuda import device_count
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.plan.make import make_plan
-from hybridmf.ranks.mcumsgd import ORDERS, Bounds, MultiSGD, long_row_of
+from hybridmf.plan.sgd import ORDERS
+from hybridmf.ranks.mcumsgd import Bounds, MultiSGD, long_row_of
 
 SAMPLE = 1 << 20
 """Entries whose errors give the RMSE."""
@@ -112,14 +113,15 @@ class Start:
 
     def solver(self, devices: Any, variant: Variant) -> Any:
         """The solver of a fit, before its first epoch."""
-        model, data = hmf.SGD(factors=self.factors, device=devices, random_state=0), self.data
+        order = variant.order
+        model, data = hmf.SGD(factors=self.factors, order=order, device=devices, random_state=0), self.data
         objective = model._objective()
         plan = make_plan(objective, model._settings(), data.user.shape, data.user.nnz)
         if isinstance(devices, list):
-            plan = model._standardized(plan, data.user)
-            options = {"order": variant.order, "long_row": variant.long_row, "beside": variant.beside}
+            plan = model._standardized(plan, objective, data.user)
+            options = {"long_row": variant.long_row, "beside": variant.beside}
             return MultiSGD(data.user, data.item, objective, plan, self.state, 0, **options)
-        solver = model._solver(plan, data.user, data.item, self.state, 0)
+        solver = model._solver(plan, objective, data.user, data.item, self.state, 0)
         solver.epochs.beside = variant.beside
         return solver
 

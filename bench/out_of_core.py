@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,8 @@ def plans(model: Any, store: StoreMatrix) -> dict[str, Plan]:
     disk = make_plan(objective, settings, store.shape, store.nnz, slab=store.largest_slab)
     if memory.gpu is None:
         return {"memory": memory, "disk": disk}
-    streamed = replace(disk, streamed="disk", resident=False, slab=store.largest_slab)
-    host = replace(memory, streamed="host", slab=_plan.STREAM_SLAB)
+    streamed = disk.changed(streamed="disk", resident=False, slab=store.largest_slab)
+    host = memory.changed(streamed="host", slab=_plan.STREAM_SLAB)
     return {"memory": memory, "host": host, "disk": streamed}
 
 
@@ -95,7 +94,7 @@ def solvers(
         data = (store, store.transposed()) if name == "disk" else (matrix, transposed)
         state = model._initial_state(*data, plan, model._objective())
         started = time.perf_counter()
-        found[name] = model._solver(plan, *data, state, 0)
+        found[name] = model._solver(plan, model._objective(), *data, state, 0)
         seconds[name] = time.perf_counter() - started
     return found, seconds
 
@@ -198,7 +197,11 @@ def disk_plan(model: Any, matrix: Any, limit: int, folder: str) -> Plan:
 def run_enforced(model: Any, arguments: tuple[Any, ...], plan: Plan, limit: int) -> None:
     """One iteration in which no allocation may pass the limit."""
     with environment(MEMORY_LIMIT, str(limit)):
-        iterate(model._solver(plan, *arguments, model._initial_state(*arguments, plan, model._objective()), 0))
+        iterate(
+            model._solver(
+                plan, model._objective(), *arguments, model._initial_state(*arguments, plan, model._objective()), 0
+            )
+        )
 
 
 @contextmanager
@@ -247,7 +250,7 @@ def measure_factors(feedback: str, factors: int, shape: str, folder: str, repeat
     chosen = {"memory": memory} | {name: limited_plan(model, matrix, limit) for name, limit in limits.items()}
     chosen["factors-on-disk"] = disk_plan(model, matrix, limits["factors-on-disk"], folder)
     for name, limit in limits.items():
-        turns = [half.turns for half in chosen[name].scale.halves.values()] if chosen[name].factors_away else []
+        turns = [half.turns for half in chosen[name].scale.halves.values()] if chosen[name].offloaded else []
         if not turns or (max(turns) > 1) != (name == "turns"):
             raise click.ClickException(f"{name}: {limit} bytes have another plan:\n{chosen[name]}")
         run_enforced(model, arguments, chosen[name], limit)
@@ -255,7 +258,9 @@ def measure_factors(feedback: str, factors: int, shape: str, folder: str, repeat
     base = 0.0
     for name, plan in chosen.items():  # one after the other: memory of the host is page-locked for one of them
         started = time.perf_counter()
-        solver = model._solver(plan, *arguments, model._initial_state(*arguments, plan, model._objective()), 0)
+        solver = model._solver(
+            plan, model._objective(), *arguments, model._initial_state(*arguments, plan, model._objective()), 0
+        )
         set_up = time.perf_counter() - started
         iterate(solver)
         found = solver.state.on_host(), solver.objective_value()

@@ -185,7 +185,7 @@ def half_sweep(bench: Bench, matrix: Any, factors: int, tile: tuple[int, int] | 
     """The users' half sweep from fixed random factors, as a function; returns what it solved."""
     plan = cpu_plan(bench, matrix.shape, matrix.nnz, factors, **options)
     if tile is not None:
-        plan = replace(plan, tile_rows=tile[0], tile_cols=tile[1])
+        plan = plan.changed(tile_rows=tile[0], tile_cols=tile[1])
     half = HalfSweep("user", matrix, OBJECTIVE, plan)
     fixed = Factors(random_factors(matrix.shape[1], factors))
     return lambda: half.solve(fixed, 0.0).matrix

@@ -138,21 +138,19 @@ def show(method: str, found: Line) -> None:
 # ------------------------------------------------------------------------------------------ figs. 7 and 8
 
 SWITCHES = {
-    "registers, read-only": (True, True),
-    "registers": (True, False),
-    "read-only": (False, True),
-    "neither": (False, False),
+    "registers, read-only": "mo_als",
+    "registers": "mo_als_uncached",
+    "read-only": "mo_als_global",
+    "neither": "mo_als_plain",
 }
-"""Name to (registers, read_only) of `assemblies.mo_als`."""
+"""Name to assembly."""
 
 
 @dataclass
 class Assembly:
-    """The assembly of MO-ALS with its switches set, and how long it takes."""
+    """How long the assemblies of MO-ALS take."""
 
     device: Any
-    registers: bool = True
-    read_only: bool = True
     marks: list[tuple[Any, Any]] = field(default_factory=list)
 
     @contextmanager
@@ -160,9 +158,9 @@ class Assembly:
         """Fits call this one meanwhile."""
         original: Callable[..., None] = assemblies.mo_als
 
-        def mo_als(*arguments: Any) -> None:
+        def mo_als(*arguments: Any, **switches: Any) -> None:
             start = mark(self.device)
-            original(*arguments, registers=self.registers, read_only=self.read_only)
+            original(*arguments, **switches)
             self.marks.append((start, mark(self.device)))
 
         assemblies.mo_als = mo_als  # type: ignore[assignment]
@@ -189,23 +187,21 @@ def run_switches(recorder: Recorder, device: Any, data: Split, profile: Profile,
     if device is None:
         return
     reference: list[float] = []
-    for name, (registers, read_only) in SWITCHES.items():
+    for name, chosen in SWITCHES.items():
         if recorder.has_time(f"switches, {data.name}, {name}"):
             with recorder.case(f"switches, {data.name}, {name}"):
-                line = measure_switch(device, data, profile, registers, read_only, reference)
+                line = measure_switch(device, data, profile, chosen, reference)
                 recorder.note("switches", data.line | {"factors": profile.factors, "variant": name} | line)
                 click.echo(f"{name:42s} {usual(line['seconds']):9.4f} s / iteration, sums {line['assembly_ms']:.1f} ms")
             release(device)
 
 
-def measure_switch(
-    device: Any, data: Split, profile: Profile, registers: bool, read_only: bool, reference: list[float]
-) -> Line:
+def measure_switch(device: Any, data: Split, profile: Profile, chosen: str, reference: list[float]) -> Line:
     """Seconds and error of iterations of one combination; `reference` is the error after each of the first one's."""
     model = hmf.ExplicitALS(
-        profile.factors, biases=False, regularization=LAMBDA, device="cuda", assembly="mo_als", random_state=0
+        profile.factors, biases=False, regularization=LAMBDA, device="cuda", assembly=chosen, random_state=0
     )
-    assembly = Assembly(device, registers, read_only)
+    assembly = Assembly(device)
     with assembly.used():
         iterate(make_solver(model, data))  # compiles
         solver: Any = make_solver(model, data)
@@ -222,8 +218,7 @@ def measure_switch(
         reference.extend(errors)
     if not np.allclose(errors, reference[: len(errors)], rtol=1e-3):
         raise RuntimeError(f"test RMSE {errors} where the first combination has {reference[: len(errors)]}")
-    return {"seconds": seconds, "rmse": errors, "assembly_ms": float(np.median(sums)), "registers": registers,
-            "read_only": read_only}  # fmt: skip
+    return {"seconds": seconds, "rmse": errors, "assembly_ms": float(np.median(sums)), "assembly": chosen}
 
 
 # ------------------------------------------------------------------------------------------ table 3

@@ -77,7 +77,7 @@ def make_solver(model: Any, data: Split) -> Solver:
     objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
     state = model._initial_state(data.user, data.item, plan, objective)
-    solver: Solver = model._solver(plan, data.user, data.item, state, 0)
+    solver: Solver = model._solver(plan, objective, data.user, data.item, state, 0)
     return solver
 
 

@@ -66,7 +66,7 @@ class Ours:
         self.plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
         columns = transpose(matrix, num_threads=self.plan.num_threads)
         state = model._initial_state(matrix, columns, self.plan, model._objective())
-        self.solver = model._solver(self.plan, matrix, columns, state, 0)
+        self.solver = model._solver(self.plan, model._objective(), matrix, columns, state, 0)
 
     def step(self) -> None:
         """One full iteration."""

@@ -1,7 +1,7 @@
 """The documentation site, by Sphinx: ``sphinx-build -c docs . build/site`` in the root of the repository.
 
-The source folder is the root, so that one relative link, such as ../README.md, holds in the checkout, on code hosts and
-on the site. Pages are Markdown; the reference comes from the docstrings.
+The source folder is the root of the repository, so that a relative link such as ../README.md works in the checkout, on
+code hosts and on the site. Pages are Markdown; the reference is generated from the docstrings.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ project = "hybridmf"
 author = "The hybridmf developers"
 version = release = hmf.__version__
 root_doc = "docs/index"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md", "docs/**.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md", "bench/AIMS.md", "docs/**.md"]
 exclude_patterns = ["build", "dist", ".venv*", "venv", ".git", ".*_cache", "**/node_modules"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc", "sphinx.ext.viewcode"]
+myst_enable_extensions = ["dollarmath"]  # $x$ and $$x$$, which code hosts render too
 myst_heading_anchors = 4  # the anchors that code hosts make, which links between pages use
 default_role = "code"  # `user_items` in a docstring names an argument
 numpydoc_show_class_members = False  # autodoc lists them
@@ -33,21 +34,23 @@ html_theme = "furo"
 html_title = f"hybridmf {version}"
 html_additional_pages = {"index": "to_docs.html"}
 templates_path = ["_templates"]
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 
 CHAPTERS: dict[str, tuple[str, ...]] = {
     "Start": ("quickstart", "choosing", "porting"),
     "User guide": ("data", "methods", "sgd", "evaluation", "compare", "dispatch", "gpu", "bals-format", "cli"),
-    "Scale": ("scale", "store", "checkpoints", "cluster"),
-    "Figures": ("performance", "systems", "evidence/index"),
+    "Scale": ("several-gpus", "store", "planner", "checkpoints", "cluster", "transports"),
+    "Measurements": ("performance", "systems", "evidence/index"),
     "Reference": ("api",),
-    "Project": ("../README", "../CONTRIBUTING", "architecture", "../CHANGELOG", "../bench/README"),
+    "Project": ("../README", "../CONTRIBUTING", "architecture", "../CHANGELOG", "../bench/README", "../bench/AIMS"),
 }
-"""The navigation. A page that is not there is left out, and one that no chapter names goes under "More"."""
+"""The navigation. A missing page is skipped; a page that no chapter lists appears under "More"."""
 
 
 def navigation(folder: Path) -> str:
-    """Tables of contents of the index page `folder`/index.md, of what exists: `CHAPTERS` in docs, else all pages."""
+    """Tables of contents for `folder`/index.md: the existing pages of `CHAPTERS` in docs, elsewhere all pages."""
     found = sorted(page.relative_to(folder).with_suffix("").as_posix() for page in folder.glob("*.md"))
     rest = [page for page in found if page not in ("index", *(name for names in CHAPTERS.values() for name in names))]
     if folder != ROOT / "docs":
@@ -63,13 +66,13 @@ def contents(caption: str, names: list[str]) -> str:
 
 
 def add_navigation(app: Any, name: str, source: list[str]) -> None:
-    """Index pages get the navigation here and not in their text, where code hosts would show it as code."""
+    """Append the navigation to index pages. In their text, code hosts would show it as code."""
     if Path(name).name == "index":
         source[0] += navigation((ROOT / name).parent)
 
 
 def is_inherited_plumbing(app: Any, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
-    """Whether a member is scikit-learn's, such as ``set_fit_request``: its own documentation has it."""
+    """Whether a member belongs to scikit-learn, such as ``set_fit_request``, which documents it."""
     ours = str(getattr(value, "__module__", "hybridmf")).startswith("hybridmf")
     return None if ours and not name.endswith("_request") else True
 

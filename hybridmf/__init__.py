@@ -3,55 +3,35 @@
 Alternating least squares for explicit and implicit feedback, stochastic gradient descent and CCD++ on multicore CPUs
 and GPUs, and what a recommender needs around them: ratings with labels, recommendations, fold-in, metrics, files, and
 comparisons of methods and devices.
+
+Public names are imported on first use (SPEC 1); ``__init__.pyi`` lists them.
 """
 
-from . import datasets, errors, formats, metrics
-from . import scale as scale
-from ._version import __version__
-from .als import ExplicitALS, ImplicitALS
-from .ccd import CCD
-from .compare import Comparison, compare
-from .data.convert import convert
-from .data.store import Store
-from .metrics import evaluate
-from .model.checkpoint import Checkpoint
-from .model.load import load
-from .plan.types import Plan
-from .ratings import Ratings, split
-from .sgd import SGD
-from .tools.config import config, show_config
-from .tools.preview import plan
+import sys
+from importlib import import_module
+from types import ModuleType
 
-__all__ = [
-    "CCD",
-    "SGD",
-    "Checkpoint",
-    "Comparison",
-    "ExplicitALS",
-    "ImplicitALS",
-    "Plan",
-    "Ratings",
-    "Store",
-    "__version__",
-    "compare",
-    "config",
-    "convert",
-    "datasets",
-    "errors",
-    "evaluate",
-    "formats",
-    "load",
-    "metrics",
-    "plan",
-    "show_config",
-    "split",
-]
+import lazy_loader
+
+from ._version import __version__ as __version__
+
+_public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
-    """``hybridmf.dask`` on first use: it imports Dask."""
-    if name == "dask":
-        import importlib
+    """A public name, or ``hybridmf.dask``, which needs Dask and so is not among them."""
+    return import_module("hybridmf.dask") if name == "dask" else _public(name)
 
-        return importlib.import_module("hybridmf.dask")
-    raise AttributeError(f"module 'hybridmf' has no attribute {name!r}")
+
+class _Package(ModuleType):
+    """Keeps `hybridmf.compare` and `hybridmf.plan` functions although modules have these names.
+
+    The import system binds a module to its package's attribute whenever some code imports it.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in ("compare", "plan") and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -42,7 +42,7 @@ class _ALS(FactorModel):
     def _initial_state(
         self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
     ) -> State:
-        if not plan.factors_away or plan.devices:
+        if not plan.offloaded or plan.devices:
             return super()._initial_state(matrix, item_users, plan, objective, scale)
         from .gpu.turns import first_state
 
@@ -52,8 +52,10 @@ class _ALS(FactorModel):
         square = self._first_length(objective, scale)
         return first_state(degrees, plan, matrix.dtype.type, objective, mean, rng, square)
 
-    def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
-        arguments = (user_items, item_users, self._objective(), plan, state)
+    def _solver(
+        self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
+    ) -> Solver:
+        arguments = (user_items, item_users, objective, plan, state)
         if plan.devices:
             from .ranks.multi_als import MultiALS
 
@@ -62,7 +64,7 @@ class _ALS(FactorModel):
             return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
         from .device.cuda import open_device
 
-        if plan.factors_away:
+        if plan.offloaded:
             from .gpu.turns import HostGpuALS
 
             return HostGpuALS(open_device(plan.device), *arguments)
@@ -105,10 +107,12 @@ class ImplicitALS(_ALS):
         Confidence of pairs without an entry, >= 0.
     cg_steps : int
         Steps of ``solver="cg"``.
-    assembly : {"auto", "simd", "rank1", "blas3", "bals", "fused", "sparse_syrk", "mo_als"}
+    assembly : {"auto", "simd", "rank1", "blas3", "bals", "fused", "sparse_syrk", "mo_als", ...}
         How normal equations are built. On the CPU: our vector kernels "simd", Gates fig. 5, Gates fig. 6 through BLAS,
         or BALS tiles. On a GPU: our kernels "fused", which also solve, Gates' sparse SYRK, MO-ALS, or BALS tiles.
-        "auto" takes ours where they serve.
+        "auto" takes ours where they serve. To compare with, a GPU also has "bals_local", BALS with its sums mapped to
+        threads as in the paper (in local memory), and MO-ALS with its sums in global memory ("mo_als_global"), past the
+        read-only path ("mo_als_uncached"), or both ("mo_als_plain").
     reorder : {"auto", "none", "rows", "columns", "both"} or bool
         Sort rows and columns by degree inside (BALS Alg. 3); factors come back in the order of the input.
     precision : {"float32", "bf16x3", "tf32", "bf16", "float16"}
@@ -196,7 +200,7 @@ class ImplicitALS(_ALS):
         self.balance = balance
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self) -> Objective:
+    def _objective(self, spread: float = 1.0) -> Objective:
         return Objective.implicit(self.regularization, self.regularization_scaling, self.alpha, self.unobserved_weight)
 
 
@@ -219,11 +223,10 @@ class ExplicitALS(_ALS):
         Fit the mean mu (kept at the training mean) and user and item biases, solved together with the factors. A
         biased model solves systems of one more unknown.
     bias_regularization : float, optional
-        lambda_b >= 0, the penalty of squared biases; 0 leaves them free. Default: `regularization`. With count scaling
-        lambda has the unit of the ratings and lambda_b none: where their standard deviation is far from 1, give lambda
-        over it. For lists of
-        recommendations rather than predicted ratings take about ten times as much, with
-        ``regularization_scaling="none"``: the biases of rarely rated items are then shrunk most.
+        lambda_b >= 0, the penalty of squared biases; 0 leaves them free. Default: `regularization` divided by the
+        standard deviation of the training ratings, since lambda has the unit of the ratings and lambda_b has none. For
+        lists of recommendations rather than predicted ratings, take about twenty times as much with
+        ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
 block_size, balance, gpu_memory_limit
         As for `ImplicitALS`.
@@ -287,7 +290,7 @@ item_ids_
         self.balance = balance
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self) -> Objective:
+    def _objective(self, spread: float = 1.0) -> Objective:
         return Objective.explicit(
-            self.regularization, self.regularization_scaling, self.biases, self.bias_regularization
+            self.regularization, self.regularization_scaling, self.biases, self.bias_regularization, spread
         )

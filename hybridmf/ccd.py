@@ -63,6 +63,7 @@ class CCD(FactorModel):
     n_iter_ : int
         Completed iterations.
     history_ : list of dict
+    timings_ : dict
         See `fit`.
     plan_ : Plan
         Every size and choice of the fit.
@@ -120,9 +121,9 @@ class CCD(FactorModel):
         self.random_state = random_state
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self) -> Objective:
+    def _objective(self, spread: float = 1.0) -> Objective:
         return Objective.explicit(
-            self.regularization, self.regularization_scaling, self.biases, self.bias_regularization
+            self.regularization, self.regularization_scaling, self.biases, self.bias_regularization, spread
         )
 
     def _settings(self) -> Settings:
@@ -137,13 +138,19 @@ class CCD(FactorModel):
         )
 
     def _solver(
-        self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
+        self,
+        plan: Plan,
+        objective: Objective,
+        user_items: sp.csr_array,
+        item_users: sp.csr_array,
+        state: State,
+        completed: int,
     ) -> Solver:
         if plan.gpu is None:
             from .cpu.ccd import CpuCCD
 
-            return CpuCCD(user_items, item_users, self._objective(), plan, state)
+            return CpuCCD(user_items, item_users, objective, plan, state)
         from .device.cuda import open_device
         from .gpu.ccd import GpuCCD
 
-        return GpuCCD(open_device(plan.device), user_items, item_users, self._objective(), plan, state)
+        return GpuCCD(open_device(plan.device), user_items, item_users, objective, plan, state)

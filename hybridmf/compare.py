@@ -27,6 +27,7 @@ from .datasets import SHAPES, synthetic
 from .errors import DeviceError, MemoryBudgetError
 from .metrics import evaluate
 from .model.base import FactorModel
+from .model.stopwatch import BEFORE
 from .plan import dispatch, types
 from .plan.types import Plan
 from .ratings import Ratings, split
@@ -67,8 +68,9 @@ class Run:
     seconds : tuple of float
         Each iteration.
     phases : dict of str to float
-        Seconds of a whole fit: "check" the input, "convert" (the transpose), "set up" (layouts; on a GPU also the
-        transfer), "compile" (what the first iteration takes beyond the median of the others), "solve".
+        Seconds of a whole fit: "check" the input, "plan", "convert" (the transpose), "set up" (layouts; on a GPU also
+        the transfer), "compile" (what the first iteration takes beyond the median of the others), "solve" and "finish"
+        (factors to the host).
     objective : tuple of float
         After each iteration.
     metric : str
@@ -124,7 +126,7 @@ class Run:
     @property
     def before_first(self) -> float:
         """Seconds before the first iteration; what it spent compiling is counted there."""
-        return sum(seconds for phase, seconds in self.phases.items() if phase not in ("compile", "solve"))
+        return sum(self.phases[phase] for phase in BEFORE)
 
     def as_dict(self) -> dict[str, Any]:
         """What JSON and data frames hold."""
@@ -564,7 +566,8 @@ def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratin
     seconds = tuple(record["seconds"] for record in model.history_)
     usual = median(seconds[1:] or seconds)
     extra = max(0.0, seconds[0] - usual) if opened is not None else 0.0
-    phases = {**model.timings_, "compile": extra, "solve": sum(seconds) - extra}
+    before = {part: model.timings_[part] for part in BEFORE}
+    phases = {**before, "compile": extra, "solve": sum(seconds) - extra, "finish": model.timings_["finish"]}
     rate = model.plan_.flops_per_iteration / usual / 1e9
     run = Run(
         name, model.plan_.device_name, model.plan_, seconds, phases, tuple(objective), metric, tuple(scores), peak,

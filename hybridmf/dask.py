@@ -20,10 +20,13 @@ from typing import Any
 import numpy as np
 
 from .core.validate import check_choice
+from .data.align import UNKNOWN
 from .data.labels import factorize, label_table
 from .data.readers import frame_entries
 from .data.store import Store
 from .errors import CommunicatorError, RatingsError
+from .model.loop import Callback, Observers
+from .model.stopwatch import Stopwatch
 from .ranks.shares import RankRatings, SharedEntries, StoredRatings
 from .ranks.transport.messages import TIMEOUT, MessageCommunicator, check_timeout
 from .tools.spmd import check_model, fit_rank
@@ -303,8 +306,11 @@ def _rank_ratings(request: _Request, chunks: list[Chunk], labels: Any, store: st
     )
 
 
-def _run_rank(request: _Request, rank: int, chunks: list[Chunk], labels: Any, store: str | None) -> Any:
+def _run_rank(
+    request: _Request, rank: int, chunks: list[Chunk], labels: Any, store: str | None, observers: dict[str, Any]
+) -> Any:
     """The task of one worker."""
+    stopwatch = Stopwatch()
     worker = distributed.get_worker()
     transport = WorkerTransport(worker, request.job, rank, request.addresses, request.timeout)
     communicator = MessageCommunicator(transport, range(len(request.addresses)), rank)
@@ -312,7 +318,14 @@ def _run_rank(request: _Request, rank: int, chunks: list[Chunk], labels: Any, st
     try:
         ratings = _rank_ratings(request, chunks, labels, store)
         return fit_rank(
-            request.model, ratings, communicator, device=request.device, num_threads=threads, **request.options
+            request.model,
+            ratings,
+            communicator,
+            device=request.device,
+            num_threads=threads,
+            stopwatch=stopwatch,
+            **request.options,
+            **observers,
         )
     except BaseException as error:
         communicator.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
@@ -334,8 +347,11 @@ def fit(
     value: int | str | None = "auto",
     duplicates: str = "error",
     workers: Sequence[str] | None = None,
+    validation: Any = None,
+    callback: Callback | None = None,
     checkpoint: Any = None,
     resume_from: str | os.PathLike[str] | None = None,
+    unknown: str = "error",
     track_objective: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
@@ -359,19 +375,28 @@ def fit(
         What to do with a pair that occurs more than once, in any partitions.
     workers : sequence of str, optional
         Addresses; all workers if not given. Each is busy until the fit is over; another fit on any of them waits.
+    validation : Ratings or matrix, optional
+        As for ``fit`` of a model, in the memory of the client; it travels to the worker of the first rank, which
+        measures.
+    callback : callable, optional
+        As for ``fit`` of a model. It is pickled and runs on the worker of the first rank; returning True stops all
+        ranks.
     checkpoint : path-like or Checkpoint, optional
         As for ``fit`` of a model; on a disk that the workers share. The first rank writes.
     resume_from : path-like, optional
         Also a checkpoint of a fit elsewhere, on other devices.
+    unknown : {"error", "drop"}
+        As for ``fit`` of a model.
     track_objective : bool
-        Put the objective of each iteration into ``history_``.
+        Put the objective of each iteration into ``history_``, observed or not.
     timeout : float
         Seconds a rank waits for another.
 
     Returns
     -------
     model
-        The one that was given, fitted. What users have seen is not kept: ``recommend`` wants `user_items`.
+        The one that was given, fitted, with ``history_`` and ``timings_`` as after ``fit`` of a model. It does not keep
+        what users have seen: ``recommend`` needs `user_items`.
 
     Raises
     ------
@@ -380,9 +405,12 @@ def fit(
     Exception
         What went wrong on a rank, as it was raised there.
     """
+    stopwatch = Stopwatch()
     check_choice("duplicates", duplicates, MERGE_RULES)
     check_timeout(timeout)
     check_model(model)
+    Observers(callback=callback, track_objective=track_objective)  # refuses other types before anything travels
+    check_choice("unknown", unknown, UNKNOWN)
     client = _client() if client is None else client
     if not isinstance(client, distributed.Client):
         raise TypeError(f"client must be a distributed.Client of the cluster, got {client!r}")
@@ -402,14 +430,20 @@ def fit(
     else:
         chunks = _chunks(client, addresses, ratings, user, item, value)
         labels = _labels(client, addresses, chunks)
-    options = {"checkpoint": checkpoint, "resume_from": resume_from, "track_objective": track_objective}
+    options = {"checkpoint": checkpoint, "resume_from": resume_from, "unknown": unknown}
+    held_out = None if validation is None else client.scatter(validation, workers=[addresses[0]])
+    observers = {"validation": held_out, "callback": callback, "track_objective": track_objective}
     job = uuid.uuid4().hex
     with distributed.MultiLock([f"hybridmf {address}" for address in addresses], client=client):
         device = _device(client, addresses, model)
         request = _Request(job, addresses, model, device, timeout, duplicates, options)
+        stopwatch.lap("check")
         with _inboxes_on(client, addresses, job):
-            fitted = _run(client, request, _by_worker(client, addresses, chunks), labels, store)
+            fitted = _run(client, request, _by_worker(client, addresses, chunks), labels, store, observers)
     model.__dict__.update(fitted.__dict__)
+    stopwatch.lap("finish")
+    stopwatch.split("finish", fitted.timings_)
+    model.timings_ = stopwatch.seconds
     return model
 
 
@@ -491,7 +525,14 @@ def _inboxes_on(client: Any, addresses: Sequence[str], job: str) -> Iterator[Non
             client.run(_close_inbox, job, workers=alive, on_error="ignore")
 
 
-def _run(client: Any, request: _Request, chunks: list[list[Any]], labels: Any, store: str | None) -> Any:
+def _run(
+    client: Any,
+    request: _Request,
+    chunks: list[list[Any]],
+    labels: Any,
+    store: str | None,
+    observers: dict[str, Any],
+) -> Any:
     """Run all ranks; the first failure stops them."""
     futures = [
         client.submit(
@@ -501,6 +542,7 @@ def _run(client: Any, request: _Request, chunks: list[list[Any]], labels: Any, s
             chunks[rank],
             labels,
             store,
+            {} if rank else observers,
             workers=[address],
             allow_other_workers=False,
             pure=False,

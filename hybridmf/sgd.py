@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +67,10 @@ class SGD(FactorModel):
         the pass over items is decentralized; "item": by items, so the pass over users is; both need one orientation in
         the GPU's memory. "mixed": both centralized; "crossed": both decentralized. The result does not depend on it but
         for rounding; on the CPU both passes are centralized.
+    order : {"passes", "blocks"}
+        What a rank moves between two steps of the items' journey, on a list of devices. "passes", ours: all items, then
+        all users, as on one device. "blocks", MSGD Alg. 4 as printed: the items at hand, then its users by them; an
+        epoch brings less, since each range of users gets factors of its own.
     biases : bool
         Fit the mean mu (kept at the training mean) and user and item biases.
     bias_regularization : float, optional
@@ -97,7 +100,8 @@ class SGD(FactorModel):
 
     Attributes
     ----------
-    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, plan_, device_, user_ids_, item_ids_
+    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, timings_, plan_, device_, user_ids_, \
+item_ids_
         As for `ImplicitALS`.
     user_bias_, item_bias_ : array or None
     mean_ : float
@@ -129,6 +133,7 @@ class SGD(FactorModel):
         rate_schedule: str = "power",
         schedule: str = "msgd",
         ordering: str = "mixed",
+        order: str = "passes",
         biases: bool = False,
         bias_regularization: float | None = None,
         iterations: int = 20,
@@ -147,6 +152,7 @@ class SGD(FactorModel):
         self.rate_schedule = rate_schedule
         self.schedule = schedule
         self.ordering = ordering
+        self.order = order
         self.biases = biases
         self.bias_regularization = bias_regularization
         self.iterations = iterations
@@ -158,8 +164,8 @@ class SGD(FactorModel):
         self.random_state = random_state
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self) -> Objective:
-        return Objective.explicit(self.regularization, "count", self.biases, self.bias_regularization)
+    def _objective(self, spread: float = 1.0) -> Objective:
+        return Objective.explicit(self.regularization, "count", self.biases, self.bias_regularization, spread)
 
     def _settings(self) -> Settings:
         method = SgdMethod.check(
@@ -170,6 +176,7 @@ class SGD(FactorModel):
             self.decay,
             self.deterministic,
             self._objective().biases,
+            self.order,
         )
         return Settings.check(
             factors=self.factors,
@@ -185,17 +192,23 @@ class SGD(FactorModel):
     def _seed_bits(self, kept: int | None) -> int:
         return _shuffle_seed(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
 
-    def _standardized(self, plan: Plan, user_items: sp.csr_array) -> Plan:
+    def _standardized(self, plan: Plan, objective: Objective, user_items: sp.csr_array) -> Plan:
         """The plan of a fit on these ratings, to whose scale the learning rate refers."""
         assert isinstance(plan.method, SgdMethod)
-        objective, number = self._objective(), "float16" if plan.precision == "float16" else plan.dtype
+        number = "float16" if plan.precision == "float16" else plan.dtype
         method = plan.method.standardized(objective, scale_of(user_items, objective), number)
-        return replace(plan, method=method)
+        return plan.changed(method=method)
 
     def _solver(
-        self, plan: Plan, user_items: sp.csr_array, item_users: sp.csr_array, state: State, completed: int
+        self,
+        plan: Plan,
+        objective: Objective,
+        user_items: sp.csr_array,
+        item_users: sp.csr_array,
+        state: State,
+        completed: int,
     ) -> Solver:
-        objective, plan = self._objective(), self._standardized(plan, user_items)
+        plan = self._standardized(plan, objective, user_items)
         if plan.devices:
             from .ranks.mcumsgd import MultiSGD
 

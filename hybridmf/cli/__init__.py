@@ -1,21 +1,49 @@
 """The command line: ``hybridmf demo | compare | fit | recommend | info | tune | convert``.
 
 A module a command; `options`, `sources` and `report` are what they share. Commands are thin: they turn options into
-calls of the library and results into text. Exit codes: 0, 2 for the user's mistakes (one line on stderr; ``--debug``
-shows the traceback), 130 after Ctrl-C.
+calls of the library and results into text. A command's module, and NumPy and SciPy with it, is imported when the
+command runs. Exit codes: 0, 2 for the user's mistakes (one line on stderr; ``--debug`` shows the traceback), 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import click
 
 from .._version import __version__
-from . import compare, convert, demo, fit, info, recommend, tune
 from .options import Commands, debug_option, examples
+
+COMMANDS = {
+    "compare": "Compare methods and devices on the same ratings, from the same initial factors.",
+    "convert": "Convert ratings to another format and print statistics.",
+    "demo": "Train on invented film ratings and show what comes out.",
+    "fit": "Train a model on a file of ratings and save it.",
+    "info": "Describe this installation, a model, a file of ratings or a store.",
+    "recommend": "Recommend items to users of a trained model.",
+    "tune": "Measure this machine and keep what is found in the user's cache directory.",
+}
+"""First sentence of each command's help: the group shows it without importing the command."""
+
+
+class _LazyCommands(Commands):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"{__name__}.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.group(
-    cls=Commands,
+    cls=_LazyCommands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog=examples("hybridmf fit ratings.csv -o model.safetensors", "hybridmf recommend model.safetensors --user 42"),
 )
@@ -28,7 +56,3 @@ def main() -> None:
 
     "hybridmf COMMAND --help" explains a command and gives examples.
     """
-
-
-for each in (demo, fit, compare, recommend, info, tune, convert):
-    main.add_command(each.command)

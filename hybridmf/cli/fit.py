@@ -54,7 +54,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option("--biases/--no-biases", default=None, help="User and item biases (explicit only).  [default: --biases]")
 @click.option(
     "--bias-regularization", type=float, metavar="LAMBDA_B",
-    help="Penalty of squared biases (explicit only); 0: none.  [default: that of the factors]",
+    help="Penalty of squared biases (explicit only); 0: none.  [default: Lambda / std of the ratings]",
 )  # fmt: skip
 @click.option("--iterations", type=int, help="Full sweeps.  [default: 15]")
 @click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")

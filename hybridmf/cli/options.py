@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from ..data.manifest import MANIFEST
 from ..errors import HybridMFError
 
 USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
@@ -72,6 +71,8 @@ def check_folder_above(ctx: click.Context, parameter: click.Parameter, path: str
 
 def refuse_overwriting(output: str | None, *inputs: str | None) -> None:
     """An output that is one of the inputs, or lies in a store that is one, would destroy it."""
+    from ..data.manifest import MANIFEST  # imports NumPy, which the help does without
+
     for path in inputs:
         if not output or not path or not os.path.exists(path):
             continue

@@ -70,14 +70,23 @@ class Objective:
 
     @classmethod
     def explicit(
-        cls, regularization: object, scaling: object, biases: object, bias_regularization: object = None
+        cls,
+        regularization: object,
+        scaling: object,
+        biases: object,
+        bias_regularization: object = None,
+        spread: float = 1.0,
     ) -> Objective:
-        """Checked objective of explicit feedback; a `bias_regularization` of None is that of the factors."""
+        """Checked objective of explicit feedback for ratings with a standard deviation of `spread`.
+
+        lambda has the unit of the ratings and lambda_b has none: a `bias_regularization` of None is lambda / `spread`.
+        """
+        lambda_ = check_real("regularization", regularization, 0.0)
         if bias_regularization is None:
-            bias_regularization = regularization
+            bias_regularization = lambda_ / spread
         return cls(
             "explicit",
-            check_real("regularization", regularization, 0.0),
+            lambda_,
             check_scaling(scaling),
             biases=check_bool("biases", biases),
             bias_regularization=check_real("bias_regularization", bias_regularization, 0.0),

@@ -122,11 +122,7 @@ class MemorySlabs:
 
     def matrix(self, slab: int) -> sp.csr_array:
         """Rows of a slab; values and indices are views."""
-        first, last = self.bounds[slab : slab + 2]
-        indptr, indices, data = csr_arrays(self.csr)
-        begin, end = indptr[first], indptr[last]
-        shape = (int(last - first), self.shape[1])
-        return make_csr(indptr[first : last + 1] - begin, indices[begin:end], data[begin:end], shape)
+        return rows_of(self.csr, *self.bounds[slab : slab + 2].tolist())
 
     def prefetch(self, slab: int) -> None:
         """Nothing to read ahead."""

@@ -511,7 +511,7 @@ class HalfSweep:
     def _solve_batches(
         self, systems: Callable[[], Systems], table: Array, entries: Entries
     ) -> Generator[None, None, None]:
-        plan, assemble = self.plan, published(self.plan.assembly)
+        plan, assemble = self.plan, published(self.plan)
 
         def one_batch(batch: Batch) -> Iterator[None]:
             matrices, rhs = self._matrices(len(batch.segments))
@@ -542,9 +542,9 @@ class HalfSweep:
         assert tiles is not None
         rows = np.arange(first * plan.tile_rows, min((first + count) * plan.tile_rows, len(self)))
         matrices, rhs = self._matrices(len(rows))
-        assemblies.bals(
-            device, matrices, rhs, table, entries, tiles, first, count, rank, plan.tile_rows, plan.tile_cols
-        )
+        variant: assemblies.Variant = "local" if plan.variant == "local" else "chip"
+        size = (plan.tile_rows, plan.tile_cols)
+        assemblies.bals(device, matrices, rhs, table, entries, tiles, first, count, rank, *size, variant=variant)
         filled = np.flatnonzero(self.degrees[rows])
         # a row without entries has sums of zeros, which the row before it takes along as if they were its own
         if len(filled):
@@ -563,9 +563,20 @@ class HalfSweep:
             cholesky_any.cholesky_solve(device, *arrays, self.epsilon)
 
 
-def published(assembly: str) -> Callable[..., None]:
+SWITCHES: dict[str, dict[str, Any]] = {
+    "": {},
+    "global": {"registers": False},
+    "uncached": {"read_only": False},
+    "plain": {"registers": False, "read_only": False},
+}
+"""Of `assemblies.mo_als`, by variant."""
+
+
+def published(plan: Plan) -> Callable[..., None]:
     """The published kernel that sums segments of rows."""
-    return assemblies.sparse_syrk if assembly == "sparse_syrk" else assemblies.mo_als
+    if plan.assembly == "sparse_syrk":
+        return assemblies.sparse_syrk
+    return functools.partial(assemblies.mo_als, **SWITCHES[plan.variant])
 
 
 def range_of_roots(objective: Objective, ratings: np.ndarray) -> tuple[float, float]:

@@ -533,7 +533,7 @@ def _slabs(matrix: sp.csr_array | StoreMatrix, plan: Plan) -> Slabs:
 
 def waves_of(block: sp.csr_array | RangeSlabs | StoreMatrix, side: Side, plan: Plan) -> Slabs:
     """Rows in the waves that the plan has them solved in, coming from where the plan says."""
-    if plan.resident and not plan.factors_away:
+    if plan.resident and not plan.offloaded:
         assert isinstance(block, RangeSlabs)
         return block
     if isinstance(block, StoreMatrix):

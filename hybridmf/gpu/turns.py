@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -424,7 +423,7 @@ class SlabInTurns(HostSlab):
         fresh = sums if anew else self._empty_sums(len(segments))
         arguments = (part.table, self._entries(part, mean), segments)
         if method is None:
-            published(self.plan.assembly)(self.device, *fresh, *arguments, self.plan.rank)
+            published(self.plan)(self.device, *fresh, *arguments, self.plan.rank)
         else:
             fused.assemble_segments(self.device, fresh[0], *arguments, self._fused_config(), method)
         if not anew:
@@ -481,7 +480,7 @@ class HostHalf(StreamedHalf):
         assert plan.scale is not None
         half = plan.scale.halves[side]
         self.turns, self.buffers, self.copiers = half.turns, half.buffers if half.turns > 1 else 1, copiers
-        plan = replace(plan, batch_slots=slots_at_once(plan.scale.problem, half))
+        plan = plan.changed(batch_slots=slots_at_once(plan.scale.problem, half))
         super().__init__(device, side, slabs, objective, plan, None, names, ends)
         if isinstance(slabs, MemorySlabs):
             copiers.entries.pin(slabs.csr.indices)

@@ -5,37 +5,34 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from sklearn.base import BaseEstimator
 from sklearn.utils import Tags, check_array
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from ..core.objective import Objective, State, initial_state
-from ..core.progress import progress_bar
 from ..core.sparse import transposed
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
     as_csr,
     check_bool,
-    check_choice,
     check_int,
     check_nonempty,
     check_rng,
-    check_shape,
     without_mask,
 )
 from ..data import fingerprint
 from ..data import labels as data_labels
-from ..data.align import UNKNOWN, Labels, align, labels_of
+from ..data.align import Labels, labels_of
 from ..data.store import Store, StoreMatrix
-from ..errors import DeviceError, RatingsError
+from ..errors import DeviceError
 from ..plan import dispatch
 from ..plan.make import check_memory, make_plan, plan_for
 from ..plan.solver import Solver
@@ -44,7 +41,9 @@ from ..ratings import Ratings
 from . import checkpoint as checkpoints
 from . import files as _io
 from .learned import Learned, pattern, range_of, scale_of, total_of
+from .loop import FitLoop, Observers, Record, check_validation
 from .serving import ServingMixin
+from .stopwatch import Stopwatch
 
 logger = logging.getLogger("hybridmf")
 
@@ -53,9 +52,6 @@ COLLAPSED = 1e-3
 
 USUAL_RATIO = {False: 0.0135, True: 0.045}
 """The default lambda of 0.05 over the scale of ratings of 1 to 5 stars, without biases and with them."""
-
-Record = dict[str, float]
-"""One iteration of ``history_``."""
 
 
 class FactorModel(ServingMixin, BaseEstimator):
@@ -76,14 +72,19 @@ class FactorModel(ServingMixin, BaseEstimator):
     history_: list[Record]
     timings_: dict[str, float]
 
-    def _objective(self) -> Objective:
-        """What the current parameters say to minimize (a fitted model goes by what it has learned)."""
+    def _objective(self, spread: float = 1.0) -> Objective:
+        """What the current parameters say to minimize on ratings of this standard deviation.
+
+        A fitted model goes by what it has learned.
+        """
         raise NotImplementedError
 
     def _settings(self) -> Settings:
         raise NotImplementedError
 
-    def _solver(self, plan: Plan, user_items: Any, item_users: Any, state: State, completed: int) -> Solver:
+    def _solver(
+        self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
+    ) -> Solver:
         """The backend; `completed` iterations lie behind `state`."""
         raise NotImplementedError
 
@@ -152,9 +153,11 @@ class FactorModel(ServingMixin, BaseEstimator):
         -------
         self
             With ``history_``: one dict an iteration with ``iteration`` and ``seconds``, and, where a validation set, a
-            callback or a progress bar looks on, ``objective`` and the validation metric; and ``timings_``: seconds
-            before the first iteration, to "check" the input, "convert" it (transpose) and "set up" the solver
-            (layouts, initial factors, transfer to a GPU).
+            callback or a progress bar looks on, ``objective`` and the validation metric; and ``timings_``: seconds of
+            each part of the fit, which add up to all of it: "check" (input, checkpoint to resume from), "plan",
+            "convert" (transpose), "set up" (layouts, initial factors, transfer to a GPU), "iterations", "observe"
+            (objective, validation, callback, checkpoints handed over) and "finish" (factors to the host, last
+            checkpoint).
 
         Raises
         ------
@@ -165,73 +168,77 @@ class FactorModel(ServingMixin, BaseEstimator):
         NotPositiveDefiniteError, NonFiniteError, KeyboardInterrupt
             During the work; the model keeps the factors of the last completed half sweep.
         """
+        stopwatch = Stopwatch()
         objective, settings = self._objective(), self._settings()
         iterations = check_int("iterations", self.iterations, 1)
-        check_bool("show_progress", show_progress)
-        if callback is not None and not callable(callback):
-            raise TypeError(f"callback must be callable, got {type(callback).__name__}")
-        started = time.perf_counter()
+        observers = Observers(callback=callback, show_progress=show_progress)
         check_labels(labels_of(user_items))
         matrix = self._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
-        checked = time.perf_counter()
-        stored = isinstance(matrix, StoreMatrix)
+        stopwatch.lap("check")
         plan = plan_for(matrix, objective, settings)
         check_memory(plan)
-        validation = _check_validation(validation, user_items, matrix.shape, objective, unknown)
+        stopwatch.lap("plan")
+        held_out = check_validation(validation, labels_of(user_items), matrix.shape, objective, unknown)
         where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from)
         data = ""
         if where or resume_from is not None:
             data = fingerprint.fingerprint(matrix)
-        resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.factors_away)
+        resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.offloaded)
+        stopwatch.lap("check")
 
         logger.info("plan:\n%s", plan)
-        converting = time.perf_counter()
-        item_users = matrix.transposed() if stored else transposed(matrix, plan.num_threads)
-        converted = time.perf_counter()
+        item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
+        stopwatch.lap("convert")
         user_counts, item_counts = np.diff(matrix.indptr), np.diff(item_users.indptr).astype(np.int64)
         log_empty_rows(user_counts, item_counts)
         scale = scale_of(matrix, objective)
+        objective = self._objective(scale)
         state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective, scale)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
-        solver = self._solver(_seeded(plan, seed_bits), matrix, item_users, state, completed)
-        ready = time.perf_counter()
+        solver = self._solver(_seeded(plan, seed_bits), objective, matrix, item_users, state, completed)
         with closing(solver):  # threads and connections of several ranks end with the fit, however it ends
-            learned = self._learned_from(user_items, matrix, objective, plan, state, item_counts)
-            extra = {"data": data, "seed_bits": seed_bits}
-            writer = None if where is None else checkpoints.Writer(where, extra, completed)
-            run = _Run(self, solver, learned, user_items, validation, callback, writer)
-            if resumed:
-                run.resume(completed, list(resumed.summary["history"]))
-            del state, learned, resumed  # the factors a fit starts from need not outlive its first sweep
-            run.sweep(iterations, show_progress)
+            writer = None
+            if where is not None:
+                writer = checkpoints.Writer(where, {"data": data, "seed_bits": seed_bits}, completed)
+            loop = FitLoop(
+                self,
+                solver,
+                self._learner(user_items, matrix, objective, plan, item_counts),
+                _columns(user_items, matrix.shape),
+                replace(observers, validation=held_out),
+                stopwatch,
+                writer=writer,
+                completed=completed,
+                history=list(resumed.summary["history"]) if resumed else None,
+            )
+            del state, resumed  # the factors a fit starts from need not outlive its first sweep
+            stopwatch.lap("set up")
+            loop.run(iterations)
         if not objective.is_implicit:
             _warn_of_collapse(self._learned, scale, matrix.nnz)
         dispatch.remember(plan)
-        self.timings_ = {
-            "check": checked - started,
-            "convert": converted - converting,
-            "set up": ready - converted,
-        }
+        stopwatch.lap("finish")
+        self.timings_ = stopwatch.seconds
         return self
 
-    def _learned_from(
-        self, given: Any, matrix: Any, objective: Objective, plan: Plan, state: State, item_counts: np.ndarray
-    ) -> Learned:
-        """What is known before the first iteration of a fit on `given`, `matrix` once checked."""
+    def _learner(
+        self, given: Any, matrix: Any, objective: Objective, plan: Plan, item_counts: np.ndarray
+    ) -> Callable[[State], Learned]:
+        """What a fit on `given`, `matrix` once checked, learns with a state."""
         user_ids, item_ids = labels_of(given) or (None, None)
-        return Learned(
+        return partial(
+            Learned,
             objective,
             plan,
-            state,
-            pattern(matrix),
-            total_of(matrix),
-            user_ids,
-            item_ids,
-            _io.jsonable(self.get_params(deep=False)),
-            item_counts,
-            range_of(matrix, objective),
+            seen=pattern(matrix),
+            total=total_of(matrix),
+            user_ids=user_ids,
+            item_ids=item_ids,
+            params=_io.jsonable(self.get_params(deep=False)),
+            item_counts=item_counts,
+            value_range=range_of(matrix, objective),
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
@@ -277,7 +284,7 @@ class FactorModel(ServingMixin, BaseEstimator):
 
     def _restore(self, content: _io.ModelFile) -> Any:
         """Take over what a model file holds."""
-        objective, settings = self._objective(), self._settings()
+        objective, settings = content.objective(self._objective()), self._settings()
         shape = (len(content.state.user), len(content.state.item))
         nnz = int(content.summary.get("nnz", 0))
         plan = _plan_to_serve(objective, settings, shape, nnz)
@@ -337,7 +344,14 @@ def _plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, i
 
 def _seeded(plan: Plan, seed_bits: int | None) -> Plan:
     method: Any = plan.method
-    return plan if seed_bits is None else replace(plan, method=replace(method, seed_bits=seed_bits))
+    return plan if seed_bits is None else plan.changed(method=replace(method, seed_bits=seed_bits))
+
+
+def _columns(given: Any, shape: tuple[int, int]) -> Any:
+    """What scikit-learn takes the number of features and their names from: a frame or array itself, else its shape."""
+    if sp.issparse(given) or isinstance(given, (Ratings, Store)):
+        return np.broadcast_to(np.float32(0), shape)
+    return given
 
 
 def check_labels(labels: Labels | None) -> None:
@@ -355,122 +369,3 @@ def log_empty_rows(user_counts: np.ndarray, item_counts: np.ndarray) -> None:
     """Log how many rows of each side have no entries, and so get no factors."""
     users, items = (int(np.count_nonzero(counts == 0)) for counts in (user_counts, item_counts))
     logger.info("%d of %d users and %d of %d items have no entries", users, len(user_counts), items, len(item_counts))
-
-
-def _check_validation(
-    validation: Any, user_items: Any, shape: tuple[int, int], objective: Objective, unknown: str
-) -> sp.csr_array | None:
-    """Held-out entries over the training rows and columns, by label where both have labels."""
-    check_choice("unknown", unknown, UNKNOWN)
-    if validation is None:
-        return None
-    matrix = as_csr(validation, name="validation")
-    want = labels_of(user_items) or (None, None)
-    matrix, _ = align(
-        matrix, labels_of(validation), want, name="validation", unknown=unknown, owner="the training data"
-    )
-    check_shape("validation", matrix, shape, ("n_users", "n_items"))
-    check_nonempty(matrix, "validation")
-    if objective.is_implicit and not np.any(matrix.data > 0):
-        raise RatingsError("validation has no positive entry, so no ranking can be measured; leave it out")
-    return matrix
-
-
-class _Run:
-    """One fit in progress: sweeps, and what looks on after each of them."""
-
-    def __init__(
-        self,
-        model: FactorModel,
-        solver: Solver,
-        learned: Learned,
-        given: Any,
-        validation: sp.csr_array | None,
-        callback: Callable[[Any, Record], Any] | None,
-        writer: checkpoints.Writer | None,
-    ) -> None:
-        self.model, self.solver, self.learned, self.given = model, solver, learned, given
-        self.validation, self.callback = validation, callback
-        self.writer = writer
-        self.completed = 0
-        self.whole = False  # whether the model has the state that iteration `completed` ended with
-        self.history: list[Record] = []
-
-    def resume(self, completed: int, history: list[Record]) -> None:
-        """Count the iterations of a checkpoint as done."""
-        self.completed, self.history, self.whole = completed, history, True
-        self._adopt()
-
-    def sweep(self, iterations: int, show_progress: bool) -> None:
-        """Sweep up to `iterations`; whatever ends it, the model has the last completed half sweep."""
-        observed = show_progress or self.validation is not None or self.callback is not None
-        bar = progress_bar(iterations, show_progress, initial=self.completed, desc=type(self.model).__name__)
-        with checkpoints.writing(self.writer):
-            try:
-                self._iterate(iterations, observed, bar)
-            finally:
-                bar.close()
-                self._settle()
-                if self.writer is not None and self.whole:
-                    self.writer.finish(self.model)
-
-    def _iterate(self, iterations: int, observed: bool, bar: Any) -> None:
-        for iteration in range(self.completed + 1, iterations + 1):
-            seconds = self._one_sweep()
-            self.completed = iteration
-            record: Record = {"iteration": iteration, "seconds": seconds}
-            self.history.append(record)
-            self._adopt()
-            self.whole = True
-            if observed:
-                self._observe(record)
-                values = {k: f"{v:.5g}" for k, v in record.items() if k not in ("iteration", "seconds")}
-                bar.set_postfix(values)
-                if bar.disable:
-                    said = ", ".join(f"{name} {value}" for name, value in values.items())
-                    logger.info("iteration %d of %d: %s", iteration, iterations, said)
-            bar.update()
-            if self.writer is not None:
-                self.writer.offer(self.model)
-            if self._asked_to_stop(record):
-                logger.info("callback stopped the fit after iteration %d", iteration)
-                break
-
-    def _settle(self) -> None:
-        """Bring the factors to the host: a fitted model holds no memory of a device."""
-        if hasattr(self.model, "_learned") and self.model._learned is self.learned:
-            self.learned = replace(self.learned, state=self.learned.state.on_host())
-            self.model._learn(self.learned)
-
-    def _one_sweep(self) -> float:
-        started = time.perf_counter()
-        for _ in self.solver.sweep():
-            self.whole = False
-            # so that an interruption or a failure from here on finds the model usable
-            self._adopt()
-        return time.perf_counter() - started
-
-    def _adopt(self) -> None:
-        """Make the solver's state the model's; the first time, with all that goes with it."""
-        model = self.model
-        named = not sp.issparse(self.given) and not isinstance(self.given, (Ratings, Store))
-        if not hasattr(model, "_learned") or model._learned.plan is not self.learned.plan:
-            shaped = self.given if named else np.broadcast_to(np.float32(0), self.learned.shape)
-            validate_data(model, shaped, skip_check_array=True, reset=True)
-        self.learned = replace(self.learned, state=self.solver.state)  # the state before it may go
-        model._learn(self.learned)
-        model.n_iter_, model.history_ = self.completed, self.history
-
-    def _asked_to_stop(self, record: Record) -> bool:
-        if self.callback is None:
-            return False
-        answer = self.callback(self.model, record)
-        return isinstance(answer, (bool, np.bool_)) and bool(answer)
-
-    def _observe(self, record: Record) -> None:
-        record["objective"] = self.solver.objective_value()
-        if self.validation is not None:
-            from ..metrics import _measure
-
-            metric, everybody = self.model._validation_metric(), np.arange(self.validation.shape[0])
-            record[metric] = _measure(self.model, self.validation, None, (metric,), everybody)[metric]

@@ -37,6 +37,7 @@ FREE_PARAMS = frozenset(
     "decay",
     "schedule",
     "ordering",
+    "order",
     "deterministic",
 }
 """Parameters that may differ between the run that stopped and the one that resumes: the objective is the same."""

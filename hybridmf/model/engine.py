@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,7 +56,7 @@ def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
     """
     from ..cpu.engine import CpuEngine
 
-    if plan.gpu is None or plan.factors_away:
+    if plan.gpu is None or plan.offloaded:
         return CpuEngine(plan if plan.device == "cpu" else on_cpu(plan))
     if scores >= GPU_SCORES:
         from ..device.cuda import open_device
@@ -72,4 +71,4 @@ def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
 
 def on_cpu(plan: Plan) -> Plan:
     """The plan of serving on the CPU what a GPU has fitted."""
-    return replace(plan, device="cpu", gpu=None, assembly="simd", reorder="none", tile_rows=0, tile_cols=0)
+    return plan.changed(device="cpu", gpu=None, assembly="simd", variant="", reorder="none", tile_rows=0, tile_cols=0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +22,7 @@ import safetensors
 
 from .. import _formats
 from ..core.files import write_atomically as write_atomically
-from ..core.objective import Factors, State
+from ..core.objective import Factors, Objective, State
 from ..core.validate import check_int, check_range, check_real, make_csr
 from ..data.labels import LABEL_DTYPES, decode_labels, encode_labels
 from ..errors import ModelFileError
@@ -105,6 +106,8 @@ def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str,
         "total": model._learned.total,
         "value_range": model._learned.value_range,
     } | (extra or {})
+    if model._learned.objective.biases:  # a default depends on the ratings
+        summary["bias_regularization"] = model._learned.objective.bias_regularization
     return {
         "format": FORMAT,
         "version": str(VERSION),
@@ -130,8 +133,7 @@ def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.nd
         tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
     if model._learned.item_counts is not None:
         tensors["item_counts"] = model._learned.item_counts
-    for name in ("user_ids", "item_ids"):
-        labels = getattr(model, f"{name}_")
+    for name, labels in (("user_ids", model.user_ids_), ("item_ids", model.item_ids_)):
         if labels is not None:
             tensors[name] = encode_labels(name, labels)
     return tensors
@@ -284,9 +286,18 @@ class ModelFile:
             check_real("total", summary["total"])
         found = summary.setdefault("value_range", None)  # files of earlier versions have none
         self.value_range = None if found is None else check_range("value_range", found)
+        if "bias_regularization" in summary:
+            check_real("bias_regularization", summary["bias_regularization"], 0.0)
         history = summary["history"]
         records = isinstance(history, list) and all(isinstance(record, dict) for record in history)
         self._require(records, "history is not a list of records")
+
+    def objective(self, by_params: Objective) -> Objective:
+        """The objective of the fit: `by_params`, with the bias penalty that the training ratings led to."""
+        found = self.summary.get("bias_regularization")  # files of earlier versions have none
+        if found is None or self.params.get("bias_regularization") is not None:
+            return by_params
+        return replace(by_params, bias_regularization=found)
 
     def _state(self, tensors: dict[str, np.ndarray]) -> State:
         users, items = tensors["user_factors"], tensors["item_factors"]

@@ -160,7 +160,7 @@ class PopularityRecommender:
         return np.diff(self._user_items.indptr) == 0
 
     def _check_fitted(self) -> None:
-        if not hasattr(self, "item_counts_"):
+        if "item_counts_" not in vars(self):
             raise NotFittedError("this PopularityRecommender is not fitted; call fit(user_items) first")
 
     def _rows_seen(self, user_items: Any, users: np.ndarray) -> sp.csr_array:

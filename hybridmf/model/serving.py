@@ -68,7 +68,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     # ------------------------------------------------------------------------------------------- what was learned
 
     def __sklearn_is_fitted__(self) -> bool:
-        return hasattr(self, "_learned")
+        return "_learned" in vars(self)
 
     @property
     def user_factors_(self) -> np.ndarray:
@@ -510,7 +510,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             return engine.objective_value(self._learned.objective, matrix, self._learned.state)
         except DeviceMemoryError as error:  # ratings that were streamed to a GPU do not fit on it
             logger.info("%s; the CPU computes the objective", error)
-            on_cpu = engine_for(replace(self.plan_, gpu=None))
+            on_cpu = engine_for(self.plan_.changed(gpu=None))
             return on_cpu.objective_value(self._learned.objective, matrix, self._learned.state)
 
     # ------------------------------------------------------------------------------------------------ updates
@@ -567,8 +567,8 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         grown = positions.max() >= self.n_items
         self._update("item", positions, transposed(matrix, self.plan_.num_threads), names)
         self.n_features_in_ = self.n_items
-        if grown and hasattr(self, "feature_names_in_"):
-            del self.feature_names_in_  # the new columns have no names
+        if grown:
+            self.__dict__.pop("feature_names_in_", None)  # the new columns have no names
         return self
 
     def _updated_labels(self, side: Side, ids: Any, labels: Any) -> tuple[np.ndarray, np.ndarray | None]:

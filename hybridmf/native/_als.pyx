@@ -324,16 +324,12 @@ cdef void _form_system(
         const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
         const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
         const real* gram_matrix, const real* ridge, double scale,
-        const real* partial,                # IN   sums of the entries, as of partial_rows, or NULL: not made yet
         real* v,                            # scratch: gathered rows, their roots and targets
         real* a, real* b) noexcept nogil:   # OUT (ld, ld) both halves, (ld,) behind it
     """A and b of one row, by the kernels of the exact solver."""
     cdef Py_ssize_t ld = _padded(rank), i, j
     _start_padded(rank, gram_matrix, ridge, scale, a, b)
-    if partial != NULL:
-        axpy(table, (ld + 1) * ld, <real> 1.0, partial, a)
-    else:
-        _simd_add(table, how, rank, rank, fixed, columns, ratings, offsets, n_entries, NULL, v, a, b)
+    _simd_add(table, how, rank, rank, fixed, columns, ratings, offsets, n_entries, NULL, v, a, b)
     for i in range(rank):
         for j in range(i):
             a[i * ld + j] = a[j * ld + i]
@@ -343,7 +339,6 @@ cdef int32_t _conjugate_gradient(
         const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
         const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
         const real* gram_matrix, const real* ridge, double scale,
-        const real* partial,                # IN   sums of the entries, as of partial_rows, or NULL; needs `formed`
         int n_steps, bint formed,
         real* work,                         # scratch (workspace_size(rank),)
         real* x) noexcept nogil:            # IN OUT (rank,) warm start -> solution
@@ -364,8 +359,8 @@ cdef int32_t _conjugate_gradient(
     # a residual this small (squared) would underflow in the products of the next step
     cdef double tiny = 1e-60 if sizeof(real) == 4 else 1e-290
     if formed:
-        _form_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, partial,
-                     b + ld, a, b)
+        _form_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, b + ld,
+                     a, b)
         memset(ap, 0, ld * sizeof(real))
         combine(table, rank, ld, <const real*> a, <const real*> x, ap)
         for j in range(ld):
@@ -745,7 +740,7 @@ def cg_rows(
         else:
             status[row] = _conjugate_gradient(
                 table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
-                indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], NULL, n_steps,
+                indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], n_steps,
                 indptr[row + 1] - indptr[row] >= form_from, &workspace[hmf_thread_id(), 0], &out[row, 0])
 
 
@@ -779,99 +774,6 @@ def subspace_rows(
                 table, how, rank, block, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row],
                 offset_pointer, indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], <real> epsilon,
                 &workspace[hmf_thread_id(), 0], &out[row, 0])
-
-
-# ----------------------------------------------------------------------------------------------------- partial systems
-
-
-def partial_rows(
-        real[:, ::1] partial,             # OUT  (n_rows, (ld + 1) * ld) A (upper triangle), b; ld = padded_rank(rank)
-        const real[:, ::1] fixed, const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,
-        const real[::1] offsets,
-        Py_ssize_t first,                 # IN   row of `indptr` that partial[0] belongs to
-        const int64_t[::1] order,         # IN   positions in `partial` to fill, in this order
-        real[:, ::1] workspace,           # as in cholesky_rows
-        bint implicit, double alpha, double unobserved, int n_threads):
-    """What the entries at hand add to the systems of rows: no Gram matrix, no ridge, nothing is solved."""
-    cdef Weights how = Weights(implicit, alpha, unobserved)
-    cdef const hmf_kernel_table* table = hmf_kernels()
-    n_threads = hmf_usable_threads(n_threads)
-    cdef Py_ssize_t rank = fixed.shape[1], ld = _padded(rank), position, slot, row
-    cdef const real* fixed_pointer = &fixed[0, 0] if fixed.shape[0] else NULL
-    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
-    cdef const int32_t* index_pointer = &indices[0] if indices.shape[0] else NULL
-    cdef const real* rating_pointer = &ratings[0] if ratings.shape[0] else NULL
-    for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
-                           num_threads=n_threads):
-        slot = order[position]
-        row = first + slot
-        memset(&partial[slot, 0], 0, (ld + 1) * ld * sizeof(real))
-        if indptr[row + 1] > indptr[row]:
-            _simd_add(table, how, rank, rank, fixed_pointer, index_pointer + indptr[row], rating_pointer + indptr[row],
-                      offset_pointer, indptr[row + 1] - indptr[row], NULL, &workspace[hmf_thread_id(), 0],
-                      &partial[slot, 0], &partial[slot, ld * ld])
-
-
-def partial_long_rows(
-        real[:, ::1] partial,             # OUT  as in partial_rows
-        const real[:, ::1] fixed, const int32_t[::1] indices, const real[::1] ratings, const real[::1] offsets,
-        const int64_t[::1] slots,         # IN   position in `partial` of each row the segments refer to
-        const int64_t[:, ::1] segments,   # IN   (n_segments, 3), one wave of long_row_waves
-        real[:, ::1] sums,                # scratch (SEGMENTS, (ld + 1) * ld)
-        real[:, ::1] workspace,           # as in cholesky_rows
-        bint implicit, double alpha, double unobserved, int n_threads):
-    """`partial_rows` for rows that threads share: sums of segments, then their sums in order."""
-    cdef Weights how = Weights(implicit, alpha, unobserved)
-    cdef const hmf_kernel_table* table = hmf_kernels()
-    n_threads = hmf_usable_threads(n_threads)
-    cdef Py_ssize_t rank = fixed.shape[1], ld = _padded(rank), size = (ld + 1) * ld, n = segments.shape[0], k
-    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
-    for k in prange(n, nogil=True, schedule="dynamic", num_threads=n_threads):
-        memset(&sums[k, 0], 0, size * sizeof(real))
-        _simd_add(table, how, rank, rank, &fixed[0, 0], &indices[segments[k, 1]], &ratings[segments[k, 1]],
-                  offset_pointer, segments[k, 2], NULL, &workspace[hmf_thread_id(), 0], &sums[k, 0], &sums[k, ld * ld])
-    for k in prange(n, nogil=True, schedule="dynamic", num_threads=n_threads):
-        if k == 0 or segments[k, 0] != segments[k - 1, 0]:
-            _add_segments(table, size, &segments[k, 0], n - k, &sums[k, 0], &partial[slots[segments[k, 0]], 0])
-
-
-cdef void _add_segments(const hmf_kernel_table* table, Py_ssize_t size, const int64_t* segments, Py_ssize_t n,
-                        const real* sums, real* out) noexcept nogil:
-    """Add up the segments of one row, in order; `segments` and `sums` start at the row's first."""
-    cdef Py_ssize_t k = 0
-    memset(out, 0, size * sizeof(real))
-    while k < n and segments[3 * k] == segments[0]:
-        axpy(table, size, <real> 1.0, sums + k * size, out)
-        k += 1
-
-
-def solve_partials(
-        real[:, ::1] out,                 # OUT  (n_rows, rank); cg_steps > 0: IN OUT, warm start -> solution
-        const real[:, ::1] partial,       # IN   (n_rows, (ld + 1) * ld) sums of all entries, as of partial_rows
-        const real[:, ::1] gram_matrix,   # IN   as in cholesky_rows, assembly simd
-        const real[::1] ridge, const double[::1] scale,
-        const int64_t[::1] degrees,       # IN   (n_rows,) rows without entries are set to zero
-        int32_t[::1] status,              # OUT  (n_rows,)
-        real[:, ::1] workspace,           # as in cholesky_rows
-        int cg_steps, double epsilon, int n_threads):
-    """Complete systems whose entries have been summed and solve them: by Cholesky, or `cg_steps` steps from `out`."""
-    cdef const hmf_kernel_table* table = hmf_kernels()
-    n_threads = hmf_usable_threads(n_threads)
-    cdef Py_ssize_t rank = out.shape[1], row
-    cdef int64_t one_segment = 0
-    cdef Weights how = Weights(False, 0.0, 0.0)      # of entries, which have been summed
-    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
-    for row in prange(out.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK, num_threads=n_threads):
-        if degrees[row] == 0:
-            memset(&out[row, 0], 0, rank * sizeof(real))
-            status[row] = 0
-        elif cg_steps:
-            status[row] = _conjugate_gradient[real](
-                table, how, rank, NULL, NULL, NULL, NULL, 0, gram_pointer, &ridge[0], scale[row], &partial[row, 0],
-                cg_steps, True, &workspace[hmf_thread_id(), 0], &out[row, 0])
-        else:
-            _solve_segments(table, rank, gram_pointer, &ridge[0], scale[row], <real> epsilon, &one_segment, 1,
-                            &partial[row, 0], &workspace[hmf_thread_id(), 0], &status[row], &out[row, 0])
 
 
 # ---------------------------------------------------------------------------------------------------------- BALS

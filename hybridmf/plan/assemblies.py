@@ -244,17 +244,23 @@ class BalsConfig:
         }
 
 
-def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec) -> tuple[int, int]:
+LOCAL_TILE = (256, 192)
+"""Rows and columns of matrix tiles that BALS measures most with sums in local memory."""
+
+
+def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec, *, local: bool = False) -> tuple[int, int]:
     """Height and width of matrix tiles for `bals` (section 4.3): what one block of threads holds.
 
     The paper makes tiles as wide as shared memory holds factor rows, and finds the height by trial. Here a block sums
     as many rows as its registers hold; taller tiles make it load columns that it does not need, and are taken only
-    where a tuned table says so.
+    where a tuned table says so. With sums in local memory, which no block is too small for, the tile is the paper's.
 
     Returns
     -------
     (tile_rows, tile_cols)
     """
+    if local:
+        return LOCAL_TILE
     found = _tuned(_bals_and_height, "bals", rank, itemsize, spec)
     config, height = found or (BalsConfig.rule(rank, itemsize, spec), 1)
     width = config.capacity

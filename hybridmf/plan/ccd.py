@@ -73,7 +73,7 @@ class CcdMethod:
             raise ValueError(
                 f"device={list(settings.device)!r}: CCD runs on one device; name one, or use ALS or SGD on several"
             )
-        base = replace(base, precision="float32", reorder="none")
+        base = base.changed(precision="float32", reorder="none")
         return dispatch.choose(
             dispatch.Request(
                 base,
@@ -140,7 +140,7 @@ def _on_cpu(plan: Plan) -> Plan:
         "vectors": (m + n) * (2 * itemsize + 8 * (1 + plan.rank - plan.factors)),
         "workspace": plan.num_threads * _ccd.LONG_ROW * itemsize,
     }
-    return replace(plan, bytes=sizes, notes=tuple(types._instruction_set_notes()))
+    return plan.changed(bytes=sizes, notes=tuple(types._instruction_set_notes()))
 
 
 def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
@@ -152,4 +152,4 @@ def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
         spec = replace(spec, free_bytes=min(spec.free_bytes, settings.gpu_memory_limit))
     biases = plan.rank > plan.factors
     sizes = memory_bytes(plan.n_users, plan.n_items, plan.nnz, plan.factors, plan.dtype, spec, biases)
-    return replace(plan, device=f"cuda:{spec.index}", gpu=spec, bytes=sizes)
+    return plan.changed(device=f"cuda:{spec.index}", gpu=spec, bytes=sizes)

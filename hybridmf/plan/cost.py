@@ -256,7 +256,7 @@ def _gpu_iteration(plan: Plan, rates: GpuRates) -> float:
         return seconds
     # copies go on beside the kernels: the slower of both decides
     moved = 2 * plan.nnz * (4 + _itemsize(plan)) / (PINNED_BYTES if plan.streamed == "host" else rates.upload_bytes)
-    if plan.scale is not None and plan.factors_away:
+    if plan.scale is not None and plan.offloaded:
         halves = plan.scale.halves.values()
         files = "from disk" if plan.factors_on == "disk" else "from host"
         moved = max(moved, sum(max(half.seconds["from host"], half.seconds[files]) for half in halves))

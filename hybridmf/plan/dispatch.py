@@ -93,7 +93,7 @@ def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate
     """
     cost = _cost.cost_of(plan, machine, _warmth(plan))
     setup = sum(cost.setup.values())
-    assembly, solver = (plan.assembly, plan.solver) if plan.method is None else ("", plan.method.label)
+    assembly, solver = (plan.assembly_name, plan.solver) if plan.method is None else ("", plan.method.label)
     total = setup + iterations * cost.iteration
     return Estimate(plan.device, assembly, solver, plan.precision, cost.iteration, setup, total, plan.total_bytes)
 
@@ -166,7 +166,7 @@ def choose(request: Request) -> Plan:
         on_cpu = request.on_cpu(base)
     except (DeviceError, ValueError) as error:
         return _with_estimates(
-            replace(on_gpu, reason=f"there is a GPU, and the CPU does not serve this: {error}"), request
+            on_gpu.changed(reason=f"there is a GPU, and the CPU does not serve this: {error}"), request
         )
     return _faster(request, on_cpu, on_gpu)
 
@@ -175,7 +175,7 @@ def _on_cpu(request: Request, why: str, on_gpu: Plan | None) -> Plan:
     """The CPU's plan, where a GPU was found and does not get the work."""
     assert request.spec is not None
     logger.info("device='auto' chose the CPU: %s", why)
-    plan = request.on_cpu(replace(request.base, reason=f"{why} ({request.spec.name} was found)"))
+    plan = request.on_cpu(request.base.changed(reason=f"{why} ({request.spec.name} was found)"))
     return _with_estimates(plan, request, on_gpu)
 
 
@@ -187,7 +187,7 @@ def _faster(request: Request, on_cpu: Plan, on_gpu: Plan) -> Plan:
     there = f"{seconds_text(gpu.total_seconds)} on the GPU, {seconds_text(gpu.setup_seconds)} of them set-up"
     count = f"{iterations} iteration{'s' if iterations > 1 else ''}"
     if gpu.total_seconds < cpu.total_seconds:
-        on_gpu = replace(on_gpu, reason=f"there is a GPU: {count} in about {there}; {here}")
+        on_gpu = on_gpu.changed(reason=f"there is a GPU: {count} in about {there}; {here}")
         return _with_estimates(on_gpu, request, on_cpu)
     return _on_cpu(request, f"{count} in about {here}; {there}", on_gpu)
 
@@ -213,7 +213,7 @@ def _with_estimates(plan: Plan, request: Request, rejected: Plan | None = None) 
     unique: dict[tuple[str, ...], Estimate] = {}
     for one in found:
         unique.setdefault((one.device, one.assembly, one.solver, one.precision), one)
-    return replace(plan, estimates=tuple(sorted(unique.values(), key=_rank)))
+    return plan.changed(estimates=tuple(sorted(unique.values(), key=_rank)))
 
 
 def _rank(one: Estimate) -> tuple[bool, bool, bool, float]:
@@ -224,7 +224,7 @@ def _estimates_of(other: Plan, request: Request) -> Iterable[Estimate]:
     """One way to compute on each device that has it."""
     base, wanted = request.base, request.settings.device
     asked = (other.solver, other.precision) == (base.solver, base.precision)
-    asked = asked and base.assembly in ("auto", other.assembly)
+    asked = asked and base.assembly_name in ("auto", other.assembly_name)
     for build, serves in (
         (request.on_cpu, wanted in ("auto", "cpu") and other.precision == "float32"),
         (request.on_gpu, request.spec is not None),
@@ -245,7 +245,7 @@ _loaded: set[str] = set()
 def _signature(plan: Plan) -> str:
     """Names the kernels that a plan compiles, so that a later process knows whether they lie on disk."""
     assert plan.gpu is not None
-    method = plan.method.label if plan.method is not None else f"{plan.assembly} {plan.solver}"
+    method = plan.method.label if plan.method is not None else f"{plan.assembly_name} {plan.solver}"
     parts = (__version__, plan.gpu.capability, plan.rank, plan.feedback, plan.dtype, plan.precision, method)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

@@ -37,9 +37,13 @@ from .types import (
     GPU_SOLVERS,
     PRECISIONS,
     SOLVERS,
+    VARIANTS,
     Facts,
+    Kernels,
+    Placement,
     Plan,
     Settings,
+    Sizes,
     _instruction_set_notes,
     _slot_bytes,
     gpu_segment,
@@ -115,8 +119,9 @@ def make_plan(
                 settings = replace(settings, device=settings.device[0])
     else:
         spec, reason = dispatch.find_gpu(settings.device)
-    plan = replace(_undecided(objective, settings, shape, nnz), reason=reason, devices=devices, facts=facts)
-    plan = replace(plan, scratch=scratch_folders(beside))
+    plan = _undecided(objective, settings, shape, nnz)
+    scratch = scratch_folders(beside)
+    plan = plan.changed(reason=reason, devices=devices, facts=facts, scratch=scratch)
     if slab is not None and settings.method is None:
         plan = _stored(plan, slab)
     if settings.method is not None:
@@ -147,28 +152,30 @@ def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings:
 def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
     """What was asked for, "auto" included."""
     rank = settings.factors + (1 if objective.biases else 0)
-    return Plan(
-        device="cpu",
-        reason="",
+    assembly, variant = VARIANTS.get(settings.assembly, (settings.assembly, ""))
+    problem = Sizes(
         n_users=shape[0],
         n_items=shape[1],
         nnz=nnz,
         factors=settings.factors,
         rank=rank,
         feedback=objective.feedback,
+        dtype=settings.dtype,
+    )
+    kernels = Kernels(
+        method=settings.method,
         solver=settings.solver,
         cg_steps=settings.cg_steps,
         block_size=min(settings.block_size, rank),
-        assembly=settings.assembly,
+        assembly=assembly,
+        variant=variant,
         reorder=settings.reorder,
         precision=settings.precision,
-        dtype=settings.dtype,
-        num_threads=settings.num_threads,
         instruction_set=_als.instruction_set(),
         balance=settings.balance,
         batch_flops=BATCH_FLOPS * settings.num_threads,
-        method=settings.method,
     )
+    return Plan(problem, Placement("cpu", "", settings.num_threads), kernels)
 
 
 def _find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
@@ -194,7 +201,7 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
         if plan.streamed:
             sizes["ratings"] += 2 * (ranks - 1) * plan.slab * (itemsize + 4)
         slots = max(1, CPU_PARTIAL_BYTES // system_bytes(plan))
-        return replace(plan, bytes=sizes, batch_slots=slots)
+        return plan.changed(bytes=sizes, batch_slots=slots)
     plan = _gpu_choices(plan, settings, objective, spec)
     assert plan.gpu is not None
     free = plan.gpu.free_bytes
@@ -206,7 +213,7 @@ def _plan_ranks(plan: Plan, settings: Settings, objective: Objective, spec: Devi
     beside = max(sum(half.bytes.values()) - half.bytes["systems"] for half in scale.halves.values())
     left = min(GPU_BATCH_BYTES, max(0, free - beside))
     slots = max(left // _slot_bytes(plan), plan.tile_rows, 1)
-    return replace(plan, scale=scale, bytes=fullest.bytes, batch_slots=slots)
+    return plan.changed(scale=scale, bytes=fullest.bytes, batch_slots=slots)
 
 
 def _with_scale(plan: Plan, scale: ScalePlan) -> Plan:
@@ -214,7 +221,7 @@ def _with_scale(plan: Plan, scale: ScalePlan) -> Plan:
     fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
     sizes = {name: size for name, size in fullest.bytes.items() if size}
     slots = min(slots_at_once(scale.problem, half) for half in scale.halves.values())
-    return replace(plan, scale=scale, bytes=sizes, batch_slots=slots)
+    return plan.changed(scale=scale, bytes=sizes, batch_slots=slots)
 
 
 def _spread(plan: Plan, free: int) -> ScalePlan:
@@ -224,7 +231,7 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
     for a whole fixed side, it is split over them or comes from the host, whichever is predicted to be faster.
     """
     itemsize = np.dtype(plan.dtype).itemsize
-    problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, itemsize, longest=plan.longest)
+    problem = Problem((plan.n_users, plan.n_items), plan.nnz, plan.rank, itemsize, longest=plan.problem.longest)
     ranks, stored = len(plan.devices), bool(plan.streamed)
     # tiles need whole rows, and so do slabs of a store that stay on a GPU
     scale = plan_ranks(problem, ranks, free, model_parallel_only=plan.tile_rows > 0 or stored)
@@ -237,10 +244,10 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
     split = plan_streamed_ranks(problem, ranks, free, place, STREAM_SLAB)
     if split is not None and not stored and not _room_for_copies(split):
         split = None
-    if stored and not _host_has_room(plan, plan._away_bytes):
+    if stored and not _host_has_room(plan, plan.offloaded_bytes):
         place = "disk"
-    away = plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place))
-    found = [other for other in (split, away) if other is not None]
+    offloaded = plan_host_ranks(host_problem(plan), ranks, free, place, _host_slab(plan, place))
+    found = [other for other in (split, offloaded) if other is not None]
     return min(found, key=lambda other: other.seconds, default=scale)
 
 
@@ -267,17 +274,17 @@ def host_problem(plan: Plan) -> Problem:
         sums=_slot_bytes(plan),
         segment=plan.segment,
         biases=plan.rank > plan.factors,
-        begins=plan.solver != "cholesky",
+        warm_start=plan.solver != "cholesky",
         on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
         batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
-        longest=plan.longest,
+        longest=plan.problem.longest,
     )
 
 
 def _placed(plan: Plan, scale: ScalePlan) -> Plan:
     """The plan with its ratings where `scale` has them between half sweeps."""
     if scale.ratings == "device":
-        return replace(plan, resident=bool(plan.streamed))
+        return plan.changed(resident=bool(plan.streamed))
     notes = list(plan.notes)
     if scale.factors != "device":
         notes.append("the factors do not fit on the GPUs: they stay in the memory of the host")
@@ -287,7 +294,7 @@ def _placed(plan: Plan, scale: ScalePlan) -> Plan:
         split = [f"{side}s" for side, half in scale.halves.items() if half.fixed == "split"]
         if split:
             notes.append(f"the fixed side of {' and '.join(split)} is split over the GPUs, which add up sums")
-    return replace(plan, streamed=scale.ratings, slab=max(map(scale.slab, scale.halves)), notes=tuple(notes))
+    return plan.changed(streamed=scale.ratings, slab=max(map(scale.slab, scale.halves)), notes=tuple(notes))
 
 
 def _als_request(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> dispatch.Request:
@@ -309,7 +316,7 @@ def _als_request(plan: Plan, settings: Settings, objective: Objective, spec: Dev
         on_cpu=lambda undecided: _cpu_plan(undecided, settings),
         on_gpu=on_gpu,
         cpu_only=cpu_only,
-        gpu_only=plan.assembly not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
+        gpu_only=plan.assembly_name not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
         others=tuple(_other_ways(plan, spec)),
     )
 
@@ -322,7 +329,7 @@ def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
         ways += [("fused", solver, precision) for solver in GPU_SOLVERS for precision in PRECISIONS]
         ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in GPU_SOLVERS]
     for assembly, solver, precision in dict.fromkeys(ways):
-        yield replace(plan, assembly=assembly, solver=solver, precision=precision)
+        yield plan.changed(assembly=assembly, variant="", solver=solver, precision=precision)
 
 
 def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
@@ -335,7 +342,7 @@ def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
                 '(dtype="float64" for more)'
             )
         notes.append(f"precision {plan.precision!r} is the GPU's; the CPU computes in {plan.dtype}")
-    assembly = "simd" if plan.assembly == "auto" else plan.assembly
+    assembly = "simd" if plan.assembly == "auto" else plan.assembly_name
     if assembly not in CPU_ASSEMBLIES:
         what = f"assembly={assembly!r} is a GPU's"
         if settings.device != "cpu":
@@ -351,8 +358,7 @@ def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
     if assembly == "bals":
         tile_rows = int(np.clip(L2_ACCUMULATORS // system_bytes(plan), 4, 256))
         tile_cols = int(np.clip(L2_TILE // (plan.rank * itemsize), 32, 4096))
-    plan = replace(
-        plan,
+    plan = plan.changed(
         assembly=assembly,
         reorder=_cpu_reordering(plan, assembly),
         precision="float32",
@@ -360,7 +366,7 @@ def _cpu_plan(plan: Plan, settings: Settings) -> Plan:
         tile_cols=tile_cols,
         notes=tuple(notes),
     )
-    return replace(plan, bytes=cpu_bytes(plan))
+    return plan.changed(bytes=cpu_bytes(plan))
 
 
 def _cpu_reordering(plan: Plan, assembly: str) -> str:
@@ -383,7 +389,7 @@ def _stored(plan: Plan, slab: int) -> Plan:
             f"reorder={plan.reorder!r} needs all ratings in memory, and a store is read slab by slab; "
             'use reorder="none", or fit store.to_ratings()'
         )
-    return replace(plan, reorder="none", streamed="disk", slab=slab)
+    return plan.changed(reorder="none", streamed="disk", slab=slab)
 
 
 # ---------------------------------------------------------------------------------------------------- GPU
@@ -407,7 +413,7 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     plan = _gpu_choices(plan, settings, objective, spec)
     assert plan.gpu is not None
     spec = plan.gpu
-    whole = _with_batches(replace(plan, streamed="", slab=0), _gpu_fixed_bytes(plan), spec)
+    whole = _with_batches(plan.changed(streamed="", slab=0), _gpu_fixed_bytes(plan), spec)
     if plan.streamed:
         return _gpu_stored(plan, whole, spec)
     if not dispatch.memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
@@ -415,14 +421,14 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     streamed = _gpu_streamed(plan, spec)
     if not dispatch.memory_lacks(streamed):
         return streamed
-    return _gpu_away(plan, spec) or whole
+    return _offloaded(plan, spec) or whole
 
 
-def _gpu_away(plan: Plan, spec: DeviceSpec) -> Plan | None:
+def _offloaded(plan: Plan, spec: DeviceSpec) -> Plan | None:
     """The plan with factors in the memory of the host or in files; None if not even their parts fit on the GPU."""
     folder = _folder_for_factors(plan)
     factors: Place = "disk" if folder else "host"
-    beside = 0 if folder else plan._away_bytes
+    beside = 0 if folder else plan.offloaded_bytes
     ratings: Place = "disk" if plan.streamed and not _host_has_room(plan, beside) else "host"
     slab = _host_slab(plan, ratings)
     scale = plan_host_ranks(host_problem(plan), 1, spec.free_bytes, ratings, slab, factors=factors)
@@ -431,13 +437,13 @@ def _gpu_away(plan: Plan, spec: DeviceSpec) -> Plan | None:
     note = "the factors do not fit on the GPU: they stay in the memory of the host"
     if folder:
         note = f"the factors do not fit on the GPU, nor in the memory of the host: they are in files in {folder!r}"
-    plan = replace(plan, notes=(*plan.notes, note), scratch=(folder,) if folder else plan.scratch)
-    return _with_scale(replace(plan, streamed=ratings, slab=max(map(scale.slab, scale.halves))), scale)
+    plan = plan.changed(notes=(*plan.notes, note), scratch=(folder,) if folder else plan.scratch)
+    return _with_scale(plan.changed(streamed=ratings, slab=max(map(scale.slab, scale.halves))), scale)
 
 
 def _folder_for_factors(plan: Plan) -> str:
     """Where files of factors go that the memory of the host has no room for; empty if it has, or if nothing has."""
-    free, needed = available_memory(), plan._away_bytes
+    free, needed = available_memory(), plan.offloaded_bytes
     return "" if free is None or needed <= free else find_room(plan.scratch, needed)[0]
 
 
@@ -448,7 +454,7 @@ def _gpu_choices(plan: Plan, settings: Settings, objective: Objective, spec: Dev
     limit = settings.gpu_memory_limit
     if limit is not None:
         spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
-    plan = replace(plan, device=f"cuda:{spec.index}", gpu=spec)
+    plan = plan.changed(device=f"cuda:{spec.index}", gpu=spec)
     why_not = fused.supports(plan.rank, plan.dtype, spec, objective.unobserved_weight if objective.is_implicit else 0.0)
     assembly, notes = plan.assembly, []
     if assembly == "auto":
@@ -467,14 +473,15 @@ def _gpu_choices(plan: Plan, settings: Settings, objective: Objective, spec: Dev
         raise ValueError(f"precision={plan.precision!r} is for the fused kernels{because}; use precision='float32'")
     tile_rows, tile_cols = (0, 0)
     if assembly == "bals":
-        tile_rows, tile_cols = assemblies.bals_tile_sizes(plan.rank, np.dtype(plan.dtype).itemsize, spec)
+        tile_rows, tile_cols = assemblies.bals_tile_sizes(
+            plan.rank, np.dtype(plan.dtype).itemsize, spec, local=plan.variant == "local"
+        )
     if tile_rows and plan.streamed:
         raise ValueError(
             'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '
             "fit store.to_ratings()"
         )
-    return replace(
-        plan,
+    return plan.changed(
         assembly=assembly,
         reorder=_gpu_reordering(plan.reorder, assembly),
         tile_rows=tile_rows,
@@ -487,12 +494,12 @@ def _gpu_choices(plan: Plan, settings: Settings, objective: Objective, spec: Dev
 def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
     """Where the slabs of a store stay: on the GPU, in the memory of the host, or on the disk; the first that fits."""
     if not dispatch.memory_lacks(whole):
-        return replace(whole, streamed="disk", slab=plan.slab, resident=True)
+        return whole.changed(streamed="disk", slab=plan.slab, resident=True)
     where: Place = "host" if _host_has_room(plan) else "disk"
-    streamed = _with_batches(replace(plan, streamed=where), _streamed_bytes(plan), spec)
+    streamed = _with_batches(plan.changed(streamed=where), _streamed_bytes(plan), spec)
     if not dispatch.memory_lacks(streamed):
         return streamed
-    return _gpu_away(plan, spec) or streamed
+    return _offloaded(plan, spec) or streamed
 
 
 def _host_has_room(plan: Plan, beside: int = 0) -> bool:
@@ -515,8 +522,8 @@ def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
     left = spec.free_bytes - sum(_streamed_bytes(plan).values())
     # half of it for the buffers, the other half for batches
     slab = int(np.clip(left / 2 / (STREAM_BUFFERS * (4 + itemsize)), 1, STREAM_SLAB))
-    slab = min(max(slab, *plan.longest), plan.nnz)  # a row is never cut
-    plan = replace(plan, streamed="host", slab=slab, notes=(*plan.notes, _streaming_note(plan, "GPU")))
+    slab = min(max(slab, *plan.problem.longest), plan.nnz)  # a row is never cut
+    plan = plan.changed(streamed="host", slab=slab, notes=(*plan.notes, _streaming_note(plan, "GPU")))
     return _with_batches(plan, _streamed_bytes(plan), spec)
 
 
@@ -533,9 +540,9 @@ def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
     most = _most_slots(plan, max(plan.n_users, plan.n_items))
     left = min(GPU_BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
     # BALS assembles whole blocks of rows; the others sum all segments of a row together
-    least = plan.tile_rows or max(1, -(-max(plan.longest) // plan.segment))
+    least = plan.tile_rows or max(1, -(-max(plan.problem.longest) // plan.segment))
     slots = int(np.clip(left // slot_bytes, least, max(least, most)))
-    return replace(plan, batch_slots=slots, bytes=sizes | {"batch": slots * slot_bytes})
+    return plan.changed(batch_slots=slots, bytes=sizes | {"batch": slots * slot_bytes})
 
 
 def _most_slots(plan: Plan, rows: int) -> int:
@@ -604,13 +611,13 @@ def _needs_all(plan: Plan) -> str:
 
 def _long_row(plan: Plan) -> str:
     """What the longest row keeps a plan from, and what to do about it; empty if it is not in the way."""
-    entries = max(plan.longest)
+    entries = max(plan.problem.longest)
     size = STREAM_BUFFERS * entries * (4 + np.dtype(plan.dtype).itemsize)
     if plan.gpu is None or plan.facts is None or plan.method is not None or _needs_all(plan):
         return ""
     if 4 * size <= plan.gpu.free_bytes:
         return ""
-    user = plan.longest[0] == entries
+    user = plan.problem.longest[0] == entries
     row = f"{'user' if user else 'item'} {plan.facts.positions[0 if user else 1]}"
     return (
         f"a row is never cut, so that slabs which hold {row} with its {entries:,} entries take {mib(size)}: leave some "

@@ -211,8 +211,8 @@ class Problem:
         Entries above which a row has more than one of them; 0: never.
     biases : bool
         Whether rows of factors have a bias beside them.
-    begins : bool
-        Whether solutions begin with the last ones.
+    warm_start : bool
+        Whether solvers start from the last factors: conjugate gradients and blocks of coordinates.
     on_chip : bool
         Whether rows of one segment are solved where they are summed, if the fixed side is there as a whole.
     batch : int
@@ -228,7 +228,7 @@ class Problem:
     sums: int = 0
     segment: int = 0
     biases: bool = False
-    begins: bool = False
+    warm_start: bool = False
     on_chip: bool = False
     batch: int = BATCH_BYTES
     longest: tuple[int, int] = (0, 0)
@@ -558,7 +558,7 @@ def half_bytes(
     own_is_part = on_device and grid.groups == 1 and half.turns == 1
     return {
         "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.turns > 1 else 1),
-        "solutions": solved * (1 if on_device else 3 if problem.begins else 2),
+        "solutions": solved * (1 if on_device else 3 if problem.warm_start else 2),
         "factors": share.own * width if on_device else 0,
         "ratings": share.entries * problem.entry_bytes,
         "rows": share.own * (ROW_BYTES + problem.itemsize) + pieces,

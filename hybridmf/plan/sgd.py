@@ -22,6 +22,9 @@ logger = logging.getLogger("hybridmf")
 SCHEDULES = ("msgd", "hogwild", "blocks", "batch_hogwild")
 CPU_SCHEDULES = ("msgd", "hogwild", "blocks")
 GPU_SCHEDULES = ("msgd", "batch_hogwild")
+ORDERS = ("passes", "blocks")
+"""What ranks move between steps; see `hybridmf.ranks.mcumsgd`."""
+
 ORDERINGS = ("user", "item", "mixed", "crossed")
 RATE_SCHEDULES = ("power", "geometric", "constant", "rpcs", "adagrad")
 
@@ -61,6 +64,8 @@ class SgdMethod:
         See `learning_rate_at`; `decay` is 0 where the schedule has none.
     deterministic : bool
         Whether `blocks` are visited in an order that does not depend on the threads.
+    order : {"passes", "blocks"}
+        Of several ranks; see `hybridmf.ranks.mcumsgd`.
     seed_bits : int
         What shuffles are drawn from, with the number of the epoch; set when a fit begins.
     scale : float
@@ -76,6 +81,7 @@ class SgdMethod:
     learning_rate: float
     decay: float
     deterministic: bool
+    order: str = "passes"
     seed_bits: int = 0
     scale: float = 1.0
 
@@ -94,6 +100,7 @@ class SgdMethod:
         decay: Any,
         deterministic: Any,
         biases: bool = False,
+        order: Any = "passes",
     ) -> SgdMethod:
         """Judge the hyperparameters; None stands for the default that goes with the rate schedule and biases.
 
@@ -123,6 +130,7 @@ class SgdMethod:
             rate,
             _check_decay(rate_schedule, decay),
             check_bool("deterministic", deterministic),
+            check_choice("order", order, ORDERS),
         )
 
     def standardized(self, objective: Objective, scale: float, number: str) -> SgdMethod:
@@ -172,7 +180,8 @@ class SgdMethod:
         rate = f"{self.rate_schedule} rate {self.learning_rate:g}"
         if self.rate_schedule in DEFAULT_DECAYS:
             rate += f", decay {self.decay:g}"
-        return f"SGD, schedule {self.schedule}; {rate}"
+        order = "" if self.order == "passes" else f", order {self.order}"
+        return f"SGD, schedule {self.schedule}{order}; {rate}"
 
     def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
         """Decide device, precision and memory.
@@ -182,11 +191,16 @@ class SgdMethod:
         DeviceError, ValueError
             What was asked for does not run where it was asked for.
         """
-        base = replace(base, assembly="simd", reorder="none")
+        base = base.changed(assembly="simd", reorder="none")
         if base.precision not in ("float32", "float16"):
             raise ValueError(f"precision must be 'float32' or 'float16' for SGD, got {base.precision!r}")
         if isinstance(settings.device, tuple):
             return self._ranks_plan(base, settings, settings.device)
+        if self.order != "passes":
+            raise ValueError(
+                f"order={self.order!r} is the order in which items travel between several devices, got "
+                f'device={settings.device!r}; use a list such as device=["cuda:0", "cuda:1"], or order="passes"'
+            )
         why_not = "" if spec is None else self._why_not_gpu(base)
         if why_not and settings.device != "auto":
             raise ValueError(f'{why_not}; use device="cpu" or device="auto" for it, or change the parameter')
@@ -219,9 +233,9 @@ class SgdMethod:
             specs = [spec for spec in (dispatch.find_gpu(name)[0] for name in devices) if spec is not None]
             least = min(spec.free_bytes for spec in specs)
             plan = self._gpu_plan(base, first, replace(specs[0], free_bytes=least))
-            plan = replace(plan, bytes=self._rank_bytes(plan, len(devices)))
+            plan = plan.changed(bytes=self._rank_bytes(plan, len(devices)))
         note = f"{len(devices)} ranks on {', '.join(devices)}: each owns users, items travel from rank to rank"
-        return replace(plan, devices=devices, notes=(*plan.notes, note))
+        return plan.changed(devices=devices, notes=(*plan.notes, note))
 
     def _rank_bytes(self, plan: Plan, ranks: int) -> dict[str, int]:
         """Of one of several GPUs, if they have equal shares."""
@@ -253,8 +267,8 @@ class SgdMethod:
         if limit is not None:
             spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
         notes = [] if self.schedule == "msgd" else ["factors depend on the race of the GPU's warps: no two runs agree"]
-        plan = replace(base, device=f"cuda:{spec.index}", gpu=spec, notes=tuple(notes))
-        return replace(plan, bytes=self._gpu_bytes(plan))
+        plan = base.changed(device=f"cuda:{spec.index}", gpu=spec, notes=tuple(notes))
+        return plan.changed(bytes=self._gpu_bytes(plan))
 
     def _gpu_bytes(self, plan: Plan) -> dict[str, int]:
         m, n, nnz, itemsize = plan.n_users, plan.n_items, plan.nnz, np.dtype(plan.dtype).itemsize
@@ -299,8 +313,8 @@ class SgdMethod:
             notes.append("factors depend on the race of the threads: no two runs agree")
         if base.num_threads > 1 and self.schedule == "blocks" and not self.deterministic:
             notes.append("the order of blocks depends on the threads: no two runs agree")
-        plan = replace(base, precision="float32", notes=tuple(notes))
-        return replace(plan, bytes=self._cpu_bytes(plan))
+        plan = base.changed(precision="float32", notes=tuple(notes))
+        return plan.changed(bytes=self._cpu_bytes(plan))
 
     def _cpu_bytes(self, plan: Plan) -> dict[str, int]:
         m, n, nnz, itemsize = plan.n_users, plan.n_items, plan.nnz, np.dtype(plan.dtype).itemsize

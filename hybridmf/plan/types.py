@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 
 import numpy as np
 import scipy.sparse as sp
@@ -18,14 +19,24 @@ from ..data.store import StoreMatrix
 from ..device.cuda import DeviceSpec
 from ..native import _als
 from . import fused
+from .fused import table_width
 from .grid import Grid
-from .ranks import H200, Place, Problem, ScalePlan
+from .ranks import H200, Place, ScalePlan
 
 CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
 
 GPU_ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
 
-ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1])
+VARIANTS = {
+    "bals_local": ("bals", "local"),
+    "mo_als_global": ("mo_als", "global"),
+    "mo_als_uncached": ("mo_als", "uncached"),
+    "mo_als_plain": ("mo_als", "plain"),
+}
+"""Published ways to run a GPU's assembly, beside the best one: assembly and variant by name. BALS with its sums where
+the paper's mapping to threads puts them; MO-ALS without its registers (fig. 7), read-only path (fig. 8), or both."""
+
+ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1], *VARIANTS)
 
 GPU_SOLVERS = ("cholesky", "cg")
 
@@ -48,6 +59,9 @@ GPU_SEGMENT = 16384
 
 GPU_BATCH_BYTES = 2 << 30
 """Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
+
+
+T = TypeVar("T")
 
 
 class Method(Protocol):
@@ -141,11 +155,153 @@ def _dtype_name(dtype: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Every size and choice of one run; ``print(plan)`` shows it.
+class Sizes:
+    """What is factorized.
 
     Attributes
     ----------
+    n_users, n_items, nnz, factors : int
+    rank : int
+        Columns of the systems that are solved: `factors`, plus one for a bias.
+    feedback : {"explicit", "implicit"}
+    dtype : {"float32", "float64"}
+    facts : Facts or None
+        What is known of the degrees of the data.
+    """
+
+    n_users: int
+    n_items: int
+    nnz: int
+    factors: int
+    rank: int
+    feedback: str
+    dtype: str
+    facts: Facts | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Entries of the longest user and of the longest item; 0 where that is unknown."""
+        return (0, 0) if self.facts is None else (self.facts.longest_user, self.facts.longest_item)
+
+    @property
+    def filled_rows(self) -> int:
+        """Rows of both sides that have entries: a bound, or their number where degrees are known."""
+        rows = self.n_users + self.n_items - (0 if self.facts is None else self.facts.empty)
+        return min(rows, min(self.n_users, self.nnz) + min(self.n_items, self.nnz))
+
+    @property
+    def table_bytes(self) -> tuple[int, int]:
+        """Bytes of the users' and of the items' factors."""
+        return self.n_users * self.rank * self.itemsize, self.n_items * self.rank * self.itemsize
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where it runs, and where ratings and factors are between half sweeps; `Plan` describes the attributes."""
+
+    device: str
+    reason: str
+    num_threads: int
+    gpu: DeviceSpec | None = None
+    devices: tuple[str, ...] = ()
+    streamed: str = ""
+    slab: int = 0
+    resident: bool = False
+    scale: ScalePlan | None = None
+    scratch: tuple[str, ...] = ()
+
+    @property
+    def device_name(self) -> str:
+        """All devices."""
+        return "+".join(self.devices) if self.devices else self.device
+
+    @property
+    def grids(self) -> dict[Side, Grid]:
+        """How each half sweep spreads over ranks; model parallel if nothing was planned."""
+        if self.scale is not None:
+            return self.scale.grids
+        grid = Grid(1, max(1, len(self.devices)))
+        return {"user": grid, "item": grid}
+
+    @property
+    def factors_on(self) -> Place:
+        """Where factors are between half sweeps."""
+        return "device" if self.scale is None else self.scale.factors
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs there; `Plan` describes the attributes."""
+
+    solver: str
+    cg_steps: int
+    block_size: int
+    assembly: str
+    reorder: str
+    precision: str
+    instruction_set: str
+    balance: bool = False
+    variant: str = ""
+    tile_rows: int = 0
+    tile_cols: int = 0
+    batch_flops: float = BATCH_FLOPS
+    segment: int = 0
+    batch_slots: int = 0
+    method: Method | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What it takes; `Plan` describes the attributes."""
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    estimates: tuple[Estimate, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak memory, the sum of `bytes`."""
+        return sum(self.bytes.values())
+
+
+class _Part(Generic[T]):
+    """A public attribute of a plan that one of its parts holds."""
+
+    def __init__(self, read: Callable[[Plan], T]) -> None:
+        self.read = read
+
+    @overload
+    def __get__(self, plan: None, owner: type[Plan]) -> _Part[T]: ...
+
+    @overload
+    def __get__(self, plan: Plan, owner: type[Plan]) -> T: ...
+
+    def __get__(self, plan: Plan | None, owner: type[Plan]) -> _Part[T] | T:
+        return self if plan is None else self.read(plan)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every size and choice of one run, in four parts; ``print(plan)`` shows it.
+
+    Attributes
+    ----------
+    problem : Sizes
+        Sizes: `n_users`, `n_items`, `nnz`, `factors`, `rank`, `feedback`, `dtype`, `facts`.
+    placement : Placement
+        Devices, and where ratings and factors are: `device`, `reason`, `devices`, `gpu`, `num_threads`, `streamed`,
+        `slab`, `resident`, `scale`, `scratch`.
+    kernels : Kernels
+        `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `variant`, `reorder`, `precision`, `balance`,
+        `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`, `batch_slots`.
+    estimate : Prediction
+        `bytes`, `estimates`.
+    notes : tuple of str
+        What a reader should know about the choices.
     device, reason : str
         Where it runs and why.
     n_users, n_items, nnz, factors : int
@@ -158,6 +314,8 @@ class Plan:
     balance : bool
     instruction_set : str
         Vector kernels in use.
+    variant : str
+        Of the assembly, as in `VARIANTS`; usually empty.
     tile_rows, tile_cols : int
         BALS tile (0 for other assemblies).
     batch_flops : float
@@ -168,8 +326,6 @@ class Plan:
         On a GPU: entries above which a row is split, and systems (or segments of them) in memory at a time.
     bytes : dict of str to int
         Memory by purpose, at the peak.
-    notes : tuple of str
-        What a reader should know about the choices.
     method : Method or None
         What runs if it is not ALS; `solver`, `assembly` and `reorder` then say nothing.
     streamed : {"", "host", "disk"}
@@ -191,59 +347,61 @@ class Plan:
         What this plan and the other ways to compute are predicted to take; the chosen one first.
     """
 
-    device: str
-    reason: str
-    n_users: int
-    n_items: int
-    nnz: int
-    factors: int
-    rank: int
-    feedback: str
-    solver: str
-    cg_steps: int
-    block_size: int
-    assembly: str
-    reorder: str
-    precision: str
-    dtype: str
-    num_threads: int
-    instruction_set: str
-    balance: bool = False
-    tile_rows: int = 0
-    tile_cols: int = 0
-    batch_flops: float = BATCH_FLOPS
-    gpu: DeviceSpec | None = None
-    segment: int = 0
-    batch_slots: int = 0
-    bytes: dict[str, int] = field(default_factory=dict)
+    problem: Sizes
+    placement: Placement
+    kernels: Kernels
+    estimate: Prediction = field(default_factory=Prediction)
     notes: tuple[str, ...] = ()
-    method: Method | None = None
-    streamed: str = ""
-    slab: int = 0
-    resident: bool = False
-    devices: tuple[str, ...] = ()
-    scale: ScalePlan | None = None
-    scratch: tuple[str, ...] = ()
-    facts: Facts | None = field(default=None, compare=False, repr=False)
-    estimates: tuple[Estimate, ...] = field(default=(), compare=False, repr=False)
 
-    @property
-    def device_name(self) -> str:
-        """Where it runs, all devices."""
-        return "+".join(self.devices) if self.devices else self.device
+    n_users = _Part(lambda plan: plan.problem.n_users)
+    n_items = _Part(lambda plan: plan.problem.n_items)
+    nnz = _Part(lambda plan: plan.problem.nnz)
+    factors = _Part(lambda plan: plan.problem.factors)
+    rank = _Part(lambda plan: plan.problem.rank)
+    feedback = _Part(lambda plan: plan.problem.feedback)
+    dtype = _Part(lambda plan: plan.problem.dtype)
+    facts = _Part(lambda plan: plan.problem.facts)
+    device = _Part(lambda plan: plan.placement.device)
+    device_name = _Part(lambda plan: plan.placement.device_name)
+    reason = _Part(lambda plan: plan.placement.reason)
+    devices = _Part(lambda plan: plan.placement.devices)
+    gpu = _Part(lambda plan: plan.placement.gpu)
+    num_threads = _Part(lambda plan: plan.placement.num_threads)
+    streamed = _Part(lambda plan: plan.placement.streamed)
+    slab = _Part(lambda plan: plan.placement.slab)
+    resident = _Part(lambda plan: plan.placement.resident)
+    scale = _Part(lambda plan: plan.placement.scale)
+    grids = _Part(lambda plan: plan.placement.grids)
+    factors_on = _Part(lambda plan: plan.placement.factors_on)
+    scratch = _Part(lambda plan: plan.placement.scratch)
+    method = _Part(lambda plan: plan.kernels.method)
+    solver = _Part(lambda plan: plan.kernels.solver)
+    cg_steps = _Part(lambda plan: plan.kernels.cg_steps)
+    block_size = _Part(lambda plan: plan.kernels.block_size)
+    assembly = _Part(lambda plan: plan.kernels.assembly)
+    variant = _Part(lambda plan: plan.kernels.variant)
+    reorder = _Part(lambda plan: plan.kernels.reorder)
+    precision = _Part(lambda plan: plan.kernels.precision)
+    balance = _Part(lambda plan: plan.kernels.balance)
+    instruction_set = _Part(lambda plan: plan.kernels.instruction_set)
+    tile_rows = _Part(lambda plan: plan.kernels.tile_rows)
+    tile_cols = _Part(lambda plan: plan.kernels.tile_cols)
+    batch_flops = _Part(lambda plan: plan.kernels.batch_flops)
+    segment = _Part(lambda plan: plan.kernels.segment)
+    batch_slots = _Part(lambda plan: plan.kernels.batch_slots)
+    bytes = _Part(lambda plan: plan.estimate.bytes)
+    total_bytes = _Part(lambda plan: plan.estimate.total_bytes)
+    estimates = _Part(lambda plan: plan.estimate.estimates)
 
-    @property
-    def grids(self) -> dict[Side, Grid]:
-        """Of ALS on several devices: how each half sweep spreads over them; model parallel if nothing was planned."""
-        if self.scale is not None:
-            return self.scale.grids
-        grid = Grid(1, max(1, len(self.devices)))
-        return {"user": grid, "item": grid}
-
-    @property
-    def factors_on(self) -> Place:
-        """Where factors are between half sweeps: "device" (for a fit on the CPU, its memory), "host" or "disk"."""
-        return "device" if self.scale is None else self.scale.factors
+    def changed(self, **values: Any) -> Plan:
+        """Return the plan with other values of public attributes, each in the part that holds it."""
+        parts: dict[str, Any] = {}
+        for name in ("problem", "placement", "kernels", "estimate"):
+            part = getattr(self, name)
+            held = {one.name for one in fields(part)} & values.keys()
+            if held:
+                parts[name] = replace(part, **{one: values.pop(one) for one in held})
+        return replace(self, **parts, **values)
 
     @property
     def factors_on_host(self) -> bool:
@@ -251,34 +409,34 @@ class Plan:
         return self.factors_on == "host"
 
     @property
-    def factors_away(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether factors are in the memory of the host or in files, and on a GPU only while they are worked with."""
         return self.factors_on != "device"
 
     def tables_of(self, side: Side) -> int:
-        """Tables of a side's factors that a fit has at a time where they are away: new ones beside the last ones.
+        """Tables of a side's factors that a fit has at a time where they are offloaded: new ones beside the last ones.
 
         To balance makes new ones of both sides, of which the items' are replaced while the last ones are still there.
         """
         return 3 if self.balance and side == "item" else 2
 
     @property
-    def _away_bytes(self) -> int:
-        """Of the factors of both sides, new and old, where they are away."""
+    def offloaded_bytes(self) -> int:
+        """Of the factors of both sides, new and old, where they are offloaded."""
         rows = self.tables_of("user") * self.n_users + self.tables_of("item") * self.n_items
         if self.devices:
             rows += len(self.devices) * max(self.n_users, self.n_items)  # gathered by each rank
-        return rows * Problem((0, 0), 0, self.rank, np.dtype(self.dtype).itemsize).row_bytes
+        return rows * table_width(self.rank, self.dtype) * self.problem.itemsize
 
     @property
     def host_bytes(self) -> int:
         """Memory of the host that factors take which stay there: those of a half sweep beside the ones before."""
-        return self._away_bytes if self.factors_on == "host" else 0
+        return self.offloaded_bytes if self.factors_on == "host" else 0
 
     @property
     def disk_bytes(self) -> int:
         """The same of files, where factors are on disk."""
-        return self._away_bytes if self.factors_on == "disk" else 0
+        return self.offloaded_bytes if self.factors_on == "disk" else 0
 
     @property
     def row_cost(self) -> float:
@@ -288,23 +446,18 @@ class Plan:
         return H200.row_cost(self.rank) if self.gpu is not None else self.rank / 3
 
     @property
-    def total_bytes(self) -> int:
-        """Peak memory, the sum of `bytes`."""
-        return sum(self.bytes.values())
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """Entries of the longest user and of the longest item; 0 where that is not known."""
-        return (0, 0) if self.facts is None else (self.facts.longest_user, self.facts.longest_item)
-
-    @property
     def asks_for_degrees(self) -> bool:
         """Whether its memory depends on the longest item, whose degree is unknown: ratings come in whole rows."""
-        if self.gpu is None or self.method is not None or self.longest[1]:
+        if self.gpu is None or self.method is not None or self.problem.longest[1]:
             return False
         most = min(self.nnz, self.n_users)
         in_slabs = self.streamed != "" and not self.resident and (self.scale is not None or self.slab < most)
         return in_slabs or self.batch_slots * self.segment < most
+
+    @property
+    def assembly_name(self) -> str:
+        """Assembly and variant as `Settings` names them."""
+        return f"{self.assembly}_{self.variant}" if self.variant else self.assembly
 
     @property
     def uses_blas(self) -> bool:
@@ -315,15 +468,21 @@ class Plan:
         """The plan of an exact solve of new rows in the order they come."""
         if self.method is not None:
             assembly = "simd" if self.gpu is None else "sparse_syrk"
-            exact = replace(self, method=None, solver="cholesky", assembly=assembly, precision="float32")
+            exact = self.changed(method=None, solver="cholesky", assembly=assembly, precision="float32")
             slots = 0 if self.gpu is None else max(1, GPU_BATCH_BYTES // _slot_bytes(exact))
-            return replace(exact, segment=GPU_SEGMENT, batch_slots=slots)
+            return exact.changed(segment=GPU_SEGMENT, batch_slots=slots)
         # rows that come alone have no tiles to share; sparse_syrk serves any rank, type and weight
         without_tiles = "simd" if self.gpu is None else "sparse_syrk"
         assembly = without_tiles if self.assembly == "bals" else self.assembly
         segment = self.segment if assembly == self.assembly else gpu_segment(assembly)
-        return replace(
-            self, solver="cholesky", assembly=assembly, reorder="none", tile_rows=0, tile_cols=0, segment=segment
+        return self.changed(
+            solver="cholesky",
+            assembly=assembly,
+            variant=self.variant if assembly == self.assembly else "",
+            reorder="none",
+            tile_rows=0,
+            tile_cols=0,
+            segment=segment,
         )
 
     @property
@@ -354,7 +513,7 @@ class Plan:
         solver = {
             "cg": f"cg, {self.cg_steps} steps",
             "subspace": f"subspace, {self.block_size} coordinates at a time",
-        }.get(self.solver, f"{self.solver}, assembly {self.assembly}")
+        }.get(self.solver, f"{self.solver}, assembly {self.assembly_name}")
         if self.tile_rows:
             solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
         solver += f"; reorder {self.reorder}" + ("; balanced" if self.balance else "")

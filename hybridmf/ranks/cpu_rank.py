@@ -7,20 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
-from ..core.objective import Factors, Objective, Side
+from ..core.objective import Factors, Objective, Side, State
 from ..cpu import als
 from ..cpu.stream import StreamedHalf
 from ..data.slabs import RangeSlabs
-from ..native import _als, status
+from ..native import _als
 from ..plan.types import Plan
-from .batches import Ranges
 from .su_als import Block, Owned, Then
 
 
 class CpuWorker:
-    """The CPU as a `Worker`; arrays are NumPy's.
+    """The CPU as a `Worker`, for grids of one split; arrays are NumPy's.
 
     Parameters
     ----------
@@ -40,10 +38,6 @@ class CpuWorker:
     def own(self, factors: Factors, plan: Plan) -> Factors:
         """Factors as they are."""
         return factors.on_host()
-
-    def blank(self, like: np.ndarray, rows: int) -> np.ndarray:
-        """Zeros of the dtype and width of an array."""
-        return np.zeros((rows, *like.shape[1:]), dtype=like.dtype)
 
     def arrays(self, factors: Factors) -> list[np.ndarray]:
         """Matrix, and biases if there are any."""
@@ -93,21 +87,6 @@ class CpuWorker:
         """New factors of the rows of `whole`; nothing is gathered ahead, since nothing would overlap."""
         return half.solve(fixed, mean, start)
 
-    def partial(
-        self,
-        side: Side,
-        block: Block,
-        objective: Objective,
-        plan: Plan,
-        names: np.ndarray,
-        degrees: np.ndarray,
-        batches: list[Ranges],
-        solved: list[Ranges],
-    ) -> PartialRows:
-        """See `PartialRows`; ratings in memory."""
-        assert isinstance(block, sp.csr_array)
-        return PartialRows(side, block, objective, plan, names, degrees, batches, solved)
-
     def losses(
         self,
         objective: Objective,
@@ -117,174 +96,11 @@ class CpuWorker:
         items: Factors,
         mean: float,
     ) -> float:
-        """Loss of all entries, range after range of rows."""
+        """Loss of all entries."""
         if isinstance(half, StreamedHalf):
             return sum(float(half.losses(own, items, mean).sum()) for _, own in users)
-        return sum(self._losses(objective, plan, half, *owned, items, mean) for owned in users)
-
-    def _losses(
-        self,
-        objective: Objective,
-        plan: Plan,
-        half: als.HalfSweep,
-        rows: tuple[int, int],
-        users: Factors,
-        items: Factors,
-        mean: float,
-    ) -> float:
-        """Loss of the entries of some rows."""
-        offsets = (np.empty(0), np.empty(0))
-        if users.bias is not None and items.bias is not None:
-            offsets = (users.bias.astype(np.float64) + mean, items.bias.astype(np.float64))
-        indptr = half.indptr[rows[0] : rows[1] + 1]
-        if not len(half.indices) or rows[0] == rows[1]:
-            return 0.0
-        losses = _als.row_losses(
-            users.matrix,
-            items.matrix,
-            indptr,
-            half.indices,
-            half.ratings,
-            *offsets,
-            objective.is_implicit,
-            objective.alpha,
-            objective.unobserved_weight,
-            plan.num_threads,
-        )
-        return float(losses.sum())
-
-    def pipeline(self) -> AbstractContextManager[InOrder]:
-        """Things happen in the order they are asked for."""
-        return nullcontext(InOrder())
+        csr, states = (half.indptr, half.indices, half.ratings), (State(own, items, mean) for _, own in users)
+        return sum(float(als.losses_of_rows(objective, csr, state, plan.num_threads).sum()) for state in states)
 
     def close(self) -> None:
         """Nothing goes on beside the rank's thread."""
-
-
-class InOrder:
-    """A `Pipeline` without overlap."""
-
-    def assembled(self) -> None:
-        """Nothing to wait for."""
-
-    def after(self, mark: None) -> AbstractContextManager[None]:
-        """Nothing to wait for."""
-        return nullcontext()
-
-
-class PartialRows(als.HalfSweep):
-    """Sums of the entries at hand, and solutions of systems that all ranks' sums have been added up for.
-
-    Parameters
-    ----------
-    side, block, objective, plan, names, degrees, batches, solved
-        See `hybridmf.ranks.su_als.Worker.partial`.
-
-    Raises
-    ------
-    ValueError
-        A plan whose assembly or solver needs all entries of a row.
-    """
-
-    def __init__(
-        self,
-        side: Side,
-        block: sp.csr_array,
-        objective: Objective,
-        plan: Plan,
-        names: np.ndarray,
-        degrees: np.ndarray,
-        batches: list[Ranges],
-        solved: list[Ranges],
-    ) -> None:
-        if plan.assembly != "simd" or plan.solver not in ("cholesky", "cg"):
-            raise ValueError(
-                f"assembly={plan.assembly!r} with solver={plan.solver!r} needs all entries of a row on one rank; with "
-                "a split fixed side use assembly='simd' and solver 'cholesky' or 'cg'"
-            )
-        super().__init__(side, block, objective, plan, names)
-        self.whole_degrees, self.batches, self.solved = degrees, batches, solved
-        self.scale = objective.row_scale(degrees)
-        width = _als.padded_rank(plan.rank)
-        most = max((sum(last - first for first, last in batch) for batch in batches), default=0)
-        # one batch is added up while the next one is assembled
-        self._buffers = [als.aligned_zeros((most, (width + 1) * width), block.dtype) for _ in batches[:2]]
-        self._workspace = als.workspaces(
-            plan.num_threads, _als.workspace_size(plan.rank, block.dtype.itemsize), block.dtype
-        )
-
-    def start(self, fixed: Factors, mean: float, start: Factors, gram: np.ndarray | None) -> None:
-        """Begin a half sweep."""
-        plan = self.plan
-        self._design = als._design(fixed, self.objective)
-        self._offsets = als._offsets(fixed, mean, self.objective)
-        self._gram = np.empty((0, 0), self._design.dtype) if gram is None else gram
-        if self._gram.size:
-            self._gram = np.pad(self._gram, (0, _als.padded_rank(plan.rank) - plan.rank))
-        self._out = als.aligned_zeros((len(self.whole_degrees), plan.rank), self._design.dtype)
-        if plan.solver == "cg":
-            self._out[:, : plan.factors] = start.matrix
-            if start.bias is not None:
-                self._out[:, plan.factors] = start.bias
-        self._status = np.zeros(len(self.whole_degrees), dtype=np.int32)
-
-    def assemble(self, batch: int) -> tuple[np.ndarray, ...]:
-        """Sums of a batch's entries at hand."""
-        slots, filled = sum(last - first for first, last in self.batches[batch]), 0
-        partial = self._buffers[batch % 2][:slots]
-        for first, last in self.batches[batch]:
-            self._assemble_rows(partial[filled : filled + last - first], first, last)
-            filled += last - first
-        return (partial,)
-
-    def _assemble_rows(self, partial: np.ndarray, first: int, last: int) -> None:
-        if first == last:
-            return
-        objective, threads = self.objective, self.plan.num_threads
-        weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
-        entries = (self.indices, self.ratings, self._offsets)
-        degrees = self.degrees[first:last]
-        order = np.argsort(-degrees, kind="stable").astype(np.int64)
-        n_long = int(np.count_nonzero(degrees > _als.LONG_ROW))
-        long, short = order[:n_long], order[n_long:]
-        if n_long:
-            sums = als.aligned_zeros((_als.SEGMENTS, partial.shape[1]), partial.dtype)
-            for wave in _als.long_row_waves(self.indptr, long + first):
-                _als.partial_long_rows(
-                    partial, self._design, *entries, long, wave, sums, self._workspace, *weights, threads
-                )
-        _als.partial_rows(
-            partial, self._design, self.indptr, *entries, first, short, self._workspace, *weights, threads
-        )
-
-    def finish(self, batch: int, sums: tuple[np.ndarray, ...]) -> None:
-        """Complete and solve the systems of a batch."""
-        plan, at = self.plan, 0
-        for first, last in self.solved[batch]:
-            rows, n = slice(first, last), last - first
-            if n:
-                _als.solve_partials(
-                    self._out[rows],
-                    sums[0][at : at + n],
-                    self._gram,
-                    self.ridge,
-                    self.scale[rows],
-                    self.whole_degrees[rows],
-                    self._status[rows],
-                    self._workspace,
-                    plan.cg_steps if plan.solver == "cg" else 0,
-                    self._epsilon(self._out.dtype),
-                    plan.num_threads,
-                )
-            at += n
-
-    def close(self) -> None:
-        """Nothing goes on beside the rank's thread."""
-
-    def result(self, then: Then | None = None) -> Factors:
-        """Factors of the rows solved here."""
-        status.check_status(self._status, self.side, self.objective, self.names)
-        out = self._out
-        if not self.objective.biases:
-            return Factors(out)
-        return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))

@@ -1,4 +1,4 @@
-"""A rank of SU-ALS on a GPU, the twin of `hybridmf.ranks.cpu_rank`; see `hybridmf.ranks.su_als.Worker`."""
+"""A rank of SU-ALS on a GPU, the twin of `hybridmf.ranks.cpu_rank`; see `hybridmf.ranks.su_als.SplitWorker`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from ..plan.fused import BLOCK, FusedConfig
 from ..plan.ranks import PIECES
 from ..plan.types import Plan
 from .batches import Ranges, batch_entries
-from .cpu_rank import InOrder
 from .su_als import Block, Owned, Then, degrees_of, ends_of
 from .transport.communicator import Communicator
 from .transport.nccl import NcclCommunicator
@@ -40,7 +39,7 @@ FEW_SEGMENTS = 4096
 
 
 class GpuWorker:
-    """A GPU as a `Worker`; arrays are those of its device.
+    """A GPU as a `SplitWorker`; arrays are those of its device.
 
     Parameters
     ----------
@@ -63,7 +62,7 @@ class GpuWorker:
     def own(self, factors: Factors, plan: Plan) -> als.DeviceFactors | HostFactors:
         """Factors as a table, where the plan has them between half sweeps."""
         width = plan_fused.table_width(plan.rank, factors.matrix.dtype)
-        return turns.to_host(factors, width) if plan.factors_away else als.to_device(self.device, factors, width)
+        return turns.to_host(factors, width) if plan.offloaded else als.to_device(self.device, factors, width)
 
     def blank(self, like: Array, rows: int) -> Array:
         """Zeros of the dtype and width of an array."""
@@ -120,7 +119,7 @@ class GpuWorker:
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
     ) -> als.HalfSweep | StreamedHalf:
         """The half sweep of one device, over a slab of rows; in waves where the plan says that ratings are streamed."""
-        if plan.factors_away:
+        if plan.offloaded:
             self._copiers = self._copiers or turns.Copiers(self.device)
             waves = waves_of(block, side, plan)
             return turns.HostHalf(self.device, side, waves, objective, plan, self._copiers, names, ends)
@@ -303,6 +302,17 @@ class Cut:
         return sums[: self.n_rows]
 
 
+class InOrder:
+    """A `Pipeline` without overlap."""
+
+    def assembled(self) -> None:
+        """Nothing to wait for."""
+
+    def after(self, mark: None) -> AbstractContextManager[None]:
+        """Nothing to wait for."""
+        return nullcontext()
+
+
 class PartialRows(als.HalfSweep):
     """Sums of the entries at hand, and solutions of systems that all ranks' sums have been added up for.
 
@@ -310,7 +320,7 @@ class PartialRows(als.HalfSweep):
     ----------
     device : Device
     side, block, objective, plan, names, degrees, batches, solved
-        See `hybridmf.ranks.su_als.Worker.partial`.
+        See `hybridmf.ranks.su_als.SplitWorker.partial`.
 
     Raises
     ------
@@ -406,7 +416,7 @@ class PartialRows(als.HalfSweep):
         matrices = device.zeros((cut.n_slots, rank, rank), self.dtype)
         rhs = device.empty((cut.n_slots, rank), self.dtype)
         if len(cut.segments):
-            als.published(self.plan.assembly)(device, matrices, rhs, *arguments, rank)
+            als.published(self.plan)(device, matrices, rhs, *arguments, rank)
         return cut.add_up(device, matrices), cut.add_up(device, rhs)
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:

@@ -3,7 +3,7 @@
 Users and items are cut into as many ranges as there are ranks, even in entries. Rank q owns users q. In step l of an
 epoch it holds items ``j = (q + l) mod p``, which it then sends to rank q - 1. What it moves in between is the order:
 
-- "passes", ours, which a fit uses. The items go round twice. In steps 0 ... p - 1 a rank moves the items that it holds
+- "passes", ours, the default. The items go round twice. In steps 0 ... p - 1 a rank moves the items that it holds
   by its own users' ratings of them; in steps p - 1 ... 2 p - 2 it moves its users by the items, which travel meanwhile.
 - "blocks", Alg. 4 as it is printed. The items go round once. In each of p steps a rank moves the items that it holds,
   sends them, and while they travel moves its users by them.
@@ -35,7 +35,7 @@ import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State, Terms, other_side, part_of
 from ..core.sparse import transposed
-from ..core.validate import check_choice, csr_arrays, make_csr
+from ..core.validate import csr_arrays, make_csr
 from ..cpu.als import aligned_zeros, objective_value
 from ..cpu.sgd import Copies, RowSweeps, starting_state, sums_width
 from ..data.fingerprint import fingerprint
@@ -60,9 +60,6 @@ LONG_ROW = 32768
 
 SHORTEST_LONG_ROW = 1024
 """A row as short as this never has a block of a GPU to itself: preparing one takes as long as walking the row."""
-
-ORDERS = ("passes", "blocks")
-"""See the top."""
 
 
 # ---------------------------------------------------------------------------------------------- shares
@@ -268,7 +265,7 @@ class CpuBackend:
 def _row_sweeps(block: Block, plan: Plan) -> RowSweeps | None:
     if not block["user"].nnz:
         return None
-    return RowSweeps(block, replace(plan, nnz=block["user"].nnz, batch_flops=BATCH_FLOPS * plan.num_threads))
+    return RowSweeps(block, plan.changed(nnz=block["user"].nnz, batch_flops=BATCH_FLOPS * plan.num_threads))
 
 
 def long_row_of(ranks: int) -> int:
@@ -414,15 +411,13 @@ class RankSGD:
         The ratings, the same on all ranks; a rank keeps those of its users.
     objective : Objective
     plan : Plan
-        With an `SgdMethod` of schedule "msgd"; `num_threads` are this rank's.
+        With an `SgdMethod` of schedule "msgd", which has the order; `num_threads` are this rank's.
     state : State
         Where to start: all users and items, the same on all ranks.
     completed : int
         Epochs behind `state`.
     device : Device, optional
         This rank's GPU; None: the CPU.
-    order : {"passes", "blocks"}
-        See the top of this module.
     long_row : int, optional
         Of a GPU; see `GpuBackend`.
     beside : bool
@@ -455,18 +450,16 @@ class RankSGD:
         completed: int = 0,
         *,
         device: Device | None = None,
-        order: str = "passes",
         long_row: int | None = None,
         beside: bool = True,
         agreed: bool = False,
     ) -> None:
         assert isinstance(plan.method, SgdMethod)
         self.communicator, self.objective, self.method = communicator, objective, plan.method
-        self.rank, self.size, self.order = communicator.rank, communicator.size, check_choice("order", order, ORDERS)
+        self.rank, self.size = communicator.rank, communicator.size
         if not agreed:
             first = (state.user.matrix[:1].tobytes(), state.item.matrix[:1].tobytes())
             facts = {"data": fingerprint(user_items), "objective": objective, "method": plan.method, "state": first}
-            facts["order"] = order
             check_agreement(communicator, facts | {"number of completed epochs": completed})
         state = starting_state(state, plan.method, plan.factors, completed)
         self.bounds = Bounds.even(user_items, self.size)
@@ -533,7 +526,7 @@ class RankSGD:
 
     def _user_steps(self) -> range:
         """In which the users move. The items do in steps 0 to p - 1."""
-        first = self.size - 1 if self.order == "passes" else 0
+        first = self.size - 1 if self.method.order == "passes" else 0
         return range(first, first + self.size)
 
     def _last_step(self) -> int:
@@ -590,7 +583,7 @@ class MultiSGD:
         Where to start.
     completed : int
         Epochs behind `state`.
-    order, long_row, beside
+    long_row, beside
         See `RankSGD`.
 
     Raises
@@ -608,13 +601,12 @@ class MultiSGD:
         state: State,
         completed: int,
         *,
-        order: str = "passes",
         long_row: int | None = None,
         beside: bool = True,
     ) -> None:
         size = len(plan.devices)
         self.mean, self.threads = state.mean, RankThreads(size)
-        own_plan = replace(plan, num_threads=max(1, plan.num_threads // size))
+        own_plan = plan.changed(num_threads=max(1, plan.num_threads // size))
         workers: dict[int, RankSGD] = {}
         opened: dict[int, Communicator] = {}
 
@@ -629,7 +621,6 @@ class MultiSGD:
                 state,
                 completed,
                 device=device,
-                order=order,
                 long_row=long_row,
                 beside=beside,
                 agreed=True,  # they are given the same objects

@@ -222,7 +222,7 @@ def block_of(layout: Layout, side: Side, rank: int, matrix: sp.csr_array | Store
     grid = layout.grids[side]
     if grid.splits == 1:
         return RangeSlabs(matrix, *layout.own(side, rank))
-    if plan.gpu is None or plan.resident:
+    if plan.resident:
         raise ValueError(
             f"a store is read row by row, and a grid of {grid.splits} x {grid.groups} splits the rows of {side}s; use "
             f"1 x {grid.size}, or load it: store.to_ratings()"

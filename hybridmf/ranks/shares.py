@@ -6,7 +6,7 @@ of them, which then travel to the ranks that solve their rows (`SharedEntries`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,14 +14,14 @@ import scipy.sparse as sp
 
 from ..core.objective import SIDES, Objective, Side, other_side, rating_scale
 from ..core.sparse import columns_of, entry_squares, stacked, transposed, value_range
-from ..core.validate import from_triplets
+from ..core.validate import from_triplets, make_csr
 from ..data.fingerprint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..data.store import Store, StoreMatrix
 from ..errors import CommunicatorError, DuplicateEntriesError
 from ..plan.grid import Grid, Layout
 from .su_als import Block
-from .transport.communicator import Communicator
+from .transport.communicator import Communicator, gather
 
 FINGERPRINT_BYTES = 96
 """Room for a fingerprint on its way to the other ranks."""
@@ -301,19 +301,17 @@ class Cut:
     ) -> None:
         self.layout, self._shape = Layout.even(degrees, grids, row_cost), ratings.shape
         self.blocks: dict[Side, Block]
-        self._piece: Piece | None
+        self._piece: Piece | None = None
+        self._squares: float | None = None
+        self._users: RangeSlabs | None = None  # of this rank, where they are streamed
         if streamed and isinstance(ratings, StoredRatings):
             self.blocks = {side: ratings.slabs(communicator, self.layout, side) for side in SIDES}
-            self._piece, self._users = None, ratings.own_rows(communicator, self.layout, "user")
-            self._squares: float | None = None
+            self._users = ratings.own_rows(communicator, self.layout, "user")
             self.degrees, self.total, self.value_range = dict(degrees), ratings.total, ratings.value_range
             self.nnz = int(self.degrees["user"].sum())
             return
         self.blocks = {side: ratings.block(communicator, self.layout, side) for side in SIDES}
-        rows: Any = self.blocks["user"]
-        if grids["user"].splits > 1:  # what follows looks at each entry once, in the order of the whole matrix
-            alone = Grid(1, communicator.size)
-            rows = ratings.block(communicator, Layout(self.layout.bounds, {"user": alone, "item": alone}), "user")
+        rows = self._own_users(communicator, ratings)  # each entry once, in the order of the whole matrix
         counts = self.layout.counts("user", range(communicator.size))
         n_items = ratings.shape[1]
         self.degrees = {
@@ -325,22 +323,58 @@ class Cut:
         self.value_range = _range_on_all(communicator, rows.data)
         self._piece, self._squares = piece_of_fingerprint(rows), entry_squares([rows.data])
 
+    def _own_users(self, communicator: Communicator, ratings: RankRatings) -> Any:
+        """Whole rows of the users that this rank owns, in memory."""
+        if self.layout.grids["user"].splits == 1:
+            return self.blocks["user"]
+        alone = Grid(1, communicator.size)
+        return ratings.block(communicator, Layout(self.layout.bounds, {"user": alone, "item": alone}), "user")
+
+    @staticmethod
+    def _slabs(rows: RangeSlabs) -> Iterator[sp.csr_array]:
+        return map(rows.matrix, range(len(rows.bounds) - 1))
+
+    def rows_of_users(
+        self, communicator: Communicator, ratings: RankRatings, wanted: np.ndarray
+    ) -> sp.csr_array | None:
+        """The entries of some users as int8 ones, on the first rank; None on the others.
+
+        Parameters
+        ----------
+        communicator : Communicator
+        ratings : RankRatings
+            Those of the constructor.
+        wanted : bool array, shape (n_users,)
+            Rows of other users are empty in the result.
+        """
+        found, at = [np.empty(0, dtype=np.int32)], self.layout.own("user", communicator.rank)[0]
+        for rows in [self._own_users(communicator, ratings)] if self._users is None else self._slabs(self._users):
+            here = wanted[at : at + rows.shape[0]]
+            found.append(rows.indices[np.repeat(here, np.diff(rows.indptr))])
+            at += rows.shape[0]
+        degrees = np.where(wanted, self.degrees["user"], 0)
+        indptr = np.concatenate(([0], np.cumsum(degrees)))
+        indices = gather(communicator, np.concatenate(found), np.diff(indptr[self.layout.bounds["user"]]).tolist())
+        if indices is None:
+            return None
+        return make_csr(indptr, indices, np.ones(len(indices), dtype=np.int8), self._shape)
+
     def scale(self, communicator: Communicator, objective: Objective) -> float:
         """What standardizes all ratings; what is streamed is read for it."""
         if objective.is_implicit:
             return 1.0
         if self._squares is None:
-            parts = (self._users.matrix(slab).data for slab in range(len(self._users.bounds) - 1))
-            self._squares = entry_squares(parts)
+            assert self._users is not None
+            self._squares = entry_squares(rows.data for rows in self._slabs(self._users))
         squares = float(communicator.allreduce(np.array([self._squares]))[0])
         return rating_scale(self.total, squares, self.nnz, objective.biases)
 
     def fingerprint(self, communicator: Communicator) -> str:
         """`checkpoint.fingerprint` of the whole matrix; what is streamed is read for it."""
         if self._piece is None:
-            rows = self._users
-            parts = map(rows.matrix, range(len(rows.bounds) - 1))
-            self._piece = join_pieces(map(piece_of_fingerprint, parts), rows.dtype.itemsize)
+            assert self._users is not None
+            pieces_here = map(piece_of_fingerprint, self._slabs(self._users))
+            self._piece = join_pieces(pieces_here, self._users.dtype.itemsize)
         own = np.array([self._piece], dtype=np.int64)
         pieces: list[Piece] = [tuple(map(int, row)) for row in communicator.allgatherv(own, [1] * communicator.size)]  # type: ignore[misc]
         indptr = np.concatenate(([0], np.cumsum(self.degrees["user"])))

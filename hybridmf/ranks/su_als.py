@@ -12,8 +12,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
-from dataclasses import asdict, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from dataclasses import asdict
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -86,9 +86,6 @@ class Worker(Protocol):
     def own(self, factors: Factors, plan: Plan) -> Any:
         """Factors from the host."""
 
-    def blank(self, like: Array, rows: int) -> Array:
-        """Zeros of the dtype and width of an array."""
-
     def arrays(self, factors: Any) -> list[Array]:
         """What factors are made of; first axis: their rows."""
 
@@ -114,6 +111,27 @@ class Worker(Protocol):
 
     def solve(self, half: Any, fixed: Any, mean: float, start: Any, then: Then | None) -> Any:
         """New factors of the rows of `whole`."""
+
+    def losses(
+        self,
+        objective: Objective,
+        plan: Plan,
+        half: Any,
+        users: Iterator[Owned],
+        items: Any,
+        mean: float,
+    ) -> float:
+        """Loss of all entries of the users' half sweep, in float64; its rows come in the order of the batches."""
+
+    def close(self) -> None:
+        """End what goes on beside the rank's thread; it is not at work any more."""
+
+
+class SplitWorker(Worker, Protocol):
+    """A device whose ranks may split the fixed side; plans split it over GPUs alone."""
+
+    def blank(self, like: Array, rows: int) -> Array:
+        """Zeros of the dtype and width of an array."""
 
     def partial(
         self,
@@ -142,22 +160,8 @@ class Worker(Protocol):
             Rows of `names` that are solved here in each batch, range after range.
         """
 
-    def losses(
-        self,
-        objective: Objective,
-        plan: Plan,
-        half: Any,
-        users: Iterator[Owned],
-        items: Any,
-        mean: float,
-    ) -> float:
-        """Loss of all entries of the users' half sweep, in float64; its rows come in the order of the batches."""
-
     def pipeline(self) -> AbstractContextManager[Any]:
         """How sums of one batch travel while the next one is assembled: see `Pipeline`."""
-
-    def close(self) -> None:
-        """End what goes on beside the rank's thread; it is not at work any more."""
 
 
 class Pipeline(Protocol):
@@ -238,6 +242,11 @@ class RankALS(Alternating):
             self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
             self.gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
         self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, what was gathered of all)
+
+    @property
+    def _split_worker(self) -> SplitWorker:
+        """The worker, where the fixed side is split."""
+        return cast(SplitWorker, self.worker)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -376,7 +385,7 @@ class RankALS(Alternating):
             own, degrees = members.allgatherv(own, counts), members.allgatherv(degrees, counts)
             if not reduction.everything_here:
                 own, degrees = own[:0], degrees[:0]
-        return self.worker.partial(*arguments, own, degrees, batches, solved)
+        return self._split_worker.partial(*arguments, own, degrees, batches, solved)
 
     def _member_counts(self, side: Side) -> list[int]:
         """Rows of `side` that each rank of this one's group owns."""
@@ -490,7 +499,7 @@ class RankALS(Alternating):
         if gram is not None:
             gram = self.communicator.allreduce(gram)
         half.start(self._gathered(side), self.mean, self._start(side), gram)
-        with closing(half), self.worker.pipeline() as pipeline:
+        with closing(half), self._split_worker.pipeline() as pipeline:
             for batch, sums, mark, counts in _one_behind(self._assembled(side, half, pipeline)):
                 with pipeline.after(mark):
                     mine = tuple(reduction.reduce(array, counts) for array in sums)
@@ -524,7 +533,7 @@ class RankALS(Alternating):
         if everything_here:
             arrays = self.worker.arrays(half.result())
         else:
-            arrays = [self.worker.blank(array, sum(counts)) for array in self.worker.arrays(own)]
+            arrays = [self._split_worker.blank(array, sum(counts)) for array in self.worker.arrays(own)]
         rows = slice(first, first + counts[members.rank])
         return self.worker.factors([members.broadcast(array)[rows].copy() for array in arrays], own)
 
@@ -585,7 +594,7 @@ class RankALS(Alternating):
         if members.rank == root:
             arrays = [array[rows] for array in arrays]
         else:
-            arrays = [self.worker.blank(array, rows.stop - rows.start) for array in arrays]
+            arrays = [self._split_worker.blank(array, rows.stop - rows.start) for array in arrays]
         return self.worker.factors([members.broadcast(array, root) for array in arrays], own)
 
     def close(self) -> None:
@@ -610,7 +619,7 @@ def ends_of(block: Block) -> np.ndarray:
 
 def has_room_for_both(plan: Plan) -> bool:
     """Whether a GPU has room for both sides as they are gathered, beside what a half sweep needs."""
-    if plan.gpu is None or plan.scale is None or plan.factors_away:
+    if plan.gpu is None or plan.scale is None or plan.offloaded:
         return False
     both = (plan.n_users + plan.n_items) * plan.scale.problem.row_bytes
     return plan.scale.bytes_per_gpu + both <= ROOM * plan.gpu.free_bytes
@@ -619,7 +628,7 @@ def has_room_for_both(plan: Plan) -> bool:
 def rank_plan(plan: Plan) -> Plan:
     """What each rank computes by: its share of the threads."""
     ranks = max(1, len(plan.devices))
-    return replace(plan, num_threads=max(1, plan.num_threads // ranks))
+    return plan.changed(num_threads=max(1, plan.num_threads // ranks))
 
 
 def _one_behind(batches: Iterator[Any]) -> Iterator[Any]:

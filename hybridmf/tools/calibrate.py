@@ -24,6 +24,7 @@ from ..ccd import CCD
 from ..core.system import available_cores
 from ..device.cuda import CudaDevice, DeviceSpec, open_device
 from ..model.base import FactorModel
+from ..model.stopwatch import BEFORE
 from ..plan import dispatch
 from ..plan import machine as _machine
 from ..plan.cost import Warmth, cost_of
@@ -133,7 +134,7 @@ def time_fits(model: FactorModel, matrix: sp.csr_array, enough: Callable[[list[f
         firsts.append(first)
         others += rest
         around.append(totals[-1] - first - sum(rest))
-        before = before or sum(model.timings_.values())
+        before = before or sum(model.timings_[part] for part in BEFORE)
     return Fit(min(others), min(around) + max(0.0, min(firsts) - min(others)), before)
 
 

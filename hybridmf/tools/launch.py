@@ -13,6 +13,8 @@ import scipy.sparse as sp
 from ..core.validate import as_csr
 from ..data.store import Store
 from ..errors import DeviceError
+from ..model.loop import Callback
+from ..model.stopwatch import Stopwatch
 from ..ranks.shares import RankRatings, StoredRatings, WholeRatings
 from ..ranks.transport.communicator import Communicator
 from ..ranks.transport.messages import TIMEOUT
@@ -28,8 +30,12 @@ def fit(
     ratings: Any,
     communicator: Communicator | None = None,
     *,
+    validation: Any = None,
+    callback: Callback | None = None,
+    show_progress: bool = False,
     checkpoint: Any = None,
     resume_from: str | os.PathLike[str] | None = None,
+    unknown: str = "error",
     track_objective: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
@@ -44,17 +50,25 @@ def fit(
         A folder is a store, which every rank can read and takes its part of; a file is read whole by every rank.
     communicator : Communicator, optional
         Of NumPy arrays. Default: `SocketCommunicator.from_environment`, closed in the end.
-    checkpoint, resume_from
+    validation : Ratings or matrix, optional
+        As for ``fit`` of a model. The first rank measures; of implicit feedback it holds the training items of the
+        users of `validation` for it, 5 bytes each.
+    callback : callable, optional
+        As for ``fit`` of a model, called on the first rank; returning True stops all ranks. A validation set or a
+        callback makes the first rank gather all factors after each iteration.
+    show_progress : bool
+        A progress bar of the first rank.
+    checkpoint, resume_from, unknown
         As for ``fit`` of a model; the first rank writes and reads.
     track_objective : bool
-        Put the objective of each iteration into ``history_``.
+        Put the objective of each iteration into ``history_``, observed or not.
     timeout : float
         Seconds a rank waits for another, where no communicator is given.
 
     Returns
     -------
     model or None
-        Fitted, on the first rank; None on the others.
+        Fitted, on the first rank, with ``history_`` and ``timings_`` as after ``fit`` of a model; None on the others.
 
     Raises
     ------
@@ -63,6 +77,7 @@ def fit(
     Exception
         What went wrong on this rank.
     """
+    stopwatch = Stopwatch()
     check_model(model)
     own = communicator is None
     ranks = SocketCommunicator.from_environment(timeout=timeout) if communicator is None else communicator
@@ -74,9 +89,14 @@ def fit(
             share,
             ranks,
             device=device,
+            validation=validation,
+            callback=callback,
+            show_progress=show_progress,
             checkpoint=checkpoint,
             resume_from=resume_from,
+            unknown=unknown,
             track_objective=track_objective,
+            stopwatch=stopwatch,
         )
     except BaseException as error:
         ranks.abort(f"rank {ranks.rank} failed: {type(error).__name__}: {error}")

@@ -8,32 +8,34 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Objective, Side, State, initial_state
+from ..core.objective import SIDES, Factors, Objective, Side, State, initial_state, part_of
 from ..core.validate import check_int, check_rng
 from ..errors import CommunicatorError, RatingsError
 from ..model import checkpoint as checkpoints
 from ..model import files as _io
 from ..model.base import FactorModel, check_labels, log_empty_rows
 from ..model.learned import Learned
+from ..model.loop import Callback, FitLoop, Observers, Record, check_validation
+from ..model.stopwatch import Stopwatch
+from ..plan.grid import Layout
 from ..plan.make import check_memory, make_plan
 from ..plan.memory import rank_bytes
 from ..plan.types import Facts, Plan
 from ..ranks.cpu_rank import CpuWorker
 from ..ranks.shares import Cut, RankRatings
 from ..ranks.su_als import RankALS, Worker
-from ..ranks.transport.communicator import Communicator
+from ..ranks.transport.communicator import Communicator, gather
 
 logger = logging.getLogger("hybridmf")
-
-Record = dict[str, float]
 
 
 def fit_rank(
@@ -43,10 +45,14 @@ def fit_rank(
     *,
     device: str = "cpu",
     num_threads: int | None = None,
+    validation: Any = None,
+    callback: Callback | None = None,
+    show_progress: bool = False,
     checkpoint: Any = None,
     resume_from: str | os.PathLike[str] | None = None,
+    unknown: str = "error",
     track_objective: bool = False,
-    on_iteration: Callable[[Record], Any] | None = None,
+    stopwatch: Stopwatch | None = None,
 ) -> Any:
     """Fit a model together with the other ranks; all call it with equal arguments.
 
@@ -62,14 +68,12 @@ def fit_rank(
         Where this rank computes.
     num_threads : int, optional
         Of this rank. Default: what the model says, each rank.
-    checkpoint : path-like or Checkpoint, optional
-        The first rank writes there.
-    resume_from : path-like, optional
-        Read by the first rank.
+    validation, callback, show_progress, checkpoint, resume_from, unknown
+        As for ``fit`` of a model. Those of the first rank count: it has the model, writes and reads.
     track_objective : bool
         Put the objective of each iteration into ``history_``.
-    on_iteration : callable, optional
-        Called on the first rank with each iteration's record.
+    stopwatch : Stopwatch, optional
+        Started earlier, where a fit has a part before this.
 
     Returns
     -------
@@ -85,13 +89,33 @@ def fit_rank(
     CommunicatorError
         Something went wrong on another; the message has it.
     """
+    stopwatch = Stopwatch() if stopwatch is None else stopwatch
+    first = communicator.rank == 0
     try:
-        with _Fit(model, ratings, communicator, device, num_threads, checkpoint, resume_from) as run:
-            run.iterate(track_objective, on_iteration)
-            return run.finish()
+        observers = Observers(callback=callback, show_progress=show_progress, track_objective=track_objective)
+        fit = _Fit(
+            model,
+            ratings,
+            communicator,
+            observers if first else Observers(),
+            stopwatch,
+            device=device,
+            num_threads=num_threads,
+            validation=validation if first else None,
+            checkpoint=checkpoint,
+            resume_from=resume_from,
+            unknown=unknown,
+        )
+        with fit:
+            fit.run()
     except BaseException as error:
         communicator.abort(f"rank {communicator.rank} failed: {type(error).__name__}: {error}")
         raise
+    if not first:
+        return None
+    stopwatch.lap("finish")
+    model.timings_ = stopwatch.seconds
+    return model
 
 
 def check_model(model: Any) -> None:
@@ -106,6 +130,35 @@ def check_model(model: Any) -> None:
         raise TypeError(f"model must be an estimator such as ImplicitALS(factors=64), got {model!r}{hint}")
 
 
+class _Together:
+    """`Ranks` of a fit by several processes, for `FitLoop`."""
+
+    alone = False
+
+    def __init__(self, communicator: Communicator, moves: Communicator, layout: Layout) -> None:
+        self.communicator, self.moves, self.layout = communicator, moves, layout
+        self.first = communicator.rank == 0
+
+    def agreed(self, answer: bool) -> bool:
+        """The answer of the first rank."""
+        return bool(self.communicator.broadcast(np.array([answer], dtype=np.int64))[0])
+
+    def complete(self) -> None:
+        """Wait for all ranks: an iteration counts once it is complete on all of them."""
+        self.moves.barrier()
+
+    def gather(self, solver: RankALS) -> State | None:
+        """All factors on the first rank, from who owns them."""
+        users, items = (self._gather_side(side, solver.own[side].on_host()) for side in SIDES)
+        return None if users is None or items is None else State(users, items, solver.mean)
+
+    def _gather_side(self, side: Side, own: Factors) -> Factors | None:
+        counts = self.layout.counts(side, range(self.communicator.size))
+        matrix = gather(self.communicator, np.ascontiguousarray(own.matrix), counts)
+        bias = None if own.bias is None else gather(self.communicator, np.ascontiguousarray(own.bias), counts)
+        return None if matrix is None else Factors(matrix, bias)
+
+
 class _Fit:
     """One rank's part of a fit."""
 
@@ -114,52 +167,77 @@ class _Fit:
         model: Any,
         ratings: RankRatings,
         communicator: Communicator,
+        observers: Observers,
+        stopwatch: Stopwatch,
+        *,
         device: str,
         num_threads: int | None,
+        validation: Any,
         checkpoint: Any,
         resume_from: Any,
+        unknown: str,
     ) -> None:
         self.model, self.ratings, self.communicator = model, ratings, communicator
         self.first = communicator.rank == 0
         self.objective: Objective = model._objective()
         self.iterations = check_int("iterations", model.iterations, 1)
-        check_labels((ratings.user_ids, ratings.item_ids))
+        labels = (ratings.user_ids, ratings.item_ids)
+        check_labels(labels)
+        held_out = check_validation(validation, labels, ratings.shape, self.objective, unknown)
         degrees = ratings.degrees(communicator)
+        stopwatch.lap("check")
         self.plan = self._plan(device, num_threads, degrees)
+        stopwatch.lap("plan")
         streamed = bool(self.plan.streamed)
         self.cut = Cut(communicator, ratings, degrees, self.plan.grids, self.plan.row_cost, streamed)
-        self.plan = replace(self.plan, nnz=self.cut.nnz)
+        self.plan = self.plan.changed(nnz=self.cut.nnz)
         if not self.cut.nnz:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
+        self.scale = self.cut.scale(communicator, self.objective)
+        self.objective = model._objective(self.scale)
+        stopwatch.lap("convert")
         self.history: list[Record] = []
         self.writer: checkpoints.Writer | None = None
         state = self._start(checkpoint, resume_from)
         if self.first:
             logger.info("plan:\n%s", self.plan)
             log_empty_rows(self.cut.degrees["user"], self.cut.degrees["item"])
-        users, items = (_rows(state.side(side), *self.cut.layout.own(side, communicator.rank)) for side in SIDES)
-        own = State(users, items, state.mean)
+        own = State(self._own("user", state), self._own("item", state), state.mean)
         self.moves, worker = _worker(self.plan, device, communicator)
         self.solver = RankALS(self.moves, self.cut.layout, self.cut.blocks, self.objective, self.plan, own, worker)
+        self.ranks = _Together(communicator, self.moves, self.cut.layout)
+        self.observers = replace(observers, validation=held_out, seen=self._seen(held_out))
+        stopwatch.lap("set up")
+        self.stopwatch = stopwatch
 
     def __enter__(self) -> _Fit:
-        if self.writer is not None:
-            self.writer.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if self.writer is not None:
-                self.writer.__exit__(kind, error, trace)
-        finally:
-            if kind is None:
-                self.solver.close()
-            else:
-                self.moves.abort(f"rank {self.communicator.rank} failed: {kind.__name__}: {error}")
-            if self.moves is not self.communicator:
-                self.moves.close()
+        if kind is None:
+            self.solver.close()
+        else:
+            self.moves.abort(f"rank {self.communicator.rank} failed: {kind.__name__}: {error}")
+        if self.moves is not self.communicator:
+            self.moves.close()
+
+    def run(self) -> None:
+        """The iterations that are left."""
+        columns = np.broadcast_to(np.float32(0), self.ratings.shape)
+        FitLoop(
+            self.model,
+            self.solver,
+            self._learner(),
+            columns,
+            self.observers,
+            self.stopwatch,
+            ranks=self.ranks,
+            writer=self.writer,
+            completed=self.completed,
+            history=self.history,
+        ).run(self.iterations)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -179,11 +257,11 @@ class _Fit:
         if plan.reorder != "none":
             if settings.reorder not in ("auto", "none"):
                 raise ValueError(f"reorder={settings.reorder!r} is not served by ranks; use reorder='none'")
-            plan = replace(plan, reorder="none")
+            plan = plan.changed(reorder="none")
         threads = plan.num_threads if num_threads is None else num_threads
-        plan = replace(plan, devices=(device,) * size if size > 1 else (), num_threads=threads)
+        plan = plan.changed(devices=(device,) * size if size > 1 else (), num_threads=threads)
         if plan.gpu is None:
-            plan = replace(plan, bytes=rank_bytes(plan, size))
+            plan = plan.changed(bytes=rank_bytes(plan, size))
         check_memory(plan)
         splits = [plan.grids[side].splits for side in SIDES]
         self._agree(splits, "grids of {} splits")
@@ -192,7 +270,7 @@ class _Fit:
             batches = [plan.scale.slab(side) if plan.grids[side].splits > 1 else 0 for side in SIDES]
         self._agree(batches, "batches of {} entries")
         slots = self.communicator.allgatherv(np.array([plan.batch_slots], dtype=np.int64), [1] * size)
-        return replace(plan, batch_slots=int(slots.min()))
+        return plan.changed(batch_slots=int(slots.min()))
 
     def _agree(self, sizes: list[int], what: str) -> None:
         """Refuse to go on where this rank plans otherwise than the first one."""
@@ -235,7 +313,7 @@ class _Fit:
             self.objective,
             self.cut.total / self.cut.nnz,
             check_rng(seed),
-            self.model._first_length(self.objective, self.cut.scale(self.communicator, self.objective)),
+            self.model._first_length(self.objective, self.scale),
         )
 
     def _broadcast_state(self, state: State | None) -> State:
@@ -252,84 +330,35 @@ class _Fit:
         mean = np.array([0.0 if state is None else state.mean])
         return State(sides[0], sides[1], float(self.communicator.broadcast(mean)[0]))
 
-    # ------------------------------------------------------------------------------------------------ iterations
+    def _own(self, side: Side, state: State) -> Factors:
+        """Copies of the rows that this rank owns: the other rows of the state may go."""
+        own = part_of(state.side(side), *self.cut.layout.own(side, self.communicator.rank))
+        return Factors(own.matrix.copy(), None if own.bias is None else own.bias.copy())
 
-    def iterate(self, track_objective: bool, on_iteration: Callable[[Record], Any] | None) -> None:
-        """The iterations that are left."""
-        for iteration in range(self.completed + 1, self.iterations + 1):
-            started = time.perf_counter()
-            for _ in self.solver.sweep():
-                pass
-            self.moves.barrier()  # an iteration counts once it is complete on all ranks
-            self.completed = iteration
-            record: Record = {"iteration": iteration, "seconds": time.perf_counter() - started}
-            if track_objective:
-                record["objective"] = self.solver.objective_value()
-            self.history.append(record)
-            if self.first and on_iteration is not None:
-                on_iteration(record)
-            self._save_if_due()
-
-    def _save_if_due(self) -> None:
-        due = self.writer is not None and self.writer.due(self.completed)
-        if int(self.communicator.broadcast(np.array([due], dtype=np.int64))[0]):
-            state = self._gather()
-            if self.writer is not None and state is not None:
-                self._adopt(state)
-                self.writer.offer(self.model)
-
-    def finish(self) -> Any:
-        """The model on the first rank, None on the others."""
-        state = self._gather()
-        if state is None:
+    def _seen(self, held_out: sp.csr_array | None) -> sp.csr_array | None:
+        """Training entries of the users who are ranked after each iteration, on the first rank."""
+        if not self.ranks.agreed(held_out is not None and self.objective.is_implicit):
             return None
-        self._adopt(state)
-        if self.writer is not None:
-            self.writer.finish(self.model)
-        return self.model
+        wanted = np.zeros(self.ratings.shape[0], dtype=np.int64)
+        if held_out is not None:
+            wanted[:] = np.diff(held_out.indptr) > 0
+        wanted = self.communicator.broadcast(wanted)
+        return self.cut.rows_of_users(self.communicator, self.ratings, wanted.astype(bool))
 
-    def _gather(self) -> State | None:
-        """All factors, on the first rank."""
-        sides = [self._gather_side(side) for side in SIDES]
-        if sides[0] is None or sides[1] is None:
-            return None
-        return State(sides[0], sides[1], self.solver.mean)
-
-    def _gather_side(self, side: Side) -> Factors | None:
-        own = self.solver.own[side].on_host()
-        counts = self.cut.layout.counts(side, range(self.communicator.size))
-        matrix = gather(self.communicator, np.ascontiguousarray(own.matrix), counts)
-        bias = None if own.bias is None else gather(self.communicator, np.ascontiguousarray(own.bias), counts)
-        return None if matrix is None else Factors(matrix, bias)
-
-    def _adopt(self, state: State) -> None:
-        model, ratings = self.model, self.ratings
-        labels = (ratings.user_ids, ratings.item_ids)
-        params = _io.jsonable(model.get_params(deep=False))
-        counts = self.cut.degrees["item"].astype(np.int64)
-        values = None if self.objective.is_implicit else self.cut.value_range
-        learned = Learned(self.objective, self.plan, state, None, self.cut.total, *labels, params, counts, values)
-        model._learn(learned)
-        model.n_iter_, model.history_ = self.completed, self.history
-        model.n_features_in_ = ratings.shape[1]
-
-
-def gather(communicator: Communicator, array: np.ndarray, counts: list[int]) -> np.ndarray | None:
-    """All ranks' rows one after the other, on the first rank; None on the others."""
-    nothing = np.empty(0, dtype=array.dtype)
-    if communicator.rank:
-        communicator.sendrecv(array, 0, 0, nothing)
-        return None
-    parts = [array]
-    for rank in range(1, communicator.size):
-        like = np.empty((counts[rank], *array.shape[1:]), dtype=array.dtype)
-        parts.append(communicator.sendrecv(nothing, rank, rank, like))
-    return np.concatenate(parts)
-
-
-def _rows(factors: Factors, first: int, last: int) -> Factors:
-    bias = None if factors.bias is None else factors.bias[first:last].copy()
-    return Factors(factors.matrix[first:last].copy(), bias)
+    def _learner(self) -> Callable[[State], Learned]:
+        """What the model learns with a state."""
+        return partial(
+            Learned,
+            self.objective,
+            self.plan,
+            seen=None,
+            total=self.cut.total,
+            user_ids=self.ratings.user_ids,
+            item_ids=self.ratings.item_ids,
+            params=_io.jsonable(self.model.get_params(deep=False)),
+            item_counts=self.cut.degrees["item"].astype(np.int64),
+            value_range=None if self.objective.is_implicit else self.cut.value_range,
+        )
 
 
 def _worker(plan: Plan, device: str, communicator: Communicator) -> tuple[Communicator, Worker]:
@@ -337,9 +366,8 @@ def _worker(plan: Plan, device: str, communicator: Communicator) -> tuple[Commun
     if plan.gpu is None:
 
         def check() -> None:
-            cause = getattr(communicator, "cause", "")
-            if cause:
-                raise CommunicatorError(cause)
+            if communicator.cause:
+                raise CommunicatorError(communicator.cause)
 
         return communicator, CpuWorker(check)
     from ..ranks.gpu_rank import gpu_worker

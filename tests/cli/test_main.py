@@ -43,6 +43,11 @@ def test_help_of_the_group_names_all_commands_and_nothing_else():
     assert sorted(commands) == sorted(COMMANDS)
 
 
+def test_help_of_the_group_says_what_the_commands_say():
+    for name, text in cli.COMMANDS.items():
+        assert " ".join(succeed(name, "--help").split("\n\n")[1].split()).startswith(text), name
+
+
 def test_version_as_a_process():
     process = start("--version")
     out, err = process.communicate(timeout=60)

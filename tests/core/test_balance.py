@@ -57,7 +57,7 @@ def solver_of(model: hmf.ExplicitALS | hmf.ImplicitALS, matrix: sp.csr_array):
     plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
     columns = transpose(matrix)
     state = model._initial_state(matrix, columns, plan, model._objective())
-    return model._solver(plan, matrix, columns, state, 0)
+    return model._solver(plan, model._objective(), matrix, columns, state, 0)
 
 
 @pytest.mark.parametrize("reorder", ["none", "both"])

@@ -101,7 +101,7 @@ def test_long_rows_are_shared_by_threads(name, entries):
     solved = half.solve(fixed, 3.0 if objective.biases else 0.0)
     expected = reference.half_sweep(matrix, fixed, 3.0 if objective.biases else 0.0, objective)
     assert relative_error(solved.matrix, expected.matrix) < 1e-9
-    one = HalfSweep("user", as_csr(matrix, dtype=np.float64), objective, replace(plan, num_threads=1))
+    one = HalfSweep("user", as_csr(matrix, dtype=np.float64), objective, plan.changed(num_threads=1))
     np.testing.assert_array_equal(one.solve(fixed, 3.0 if objective.biases else 0.0).matrix, solved.matrix)
 
 
@@ -378,7 +378,7 @@ def test_normal_equations_hold_to_rounding(cls, assembly):
     model = cls(factors=6, iterations=2, assembly=assembly, dtype="float64", random_state=0, device="cpu").fit(matrix)
     X = model.user_factors_
     for row in (0, 11, 59):
-        A, b = dense_system(matrix, row, Factors(model.item_factors_), 0.0, model._objective())
+        A, b = dense_system(matrix, row, Factors(model.item_factors_), 0.0, model._learned.objective)
         residual = np.linalg.norm(A @ X[row] - b)
         assert residual <= 6 * 10 * np.finfo(float).eps * np.linalg.norm(A) * np.linalg.norm(X[row])
 
@@ -438,7 +438,7 @@ def test_kernels_can_be_interrupted_between_batches():
     for assembly in ("blas3", "bals"):
         plan = plan_for(OBJECTIVES["explicit"], matrix.shape, matrix.nnz, rank=4, dtype="float64", assembly=assembly)
         whole = HalfSweep("user", matrix, OBJECTIVES["explicit"], plan)
-        pieces = HalfSweep("user", matrix, OBJECTIVES["explicit"], replace(plan, batch_flops=1000.0))
+        pieces = HalfSweep("user", matrix, OBJECTIVES["explicit"], plan.changed(batch_flops=1000.0))
         assert len(list(pieces._batches(pieces.order, pieces.degrees))) > 3
         fixed = random_factors(40, 4, np.float64)
         np.testing.assert_array_equal(whole.solve(fixed, 0.0).matrix, pieces.solve(fixed, 0.0).matrix)

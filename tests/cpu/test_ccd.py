@@ -61,7 +61,7 @@ def solver_of(matrix, objective, rank, *, threads=2, inner=1, nonnegative=False,
     given = Settings.check(
         factors=rank, dtype=matrix.dtype, num_threads=threads, device="cpu", iterations=1, method=method
     )
-    plan = replace(make_plan(objective, given, matrix.shape, matrix.nnz), **changes)
+    plan = make_plan(objective, given, matrix.shape, matrix.nnz).changed(**changes)
     return CpuCCD(matrix, transpose(matrix), objective, plan, start_of(matrix, rank, objective), weights)
 
 
@@ -298,7 +298,7 @@ def test_solution_is_stationary(biases):
         random_state=0, device="cpu", num_threads=1,
     ).fit(matrix)  # fmt: skip
     state = model._learned.state
-    solved = reference.half_sweep(matrix, state.item, state.mean, model._objective())
+    solved = reference.half_sweep(matrix, state.item, state.mean, model._learned.objective)
     np.testing.assert_allclose(model.user_factors_, solved.matrix, atol=1e-6)
     if biases:
         np.testing.assert_allclose(model.user_bias_, solved.bias, atol=1e-6)
@@ -594,7 +594,7 @@ def test_history_callback_and_validation(biases):
     assert model.history_[-1]["rmse"] == pytest.approx(-model.score(test))
     assert model.history_[-1]["objective"] == pytest.approx(model.objective(train))
     assert model.history_[-1]["objective"] == pytest.approx(
-        reference.objective_value(train, model._learned.state, model._objective())
+        reference.objective_value(train, model._learned.state, model._learned.objective)
     )
 
 
@@ -604,7 +604,7 @@ def test_serving(tmp_path, biases):
     model = hmf.CCD(factors=3, regularization=0.1, biases=biases, random_state=0, device="cpu").fit(matrix)
     assert model.user_factors.dtype == np.float32 and model.user_factors.flags.c_contiguous
     assert model.device_ == "cpu" and model.user_factors.shape == (60, 3)
-    exact = reference.half_sweep(matrix, model._learned.state.item, model.mean_, model._objective())
+    exact = reference.half_sweep(matrix, model._learned.state.item, model.mean_, model._learned.objective)
     expected = exact.matrix if exact.bias is None else np.column_stack((exact.matrix, exact.bias))
     np.testing.assert_allclose(model.transform(matrix), expected, rtol=1e-3, atol=1e-4)
     ids, scores = model.recommend(0, N=5)

@@ -497,7 +497,7 @@ def test_save_load_recommend_transform(schedule, biases, tmp_path):
     als._learn(replace(als._learned, state=model._learned.state))
     np.testing.assert_allclose(model.transform(planted()), als.transform(planted()), rtol=1e-5, atol=1e-6)
     assert model.objective(planted()) == pytest.approx(
-        reference.objective_value(planted(), model._learned.state, model._objective()), rel=1e-6
+        reference.objective_value(planted(), model._learned.state, model._learned.objective), rel=1e-6
     )
     model.partial_fit_users([0], planted()[:1])
     assert np.isfinite(model.user_factors).all()

@@ -16,6 +16,7 @@ from hybridmf.core.objective import Factors, Objective, State, initial_state
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
+from hybridmf.gpu import assemblies
 from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, gram_sum, objective_value, to_device
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
@@ -452,6 +453,41 @@ def test_rows_without_factors_are_served_alike_on_every_engine(gpu, kind, monkey
     counts = np.count_nonzero(SMALL.toarray(), axis=0)
     if kind == "implicit":
         np.testing.assert_array_equal(top[12, :15], np.argsort(-counts, kind="stable")[:15])
+
+
+VARIANTS = {
+    "mo_als": {"READ_ONLY": True, "REGISTERS": True},
+    "mo_als_global": {"READ_ONLY": True, "REGISTERS": False},
+    "mo_als_uncached": {"READ_ONLY": False, "REGISTERS": True},
+    "mo_als_plain": {"READ_ONLY": False, "REGISTERS": False},
+    "bals": {"ACCUMULATORS": "chip"},
+    "bals_local": {"ACCUMULATORS": "local"},
+}
+
+
+@pytest.mark.parametrize("kind", ["explicit", "implicit"])
+@pytest.mark.parametrize("assembly", VARIANTS)
+def test_a_fit_takes_published_kernels_by_name(kind, assembly, gpu, monkeypatch):
+    launched, get_kernel = [], assemblies.get_kernel
+
+    def recorded(device, file, name, **constants):
+        launched.append({"name": name, **constants})
+        return get_kernel(device, file, name, **constants)
+
+    monkeypatch.setattr(assemblies, "get_kernel", recorded)
+    model = fit(kind, "cuda", assembly=assembly, iterations=1)
+    wanted = {"name": "bals" if "bals" in assembly else "mo_als"} | VARIANTS[assembly]
+    assert launched and all(wanted.items() <= one.items() for one in launched)
+    assert f"assembly {assembly}" in str(model.plan_) and model.plan_.estimates[0].assembly == assembly
+    fixed = Factors(model.item_factors.astype(np.float64))
+    exact = reference.half_sweep(SMALL, fixed, 0.0, model._objective())
+    assert relative_error(model.user_factors, exact.matrix) < 1e-4
+
+
+@pytest.mark.parametrize("assembly", ["mo_als_plain", "bals_local"])
+def test_variants_are_refused_where_there_is_no_gpu(assembly):
+    with pytest.raises(ValueError, match=f"assembly='{assembly}' is a GPU's; on device=\"cpu\" use one of simd, rank1"):
+        hmf.ExplicitALS(4, assembly=assembly, device="cpu").fit(SMALL)
 
 
 def test_rows_fold_in_without_tiles_for_weights_that_have_no_root(backend):

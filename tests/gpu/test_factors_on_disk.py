@@ -100,7 +100,7 @@ def test_a_store_and_its_factors_on_disk(free, gpu, folder, tmp_path, monkeypatc
     on_host = fitted("explicit", store, gpu_memory_limit=HOST_LIMIT)
     monkeypatch.delenv(SCRATCH_DIR)
     monkeypatch.setattr(_plan, "available_memory", lambda: free)
-    monkeypatch.setattr(types.Plan, "_away_bytes", property(lambda plan: 100_001))
+    monkeypatch.setattr(types.Plan, "offloaded_bytes", property(lambda plan: 100_001))
     model = fitted("explicit", store, gpu_memory_limit=HOST_LIMIT)
     assert model.plan_.factors_on == "disk" and model.plan_.scratch == (str(tmp_path),)
     assert model.plan_.streamed == ("disk" if free == FREE else "host")
@@ -275,7 +275,7 @@ def test_a_plan_falls_from_the_host_to_the_disk(folder, monkeypatch):
             costs.append(cost_of(plan, Machine()).iteration)
     assert costs[:2] == costs[2:4] and costs[4] >= costs[0] and costs[5] > costs[1]
     assert plan_of(8 << 30).factors_on == "device"
-    assert _plan.replace(plan, balance=True).disk_bytes == needed + NETFLIX[0][1] * 64 * 4
+    assert plan.changed(balance=True).disk_bytes == needed + NETFLIX[0][1] * 64 * 4
 
 
 def test_what_the_disk_has_no_room_for_is_named(folder, monkeypatch):
@@ -302,7 +302,7 @@ def test_what_the_disk_has_no_room_for_is_named(folder, monkeypatch):
                 check_memory(plan)
             assert "or set HYBRIDMF_SCRATCH_DIR to a folder on a disk with room" in str(caught.value)
             with pytest.raises(MemoryBudgetError, match="or one GPU alone, which may have factors in files"):
-                check_memory(_plan.replace(plan, devices=("cuda:0", "cuda:1")))
+                check_memory(plan.changed(devices=("cuda:0", "cuda:1")))
 
 
 def test_the_planner_has_factors_on_disk_where_the_host_is_too_small():
@@ -513,7 +513,7 @@ def test_ranks_refuse_factors_in_files(gpu):
 
     host = solver("implicit", gpu, 1, 2)
     scale = _plan.replace(host.plan.scale, factors="disk")
-    plan = _plan.replace(host.plan, scale=scale, devices=("cuda:0",))
+    plan = host.plan.changed(scale=scale, devices=("cuda:0",))
     with pytest.raises(ValueError, match="the plan has them on disk; a fit without ranks on one GPU"):
         MultiALS(MATRIX, MATRIX.T.tocsr(), host.objective, plan, host.state, make_worker=lambda one: (one, None))
 

@@ -543,8 +543,8 @@ def solver_on(device, matrix, method, rank=5, *, biases=False, completed=0, stat
         iterations=1,
         method=replace(method, schedule="msgd", ordering="mixed"),
     )
-    plan = replace(
-        make_plan(objective, settings, matrix.shape, matrix.nnz), gpu=device.spec, precision=precision, method=method
+    plan = make_plan(objective, settings, matrix.shape, matrix.nnz).changed(
+        gpu=device.spec, precision=precision, method=method
     )
     if state is None:
         degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])

@@ -7,7 +7,6 @@ import logging
 import sys
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -258,7 +257,7 @@ def test_a_streamed_iteration_takes_at_least_as_long_as_its_copies():
     whole = cost_of(plan_of(100 << 30), machine).iteration
     assert cost_of(plan_of(1 << 30), machine).iteration == pytest.approx(max(whole, moved / PINNED_BYTES))
     assert cost_of(plan_of(100 << 30, slab=1 << 20), machine).iteration == whole
-    disk = replace(plan_of(1 << 30), streamed="disk")
+    disk = plan_of(1 << 30).changed(streamed="disk")
     assert cost_of(disk, machine).iteration > moved / PINNED_BYTES
 
 

@@ -6,7 +6,6 @@ import gc
 import importlib
 import logging
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ def store(tmp_path) -> hmf.Store:
 
 def in_memory(host: HostGpuALS, data: Any = MATRIX) -> GpuALS:
     """The same fit by a device that holds all."""
-    plan = replace(host.plan, scale=None, streamed="")
+    plan = host.plan.changed(scale=None, streamed="")
     state = State(*(host.inward[side].on_host() for side in SIDES), host.mean)
     matrix = as_csr(data, dtype=plan.dtype, drop_zeros=host.objective.is_implicit)
     return GpuALS(host.device, matrix, transpose(matrix, num_threads=1), host.objective, plan, state)

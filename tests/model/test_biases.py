@@ -76,11 +76,26 @@ def test_a_fit_is_the_references(backend, scaling, penalty, several):
     assert model.objective(RATINGS) == pytest.approx(value, rel=1e-9)
 
 
-def test_a_larger_penalty_gives_smaller_biases_and_none_is_lambda():
+def test_a_larger_penalty_gives_smaller_biases():
     squares = [float((als(bias_regularization=each).fit(RATINGS).item_bias_ ** 2).sum()) for each in (0, 0.3, 3, 30)]
     assert all(later < earlier for earlier, later in pairwise(squares))
-    default, same = als(regularization=0.2).fit(RATINGS), als(regularization=0.2, bias_regularization=0.2).fit(RATINGS)
-    np.testing.assert_array_equal(default.item_bias_, same.item_bias_)
+
+
+@pytest.mark.parametrize("cls", [hmf.ExplicitALS, hmf.SGD, hmf.CCD])
+def test_the_default_penalty_is_lambda_in_standard_deviations(cls, tmp_path):
+    """lambda has the unit of the ratings and lambda_b has none."""
+    common = {"factors": 3, "iterations": 3, "biases": True, "regularization": 0.2, "device": "cpu", "random_state": 3}
+    train, spread = RATINGS * 20, RATINGS.tocsr().data.astype(np.float64).std() * 20
+    default, same = (cls(**common, bias_regularization=each).fit(train) for each in (None, 0.2 / spread))
+    np.testing.assert_allclose(default.item_bias_, same.item_bias_, rtol=1e-5)
+    default.save(tmp_path / "model")
+    loaded = hmf.load(tmp_path / "model")
+    assert loaded.bias_regularization is None
+    assert loaded.objective(train) == default.objective(train) != cls(**common).fit(RATINGS).objective(train)
+    assert loaded._learned.objective == default._learned.objective
+    alter(tmp_path / "model", state={"bias_regularization": -1.0})
+    with pytest.raises(ModelFileError, match="bias_regularization must be >= 0"):
+        hmf.load(tmp_path / "model")
 
 
 def test_new_rows_pay_the_same_penalty():
@@ -106,7 +121,9 @@ def test_files_keep_the_penalty_and_older_ones_have_none(tmp_path):
     assert hmf.load(path).bias_regularization == 0.3
     assert hmf.load(path).objective(RATINGS) == model.objective(RATINGS)
     model.save(old)
-    loaded = hmf.load(alter(old, params={"bias_regularization": None}, state={"value_range": None}))
+    loaded = hmf.load(
+        alter(old, params={"bias_regularization": None}, state={"value_range": None, "bias_regularization": None})
+    )
     assert loaded.bias_regularization == 0
     free = Objective("explicit", 0.05, 1.0, biases=True)
     expected = reference.objective_value(as_csr(RATINGS, dtype=np.float64), model._learned.state, free)

@@ -30,8 +30,8 @@ def scaled(matrix, factor: float, shift: float = 0.0):
 
 
 def fit(cls, matrix, factor: float = 1.0, shift: float = 0.0, **given):
-    """A model of scaled ratings, lambda scaled with them; lambda_b has no unit."""
-    given = COMMON | {"device": "cpu", "regularization": 0.05, "bias_regularization": 0.05} | given
+    """A model of scaled ratings, lambda scaled with them; lambda_b follows by itself."""
+    given = COMMON | {"device": "cpu", "regularization": 0.05} | given
     given["regularization"] *= factor
     return cls(**given).fit(scaled(matrix, factor, shift))
 

@@ -70,6 +70,35 @@ def test_import_is_silent_and_takes_no_gpu_library(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize(
+    "code", ["import hybridmf", "import hybridmf.cli as cli; cli.main(['--help'], standalone_mode=False)"]
+)
+def test_import_and_help_take_no_heavy_library(code, tmp_path):
+    heavy = ("numpy", "scipy", "sklearn", "pandas", "pyarrow", "narwhals", "dask", "tqdm")
+    result = run_python("-c", f"{code}\nimport sys; print(sorted(sys.modules.keys() & set({heavy})))", cwd=tmp_path)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
+
+
+def test_ratings_are_read_without_scikit_learn(tmp_path):
+    (tmp_path / "ratings.csv").write_text("user,item,rating\na,x,1\nb,y,2\n")
+    code = "import hybridmf, sys; hybridmf.Ratings.from_file('ratings.csv'); print('sklearn' in sys.modules)"
+    result = run_python("-c", code, cwd=tmp_path)
+    assert result.stdout.splitlines()[-1:] == ["False"], result.stderr
+
+
+def test_public_names_are_those_of_the_stub(tmp_path):
+    code = "import hybridmf as hmf; print(all(hasattr(hmf, name) for name in dir(hmf)), hmf.__all__ == dir(hmf))"
+    assert run_python("-c", code, cwd=tmp_path).stdout.split() == ["True", "True"]
+    assert {"ExplicitALS", "Ratings", "compare", "load", "metrics", "plan", "scale"} <= set(hybridmf.__all__)
+
+
+@pytest.mark.parametrize("name", ["compare", "plan"])
+def test_functions_named_like_modules_stay_functions(name, tmp_path):
+    """The import system binds a module's name in its package, in whatever order names are used."""
+    code = f"import hybridmf, hybridmf.compare, hybridmf.plan.types; print(type(hybridmf.{name}).__name__)"
+    assert run_python("-c", code, cwd=tmp_path).stdout.strip() == "function"
+
+
 def test_gpu_stand_ins_are_seen(tmp_path):
     (tmp_path / "cupy.py").write_text("raise SystemExit('cupy was imported')")
     code = "try:\n    import cupy\nexcept Exception:\n    pass\nimport hybridmf"

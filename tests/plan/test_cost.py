@@ -189,24 +189,24 @@ def test_a_longer_column_delays_msgd_and_empty_rows_cost_nothing():
     model = hmf.SGD(32, device="cpu", num_threads=16)
     plan = plan_of(model, shape=(10_000, 1000), nnz=10**6)
     even, uneven = (
-        cost_of(replace(plan, facts=Facts(200, longest)), built_in()).iteration for longest in (2000, 900_000)
+        cost_of(plan.changed(facts=Facts(200, longest)), built_in()).iteration for longest in (2000, 900_000)
     )
     assert uneven > 4 * even
     on_gpu = plan_of(hmf.SGD(32, device="cuda"), H200, shape=(10_000, 1000), nnz=10**6)
     assert (
-        cost_of(replace(on_gpu, facts=Facts(200, 900_000)), built_in()).iteration
-        > 4 * cost_of(replace(on_gpu, facts=Facts(200, 2000)), built_in()).iteration
+        cost_of(on_gpu.changed(facts=Facts(200, 900_000)), built_in()).iteration
+        > 4 * cost_of(on_gpu.changed(facts=Facts(200, 2000)), built_in()).iteration
     )
     # longer rows are solved several entries at a time
     alone, solved = (
-        cost_of(replace(on_gpu, facts=Facts(200, _cost.CHAIN * times)), built_in()).iteration for times in (1, 10)
+        cost_of(on_gpu.changed(facts=Facts(200, _cost.CHAIN * times)), built_in()).iteration for times in (1, 10)
     )
     gained = _cost.CHAIN * (10 * GpuRates().solved_update - GpuRates().serial_update)
     assert solved - alone == pytest.approx(gained, rel=1e-6)
     sparse = plan_of(hmf.CCD(8, device="cpu"), shape=(10**6, 10**6), nnz=1000)
     assert cost_of(sparse, built_in()).iteration < 0.05  # 1,000 entries are in 2,000 rows at most
     als = plan_of(hmf.ExplicitALS(32, biases=False, device="cpu"), shape=(10**6, 1000), nnz=10**6)
-    assert cost_of(replace(als, facts=Facts(9, 9, 900_000)), built_in()).iteration < cost_of(als, built_in()).iteration
+    assert cost_of(als.changed(facts=Facts(9, 9, 900_000)), built_in()).iteration < cost_of(als, built_in()).iteration
 
 
 def test_degrees_are_counted(monkeypatch):

@@ -114,7 +114,7 @@ def test_without_a_gpu_it_says_so_and_costs_nothing(monkeypatch):
 
 def test_estimates_do_not_tell_plans_apart():
     plan = plan_of(hmf.ExplicitALS(8, biases=False, device="cpu"), **SMALL)
-    assert plan == replace(plan, estimates=())
+    assert plan == plan.changed(estimates=())
 
 
 def test_a_printed_plan_shows_the_estimates():

@@ -185,7 +185,7 @@ def test_ranks_with_factors_on_the_host() -> None:
 
 
 def test_memory_of_turns_by_hand() -> None:
-    problem = Problem((1000, 600), 40_000, 10, sums=440, segment=64, biases=True, begins=True, batch=4400)
+    problem = Problem((1000, 600), 40_000, 10, sums=440, segment=64, biases=True, warm_start=True, batch=4400)
     turns = half_bytes(problem, HalfPlan("user", 3, 4, 1, 2, 3, 1), "host", "host")
     rows, slots = 1000 // 4, 1000 // 4 + 10_000 // 64
     assert turns["fixed side"] == 2 * 200 * (12 + 2) * 4

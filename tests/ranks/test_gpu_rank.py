@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybridmf.core import reference
 from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.cpu.als import CpuALS
 from hybridmf.device.cuda import Device, open_device
@@ -156,12 +157,30 @@ def test_published_assemblies_over_a_split_side(name: str, assembly: str, dtype:
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-2 if "cg" in name else 1e-3)
 
 
+@pytest.mark.parametrize("grid", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["explicit", "biases", "implicit"])
+def test_split_half_sweep_against_float64(name: str, grid: tuple[int, int], gpus: Machine) -> None:
+    names = gpus(grid[0] * grid[1])
+    solver = MultiALS(*changed(parts(name, names, SMALL), segment=17, batch_slots=40), grids=both(grid))
+    start = solver.state.on_host()
+    solver.update("user")
+    solved = solver.state.on_host().user
+    bias = start.item.bias
+    wide = Factors(start.item.matrix.astype(np.float64), None if bias is None else bias.astype(np.float64))
+    exact = reference.half_sweep(SMALL, wide, start.mean, solver.objective)
+    np.testing.assert_allclose(solved.matrix, exact.matrix, atol=1e-4 * np.abs(exact.matrix).max())
+    if solved.bias is not None:
+        np.testing.assert_allclose(solved.bias, exact.bias, atol=1e-4 * np.abs(exact.bias).max())
+
+
 @pytest.mark.parametrize("reduction", ["root", "two_phase"])
-def test_reductions_give_the_same(reduction: Any, gpus: Machine) -> None:
-    arguments = changed(parts("biases", gpus(4), SMALL), batch_slots=40)
-    ours = MultiALS(*arguments, grids=both((4, 1)), reduction=reduction, topology=[0, 0, 1, 1])
-    theirs = MultiALS(*arguments, grids=both((4, 1)))
-    assert_close(sweeps(ours, 1), sweeps(theirs, 1), 1e-4)
+@pytest.mark.parametrize("name", ["biases", "implicit cg"])
+@pytest.mark.parametrize("grid", [(4, 1), (2, 2)])
+def test_reductions_give_the_same(name: str, reduction: Any, grid: tuple[int, int], gpus: Machine) -> None:
+    arguments = changed(parts(name, gpus(4), SMALL), batch_slots=40)
+    ours = MultiALS(*arguments, grids=both(grid), reduction=reduction, topology=[0, 1, 0, 1])
+    theirs = MultiALS(*arguments, grids=both(grid))
+    assert_close(sweeps(ours, 1), sweeps(theirs, 1), 1e-3 if "cg" in name else 1e-4)
 
 
 def test_more_ranks_than_rows(gpus: Machine) -> None:
@@ -225,7 +244,7 @@ def test_plan_of_several_gpus(gpus: Machine) -> None:
     check_memory(plan)
     assert plan.gpu is not None
     with pytest.raises(DeviceMemoryError, match="needs about"):
-        check_memory(replace(plan, gpu=replace(plan.gpu, free_bytes=1000)))
+        check_memory(plan.changed(gpu=replace(plan.gpu, free_bytes=1000)))
 
 
 @pytest.mark.parametrize("grids", [((1, 2), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (1, 2))])
@@ -250,7 +269,7 @@ def test_factors_gathered_ahead_are_those_of_the_next_half_sweep(grids: Any, gpu
 def test_nothing_is_gathered_ahead_without_room_for_it(gpus: Machine) -> None:
     plan = parts("explicit", gpus(2), SMALL)[3]
     assert plan.gpu is not None and su_als.has_room_for_both(plan)
-    assert not su_als.has_room_for_both(replace(plan, gpu=replace(plan.gpu, free_bytes=plan.scale.bytes_per_gpu)))
+    assert not su_als.has_room_for_both(plan.changed(gpu=replace(plan.gpu, free_bytes=plan.scale.bytes_per_gpu)))
 
 
 def test_long_rows_are_cut_and_added_in_order(device: Device) -> None:

@@ -48,25 +48,25 @@ def problem(matrix, method, rank=5, *, biases=False, threads=2, ranks=2, device=
     matrix = as_csr(matrix, dtype=matrix.dtype)
     objective = Objective.explicit(0.05, "count", biases)
     checked = Settings.check(
-        factors=rank, dtype=matrix.dtype, num_threads=threads, device="cpu", iterations=1, method=method
+        factors=rank, dtype=matrix.dtype, num_threads=threads, device=["cpu"], iterations=1, method=method
     )
-    plan = replace(make_plan(objective, checked, matrix.shape, matrix.nnz), devices=(device,) * ranks)
+    plan = make_plan(objective, checked, matrix.shape, matrix.nnz).changed(devices=(device,) * ranks)
     degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
     mean, rng = float(matrix.data.mean()), np.random.default_rng(0)
     return matrix, objective, plan, initial_state(*degrees, rank, matrix.dtype.type, objective, mean, rng)
 
 
 def multi(matrix, method, completed=0, state=None, order="passes", **options) -> MultiSGD:
-    matrix, objective, plan, start = problem(matrix, method, **options)
-    return MultiSGD(matrix, transpose(matrix), objective, plan, state or start, completed, order=order)
+    matrix, objective, plan, start = problem(matrix, replace(method, order=order), **options)
+    return MultiSGD(matrix, transpose(matrix), objective, plan, state or start, completed)
 
 
-def twin(matrix, method, state: State, ranks: int, epochs: int, order: str = "passes") -> State:
+def twin(matrix, method, state: State, ranks: int, epochs: int, order: str = "passes", objective=None) -> State:
     """The same epochs in float64, one rank after the other."""
     matrix = as_csr(matrix, dtype=matrix.dtype)
     bounds, width = Bounds.even(matrix, ranks), sums_width(method, state.user.matrix.shape[1])
     for epoch in range(epochs):
-        objective = Objective.explicit(0.05, "count", state.user.bias is not None)
+        objective = objective or Objective.explicit(0.05, "count", state.user.bias is not None)
         terms = _sgd_method.terms_at(method, objective, state.mean, epoch)
         head_only = method.rate_schedule == "rpcs" and epoch == 0
         state = reference.mcumsgd(matrix, state, terms, bounds.user, bounds.item, width, head_only, order)
@@ -103,7 +103,7 @@ def backend(request, monkeypatch):
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("order", mcumsgd.ORDERS)
+@pytest.mark.parametrize("order", _sgd_method.ORDERS)
 def test_the_cyclic_order(backend, order, ranks, biases, ratings_matrix):
     method = method_of()
     solver = multi(ratings_matrix.astype(np.float64), method, ranks=ranks, biases=biases, order=order)
@@ -129,14 +129,30 @@ def test_an_epoch_of_several_ranks_brings_as_much_as_one_of_one_device():
     assert rmse_after_six(2, "blocks") > 2 * alone
 
 
-def test_orders_have_names(ratings_matrix):
+@pytest.mark.parametrize("order", _sgd_method.ORDERS)
+def test_a_fit_takes_the_order_by_name(order, backend, ratings_matrix, monkeypatch):
+    """The factors are those of the float64 twin of that order, from the factors that the fit starts from."""
+    options = {"factors": 5, "biases": True, "iterations": 2, "random_state": 0, "dtype": "float64", "order": order}
+    given, make = [], mcumsgd.MultiSGD
+    monkeypatch.setattr(mcumsgd, "MultiSGD", lambda *arguments: given.append(arguments) or make(*arguments))
+    model = hmf.SGD(device=["cpu"] * 3, **options).fit(ratings_matrix)
+    ((_, _, objective, plan, start, _),) = given
+    assert plan.method.order == order and (", order blocks;" in str(model.plan_)) == (order == "blocks")
+    expected = twin(ratings_matrix, plan.method, start, 3, 2, order, objective)
+    np.testing.assert_allclose(model.user_factors_, expected.user.matrix, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.item_factors_, expected.item.matrix, rtol=1e-5, atol=1e-6)
+
+
+def test_an_order_needs_several_devices(ratings_matrix):
     with pytest.raises(ValueError, match="order must be one of 'passes', 'blocks'; got 'block'"):
-        multi(ratings_matrix, method_of(), order="block")
+        hmf.SGD(order="block").fit(ratings_matrix)
+    with pytest.raises(ValueError, match=r"order='blocks' is the order .* got device='cpu'; use a list such as"):
+        hmf.SGD(order="blocks", device="cpu").fit(ratings_matrix)
 
 
 @pytest.mark.parametrize("rate_schedule", RATE_SCHEDULES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("order", mcumsgd.ORDERS)
+@pytest.mark.parametrize("order", _sgd_method.ORDERS)
 def test_sums_of_squares_travel(order, rate_schedule, dtype):
     method, matrix = method_of(rate_schedule=rate_schedule), planted().astype(dtype)
     solver = multi(matrix, method, rank=11, biases=True, ranks=3, order=order)
@@ -354,8 +370,6 @@ def test_ranks_must_be_given_the_same(ratings_matrix):
         run_ranks(2, lambda c: spmd(c, parts[c.rank]))
     with pytest.raises(CommunicatorError, match="another number of completed epochs"):
         run_ranks(2, lambda c: spmd(c, parts[0], completed=c.rank))
-    with pytest.raises(CommunicatorError, match="rank 1 was given another order than rank 0"):
-        run_ranks(2, lambda c: spmd(c, parts[0], order=mcumsgd.ORDERS[c.rank]))
     check_agreement(Single(), {"data": 3})
 
 
@@ -568,9 +582,10 @@ def test_the_cyclic_order_on_gpus(order, beside, ranks, biases, ratings_matrix, 
     need_gpus(ranks)
     for module in (gpu_sgd, mcumsgd):
         monkeypatch.setattr(module, "LONG_ROW", 12)
-    matrix, objective, plan, state = problem(ratings_matrix.astype(np.float64), method_of(), biases=biases, ranks=ranks)
-    plan = replace(plan, devices=tuple(f"cuda:{rank}" for rank in range(ranks)))
-    solver = MultiSGD(matrix, transpose(matrix), objective, plan, state, 0, order=order, beside=beside)
+    method = replace(method_of(), order=order)
+    matrix, objective, plan, state = problem(ratings_matrix.astype(np.float64), method, biases=biases, ranks=ranks)
+    plan = plan.changed(devices=tuple(f"cuda:{rank}" for rank in range(ranks)))
+    solver = MultiSGD(matrix, transpose(matrix), objective, plan, state, 0, beside=beside)
     result = run(solver, 3).on_host()
     assert relative_error(result, twin(matrix, method_of(), state, ranks, 3, order)) < 1e-12
     expected = reference.objective_value(matrix, result, objective)

@@ -312,7 +312,7 @@ def test_slabs_that_stay_on_the_gpus_are_not_split(gpus: Machine, store: hmf.Sto
     *_, objective, plan, state = streamed(parts("explicit", gpus(2), MATRIX), both((2, 1)), place="disk")
     users = StoreMatrix(store)
     with pytest.raises(ValueError, match=r"a grid of 2 x 1 splits the rows of users; use 1 x 2, or load it"):
-        MultiALS(users, users.transposed(), objective, replace(plan, resident=True), state)
+        MultiALS(users, users.transposed(), objective, plan.changed(resident=True), state)
 
 
 def test_more_ranks_than_rows_and_rows_without_entries(gpus: Machine) -> None:
@@ -449,7 +449,7 @@ def test_ranks_that_cut_their_batches_differently_are_told(gpus: Machine, monkey
 
     def uneven(plan: Plan) -> Plan:
         other = threading.current_thread().name == "hybridmf rank 1"
-        return replace(plan, scale=partition(MATRIX, grids, 2)) if other else plan
+        return plan.changed(scale=partition(MATRIX, grids, 2)) if other else plan
 
     monkeypatch.setattr(multi_als, "rank_plan", uneven)
     with pytest.raises(CommunicatorError, match="rank 1 has another layout, objective or plan than rank 0"):
@@ -468,7 +468,7 @@ def test_a_fit_splits_what_has_no_room_on_one_gpu(gpus: Machine, tmp_path: Any) 
     model.fit(MANY_USERS, callback=lambda model, record: None, checkpoint=tmp_path)
     plan = model.plan_
     check_memory(plan)
-    assert plan.scale is not None and plan.streamed == "host" and not plan.factors_away
+    assert plan.scale is not None and plan.streamed == "host" and not plan.offloaded
     assert plan.grids == {"user": Grid(1, 2), "item": Grid(2, 1)}
     assert plan.total_bytes == plan.scale.bytes_per_gpu <= LIMIT
     sums = plan.batch_slots * types._slot_bytes(plan)
@@ -525,7 +525,7 @@ def test_the_same_partition_on_fewer_and_more_gpus(gpus: Machine) -> None:
         assert all(half.parts == 4 and half.grid == Grid(count, 1) for half in moved.halves.values())
         *data, plan, state = parts("explicit", names[:count], MATRIX)
         sizes = {"streamed": "host", "slab": max(map(moved.slab, SIDES))}
-        solver = MultiALS(*data, replace(plan, scale=moved, devices=tuple(names[:count]), **sizes), state)
+        solver = MultiALS(*data, plan.changed(scale=moved, devices=tuple(names[:count]), **sizes), state)
         for rank in solver.ranks:
             for side in SIDES:
                 half = rank.halves[side]
@@ -546,7 +546,7 @@ def test_what_the_planner_plans_is_fitted(gpus: Machine) -> None:
     plan.check_served(2)
     *data, fit, state = parts("explicit", gpus(2), MANY_USERS)
     sizes = {"streamed": "host", "slab": max(map(plan.slab, SIDES))}
-    solver = MultiALS(*data, replace(fit, scale=plan, **sizes), state)
+    solver = MultiALS(*data, fit.changed(scale=plan, **sizes), state)
     alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts("explicit", "cuda:0", MANY_USERS))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-3)
     solver.close()
@@ -582,7 +582,7 @@ def test_ranks_that_plan_other_batches_are_told_why(gpus: Machine, monkeypatch: 
     def differently(*arguments: Any) -> Plan:
         plan = make_plan(*arguments)
         count = 3 if threading.current_thread().name.endswith("1") else 2
-        return replace(plan, scale=partition(MANY_USERS, pairs((1, 2), (2, 1)), count), streamed="host")
+        return plan.changed(scale=partition(MANY_USERS, pairs((1, 2), (2, 1)), count), streamed="host")
 
     monkeypatch.setattr(spmd, "make_plan", differently)
 

@@ -26,6 +26,7 @@ from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.gpu.turns import HostHalf
+from hybridmf.model.learned import scale_of
 from hybridmf.plan import make as _plan
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import check_memory, make_plan
@@ -37,7 +38,7 @@ from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
 from support.host_factors import partitioned
-from support.ranks import MODELS, Machine, both, entries, no_loaders, workers_on
+from support.ranks import MODELS, Machine, entries, no_loaders, workers_on
 from support.ranks import parts as solver_parts
 from support.ratings import planted
 
@@ -154,16 +155,6 @@ def test_cpu_ranks_over_a_store_name_the_row_that_fails(tmp_path: Any) -> None:
         model.fit(store)
 
 
-def test_a_store_is_not_split_by_columns_on_the_cpu(store: hmf.Store) -> None:
-    model = hmf.ExplicitALS(biases=False, factors=5, device=["cpu", "cpu"], random_state=0)
-    matrix = model._check_matrix(store)
-    plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz, slab=matrix.largest_slab)
-    state = model._initial_state(matrix, matrix.transposed(), plan, model._objective())
-    arguments = (matrix, matrix.transposed(), model._objective(), plan, state)
-    with pytest.raises(ValueError, match=r"a grid of 2 x 1 splits the rows of users; use 1 x 2, or load it"):
-        MultiALS(*arguments, grids=both((2, 1)))
-
-
 # ------------------------------------------------------------------------------------------------------------ GPUs
 
 
@@ -215,9 +206,10 @@ def multi(data: Any, devices: list[str], scale: Any = None, name: str = "explici
     plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz, slab=slab)
     check_memory(plan)
     if scale is not None:
-        plan = replace(plan, scale=scale, devices=tuple(devices))
-    state = model._initial_state(matrix, item_users, plan, model._objective())
-    return MultiALS(matrix, item_users, model._objective(), plan, state)
+        plan = plan.changed(scale=scale, devices=tuple(devices))
+    objective = model._objective(scale_of(matrix, model._objective()))
+    state = model._initial_state(matrix, item_users, plan, objective)
+    return MultiALS(matrix, item_users, objective, plan, state)
 
 
 def test_fewer_gpus_take_the_same_partition_in_more_waves(gpus: Machine, store: hmf.Store) -> None:
@@ -431,7 +423,7 @@ def test_more_ranks_than_rows_and_factors_on_the_host(parts: int, gpus: Machine)
     *data, plan, state = solver_parts("biases", gpus(4), matrix)
     counts = [dict.fromkeys(SIDES, count) for count in (parts, 4)]
     several = MultiALS(*data, partitioned(plan, *counts), state)
-    one = GpuALS(gpu_rank.open_device("cuda:0"), *data, replace(plan, devices=(), scale=None, streamed=""), state)
+    one = GpuALS(gpu_rank.open_device("cuda:0"), *data, plan.changed(devices=(), scale=None, streamed=""), state)
     for solver in (several, one):
         for _ in solver.sweep():
             pass
@@ -548,5 +540,5 @@ def test_memory_of_a_rank_shrinks_with_their_number() -> None:
         assert sizes[1][purpose] > sizes[2][purpose] > sizes[8][purpose]
     row = 64 * 4
     assert sizes[8]["factors"] + sizes[8]["gathered"] >= (1_100_000 + 10**6) * row
-    streamed = rank_bytes(replace(plan, streamed="disk", slab=1000), 2)
+    streamed = rank_bytes(plan.changed(streamed="disk", slab=1000), 2)
     assert streamed["ratings"] < sizes[8]["ratings"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,8 +77,8 @@ def plan_of(free: int, slab: int | None = None, facts: Facts | None = None, **op
     base = make_plan(
         objective, Settings.check(factors=64, dtype="float32", num_threads=1, device="cpu"), *NETFLIX, slab=slab
     )
-    base = replace(base, assembly=settings.assembly, reorder="none" if slab else settings.reorder, facts=facts)
-    return gpu_plan(replace(base, solver=settings.solver, notes=()), settings, objective, spec)
+    base = base.changed(assembly=settings.assembly, reorder="none" if slab else settings.reorder, facts=facts)
+    return gpu_plan(base.changed(solver=settings.solver, notes=()), settings, objective, spec)
 
 
 class Tracked:

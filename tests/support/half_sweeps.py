@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 import hybridmf as hmf
@@ -39,7 +37,7 @@ def plan_for(objective: Objective, shape, nnz: int, *, rank: int, tiles: tuple[i
         "precision": "float32", "dtype": "float32", "num_threads": 2, "device": "cpu", "block_size": 32,
     }  # fmt: skip
     plan = make_plan(objective, Settings.check(**(options | given)), shape, nnz)
-    return plan if tiles is None else replace(plan, tile_rows=tiles[0], tile_cols=tiles[1])
+    return plan if tiles is None else plan.changed(tile_rows=tiles[0], tile_cols=tiles[1])
 
 
 def random_factors(rows: int, rank: int, dtype, biases: bool = False, seed: int = 1) -> Factors:
@@ -92,7 +90,7 @@ def plan_on(device, objective: Objective, matrix, rank: int, dtype="float32", **
     given = {name: getattr(base, name, None) for name in Settings.__annotations__}
     settings = Settings.check(**(given | {"device": "cuda", "iterations": 1, "factors": rank} | wanted))
     chosen = {name: getattr(settings, name) for name in ("assembly", "precision", "solver", "cg_steps", "reorder")}
-    return replace(gpu_plan(replace(base, **chosen), settings, objective, device.spec), **changes)
+    return gpu_plan(base.changed(**chosen), settings, objective, device.spec).changed(**changes)
 
 
 class Problem:

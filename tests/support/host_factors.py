@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ def partitioned(plan: Plan, parts: dict[str, int], batches: dict[str, int], buff
         for side in SIDES
     }
     scale = ScalePlan(problem, H200, gpus, 1 << 30, "host", "host", halves)
-    return replace(plan, scale=scale, streamed="host", slab=max(map(scale.slab, SIDES)))
+    return plan.changed(scale=scale, streamed="host", slab=max(map(scale.slab, SIDES)))
 
 
 def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX, **options: Any) -> HostGpuALS:
@@ -53,7 +52,7 @@ def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX,
     model = cls(**(given | {"random_state": 0, "device": "cuda"} | options))
     matrix = model._check_matrix(data)
     plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
-    plan = replace(plan, segment=sizes.get("segment", plan.segment))
+    plan = plan.changed(segment=sizes.get("segment", plan.segment))
     plan = partitioned(plan, *(dict.fromkeys(SIDES, count) for count in (parts, batches)), sizes.get("buffers", 2))
     item_users = transpose(matrix, num_threads=1)
     state = model._initial_state(matrix, item_users, plan, model._objective())

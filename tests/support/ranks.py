@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,7 @@ def parts(name: str, devices: Any, matrix: sp.csr_array, **more: Any) -> tuple[A
 
 
 def changed(arguments: tuple[Any, ...], **changes: Any) -> tuple[Any, ...]:
-    return (*arguments[:3], replace(arguments[3], **changes), arguments[4])
+    return (*arguments[:3], arguments[3].changed(**changes), arguments[4])
 
 
 # --------------------------------------------------------------------------------------------- on GPUs

@@ -30,7 +30,7 @@ def solver_of(
     checked = Settings.check(
         factors=rank, dtype=matrix.dtype, num_threads=threads, device="cpu", iterations=1, method=method
     )
-    plan = replace(make_plan(objective, checked, matrix.shape, matrix.nnz), **changes)
+    plan = make_plan(objective, checked, matrix.shape, matrix.nnz).changed(**changes)
     if state is None:
         degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
         mean, rng = float(matrix.data.mean()), np.random.default_rng(0)

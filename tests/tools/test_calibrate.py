@@ -166,7 +166,7 @@ def test_the_fastest_of_several_fits_counts(monkeypatch):
             total, seconds = next(fits)
             clock[0] += total
             self.history_ = [{"seconds": one} for one in seconds]
-            self.timings_ = {"check": 0.25, "set up": total / 4}
+            self.timings_ = {"check": 0.125, "plan": 0.125, "convert": 0.0, "set up": total / 4, "iterations": total}
 
     monkeypatch.setattr(_calibrate.time, "perf_counter", lambda: clock[0])
     told: list[list[float]] = []

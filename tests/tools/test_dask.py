@@ -76,6 +76,36 @@ def test_workers_give_the_factors_of_one_process(client, make):
     np.testing.assert_array_equal(model.recommend(user, row)[0], expected.recommend(user, row)[0])
 
 
+@pytest.mark.parametrize(
+    ("make", "metric"),
+    [
+        (lambda **o: hmf.ExplicitALS(**SMALL | o), "rmse"),
+        (lambda **o: hmf.ImplicitALS(**SMALL | {"alpha": 3.0} | o), "ndcg@10"),
+    ],
+)
+def test_workers_measure_what_one_process_measures_and_stop_together(client, make, metric):
+    train, test = hmf.split(hmf.Ratings.from_frame(frame()), random_state=0)
+    triplets = train.user_items.tocoo()
+    users, items = (ids[at] for ids, at in zip((train.user_ids, train.item_ids), triplets.coords, strict=True))
+    table = pd.DataFrame({"user": users, "item": items, "rating": triplets.data})
+    strangers = hmf.Ratings.from_coo(["nobody"], ["i1"], [1.0])
+    with pytest.raises(hmf.errors.UnknownLabelError, match="nobody"):
+        hmf_dask.fit(make(), partitioned(table), validation=strangers)
+    expected = make(iterations=2).fit(train, validation=test, unknown="drop")
+    model, ranks = make(iterations=5), []
+
+    def stop(model, record):
+        ranks.append(distributed.get_worker().address)
+        return record["iteration"] == 2
+
+    hmf_dask.fit(model, partitioned(table), validation=test, unknown="drop", callback=stop)
+    assert model.n_iter_ == 2 and not ranks  # it ran on a worker, which has a copy
+    for record, other in zip(model.history_, expected.history_, strict=True):
+        assert record[metric] == pytest.approx(other[metric], rel=1e-5)
+        assert record["objective"] == pytest.approx(other["objective"], rel=1e-5)
+    assert list(model.timings_) == list(expected.timings_) and min(model.timings_.values()) >= 0
+
+
 def test_an_array_of_triplets(client):
     triplets = planted().tocoo()
     rows = np.column_stack((triplets.coords[0] * 10, triplets.coords[1], triplets.data)).astype(np.float64)
@@ -226,6 +256,10 @@ def test_each_worker_is_one_rank(client):
 def test_what_is_no_model(client):
     with pytest.raises(TypeError, match=r"model must be an estimator .* make one: ExplicitALS\(\)"):
         hmf_dask.fit(hmf.ExplicitALS, partitioned(frame()))
+    with pytest.raises(TypeError, match="callback must be callable"):
+        hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()), callback=3)
+    with pytest.raises(ValueError, match="unknown must be"):
+        hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()), unknown=3)
 
 
 def test_without_a_client_one_is_asked_for(monkeypatch):
@@ -240,11 +274,11 @@ def test_without_a_client_one_is_asked_for(monkeypatch):
 class Hanging(hmf.ExplicitALS):
     """Sleeps on one of the workers before it begins."""
 
-    def _objective(self):
+    def _objective(self, spread=1.0):
         with contextlib.suppress(ValueError):  # not on a worker
             if distributed.get_worker().address == self.__dict__.get("victim"):
                 time.sleep(4)
-        return super()._objective()
+        return super()._objective(spread)
 
 
 def test_a_rank_that_hangs_stops_all(client):

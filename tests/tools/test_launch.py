@@ -38,6 +38,8 @@ if KILLED == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         return solve(*arguments, **options)
     HalfSweep.solve = solve_or_die
+if WATCHED:
+    OPTIONS |= {"validation": planted(seed=1), "callback": lambda model, record: record["iteration"] == WATCHED}
 model = hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=5), planted(), timeout=60, **OPTIONS)
 assert (model is None) == (rank > 0)
 if model is not None:
@@ -46,12 +48,12 @@ if model is not None:
 
 
 def start(
-    size: int, model: Path, *, killed: int = -1, slurm: bool = False, small: dict = SMALL, **options
+    size: int, model: Path, *, killed: int = -1, watched: int = 0, slurm: bool = False, small: dict = SMALL, **options
 ) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    names = {"TESTS": str(ROOT / "tests"), "SMALL": small, "MODEL": str(model), "KILLED": killed}
+    names = {"TESTS": str(ROOT / "tests"), "SMALL": small, "MODEL": str(model), "KILLED": killed, "WATCHED": watched}
     code = "\n".join(f"{name} = {value!r}" for name, value in (names | {"OPTIONS": options}).items()) + PROGRAM
     ranks = []
     for rank in range(size):
@@ -72,6 +74,15 @@ def test_ranks_started_one_by_one_fit_together(tmp_path):
         assert rank.returncode == 0, said
     expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
     np.testing.assert_array_equal(hmf.load(tmp_path / "model").user_factors, expected.user_factors)
+
+
+def test_processes_measure_and_stop_as_one_does(tmp_path):
+    for rank in start(2, tmp_path / "model", watched=2):
+        _, said = rank.communicate(timeout=60)
+        assert rank.returncode == 0, said
+    found = hmf.load(tmp_path / "model").history_
+    model = hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(planted(), validation=planted(seed=1))
+    assert [record["rmse"] for record in found] == pytest.approx([record["rmse"] for record in model.history_])
 
 
 @pytest.mark.gpu

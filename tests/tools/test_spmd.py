@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileE
 from hybridmf.model import checkpoint as checkpoints
 from hybridmf.plan.grid import Grid, Layout
 from hybridmf.plan.types import Facts
-from hybridmf.ranks.shares import SharedEntries, WholeRatings, check_same_data, exchange
+from hybridmf.ranks.shares import Cut, SharedEntries, StoredRatings, WholeRatings, check_same_data, exchange
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
@@ -104,8 +103,6 @@ def test_entries_go_where_a_cut_of_the_matrix_would_have_them(grids):
 @pytest.mark.parametrize("grids", [(1, 4), (2, 2)])
 def test_ranks_read_their_part_of_a_store(grids, drop_zeros, tmp_path):
     stores = pytest.importorskip("hybridmf.data.store")
-    from hybridmf.ranks.shares import StoredRatings
-
     matrix = planted()
     matrix.data[::5] = 0
     hmf.convert(hmf.Ratings.from_matrix(matrix), tmp_path / "store", slab_bytes=600)
@@ -120,6 +117,26 @@ def test_ranks_read_their_part_of_a_store(grids, drop_zeros, tmp_path):
             assert ours.shape == expected.shape and ours.nnz == expected.nnz and (ours != expected).nnz == 0
 
     run_ranks(4, compare, timeout=30)
+
+
+@pytest.mark.parametrize("share", ["entries", "whole", "store", "store, streamed"])
+@pytest.mark.parametrize("grid", [(1, 4), (2, 2)])
+def test_rows_of_users_come_to_the_first_rank(share, grid, tmp_path):
+    matrix = as_csr(planted(), name="matrix", drop_zeros=True)
+    store = hmf.convert(matrix, tmp_path / "store", slab_bytes=600)
+    wanted = np.random.default_rng(0).random(60) < 0.5
+
+    def run(ranks):
+        ratings = entries(matrix, ranks.rank, 4) if share == "entries" else WholeRatings(matrix)
+        if share.startswith("store"):
+            ratings = StoredRatings(store, np.float32, True)
+        both = {"user": Grid(*grid), "item": Grid(*grid)}
+        cut = Cut(ranks, ratings, ratings.degrees(ranks), both, 1.0, share == "store, streamed")
+        return cut.rows_of_users(ranks, ratings, wanted)
+
+    rows, *others = run_ranks(4, run, timeout=30)
+    assert others == [None] * 3 and rows.dtype == np.int8 and rows.shape == matrix.shape
+    np.testing.assert_array_equal(rows.toarray(), (matrix.toarray() != 0) & wanted[:, None])
 
 
 def test_exchange_sends_each_entry_where_it_belongs():
@@ -241,7 +258,7 @@ def test_ranks_that_plan_differently_are_told_why(monkeypatch):
         plan = make_plan(*arguments)
         ranks.append(plan)
         grid = Grid(2, 1) if threading.current_thread().name.endswith("1") else Grid(1, 2)
-        return dataclasses.replace(plan, scale=SimpleNamespace(grids={"user": grid, "item": grid}))
+        return plan.changed(scale=SimpleNamespace(grids={"user": grid, "item": grid}))
 
     monkeypatch.setattr(spmd, "make_plan", differently)
     with pytest.raises(CommunicatorError, match=r"rank 1 plans grids of \[2, 2\] splits and rank 0 of \[1, 1\].*limit"):

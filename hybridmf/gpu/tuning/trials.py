@@ -304,7 +304,7 @@ class FusedSide:
         self.table = random_table(matrix.shape[1], self.rank, width, np.float32, 1)
         self.factors, self.indptr = device.upload(self.table), device.upload(np.asarray(indptr, dtype=np.int64))
         self.entries = Entries(device.upload(indices), device.upload(ratings))
-        objective = Objective.explicit(REGULARIZATION, "count", False)
+        objective = Objective("explicit", REGULARIZATION, 1.0)
         self.scale = objective.row_scale(self.degrees).astype(np.float32)
         n = len(self.degrees)
         self.systems = fused.Systems(
@@ -606,7 +606,7 @@ class CcdTrial:
         self.side: Side = "item" if self.vectors == ccd_gpu.VECTORS["item"] else "user"
         self.matrix = sample.side(self.side, facts["itemsize"])
         self.degrees = np.diff(self.matrix.indptr)
-        self.objective = Objective.explicit(REGULARIZATION, "count", False)
+        self.objective = Objective("explicit", REGULARIZATION, 1.0)
         rng = np.random.default_rng(0)
         # of the fixed side: factor before, this one, its new values; of the own side: factor before, this one
         self.fixed = [self._vector(rng, self.matrix.shape[1]) for _ in range(3)]

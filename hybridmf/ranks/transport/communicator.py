@@ -70,6 +70,19 @@ class Communicator(Protocol):
         """Give back what the transport holds; the communicator cannot be used again."""
 
 
+def gather(communicator: Communicator, array: np.ndarray, counts: Sequence[int]) -> np.ndarray | None:
+    """All ranks' rows one after the other, ``counts[r]`` of rank r, on the first rank; None on the others."""
+    nothing = np.empty(0, dtype=array.dtype)
+    if communicator.rank:
+        communicator.sendrecv(array, 0, 0, nothing)
+        return None
+    parts = [array]
+    for rank in range(1, communicator.size):
+        like = np.empty((counts[rank], *array.shape[1:]), dtype=array.dtype)
+        parts.append(communicator.sendrecv(nothing, rank, rank, like))
+    return np.concatenate(parts)
+
+
 def start_sendrecv(
     communicator: Communicator, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
 ) -> Callable[[], list[Array]]:

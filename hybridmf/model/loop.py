@@ -1,0 +1,297 @@
+"""The iterations of a fit, and everything that follows each of them: one loop for local fits and for ranks.
+
+A fit in one process runs a `FitLoop`, on whatever devices its solver uses. In a fit by several processes each rank
+runs one; `Ranks` is the interface to the others. All but the first rank only compute: the first has the model, the
+observers and the checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import scipy.sparse as sp
+from sklearn.utils.validation import validate_data
+
+from ..core.objective import Objective, State
+from ..core.progress import progress_bar
+from ..core.validate import as_csr, check_bool, check_choice, check_nonempty, check_shape
+from ..data.align import UNKNOWN, Labels, align, labels_of
+from ..errors import RatingsError
+from ..metrics import _measure
+from ..plan.solver import Solver
+from . import checkpoint as checkpoints
+from .learned import Learned
+from .stopwatch import Stopwatch
+
+logger = logging.getLogger("hybridmf")
+
+Record: TypeAlias = dict[str, float]
+"""One iteration of ``history_``."""
+
+Callback: TypeAlias = Callable[[Any, Record], Any]
+
+
+class Ranks(Protocol):
+    """The processes of a fit as one of them sees them. All call the methods together."""
+
+    first: bool
+    """Whether this process has the model, its observers and its checkpoints."""
+
+    alone: bool
+    """Whether it is the only one: its model follows every half sweep and stays usable whatever ends the fit."""
+
+    def agreed(self, answer: bool) -> bool:
+        """The answer of the first rank, on all ranks."""
+
+    def complete(self) -> None:
+        """Wait until all ranks have done their part of the iteration."""
+
+    def gather(self, solver: Any) -> State | None:
+        """The factors of all rows on the first rank; None on the others."""
+
+
+class OneProcess:
+    """`Ranks` of a fit in one process."""
+
+    first = alone = True
+
+    def agreed(self, answer: bool) -> bool:
+        """The answer."""
+        return answer
+
+    def complete(self) -> None:
+        """No other rank to wait for."""
+
+    def gather(self, solver: Solver) -> State:
+        """The factors as the solver has them."""
+        return solver.state
+
+
+@dataclass(frozen=True)
+class Observers:
+    """What is computed and called after each iteration.
+
+    Attributes
+    ----------
+    validation : csr_array, shape (n_users, n_items), or None
+        Held-out entries, in the positions of the training data.
+    seen : csr_array, shape (n_users, n_items), or None
+        Training entries of the users of `validation`, where the model does not have them.
+    callback : callable or None
+    show_progress : bool
+    track_objective : bool
+        Compute the objective, observed or not.
+
+    Raises
+    ------
+    TypeError
+    """
+
+    validation: sp.csr_array | None = None
+    seen: sp.csr_array | None = None
+    callback: Callback | None = None
+    show_progress: bool = False
+    track_objective: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool("show_progress", self.show_progress)
+        check_bool("track_objective", self.track_objective)
+        if self.callback is not None and not callable(self.callback):
+            raise TypeError(f"callback must be callable, got {type(self.callback).__name__}")
+
+    @property
+    def need_model(self) -> bool:
+        """Whether the model has to be usable after each iteration."""
+        return self.validation is not None or self.callback is not None
+
+    @property
+    def need_objective(self) -> bool:
+        """Whether each record has the objective."""
+        return self.track_objective or self.show_progress or self.need_model
+
+
+class FitLoop:
+    """One fit in progress.
+
+    Parameters
+    ----------
+    model : FactorModel
+    solver : Solver
+    learn : callable
+        `Learned` from a state.
+    columns : array or data frame
+        What scikit-learn takes the number of features and their names from.
+    observers : Observers
+        Those of the first rank count.
+    stopwatch : Stopwatch
+    ranks : Ranks
+    writer : Writer, optional
+        Of checkpoints, on the first rank.
+    completed : int
+        Iterations of the checkpoint that the fit resumes from.
+    history : list of dict
+        Their records.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        solver: Solver,
+        learn: Callable[[State], Learned],
+        columns: Any,
+        observers: Observers,
+        stopwatch: Stopwatch,
+        *,
+        ranks: Ranks | None = None,
+        writer: checkpoints.Writer | None = None,
+        completed: int = 0,
+        history: list[Record] | None = None,
+    ) -> None:
+        self.model, self.solver, self.learn, self.columns = model, solver, learn, columns
+        self.observers, self.stopwatch, self.writer = observers, stopwatch, writer
+        self.ranks: Ranks = OneProcess() if ranks is None else ranks
+        self.completed, self.history = completed, [] if history is None else history
+        self.learned: Learned | None = None
+        self.updated = -1  # iteration whose final factors the model has; the same on all ranks
+        agreed = self.ranks.agreed
+        self.needs_model, self.needs_objective = agreed(observers.need_model), agreed(observers.need_objective)
+        self.saves, self.calls_back = agreed(writer is not None), agreed(observers.callback is not None)
+
+    def run(self, iterations: int) -> None:
+        """Iterate until `iterations` are complete or the callback stops the fit."""
+        name, shown = type(self.model).__name__, self.observers.show_progress
+        bar = progress_bar(iterations, shown, initial=self.completed, desc=name)
+        ended = False
+        with checkpoints.writing(self.writer):
+            try:
+                if self.completed and self.ranks.alone:
+                    self._complete_model()
+                for iteration in range(self.completed + 1, iterations + 1):
+                    self.stopwatch.lap("observe")
+                    for _ in self.solver.sweep():
+                        self.updated = -1
+                        if self.ranks.alone:  # an interruption or a failure from here on finds the model usable
+                            self._update_model()
+                    self.ranks.complete()
+                    self.completed = iteration
+                    record: Record = {"iteration": iteration, "seconds": self.stopwatch.lap("iterations")}
+                    self.history.append(record)
+                    self._observe(record, bar)
+                    if self._asked_to_stop(record):
+                        break
+                ended = True
+            finally:
+                bar.close()
+                self.stopwatch.lap("observe")
+                if ended or self.ranks.alone:
+                    self._finish()
+
+    def _observe(self, record: Record, bar: Any) -> None:
+        """All that follows an iteration, but for the callback."""
+        if self._model_is_needed():
+            self._complete_model()
+        if self.needs_objective:
+            record["objective"] = self.solver.objective_value()
+        if self.observers.validation is not None:
+            record |= self._validate(self.observers.validation)
+        if self.observers.need_objective:
+            self._report(record, bar)
+        bar.update()
+        if self.writer is not None and self.updated == self.completed:
+            self.writer.offer(self.model)
+
+    def _model_is_needed(self) -> bool:
+        """Whether the model gets the factors of this iteration; the same on all ranks."""
+        if self.ranks.alone or self.needs_model:
+            return True
+        due = self.writer is not None and self.writer.due(self.completed)
+        return self.saves and self.ranks.agreed(due)
+
+    def _validate(self, validation: sp.csr_array) -> Record:
+        metric, everybody = self.model._validation_metric(), np.arange(validation.shape[0])
+        return {metric: _measure(self.model, validation, self.observers.seen, (metric,), everybody)[metric]}
+
+    def _report(self, record: Record, bar: Any) -> None:
+        values = {name: f"{value:.5g}" for name, value in record.items() if name not in ("iteration", "seconds")}
+        bar.set_postfix(values)
+        if bar.disable:
+            said = ", ".join(f"{name} {value}" for name, value in values.items())
+            logger.info("iteration %d of %d: %s", self.completed, bar.total, said)
+
+    def _asked_to_stop(self, record: Record) -> bool:
+        if not self.calls_back:
+            return False
+        answer = None if self.observers.callback is None else self.observers.callback(self.model, record)
+        stops = self.ranks.agreed(isinstance(answer, (bool, np.bool_)) and bool(answer))
+        if stops and self.ranks.first:
+            logger.info("callback stopped the fit after iteration %d", self.completed)
+        return stops
+
+    def _complete_model(self) -> None:
+        """Give the model the factors that the last iteration ended with."""
+        self._update_model()
+        self.updated = self.completed
+
+    def _update_model(self) -> None:
+        """Give the model the factors as they are; the first time, with all else that it learns."""
+        state = self.ranks.gather(self.solver)
+        if state is None:
+            return
+        if self.learned is None:
+            validate_data(self.model, self.columns, skip_check_array=True, reset=True)
+        self.learned = self.learn(state)  # the state before it may go
+        self.model._learn(self.learned)
+        self.model.n_iter_, self.model.history_ = self.completed, self.history
+
+    def _finish(self) -> None:
+        """Bring the factors to the host, where a fitted model has them, and write the last checkpoint."""
+        if not self.ranks.alone and self.updated != self.completed:
+            self._complete_model()
+        if self.learned is not None and self.model._learned is self.learned:
+            self.learned = replace(self.learned, state=self.learned.state.on_host())
+            self.model._learn(self.learned)
+        if self.writer is not None and self.updated == self.completed:
+            self.writer.finish(self.model)
+
+
+def check_validation(
+    validation: Any, labels: Labels | None, shape: tuple[int, int], objective: Objective, unknown: str
+) -> sp.csr_array | None:
+    """Held-out entries over the training rows and columns, by label where both have labels.
+
+    Parameters
+    ----------
+    validation : Ratings or matrix or None
+    labels : (array, array) or None
+        Of the training data.
+    shape : (n_users, n_items)
+        Of the training data.
+    objective : Objective
+    unknown : {"error", "drop"}
+        What becomes of entries whose user or item the training data do not have.
+
+    Raises
+    ------
+    RatingsError, UnknownLabelError, ValueError
+    """
+    check_choice("unknown", unknown, UNKNOWN)
+    if validation is None:
+        return None
+    matrix = as_csr(validation, name="validation")
+    matrix, _ = align(
+        matrix,
+        labels_of(validation),
+        labels or (None, None),
+        name="validation",
+        unknown=unknown,
+        owner="the training data",
+    )
+    check_shape("validation", matrix, shape, ("n_users", "n_items"))
+    check_nonempty(matrix, "validation")
+    if objective.is_implicit and not np.any(matrix.data > 0):
+        raise RatingsError("validation has no positive entry, so no ranking can be measured; leave it out")
+    return matrix

@@ -1,0 +1,39 @@
+"""Where the time of a fit goes: ``timings_``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter as clock
+
+BEFORE = ("check", "plan", "convert", "set up")
+"""Parts before the first iteration."""
+
+PARTS = (*BEFORE, "iterations", "observe", "finish")
+"""All parts of a fit, in the order in which they begin."""
+
+
+class Stopwatch:
+    """Seconds of each part of a fit; every second since the start belongs to one part, so that the parts sum up.
+
+    Attributes
+    ----------
+    seconds : dict of str to float
+        All of `PARTS`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._last = clock()
+
+    def lap(self, part: str) -> float:
+        """Add the time since the last call (or the start) to a part, and return it."""
+        now = clock()
+        elapsed, self._last = now - self._last, now
+        self.seconds[part] += elapsed
+        return elapsed
+
+    def split(self, part: str, measured: Mapping[str, float]) -> None:
+        """Move what another process has measured within a part to the parts that it belongs to."""
+        self.seconds[part] -= sum(measured.values())
+        for name, seconds in measured.items():
+            self.seconds[name] += seconds

@@ -1,0 +1,269 @@
+"""One loop for every kind of fit: validation, callbacks, progress and timings are those of a fit in one process."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import hybridmf as hmf
+from hybridmf.cpu.als import CpuALS
+from hybridmf.errors import CommunicatorError, RatingsError, UnknownLabelError
+from hybridmf.model import base, stopwatch
+from hybridmf.model.checkpoint import Writer
+from hybridmf.model.stopwatch import PARTS, Stopwatch
+from hybridmf.ranks.shares import WholeRatings
+from hybridmf.ranks.su_als import RankALS
+from hybridmf.ranks.transport.communicator import Single
+from hybridmf.ranks.transport.threads import run_ranks
+from hybridmf.tools import launch, spmd
+from support.communicators import over_sockets
+from support.ratings import planted
+
+SMALL = {"factors": 3, "iterations": 4, "random_state": 0, "device": "cpu", "num_threads": 1}
+KINDS = {
+    "explicit": lambda **o: hmf.ExplicitALS(**SMALL | {"biases": False} | o),
+    "biases": lambda **o: hmf.ExplicitALS(**SMALL | o),
+    "implicit": lambda **o: hmf.ImplicitALS(**SMALL | {"alpha": 3.0} | o),
+}
+USERS, ITEMS = [f"u{k}" for k in range(60)], [f"i{k}" for k in range(40)]
+TRAIN, TEST = hmf.split(hmf.Ratings.from_matrix(planted(), user_ids=USERS, item_ids=ITEMS), random_state=0)
+
+
+def together(size: int, make: Any, ratings: Any = TRAIN, start: Any = run_ranks, **options: Any) -> Any:
+    """The model of the first rank."""
+    models = start(size, lambda ranks: hmf.scale.fit(make(), ratings, ranks, **options), timeout=30)
+    assert all(model is None for model in models[1:])
+    return models[0]
+
+
+def measured(model: Any) -> list[dict[str, float]]:
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in model.history_]
+
+
+# -------------------------------------------------------------------------------------------------------- observers
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_measure_what_one_process_measures(kind, size, tmp_path):
+    expected = measured(KINDS[kind]().fit(TRAIN, validation=TEST))
+    metric = "ndcg@10" if kind == "implicit" else "rmse"
+    assert [list(record) for record in expected] == [["iteration", "objective", metric]] * 4
+    store = hmf.convert(TRAIN, tmp_path / "store", slab_bytes=600)
+    for ratings, start in ((TRAIN, run_ranks), (TRAIN, over_sockets), (store, run_ranks)):
+        found = measured(together(size, KINDS[kind], ratings, start, validation=TEST))
+        assert [list(record) for record in found] == [list(record) for record in expected]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_several_devices_measure_what_one_measures():
+    expected = measured(KINDS["implicit"]().fit(TRAIN, validation=TEST))
+    found = measured(KINDS["implicit"](device=["cpu", "cpu"]).fit(TRAIN, validation=TEST))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_callback_stops_all_ranks(size):
+    seen = []
+
+    def stop(model, record):
+        seen.append((model.n_iter_, record["iteration"], len(model.history_), model.user_factors.shape))
+        return np.True_ if record["iteration"] == 2 else None
+
+    model = together(size, KINDS["explicit"], callback=stop)
+    assert seen == [(1, 1, 1, (60, 3)), (2, 2, 2, (60, 3))]  # once an iteration, on the first rank
+    assert model.n_iter_ == 2
+    np.testing.assert_array_equal(model.user_factors, KINDS["explicit"](iterations=2).fit(TRAIN).user_factors)
+
+
+def test_only_the_first_rank_is_observed():
+    """Whatever the others are given: nobody waits for an answer that does not come."""
+    called = []
+
+    def run(ranks):
+        own = {"callback": lambda *_: called.append(ranks.rank), "validation": TEST} if ranks.rank else {}
+        return hmf.scale.fit(KINDS["implicit"](), TRAIN, ranks, **own)
+
+    model = run_ranks(2, run, timeout=30)[0]
+    assert not called and set(model.history_[-1]) == {"iteration", "seconds"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_what_a_callback_raises_stops_all_ranks(error):
+    causes = []
+
+    def fail(model, record):
+        raise error("enough")
+
+    def run(ranks):
+        try:
+            hmf.scale.fit(KINDS["explicit"](), TRAIN, ranks, callback=fail)
+        except BaseException as raised:
+            causes.append((ranks.rank, type(raised), str(raised)))
+            raise
+
+    with pytest.raises(error, match="enough"):
+        run_ranks(2, run, timeout=30)
+    assert sorted(causes)[0][:2] == (0, error)
+    assert sorted(causes)[1][1] is CommunicatorError and "enough" in sorted(causes)[1][2]
+
+
+def test_ranks_refuse_observers_as_a_fit_does():
+    with pytest.raises(TypeError, match="callback must be callable, got int"):
+        together(2, KINDS["explicit"], callback=3)
+    with pytest.raises(TypeError, match="show_progress"):
+        together(1, KINDS["explicit"], show_progress=3)
+    with pytest.raises(TypeError, match="track_objective"):
+        together(1, KINDS["explicit"], track_objective=3)
+    with pytest.raises(RatingsError, match="validation has no positive entry"):
+        together(2, KINDS["implicit"], validation=-TRAIN.user_items)
+
+
+def test_ranks_go_by_the_labels_of_the_validation_set():
+    strangers = hmf.Ratings.from_coo(["u1", "nobody"], ["i2", "i3"], [5.0, 1.0])
+    with pytest.raises(UnknownLabelError, match="nobody"):
+        together(2, KINDS["explicit"], validation=strangers)
+    expected = measured(KINDS["explicit"]().fit(TRAIN, validation=strangers, unknown="drop"))
+    found = measured(together(2, KINDS["explicit"], validation=strangers, unknown="drop"))
+    assert [record["rmse"] for record in found] == pytest.approx([record["rmse"] for record in expected])
+
+
+def test_ranks_show_one_bar_or_log(monkeypatch, caplog):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    together(2, KINDS["explicit"], show_progress=True)
+    assert sys.stderr.getvalue().count("100%") == 1 and "objective=" in sys.stderr.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with caplog.at_level(logging.INFO, logger="hybridmf"):
+        together(2, KINDS["explicit"], show_progress=True)
+    assert sum(message.startswith("iteration 4 of 4: objective ") for message in caplog.messages) == 1
+
+
+def test_ranks_write_checkpoints_by_the_schedule(tmp_path, monkeypatch):
+    """Where the model has the factors of each iteration anyway, and where only the schedule asks for them."""
+    take, taken = Writer._take, []
+    monkeypatch.setattr(Writer, "_take", lambda self, model: taken.append(model.n_iter_) or take(self, model))
+    for name, own in (("observed", {"validation": TEST}), ("alone", {})):
+        taken.clear()
+        together(2, KINDS["explicit"], checkpoint=hmf.Checkpoint(tmp_path / name, every=2), **own)
+        assert taken == [2, 4]
+        resumed = KINDS["explicit"](iterations=5).fit(TRAIN, resume_from=tmp_path / name)
+        np.testing.assert_array_equal(resumed.user_factors, KINDS["explicit"](iterations=5).fit(TRAIN).user_factors)
+
+
+def test_ranks_that_have_nothing_left_to_do_return_the_checkpoint(tmp_path):
+    expected = together(2, KINDS["explicit"], checkpoint=tmp_path)
+    model = together(2, KINDS["explicit"], resume_from=tmp_path, validation=TEST)
+    np.testing.assert_array_equal(model.user_factors, expected.user_factors)
+    assert model.n_iter_ == 4 and model.timings_["iterations"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- timings
+
+
+class Clock:
+    """Time stands still but for the steps that are told to take some."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.patch = 0.0, patch
+        patch.setattr(stopwatch, "clock", lambda: self.now)
+
+    def takes(self, owner: Any, name: str, seconds: float) -> None:
+        original = getattr(owner, name)
+
+        def slowly(*arguments: Any, **options: Any) -> Any:
+            self.now += seconds
+            return original(*arguments, **options)
+
+        self.patch.setattr(owner, name, slowly)
+
+
+def test_every_second_of_a_fit_belongs_to_a_part(monkeypatch, tmp_path):
+    clock = Clock(monkeypatch)
+    for owner, name, seconds in (
+        (base, "check_labels", 1.0),
+        (base, "check_nonempty", 2.0),
+        (base, "plan_for", 10.0),
+        (base.fingerprint, "fingerprint", 4.0),
+        (base, "transposed", 100.0),
+        (base, "log_empty_rows", 200.0),
+        (CpuALS, "__init__", 400.0),
+        (CpuALS, "update", 1e3),
+        (CpuALS, "objective_value", 1e4),
+        (base.checkpoints.Writer, "offer", 2e4),
+        (base.checkpoints.Writer, "finish", 1e6),
+        (CpuALS, "close", 2e6),
+        (base.dispatch, "remember", 4e6),
+    ):
+        clock.takes(owner, name, seconds)
+
+    def callback(model: Any, record: Any) -> None:
+        clock.now += 1e5
+        assert record["seconds"] == 2e3
+
+    model = KINDS["explicit"]().fit(TRAIN, callback=callback, checkpoint=tmp_path)
+    assert model.timings_ == {
+        "check": 7.0, "plan": 10.0, "convert": 100.0, "set up": 600.0,
+        "iterations": 8e3, "observe": 5.2e5, "finish": 7e6,
+    }  # fmt: skip
+    assert list(model.timings_) == list(PARTS) and sum(model.timings_.values()) == clock.now
+
+
+def test_every_second_of_a_rank_belongs_to_a_part(monkeypatch):
+    clock = Clock(monkeypatch)
+    for owner, name, seconds in (
+        (launch, "_device", 1.0),
+        (launch, "_share", 2.0),
+        (WholeRatings, "degrees", 4.0),
+        (spmd, "make_plan", 10.0),
+        (spmd, "Cut", 100.0),
+        (spmd, "initial_state", 200.0),
+        (RankALS, "__init__", 400.0),
+        (RankALS, "update", 1e3),
+        (RankALS, "objective_value", 1e4),
+        (RankALS, "close", 1e6),
+    ):
+        clock.takes(owner, name, seconds)
+    model = hmf.scale.fit(KINDS["explicit"](), TRAIN, Single(), track_objective=True)
+    assert model.timings_ == {
+        "check": 7.0, "plan": 10.0, "convert": 100.0, "set up": 600.0,
+        "iterations": 8e3, "observe": 4e4, "finish": 1e6,
+    }  # fmt: skip
+    assert sum(model.timings_.values()) == clock.now
+
+
+def test_parts_that_another_process_measured_are_moved(monkeypatch):
+    clock = Clock(monkeypatch)
+    watch, there = Stopwatch(), Stopwatch()
+    clock.now = 3.0
+    assert (watch.lap("check"), there.lap("plan")) == (3.0, 3.0)
+    clock.now = 10.0
+    watch.lap("finish")
+    watch.split("finish", there.seconds)
+    assert (watch.seconds["check"], watch.seconds["plan"], watch.seconds["finish"]) == (3.0, 3.0, 4.0)
+    assert sum(watch.seconds.values()) == 10.0
+
+
+def test_all_fits_have_the_same_parts(tmp_path):
+    store = hmf.convert(sp.csr_array(planted()), tmp_path / "store", slab_bytes=600)
+    for model in (
+        KINDS["implicit"]().fit(store),
+        KINDS["explicit"](device=["cpu", "cpu"]).fit(TRAIN),
+        hmf.SGD(**SMALL).fit(TRAIN),
+        hmf.CCD(**SMALL).fit(TRAIN),
+        together(2, KINDS["biases"]),
+    ):
+        assert list(model.timings_) == list(PARTS) and min(model.timings_.values()) >= 0
+        seconds = sum(record["seconds"] for record in model.history_)
+        assert model.timings_["iterations"] == pytest.approx(seconds)
