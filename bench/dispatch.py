@@ -178,7 +178,8 @@ def run(profile: str) -> None:
     record(
         "dispatch",
         {"bench": "dispatch", "task": "machine", "run": stamp, "cpu": asdict(machine.cpu), "gpu": asdict(machine.gpu)}
-        | {"gpu_identity": gpu, "spec": None if spec is None else asdict(spec), "profile": profile},
+        | {"links": asdict(machine.links), "gpu_identity": gpu, "profile": profile}
+        | {"spec": None if spec is None else asdict(spec)},
     )
     click.echo(f"constants measured after {time.perf_counter() - started:.0f} s")
     for shape, scale, ranks in shapes:
@@ -206,7 +207,7 @@ def run(profile: str) -> None:
                 "factors": f,
                 "threads": plan.num_threads,
                 "device": device,
-                "assembly": plan.assembly if plan.method is None else "",
+                "assembly": plan.method.names(plan)[0],
             }
             predicted = cost(line, machine, spec)
             if predicted.iteration > TOO_LONG:
@@ -246,6 +247,7 @@ def machine_of(line: dict[str, Any]) -> Machine:
     return Machine(
         cpu=_machine.rates_of(_machine.CpuRates, line["cpu"]),
         gpu=_machine.rates_of(_machine.GpuRates, line["gpu"]),
+        links=_machine.rates_of(_machine.LinkRates, line.get("links", asdict(_machine.LinkRates()))),
         source="recorded",
         gpu_name=line["gpu_identity"].get("name", ""),
     )

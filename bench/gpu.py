@@ -49,15 +49,19 @@ from hybridmf.core.validate import csr_arrays, make_csr
 from hybridmf.device.cuda import CudaDevice, open_device
 from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix, reorder, transpose
-from hybridmf.gpu import assemblies, cholesky_any, fused
-from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, objective_value, to_device
+from hybridmf.gpu import bals, cholesky_any, fused
+from hybridmf.gpu.factors import DeviceFactors, to_device
+from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.gpu.launch import Entries, get_kernel
+from hybridmf.gpu.mo_als import mo_als
+from hybridmf.gpu.sparse_syrk import sparse_syrk
 from hybridmf.gpu.topk import PackedItems, top_k_on_device
 from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan import fused as plan_fused
+from hybridmf.plan.als_gpu import GPU_SEGMENT
 from hybridmf.plan.fused import table_width
 from hybridmf.plan.make import make_plan
-from hybridmf.plan.types import GPU_SEGMENT, Plan, Settings
+from hybridmf.plan.types import Plan, Settings
 
 OBJECTIVES = {
     "explicit": Objective.explicit(0.05, "count", False),
@@ -793,7 +797,7 @@ class Hermitians:
     host_table: np.ndarray
     matrices: Any
     rhs: Any
-    tiles: dict[tuple[int, int], tuple[assemblies.BalsTiles, dict[str, Any]]] = field(default_factory=dict)
+    tiles: dict[tuple[int, int], tuple[bals.BalsTiles, dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod
     def prepare(cls, device: Any, matrix: sp.csr_array, factors: int) -> Hermitians:
@@ -811,7 +815,7 @@ class Hermitians:
 
     def by_rows(self, method: str) -> tuple[Step, dict[str, Any]]:
         """A method that sums segments of rows; results in slots of `pieces`."""
-        assemble = assemblies.sparse_syrk if method == "sparse_syrk" else assemblies.mo_als
+        assemble = sparse_syrk if method == "sparse_syrk" else mo_als
         segments, slots = self.device.upload(self.pieces.segments), len(self.pieces.segments)
         out = self.matrices[:slots], self.rhs[:slots]
         return lambda: assemble(self.device, *out, self.table, self.entries, segments, self.factors), {}
@@ -828,18 +832,18 @@ class Hermitians:
         entries, f = self.entries, self.factors
 
         def run() -> None:
-            assemblies.bals(self.device, *out, self.table, entries, tiles, 0, blocks, f, *size, variant=variant)
+            bals.bals(self.device, *out, self.table, entries, tiles, 0, blocks, f, *size, variant=variant)
 
         return run, more
 
-    def _tiled(self, size: tuple[int, int]) -> tuple[assemblies.BalsTiles, dict[str, Any]]:
+    def _tiled(self, size: tuple[int, int]) -> tuple[bals.BalsTiles, dict[str, Any]]:
         """Tiles of a size on the device, built once, and what building them took."""
         if size not in self.tiles:
             started = time.perf_counter()
-            bals = BalsMatrix.from_csr(self.matrix, *size)
-            seconds, reuse = time.perf_counter() - started, bals.nnz / max(1, len(bals.tile_colidx))
+            matrix = BalsMatrix.from_csr(self.matrix, *size)
+            seconds, reuse = time.perf_counter() - started, matrix.nnz / max(1, len(matrix.tile_colidx))
             more = {"tile": list(size), "build_s": seconds, "reuse": reuse}
-            self.tiles[size] = assemblies.upload_tiles(self.device, bals), more
+            self.tiles[size] = bals.upload_tiles(self.device, matrix), more
         tiles, more = self.tiles[size]
         return tiles, dict(more)
 

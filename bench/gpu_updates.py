@@ -26,7 +26,7 @@ import hybridmf as hmf
 from hybridmf.core.objective import Objective
 from hybridmf.device.cuda import open_device
 from hybridmf.errors import DeviceError
-from hybridmf.gpu.als import HalfSweep, objective_value
+from hybridmf.gpu.half import HalfSweep, objective_value
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import terms_at
 from hybridmf.plan.solver import Solver

@@ -157,7 +157,7 @@ def passes_of_an_epoch(solver: Any) -> dict[str, float]:
     """Where the time of one more epoch goes; see the top."""
     import cupy
 
-    ranks = [worker.backend.epochs for worker in solver.workers.values()] if hasattr(solver, "workers") else []
+    ranks = [rank.backend.epochs for rank in solver.ranks] if isinstance(solver, MultiSGD) else []
     marks: list[list[Mark]] = []
     for own in ranks or [[solver.epochs]]:
         marks.append([])
@@ -225,7 +225,7 @@ def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
         "ranks": ranks,
         "order": variant.order,
         "streams": 1 + variant.beside,
-        "long_row": solver.workers[0].backend.long_row if ranks else gpu_sgd.LONG_ROW,
+        "long_row": solver.ranks[0].backend.long_row if ranks else gpu_sgd.LONG_ROW,
         "ms": 1e3 * statistics.median(seconds),
         "ms_all": [round(1e3 * value, 3) for value in seconds],
         "set_up_s": round(set_up, 3),

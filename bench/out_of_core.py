@@ -34,14 +34,14 @@ import numpy as np
 from common import alternate, median, record, synthetic, synthetic_counts
 
 import hybridmf as hmf
+from hybridmf.core import system
 from hybridmf.core.objective import State
 from hybridmf.core.scratch import SCRATCH_DIR, find_room
 from hybridmf.data.store import StoreMatrix
 from hybridmf.device.cuda import MEMORY_LIMIT
 from hybridmf.errors import DeviceError
-from hybridmf.plan import make as _plan
+from hybridmf.plan.als_gpu import STREAM_SLAB
 from hybridmf.plan.make import make_plan
-from hybridmf.plan.ranks import as_record
 from hybridmf.plan.solver import Solver
 from hybridmf.plan.types import Plan
 
@@ -78,7 +78,7 @@ def plans(model: Any, store: StoreMatrix) -> dict[str, Plan]:
     if memory.gpu is None:
         return {"memory": memory, "disk": disk}
     streamed = disk.changed(streamed="disk", resident=False, slab=store.largest_slab)
-    host = memory.changed(streamed="host", slab=_plan.STREAM_SLAB)
+    host = memory.changed(streamed="host", slab=STREAM_SLAB)
     return {"memory": memory, "host": host, "disk": streamed}
 
 
@@ -180,13 +180,13 @@ def limited_plan(model: Any, matrix: Any, limit: int | None) -> Plan:
 
 def disk_plan(model: Any, matrix: Any, limit: int, folder: str) -> Plan:
     """The same where the host has no room for the factors, and `folder` has."""
-    needed, measured = limited_plan(model, matrix, limit).host_bytes, _plan.available_memory
+    needed, measured = limited_plan(model, matrix, limit).host_bytes, system.available_memory
     with environment(SCRATCH_DIR, folder):
         try:
-            _plan.available_memory = lambda: needed - 1
+            system.available_memory = lambda: needed - 1
             plan = limited_plan(model, matrix, limit)
         finally:
-            _plan.available_memory = measured
+            system.available_memory = measured
     if plan.factors_on != "disk":
         raise click.ClickException(
             f"{folder!r} cannot have files of factors, give --folder: {find_room([folder], 0)[1]}"
@@ -275,7 +275,7 @@ def measure_factors(feedback: str, factors: int, shape: str, folder: str, repeat
             "factors": factors, "from": name, "ms": [1e3 * second for second in each], "ratio": one / base,
             "limit": limits.get(name), "planned_bytes": plan.total_bytes, "host_bytes": plan.host_bytes,
             "disk_bytes": plan.disk_bytes,
-            "set_up_s": set_up, "errors": errors, "partition": None if plan.scale is None else as_record(plan.scale),
+            "set_up_s": set_up, "errors": errors, "predicted_s": None if plan.scale is None else plan.scale.seconds,
         }  # fmt: skip
         record("out_of_core", line)
 

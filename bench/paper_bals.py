@@ -36,7 +36,7 @@ from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.validate import make_csr
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.formats import BalsMatrix
-from hybridmf.gpu import assemblies, cholesky_any
+from hybridmf.gpu import bals, cholesky_any
 from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Plan, Settings
@@ -313,7 +313,7 @@ def tiles_step(
     blocks, f, device, entries = -(-rows // tile[0]), prepared.factors, prepared.device, prepared.entries
 
     def run() -> None:
-        assemblies.bals(
+        bals.bals(
             device, *out, prepared.table, entries, tiles, 0, blocks, f, *tile, variant=variant,
             skip_vacant=skip_vacant,
         )  # fmt: skip
@@ -475,7 +475,7 @@ def gpu_tiles(bench: Bench, data: Drawn, work: Work) -> None:
         measure("bals chip", own, partial(tiles_step, prepared, own, "chip"))
         grid = list(itertools.product(work.heights, work.widths))
         sizes = ({"tile_rows": height, "tile_cols": width} for height, width in grid)
-        local = [assemblies.BalsLocalConfig.default(f, 4, bench.device.spec, **size) for size in sizes]
+        local = [bals.BalsLocalConfig.default(f, 4, bench.device.spec, **size) for size in sizes]
         paper.compile_bals(bench.device, local)
         for tile in grid:
             if bench.recorder.has_time(f"tiles, {data.name}, {order}, {tile}"):

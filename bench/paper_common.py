@@ -298,18 +298,19 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
     """
     import gpu
 
-    from hybridmf.gpu import assemblies
     from hybridmf.gpu.launch import get_kernel
+    from hybridmf.gpu.mo_als import MoAlsConfig
+    from hybridmf.gpu.sparse_syrk import SyrkConfig
 
     entries = {"REAL": np.dtype(np.float32), "IMPLICIT": implicit, "HAS_OFFSETS": False}
     ranks, spec = sorted(ranks, reverse=True), device.spec  # the largest take longest
     configs: list[tuple[str, Any, Line]] = []
     for rank in ranks:
         if "sparse_syrk" in methods:
-            configs.append(("sparse_syrk", assemblies.SyrkConfig.default(rank, 4, spec), {}))
+            configs.append(("sparse_syrk", SyrkConfig.default(rank, 4, spec), {}))
         if "mo_als" in methods:
             switches = {"READ_ONLY": True, "REGISTERS": True}
-            configs.append(("mo_als", assemblies.MoAlsConfig.default(rank, 4, spec), switches))
+            configs.append(("mo_als", MoAlsConfig.default(rank, 4, spec), switches))
         if "bals" in methods:
             width = plan_assemblies.bals_tile_sizes(rank, 4, spec)[1]
             configs.append(("bals", plan_assemblies.BalsConfig.default(rank, 4, spec, tile_cols=width), {}))

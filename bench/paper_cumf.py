@@ -15,6 +15,7 @@ found from two fits that differ in the number of ratings.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,7 @@ from paper_race import (
 
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Side, other_side
-from hybridmf.gpu import assemblies
+from hybridmf.gpu import half
 
 NAME = "paper_cumf"
 LAMBDA = 0.05
@@ -156,18 +157,18 @@ class Assembly:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Fits call this one meanwhile."""
-        original: Callable[..., None] = assemblies.mo_als
+        originals = dict(half.SEGMENT_SUMS)
 
-        def mo_als(*arguments: Any, **switches: Any) -> None:
+        def timed(sum_segments: Callable[..., None], *arguments: Any) -> None:
             start = mark(self.device)
-            original(*arguments, **switches)
+            sum_segments(*arguments)
             self.marks.append((start, mark(self.device)))
 
-        assemblies.mo_als = mo_als  # type: ignore[assignment]
+        half.SEGMENT_SUMS.update({name: functools.partial(timed, each) for name, each in originals.items()})
         try:
             yield
         finally:
-            assemblies.mo_als = original
+            half.SEGMENT_SUMS.update(originals)
 
     def milliseconds(self) -> float:
         """What all assemblies since the last call took."""

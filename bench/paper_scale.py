@@ -23,7 +23,10 @@ from common import record
 from paper_common import Line
 
 from hybridmf.core.objective import SIDES
-from hybridmf.plan.ranks import HalfPlan, Problem, ScalePlan, as_record, judged, plan_scale
+from hybridmf.plan.half_sweep import HalfPlan, Problem, priced
+from hybridmf.plan.machine import H200
+from hybridmf.plan.partitions import plan_scale
+from hybridmf.plan.ranks import ScalePlan
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,15 @@ def planned() -> list[Line]:
     found = []
     for name, large in PROBLEMS.items():
         for gpus in GPUS:
-            plans = {host: plan_scale(large.problem, gpus, host_bytes=size) for host, size in HOSTS.items()}
+            on_h200s = partial(plan_scale, large.problem, gpus, machine=H200)
+            plans = {host: on_h200s(host_bytes=size) for host, size in HOSTS.items()}
             if len({(plan.ratings, plan.seconds) for plan in plans.values()}) == 1:
                 plans = {"2 TB": plans["2 TB"]}
             for host, plan in plans.items():
                 line = {"bench": "planner", "problem": name, "host_memory": host, "places": places(plan)}
-                found.append(line | as_record(plan) | {"cumf": large.cumf, "cumf_seconds": large.cumf_seconds})
+                line |= {"shape": list(large.problem.shape), "nnz": large.problem.nnz, "factors": large.problem.factors}
+                line |= {"gpus": gpus, "seconds": plan.seconds, "bytes_per_gpu": plan.bytes_per_gpu}
+                found.append(line | {"cumf": large.cumf, "cumf_seconds": large.cumf_seconds})
     return found
 
 
@@ -233,7 +239,7 @@ def prediction_part(folder: Path, hardware: str, lines: Sequence[Line]) -> str:
 def prediction(line: Line) -> Line:
     """What the planner of today says of the case of a line."""
     problem = Problem((line["users"], line["items"]), line["nnz"], line["factors"])
-    halves = {side: judged(problem, HalfPlan(side, *line["grids"][side], line["gpus"])).total for side in SIDES}
+    halves = {side: priced(problem, HalfPlan(side, *line["grids"][side], line["gpus"])).total for side in SIDES}
     return {"task": "prediction", "predicted_halves": halves, "predicted": sum(halves.values())}
 
 

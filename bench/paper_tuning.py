@@ -35,8 +35,9 @@ from hybridmf._version import __version__
 from hybridmf.datasets import SHAPES
 from hybridmf.device.cuda import Device
 from hybridmf.formats import BalsMatrix, reorder
-from hybridmf.gpu import assemblies
-from hybridmf.gpu.assemblies import BalsLocalConfig, SyrkConfig
+from hybridmf.gpu import bals
+from hybridmf.gpu.bals import BalsLocalConfig
+from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
 from hybridmf.gpu.tuning import plots as tune_plots
 from hybridmf.gpu.tuning.trials import Part, Sample, Sums
 from hybridmf.gpu.tuning.tune import event_times, stamp, tune
@@ -122,7 +123,7 @@ def gates_gflops(device: Device, sums: Sums) -> float:
     """Rate of sparse-syrk by the rule, checked."""
     config = SyrkConfig.rule(FACTORS, 4, device.spec)
     arrays = (*sums.outputs, sums.factors, sums.entries, sums.segments, FACTORS, config)
-    run = functools.partial(assemblies.sparse_syrk, device, *arrays)
+    run = functools.partial(sparse_syrk, device, *arrays)
     return checked_gflops(device, sums, run, by_row=False)
 
 
@@ -145,13 +146,13 @@ def measure_tiles(recorder: Recorder, device: Device, sums: Sums, profile: str) 
         if not recorder.has_time(f"tiles, {rows} x {columns}"):
             continue
         started = time.perf_counter()
-        bals = BalsMatrix.from_csr(sums.matrix, rows, columns)
-        more = {"build_s": time.perf_counter() - started, "reuse": bals.nnz / max(1, len(bals.tile_colidx))}
-        tiles = assemblies.upload_tiles(device, bals)
+        matrix = BalsMatrix.from_csr(sums.matrix, rows, columns)
+        more = {"build_s": time.perf_counter() - started, "reuse": matrix.nnz / max(1, len(matrix.tile_colidx))}
+        tiles = bals.upload_tiles(device, matrix)
         for variant, config in configurations(device, rows, columns):
             blocks = -(-len(sums.degrees) // rows)
             arrays = (*sums.row_outputs, sums.factors, sums.entries, tiles, 0, blocks, FACTORS, rows, columns)
-            run = functools.partial(assemblies.bals, device, *arrays, config, variant)
+            run = functools.partial(bals.bals, device, *arrays, config, variant)
             with recorder.case(f"tiles, {variant}, {rows} x {columns}"):
                 rate = checked_gflops(device, sums, run, by_row=True)
                 yield {

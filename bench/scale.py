@@ -34,8 +34,8 @@ from hybridmf.device.cuda import CudaDevice, device_count, open_device
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
 from hybridmf.plan.grid import Grid
+from hybridmf.plan.half_sweep import HalfPlan, Problem, priced
 from hybridmf.plan.make import make_plan
-from hybridmf.plan.ranks import HalfPlan, Problem, judged
 from hybridmf.plan.types import Plan
 from hybridmf.ranks.multi_als import MultiALS
 
@@ -161,7 +161,7 @@ class Case:
         problem = Problem(self.matrix.shape, int(self.matrix.nnz), self.factors)
         grids = {side: Grid(1, 1) for side in SIDES} if gpus == 1 else dict(solver.layout.grids)
         halves = {
-            side: judged(problem, HalfPlan(side, grid.splits, grid.groups, gpus)).total for side, grid in grids.items()
+            side: priced(problem, HalfPlan(side, grid.splits, grid.groups, gpus)).total for side, grid in grids.items()
         }
         return {
             "grids": {side: [grid.splits, grid.groups] for side, grid in grids.items()},

@@ -44,7 +44,7 @@ class _ALS(FactorModel):
     ) -> State:
         if not plan.offloaded or plan.devices:
             return super()._initial_state(matrix, item_users, plan, objective, scale)
-        from .gpu.turns import first_state
+        from .gpu.factors import first_state
 
         degrees: dict[Side, np.ndarray] = {"user": np.diff(matrix.indptr), "item": np.diff(item_users.indptr)}
         mean, rng = total_of(matrix) / matrix.nnz, check_rng(self.random_state)
@@ -63,15 +63,6 @@ class _ALS(FactorModel):
         if plan.gpu is None:
             return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
         from .device.cuda import open_device
-
-        if plan.offloaded:
-            from .gpu.turns import HostGpuALS
-
-            return HostGpuALS(open_device(plan.device), *arguments)
-        if plan.streamed:
-            from .gpu.stream import StreamedGpuALS
-
-            return StreamedGpuALS(open_device(plan.device), *arguments)
         from .gpu.als import GpuALS
 
         return GpuALS(open_device(plan.device), *arguments)

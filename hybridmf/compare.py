@@ -29,6 +29,7 @@ from .metrics import evaluate
 from .model.base import FactorModel
 from .model.stopwatch import BEFORE
 from .plan import dispatch, types
+from .plan.sgd import SgdMethod
 from .plan.types import Plan
 from .ratings import Ratings, split
 from .sgd import SGD
@@ -712,7 +713,8 @@ def _differences(results: list[_Result], tolerance: float) -> tuple[dict[tuple[s
             float(np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny)) for a, b in sides
         )
         # the order of SGD's updates depends on a race, or on the number of ranks
-        by_order = getattr(run.plan.method, "schedule", "") in RACING or (run.plan.method and run.plan.devices)
+        method = run.plan.method
+        by_order = isinstance(method, SgdMethod) and (method.schedule in RACING or run.plan.devices)
         allowed = max(tolerance, RACING_TOLERANCE) if by_order else tolerance
         ours, theirs = run.objective[-1], reference.run.objective[-1]
         if not abs(ours - theirs) <= allowed * abs(theirs):

@@ -28,7 +28,8 @@ from .errors import CommunicatorError, RatingsError
 from .model.loop import Callback, Observers
 from .model.stopwatch import Stopwatch
 from .ranks.shares import RankRatings, SharedEntries, StoredRatings
-from .ranks.transport.messages import TIMEOUT, MessageCommunicator, check_timeout
+from .ranks.transport.communicator import TIMEOUT
+from .ranks.transport.messages import MessageCommunicator, Transport, check_timeout
 from .tools.spmd import check_model, fit_rank
 
 try:
@@ -108,7 +109,7 @@ def _close_inbox(job: str) -> None:
     _inboxes.pop(job, None)
 
 
-class WorkerTransport:
+class WorkerTransport(Transport):
     """Messages between the workers of a fit, as `hybridmf.ranks.transport.messages.Transport`.
 
     Parameters
@@ -431,7 +432,7 @@ def fit(
         chunks = _chunks(client, addresses, ratings, user, item, value)
         labels = _labels(client, addresses, chunks)
     options = {"checkpoint": checkpoint, "resume_from": resume_from, "unknown": unknown}
-    held_out = None if validation is None else client.scatter(validation, workers=[addresses[0]])
+    held_out = None if validation is None else client.scatter(validation, workers=[addresses[0]], hash=False)
     observers = {"validation": held_out, "callback": callback, "track_objective": track_objective}
     job = uuid.uuid4().hex
     with distributed.MultiLock([f"hybridmf {address}" for address in addresses], client=client):

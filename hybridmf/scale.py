@@ -1,7 +1,9 @@
 """Fits by several processes: `fit`, the communicators that connect ranks, and the planner."""
 
 from .model.checkpoint import has_checkpoints
-from .plan.ranks import Problem, ScalePlan, plan_scale
+from .plan.half_sweep import Problem
+from .plan.partitions import plan_scale
+from .plan.ranks import ScalePlan
 from .ranks.transport.communicator import Communicator
 from .ranks.transport.nccl import NcclCommunicator
 from .ranks.transport.sockets import SocketCommunicator, local_rank

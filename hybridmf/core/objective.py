@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -186,12 +186,25 @@ class Factors:
             blank &= self.bias[where] == 0
         return suspects[blank]
 
+    @property
+    def arrays(self) -> list[Any]:
+        """Arrays that the factors are made of, where they are; first axis: rows."""
+        return [self.matrix] if self.bias is None else [self.matrix, self.bias]
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Factors:
+        """Factors of the same kind made of other arrays."""
+        return Factors(arrays[0], arrays[1] if len(arrays) > 1 else None)
+
     def take(self, rows: np.ndarray) -> Factors:
         """Factors of the given rows, in that order."""
         return Factors(
             np.ascontiguousarray(self.matrix[rows]),
             None if self.bias is None else np.ascontiguousarray(self.bias[rows]),
         )
+
+    def reordered(self, rows: np.ndarray) -> Factors:
+        """All rows in the given order, where the factors are."""
+        return self.take(rows)
 
     def put(self, rows: np.ndarray, new: Factors, size: int) -> Factors:
         """A copy of `size` rows in which `rows` are replaced by `new`; added rows are zero."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,11 @@ from threadpoolctl import ThreadpoolController
 from .. import _formats
 from ..core.balance import balancing
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
-from ..core.sparse import transposed
 from ..core.validate import MAX_AXIS, csr_arrays
-from ..formats import BalsMatrix, Reordered, reorder, tiled
+from ..formats import BalsMatrix, tiled
 from ..native import _als
 from ..native.status import SINGULAR_PIVOT, check_status
+from ..plan.ordering import reordered
 from ..plan.solver import Alternating
 from ..plan.types import Plan
 
@@ -118,6 +119,9 @@ class HalfSweep:
         What errors call each row, if not by its position in `matrix`.
     """
 
+    one_thread = False
+    """As of `hybridmf.gpu.half.GpuHalf`: ranks on the CPU solve each on a thread of its own."""
+
     def __init__(
         self,
         side: Side,
@@ -142,6 +146,11 @@ class HalfSweep:
 
     def __len__(self) -> int:
         return len(self.degrees)
+
+    def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
+        """Losses of the entries of each row, where rows are users; float64, shape (n_rows,)."""
+        csr = (self.indptr, self.indices, self.ratings)
+        return losses_of_rows(self.objective, csr, State(users, items, mean), self.plan.num_threads)
 
     def solve(
         self, fixed: Factors, mean: float, start: Factors | None = None, gram: np.ndarray | None = None
@@ -168,34 +177,46 @@ class HalfSweep:
         # touch them, and finding the loaded BLAS libraries takes milliseconds.
         blas = plan.solver == "cholesky" and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
         with single_threaded_blas() if blas else nullcontext():
-            return self._solve(fixed, mean, start, gram)
-
-    def _solve(self, fixed: Factors, mean: float, start: Factors | None, gram: np.ndarray | None) -> Factors:
-        plan, objective = self.plan, self.objective
-        design = _design(fixed, objective)
-        if gram is None:
-            gram = weighted_gram(design, objective, plan.num_threads, blas=plan.uses_blas)
-        if plan.assembly in ("simd", "bals") and plan.solver != "subspace" and gram.size:
-            margin = _als.padded_rank(plan.rank) - plan.rank
-            gram = np.pad(gram, (0, margin))
-        out = aligned_zeros((len(self), plan.rank), design.dtype)
-        if plan.solver != "cholesky" and start is not None:
-            out[:, : plan.factors] = start.matrix
-            if start.bias is not None:
-                out[:, plan.factors] = start.bias
-        status = np.zeros(len(self), dtype=np.int32)
-        if len(self.indices):
-            arguments = (_offsets(fixed, mean, objective), gram, self.ridge, self.scale)
-            if self.bals is not None:
-                self._solve_bals(out, design, arguments, status)
-            else:
-                self._solve_rows(out, design, arguments, status)
-            check_status(status, self.side, objective, self.names)
-        if not objective.biases:
+            design, gram = self._design_and_gram(fixed, gram)
+            out, status = self._first_rows(start, design.dtype), np.zeros(len(self), dtype=np.int32)
+            systems = (_offsets(fixed, mean, self.objective), gram, self.ridge, self.scale)
+            for solve_batch in self._kernel_calls(out, design, systems, status):
+                solve_batch()
+        check_status(status, self.side, self.objective, self.names)
+        if not self.objective.biases:
             return Factors(out)
         return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
 
-    def _solve_rows(self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray) -> None:
+    def _design_and_gram(self, fixed: Factors, gram: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that systems are built from, and the weighted Gram matrix as the kernels read it."""
+        plan, design = self.plan, _design(fixed, self.objective)
+        if gram is None:
+            gram = weighted_gram(design, self.objective, plan.num_threads, blas=plan.uses_blas)
+        if plan.assembly in ("simd", "bals") and plan.solver != "subspace" and gram.size:
+            gram = np.pad(gram, (0, _als.padded_rank(plan.rank) - plan.rank))
+        return design, gram
+
+    def _first_rows(self, start: Factors | None, dtype: np.dtype) -> np.ndarray:
+        """Where solutions go, filled with what approximate solvers start from."""
+        out = aligned_zeros((len(self), self.plan.rank), dtype)
+        if self.plan.solver != "cholesky" and start is not None:
+            out[:, : self.plan.factors] = start.matrix
+            if start.bias is not None:
+                out[:, self.plan.factors] = start.bias
+        return out
+
+    def _kernel_calls(
+        self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray
+    ) -> Iterator[Callable[[], None]]:
+        """Calls of the kernel of the plan's solver and assembly, one for each batch of rows."""
+        if not len(self.indices):
+            return
+        calls = self._row_calls if self.bals is None else self._bals_calls
+        yield from calls(out, design, arguments, status)
+
+    def _row_calls(
+        self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray
+    ) -> Iterator[Callable[[], None]]:
         plan, objective, threads = self.plan, self.objective, self.plan.num_threads
         csr = (self.indptr, self.indices, self.ratings)
         weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
@@ -208,18 +229,18 @@ class HalfSweep:
         order = self.order
         if plan.solver == "cholesky" and plan.assembly == "simd":
             n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # the first of the order
-            self._solve_long_rows(order[:n_long], out, design, arguments, status, workspace)
+            yield from self._long_row_calls(order[:n_long], out, design, arguments, status, workspace)
             order = order[n_long:]
         for rows in self._batches(order, self.degrees):
             common = (out, design, *csr, *arguments, rows, status, workspace, *weights)
             if plan.solver == "cg":
-                _als.cg_rows(*common, plan.cg_steps, _cg_forms_from(plan), threads)
+                yield partial(_als.cg_rows, *common, plan.cg_steps, _cg_forms_from(plan), threads)
             elif plan.solver == "subspace":
-                _als.subspace_rows(*common, plan.block_size, epsilon, threads)
+                yield partial(_als.subspace_rows, *common, plan.block_size, epsilon, threads)
             else:
-                _als.cholesky_rows(*common, ASSEMBLY_CODES[plan.assembly], epsilon, threads)
+                yield partial(_als.cholesky_rows, *common, ASSEMBLY_CODES[plan.assembly], epsilon, threads)
 
-    def _solve_long_rows(
+    def _long_row_calls(
         self,
         rows: np.ndarray,
         out: np.ndarray,
@@ -227,14 +248,15 @@ class HalfSweep:
         arguments: KernelArguments,
         status: np.ndarray,
         workspace: np.ndarray,
-    ) -> None:
+    ) -> Iterator[Callable[[], None]]:
         if not len(rows):
             return
         plan, objective = self.plan, self.objective
         ld = _als.padded_rank(plan.rank)
-        partial = aligned_zeros((_als.SEGMENTS, (ld + 1) * ld), out.dtype)
+        sums = aligned_zeros((_als.SEGMENTS, (ld + 1) * ld), out.dtype)
         for segments in _als.long_row_waves(self.indptr, rows):
-            _als.cholesky_long_rows(
+            yield partial(
+                _als.cholesky_long_rows,
                 out,
                 design,
                 self.indices,
@@ -243,7 +265,7 @@ class HalfSweep:
                 rows,
                 segments,
                 status,
-                partial,
+                sums,
                 workspace,
                 objective.is_implicit,
                 objective.alpha,
@@ -252,7 +274,9 @@ class HalfSweep:
                 plan.num_threads,
             )
 
-    def _solve_bals(self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray) -> None:
+    def _bals_calls(
+        self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray
+    ) -> Iterator[Callable[[], None]]:
         plan, objective, bals = self.plan, self.objective, self.bals
         assert bals is not None
         starts = np.arange(0, len(self), plan.tile_rows)
@@ -261,7 +285,8 @@ class HalfSweep:
         size = _als.bals_workspace_size(plan.rank, out.itemsize, plan.tile_rows, plan.tile_cols)
         workspace = workspaces(plan.num_threads, size, out.dtype)
         for batch in self._batches(blocks, entries):
-            _als.cholesky_bals(
+            yield partial(
+                _als.cholesky_bals,
                 out,
                 design,
                 bals.values,
@@ -317,39 +342,23 @@ class CpuALS(Alternating):
         Where to start.
     """
 
+    halves: dict[Side, Any]
+
     def __init__(
         self, user_items: sp.csr_array, item_users: sp.csr_array, objective: Objective, plan: Plan, state: State
     ) -> None:
-        self.objective, self.plan = objective, plan
-        self._reordered: Reordered | None = None
-        self.state = state
-        if plan.reorder != "none":
-            axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
-            self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
-            user_items = self._reordered.matrix
-            item_users = transposed(user_items, plan.num_threads)
-        matrices = {"user": user_items, "item": item_users}
-        self.halves = {side: HalfSweep(side, matrices[side], objective, plan, self._order(side)) for side in SIDES}
-
-    def _order(self, side: Side) -> np.ndarray | None:
-        if self._reordered is None:
-            return None
-        return self._reordered.row_order if side == "user" else self._reordered.col_order
+        self.objective, self.plan, self.state = objective, plan, state
+        self.order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
+        self.halves = {side: HalfSweep(side, matrices[side], objective, plan, self.order.names(side)) for side in SIDES}
 
     def _inward(self, side: Side) -> Factors:
         """Current factors of a side in the order the layouts use."""
-        order, factors = self._order(side), self.state.side(side)
-        return factors if order is None else factors.take(order)
+        return self.order.inward(side, self.state.side(side))
 
     def update(self, side: Side) -> None:
         """One half sweep: solve `side` for the factors of the other; the state changes only once it is complete."""
-        half, order = self.halves[side], self._order(side)
-        solved = half.solve(self._inward(other_side(side)), self.state.mean, self._inward(side))
-        if order is not None:
-            inverse = np.empty_like(order)
-            inverse[order] = np.arange(len(order))
-            solved = solved.take(inverse)
-        self.state = self.state.with_side(side, solved)
+        solved = self.halves[side].solve(self._inward(other_side(side)), self.state.mean, self._inward(side))
+        self.state = self.state.with_side(side, self.order.outward(side, solved))
 
     def balance(self) -> None:
         """Change both sides to the basis of least penalty; the same predictions, the same bits for any threads."""
@@ -370,15 +379,10 @@ class CpuALS(Alternating):
 
     def objective_value(self) -> float:
         """The objective at the current factors, in float64."""
-        half = self.halves["user"]
-        return objective_value(
-            self.objective,
-            (half.indptr, half.indices, half.ratings),
-            State(self._inward("user"), self._inward("item"), self.state.mean),
-            half.degrees,
-            self.halves["item"].degrees,
-            self.plan.num_threads,
-        )
+        half, state = self.halves["user"], State(self._inward("user"), self._inward("item"), self.state.mean)
+        losses = half.losses(state.user, state.item, state.mean)
+        item_degrees = self.halves["item"].degrees
+        return total_objective(self.objective, losses, state, half.degrees, item_degrees, self.plan.num_threads)
 
 
 def objective_value(
@@ -397,7 +401,7 @@ def objective_value(
 def losses_of_rows(
     objective: Objective, csr: tuple[np.ndarray, np.ndarray, np.ndarray], state: State, num_threads: int
 ) -> np.ndarray:
-    """What the entries of each user lose, float64, shape (n_users,)."""
+    """Losses of the entries of each user, float64, shape (n_users,)."""
     users, items = state.user.matrix, state.item.matrix
     offsets = (np.empty(0), np.empty(0))
     if state.user.bias is not None and state.item.bias is not None:

@@ -7,6 +7,7 @@ import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State
 from ..core.validate import csr_arrays
+from ..plan.als import for_fold_in
 from ..plan.types import Plan
 from . import als, topk
 
@@ -38,7 +39,7 @@ class CpuEngine:
         """Weighted Gram matrix; as in the fit, so that training rows get their training factors."""
         if not objective.is_implicit:
             return None
-        plan = self.plan.for_fold_in()
+        plan = for_fold_in(self.plan)
         return als.weighted_gram(fixed.matrix, objective, plan.num_threads, blas=plan.uses_blas)
 
     def fold_in(
@@ -51,7 +52,7 @@ class CpuEngine:
         gram: np.ndarray | None,
     ) -> Factors:
         """Exact factors of new rows."""
-        return als.HalfSweep(side, matrix, objective, self.plan.for_fold_in()).solve(fixed, mean, gram=gram)
+        return als.HalfSweep(side, matrix, objective, for_fold_in(self.plan)).solve(fixed, mean, gram=gram)
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         """The objective in float64."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from ..core.objective import SIDES, Factors, Objective, Side, State, part_of
 from ..core.validate import csr_arrays
 from ..data.slabs import Slabs
+from ..plan.ordering import Ordering
 from ..plan.types import Plan
-from .als import CpuALS, HalfSweep, aligned_zeros, losses_of_rows, total_objective, weighted_gram
+from .als import CpuALS, HalfSweep, aligned_zeros, losses_of_rows, weighted_gram
 
 
 class StreamedHalf:
@@ -34,6 +34,8 @@ class StreamedHalf:
     check : callable, optional
         See `hybridmf.cpu.als.HalfSweep`.
     """
+
+    one_thread = False
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class StreamedHalf:
         return Factors(out, bias)
 
     def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
-        """What the entries of each row lose, where rows are users; float64, shape (n_rows,)."""
+        """As of `HalfSweep`."""
         losses = np.zeros(len(self.degrees))
         for k, (first, last) in enumerate(pairwise(self.slabs.bounds.tolist())):
             self.slabs.prefetch(k + 1)
@@ -90,18 +92,8 @@ class StreamedCpuALS(CpuALS):
     state : State
     """
 
-    halves: dict[Side, Any]
-
     def __init__(self, user_slabs: Slabs, item_slabs: Slabs, objective: Objective, plan: Plan, state: State) -> None:
         self.objective, self.plan, self.state = objective, plan, state
-        self._reordered = None
+        self.order = Ordering()
         slabs = {"user": user_slabs, "item": item_slabs}
         self.halves = {side: StreamedHalf(side, slabs[side], objective, plan) for side in SIDES}
-
-    def objective_value(self) -> float:
-        """The objective at the current factors, in float64."""
-        half, state = self.halves["user"], self.state
-        losses = half.losses(state.user, state.item, state.mean)
-        return total_objective(
-            self.objective, losses, state, half.degrees, self.halves["item"].degrees, self.plan.num_threads
-        )

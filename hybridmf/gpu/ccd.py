@@ -22,7 +22,7 @@ from ..plan.fused import table_width
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
 from . import losses
-from .als import DeviceFactors, to_device
+from .factors import DeviceFactors, to_device
 from .launch import check, check_not_host, get_kernel
 
 SHORT_QUADS = 16

@@ -16,34 +16,23 @@ import numpy as np
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan import tables
+from ..plan.assemblies import REGISTERS, RESERVED, WARP, require
 from .launch import check, check_not_host, get_kernel
 
 MAX_RANK = 2048
 """Largest rank that the solvers are meant for."""
 
-WARP = 32
 STEP = 8
 """Columns that cholesky_any.cu eliminates at a time, and threads along a row of accumulators."""
 
 STAGE_BYTES = 64
 """Of each row of L in a stage."""
 
-REGISTERS = 65536
-"""Of a multiprocessor."""
-
-RESERVED = 1024
-"""Bytes of shared memory that CUDA takes from each block."""
-
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
 def _require_fit(config: CholeskyConfig | CgConfig, spec: DeviceSpec) -> None:
-    _require(
+    require(
         config.shared_bytes <= spec.shared_bytes,
         f"systems of rank {config.rank} need {config.shared_bytes} bytes of shared memory, {spec.name} has "
         f"{spec.shared_bytes} for a block; use fewer factors or device='cpu'",
@@ -87,25 +76,25 @@ class CholeskyConfig:
     blocks_per_sm: int = 1
 
     def __post_init__(self) -> None:
-        _require(1 <= self.rank <= MAX_RANK, f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
-        _require(self.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {self.itemsize}")
+        require(1 <= self.rank <= MAX_RANK, f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
+        require(self.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {self.itemsize}")
         if self.systems:
-            _require(self.rank <= WARP, f"systems={self.systems} a block need rank <= {WARP}, got {self.rank}")
-            _require(self.systems * WARP <= 1024, f"systems={self.systems} warps are more than the 32 of a block")
+            require(self.rank <= WARP, f"systems={self.systems} a block need rank <= {WARP}, got {self.rank}")
+            require(self.systems * WARP <= 1024, f"systems={self.systems} warps are more than the 32 of a block")
             return
-        _require(self.row_threads in (8, 16, 32), f"row_threads must be 8, 16 or 32, got {self.row_threads}")
-        _require(
+        require(self.row_threads in (8, 16, 32), f"row_threads must be 8, 16 or 32, got {self.row_threads}")
+        require(
             self.tile_columns >= 4 and self.panel % WARP == 0,
             f"tile_columns must be a multiple of 4, got {self.tile_columns}",
         )
         if self.resident:
-            _require(
+            require(
                 self.tile_rows == ceil_div(self.rank, self.row_threads),
                 f"tile_rows={self.tile_rows} must be {ceil_div(self.rank, self.row_threads)}: a resident factor needs "
                 f"accumulators for all {self.rank} rows on {self.row_threads} row_threads; or use resident=False",
             )
         else:
-            _require(
+            require(
                 self.height >= self.panel and self.height % self.panel == 0,
                 f"row_threads x tile_rows = {self.height} must be a multiple of the {self.panel} columns of a panel",
             )
@@ -244,8 +233,8 @@ class CgConfig:
     blocks_per_sm: int
 
     def __post_init__(self) -> None:
-        _require(self.warps in (1, 2, 4, 8, 16, 32), f"warps must be a power of two of at most 32, got {self.warps}")
-        _require(self.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {self.itemsize}")
+        require(self.warps in (1, 2, 4, 8, 16, 32), f"warps must be a power of two of at most 32, got {self.warps}")
+        require(self.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {self.itemsize}")
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:
@@ -400,8 +389,8 @@ class TilesConfig:
     blocks_per_sm: int
 
     def __post_init__(self) -> None:
-        _require(1 <= self.rank <= 64, f"rank must be in 1 ... 64, got {self.rank}")
-        _require(1 <= self.teams <= WARP, f"teams must be in 1 ... {WARP}, got {self.teams}")
+        require(1 <= self.rank <= 64, f"rank must be in 1 ... 64, got {self.rank}")
+        require(1 <= self.teams <= WARP, f"teams must be in 1 ... {WARP}, got {self.teams}")
 
     @staticmethod
     def serves(rank: int, dtype: Any, spec: DeviceSpec) -> bool:

@@ -8,8 +8,11 @@ import scipy.sparse as sp
 from ..core.objective import Factors, Objective, Side, State
 from ..device.cuda import Array, Device
 from ..plan import fused
+from ..plan.als import for_fold_in
 from ..plan.types import Plan
-from . import als, topk
+from . import factors as tables
+from . import topk
+from .half import HalfSweep, objective_value
 
 
 class GpuEngine:
@@ -34,15 +37,15 @@ class GpuEngine:
         """See `hybridmf.gpu.topk.top_k`."""
         return topk.top_k(self.device, users, packed, n, seen=seen, candidates=candidates)
 
-    def _table(self, factors: Factors) -> als.DeviceFactors:
+    def _table(self, factors: Factors) -> tables.DeviceFactors:
         width = fused.table_width(self.plan.rank, factors.matrix.dtype)
-        return als.to_device(self.device, factors, width)
+        return tables.to_device(self.device, factors, width)
 
-    def gram(self, fixed: Factors, objective: Objective) -> tuple[als.DeviceFactors, Array | None]:
+    def gram(self, fixed: Factors, objective: Objective) -> tuple[tables.DeviceFactors, Array | None]:
         """The fixed side on the device and its weighted Gram matrix."""
         table = self._table(fixed)
         with self.device.active():
-            return table, als.weighted_gram(self.device, table.table, self.plan.rank, objective)
+            return table, tables.weighted_gram(self.device, table.table, self.plan.rank, objective)
 
     def fold_in(
         self,
@@ -51,14 +54,14 @@ class GpuEngine:
         objective: Objective,
         fixed: Factors,
         mean: float,
-        gram: tuple[als.DeviceFactors, Array | None],
+        gram: tuple[tables.DeviceFactors, Array | None],
     ) -> Factors:
         """Exact factors of new rows."""
-        half = als.HalfSweep(self.device, side, matrix, objective, self.plan.for_fold_in())
+        half = HalfSweep(self.device, side, matrix, objective, for_fold_in(self.plan))
         return half.solve(gram[0], mean, gram=gram[1]).on_host()
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         """The objective, losses and sums in float64."""
-        half = als.HalfSweep(self.device, "user", matrix, objective, self.plan.for_fold_in())
+        half = HalfSweep(self.device, "user", matrix, objective, for_fold_in(self.plan))
         item_degrees = np.bincount(matrix.indices, minlength=matrix.shape[1])
-        return als.objective_value(half, self._table(state.user), self._table(state.item), state.mean, item_degrees)
+        return objective_value(half, self._table(state.user), self._table(state.item), state.mean, item_degrees)

@@ -12,6 +12,7 @@ import numpy as np
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import FusedConfig
+from .assembly import RowKernels, Sums, Systems
 from .launch import Entries, check, check_not_host, constant_texts, source_text
 
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
@@ -32,51 +33,6 @@ def entry_scale(largest_factor: float, largest_root: float) -> float:
     return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / largest)), -60, 60))
 
 
-@dataclass(frozen=True)
-class Method:
-    """How systems are computed and solved.
-
-    Attributes
-    ----------
-    precision : str
-        A key of `PRECISION_CODES`.
-    solver : {"cholesky", "cg"}
-    epsilon : float
-        Pivots at or below this part of their diagonal element are all rounding.
-    cg_steps : int
-    entry_scale : float
-        Power of two that weighted factors are multiplied with (`entry_scale`); 1 but for precision float32.
-    """
-
-    precision: str = "float32"
-    solver: str = "cholesky"
-    epsilon: float = 0.0
-    cg_steps: int = 1
-    entry_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Systems:
-    """What completes the systems of one side and where solutions go.
-
-    Attributes
-    ----------
-    solutions : float32 array, shape (n_rows, width)
-        Written; read as warm start by conjugate gradients.
-    status : int32 array, shape (n_rows,)
-        Written for the rows that are solved.
-    gram : float32 array, shape (rank16, rank16), or None
-    ridge : float32 array, shape (rank,)
-    scale : float32 array, shape (n_rows,)
-    """
-
-    solutions: Array
-    status: Array
-    gram: Array | None
-    ridge: Array
-    scale: Array
-
-
 def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
     return (max(1, min(ceil_div(work, config.teams), device.spec.multiprocessors * config.blocks_per_sm)),)
 
@@ -94,11 +50,6 @@ def _constant_texts(
     config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
 ) -> tuple[str, ...]:  # kept: ranks of several GPUs that are threads wait for each other while one writes them
     return constant_texts(build_constants(config, precision, solver, implicit, offsets))
-
-
-def _kernel(device: Device, name: str, config: FusedConfig, entries: Entries, method: Method) -> Any:
-    texts = _constant_texts(config, method.precision, method.solver, entries.implicit, entries.offsets is not None)
-    return device.kernel(source_text("fused_als.cu"), name, texts)
 
 
 def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> None:
@@ -127,134 +78,147 @@ def _gram_pointer(systems: Systems) -> Any:
     return np.uint64(0) if systems.gram is None else systems.gram
 
 
-def solve_rows(
-    device: Device,
-    systems: Systems,
-    factors: Array,
-    entries: Entries,
-    indptr: Array,
-    rows: Array,
-    config: FusedConfig,
-    method: Method,
-) -> None:
-    """Solve the systems of `rows`, each assembled by one team.
+@dataclass(frozen=True)
+class FusedKernels(RowKernels):
+    """The fused kernels as `RowKernels`; sums of a segment are one vector.
 
-    Parameters
+    Attributes
     ----------
-    factors : float32 array, shape (n_fixed, width)
-        Zeros beyond the rank.
-    indptr : int64 array, shape (n_rows + 1,)
-    rows : int32 array
-        Longest first.
+    device : Device
+    config : FusedConfig
+    precision : str
+        A key of `PRECISION_CODES`.
+    solver : {"cholesky", "cg"}
+    epsilon : float
+        Pivots at or below this part of their diagonal element are all rounding.
+    cg_steps : int
+    entry_scale : float
+        Power of two that weighted factors are multiplied with (`entry_scale`); 1 but for precision float32.
     """
-    if not len(rows):
-        return
-    _check_systems(device, config, systems)
-    _check_entries(device, config, factors, entries)
-    check("indptr", indptr, np.int64, (len(systems.scale) + 1,))
-    check("rows", rows, np.int32, (None,))
-    check_not_host(device, indptr=indptr, rows=rows)
-    _kernel(device, "solve_rows", config, entries, method)(
-        _grid(device, config, len(rows)),
-        (config.threads,),
-        (
-            systems.solutions,
-            systems.status,
-            factors,
-            *entries.arrays,
-            indptr,
-            rows,
-            _gram_pointer(systems),
-            systems.ridge,
-            systems.scale,
-            device.zeros(1, np.int32),
-            np.int32(len(rows)),
-            *entries.scalars,
-            np.float32(method.entry_scale),
-            np.float32(method.epsilon),
-            np.int32(method.cg_steps),
-        ),
-        config.shared_bytes(method.solver),
-    )
 
+    device: Device
+    config: FusedConfig
+    precision: str = "float32"
+    solver: str = "cholesky"
+    epsilon: float = 0.0
+    cg_steps: int = 1
+    entry_scale: float = 1.0
 
-def assemble_segments(
-    device: Device,
-    partials: Array,
-    factors: Array,
-    entries: Entries,
-    segments: Array,
-    config: FusedConfig,
-    method: Method,
-) -> None:
-    """Sums of segments of long rows.
+    def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
+        """See `RowKernels`; all is written."""
+        return (self.device.empty((n_slots, self.config.partial_floats), np.float32),)
 
-    Parameters
-    ----------
-    partials : float32 array, shape (n_slots, partial_floats)
-    segments : int64 array, shape (n_segments, 3)
-        (slot, begin, end) of each.
-    """
-    if not len(segments):
-        return
-    _check_entries(device, config, factors, entries)
-    check("partials", partials, np.float32, (None, config.partial_floats))
-    check("segments", segments, np.int64, (None, 3))
-    check_not_host(device, partials=partials, segments=segments)
-    _kernel(device, "assemble_segments", config, entries, method)(
-        _grid(device, config, len(segments)),
-        (config.threads,),
-        (
-            partials,
-            factors,
-            *entries.arrays,
-            segments,
-            device.zeros(1, np.int32),
-            np.int32(len(segments)),
-            *entries.scalars,
-            np.float32(method.entry_scale),
-        ),
-        config.shared_bytes(method.solver),
-    )
+    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: Array) -> None:
+        """Launch assemble_segments: sums of segments of rows.
 
+        Parameters
+        ----------
+        sums : (float32 array, shape (n_slots, partial_floats),)
+        table : float32 array, shape (n_fixed, width)
+            Zeros beyond the rank.
+        entries : Entries
+        segments : int64 array, shape (n_segments, 3)
+            (slot, begin, end) of each.
+        """
+        if not len(segments):
+            return
+        device, config, (partials,) = self.device, self.config, sums
+        _check_entries(device, config, table, entries)
+        check("partials", partials, np.float32, (None, config.partial_floats))
+        check("segments", segments, np.int64, (None, 3))
+        check_not_host(device, partials=partials, segments=segments)
+        self._kernel("assemble_segments", entries)(
+            _grid(device, config, len(segments)),
+            (config.threads,),
+            (
+                partials,
+                table,
+                *entries.arrays,
+                segments,
+                device.zeros(1, np.int32),
+                np.int32(len(segments)),
+                *entries.scalars,
+                np.float32(self.entry_scale),
+            ),
+            config.shared_bytes(self.solver),
+        )
 
-def solve_partials(
-    device: Device,
-    systems: Systems,
-    partials: Array,
-    slots: Array,
-    rows: Array,
-    entries: Entries,
-    config: FusedConfig,
-    method: Method,
-) -> None:
-    """Solve the systems of long rows; row k is the sum of ``partials[slots[k] : slots[k + 1]]``."""
-    if not len(rows):
-        return
-    _check_systems(device, config, systems)
-    check("partials", partials, np.float32, (None, config.partial_floats))
-    check("slots", slots, np.int64, (len(rows) + 1,))
-    check("rows", rows, np.int32, (None,))
-    check_not_host(device, partials=partials, slots=slots, rows=rows)
-    _kernel(device, "solve_partials", config, entries, method)(
-        _grid(device, config, len(rows)),
-        (config.threads,),
-        (
-            systems.solutions,
-            systems.status,
-            partials,
-            slots,
-            rows,
-            _gram_pointer(systems),
-            systems.ridge,
-            systems.scale,
-            device.zeros(1, np.int32),
-            np.int32(len(rows)),
-            np.float32(method.epsilon),
-            np.int32(method.cg_steps),
-        ),
-        config.shared_bytes(method.solver),
-    )
+    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: Entries) -> None:
+        """Launch solve_partials: solve rows, row k from ``partials[slots[k] : slots[k + 1]]``."""
+        if not len(rows):
+            return
+        device, config, (partials,) = self.device, self.config, sums
+        _check_systems(device, config, systems)
+        check("partials", partials, np.float32, (None, config.partial_floats))
+        check("slots", slots, np.int64, (len(rows) + 1,))
+        check("rows", rows, np.int32, (None,))
+        check_not_host(device, partials=partials, slots=slots, rows=rows)
+        self._kernel("solve_partials", entries)(
+            _grid(device, config, len(rows)),
+            (config.threads,),
+            (
+                systems.solutions,
+                systems.status,
+                partials,
+                slots,
+                rows,
+                _gram_pointer(systems),
+                systems.ridge,
+                systems.scale,
+                device.zeros(1, np.int32),
+                np.int32(len(rows)),
+                np.float32(self.epsilon),
+                np.int32(self.cg_steps),
+            ),
+            config.shared_bytes(self.solver),
+        )
+
+    def solve_rows(self, systems: Systems, table: Array, entries: Entries, indptr: Array, rows: Array) -> None:
+        """Launch solve_rows: solve the systems of `rows`, each assembled by one team.
+
+        Parameters
+        ----------
+        systems : Systems
+        table, entries
+            As for `assemble`.
+        indptr : int64 array, shape (n_rows + 1,)
+        rows : int32 array
+            Longest first.
+        """
+        if not len(rows):
+            return
+        device, config = self.device, self.config
+        _check_systems(device, config, systems)
+        _check_entries(device, config, table, entries)
+        check("indptr", indptr, np.int64, (len(systems.scale) + 1,))
+        check("rows", rows, np.int32, (None,))
+        check_not_host(device, indptr=indptr, rows=rows)
+        self._kernel("solve_rows", entries)(
+            _grid(device, config, len(rows)),
+            (config.threads,),
+            (
+                systems.solutions,
+                systems.status,
+                table,
+                *entries.arrays,
+                indptr,
+                rows,
+                _gram_pointer(systems),
+                systems.ridge,
+                systems.scale,
+                device.zeros(1, np.int32),
+                np.int32(len(rows)),
+                *entries.scalars,
+                np.float32(self.entry_scale),
+                np.float32(self.epsilon),
+                np.int32(self.cg_steps),
+            ),
+            config.shared_bytes(self.solver),
+        )
+
+    def _kernel(self, name: str, entries: Entries) -> Any:
+        texts = _constant_texts(self.config, self.precision, self.solver, entries.implicit, entries.offsets is not None)
+        return self.device.kernel(source_text("fused_als.cu"), name, texts)
 
 
 # ---------------------------------------------------------------------------------------------------- builds

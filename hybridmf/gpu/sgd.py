@@ -18,11 +18,12 @@ from ..core.system import ceil_div
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..plan import tables
-from ..plan.sgd import MOST_RANGES, RISE, RUN, SgdMethod, diverged, range_count, stored_width, terms_at
+from ..plan.sgd import LONG_ROW, MOST_RANGES, RISE, RUN, SgdMethod, diverged, range_count, stored_width, terms_at
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
 from . import losses
-from .als import LOSS_ROWS, DeviceFactors, Pieces, to_device
+from .factors import DeviceFactors, to_device
+from .half import LOSS_ROWS, Pieces
 from .launch import Entries, check, check_not_host, get_kernel
 from .rows import read_range, widen_range
 
@@ -36,12 +37,6 @@ LAYOUTS: dict[str, dict[Side, Side]] = {
 centralized (Alg. 3) where the rows it moves are those of its layout, else decentralized (Alg. 2). "user" and "item" are
 one of each and keep one orientation of the ratings on the device; "mixed" is centralized twice, with long rows solved
 in chunks (ours); "crossed" is decentralized twice, as MSGD measures it, too."""
-
-LONG_ROW = 32768
-"""Entries from which a row has a block of its own, which solves several at a time, beside the others. All warps
-together are bound by the memory, so that one advances by an entry in some 600 cycles: rows of up to this length end
-with the rest of the pass. An epoch of Netflix's shape, f = 128, took 19.2 ms on an H200, 20.3 with 16,384 and 21.6 with
-8,192; f = 64 11.4, 11.6 and 12.9."""
 
 ALONE = 0.5
 """Where a pass is over when its longest walk is, rows of at least this part of the longest have a multiprocessor's

@@ -4,9 +4,9 @@
     kernels:  wait for the copy of slab k; solve its rows; release its buffer
 
 Factors, and what is known of each row (where it begins, which are long), stay on the device: about 30 bytes a row. Only
-the entries come anew in each half sweep, 8 bytes each. The bits are those of `hybridmf.gpu.als.GpuALS`: rows do not
+the entries come anew in each half sweep, 8 bytes each. The bits are those of a fit that holds all ratings: rows do not
 depend on each other, and what depends on all of them, the scale of float16 parts, is found before they are cut.
-`hybridmf.gpu.turns` is for factors that do not fit either.
+`hybridmf.gpu.offloaded` is for factors that do not fit either.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -24,33 +24,24 @@ from typing import Any, TypeAlias
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.objective import Objective, Side
 from ..core.validate import csr_arrays, make_csr
 from ..data.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries
 from ..data.store import StoreMatrix
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
-from ..native.status import check_status
-from ..plan.fused import table_width
-from ..plan.make import STREAM_BUFFERS
+from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.types import Plan
-from .als import (
-    DeviceFactors,
-    GpuALS,
-    HalfSweep,
-    entry_losses,
-    range_of_roots,
-    to_device,
-    unobserved_and_penalty,
-    weighted_gram,
-)
+from .assembly import RowKernels
+from .factors import DeviceFactors, GpuFactors, weighted_gram
+from .half import GpuHalf, HalfSweep, Launches, range_of_roots
 
 Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
 """A vector of the host, or pieces that come one behind the other."""
 
 
 class Loader:
-    """Device buffers that take turns, and the thread that fills them.
+    """Device buffers that are used in rotation, and the thread that fills them.
 
     Parameters
     ----------
@@ -91,7 +82,7 @@ class Loader:
         Raises
         ------
         StoreError, DeviceError, OSError
-            What the thread met with.
+            Raised on the thread.
         """
         loading = self._taken(work) or _Loading(self.device, self.copier, self._buffers, work)
         done = False
@@ -171,7 +162,7 @@ class _Loading:
         self._thread.start()
 
     def next(self) -> tuple[int, list[int], Any]:
-        """(buffer, lengths of its vectors, mark behind their copies) of the next set; raises what the thread met."""
+        """(buffer, lengths of its vectors, mark behind their copies) of the next set; raises the thread's failure."""
         found = self._ready.get()
         if isinstance(found, BaseException):
             raise found
@@ -203,7 +194,7 @@ class _Loading:
                         return
                     slot, mark = free
                     self._fill(slot, mark, work.fetch(k))
-        except BaseException as error:  # the thread that waits for the set has to hear of it, whatever it is
+        except BaseException as error:  # raised where the set is awaited
             self._ready.put(error)
 
     def _fill(self, slot: int, mark: Any, vectors: Sequence[Vector]) -> None:
@@ -235,7 +226,7 @@ class Pipeline(Loader):
     """
 
     def __init__(
-        self, device: Device, capacity: int, dtype: Any, buffers: int = STREAM_BUFFERS, copier: Copier | None = None
+        self, device: Device, capacity: int, dtype: Any, buffers: int = SLAB_BUFFERS, copier: Copier | None = None
     ) -> None:
         self.capacity, self.dtype = max(1, capacity), dtype
         super().__init__(device, self._vectors(), buffers, copier)
@@ -288,7 +279,7 @@ class SlabHalf(HalfSweep):
         indptr = np.concatenate(([0], np.cumsum(degrees)))
         rows = make_csr(indptr, np.empty(0, np.int32), np.empty(0, dtype), (len(degrees), 1))
         super().__init__(device, side, rows, objective, plan, roots=roots)
-        self.shared_method: Any = None
+        self.shared_kernels: RowKernels | None = None
         self._lent: tuple[Array | None, Array] | None = None
 
     def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
@@ -309,24 +300,27 @@ class SlabHalf(HalfSweep):
             table = self.device.zeros((len(self), self.width), self.dtype)
         return table, status
 
-    def _solve(self, *arguments: Any) -> DeviceFactors:
+    def launches(
+        self,
+        fixed: Any,
+        mean: float,
+        start: DeviceFactors | None = None,
+        gram: Array | None = None,
+    ) -> Launches:
+        """See `HalfSweep.launches`."""
         try:
-            return super()._solve(*arguments)
+            yield from super().launches(fixed, mean, start, gram)
         finally:
             self._lent = None  # kept, they would keep alive what they are rows of
 
-    def judge(self, status: Array, solved: DeviceFactors) -> None:
-        """Nothing yet: the half sweep looks once all slabs are solved, for to look is to wait."""
-
-    def method_for(self, fixed: DeviceFactors) -> Any:
-        """Solver and arithmetic for these fixed factors; the same for all slabs."""
-        return super()._method(fixed)
-
-    def _method(self, fixed: DeviceFactors) -> Any:
-        return self.shared_method
+    def kernels_for(self, fixed: GpuFactors) -> RowKernels:
+        """Those of the half sweep, the same for all slabs."""
+        if self.shared_kernels is None:
+            return super().kernels_for(fixed)
+        return self.shared_kernels
 
 
-class StreamedHalf:
+class StreamedHalf(GpuHalf):
     """One half of a sweep on a device over slabs: the waves in which its rows are solved (cuMF 4.4).
 
     Parameters
@@ -409,136 +403,63 @@ class StreamedHalf:
         finally:
             lent.close()
 
-    def solve(
+    def launches(
         self,
         fixed: DeviceFactors,
         mean: float,
         start: DeviceFactors | None = None,
-        then: Callable[[DeviceFactors], DeviceFactors] | None = None,
-    ) -> DeviceFactors:
-        """New factors of the side; see `HalfSweep.solve`."""
-        with self.device.active():
-            return self._solve(fixed, mean, start, then)
-
-    def _solve(
-        self,
-        fixed: DeviceFactors,
-        mean: float,
-        start: DeviceFactors | None,
-        then: Callable[[DeviceFactors], DeviceFactors] | None,
-    ) -> DeviceFactors:
+        gram: Array | None = None,
+    ) -> Launches:
+        """Launch slab after slab as they come; see `HalfSweep.launches`."""
         device, plan, n = self.device, self.plan, len(self.degrees)
         gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
         table = device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
         status = device.zeros(n, np.int32)
-        method = self.parts[0].method_for(fixed) if self.parts and plan.assembly == "fused" else None
-        with closing(self.entries()) as slabs:  # else a failure would leave the thread at work
+        with self._kernels(fixed), closing(self.entries()) as slabs:  # else a failure would leave the thread at work
             for rows, part in slabs:
-                part.shared_method = method
                 part.lend_results(table[rows], status[rows])
-                solved = part.solve(fixed, mean, None if start is None else _part(start, rows), gram)
+                *_, launched = part.launches(fixed, mean, None if start is None else start.part(rows), gram)
+                assert launched is not None
+                solved = launched[0]
                 if bias is not None:
                     bias[rows] = solved.device_bias
-        solved = DeviceFactors(device, table, plan.factors, bias)
-        following = solved if then is None else then(solved)
-        if following.look(status):
-            check_status(device.download(status), self.side, self.objective, self.names)
-        return solved
+                yield None
+        yield DeviceFactors(device, table, plan.factors, bias), status
+
+    @contextmanager
+    def _kernels(self, fixed: Any) -> Iterator[None]:
+        """All slabs use the kernels of the first."""
+        shared = self.parts[0].kernels_for(fixed) if self.parts else None
+        for part in self.parts:
+            part.shared_kernels = shared
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.shared_kernels = None
 
     def losses(self, users: DeviceFactors, items: DeviceFactors, mean: float) -> np.ndarray:
-        """`entry_losses` of the rows of all slabs, where they are users."""
+        """Losses of pieces of the rows of all slabs, where they are users; see `HalfSweep.losses`."""
         with closing(self.entries()) as slabs:
-            losses = [entry_losses(part, _part(users, rows), items, mean) for rows, part in slabs]
+            losses = [part.losses(users.part(rows), items, mean) for rows, part in slabs]
         return np.concatenate([np.zeros(0), *losses])
 
 
-def _part(factors: DeviceFactors, rows: slice) -> DeviceFactors:
-    bias = None if factors.device_bias is None else factors.device_bias[rows]
-    return DeviceFactors(factors.device, factors.table[rows], factors.factors, bias)
+def slabs_of(block: sp.csr_array | RangeSlabs | StoreMatrix, side: Side, plan: Plan) -> Slabs:
+    """Rows as a half sweep has them at a time, from where the plan has ratings.
 
-
-class StreamedGpuALS(GpuALS):
-    """`GpuALS` over ratings that come slab by slab.
-
-    Parameters
-    ----------
-    device : Device
-    user_items, item_users : csr_array or StoreMatrix
-        The ratings in both orientations, in memory or in a store.
-    objective : Objective
-    plan : Plan
-        Says where slabs stay: `streamed`, `resident`.
-    state : State
+    Without a partition (`Plan.scale`) the slabs of a store are worked with as they are; else in the waves of the
+    partition. What is resident comes once, as it is stored.
     """
-
-    halves: dict[Side, Any]
-    pipeline: Pipeline | None = None
-
-    def __init__(
-        self,
-        device: Device,
-        user_items: sp.csr_array | StoreMatrix,
-        item_users: sp.csr_array | StoreMatrix,
-        objective: Objective,
-        plan: Plan,
-        state: State,
-    ) -> None:
-        self.device, self.objective, self.plan, self.mean = device, objective, plan, state.mean
-        self._reordered = None
-        self.halves = self._make_halves({"user": user_items, "item": item_users}, state)
-        width = table_width(plan.rank, user_items.dtype)
-        self.inward = {side: self._begin(side, state.side(side), width) for side in SIDES}
-
-    def _make_halves(self, matrices: Mapping[Side, sp.csr_array | StoreMatrix], state: State) -> dict[Side, Any]:
-        """Both half sweeps, over slabs from where the plan says."""
-        device, plan = self.device, self.plan
-        slabs = {side: _slabs(matrices[side], plan) for side in SIDES}
-        self.pipeline = None if plan.resident else Pipeline(device, plan.slab, slabs["user"].dtype)
-        halves = {side: StreamedHalf(device, side, slabs[side], self.objective, plan, self.pipeline) for side in SIDES}
-        for side in SIDES:
-            halves[side].following = halves[other_side(side)].work
-        return halves
-
-    def _begin(self, side: Side, factors: Factors, width: int) -> Any:
-        """Factors to start from, where they are between half sweeps."""
-        return to_device(self.device, factors, width)
-
-    def close(self) -> None:
-        """Load nothing more; `state` stays readable."""
-        if self.pipeline is not None:
-            self.pipeline.close()
-
-    def update(self, side: Side) -> None:
-        """One half sweep; the state changes only once it is complete."""
-        fixed = self.inward[other_side(side)]
-        self.inward[side] = self.halves[side].solve(fixed, self.mean, self.inward[side])
-
-    def objective_value(self) -> float:
-        """The objective at the current factors, sums in float64."""
-        half, users, items = self.halves["user"], self.inward["user"], self.inward["item"]
-        with self.device.active():
-            total = float(half.losses(users, items, self.mean).sum())
-            return total + unobserved_and_penalty(half, users, items, half.degrees, self.halves["item"].degrees)
-
-
-def _slabs(matrix: sp.csr_array | StoreMatrix, plan: Plan) -> Slabs:
-    """Where slabs come from, as the plan says."""
-    if not isinstance(matrix, StoreMatrix):
-        return MemorySlabs.cut(matrix, plan.slab)
-    if plan.streamed == "host":
-        return MemorySlabs(matrix.load(), matrix.bounds)
-    return matrix
-
-
-def waves_of(block: sp.csr_array | RangeSlabs | StoreMatrix, side: Side, plan: Plan) -> Slabs:
-    """Rows in the waves that the plan has them solved in, coming from where the plan says."""
     if plan.resident and not plan.offloaded:
-        assert isinstance(block, RangeSlabs)
+        assert not isinstance(block, sp.csr_array)
         return block
-    if isinstance(block, StoreMatrix):
-        block = RangeSlabs(block, 0, block.shape[0])
     sizes = (plan.slab, None) if plan.scale is None else (plan.scale.slab(side), plan.scale.slab_rows(side))
-    if not isinstance(block, RangeSlabs):
+    if isinstance(block, sp.csr_array):
         return MemorySlabs.cut(block, *sizes)
+    if isinstance(block, StoreMatrix):
+        if plan.scale is None:
+            return MemorySlabs(block.load(), block.bounds) if plan.streamed == "host" else block
+        block = RangeSlabs(block, 0, block.shape[0])
     return MemorySlabs.cut(block.load(), *sizes) if plan.streamed == "host" else block.cut(*sizes)

@@ -58,9 +58,8 @@ CATCH_UP = 2
 
 # Fixed numbers: how a row is summed must not depend on the thread count. A segment's residual, indices and gathered
 # coordinates take 192 KB in float32, which a 256 KB L2 holds between the two looks at them.
-LONG_ROW = 16384
-SEGMENT = 16384
 cdef Py_ssize_t _LONG_ROW = 16384
+LONG_ROW = SEGMENT = _LONG_ROW
 
 # Entries a thread takes at a time, a few tens of microseconds; an empty row counts as ROW_COST entries.
 GROUP_ENTRIES = 16384

@@ -34,25 +34,28 @@ RESERVED = 1024
 Config = TypeVar("Config")
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
 
-def _require_positive(config: Any) -> None:
+def require_positive(config: Any) -> None:
+    """All fields must be integers of at least 1."""
     for name, value in vars(config).items():
-        _require(isinstance(value, int) and value >= 1, f"{name} must be an integer >= 1, got {value!r}")
-    _require(config.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {config.itemsize}")
+        require(isinstance(value, int) and value >= 1, f"{name} must be an integer >= 1, got {value!r}")
+    require(config.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {config.itemsize}")
 
 
-def _require_threads(threads: int, what: str) -> None:
-    _require(threads <= MAX_THREADS, f"{what} = {threads} threads are more than the {MAX_THREADS} of a block")
+def require_threads(threads: int, what: str) -> None:
+    """A block must not have too many threads."""
+    require(threads <= MAX_THREADS, f"{what} = {threads} threads are more than the {MAX_THREADS} of a block")
 
 
-def _require_registers(sums: int, operands: int, threads: int, itemsize: int, blocks_per_sm: int) -> None:
+def require_registers(sums: int, operands: int, threads: int, itemsize: int, blocks_per_sm: int) -> None:
     """A thread's sums must fit in its registers, and all threads' registers in a multiprocessor."""
     words = itemsize // 4
-    _require(
+    require(
         sums * words <= MAX_SUMS,
         f"{sums} sums of {itemsize} bytes a thread need {sums * words} registers, more than {MAX_SUMS}; "
         "use smaller tiles or more threads",
@@ -60,31 +63,32 @@ def _require_registers(sums: int, operands: int, threads: int, itemsize: int, bl
     needed = (sums + operands) * words + OTHER_REGISTERS
     resident = blocks_per_sm * ceil_div(threads, WARP)
     available = REGISTERS // 4 // (ceil_div(resident, 4) * WARP) // 8 * 8
-    _require(
+    require(
         needed <= available,
         f"blocks_per_sm={blocks_per_sm} blocks of {threads} threads leave {available} registers a thread, at least "
         f"{needed} are needed; use fewer blocks or threads",
     )
 
 
-def _tuned(make: Callable[..., Config], kernel: str, rank: int, itemsize: int, spec: DeviceSpec) -> Config | None:
+def tuned(make: Callable[..., Config], kernel: str, rank: int, itemsize: int, spec: DeviceSpec) -> Config | None:
     """What the tuned tables say, if it fits in the device's shared memory."""
     found = tables.best(make, kernel, spec, {"rank": rank, "itemsize": itemsize})
     config: Any = found[0] if isinstance(found, tuple) else found
     return found if config is None or config.shared_bytes <= spec.shared_bytes else None
 
 
-def _tile_size(rank: int, itemsize: int) -> int:
+def tile_size(rank: int, itemsize: int) -> int:
     """Rows and columns of a thread's tile in registers: 8 x 8 in float32, 4 x 4 in float64 and for tiny systems."""
     return 8 if itemsize == 4 and rank > 16 else 4
 
 
-def _lower_tiles(rank: int, tile: int) -> int:
+def lower_tiles(rank: int, tile: int) -> int:
+    """Tiles of the lower triangle of a matrix."""
     along = ceil_div(rank, tile)
     return along * (along + 1) // 2
 
 
-def _resident_warps(tile: int, itemsize: int) -> int:
+def resident_warps(tile: int, itemsize: int) -> int:
     """Warps whose registers fit on a multiprocessor (at 128 and 80 registers a thread)."""
     return 16 if tile * itemsize >= 32 else 24
 
@@ -138,19 +142,19 @@ class BalsConfig:
     blocks_per_sm: int = 1
 
     def __post_init__(self) -> None:
-        _require_positive(self)
-        _require(
+        require_positive(self)
+        require(
             self.tile * self.itemsize % 16 == 0, f"tile={self.tile} must be a multiple of {16 // self.itemsize} items"
         )
-        _require(self.part_tiles <= self.tiles, f"part_tiles={self.part_tiles} exceeds the {self.tiles} there are")
-        _require(self.buffers <= 2, f"buffers must be 1 or 2, got {self.buffers}")
-        _require(
+        require(self.part_tiles <= self.tiles, f"part_tiles={self.part_tiles} exceeds the {self.tiles} there are")
+        require(self.buffers <= 2, f"buffers must be 1 or 2, got {self.buffers}")
+        require(
             self.lanes in (1, 2, 4, 8, 16, 32), f"lanes={self.lanes} must be a power of two of at most {WARP} lanes"
         )
-        _require(self.window % self.lanes == 0, f"window={self.window} must be a multiple of lanes={self.lanes}")
-        _require_threads(self.threads, "rows * part_tiles in full warps")
-        _require_registers(self.tile**2, 2 * self.tile, self.threads, self.itemsize, self.blocks_per_sm)
-        _require(self.parts <= MAX_GRID_Y, f"part_tiles={self.part_tiles} gives {self.parts} parts, over {MAX_GRID_Y}")
+        require(self.window % self.lanes == 0, f"window={self.window} must be a multiple of lanes={self.lanes}")
+        require_threads(self.threads, "rows * part_tiles in full warps")
+        require_registers(self.tile**2, 2 * self.tile, self.threads, self.itemsize, self.blocks_per_sm)
+        require(self.parts <= MAX_GRID_Y, f"part_tiles={self.part_tiles} gives {self.parts} parts, over {MAX_GRID_Y}")
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_cols: int = 1) -> BalsConfig:
@@ -161,7 +165,7 @@ class BalsConfig:
         ValueError
             As for `rule`.
         """
-        found = _tuned(_bals_and_height, "bals", rank, itemsize, spec)
+        found = tuned(_bals_and_height, "bals", rank, itemsize, spec)
         if found is not None and found[0].capacity >= tile_cols:
             return found[0]
         return cls.rule(rank, itemsize, spec, tile_cols=tile_cols)
@@ -189,9 +193,9 @@ class BalsConfig:
 
     @classmethod
     def _with_blocks(cls, rank: int, itemsize: int, spec: DeviceSpec, blocks: int, buffers: int) -> BalsConfig:
-        tile = _tile_size(rank, itemsize)
-        tiles = _lower_tiles(rank, tile)
-        warps = _resident_warps(tile, itemsize) // blocks
+        tile = tile_size(rank, itemsize)
+        tiles = lower_tiles(rank, tile)
+        warps = resident_warps(tile, itemsize) // blocks
         part_tiles = ceil_div(tiles, ceil_div(tiles, warps * WARP))
         each = (spec.shared_bytes + RESERVED) // blocks - RESERVED
         # tiny systems: lists take at most a quarter of the memory
@@ -204,7 +208,7 @@ class BalsConfig:
     @property
     def tiles(self) -> int:
         """Tiles of the lower triangle of a row's system."""
-        return _lower_tiles(self.rank, self.tile)
+        return lower_tiles(self.rank, self.tile)
 
     @property
     def parts(self) -> int:
@@ -261,7 +265,7 @@ def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec, *, local: bool =
     """
     if local:
         return LOCAL_TILE
-    found = _tuned(_bals_and_height, "bals", rank, itemsize, spec)
+    found = tuned(_bals_and_height, "bals", rank, itemsize, spec)
     config, height = found or (BalsConfig.rule(rank, itemsize, spec), 1)
     width = config.capacity
     return height * config.rows, width // WARP * WARP if width >= WARP else width
@@ -269,5 +273,5 @@ def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec, *, local: bool =
 
 def _bals_and_height(*, height: int, **fields: int) -> tuple[BalsConfig, int]:
     """What an entry of a table says: the configuration, and how many times its rows a matrix tile has."""
-    _require(height >= 1, f"height must be at least 1, got {height}")
+    require(height >= 1, f"height must be at least 1, got {height}")
     return BalsConfig(**fields), height

@@ -13,9 +13,11 @@ from ..core.validate import check_bool, check_int, index_pointer_dtype
 from ..device.cuda import DeviceSpec
 from ..errors import NonFiniteError
 from ..native import _ccd
-from . import dispatch, types
+from . import dispatch
+from .cost import gpu_idle, memory_floor
+from .machine import CpuRates, Machine
 from .solver import SWEEP_ORDER
-from .types import Plan, Settings
+from .types import CpuWork, Plan, Settings, instruction_set_notes
 
 logger = logging.getLogger("hybridmf")
 
@@ -36,14 +38,15 @@ class CcdMethod:
     """
 
     kind: ClassVar[str] = "ccd"
+    entry_seconds: ClassVar[float] = 4e-9  # bench/dispatch.py, 16 cores
+    streams: ClassVar[bool] = False
 
     inner_iterations: int = 1
     nonnegative: bool = False
 
-    @property
-    def label(self) -> str:
-        """Its name."""
-        return "ccd++"
+    def names(self, plan: Plan) -> tuple[str, str]:
+        """No assembly, and its name."""
+        return "", "ccd++"
 
     @classmethod
     def check(cls, *, inner_iterations: Any, nonnegative: Any) -> CcdMethod:
@@ -53,7 +56,7 @@ class CcdMethod:
             check_bool("nonnegative", nonnegative),
         )
 
-    def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+    def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
         """Device and bytes. With device="auto", the GPU that was found where the work is worth its start.
 
         Parameters
@@ -61,6 +64,7 @@ class CcdMethod:
         base : Plan
             Sizes, dtype and threads.
         settings : Settings
+        objective : Objective
         spec : DeviceSpec or None
             The GPU found or asked for.
 
@@ -110,7 +114,34 @@ class CcdMethod:
         biases = len(self.bias_columns(plan))
         return plan.nnz * ((plan.factors + biases) * once + plan.factors * (self.inner_iterations - 1) * again)
 
-    def __str__(self) -> str:
+    def cpu_setup(self, plan: Plan, rates: CpuRates) -> dict[str, float]:
+        """Nothing beyond what all methods prepare."""
+        return {}
+
+    def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
+        """Passes over all entries, a factor at a time; factors are laid out by column and by row again."""
+        once = plan.nnz * rates.ccd_entry + plan.problem.filled_rows * rates.ccd_row
+        floor = memory_floor(self.bytes_per_iteration(plan) * 4 / plan.problem.itemsize, plan, rates)
+        regions = plan.factors * (2.0 * self.inner_iterations + 2.0) + len(self.bias_columns(plan)) * 4.0
+        return CpuWork(max(self.columns_of_work(plan) * once, floor), regions, new_tables=2.0)
+
+    def gpu_setup(self, plan: Plan) -> dict[str, float]:
+        """Nothing beyond what all methods prepare."""
+        return {}
+
+    def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
+        """Bytes over their rate, and the launches, of which each factor has several."""
+        rates, biases = machine.gpu, len(self.bias_columns(plan))
+        launches = plan.factors * (2.0 * self.inner_iterations + 4.0) + biases * 6.0
+        rows = plan.problem.filled_rows * (plan.factors + biases) * rates.ccd_row
+        return self.bytes_per_iteration(plan) / rates.ccd + rows + launches * rates.launch + gpu_idle(plan, rates)
+
+    def row_cost(self, plan: Plan) -> float:
+        """None: it runs on one device."""
+        return 0.0
+
+    def describe(self, plan: Plan) -> str:
+        """Name and hyperparameters."""
         inner = f"{self.inner_iterations} inner iteration{'s' if self.inner_iterations > 1 else ''}"
         return f"ccd++, {inner} of each rank-one update{', non-negative' if self.nonnegative else ''}"
 
@@ -140,7 +171,7 @@ def _on_cpu(plan: Plan) -> Plan:
         "vectors": (m + n) * (2 * itemsize + 8 * (1 + plan.rank - plan.factors)),
         "workspace": plan.num_threads * _ccd.LONG_ROW * itemsize,
     }
-    return plan.changed(bytes=sizes, notes=tuple(types._instruction_set_notes()))
+    return plan.changed(bytes=sizes, notes=tuple(instruction_set_notes()))
 
 
 def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:

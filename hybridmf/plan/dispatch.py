@@ -93,7 +93,7 @@ def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate
     """
     cost = _cost.cost_of(plan, machine, _warmth(plan))
     setup = sum(cost.setup.values())
-    assembly, solver = (plan.assembly_name, plan.solver) if plan.method is None else ("", plan.method.label)
+    assembly, solver = plan.kernels.method.names(plan)
     total = setup + iterations * cost.iteration
     return Estimate(plan.device, assembly, solver, plan.precision, cost.iteration, setup, total, plan.total_bytes)
 
@@ -245,7 +245,7 @@ _loaded: set[str] = set()
 def _signature(plan: Plan) -> str:
     """Names the kernels that a plan compiles, so that a later process knows whether they lie on disk."""
     assert plan.gpu is not None
-    method = plan.method.label if plan.method is not None else f"{plan.assembly_name} {plan.solver}"
+    method = " ".join(plan.kernels.method.names(plan)).strip()
     parts = (__version__, plan.gpu.capability, plan.rank, plan.feedback, plan.dtype, plan.precision, method)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

@@ -23,12 +23,13 @@ from typing import Any
 from .._version import __version__
 from ..core.cache import CACHE_DIR, cache_dir
 from ..core.files import write_atomically
+from ..device.cuda import DeviceSpec
 from ..native import _als
 
 logger = logging.getLogger("hybridmf")
 
 
-FORMAT = 2
+FORMAT = 3
 """Of the file; a change of its meaning takes the next number."""
 
 Curve = tuple[tuple[float, float], ...]
@@ -65,6 +66,16 @@ def seconds_at(curve: Curve, work: Callable[[float], float], factors: float) -> 
     """
     factors = max(factors, curve[0][0])
     return max([work(f) / rate for f, rate in curve if f < factors] + [work(factors) / rate_at(curve, factors)])
+
+
+def system_flops(f: float) -> float:
+    """Work of adding an entry to the system of its row."""
+    return f * (f + 1)
+
+
+def solve_flops(f: float) -> float:
+    """Work of solving a system."""
+    return f**3 / 3 + 2 * f * f
 
 
 @dataclass(frozen=True)
@@ -258,6 +269,39 @@ class GpuRates:
     )
     load: float = 0.1
 
+    def entry_seconds(
+        self,
+        rank: int,
+        itemsize: int,
+        table_bytes: float,
+        l2_bytes: float,
+        assembly: str = "fused",
+        precision: str = "float32",
+    ) -> float:
+        """Seconds to add an entry to the system of its row, its factors gathered from a table of `table_bytes`."""
+        curve = self.assembly if assembly == "fused" else self.published[assembly]
+        products = seconds_at(curve, system_flops, rank) * self.precision[precision] * self._wider(itemsize)
+        gathered = self.cached_bytes if table_bytes <= l2_bytes else self.gather_bytes
+        return max(products, rank * itemsize / gathered)
+
+    def row_seconds(self, rank: int, itemsize: int, assembly: str = "fused", cg_steps: int = 0) -> float:
+        """Seconds to solve the system of a row, exactly or by steps of CG."""
+        wider = self._wider(itemsize)
+        row = seconds_at(self.solve, solve_flops, rank) * wider
+        if cg_steps:  # exact where its steps cost more than the factorization
+            row = min(row, (cg_steps + 1) * (2 * rank * rank / self.cg + self.cg_step) * wider)
+        if assembly != "fused":  # systems go through memory
+            row += 2 * rank * (rank + 1) * itemsize / self.gather_bytes
+        return row
+
+    def gram_seconds(self, fixed: float, solved: float, rank: int, itemsize: int) -> float:
+        """Seconds of the Gram matrix of implicit feedback: summed over the fixed rows, read for each solved one."""
+        summed = 2.0 * rank * rank / rate_at(self.assembly, rank) * self._wider(itemsize)
+        return fixed * summed + solved * rank * rank * itemsize / self.cached_bytes
+
+    def _wider(self, itemsize: int) -> float:
+        return self.float64 if itemsize == 8 else 1.0
+
     def scaled(self, multiprocessors: int, capability: tuple[int, int]) -> GpuRates:
         """The rates of another GPU: in proportion to its multiprocessors and to what one of them does.
 
@@ -289,6 +333,48 @@ class GpuRates:
         )
 
 
+@dataclass(frozen=True)
+class LinkRates:
+    """Rates between memories, files and GPUs; built in: a host of H200s, linked all to all by NVLink.
+
+    Attributes
+    ----------
+    pinned_bytes : float
+        Bytes/s from page-locked memory to each GPU, all of them at once.
+    disk_bytes : float
+        Bytes/s that all GPUs together read from files.
+    copy_bytes : float
+        Bytes/s within the memory of a GPU, read and written.
+    reduce_scatter : Curve
+        Bytes/s that leave a GPU in a reduce-scatter, by the number of GPUs; between and beyond, that of fewer.
+    all_gather : float
+        Size of the whole array over the time of the collective.
+    collective : float
+        Seconds of a collective of no size, with its launch.
+    rank : float
+        Seconds that each of several GPUs adds to a half sweep: work is launched for one after the other.
+    slab : float
+        Seconds that each row part of a half sweep adds: some kernels end before others begin.
+    """
+
+    pinned_bytes: float = 5.5e10
+    # bench/results/out_of_core.jsonl: iterations on a store in the page cache take 97 to 147 ms for 1.58 GB
+    disk_bytes: float = 1.3e10
+    copy_bytes: float = 4.24e12
+    # bench/results/scale.jsonl, task reduction: half sweeps less their sums and solves, on 2 and on 4 GPUs
+    reduce_scatter: Curve = ((2, 3.7e11), (4, 1.35e11))
+    # NCCL on 4 GPUs, arrays of 1 GB
+    all_gather: float = 2.54e11
+    collective: float = 6.0e-5
+    # bench/results/scale.jsonl: half sweeps on 2 GPUs less half of those on one, divided by two
+    rank: float = 1.0e-4
+    slab: float = 3.0e-4
+
+    def reduce_rate(self, gpus: int) -> float:
+        """Of `reduce_scatter` for a number of GPUs."""
+        return max((count, rate) for count, rate in self.reduce_scatter if count <= max(gpus, 2))[1]
+
+
 INSTRUCTION_SETS = {"avx512": 1.0, "avx2": 0.62, "portable": 0.22}
 """Share of the built-in rates that other vector kernels reach (ExplicitALS, f = 64, one core of an AMD EPYC)."""
 
@@ -302,20 +388,28 @@ class Machine:
     cpu : CpuRates
     gpu : GpuRates
         Of the GPU that `gpu_name` names; of an H200 where it is "".
+    links : LinkRates
     source : str
         Where the constants come from, in words.
     gpu_name : str
-        Name of the GPU that was measured.
+        Name of the GPU that was measured, or that the constants are scaled to.
     """
 
     cpu: CpuRates = field(default_factory=CpuRates)
     gpu: GpuRates = field(default_factory=GpuRates)
+    links: LinkRates = field(default_factory=LinkRates)
     source: str = "built-in constants"
     gpu_name: str = ""
 
-    def gpu_rates(self, name: str, multiprocessors: int, capability: tuple[int, int]) -> GpuRates:
-        """Constants of a GPU: as measured, or scaled from those there are."""
-        return self.gpu if name and name == self.gpu_name else self.gpu.scaled(multiprocessors, capability)
+    def with_gpu(self, spec: DeviceSpec) -> Machine:
+        """The machine with the constants of a GPU: as measured, or scaled from those there are."""
+        if spec.name == self.gpu_name:
+            return self
+        return replace(self, gpu=self.gpu.scaled(spec.multiprocessors, spec.capability), gpu_name=spec.name)
+
+
+H200 = Machine()
+"""Built-in constants, of cores with AVX-512."""
 
 
 def built_in() -> Machine:
@@ -339,7 +433,9 @@ def built_in() -> Machine:
 def constants_text(machine: Machine) -> str:
     """All constants, one a line; those of a GPU if it is this machine's."""
     lines = [f"source {machine.source}"]
-    sides: list[tuple[str, Any]] = [("cpu", machine.cpu)] + ([("gpu", machine.gpu)] if machine.gpu_name else [])
+    sides: list[tuple[str, Any]] = [("cpu", machine.cpu)]
+    if machine.gpu_name:
+        sides += [("gpu", machine.gpu), ("link", machine.links)]
     for side, rates in sides:
         lines += [f"{side} {name:16s} {_constant_text(value)}" for name, value in asdict(rates).items()]
     return "\n".join(lines)
@@ -429,6 +525,7 @@ def save(machine: Machine, gpu: Mapping[str, Any] | None = None) -> Path:
         "source": machine.source,
         "cpu": asdict(machine.cpu),
         "gpu": asdict(machine.gpu),
+        "links": asdict(machine.links),
     }
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
     machine_at.cache_clear()
@@ -479,6 +576,7 @@ def _read(path: Path) -> Machine:
     return Machine(
         cpu=rates_of(CpuRates, content["cpu"]),
         gpu=rates_of(GpuRates, content["gpu"]),
+        links=rates_of(LinkRates, content["links"]),
         source=str(content["source"]),
         gpu_name=str(content["gpu_identity"].get("name", "")),
     )

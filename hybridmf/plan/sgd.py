@@ -14,8 +14,10 @@ from ..core.system import ceil_div
 from ..core.validate import check_bool, check_choice, check_real, index_pointer_dtype
 from ..device.cuda import DeviceSpec
 from ..errors import DeviceError, DivergedError, RatingsError
-from . import dispatch, types
-from .types import Plan, Settings
+from . import dispatch
+from .cost import gather_seconds, gpu_idle, memory_floor
+from .machine import CpuRates, GpuRates, Machine, seconds_at
+from .types import CpuWork, Plan, Settings, instruction_set_notes
 
 logger = logging.getLogger("hybridmf")
 
@@ -46,6 +48,15 @@ MAX_LEARNING_RATE = 10.0
 SCALES = {"float16": (1e-4, 1e6), "float32": (1e-9, 1e9), "float64": (1e-25, 1e25)}
 """Scales of ratings that arithmetic and storage allow: factors grow with the root, AdaGrad's sums with the cube."""
 
+LONG_ROW = 32768
+"""Entries of a row from which MSGD gives it a block of a GPU of its own, which solves several entries at a time, beside
+the others. All warps together are bound by the memory, so that one advances by an entry in some 600 cycles: rows of up
+to this length end with the rest of the pass. An epoch of Netflix's shape, f = 128, took 19.2 ms on an H200, 20.3 with
+16,384 and 21.6 with 8,192; f = 64 11.4, 11.6 and 12.9. On two H200s, 10.9 ms, 11.0 with 16,384 and 11.7 with 8,192."""
+
+TRIPLET_ENTRY = 3e-8
+"""Seconds of one core to bring an entry into the order of a schedule on the CPU."""
+
 GPU_MAX_FACTORS = 512
 """A warp holds a row of factors in registers: 16 a lane."""
 
@@ -74,6 +85,8 @@ class SgdMethod:
     """
 
     kind: ClassVar[str] = "sgd"
+    entry_seconds: ClassVar[float] = 3e-9  # bench/dispatch.py, 16 cores
+    streams: ClassVar[bool] = False
 
     schedule: str
     ordering: str
@@ -85,10 +98,9 @@ class SgdMethod:
     seed_bits: int = 0
     scale: float = 1.0
 
-    @property
-    def label(self) -> str:
-        """The schedule."""
-        return self.schedule
+    def names(self, plan: Plan) -> tuple[str, str]:
+        """No assembly, and the schedule."""
+        return "", self.schedule
 
     @classmethod
     def check(
@@ -170,20 +182,63 @@ class SgdMethod:
 
         MSGD moves one row at a time, so that it computes each error twice.
         """
-        return (10.0 if self.schedule == "msgd" else 8.0) * plan.nnz * plan.rank
+        return self._flops * plan.nnz * plan.rank
+
+    @property
+    def _flops(self) -> float:
+        """Of an entry and a factor."""
+        return 10.0 if self.schedule == "msgd" else 8.0
 
     def bytes_per_iteration(self, plan: Plan) -> float:
         """Both rows of an entry are read and written; MSGD reads them twice and writes each once a pass at most."""
         return 4.0 * plan.nnz * plan.rank * np.dtype(plan.dtype).itemsize
 
-    def __str__(self) -> str:
+    def cpu_setup(self, plan: Plan, rates: CpuRates) -> dict[str, float]:
+        """Triplets in the order of the schedule."""
+        return {} if self.schedule == "msgd" else {"schedule": plan.nnz * TRIPLET_ENTRY}
+
+    def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
+        """Updates of entries at the rate of the schedule; with MSGD no row is done before its last update."""
+        flops = self._flops
+        entry = seconds_at(rates.sgd[self.schedule], lambda f: flops * f, plan.rank)
+        if self.rate_schedule in ("rpcs", "adagrad"):
+            entry *= 3.0  # a square root and a division for each row or coordinate that moves
+        moved = self.bytes_per_iteration(plan) * 4 / plan.problem.itemsize
+        # blocks keep the rows they move in a core's cache
+        near = self.schedule == "blocks"
+        floor = 0.0 if near else max(gather_seconds(plan, rates), memory_floor(moved, plan, rates))
+        seconds = max(plan.nnz * entry, floor) + plan.problem.filled_rows * rates.sgd_row
+        longest = 0.0
+        if self.schedule == "msgd":
+            longest = max(plan.problem.longest) * seconds_at(rates.sgd["msgd"], lambda f: 5 * f, plan.rank)
+        return CpuWork(seconds, regions=4.0, new_tables=0.2, longest=longest)
+
+    def gpu_setup(self, plan: Plan) -> dict[str, float]:
+        """Nothing beyond what all methods prepare."""
+        return {}
+
+    def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
+        """Bytes over their rate, or the longest user and item."""
+        rates = machine.gpu
+        itemsize = 2 if plan.precision == "float16" else plan.problem.itemsize
+        seconds = plan.nnz * seconds_at(rates.sgd[self.schedule], lambda f: 4 * f * itemsize, plan.rank)
+        if self.schedule == "msgd":
+            seconds = max(seconds, sum(chain_seconds(one, rates) for one in plan.problem.longest))
+        return seconds + gpu_idle(plan, rates)
+
+    def row_cost(self, plan: Plan) -> float:
+        """None: ranks divide users by their entries."""
+        return 0.0
+
+    def describe(self, plan: Plan) -> str:
+        """Schedule and learning rate."""
         rate = f"{self.rate_schedule} rate {self.learning_rate:g}"
         if self.rate_schedule in DEFAULT_DECAYS:
             rate += f", decay {self.decay:g}"
         order = "" if self.order == "passes" else f", order {self.order}"
         return f"SGD, schedule {self.schedule}{order}; {rate}"
 
-    def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+    def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
         """Decide device, precision and memory.
 
         Raises
@@ -275,8 +330,6 @@ class SgdMethod:
         rows = (m + n) * (-(-plan.rank // 8) * 8) * itemsize
         copies = 3 if plan.rank > plan.factors else 2  # a biased table is put together beside the rows worked on
         if self.schedule == "batch_hogwild":
-            from .sgd import RUN  # which imports this module
-
             # by one side's rows; and its runs, which are shuffled on the host
             runs = 16 * (nnz // RUN + max(m, n))
             return {"ratings": nnz * (4 + itemsize) + max(m, n) * 8 + runs, "factors": (copies + 1) * rows}
@@ -286,8 +339,6 @@ class SgdMethod:
 
     def _range_bytes(self, plan: Plan) -> int:
         """Bounds and sums of the ranges in which rows are walked, beyond the first of each."""
-        from .sgd import range_count, stored_width
-
         assert plan.gpu is not None
         row_bytes = stored_width(plan.factors, plan.dtype) * np.dtype(plan.dtype).itemsize
         shapes = ((plan.n_users, plan.n_items), (plan.n_items, plan.n_users))
@@ -295,7 +346,7 @@ class SgdMethod:
         return sum(moved * (8 + 8) * (count - 1) for (moved, _), count in zip(shapes, counts, strict=True))
 
     def _cpu_plan(self, base: Plan, settings: Settings) -> Plan:
-        notes = types._instruction_set_notes()
+        notes = instruction_set_notes()
         if self.schedule not in CPU_SCHEDULES:
             what = f"schedule={self.schedule!r} needs a GPU"
             way_out = f"use one of schedule={', '.join(map(repr, CPU_SCHEDULES))}"
@@ -330,6 +381,11 @@ class SgdMethod:
             # a permutation of the entries, while triplets are brought into order
             "workspace": nnz * 8 if self.schedule == "hogwild" else (m + n) * 8,
         }
+
+
+def chain_seconds(longest: int, rates: GpuRates) -> float:
+    """Seconds of the longest row of a pass of MSGD on a GPU, whose updates wait for each other."""
+    return max(min(longest, LONG_ROW) * rates.serial_update, longest * rates.solved_update)
 
 
 def _check_decay(rate_schedule: str, decay: Any) -> float:

@@ -12,16 +12,17 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import Side
+from ..core.objective import Objective, Side
 from ..core.system import mib, parse_bytes
 from ..core.validate import MAX_FACTORS, check_bool, check_choice, check_int, check_threads
 from ..data.store import StoreMatrix
 from ..device.cuda import DeviceSpec
 from ..native import _als
-from . import fused
 from .fused import table_width
 from .grid import Grid
-from .ranks import H200, Place, ScalePlan
+from .half_sweep import Place
+from .machine import CpuRates, Machine
+from .ranks import ScalePlan
 
 CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
 
@@ -54,27 +55,48 @@ MAX_CG_STEPS = 10_000
 BATCH_FLOPS = 1e10
 """Work of one kernel call per thread, a few tenths of a second: how long Ctrl-C may have to wait."""
 
-GPU_SEGMENT = 16384
-"""Entries above which the published GPU assemblies split a row (ours: `hybridmf.plan.fused.SEGMENT`)."""
-
-GPU_BATCH_BYTES = 2 << 30
-"""Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
-
-
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class CpuWork:
+    """Work of an iteration on the CPU, in float32.
+
+    Attributes
+    ----------
+    seconds : float
+        Of one core.
+    regions : float
+        Parallel regions.
+    new_tables : float
+        Factors that are written to new memory, as a share of all.
+    longest : float
+        Seconds of the longest chain of updates that no two threads can share.
+    """
+
+    seconds: float
+    regions: float
+    new_tables: float = 1.0
+    longest: float = 0.0
+
+
 class Method(Protocol):
-    """How a model that is not ALS computes; a frozen dataclass of checked hyperparameters."""
+    """How a model computes; a frozen dataclass of checked hyperparameters, which plans and prices itself."""
 
     kind: ClassVar[str]
-    """Which formulas of `hybridmf.plan.cost` are its own."""
+    """Key of the rates that depend on it in `hybridmf.plan.machine`."""
+    entry_seconds: ClassVar[float]
+    """Seconds on any device to prepare an entry for the method, beyond its check and transposition."""
+    streams: ClassVar[bool]
+    """Whether ratings may come slab by slab; memory then depends on the longest rows."""
 
-    @property
-    def label(self) -> str:
-        """What runs, in a word or two."""
+    def names(self, plan: Plan) -> tuple[str, str]:
+        """Assembly, "" where the method has none, and what runs, in a word or two."""
 
-    def plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+    def describe(self, plan: Plan) -> str:
+        """What runs, in a few words."""
+
+    def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
         """Decide what `base` (sizes, dtype, threads) leaves open. `spec`: the GPU that was found or asked for."""
 
     def flops_per_iteration(self, plan: Plan) -> float:
@@ -83,8 +105,20 @@ class Method(Protocol):
     def bytes_per_iteration(self, plan: Plan) -> float:
         """Factors and residuals that one iteration reads and writes, by count: caches serve part of them."""
 
-    def __str__(self) -> str:
-        """What runs, in a few words."""
+    def cpu_setup(self, plan: Plan, rates: CpuRates) -> dict[str, float]:
+        """Seconds of what is prepared on the CPU before the first iteration, by purpose."""
+
+    def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
+        """Work of one iteration on the CPU."""
+
+    def gpu_setup(self, plan: Plan) -> dict[str, float]:
+        """Seconds of what is prepared for a GPU beyond what all methods need, by purpose."""
+
+    def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
+        """Seconds of one iteration on the GPU that `machine` has the rates of."""
+
+    def row_cost(self, plan: Plan) -> float:
+        """What solving a row costs beside its entries, in entries; ranks get rows of equal cost."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +272,7 @@ class Placement:
 class Kernels:
     """What runs there; `Plan` describes the attributes."""
 
+    method: Method
     solver: str
     cg_steps: int
     block_size: int
@@ -252,7 +287,6 @@ class Kernels:
     batch_flops: float = BATCH_FLOPS
     segment: int = 0
     batch_slots: int = 0
-    method: Method | None = None
 
 
 @dataclass(frozen=True)
@@ -326,8 +360,8 @@ class Plan:
         On a GPU: entries above which a row is split, and systems (or segments of them) in memory at a time.
     bytes : dict of str to int
         Memory by purpose, at the peak.
-    method : Method or None
-        What runs if it is not ALS; `solver`, `assembly` and `reorder` then say nothing.
+    method : Method
+        ALS, SGD or CCD++; `solver`, `assembly` and `reorder` say nothing where it is not ALS.
     streamed : {"", "host", "disk"}
         Where ratings come from slab by slab in each half sweep: a store that is not loaded, or, on a GPU, the memory
         of the host. Empty: they stay where the work is done.
@@ -441,14 +475,12 @@ class Plan:
     @property
     def row_cost(self) -> float:
         """What solving a row costs beside its entries, in entries; ranks get rows of equal cost."""
-        if self.solver != "cholesky":
-            return 0.0
-        return H200.row_cost(self.rank) if self.gpu is not None else self.rank / 3
+        return self.method.row_cost(self)
 
     @property
     def asks_for_degrees(self) -> bool:
         """Whether its memory depends on the longest item, whose degree is unknown: ratings come in whole rows."""
-        if self.gpu is None or self.method is not None or self.problem.longest[1]:
+        if self.gpu is None or not self.method.streams or self.problem.longest[1]:
             return False
         most = min(self.nnz, self.n_users)
         in_slabs = self.streamed != "" and not self.resident and (self.scale is not None or self.slab < most)
@@ -464,65 +496,23 @@ class Plan:
         """Whether assembly and Gram matrix are the published ones, which go through BLAS."""
         return self.assembly in ("rank1", "blas3")
 
-    def for_fold_in(self) -> Plan:
-        """The plan of an exact solve of new rows in the order they come."""
-        if self.method is not None:
-            assembly = "simd" if self.gpu is None else "sparse_syrk"
-            exact = self.changed(method=None, solver="cholesky", assembly=assembly, precision="float32")
-            slots = 0 if self.gpu is None else max(1, GPU_BATCH_BYTES // _slot_bytes(exact))
-            return exact.changed(segment=GPU_SEGMENT, batch_slots=slots)
-        # rows that come alone have no tiles to share; sparse_syrk serves any rank, type and weight
-        without_tiles = "simd" if self.gpu is None else "sparse_syrk"
-        assembly = without_tiles if self.assembly == "bals" else self.assembly
-        segment = self.segment if assembly == self.assembly else gpu_segment(assembly)
-        return self.changed(
-            solver="cholesky",
-            assembly=assembly,
-            variant=self.variant if assembly == self.assembly else "",
-            reorder="none",
-            tile_rows=0,
-            tile_cols=0,
-            segment=segment,
-        )
-
     @property
     def flops_per_iteration(self) -> float:
-        """Useful work of one iteration: nnz f (f + 1) a half sweep and f^3/3 + 2 f^2 a solve.
-
-        CG takes 4 nnz f a step, subspaces a block where the exact solver takes f.
-        """
-        if self.method is not None:
-            return self.method.flops_per_iteration(self)
-        f, rows = self.rank, self.n_users + self.n_items
-        if self.solver == "cg":
-            gram = 2.0 * rows * f * f if self.feedback == "implicit" else 0.0
-            return (self.cg_steps + 1) * (8.0 * self.nnz * f + gram)
-        if self.solver == "subspace":
-            block = self.block_size
-            return 2.0 * self.nnz * f * (block + 7) + rows * f * (block**2 / 3 + 4.0 * f)
-        return 2.0 * self.nnz * f * (f + 1) + rows * (f**3 / 3 + 2.0 * f * f)
+        """Useful work of one iteration."""
+        return self.method.flops_per_iteration(self)
 
     @property
     def bytes_per_iteration(self) -> float:
-        """Bytes moved by count, whatever caches serve: ALS gathers a row of factors for each entry of either side."""
-        if self.method is not None:
-            return self.method.bytes_per_iteration(self)
-        return 2.0 * self.nnz * self.rank * np.dtype(self.dtype).itemsize
+        """Bytes moved by count, whatever caches serve."""
+        return self.method.bytes_per_iteration(self)
 
     def __str__(self) -> str:
-        solver = {
-            "cg": f"cg, {self.cg_steps} steps",
-            "subspace": f"subspace, {self.block_size} coordinates at a time",
-        }.get(self.solver, f"{self.solver}, assembly {self.assembly_name}")
-        if self.tile_rows:
-            solver += f" with tiles of {self.tile_rows} x {self.tile_cols}"
-        solver += f"; reorder {self.reorder}" + ("; balanced" if self.balance else "")
         lines = [
             f"device    {self.device_name}: {self.reason}",
             f"problem   {self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries, "
             f"{self.feedback} feedback",
             f"factors   {self.factors} in {self.dtype}",
-            f"solver    {solver if self.method is None else self.method}",
+            f"solver    {self.method.describe(self)}",
             f"kernels   {self._kernels()}",
             f"work      {self.flops_per_iteration / 1e9:,.1f} GFLOP per iteration",
             f"memory    {mib(self.total_bytes)}{' on each' if self.devices and self.scale else ''}: "
@@ -542,7 +532,7 @@ class Plan:
         if self.scale is not None:
             lines += [str(half) for half in self.scale.halves.values()]
             lines.append(f"predicted {self.scale.seconds:.3g} s per iteration")
-        elif self.devices and self.method is None:
+        elif self.devices and self.method.streams:
             grid = self.grids["user"]
             lines.append(f"ranks     {grid.splits} x {grid.groups}: each solves its rows with the whole fixed side")
         return "\n".join(lines + [f"note      {note}" for note in self.notes])
@@ -550,7 +540,7 @@ class Plan:
     def _kernels(self) -> str:
         if self.gpu is None:
             return f"{self.instruction_set} on {self.num_threads} threads"
-        if self.method is not None:
+        if not self.segment:
             return f"{self.gpu}, {self.precision}"
         return (
             f"{self.gpu}, {self.precision} products, rows cut after {self.segment:,} entries, "
@@ -558,19 +548,7 @@ class Plan:
         )
 
 
-def gpu_segment(assembly: str) -> int:
-    """Entries above which a row is split."""
-    return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
-
-
-def _slot_bytes(plan: Plan) -> int:
-    """Bytes of one system, or of one segment of a row, that waits to be solved."""
-    if plan.assembly == "fused":
-        return 4 * fused.partial_floats(plan.rank)
-    return (plan.rank + 1) * plan.rank * np.dtype(plan.dtype).itemsize
-
-
-def _instruction_set_notes() -> list[str]:
+def instruction_set_notes() -> list[str]:
     """A note if HYBRIDMF_ISA asks for kernels that do not exist or cannot run here."""
     wanted, used = os.environ.get("HYBRIDMF_ISA", ""), _als.instruction_set()
     if wanted in ("", used):

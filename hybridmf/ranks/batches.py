@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..plan.ranks import PIECES
+from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
 
 MORE_BATCHES, BATCH_BYTES = 4, 128 << 20

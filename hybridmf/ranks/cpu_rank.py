@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 
-from ..core.objective import Factors, Objective, Side, State
+from ..core.objective import Factors, Objective, Side
 from ..cpu import als
 from ..cpu.stream import StreamedHalf
 from ..data.slabs import RangeSlabs
 from ..native import _als
 from ..plan.types import Plan
-from .su_als import Block, Owned, Then
+from .su_als import Block, Then
 
 
 class CpuWorker:
@@ -38,19 +37,6 @@ class CpuWorker:
     def own(self, factors: Factors, plan: Plan) -> Factors:
         """Factors as they are."""
         return factors.on_host()
-
-    def arrays(self, factors: Factors) -> list[np.ndarray]:
-        """Matrix, and biases if there are any."""
-        return [factors.matrix] if factors.bias is None else [factors.matrix, factors.bias]
-
-    def factors(self, arrays: list[np.ndarray], like: Factors) -> Factors:
-        """Factors made of `arrays`."""
-        return Factors(arrays[0], arrays[1] if len(arrays) > 1 else None)
-
-    def gram(self, factors: Factors, objective: Objective, plan: Plan) -> np.ndarray | None:
-        """Weighted Gram matrix of the rows at hand."""
-        gram = als.weighted_gram(factors.matrix, objective, plan.num_threads, blas=plan.uses_blas)
-        return gram if gram.size else None
 
     def exact_gram(self, factors: Factors, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
         """Gram matrix in float64."""
@@ -86,21 +72,6 @@ class CpuWorker:
     ) -> Factors:
         """New factors of the rows of `whole`; nothing is gathered ahead, since nothing would overlap."""
         return half.solve(fixed, mean, start)
-
-    def losses(
-        self,
-        objective: Objective,
-        plan: Plan,
-        half: Any,
-        users: Iterator[Owned],
-        items: Factors,
-        mean: float,
-    ) -> float:
-        """Loss of all entries."""
-        if isinstance(half, StreamedHalf):
-            return sum(float(half.losses(own, items, mean).sum()) for _, own in users)
-        csr, states = (half.indptr, half.indices, half.ratings), (State(own, items, mean) for _, own in users)
-        return sum(float(als.losses_of_rows(objective, csr, state, plan.num_threads).sum()) for state in states)
 
     def close(self) -> None:
         """Nothing goes on beside the rank's thread."""

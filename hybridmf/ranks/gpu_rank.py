@@ -12,24 +12,25 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Objective, Side
+from ..core.objective import Factors, Objective, Side
 from ..core.sparse import csr_of, rows_of
 from ..core.system import ceil_div, round_up
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..device.cuda import Array, CudaDevice, Device, open_device
-from ..gpu import als, fused, turns
-from ..gpu.fused import Systems
+from ..gpu.als import HalfSweeps
+from ..gpu.assembly import RowKernels
+from ..gpu.factors import DeviceFactors, GpuFactors, weighted_gram
+from ..gpu.fused import FusedKernels
+from ..gpu.half import HalfSweep, range_of_roots, row_segments, segment_losses
 from ..gpu.rows import add_pieces
-from ..gpu.stream import Pipeline, StreamedHalf, Work, waves_of
-from ..gpu.turns import HostFactors
-from ..plan import fused as plan_fused
-from ..plan.fused import BLOCK, FusedConfig
-from ..plan.ranks import PIECES
+from ..gpu.stream import Pipeline, StreamedHalf, Work
+from ..plan.fused import BLOCK
+from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
 from .batches import Ranges, batch_entries
+from .group import open_rank
 from .su_als import Block, Owned, Then, degrees_of, ends_of
 from .transport.communicator import Communicator
-from .transport.nccl import NcclCommunicator
 
 MOST_SEGMENTS = 32
 """Pieces that a row is cut into at most: its pieces are added one after the other."""
@@ -49,114 +50,57 @@ class GpuWorker:
     gathers_ahead = True
 
     def __init__(self, device: Device) -> None:
-        self.device = device
+        self.device, self.half_sweeps = device, HalfSweeps(device)
         self._streams: Streams | None = None
-        self._pipeline: Pipeline | None = None  # one for both half sweeps
-        self._streamed: StreamedHalf | StreamedPartialRows | None = None  # the half sweep made last
-        self._copiers: turns.Copiers | None = None  # of both, where factors are on the host
 
     def active(self) -> AbstractContextManager[None]:
         """Run on the device."""
         return self.device.active()
 
-    def own(self, factors: Factors, plan: Plan) -> als.DeviceFactors | HostFactors:
-        """Factors as a table, where the plan has them between half sweeps."""
-        width = plan_fused.table_width(plan.rank, factors.matrix.dtype)
-        return turns.to_host(factors, width) if plan.offloaded else als.to_device(self.device, factors, width)
+    def own(self, factors: Factors, plan: Plan) -> GpuFactors:
+        """Factors where the plan has them between half sweeps."""
+        return self.half_sweeps.factors(factors, plan)
 
     def blank(self, like: Array, rows: int) -> Array:
         """Zeros of the dtype and width of an array."""
         return self.device.zeros((rows, *like.shape[1:]), like.dtype)
 
-    def arrays(self, factors: als.DeviceFactors | HostFactors) -> list[Array]:
-        """Table, and biases if there are any."""
-        bias = factors.host_bias if isinstance(factors, HostFactors) else factors.device_bias
-        return [factors.table] if bias is None else [factors.table, bias]
-
-    def factors(self, arrays: list[Array], like: als.DeviceFactors | HostFactors) -> als.DeviceFactors | HostFactors:
-        """Factors made of `arrays`."""
-        bias = arrays[1] if len(arrays) > 1 else None
-        if isinstance(like, HostFactors):
-            return HostFactors(arrays[0], like.factors, bias)
-        return als.DeviceFactors(self.device, arrays[0], like.factors, bias)
-
-    def gram(self, factors: als.DeviceFactors, objective: Objective, plan: Plan) -> Array | None:
+    def gram(self, factors: DeviceFactors, objective: Objective, plan: Plan) -> Array | None:
         """Weighted Gram matrix of the rows at hand."""
         if objective.is_implicit and not len(factors):
             side = round_up(plan.rank, BLOCK)
             return self.device.zeros((side, side), factors.table.dtype)
-        return als.weighted_gram(self.device, factors.table, plan.rank, objective)
+        return weighted_gram(self.device, factors.table, plan.rank, objective)
 
-    def exact_gram(
-        self, factors: als.DeviceFactors | HostFactors, weights: np.ndarray | None, plan: Plan
-    ) -> np.ndarray:
+    def exact_gram(self, factors: GpuFactors, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
         """Gram matrix in float64."""
-        if isinstance(factors, HostFactors):
-            return turns.host_gram(self.device, factors, weights)[: plan.factors, : plan.factors].copy()
-        on_device = None if weights is None else self.device.upload(weights)
-        return als.exact_gram(self.device, factors.table, on_device)[: plan.factors, : plan.factors].copy()
+        gram = factors.exact_gram(self.device, None if weights is None else factors.beside(weights))
+        return gram[: plan.factors, : plan.factors].copy()
 
-    def times(self, factors: als.DeviceFactors | HostFactors, basis: np.ndarray) -> als.DeviceFactors | HostFactors:
+    def times(self, factors: GpuFactors, basis: np.ndarray) -> GpuFactors:
         """Factors in another basis."""
-        if isinstance(factors, HostFactors):
-            self._copiers = self._copiers or turns.Copiers(self.device)
-            return turns.host_times(self.device, factors, basis, copier=self._copiers.solutions)
-        table = factors.table.copy()
-        if len(table):
-            on_device = self.device.upload(basis.astype(table.dtype))
-            table[:, : factors.factors] = self.device.matmul(factors.table[:, : factors.factors], on_device)
-        return als.DeviceFactors(self.device, table, factors.factors, factors.device_bias)
+        return factors.times(self.half_sweeps.copiers, basis)
 
-    def penalty(self, objective: Objective, factors: als.DeviceFactors | HostFactors, degrees: np.ndarray) -> float:
+    def penalty(self, objective: Objective, factors: GpuFactors, degrees: np.ndarray) -> float:
         """`Objective.penalty` of own rows."""
-        if not len(factors):
-            return 0.0
-        if isinstance(factors, HostFactors):
-            return turns.host_penalty(self.device, objective, factors, degrees)
-        return als.penalty(self.device, objective, factors, degrees)
+        return factors.penalty(self.device, objective, degrees)
 
     def whole(
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
-    ) -> als.HalfSweep | StreamedHalf:
-        """The half sweep of one device, over a slab of rows; in waves where the plan says that ratings are streamed."""
-        if plan.offloaded:
-            self._copiers = self._copiers or turns.Copiers(self.device)
-            waves = waves_of(block, side, plan)
-            return turns.HostHalf(self.device, side, waves, objective, plan, self._copiers, names, ends)
-        if not isinstance(block, RangeSlabs) and not plan.streamed:
-            roots = als.range_of_roots(objective, ends)
-            return als.HalfSweep(self.device, side, block, objective, plan, names, roots)
-        slabs = waves_of(block, side, plan)
-        pipeline = None if plan.resident else self._entries(plan, slabs.dtype)
-        half = StreamedHalf(self.device, side, slabs, objective, plan, pipeline, names, ends)
-        self._follow(half)
-        return half
-
-    def _entries(self, plan: Plan, dtype: Any) -> Pipeline:
-        """What brings the entries of both half sweeps."""
-        if self._pipeline is None:
-            longest = plan.slab
-            if plan.scale is not None:
-                longest = max(plan.scale.slab(side) // plan.grids[side].splits for side in SIDES)
-            self._pipeline = Pipeline(self.device, longest, dtype)
-        return self._pipeline
-
-    def _follow(self, half: StreamedHalf | StreamedPartialRows) -> None:
-        """Have the entries of each half sweep begin to come while the other one ends."""
-        if self._streamed is not None and self._streamed.side != half.side:
-            half.following, self._streamed.following = self._streamed.work, half.work
-        self._streamed = half
+    ) -> HalfSweep | StreamedHalf:
+        """The half sweep of one device."""
+        assert not isinstance(block, ColumnSlabs)
+        return self.half_sweeps.make(side, block, objective, plan, names, ends)
 
     def solve(
-        self,
-        half: als.HalfSweep | StreamedHalf,
-        fixed: Any,
-        mean: float,
-        start: Any,
-        then: Then | None,
-    ) -> als.DeviceFactors | HostFactors:
+        self, half: HalfSweep | StreamedHalf, fixed: Any, mean: float, start: Any, then: Then | None
+    ) -> GpuFactors:
         """New factors of the rows of `whole`."""
-        return half.solve(fixed, mean, start, then=then)
+        *_, launched = half.launches(fixed, mean, start)
+        assert launched is not None
+        solved, status = launched
+        half.check(solved if then is None else then(solved), status)
+        return solved
 
     def partial(
         self,
@@ -176,24 +120,9 @@ class GpuWorker:
         arguments = (side, block, objective, plan, names, degrees, batches, solved)
         if plan.resident or not plan.streamed:
             return PartialRows(self.device, *arguments)
-        half = StreamedPartialRows(self.device, *arguments, self._entries(plan, block.dtype))
-        self._follow(half)
+        half = StreamedPartialRows(self.device, *arguments, self.half_sweeps.entries(plan, block.dtype))
+        self.half_sweeps.link(half)
         return half
-
-    def losses(
-        self,
-        objective: Objective,
-        plan: Plan,
-        half: Any,
-        users: Iterator[Owned],
-        items: als.DeviceFactors,
-        mean: float,
-    ) -> float:
-        """Loss of all entries, range after range of rows."""
-        if isinstance(half, PartialRows):
-            return half.losses(users, items, mean)
-        losses_of = half.losses if isinstance(half, StreamedHalf) else functools.partial(als.entry_losses, half)
-        return sum(float(losses_of(own, items, mean).sum()) for _, own in users)
 
     def pipeline(self) -> AbstractContextManager[Any]:
         """Reductions on a stream of their own; an emulated device has none."""
@@ -204,8 +133,7 @@ class GpuWorker:
 
     def close(self) -> None:
         """Load nothing more."""
-        if self._pipeline is not None:
-            self._pipeline.close()
+        self.half_sweeps.close()
 
 
 class Streams:
@@ -313,7 +241,7 @@ class InOrder:
         return nullcontext()
 
 
-class PartialRows(als.HalfSweep):
+class PartialRows(HalfSweep):
     """Sums of the entries at hand, and solutions of systems that all ranks' sums have been added up for.
 
     Parameters
@@ -327,6 +255,8 @@ class PartialRows(als.HalfSweep):
     ValueError
         A plan whose assembly needs all entries of a row.
     """
+
+    one_thread = False
 
     def __init__(
         self,
@@ -347,21 +277,18 @@ class PartialRows(als.HalfSweep):
             )
         # the rows at hand are not those that are solved here; they are known by their batches
         nothing = csr_of(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, block.dtype), block.shape[1])
-        super().__init__(device, side, nothing, objective, plan, names, als.range_of_roots(objective, ends_of(block)))
+        super().__init__(device, side, nothing, objective, plan, names, range_of_roots(objective, ends_of(block)))
         self._take(block)
         self.scale = device.upload(objective.row_scale(degrees).astype(self.dtype))
-        self.whole_degrees, self.batches, self.n_entries = degrees, batches, int(block.nnz)
+        self.degrees, self.row_batches, self.n_entries = degrees, batches, int(block.nnz)
         self.offsets = np.concatenate(([0], np.cumsum(degrees_of(block))))
         cut = functools.partial(Cut.make, device, longest=plan.segment, slots=plan.batch_slots)
         self._cuts = [cut(*self._places(batch)) for batch in range(len(batches))]
         self._to_solve = [self._filled(ranges) for ranges in solved]
-        self._config = None
-        if plan.assembly == "fused":
-            self._config = FusedConfig.default(plan.rank, device.spec, plan.precision, plan.solver)
         # of the half sweep that is under way
         self._table: Any = None
         self._entries_at_hand: Any = None
-        self._systems: Any = None
+        self._under_way: Any = None  # systems, kernels
 
     def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
         """Have the entries on the device."""
@@ -370,11 +297,11 @@ class PartialRows(als.HalfSweep):
 
     def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
         """Where rows begin and end in the entries at hand, and which of them are those of a batch."""
-        return self.offsets, self.batches[batch]
+        return self.offsets, self.row_batches[batch]
 
     def _at_hand(self) -> Generator[int, None, None]:
         """Batch after batch, its entries at hand until the next one."""
-        yield from range(len(self.batches))
+        yield from range(len(self.row_batches))
 
     def _filled(self, ranges: Ranges) -> tuple[Array, Array] | None:
         """(slots, rows) of a batch's rows that have entries.
@@ -382,80 +309,61 @@ class PartialRows(als.HalfSweep):
         A row without any has sums of zeros, which the row before it takes along as if they were its own.
         """
         rows = np.concatenate([np.arange(first, last) for first, last in ranges] or [np.zeros(0, int)])
-        filled = np.flatnonzero(self.whole_degrees[rows])
+        filled = np.flatnonzero(self.degrees[rows])
         if not len(filled):
             return None
         slots = np.append(filled, len(rows)).astype(np.int64)
         return self.device.upload(slots), self.device.upload(rows[filled].astype(np.int32))
 
-    def start(self, fixed: als.DeviceFactors, mean: float, start: als.DeviceFactors, gram: Array | None) -> None:
+    def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
         """Begin a half sweep."""
-        plan, device, n_rows = self.plan, self.device, len(self.whole_degrees)
-        solutions = device.zeros((n_rows, self.width), self.dtype)
-        if plan.solver != "cholesky" and n_rows:
-            solutions[...] = start.table
-            if start.device_bias is not None:
-                solutions[:, plan.factors] = start.device_bias
-            if not self.whole_degrees.all():
-                solutions[device.upload(np.flatnonzero(self.whole_degrees == 0))] = 0
         self._table, self._entries_at_hand = fixed.table, self._entries(fixed, mean)
-        self._systems = Systems(solutions, device.zeros(n_rows, np.int32), gram, self.ridge, self.scale)
-        self._how = fused.Method("float32", plan.solver, self.epsilon, plan.cg_steps)
-        if self._config is not None and self.n_entries:
-            self._how = self._method(fixed)
+        self._under_way = self._systems(start, gram), self.kernels_for(fixed)
+
+    def kernels_for(self, fixed: Any) -> RowKernels:
+        """See `HalfSweep`; without entries at hand there are no sums to scale."""
+        if self.n_entries or self.plan.assembly != "fused":
+            return super().kernels_for(fixed)
+        return FusedKernels(self.device, self._config, "float32", self.plan.solver, self.epsilon, self.plan.cg_steps)
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
         """Sums of a batch's entries at hand; zeros for rows without any."""
-        device, cut, rank = self.device, self._cuts[batch], self.plan.rank
-        arguments = (self._table, self._entries_at_hand, cut.segments)
-        if self._config is not None:
-            sums = device.empty((cut.n_slots, self._config.partial_floats), np.float32)
-            fused.assemble_segments(device, sums, *arguments, self._config, self._how)
-            return (cut.add_up(device, sums),)
-        # lower triangles are written, whole matrices travel
-        matrices = device.zeros((cut.n_slots, rank, rank), self.dtype)
-        rhs = device.empty((cut.n_slots, rank), self.dtype)
-        if len(cut.segments):
-            als.published(self.plan)(device, matrices, rhs, *arguments, rank)
-        return cut.add_up(device, matrices), cut.add_up(device, rhs)
+        cut, (_, kernels) = self._cuts[batch], self._under_way
+        sums = kernels.empty(cut.n_slots, whole=True)
+        kernels.assemble(sums, self._table, self._entries_at_hand, cut.segments)
+        return tuple(cut.add_up(self.device, each) for each in sums)
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
         """Complete and solve the systems of a batch."""
         to_solve = self._to_solve[batch]
-        if to_solve is None:
-            return
-        if self._config is not None:
-            fused.solve_partials(
-                self.device, self._systems, sums[0], *to_solve, self._entries_at_hand, self._config, self._how
-            )
-        else:
-            matrices, rhs = sums
-            self._finish(self._systems, matrices, rhs, *to_solve)
+        if to_solve is not None:
+            systems, kernels = self._under_way
+            kernels.solve(systems, sums, *to_solve, self._entries_at_hand)
 
     def close(self) -> None:
         """Nothing goes on beside the rank's thread; what was lent to this half sweep has room in no other."""
         self._table = self._entries_at_hand = None
 
-    def result(self, then: Then | None = None) -> als.DeviceFactors:
+    def result(self, then: Then | None = None) -> DeviceFactors:
         """Factors of the rows solved here."""
-        systems, self._systems = self._systems, None
+        (systems, _), self._under_way = self._under_way, None
         solved = self._unpack(systems.solutions)
-        self.judge(systems.status, solved if then is None else then(solved))
+        self.check(solved if then is None else then(solved), systems.status)
         return solved
 
-    def losses(self, users: Iterator[Owned], items: als.DeviceFactors, mean: float) -> float:
+    def loss(self, users: Iterator[Owned], items: DeviceFactors, mean: float) -> float:
         """Loss of all entries, where rows are users; they come in the order of the batches, but for empty ranges."""
         total = 0.0
         with closing(self._at_hand()) as batches:
             for batch in batches:
                 indptr, ranges = self._places(batch)
-                for (first, last), rows in zip(ranges, self.batches[batch], strict=True):
+                for (first, last), rows in zip(ranges, self.row_batches[batch], strict=True):
                     if first == last:
                         continue
                     come, own = next(users)
                     assert come == rows
-                    segments = als.row_segments(self.device, indptr[first : last + 1])
-                    total += float(als.segment_losses(self, own, items, mean, segments).sum())
+                    segments = row_segments(self.device, indptr[first : last + 1])
+                    total += float(segment_losses(self, own, items, mean, segments).sum())
         return total
 
 
@@ -501,7 +409,7 @@ class StreamedPartialRows(PartialRows):
         """Nothing yet."""
 
     def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
-        degrees = [np.diff(self.offsets[first : last + 1]) for first, last in self.batches[batch]]
+        degrees = [np.diff(self.offsets[first : last + 1]) for first, last in self.row_batches[batch]]
         ends = np.cumsum([0, *map(len, degrees)]).tolist()
         return np.cumsum(np.concatenate(([0], *degrees))), list(pairwise(ends))
 
@@ -514,7 +422,7 @@ class StreamedPartialRows(PartialRows):
             finally:
                 self.indices, self.ratings = nothing
 
-    def start(self, fixed: als.DeviceFactors, mean: float, start: als.DeviceFactors, gram: Array | None) -> None:
+    def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
         """Begin a half sweep; its entries begin to come with the first batch, if they have not before."""
         super().start(fixed, mean, start, gram)
         self._stream = self._at_hand()
@@ -526,7 +434,7 @@ class StreamedPartialRows(PartialRows):
         assert come == batch
         self._entries_at_hand = replace(self._entries_at_hand, indices=self.indices, ratings=self.ratings)
         sums = super().assemble(batch)
-        if batch == len(self.batches) - 1:
+        if batch == len(self.row_batches) - 1:
             next(self._stream, None)  # its buffer is free again; what follows may come
         return sums
 
@@ -551,15 +459,16 @@ def batch_work(block: sp.csr_array | ColumnSlabs, batches: list[Ranges]) -> Work
     return Work(len(batches), fetch, block)
 
 
-def gpu_worker(names: Sequence[str], control: Communicator) -> tuple[Communicator, GpuWorker]:
+def gpu_worker(names: Sequence[str], control: Any) -> tuple[Communicator, GpuWorker]:
     """A rank's communicator and worker on the GPU of its name; called by all ranks together.
 
     Raises
     ------
     DeviceError
     """
-    device = open_device(names[control.rank])
-    return NcclCommunicator(control, device.index), GpuWorker(device)
+    communicator, device = open_rank(names[control.rank], control)
+    assert device is not None
+    return communicator, GpuWorker(device)
 
 
 def sockets(names: Sequence[str]) -> list[int]:

@@ -21,55 +21,38 @@ A rank runs on the CPU or on a GPU, the communicator between them is any (`hybri
 from __future__ import annotations
 
 import copy
-import logging
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State, Terms, other_side, part_of
-from ..core.sparse import transposed
-from ..core.validate import csr_arrays, make_csr
+from ..core.sparse import rows_of, transposed
+from ..core.validate import csr_arrays
 from ..cpu.als import aligned_zeros, objective_value
 from ..cpu.sgd import Copies, RowSweeps, starting_state, sums_width
 from ..data.fingerprint import fingerprint
-from ..device.cuda import Device, open_device
+from ..device.cuda import Device
 from ..errors import CommunicatorError
 from ..gpu import sgd as gpu_sgd
-from ..gpu.als import DeviceFactors, to_device
+from ..gpu.factors import DeviceFactors, to_device
 from ..gpu.sgd import Msgd, Rows, TrainingLoss
 from ..plan.partition import even_bounds
-from ..plan.sgd import RISE, SgdMethod, diverged, stored_width, terms_at
+from ..plan.sgd import LONG_ROW, RISE, SgdMethod, diverged, stored_width, terms_at
 from ..plan.types import BATCH_FLOPS, Plan
+from .group import RankGroup, open_rank
 from .joined import JoinedFactors
-from .transport.communicator import Array, Communicator, check_agreement, start_sendrecv
-from .transport.nccl import NcclCommunicator
-from .transport.threads import RankThreads
-
-logger = logging.getLogger("hybridmf")
-
-LONG_ROW = 32768
-"""Entries of a row in all blocks from which it has blocks of GPUs to itself. An epoch of Netflix's shape, f = 128, took
-10.9 ms on two H200s, 11.0 with 16,384 and 11.7 with 8,192."""
+from .transport.communicator import Array, Communicator, LocalCommunicator, check_agreement
 
 SHORTEST_LONG_ROW = 1024
 """A row as short as this never has a block of a GPU to itself: preparing one takes as long as walking the row."""
 
 
 # ---------------------------------------------------------------------------------------------- shares
-
-
-def row_range(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
-    """Rows `first` to `last` - 1, as views of the entries."""
-    begin, end = int(matrix.indptr[first]), int(matrix.indptr[last])
-    indptr = matrix.indptr[first : last + 1] - matrix.indptr[first]
-    return make_csr(indptr, matrix.indices[begin:end], matrix.data[begin:end], (last - first, matrix.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -102,10 +85,10 @@ Block = dict[Side, sp.csr_array]
 
 def cut_share(user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: int) -> list[Block]:
     """The ratings of a rank's users, cut by the ranges of items."""
-    by_item = transposed(row_range(user_items, *bounds.range_of("user", rank)), num_threads)
+    by_item = transposed(rows_of(user_items, *bounds.range_of("user", rank)), num_threads)
     blocks: list[Block] = []
     for other in range(len(bounds.item) - 1):
-        items = row_range(by_item, *bounds.range_of("item", other))
+        items = rows_of(by_item, *bounds.range_of("item", other))
         blocks.append({"user": transposed(items, num_threads), "item": items})
     return blocks
 
@@ -152,9 +135,6 @@ class Backend(Protocol):
 
     def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
         """What the rows of a range pay."""
-
-    def gather_items(self, communicator: Communicator, factors: Factors, bounds: Bounds) -> list[Factors]:
-        """All ranges of items, each rank giving its own."""
 
 
 class CpuBackend:
@@ -251,16 +231,6 @@ class CpuBackend:
         """See `Backend`."""
         return self.objective.penalty(factors.matrix, degrees, factors.bias)
 
-    def gather_items(self, communicator: Communicator, factors: Factors, bounds: Bounds) -> list[Factors]:
-        """See `Backend`."""
-        if communicator.size == 1:
-            return [factors]
-        counts = np.diff(bounds.item).tolist()
-        matrix = communicator.allgatherv(factors.matrix, counts)
-        bias = None if factors.bias is None else communicator.allgatherv(factors.bias, counts)
-        everything = Factors(matrix, bias)
-        return [part_of(everything, *bounds.range_of("item", rank)) for rank in range(communicator.size)]
-
 
 def _row_sweeps(block: Block, plan: Plan) -> RowSweeps | None:
     if not block["user"].nnz:
@@ -273,7 +243,7 @@ def long_row_of(ranks: int) -> int:
 
     In a block the longest row has a ranks-th of its entries: what ends beside it is shorter in proportion.
     """
-    return gpu_sgd.LONG_ROW if ranks == 1 else max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW // ranks)
+    return max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW // ranks)
 
 
 class GpuBackend:
@@ -381,21 +351,6 @@ class GpuBackend:
         """See `Backend`."""
         assert isinstance(factors, DeviceFactors)
         return gpu_sgd.penalty(factors, self.objective, degrees)
-
-    def gather_items(self, communicator: Communicator, factors: Factors, bounds: Bounds) -> list[Factors]:
-        """See `Backend`."""
-        if communicator.size == 1:  # which may be one that cannot carry what lies on a device
-            return [factors]
-        assert isinstance(factors, DeviceFactors)
-        counts = np.diff(bounds.item).tolist()
-        table = communicator.allgatherv(factors.table, counts)
-        bias = None if factors.device_bias is None else communicator.allgatherv(factors.device_bias, counts)
-        parts: list[Factors] = []
-        for rank in range(communicator.size):
-            first, last = bounds.range_of("item", rank)
-            own_bias = None if bias is None else bias[first:last]
-            parts.append(DeviceFactors(self.device, table[first:last], self.plan.factors, own_bias))
-        return parts
 
 
 # ---------------------------------------------------------------------------------------------- one rank
@@ -543,30 +498,35 @@ class RankSGD:
         first, last = self.bounds.range_of("item", following)
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         sent = self.backend.arrays(items)
-        return start_sendrecv(self.communicator, sent, before, after, self.backend.likes(last - first))
+        return self.communicator.start_sendrecv(sent, before, after, self.backend.likes(last - first))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def stop(self) -> None:
+        """Nothing goes on beside the rank's thread."""
 
     def objective_value(self) -> float:
         """The objective at the current factors of all ranks, in float64."""
         with self.backend.active():
-            items = self.backend.gather_items(self.communicator, self.factors["item"], self.bounds)
+            items = self._all_items()
             users, mean = self.factors["user"], self.mean
             own = sum(self.backend.loss(block, users, items[block], mean) for block in range(self.size))
             own += sum(self.backend.penalty(side, self.factors[side], self.degrees[side]) for side in SIDES)
         return float(self.communicator.allreduce(np.array([own]))[0])
 
+    def _all_items(self) -> list[Factors]:
+        """All ranges of items, each rank giving its own."""
+        own = self.factors["item"]
+        if self.size == 1:  # the communicator may be one that cannot carry arrays of a device
+            return [own]
+        counts = np.diff(self.bounds.item).tolist()
+        whole = [self.communicator.allgatherv(array, counts) for array in own.arrays]
+        ranges = [slice(*self.bounds.range_of("item", rank)) for rank in range(self.size)]
+        return [own.with_arrays([array[rows] for array in whole]) for rows in ranges]
+
 
 # ---------------------------------------------------------------------------------------------- all ranks
-
-
-def _open_rank(control: Communicator, name: str) -> tuple[Communicator, Device | None]:
-    """Communicator and device of a rank on a device of that name."""
-    if name == "cpu":
-        return control, None
-    device = open_device(name)
-    if control.size == 1:
-        return control, device
-    with device.active():
-        return NcclCommunicator(control, device.spec.index), device
 
 
 class MultiSGD:
@@ -605,15 +565,13 @@ class MultiSGD:
         beside: bool = True,
     ) -> None:
         size = len(plan.devices)
-        self.mean, self.threads = state.mean, RankThreads(size)
+        self.mean, self.group = state.mean, RankGroup(size)
         own_plan = plan.changed(num_threads=max(1, plan.num_threads // size))
-        workers: dict[int, RankSGD] = {}
-        opened: dict[int, Communicator] = {}
 
-        def begin(control: Communicator) -> None:
-            communicator, device = _open_rank(control, plan.devices[control.rank])
-            opened[control.rank] = communicator
-            workers[control.rank] = RankSGD(
+        def make(control: LocalCommunicator, opened: Callable[[Communicator], None]) -> RankSGD:
+            communicator, device = open_rank(plan.devices[control.rank], control)
+            opened(communicator)
+            return RankSGD(
                 communicator,
                 user_items,
                 objective,
@@ -626,10 +584,7 @@ class MultiSGD:
                 agreed=True,  # they are given the same objects
             )
 
-        self.workers, self._opened = workers, opened
-        self._finish = weakref.finalize(self, _close, self.threads, opened)
-        self._finish.atexit = False
-        self.threads.run(begin)
+        self.ranks: list[RankSGD] = self.group.open(make)
         self.state = state
 
     def sweep(self) -> Iterator[None]:
@@ -641,35 +596,15 @@ class MultiSGD:
         Exception
             What the first rank that failed has raised.
         """
-        parts = self.threads.run(lambda control: self.workers[control.rank].sweep())
+        parts = self.group.run(lambda control: self.ranks[control.rank].sweep())
         users, items = (JoinedFactors([part[side] for part in parts]) for side in SIDES)
         self.state = State(users, items, self.mean)
         yield
 
     def objective_value(self) -> float:
         """The objective at the current factors, in float64."""
-        return self.threads.run(lambda control: self.workers[control.rank].objective_value())[0]
+        return self.group.run(lambda control: self.ranks[control.rank].objective_value())[0]
 
     def close(self) -> None:
         """End the threads and connections. Closing once more does nothing."""
-        if self._finish.detach():
-            _close(self.threads, self._opened, wait=True)
-
-
-def _close(threads: RankThreads, opened: dict[int, Communicator], *, wait: bool = False) -> None:
-    """Close what each rank has opened, on its thread; after a failure, end what waits for ranks that are gone."""
-    if threads.stopping.is_set():
-        for communicator in opened.values():
-            communicator.abort("")
-        threads.close()
-    else:
-        threads.close(partial(_close_rank, opened), wait=wait)
-
-
-def _close_rank(opened: dict[int, Communicator], control: Communicator) -> None:
-    try:
-        opened[control.rank].close()
-    except Exception as error:
-        logger.warning("rank %d did not end well: %s", control.rank, error)
-        if not isinstance(error, CommunicatorError):  # that others are gone is theirs to tell
-            raise
+        self.group.close()

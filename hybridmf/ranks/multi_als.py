@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Objective, Side, State, part_of
-from ..core.sparse import transposed
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..data.store import StoreMatrix
 from ..errors import CommunicatorError
-from ..formats import Reordered, reorder
 from ..plan.grid import Grid, Layout
+from ..plan.ordering import reordered
 from ..plan.solver import Alternating
 from ..plan.types import Plan
+from . import gpu_rank
 from .cpu_rank import CpuWorker
+from .group import RankGroup
 from .joined import JoinedFactors
 from .su_als import Block, RankALS, ReductionName, Worker, rank_plan
-from .transport.communicator import Communicator
+from .transport.communicator import Communicator, LocalCommunicator
 from .transport.threads import RankThreads
-
-logger = logging.getLogger("hybridmf")
 
 MakeWorker = Callable[[Communicator], tuple[Communicator, Worker]]
 """What a rank's thread communicates and computes with, from the communicator of the threads."""
@@ -78,30 +75,18 @@ class MultiALS(Alternating):
         self.objective, self.plan, self.mean = objective, plan, state.mean
         if plan.scale is not None:
             plan.scale.check_served(len(plan.devices))
-        self._reordered: Reordered | None = None
-        if plan.reorder != "none":
-            axes = {"rows": plan.reorder in ("rows", "both"), "cols": plan.reorder in ("columns", "both")}
-            self._reordered = reorder(user_items, **axes, num_threads=plan.num_threads)
-            user_items = self._reordered.matrix
-            item_users = transposed(user_items, plan.num_threads)
-        matrices: dict[Side, sp.csr_array | StoreMatrix] = {"user": user_items, "item": item_users}
+        self.order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
         degrees = {side: np.diff(matrices[side].indptr) for side in SIDES}
         self.layout = Layout.even(degrees, grids or plan.grids, plan.row_cost)
-        inward = {side: state.side(side).on_host() for side in SIDES}
-        for side in SIDES:
-            order = self._order(side)
-            if order is not None:
-                inward[side] = inward[side].take(order)
+        inward = {side: self.order.inward(side, state.side(side).on_host()) for side in SIDES}
         known_topology = self._topology(reduction, topology)
-        self.threads = RankThreads(self.layout.size)
-        to_worker = make_worker or worker_maker(plan, self.threads)
-        opened: dict[int, Communicator] = {}
-        self._opened, self._closed = opened, False
+        self.group = RankGroup(self.layout.size)
+        to_worker = make_worker or worker_maker(plan, self.group.threads)
 
-        def make(threads: Communicator) -> RankALS:
-            communicator, worker = to_worker(threads)
-            rank = threads.rank
-            opened[rank] = communicator
+        def make(control: LocalCommunicator, opened: Callable[[Communicator], None]) -> RankALS:
+            communicator, worker = to_worker(control)
+            opened(communicator)
+            rank = control.rank
             own = {side: part_of(inward[side], *self.layout.own(side, rank)) for side in SIDES}
             return RankALS(
                 communicator,
@@ -118,95 +103,47 @@ class MultiALS(Alternating):
 
         self.ranks: list[RankALS] = []
         try:
-            self.ranks = self._run(make)
-            self._together = self._sides_together()
+            self.ranks = self.group.open(make)
         except BaseException:
             self.close()
             raise
 
-    def _order(self, side: Side) -> np.ndarray | None:
-        if self._reordered is None:
-            return None
-        return self._reordered.row_order if side == "user" else self._reordered.col_order
-
     def _names(self, side: Side, rank: int) -> np.ndarray:
         first, last = self.layout.own(side, rank)
-        order = self._order(side)
+        order = self.order.names(side)
         return np.arange(first, last, dtype=np.int64) if order is None else order[first:last].astype(np.int64)
 
     def _topology(self, reduction: str, given: Sequence[int] | None) -> list[int] | None:
         if given is not None or reduction != "two_phase":
             return None if given is None else list(given)
-        from .gpu_rank import sockets
-
-        return sockets(self.plan.devices)
-
-    def _run(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Run on all ranks; the first failure comes out as it was raised, and stops them all."""
-        self._check_open()
-        return self.threads.run(function)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CommunicatorError("the ranks were closed; make another solver")
-
-    def _sides_together(self) -> set[Side]:
-        """Half sweeps that one thread launches for all ranks."""
-        if self.plan.gpu is None:
-            return set()
-        from . import together
-
-        return {side for side in SIDES if together.is_served(self.ranks, side)}
-
-    def _solve_together(self, side: Side) -> list[Any]:
-        from . import together
-
-        self._check_open()
-        with self.threads.in_their_place():
-            return together.solve(self.ranks, side)
+        return gpu_rank.sockets(self.plan.devices)
 
     @property
     def state(self) -> State:
         """Factors of the last completed half sweep, in the order of the input."""
-        users, items = (JoinedFactors([rank.own[side] for rank in self.ranks], self._order(side)) for side in SIDES)
+        users, items = (
+            JoinedFactors([rank.own[side] for rank in self.ranks], self.order.names(side)) for side in SIDES
+        )
         return State(users, items, self.mean)
 
     def update(self, side: Side) -> None:
         """One half sweep; the state changes only once it is complete on all ranks."""
-        if side in self._together:
-            solved = self._solve_together(side)
-        else:
-            solved = self._run(lambda threads: self.ranks[threads.rank].solve(side))
-        for rank, factors in zip(self.ranks, solved, strict=True):
+        for rank, factors in zip(self.ranks, self.group.solve(side), strict=True):
             rank.own[side] = factors
 
     def balance(self) -> None:
         """Change both sides to the basis of least penalty; the same predictions."""
-        balanced = self._run(lambda threads: self.ranks[threads.rank].balanced())
+        balanced = self.group.run(lambda control: self.ranks[control.rank].balanced())
         for rank, own in zip(self.ranks, balanced, strict=True):
             rank.own = own
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
-        return float(self._run(lambda threads: self.ranks[threads.rank].objective_value())[0])
+        return float(self.group.run(lambda control: self.ranks[control.rank].objective_value())[0])
 
     def close(self) -> None:
         """End the threads and connections of the ranks; `state` stays readable. Closing once more does nothing."""
-        if self._closed:
-            return
-        try:
-            if self.threads.stopping.is_set():
-                for communicator in self._opened.values():  # a rank may wait in one of them for another that is gone
-                    communicator.abort("the fit has ended")
-                for rank in self.ranks:
-                    rank.worker.close()
-            else:
-                self._run(lambda threads: _close_rank(self.ranks[threads.rank], self._opened[threads.rank]))
-        except CommunicatorError as error:
-            logger.warning("ranks did not end well: %s", error)
-        finally:
-            self._closed = True
-            self.threads.close()
+        self.group.close()
 
 
 def block_of(layout: Layout, side: Side, rank: int, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> Block:
@@ -230,12 +167,6 @@ def block_of(layout: Layout, side: Side, rank: int, matrix: sp.csr_array | Store
     return ColumnSlabs(matrix, layout.ranges(side, rank), layout.columns(side, rank))
 
 
-def _close_rank(rank: RankALS, communicator: Communicator) -> None:
-    """Close what a rank has connected, on its thread."""
-    rank.close()
-    communicator.close()
-
-
 def worker_maker(plan: Plan, threads: RankThreads) -> MakeWorker:
     """Workers on the devices of a plan."""
     if plan.gpu is None:
@@ -245,6 +176,4 @@ def worker_maker(plan: Plan, threads: RankThreads) -> MakeWorker:
                 raise CommunicatorError("another rank has failed, or the fit was stopped")
 
         return lambda communicator: (communicator, CpuWorker(check))
-    from .gpu_rank import gpu_worker
-
-    return lambda communicator: gpu_worker(plan.devices, communicator)
+    return lambda communicator: gpu_rank.gpu_worker(plan.devices, communicator)

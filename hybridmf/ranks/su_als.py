@@ -23,7 +23,8 @@ from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..data.slabs import ColumnSlabs, RangeSlabs, magnitudes, slab_bounds, slab_entries
 from ..errors import CommunicatorError, RatingsError
 from ..plan.grid import Layout
-from ..plan.ranks import SLAB_BUFFERS, ScalePlan, check_rank
+from ..plan.half_sweep import SLAB_BUFFERS
+from ..plan.ranks import ScalePlan, check_rank
 from ..plan.solver import Alternating
 from ..plan.types import Plan
 from .batches import Ranges, batch_entries, batch_rows, bounded_batches, even_batches
@@ -46,14 +47,24 @@ ReductionName = Literal["scatter", "two_phase", "root"]
 
 
 class Whole(Protocol):
-    """A half sweep over rows all of whose entries are at hand; `hybridmf.cpu.als.HalfSweep` and its twin."""
+    """A half sweep over rows all of whose entries are here; `hybridmf.cpu.als.HalfSweep`, `hybridmf.gpu.half.GpuHalf`.
 
-    def solve(self, fixed: Any, mean: float, start: Any = None) -> Any:
-        """New factors of the rows."""
+    Attributes
+    ----------
+    one_thread : bool
+        Whether one thread can launch it for several ranks; see `hybridmf.ranks.group`.
+    """
+
+    one_thread: bool
+
+    def losses(self, users: Any, items: Any, mean: float) -> np.ndarray:
+        """Losses of pieces of the rows, where rows are users; float64."""
 
 
 class Partial(Protocol):
     """A half sweep over rows of whose entries other ranks have some."""
+
+    one_thread: bool
 
     def start(self, fixed: Any, mean: float, start: Any, gram: Array | None) -> None:
         """Begin: factors at hand, and what systems are completed with."""
@@ -68,7 +79,10 @@ class Partial(Protocol):
         """End what goes on beside the rank's thread: all batches have been assembled, or the half sweep has failed."""
 
     def result(self, then: Then | None = None) -> Any:
-        """Factors of the rows that are solved here; raises what a system's status says."""
+        """Factors of the rows that are solved here; raises the failure of a row."""
+
+    def loss(self, users: Iterator[Owned], items: Any, mean: float) -> float:
+        """Loss of all entries, where rows are users, in float64; they come in the order of the batches."""
 
 
 class Worker(Protocol):
@@ -85,15 +99,6 @@ class Worker(Protocol):
 
     def own(self, factors: Factors, plan: Plan) -> Any:
         """Factors from the host."""
-
-    def arrays(self, factors: Any) -> list[Array]:
-        """What factors are made of; first axis: their rows."""
-
-    def factors(self, arrays: list[Array], like: Any) -> Any:
-        """Factors made of such arrays."""
-
-    def gram(self, factors: Any, objective: Objective, plan: Plan) -> Array | None:
-        """Weighted Gram matrix of the rows at hand, None for explicit feedback."""
 
     def exact_gram(self, factors: Any, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
         """Float64 Gram matrix, shape (factors, factors), rows weighted."""
@@ -112,17 +117,6 @@ class Worker(Protocol):
     def solve(self, half: Any, fixed: Any, mean: float, start: Any, then: Then | None) -> Any:
         """New factors of the rows of `whole`."""
 
-    def losses(
-        self,
-        objective: Objective,
-        plan: Plan,
-        half: Any,
-        users: Iterator[Owned],
-        items: Any,
-        mean: float,
-    ) -> float:
-        """Loss of all entries of the users' half sweep, in float64; its rows come in the order of the batches."""
-
     def close(self) -> None:
         """End what goes on beside the rank's thread; it is not at work any more."""
 
@@ -132,6 +126,9 @@ class SplitWorker(Worker, Protocol):
 
     def blank(self, like: Array, rows: int) -> Array:
         """Zeros of the dtype and width of an array."""
+
+    def gram(self, factors: Any, objective: Objective, plan: Plan) -> Array | None:
+        """Weighted Gram matrix of the rows at hand, None for explicit feedback."""
 
     def partial(
         self,
@@ -477,8 +474,8 @@ class RankALS(Alternating):
             return fixed
         grid = self.layout.grids[side]
         counts = self.layout.counts(other_side(side), grid.holders(grid.split_of(self.rank)))
-        arrays = [communicator.allgatherv(array, counts) for array in self.worker.arrays(fixed)]
-        return self.worker.factors(arrays, fixed)
+        arrays = [communicator.allgatherv(array, counts) for array in fixed.arrays]
+        return fixed.with_arrays(arrays)
 
     def _gather_ahead(self, side: Side) -> Then | None:
         """What gathers the new factors of `side` as they will be needed next, while they are still being computed."""
@@ -495,7 +492,7 @@ class RankALS(Alternating):
 
     def _solve_split(self, side: Side) -> Any:
         half, reduction = self.halves[side], self._reductions[side]
-        gram = self.worker.gram(self.own[other_side(side)], self.objective, self.plan)
+        gram = self._split_worker.gram(self.own[other_side(side)], self.objective, self.plan)
         if gram is not None:
             gram = self.communicator.allreduce(gram)
         half.start(self._gathered(side), self.mean, self._start(side), gram)
@@ -515,8 +512,8 @@ class RankALS(Alternating):
         if everything_here is None or members is None:
             return own
         counts = self._member_counts(side)
-        arrays = [members.allgatherv(array, counts) for array in self.worker.arrays(own)]
-        return self.worker.factors(arrays if everything_here else [array[:0] for array in arrays], own)
+        arrays = [members.allgatherv(array, counts) for array in own.arrays]
+        return own.with_arrays(arrays if everything_here else [array[:0] for array in arrays])
 
     def _assembled(self, side: Side, half: Partial, pipeline: Pipeline) -> Iterator[tuple[int, Any, Any, list[int]]]:
         for batch, pieces in enumerate(self.batches[side]):
@@ -531,11 +528,11 @@ class RankALS(Alternating):
         counts = self._member_counts(side)
         own, first = self.own[side], sum(counts[: members.rank])
         if everything_here:
-            arrays = self.worker.arrays(half.result())
+            arrays = half.result().arrays
         else:
-            arrays = [self._split_worker.blank(array, sum(counts)) for array in self.worker.arrays(own)]
+            arrays = [self._split_worker.blank(array, sum(counts)) for array in own.arrays]
         rows = slice(first, first + counts[members.rank])
-        return self.worker.factors([members.broadcast(array)[rows].copy() for array in arrays], own)
+        return own.with_arrays([members.broadcast(array)[rows].copy() for array in arrays])
 
     # ------------------------------------------------------------------------------------------------ over all ranks
 
@@ -574,14 +571,14 @@ class RankALS(Alternating):
     def _losses(self) -> float:
         """Loss of the entries of this rank's users' block."""
         half, items = self.halves["user"], self._gathered("user")
-        return self.worker.losses(self.objective, self.plan, half, self._users(), items, self.mean)
+        if self.layout.grids["user"].splits == 1:
+            return float(half.losses(self.own["user"], items, self.mean).sum())
+        return float(half.loss(self._users(), items, self.mean))
 
     def _users(self) -> Iterator[Owned]:
         """Rows of the users' block in the order in which their entries come, with factors from who owns them."""
-        own, members = self.own["user"], self._members["user"]
-        if members is None:
-            yield (0, len(self.degrees["user"])), own
-            return
+        members = self._members["user"]
+        assert members is not None
         for batch, pieces in zip(self.batches["user"], self._pieces["user"], strict=True):
             for rows, k in zip(batch, self._reductions["user"].order, strict=True):
                 if rows[0] < rows[1]:
@@ -590,12 +587,16 @@ class RankALS(Alternating):
     def _from_member(self, members: Communicator, root: int, rows: slice) -> Any:
         """Some of the users that a member of the group owns."""
         own = self.own["user"]
-        arrays = self.worker.arrays(own)
+        arrays = own.arrays
         if members.rank == root:
             arrays = [array[rows] for array in arrays]
         else:
             arrays = [self._split_worker.blank(array, rows.stop - rows.start) for array in arrays]
-        return self.worker.factors([members.broadcast(array, root) for array in arrays], own)
+        return own.with_arrays([members.broadcast(array, root) for array in arrays])
+
+    def stop(self) -> None:
+        """End what the worker has begun."""
+        self.worker.close()
 
     def close(self) -> None:
         """Give back the communicators made here, not the one that was given, and end what the worker has begun."""

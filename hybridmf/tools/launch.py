@@ -16,8 +16,7 @@ from ..errors import DeviceError
 from ..model.loop import Callback
 from ..model.stopwatch import Stopwatch
 from ..ranks.shares import RankRatings, StoredRatings, WholeRatings
-from ..ranks.transport.communicator import Communicator
-from ..ranks.transport.messages import TIMEOUT
+from ..ranks.transport.communicator import TIMEOUT, Communicator
 from ..ranks.transport.sockets import SocketCommunicator, local_rank
 from ..ratings import Ratings
 from .spmd import check_model, fit_rank

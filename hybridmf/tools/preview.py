@@ -11,8 +11,10 @@ from ..als import ExplicitALS
 from ..core.system import parse_bytes
 from ..core.validate import MAX_AXIS, check_int, check_nonempty
 from ..model.base import FactorModel
+from ..plan.half_sweep import Problem
 from ..plan.make import make_plan, plan_for
-from ..plan.ranks import MAX_GPUS, Problem, ScalePlan, plan_scale
+from ..plan.partitions import plan_scale
+from ..plan.ranks import MAX_GPUS, ScalePlan
 from ..plan.types import Plan
 
 
@@ -122,7 +124,7 @@ def _plan_machine(model: Any, sizes: tuple[tuple[int, int], int], gpus: int, mem
     if settings.method is not None:
         raise ValueError(f"gpus={gpus} plans ALS; {type(model).__name__} has no planner: name devices that are there")
     rank = settings.factors + (1 if objective.biases else 0)
-    problem = Problem(*sizes, rank, np.dtype(settings.dtype).itemsize)
+    problem = Problem(*sizes, rank, np.dtype(settings.dtype).itemsize, implicit=objective.is_implicit)
     return plan_scale(
         problem,
         gpus,

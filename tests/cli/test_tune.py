@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hybridmf._version import __version__
 from hybridmf.cli import main
 from hybridmf.errors import DeviceError
-from hybridmf.gpu.assemblies import SyrkConfig
+from hybridmf.gpu.sparse_syrk import SyrkConfig
 from hybridmf.gpu.tuning import plots as tune_plots
 from hybridmf.gpu.tuning import tune
 from hybridmf.gpu.tuning.spaces import SPACES

@@ -21,9 +21,9 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceMemoryError, ModelFileError, NonFiniteError
 from hybridmf.formats import transpose
 from hybridmf.native import _als, _ccd
-from hybridmf.plan import cost as _cost
+from hybridmf.plan.als import ALS, for_fold_in
 from hybridmf.plan.ccd import CcdMethod
-from hybridmf.plan.machine import CpuRates, GpuRates
+from hybridmf.plan.machine import CpuRates, Machine
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Settings
 from support.marks import exhaustive
@@ -640,7 +640,7 @@ def plan_of(spec: DeviceSpec | None, nnz: int, device: str = "auto", limit=None,
         factors=40, dtype="float32", num_threads=2, device="cpu", iterations=15, method=method, gpu_memory_limit=limit
     )
     base = make_plan(OBJECTIVES["count"], given, (480_189, 17_770), nnz)
-    return method.plan(base, replace(given, device=device), spec)
+    return method.plan(base, replace(given, device=device), OBJECTIVES["count"], spec)
 
 
 def test_auto_takes_the_gpu_where_it_is_worth_it(caplog):
@@ -670,7 +670,7 @@ def test_plan_prints_and_counts():
     assert "ccd++, 2 inner iterations of each rank-one update, non-negative" in text
     assert plan.flops_per_iteration == 2 * planted().nnz * 8 * (4 * 2 + 6)
     assert set(plan.bytes) == {"ratings", "residual", "factors", "vectors", "workspace"}
-    assert plan.reorder == "none" and plan.for_fold_in().method is None
+    assert plan.reorder == "none" and for_fold_in(plan).method == ALS
     assert "1 inner iteration of" in str(CcdMethod())
     biased = hmf.plan(planted(), hmf.CCD(factors=8, inner_iterations=2, biases=True, device="cpu"))
     assert (biased.factors, biased.rank) == (8, 9)
@@ -698,8 +698,10 @@ def test_memory_is_what_the_plan_says(name):
 def test_biases_are_estimated_to_take_as_long_as_two_factors():
     biased = hmf.plan(planted(), hmf.CCD(8, biases=True, device="cpu"))
     wider = hmf.plan(planted(), hmf.CCD(10, device="cpu"))
-    assert _cost._cpu_ccd(biased, CpuRates()) == pytest.approx(_cost._cpu_ccd(wider, CpuRates()))
-    assert _cost._gpu_ccd(biased, GpuRates()) == pytest.approx(_cost._gpu_ccd(wider, GpuRates()))
+    works = [plan.method.cpu_work(plan, CpuRates()) for plan in (biased, wider)]
+    assert [works[0].seconds, works[0].regions] == pytest.approx([works[1].seconds, works[1].regions])
+    iterations = [plan.method.gpu_iteration(plan, Machine()) for plan in (biased, wider)]
+    assert iterations[0] == pytest.approx(iterations[1])
 
 
 # ------------------------------------------------------------------------------------------------------------ real data

@@ -16,8 +16,9 @@ from hybridmf.core.objective import Factors, Objective, State, initial_state
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
-from hybridmf.gpu import assemblies
-from hybridmf.gpu.als import DeviceFactors, HalfSweep, Pieces, gram_sum, objective_value, to_device
+from hybridmf.gpu import launch
+from hybridmf.gpu.factors import DeviceFactors, gram_sum, to_device
+from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
 from hybridmf.plan.fused import table_width
@@ -159,8 +160,8 @@ def test_rows_are_cut_into_segments_and_batches():
 @pytest.mark.parametrize("rows", [0, 3, 4, 9, 250, 260])
 def test_a_gram_matrix_takes_no_second_table(device, monkeypatch, rows, most):
     """CuPy copies an operand that is a stack of transposed matrices, one such matrix it does not."""
-    monkeypatch.setattr("hybridmf.gpu.als.GRAM_ROWS", 4)
-    monkeypatch.setattr("hybridmf.gpu.als.GRAM_BYTES", most)
+    monkeypatch.setattr("hybridmf.gpu.factors.GRAM_ROWS", 4)
+    monkeypatch.setattr("hybridmf.gpu.factors.GRAM_BYTES", most)
     stacks, matmul = [0], device.matmul
 
     def watched(a, b):
@@ -224,7 +225,7 @@ def test_weights_over_many_orders_of_magnitude(device, spread, precision):
     fixed = random_factors(60, RANK, np.float32).matrix * 10 ** rng.uniform(-3, 0, (60, 1)).astype(np.float32)
     problem = Problem(matrix, replace(OBJECTIVES["implicit"], alpha=1.0), fixed=Factors(fixed))
     half = problem.half(device)
-    assert half._method(to_device(device, problem.fixed, half.width)).precision == precision
+    assert half.kernels_for(to_device(device, problem.fixed, half.width)).precision == precision
     errors, plain = (row_errors(solved, problem.exact()) for solved in (problem.solve(device), problem.plain()))
     assert np.median(errors) < 4 * np.median(plain)
     assert errors.max() < 4 * plain.max()
@@ -293,7 +294,7 @@ def test_batches_are_halved_until_they_fit(device, assembly, monkeypatch, caplog
         assert "out of memory: batches of" in caplog.text
         warned = len(caplog.records)
         np.testing.assert_array_equal(half.solve(fixed, problem.mean).matrix, expected)
-    assert half.batch_slots < 60
+    assert half.batches.slots < 60
     assert len(caplog.records) == warned  # the smaller size stays
 
 
@@ -468,13 +469,14 @@ VARIANTS = {
 @pytest.mark.parametrize("kind", ["explicit", "implicit"])
 @pytest.mark.parametrize("assembly", VARIANTS)
 def test_a_fit_takes_published_kernels_by_name(kind, assembly, gpu, monkeypatch):
-    launched, get_kernel = [], assemblies.get_kernel
+    launched, get_kernel = [], launch.get_kernel
 
     def recorded(device, file, name, **constants):
         launched.append({"name": name, **constants})
         return get_kernel(device, file, name, **constants)
 
-    monkeypatch.setattr(assemblies, "get_kernel", recorded)
+    for name in ("mo_als", "bals"):
+        monkeypatch.setattr(f"hybridmf.gpu.{name}.get_kernel", recorded)
     model = fit(kind, "cuda", assembly=assembly, iterations=1)
     wanted = {"name": "bals" if "bals" in assembly else "mo_als"} | VARIANTS[assembly]
     assert launched and all(wanted.items() <= one.items() for one in launched)
@@ -593,7 +595,7 @@ def test_a_failure_in_the_second_half_sweep_keeps_the_state_before_it(backend, m
         raise NonFiniteError("factors of user 3 became infinite or NaN")
 
     halves = {}
-    name = "hybridmf.cpu.als.HalfSweep" if backend == "cpu" else "hybridmf.gpu.als.HalfSweep"
+    name = "hybridmf.cpu.als.HalfSweep" if backend == "cpu" else "hybridmf.gpu.half.HalfSweep"
     original = cpu.HalfSweep if backend == "cpu" else HalfSweep
 
     class Recorded(original):

@@ -10,9 +10,13 @@ import scipy.sparse as sp
 
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.formats import BalsMatrix, reorder
-from hybridmf.gpu import assemblies
-from hybridmf.gpu.assemblies import BalsLocalConfig, MoAlsConfig, SyrkConfig
+from hybridmf.gpu import assembly, bals
+from hybridmf.gpu import mo_als as mo_als_module
+from hybridmf.gpu import sparse_syrk as sparse_syrk_module
+from hybridmf.gpu.bals import BalsLocalConfig
 from hybridmf.gpu.launch import Entries
+from hybridmf.gpu.mo_als import MoAlsConfig, mo_als
+from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
 from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan.assemblies import BalsConfig
 from support.marks import mostly_exhaustive
@@ -125,17 +129,17 @@ LARGE_RANKS = (63, 64, 96, 97, 127, 128, 200, 256, 512)
 @pytest.mark.parametrize(("rank", "dtype", "kind"), mostly_exhaustive(CASES, USUAL_CASES))
 def test_sparse_syrk_sums_segments(device, rank, dtype, kind):
     config = SyrkConfig.default(rank, np.dtype(dtype).itemsize, device.spec)
-    run(device, Problem(rank, awkward(config.kb), dtype, kind, spread=3), assemblies.sparse_syrk)
+    run(device, Problem(rank, awkward(config.kb), dtype, kind, spread=3), sparse_syrk)
 
 
 @pytest.mark.parametrize(("rank", "dtype", "kind"), mostly_exhaustive(CASES, USUAL_CASES))
 def test_mo_als_sums_segments(device, rank, dtype, kind):
     config = MoAlsConfig.default(rank, np.dtype(dtype).itemsize, device.spec)
-    run(device, Problem(rank, awkward(config.bin), dtype, kind, spread=3), assemblies.mo_als)
+    run(device, Problem(rank, awkward(config.bin), dtype, kind, spread=3), mo_als)
 
 
 @on_a_gpu
-@pytest.mark.parametrize("launch", [assemblies.sparse_syrk, assemblies.mo_als])
+@pytest.mark.parametrize("launch", [sparse_syrk, mo_als])
 @pytest.mark.parametrize("rank", LARGE_RANKS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,7 +148,7 @@ def test_segments_of_large_systems(device, launch, rank, dtype, kind):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("launch", [assemblies.sparse_syrk, assemblies.mo_als])
+@pytest.mark.parametrize("launch", [sparse_syrk, mo_als])
 def test_many_segments_and_a_giant_one_give_the_same_bits_again(device, launch):
     lengths = np.concatenate([[300_000], np.random.default_rng(1).integers(0, 60, 70_000)])
     problem = Problem(8, lengths, n_fixed=1000)
@@ -168,7 +172,7 @@ SYRK_CONFIGS = [
 @pytest.mark.parametrize("config", mostly_exhaustive(SYRK_CONFIGS, SYRK_CONFIGS[1:6:2]), ids=str)
 def test_sparse_syrk_configurations_agree(device, config):
     dtype = np.float32 if config.itemsize == 4 else np.float64
-    run(device, Problem(20, awkward(config.kb), dtype, "implicit"), assemblies.sparse_syrk, config=config)
+    run(device, Problem(20, awkward(config.kb), dtype, "implicit"), sparse_syrk, config=config)
 
 
 @pytest.mark.parametrize("rank", mostly_exhaustive((5, 16, 48, 73, 88, 96), (5, 48)))
@@ -177,7 +181,7 @@ def test_sparse_syrk_as_it_ships(device, rank):
     config = SyrkConfig.default(rank, 4, H200)
     assert config != SyrkConfig.rule(rank, 4, H200)
     lengths = [0, 1, config.kb - 1, config.kb, 3 * config.kb + 1]
-    run(device, Problem(rank, lengths, np.float32, "implicit"), assemblies.sparse_syrk, config=config)
+    run(device, Problem(rank, lengths, np.float32, "implicit"), sparse_syrk, config=config)
 
 
 MO_ALS_CONFIGS = [
@@ -192,16 +196,16 @@ MO_ALS_CONFIGS = [
 @pytest.mark.parametrize("config", mostly_exhaustive(MO_ALS_CONFIGS, MO_ALS_CONFIGS[::4]), ids=str)
 def test_mo_als_configurations_agree(device, config):
     dtype = np.float32 if config.itemsize == 4 else np.float64
-    run(device, Problem(20, awkward(config.bin), dtype, "implicit"), assemblies.mo_als, config=config)
+    run(device, Problem(20, awkward(config.bin), dtype, "implicit"), mo_als, config=config)
 
 
 @pytest.mark.parametrize(("read_only", "registers"), [(False, True), (True, False), (False, False)])
 def test_mo_als_switches_agree(device, read_only, registers):
     problem = Problem(21, awkward(9), np.float32, "offsets")
-    run(device, problem, assemblies.mo_als, read_only=read_only, registers=registers)
+    run(device, problem, mo_als, read_only=read_only, registers=registers)
 
 
-@pytest.mark.parametrize("launch", [assemblies.sparse_syrk, assemblies.mo_als])
+@pytest.mark.parametrize("launch", [sparse_syrk, mo_als])
 def test_no_segments_launch_nothing(device, launch):
     run(device, Problem(4, []), launch)
     if device.spec.name == "emulated":
@@ -226,14 +230,14 @@ def run_tiles(device, matrix, rank, tile_rows, tile_cols, kind="explicit", first
     """Sums of the rows of some row blocks by `bals`, checked."""
     problem = Problem(rank, [0], matrix.dtype, kind, n_fixed=matrix.shape[1])
     problem.indices, problem.ratings = np.zeros(0, np.int32), np.zeros(0, matrix.dtype)  # those of the tiles are read
-    tiles = assemblies.upload_tiles(device, BalsMatrix.from_csr(matrix, tile_rows, tile_cols))
+    tiles = bals.upload_tiles(device, BalsMatrix.from_csr(matrix, tile_rows, tile_cols))
     blocks = -(-matrix.shape[0] // tile_rows)
     n_blocks = blocks - first_block if n_blocks is None else n_blocks
     rows = range(first_block * tile_rows, min((first_block + n_blocks) * tile_rows, matrix.shape[0]))
     matrices = device.empty((len(rows), rank, rank), matrix.dtype)
     rhs = device.empty((len(rows), rank), matrix.dtype)
     arguments = device, matrices, rhs, device.upload(problem.factors), problem.entries(device), tiles
-    assemblies.bals(*arguments, first_block, n_blocks, rank, tile_rows, tile_cols, **options)
+    bals.bals(*arguments, first_block, n_blocks, rank, tile_rows, tile_cols, **options)
     matrices, rhs = device.download(matrices), device.download(rhs)
     for slot, row in enumerate(rows):
         entries = slice(matrix.indptr[row], matrix.indptr[row + 1])
@@ -352,25 +356,25 @@ def test_bals_with_the_paper_s_tiles_gives_the_same_bits_again(device, variant):
 @pytest.mark.parametrize("itemsize", [4, 8])
 def test_default_configurations_fit(spec, itemsize):
     for rank in (*range(1, 140), 200, 256, 512, 1000):
-        assemblies.require_fit(SyrkConfig.default(rank, itemsize, spec), spec)
+        assembly.require_fit(SyrkConfig.default(rank, itemsize, spec), spec)
         for registers in (True, False):
             config = MoAlsConfig.default(rank, itemsize, spec, registers=registers)
-            assemblies.require_fit(config, spec)
+            assembly.require_fit(config, spec)
             assert registers or config.groups == 1
         tile_rows, tile_cols = plan_assemblies.bals_tile_sizes(rank, itemsize, spec)
         config = BalsConfig.default(rank, itemsize, spec, tile_cols=tile_cols)
-        assemblies.require_fit(config, spec)
+        assembly.require_fit(config, spec)
         assert tile_rows == config.rows and 1 <= tile_cols <= config.capacity
-        assemblies.require_fit(BalsLocalConfig.default(rank, itemsize, spec, tile_cols=tile_cols), spec)
+        assembly.require_fit(BalsLocalConfig.default(rank, itemsize, spec, tile_cols=tile_cols), spec)
 
 
 def test_default_builds_name_kernels_once():
-    builds = list(assemblies.default_builds(H200))
+    builds = [build for module in (sparse_syrk_module, mo_als_module, bals) for build in module.default_builds(H200)]
     assert {(file, name) for file, name, _ in builds} == {
         (f"{name}.cu", name) for name in ("sparse_syrk", "mo_als", "bals")
     }
     assert len({(name, *constants.items()) for _, name, constants in builds}) == len(builds)
-    assert {constants["RANK"] for _, name, constants in builds if name == "mo_als"} == set(assemblies.COMPILED_RANKS)
+    assert {constants["RANK"] for _, name, constants in builds if name == "mo_als"} == set(assembly.COMPILED_RANKS)
 
 
 SYRK = SyrkConfig(32, 4, nb=32, kb=32, dx=4, dy=4, dz=2)
@@ -428,7 +432,7 @@ def test_more_parts_than_a_grid_has():
 
 def test_configurations_too_large_for_a_device():
     with pytest.raises(ValueError, match=r"needs 66560 bytes of shared memory a block, Turing has 65536"):
-        assemblies.require_fit(replace(SYRK, nb=64, kb=64, dx=8, dy=8, rank=100), TURING)
+        assembly.require_fit(replace(SYRK, nb=64, kb=64, dx=8, dy=8, rank=100), TURING)
     with pytest.raises(ValueError, match=r"tile_cols=192 factor rows of rank 128 do not fit in 65536 .* <= 1"):
         BalsConfig.default(128, 4, TURING, tile_cols=192)
     with pytest.raises(ValueError, match=r"tile_cols=2049 columns of nb=4 factors do not fit .* use tile_cols <= 2048"):
@@ -444,7 +448,7 @@ def emulated():
     return EmulatedDevice()
 
 
-@pytest.mark.parametrize("launch", [assemblies.sparse_syrk, assemblies.mo_als])
+@pytest.mark.parametrize("launch", [sparse_syrk, mo_als])
 def test_arrays_that_kernels_cannot_read(launch):
     device, problem = emulated(), Problem(4, [2, 1], kind="offsets")
     good = {
@@ -478,14 +482,14 @@ def test_arrays_that_kernels_cannot_read(launch):
 def test_configurations_for_something_else():
     device, problem = emulated(), Problem(4, [2])
     with pytest.raises(ValueError, match=r"config is for rank 32 and items of 4 bytes; these have rank 4 and 4 bytes"):
-        run(device, problem, assemblies.sparse_syrk, config=SYRK)
+        run(device, problem, sparse_syrk, config=SYRK)
     with pytest.raises(ValueError, match=r"config is for rank 32"):
-        run(device, problem, assemblies.mo_als, config=MO_ALS)
+        run(device, problem, mo_als, config=MO_ALS)
     with pytest.raises(ValueError, match=r"registers=False needs groups=1, .* got groups=3"):
-        run(device, Problem(32, [2]), assemblies.mo_als, config=MO_ALS, registers=False)
+        run(device, Problem(32, [2]), mo_als, config=MO_ALS, registers=False)
     config = SyrkConfig(1452, 4, nb=4, kb=32, dx=2, dy=2, dz=8)
     with pytest.raises(ValueError, match=r"nb=4 gives 66066 tiles, more than 65535"):
-        run(device, Problem(1452, [1], n_fixed=2), assemblies.sparse_syrk, config=config)
+        run(device, Problem(1452, [1], n_fixed=2), sparse_syrk, config=config)
 
 
 def test_tiles_that_kernels_cannot_read():
@@ -510,7 +514,7 @@ def test_tiles_that_kernels_cannot_read():
         run_tiles(device, matrix, **good, config=BALS, variant="local")
 
     problem = Problem(4, [1], n_fixed=30, kind="offsets")
-    tiles = assemblies.upload_tiles(device, BalsMatrix.from_csr(matrix, 8, 10))
+    tiles = bals.upload_tiles(device, BalsMatrix.from_csr(matrix, 8, 10))
     arguments = {
         "matrices": device.empty((20, 4, 4), np.float32),
         "rhs": device.empty((20, 4), np.float32),
@@ -521,11 +525,11 @@ def test_tiles_that_kernels_cannot_read():
         "n_blocks": 3,
         **good,
     }
-    assemblies.bals(device, **arguments)
+    bals.bals(device, **arguments)
     with pytest.raises(ValueError, match=r"tile_rows=9 and tile_cols=10 are not those of tiles, 8 and 10"):
-        assemblies.bals(device, **(arguments | {"tile_rows": 9}))
+        bals.bals(device, **(arguments | {"tile_rows": 9}))
     with pytest.raises(ValueError, match=r"factors has 29 rows; tiles has 30 columns"):
-        assemblies.bals(device, **(arguments | {"factors": problem.factors[:29]}))
+        bals.bals(device, **(arguments | {"factors": problem.factors[:29]}))
     for name, changes in {
         "matrices": {"matrices": arguments["matrices"][:19]},
         "rhs": {"rhs": arguments["rhs"][:19]},
@@ -537,4 +541,4 @@ def test_tiles_that_kernels_cannot_read():
         "tiles.seg_colidx": {"tiles": replace(tiles, seg_colidx=tiles.seg_colidx[1:])},
     }.items():
         with pytest.raises(TypeError, match=f"{name} must be"):
-            assemblies.bals(device, **(arguments | changes))
+            bals.bals(device, **(arguments | changes))

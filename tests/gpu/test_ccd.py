@@ -19,8 +19,8 @@ from hybridmf.cpu.ccd import CpuCCD
 from hybridmf.errors import DeviceMemoryError, NonFiniteError
 from hybridmf.formats import transpose
 from hybridmf.gpu import ccd
-from hybridmf.gpu.als import DeviceFactors
 from hybridmf.gpu.ccd import GpuCCD, Layout
+from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.plan import ccd_gpu
 from hybridmf.plan.ccd import CcdMethod
 from hybridmf.plan.ccd_gpu import CcdConfig

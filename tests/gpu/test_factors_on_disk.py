@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,22 @@ import scipy.sparse as sp
 
 import hybridmf as hmf
 from hybridmf.core import scratch as _scratch
+from hybridmf.core import system
 from hybridmf.core.objective import Objective, initial_state
 from hybridmf.core.scratch import SCRATCH_DIR, file_system, find_room, mapped, scratch_file, scratch_folders
 from hybridmf.device.mapped import reader_of, writer_of
 from hybridmf.errors import MemoryBudgetError
-from hybridmf.gpu.als import DeviceFactors
-from hybridmf.gpu.turns import HostSlab, HostTables
+from hybridmf.gpu.factors import DeviceFactors, HostTables
+from hybridmf.gpu.offloaded import HostSlab
 from hybridmf.model import files as _io
 from hybridmf.model.checkpoint import UNFINISHED, Writer
 from hybridmf.model.engine import engine_for
-from hybridmf.plan import make as _plan
 from hybridmf.plan import types
 from hybridmf.plan.cost import cost_of
-from hybridmf.plan.machine import Machine
+from hybridmf.plan.half_sweep import Problem
+from hybridmf.plan.machine import H200, Machine
 from hybridmf.plan.make import check_memory
-from hybridmf.plan.ranks import H200, Problem, plan_host_ranks, plan_scale
+from hybridmf.plan.partitions import plan_host_ranks, plan_scale
 from support.devices import NETFLIX, on_a_gpu, plan_of
 from support.half_sweeps import FITS
 from support.host_factors import HOST_LIMIT, MATRIX, TURNS_LIMIT, assert_same_fit, fitted, no_threads, solver
@@ -59,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def small_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host without room for the factors of MATRIX."""
-    monkeypatch.setattr(_plan, "available_memory", lambda: FREE)
+    monkeypatch.setattr(system, "available_memory", lambda: FREE)
     return folder
 
 
@@ -80,7 +82,7 @@ def test_the_bits_are_those_of_factors_on_the_host(kind, options, gpu, folder, m
     limits = {"gpu_memory_limit": HOST_LIMIT} | options
     on_host = fitted(kind, MATRIX, **limits)
     assert on_host.plan_.factors_on == "host"
-    monkeypatch.setattr(_plan, "available_memory", lambda: on_host.plan_.host_bytes - 1)
+    monkeypatch.setattr(system, "available_memory", lambda: on_host.plan_.host_bytes - 1)
     model = fitted(kind, MATRIX, **limits)
     plan = model.plan_
     assert plan.factors_on == "disk" and plan.disk_bytes == on_host.plan_.host_bytes and plan.host_bytes == 0
@@ -99,7 +101,7 @@ def test_a_store_and_its_factors_on_disk(free, gpu, folder, tmp_path, monkeypatc
     store = hmf.convert(MATRIX, tmp_path / "store", slab_bytes=960)
     on_host = fitted("explicit", store, gpu_memory_limit=HOST_LIMIT)
     monkeypatch.delenv(SCRATCH_DIR)
-    monkeypatch.setattr(_plan, "available_memory", lambda: free)
+    monkeypatch.setattr(system, "available_memory", lambda: free)
     monkeypatch.setattr(types.Plan, "offloaded_bytes", property(lambda plan: 100_001))
     model = fitted("explicit", store, gpu_memory_limit=HOST_LIMIT)
     assert model.plan_.factors_on == "disk" and model.plan_.scratch == (str(tmp_path),)
@@ -144,7 +146,7 @@ def test_checkpoints_resume_wherever_factors_are(gpu, folder, tmp_path, monkeypa
     options = given | {"random_state": 0, "device": "cuda"}
     cls(**options, iterations=1).fit(MATRIX, checkpoint=tmp_path / "saved")
     with monkeypatch.context() as patched:
-        patched.setattr(_plan, "available_memory", lambda: FREE)
+        patched.setattr(system, "available_memory", lambda: FREE)
         patched.setattr("safetensors.safe_open", _without_factors(_io.safetensors.safe_open))
         resumed = cls(**options, iterations=2, gpu_memory_limit=HOST_LIMIT)
         resumed.fit(MATRIX, checkpoint=tmp_path / "saved", resume_from=tmp_path / "saved")
@@ -213,9 +215,9 @@ def large_fit(monkeypatch: pytest.MonkeyPatch, device: Any) -> sp.csr_array:
 
     monkeypatch.setattr(device, "empty", empty)
     monkeypatch.setattr(HostSlab, "solve", solve)
-    monkeypatch.setattr("hybridmf.gpu.turns.widen_range", lambda *arguments: None)
+    monkeypatch.setattr("hybridmf.gpu.offloaded.widen_range", lambda *arguments: None)
     monkeypatch.setattr("hybridmf.gpu.losses.row_squares", lambda device, table, factors: np.ones(len(table)))
-    for name in ("gpu.turns.EXACT_ROWS", "core.objective.DRAWN_ROWS", "model.files.CHECKED_ROWS"):
+    for name in ("gpu.factors.EXACT_ROWS", "core.objective.DRAWN_ROWS", "model.files.CHECKED_ROWS"):
         monkeypatch.setattr(f"hybridmf.{name}", 2048)
     matrix = sp.csr_array(entries, shape=(60_000, 40_000))
     matrix.sum_duplicates()
@@ -227,7 +229,7 @@ def test_no_step_has_a_side_in_memory(gpu, folder, monkeypatch, tmp_path):
     if gpu.spec.name != "emulated":
         pytest.skip("kernels do not stand aside on a GPU")
     matrix = large_fit(monkeypatch, gpu)
-    monkeypatch.setattr(_plan, "available_memory", lambda: 50_000_000)
+    monkeypatch.setattr(system, "available_memory", lambda: 50_000_000)
     options = {"biases": True, "balance": True, "random_state": 0, "assembly": "sparse_syrk"}
     options |= {"device": "cuda", "gpu_memory_limit": 62_000_000}
     saved, resume = tmp_path / "saved", None
@@ -266,7 +268,7 @@ def test_a_plan_falls_from_the_host_to_the_disk(folder, monkeypatch):
     assert needed == 2 * sum(NETFLIX[0]) * 64 * 4
     costs = []
     for free, place in ((None, "host"), (needed, "host"), (needed - 1, "disk")):
-        monkeypatch.setattr(_plan, "available_memory", lambda free=free: free)
+        monkeypatch.setattr(system, "available_memory", lambda free=free: free)
         for limit in (200_000_000, 60_000_000):
             plan = plan_of(limit)
             check_memory(plan)
@@ -279,7 +281,7 @@ def test_a_plan_falls_from_the_host_to_the_disk(folder, monkeypatch):
 
 
 def test_what_the_disk_has_no_room_for_is_named(folder, monkeypatch):
-    monkeypatch.setattr(_plan, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(system, "available_memory", lambda: 1 << 20)
     for change, reason in (
         ({"value": "/nowhere/at/all"}, "'/nowhere/at/all' is no folder"),
         ({"free": 5 << 20}, f"{str(folder)!r} has 5.0 MiB free"),
@@ -323,7 +325,7 @@ def test_the_planner_has_factors_on_disk_where_the_host_is_too_small():
                 loads = half.waves if half.turns > 1 else 1
                 moved = gpus * loads * half.turns * table + problem.rows(side) * 256
                 expected = (places[1] == "disk") * moved + (places[0] == "disk") * problem.nnz * 8
-                assert half.seconds.get("from disk", 0) == pytest.approx(expected / H200.disk)
+                assert half.seconds.get("from disk", 0) == pytest.approx(expected / H200.links.disk_bytes)
     assert f"factors on {places[1]}" in str(plan)
     with pytest.raises(MemoryBudgetError, match="does not fit on 2 GPUs"):  # which no fit serves
         plan_scale(problem, 2, 40 * 10**9, host_bytes=10**9, model_parallel_only=True)
@@ -512,7 +514,7 @@ def test_ranks_refuse_factors_in_files(gpu):
     from hybridmf.ranks.multi_als import MultiALS
 
     host = solver("implicit", gpu, 1, 2)
-    scale = _plan.replace(host.plan.scale, factors="disk")
+    scale = replace(host.plan.scale, factors="disk")
     plan = host.plan.changed(scale=scale, devices=("cuda:0",))
     with pytest.raises(ValueError, match="the plan has them on disk; a fit without ranks on one GPU"):
         MultiALS(MATRIX, MATRIX.T.tocsr(), host.objective, plan, host.state, make_worker=lambda one: (one, None))

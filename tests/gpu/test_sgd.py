@@ -22,7 +22,7 @@ from hybridmf.core.validate import as_csr
 from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd
-from hybridmf.gpu.als import DeviceFactors
+from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.sgd import BlockedConfig, GpuSGD, HogwildConfig, Rows, Walk, even_ranges, make_runs
 from hybridmf.plan import sgd as plan_sgd
 from hybridmf.plan.make import make_plan

@@ -13,10 +13,11 @@ import hybridmf as hmf
 from hybridmf.core.objective import SIDES
 from hybridmf.errors import DeviceMemoryError
 from hybridmf.plan import fused as plan_fused
-from hybridmf.plan.make import STREAM_BUFFERS, STREAM_SLAB
-from hybridmf.plan.ranks import HalfPlan, Problem, half_bytes, plan_host_ranks, slots_at_once
+from hybridmf.plan.als_gpu import STREAM_SLAB
+from hybridmf.plan.half_sweep import SLAB_BUFFERS, HalfPlan, Problem, half_bytes, slots_at_once
+from hybridmf.plan.partitions import plan_host_ranks
 from hybridmf.plan.types import Facts
-from hybridmf.ranks import gpu_rank
+from hybridmf.ranks import group
 from support.devices import NETFLIX, Tracked, plan_of
 from support.half_sweeps import FITS
 
@@ -96,7 +97,7 @@ def test_memory_of_several_gpus_stays_within_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = gpus(2)
-    devices = list(map(gpu_rank.open_device, names))
+    devices = list(map(group.open_device, names))
     if devices[0].spec.name != "emulated":
         pytest.skip("the pool of a GPU keeps what was given back")
     tracked = [Tracked(device, monkeypatch) for device in devices]
@@ -153,7 +154,7 @@ def test_plans_have_room_for_the_longest_row() -> None:
         assert not even.factors_on_host and skewed_plan.factors_on_host == on_host
         assert skewed_plan.total_bytes <= free
         assert even.slab <= STREAM_SLAB < skewed_plan.slab == entries
-        assert skewed_plan.bytes["ratings"] >= STREAM_BUFFERS * entries * 8
+        assert skewed_plan.bytes["ratings"] >= SLAB_BUFFERS * entries * 8
         assert skewed_plan.batch_slots * skewed_plan.segment >= entries or skewed_plan.factors_on_host
 
 

@@ -14,14 +14,16 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
+from hybridmf.core import system
 from hybridmf.core.validate import as_csr
 from hybridmf.data.slabs import MemorySlabs
 from hybridmf.device import copier as copiers
 from hybridmf.errors import NotPositiveDefiniteError, StoreError
-from hybridmf.gpu.stream import Pipeline, StreamedGpuALS, slab_work
-from hybridmf.plan import make as _plan
-from hybridmf.plan.cost import PINNED_BYTES, cost_of
-from hybridmf.plan.machine import Machine
+from hybridmf.gpu.als import GpuALS
+from hybridmf.gpu.stream import Pipeline, slab_work
+from hybridmf.plan.als_gpu import STREAM_SLAB
+from hybridmf.plan.cost import cost_of
+from hybridmf.plan.machine import LinkRates, Machine
 from hybridmf.plan.make import check_memory
 from support.devices import NETFLIX, limit_memory, on_a_gpu, plan_of
 from support.half_sweeps import FITS
@@ -51,7 +53,7 @@ def fitted(kind: str, data: Any, **options: Any) -> Any:
 def streamed(request, gpu, store, monkeypatch):
     """(data, options, what the plan has to say) of each way slabs can come."""
     if request.param == "disk":
-        monkeypatch.setattr(_plan, "available_memory", lambda: 1000)
+        monkeypatch.setattr(system, "available_memory", lambda: 1000)
     data = MATRIX if request.param == "ratings" else store
     options = {} if request.param == "resident" else {"gpu_memory_limit": LIMIT}
     source = {"resident": "disk", "ratings": "host"}.get(request.param, request.param)
@@ -99,7 +101,7 @@ def test_slabs_without_entries(gpu, tmp_path):
 
 
 def test_an_altered_slab_ends_the_fit_and_leaves_no_thread(gpu, store, monkeypatch):
-    monkeypatch.setattr(_plan, "available_memory", lambda: 1000)
+    monkeypatch.setattr(system, "available_memory", lambda: 1000)
     path = store.path / "user-000003.values.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -243,10 +245,10 @@ def test_ratings_stream_only_where_they_do_not_fit():
     assert (roomy.streamed, roomy.slab) == ("", 0)
     tight = plan_of(1400 << 20)
     check_memory(tight)
-    assert (tight.streamed, tight.slab) == ("host", _plan.STREAM_SLAB)
+    assert (tight.streamed, tight.slab) == ("host", STREAM_SLAB)
     assert "1,511.7 MiB come from the memory of the host in each iteration" in str(tight)
-    assert f"streamed  from host in slabs of up to {_plan.STREAM_SLAB:,} entries" in str(tight)
-    assert 0 < plan_of(300_000_000).slab < _plan.STREAM_SLAB
+    assert f"streamed  from host in slabs of up to {STREAM_SLAB:,} entries" in str(tight)
+    assert 0 < plan_of(300_000_000).slab < STREAM_SLAB
     assert plan_of(200_000_000).factors_on_host  # see test_turns.py
     for options in ({"assembly": "bals"}, {"reorder": "both"}):
         assert plan_of(1 << 30, **options).streamed == ""
@@ -255,18 +257,18 @@ def test_ratings_stream_only_where_they_do_not_fit():
 def test_a_streamed_iteration_takes_at_least_as_long_as_its_copies():
     machine, moved = Machine(), 16 * NETFLIX[1]
     whole = cost_of(plan_of(100 << 30), machine).iteration
-    assert cost_of(plan_of(1 << 30), machine).iteration == pytest.approx(max(whole, moved / PINNED_BYTES))
+    assert cost_of(plan_of(1 << 30), machine).iteration == pytest.approx(max(whole, moved / LinkRates().pinned_bytes))
     assert cost_of(plan_of(100 << 30, slab=1 << 20), machine).iteration == whole
     disk = plan_of(1 << 30).changed(streamed="disk")
-    assert cost_of(disk, machine).iteration > moved / PINNED_BYTES
+    assert cost_of(disk, machine).iteration > moved / LinkRates().pinned_bytes
 
 
 def test_a_store_stays_where_it_fits(monkeypatch):
     assert plan_of(100 << 30, slab=1 << 20).resident
     assert "once: they stay on the GPU" in str(plan_of(100 << 30, slab=1 << 20))
-    monkeypatch.setattr(_plan, "available_memory", lambda: 100 << 30)
+    monkeypatch.setattr(system, "available_memory", lambda: 100 << 30)
     assert (plan_of(1 << 30, slab=1 << 20).streamed, plan_of(1 << 30, slab=1 << 20).resident) == ("host", False)
-    monkeypatch.setattr(_plan, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(system, "available_memory", lambda: 1 << 30)
     assert plan_of(1 << 30, slab=1 << 20).streamed == "disk"
     with pytest.raises(ValueError, match=r'assembly="bals" cuts all ratings into tiles.*to_ratings'):
         plan_of(1 << 30, slab=1 << 20, assembly="bals")
@@ -320,15 +322,15 @@ def test_a_larger_fit_streams_to_the_same_bits(device):
 def test_the_streamed_solver_is_the_plans(gpu, store):
     model = hmf.ImplicitALS(factors=7, device="cuda", random_state=0)
     seen = []
-    original = StreamedGpuALS.update
+    original = GpuALS.update
 
-    def update(self: StreamedGpuALS, side: Any) -> None:
+    def update(self: GpuALS, side: Any) -> None:
         seen.append(self.pipeline)
         original(self, side)
 
-    StreamedGpuALS.update = update  # type: ignore[method-assign]
+    GpuALS.update = update  # type: ignore[method-assign]
     try:
         model.set_params(iterations=1).fit(store)
     finally:
-        StreamedGpuALS.update = original  # type: ignore[method-assign]
+        GpuALS.update = original  # type: ignore[method-assign]
     assert seen == [None, None]  # resident: no pipeline

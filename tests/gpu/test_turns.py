@@ -13,26 +13,17 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
+from hybridmf.core import system
 from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.core.validate import as_csr
 from hybridmf.data.slabs import MemorySlabs, slab_bounds
 from hybridmf.errors import DeviceMemoryError, MemoryBudgetError, NotPositiveDefiniteError, StoreError
 from hybridmf.formats import transpose
-from hybridmf.gpu.als import GpuALS, to_device
+from hybridmf.gpu.als import GpuALS
+from hybridmf.gpu.factors import Copiers, HostFactors, HostTables, range_on_host, to_device, to_host
+from hybridmf.gpu.offloaded import Drain, HostHalf, part_bounds
 from hybridmf.gpu.rows import row_range
-from hybridmf.gpu.turns import (
-    Copiers,
-    Drain,
-    HostGpuALS,
-    HostHalf,
-    HostTables,
-    host_times,
-    part_bounds,
-    range_on_host,
-    to_host,
-)
 from hybridmf.model.engine import engine_for
-from hybridmf.plan import make as _plan
 from hybridmf.plan.cost import cost_of
 from hybridmf.plan.machine import Machine
 from hybridmf.plan.make import check_memory
@@ -57,7 +48,7 @@ def store(tmp_path) -> hmf.Store:
     return hmf.convert(MATRIX, tmp_path / "store", slab_bytes=960)
 
 
-def in_memory(host: HostGpuALS, data: Any = MATRIX) -> GpuALS:
+def in_memory(host: GpuALS, data: Any = MATRIX) -> GpuALS:
     """The same fit by a device that holds all."""
     plan = host.plan.changed(scale=None, streamed="")
     state = State(*(host.inward[side].on_host() for side in SIDES), host.mean)
@@ -129,9 +120,10 @@ def test_an_interrupted_balance_changes_neither_side(gpu, monkeypatch):
     def interrupted(*arguments: Any) -> Any:
         if next(calls):
             raise KeyboardInterrupt
-        return host_times(*arguments)
+        return times(*arguments)
 
-    monkeypatch.setattr("hybridmf.gpu.turns.host_times", interrupted)
+    times = HostFactors.times
+    monkeypatch.setattr(HostFactors, "times", interrupted)
     with pytest.raises(KeyboardInterrupt):
         host.balance()
     assert all(host.inward[side] is before[side] for side in SIDES)
@@ -140,7 +132,7 @@ def test_an_interrupted_balance_changes_neither_side(gpu, monkeypatch):
 @pytest.mark.parametrize("source", ["ratings", "host", "disk"])
 def test_a_fit_under_a_limit_has_the_same_bits(source, gpu, store, monkeypatch):
     if source == "disk":
-        monkeypatch.setattr(_plan, "available_memory", lambda: 10_000)
+        monkeypatch.setattr(system, "available_memory", lambda: 10_000)
     model = fitted("implicit", MATRIX if source == "ratings" else store, gpu_memory_limit=HOST_LIMIT)
     plan = model.plan_
     assert plan.factors_on_host and (plan.streamed, plan.resident) == ("disk" if source == "disk" else "host", False)
@@ -192,7 +184,7 @@ def test_more_parts_than_the_kernels_add_at_a_time(device, monkeypatch):
 
     problem = Problem(rows_of(LENGTHS, 60), OBJECTIVES["implicit"])
     one = solved_in_turns(problem, device, 5, 1)
-    monkeypatch.setattr(importlib.import_module("hybridmf.plan.ranks"), "CHUNK_BYTES", 3000)  # two systems
+    monkeypatch.setattr(importlib.import_module("hybridmf.plan.half_sweep"), "CHUNK_BYTES", 3000)  # two systems
     other = solved_in_turns(problem, device, 5, 1)
     np.testing.assert_array_equal(one.matrix, other.matrix)
 
@@ -294,7 +286,7 @@ def test_a_system_that_cannot_be_solved_is_named_by_its_row(gpu):
 
 
 def test_an_altered_slab_leaves_the_half_sweep_before_it(gpu, store, monkeypatch):
-    monkeypatch.setattr(_plan, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(system, "available_memory", lambda: 10_000)
     path = store.path / "user-000003.values.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -404,7 +396,7 @@ def test_factors_on_the_host_are_factors(device):
 
 @pytest.mark.parametrize("shape", [(1, 1), (40, 100), (300, 36), (0, 4)])
 def test_the_range_of_a_table_is_that_of_the_device(shape, device, monkeypatch):
-    monkeypatch.setattr("hybridmf.gpu.turns.EXACT_ROWS", 7)
+    monkeypatch.setattr("hybridmf.gpu.factors.EXACT_ROWS", 7)
     table = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     if len(table) > 1:
         table[1] = 0
@@ -422,7 +414,7 @@ def test_a_half_sweep_finds_the_range_of_its_factors(gpu):
 def test_the_host_looks_for_a_range_only_where_no_device_has_all_rows(gpu, monkeypatch):
     """A look at a table of many gigabytes takes longer than to copy it."""
     looked: list[int] = []
-    monkeypatch.setattr("hybridmf.gpu.turns.range_on_host", lambda table: looked.append(len(table)) or find(table))
+    monkeypatch.setattr("hybridmf.gpu.factors.range_on_host", lambda table: looked.append(len(table)) or find(table))
     find = range_on_host
     for parts, assembly, times in ((1, "fused", 0), (3, "sparse_syrk", 0), (3, "fused", 1)):
         host = solver("explicit", gpu, parts, 4, assembly=assembly)
@@ -477,7 +469,7 @@ def test_what_keeps_all_on_the_gpu_is_named():
 
 def test_a_host_without_room_is_named(monkeypatch):
     plan = plan_of(200_000_000)
-    monkeypatch.setattr(_plan, "available_memory", lambda: plan.host_bytes - 1)
+    monkeypatch.setattr(system, "available_memory", lambda: plan.host_bytes - 1)
     with pytest.raises(MemoryBudgetError, match=r"in the memory of the host they need about 243\.1 MiB"):
         check_memory(plan)
 

@@ -27,7 +27,7 @@ from hybridmf.core.objective import State
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.data import fingerprint
 from hybridmf.errors import ModelFileError
-from hybridmf.gpu.als import to_device
+from hybridmf.gpu.factors import to_device
 from hybridmf.model import checkpoint as checkpoints
 from hybridmf.model import files as _io
 from support.checkout import ROOT

@@ -182,13 +182,13 @@ def test_a_refit_replaces_everything():
 def test_memory_is_checked_before_the_work(monkeypatch):
     model = fitted()
     before = snapshot(model)
-    monkeypatch.setattr(importlib.import_module("hybridmf.plan.make"), "available_memory", lambda: 1000)
+    monkeypatch.setattr(importlib.import_module("hybridmf.core.system"), "available_memory", lambda: 1000)
     with pytest.raises(MemoryBudgetError, match=says("the fit needs about", "are free", "use fewer factors")) as caught:
         model.fit(planted())
     assert isinstance(caught.value, MemoryError)
     assert_same(before, snapshot(model))
     monkeypatch.setattr(
-        importlib.import_module("hybridmf.plan.make"), "available_memory", lambda: None
+        importlib.import_module("hybridmf.core.system"), "available_memory", lambda: None
     )  # a system that does not say
     assert model.fit(planted()).n_iter_ == 3
 

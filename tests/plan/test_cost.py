@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import hybridmf as hmf
 from hybridmf.datasets import SHAPES
 from hybridmf.device.cuda import DeviceSpec
-from hybridmf.plan import cost as _cost
 from hybridmf.plan import types
 from hybridmf.plan.cost import Warmth, cost_of
 from hybridmf.plan.machine import GpuRates, Machine, rate_at, seconds_at
+from hybridmf.plan.sgd import LONG_ROW
 from hybridmf.plan.types import Facts
 from support.checkout import ROOT
 from support.cost_model import GIB, H200, LOADED, NETFLIX, WARM, built_in, load_bench, plan_of, recorded
@@ -199,9 +199,9 @@ def test_a_longer_column_delays_msgd_and_empty_rows_cost_nothing():
     )
     # longer rows are solved several entries at a time
     alone, solved = (
-        cost_of(on_gpu.changed(facts=Facts(200, _cost.CHAIN * times)), built_in()).iteration for times in (1, 10)
+        cost_of(on_gpu.changed(facts=Facts(200, LONG_ROW * times)), built_in()).iteration for times in (1, 10)
     )
-    gained = _cost.CHAIN * (10 * GpuRates().solved_update - GpuRates().serial_update)
+    gained = LONG_ROW * (10 * GpuRates().solved_update - GpuRates().serial_update)
     assert solved - alone == pytest.approx(gained, rel=1e-6)
     sparse = plan_of(hmf.CCD(8, device="cpu"), shape=(10**6, 10**6), nnz=1000)
     assert cost_of(sparse, built_in()).iteration < 0.05  # 1,000 entries are in 2,000 rows at most
@@ -254,7 +254,7 @@ def test_a_smaller_gpu_is_predicted_to_be_slower():
     large, small = (cost_of(plan, built_in()).iteration for plan in plans)
     assert small == pytest.approx(large * 132 / 40 * 2, rel=0.1)
     measured = Machine(gpu=replace(GpuRates(), launch=1.0), gpu_name="Tesla T4")
-    assert measured.gpu_rates("Tesla T4", 40, (7, 5)).launch == 1.0
+    assert measured.with_gpu(T4).gpu.launch == 1.0
 
 
 @pytest.mark.parametrize("instruction_set", ["avx2", "portable"])

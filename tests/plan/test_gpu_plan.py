@@ -16,8 +16,9 @@ from hybridmf.core.objective import Objective
 from hybridmf.device import cuda as devices
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DeviceMemoryError
+from hybridmf.plan import als_gpu
 from hybridmf.plan import fused as plan_fused
-from hybridmf.plan import types as plan_types
+from hybridmf.plan.als import for_fold_in
 from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.types import Plan, Settings
 from support.emulated import EmulatedDevice
@@ -91,7 +92,7 @@ def test_plan_where_our_kernels_do_not_serve(
     small = ((1000, 500), 20_000)
     plan = plan_on(spec, objective, small, **options)
     assert plan.assembly == "sparse_syrk"
-    assert plan.segment == plan_types.GPU_SEGMENT
+    assert plan.segment == als_gpu.GPU_SEGMENT
     assert any(note.startswith("assembly sparse_syrk instead of fused: ") and why in note for note in plan.notes)
     assert f"note      {plan.notes[0]}" in str(plan)
     with pytest.raises(ValueError, match=says('assembly="fused" cannot serve this: ', why, 'use assembly="auto"')):
@@ -104,14 +105,14 @@ def test_plan_where_our_kernels_do_not_serve(
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_plan_of_published_assemblies(plan_on: Callable[..., Plan], assembly: str, dtype: str) -> None:
     plan = plan_on(assembly=assembly, dtype=dtype)
-    assert (plan.assembly, plan.dtype, plan.segment) == (assembly, dtype, plan_types.GPU_SEGMENT)
+    assert (plan.assembly, plan.dtype, plan.segment) == (assembly, dtype, als_gpu.GPU_SEGMENT)
     assert plan.reorder == ("both" if assembly == "bals" else "none")
     assert (plan.tile_rows > 0) == (plan.tile_cols > 0) == ("tiles" in plan.bytes) == (assembly == "bals")
-    assert plan.bytes["batch"] == plan.batch_slots * 65 * 64 * np.dtype(dtype).itemsize <= plan_types.GPU_BATCH_BYTES
-    folded = plan.for_fold_in()
+    assert plan.bytes["batch"] == plan.batch_slots * 65 * 64 * np.dtype(dtype).itemsize <= als_gpu.BATCH_BYTES
+    folded = for_fold_in(plan)
     # without tiles: what serves every weight, rank and type
     assert folded.assembly == ("mo_als" if assembly == "mo_als" else "sparse_syrk")
-    assert folded.segment == plan_types.GPU_SEGMENT
+    assert folded.segment == als_gpu.GPU_SEGMENT
     assert (folded.solver, folded.reorder, folded.tile_rows) == ("cholesky", "none", 0)
     with pytest.raises(ValueError, match=says("precision='bf16' is for the fused kernels", "use precision='float32'")):
         plan_on(assembly=assembly, dtype=dtype, precision="bf16")
@@ -163,7 +164,7 @@ def test_batches_follow_the_memory(plan_on: Callable[..., Plan]) -> None:
         plan = plan_on(free(fixed + slots * slot + slot // 2), assembly="mo_als")
         assert plan.batch_slots == slots
         check_memory(plan)
-    assert plan_on(assembly="mo_als").batch_slots == plan_types.GPU_BATCH_BYTES // slot
+    assert plan_on(assembly="mo_als").batch_slots == als_gpu.BATCH_BYTES // slot
     assert plan_on(size=((100, 50), 3000), assembly="mo_als").batch_slots == 101  # there are no more rows
     bals = plan_on(free(0), assembly="bals")
     assert bals.batch_slots == bals.tile_rows  # whole blocks of rows

@@ -19,7 +19,7 @@ from hybridmf.errors import MemoryBudgetError, RatingsError
 from hybridmf.formats import BalsMatrix
 from hybridmf.native import _als
 from hybridmf.plan import dispatch
-from hybridmf.plan import make as _plan
+from hybridmf.plan.als import for_fold_in
 from hybridmf.plan.make import check_memory
 from hybridmf.plan.types import Plan
 from hybridmf.tools import config as _config
@@ -220,7 +220,7 @@ def test_flops():
 
 def test_plan_for_fold_in():
     plan = plan_of(solver="cg", reorder="both")
-    folded = plan.for_fold_in()
+    folded = for_fold_in(plan)
     assert (folded.solver, folded.assembly, folded.reorder, folded.tile_rows) == ("cholesky", "simd", "none", 0)
     assert (folded.rank, folded.num_threads, folded.dtype) == (plan.rank, plan.num_threads, plan.dtype)
 
@@ -308,11 +308,11 @@ def test_bytes_of_tiles_are_at_least_those_of_the_arrays(monkeypatch, limit):
 
 def test_check_memory(monkeypatch):
     plan = plan_of()
-    monkeypatch.setattr(_plan, "available_memory", lambda: plan.total_bytes)
+    monkeypatch.setattr(system, "available_memory", lambda: plan.total_bytes)
     check_memory(plan)
-    monkeypatch.setattr(_plan, "available_memory", lambda: None)
+    monkeypatch.setattr(system, "available_memory", lambda: None)
     check_memory(plan)
-    monkeypatch.setattr(_plan, "available_memory", lambda: plan.total_bytes - 1)
+    monkeypatch.setattr(system, "available_memory", lambda: plan.total_bytes - 1)
     parts = ("the fit needs about", "MiB are free", "ratings", "factors", "workspace", "use fewer factors, dtype=")
     with pytest.raises(MemoryBudgetError, match=says(*parts)):
         check_memory(plan)

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridmf.gpu.assemblies import MoAlsConfig, SyrkConfig
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, TilesConfig
+from hybridmf.gpu.mo_als import MoAlsConfig
 from hybridmf.gpu.sgd import BlockedConfig, HogwildConfig
+from hybridmf.gpu.sparse_syrk import SyrkConfig
 from hybridmf.gpu.topk import GroupMaxConfig
 from hybridmf.gpu.tuning import spaces
 from hybridmf.gpu.tuning.spaces import SPACES

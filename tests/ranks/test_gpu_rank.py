@@ -14,12 +14,13 @@ from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.cpu.als import CpuALS
 from hybridmf.device.cuda import Device, open_device
 from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
-from hybridmf.gpu.als import DeviceFactors, GpuALS
+from hybridmf.gpu.als import GpuALS
+from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.rows import row_range
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import check_memory
 from hybridmf.plan.types import Plan
-from hybridmf.ranks import gpu_rank, su_als
+from hybridmf.ranks import gpu_rank, group, su_als
 from hybridmf.ranks.gpu_rank import Cut, sockets
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.su_als import RankALS
@@ -43,7 +44,7 @@ def test_ranks_give_the_factors_of_one(name: str, grid: tuple[int, int], gpus: M
 def test_model_parallel_is_what_one_gpu_does(name: str, gpus: Machine) -> None:
     names = gpus(2)
     solver = MultiALS(*parts(name, names, SMALL), grids=both((1, 2)))
-    alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts(name, "cuda:0", SMALL))
+    alone = GpuALS(group.open_device("cuda:0"), *parts(name, "cuda:0", SMALL))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-6)
 
 
@@ -61,7 +62,7 @@ def test_one_thread_launches_for_all_gpus(name: str, gpus: Machine, monkeypatch:
     arguments = changed(parts(name, names, SMALL), segment=17, batch_slots=9)  # several batches
     grids = {"user": Grid(1, 2), "item": Grid(2, 1)}
     mixed = MultiALS(*arguments, grids=grids)
-    one = GpuALS(gpu_rank.open_device("cuda:0"), *changed(parts(name, "cuda:0", SMALL), segment=17, batch_slots=9))
+    one = GpuALS(group.open_device("cuda:0"), *changed(parts(name, "cuda:0", SMALL), segment=17, batch_slots=9))
     assert_close(sweeps(mixed, 2), sweeps(one, 2), 1e-2 if "cg" in name else 1e-3)
     assert solved == ["item", "item"] * 2
     solved.clear()
@@ -77,7 +78,7 @@ def test_the_first_step_ends_with_sums_under_way(gpus: Machine, request: pytest.
     """Until then the GPUs that come after this one have nothing to do."""
     if "cuda" in request.node.name:
         pytest.skip("only an emulated device tells what was launched")
-    device: Any = gpu_rank.open_device(gpus(1)[0])
+    device: Any = group.open_device(gpus(1)[0])
     for assembly in ("fused", "sparse_syrk", "mo_als"):
         arguments = changed(parts("explicit", "cuda:0", SMALL), segment=3, batch_slots=9, assembly=assembly)
         alone = GpuALS(device, *arguments)
@@ -107,13 +108,13 @@ def test_a_gather_that_failed_is_no_state(gpus: Machine, monkeypatch: pytest.Mon
     solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
     solver.update("user")
     before = solver.state.on_host()
-    seen = DeviceFactors.seen
+    finish = DeviceFactors.finish_check
 
     def aborted(factors: DeviceFactors, found: Any) -> bool:
         solver.ranks[1].communicator.abort("the gather did not end")
-        return seen(factors, found)
+        return finish(factors, found)
 
-    monkeypatch.setattr(DeviceFactors, "seen", aborted)
+    monkeypatch.setattr(DeviceFactors, "finish_check", aborted)
     with pytest.raises(CommunicatorError, match="the gather did not end"):
         solver.update("item")
     np.testing.assert_array_equal(solver.state.on_host().item.matrix, before.item.matrix)
@@ -125,7 +126,7 @@ def test_nothing_of_a_half_sweep_over_a_split_side_stays(gpus: Machine) -> None:
     solver = MultiALS(*changed(parts("explicit", gpus(4), SMALL), segment=17, batch_slots=40), grids=both((2, 2)))
     sweeps(solver, 1)
     for half in (rank.halves[side] for rank in solver.ranks for side in SIDES):
-        assert half._table is half._entries_at_hand is half._systems is None
+        assert half._table is half._entries_at_hand is half._under_way is None
     solver.close()
 
 
@@ -140,7 +141,7 @@ def test_what_ends_the_one_thread_stops_the_ranks(gpus: Machine, monkeypatch: py
     monkeypatch.setattr(solver.ranks[1].halves["item"], "launches", lost)
     with pytest.raises(DeviceError, match="fallen off the bus"):
         solver.update("item")
-    assert solver.threads.stopping.is_set()
+    assert solver.group.threads.stopping.is_set()
     with pytest.raises(CommunicatorError, match="stopped by DeviceError"):
         solver.update("user")
     solver.close()

@@ -92,7 +92,7 @@ def backend(request, monkeypatch):
             pytest.skip("the kernels without biases are tested by themselves")
         if emulated.compiler() is None:
             pytest.skip("no C++ compiler to run kernels on the CPU with")
-        monkeypatch.setattr(mcumsgd, "_open_rank", lambda control, name: (control, emulated.EmulatedDevice()))
+        monkeypatch.setattr(mcumsgd, "open_rank", lambda name, control: (control, emulated.EmulatedDevice()))
         for module in (gpu_sgd, mcumsgd):
             monkeypatch.setattr(module, "LONG_ROW", 12)  # all kernels have work
     return request.param
@@ -219,7 +219,7 @@ def test_objective(backend, biases, ratings_matrix):
     matrix = ratings_matrix.astype(np.float64)
     solver = multi(matrix, method_of(), biases=biases, ranks=3)
     run(solver, 1)
-    expected = reference.objective_value(matrix, solver.state.on_host(), solver.workers[0].objective)
+    expected = reference.objective_value(matrix, solver.state.on_host(), solver.ranks[0].objective)
     assert solver.objective_value() == pytest.approx(expected, rel=1e-12)
 
 
@@ -320,7 +320,7 @@ def test_no_epoch_after_the_first_reads_files(monkeypatch, ratings_matrix):
 
     if emulated.compiler() is None:
         pytest.skip("no C++ compiler to run kernels on the CPU with")
-    monkeypatch.setattr(mcumsgd, "_open_rank", lambda control, name: (control, emulated.EmulatedDevice()))
+    monkeypatch.setattr(mcumsgd, "open_rank", lambda name, control: (control, emulated.EmulatedDevice()))
     found, looked_up = gpu_sgd.tables.best, []
     monkeypatch.setattr(gpu_sgd.tables, "best", lambda *args, **kw: looked_up.append(1) or found(*args, **kw))
     solver = multi(ratings_matrix.astype(np.float64), method_of(), biases=True)
@@ -402,7 +402,7 @@ def test_nan_on_one_rank_only(monkeypatch, ratings_matrix):
     solver = multi(ratings_matrix, method_of(), ranks=3)
     run(solver, 1)
     before = solver.state
-    solver.workers[2].factors["user"].matrix[0, 0] = np.nan
+    solver.ranks[2].factors["user"].matrix[0, 0] = np.nan
     with pytest.raises(DivergedError, match="infinite or NaN"):
         list(solver.sweep())
     assert solver.state is before
@@ -485,7 +485,7 @@ def test_a_rank_that_does_not_end_well_is_told(error, monkeypatch, caplog, ratin
         raise error
 
     solver = multi(ratings_matrix, method_of())
-    monkeypatch.setattr(solver._opened[1], "close", refuse)
+    monkeypatch.setattr(solver.group.communicators[1], "close", refuse)
     with nullcontext() if isinstance(error, CommunicatorError) else pytest.raises(DeviceError, match="no answer"):
         solver.close()
     assert "rank 1 did not end well: no answer" in caplog.text

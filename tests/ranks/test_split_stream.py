@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.core import reference
+from hybridmf.core import reference, system
 from hybridmf.core.objective import SIDES, Factors, Side
 from hybridmf.data.slabs import ColumnSlabs, slab_bounds, slab_entries
 from hybridmf.data.store import StoreMatrix
@@ -28,24 +28,15 @@ from hybridmf.errors import (
 )
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
-from hybridmf.plan import make as _plan
-from hybridmf.plan import types
+from hybridmf.plan.als_gpu import slot_bytes
 from hybridmf.plan.grid import Grid, Layout
+from hybridmf.plan.half_sweep import PIECES, SLAB_BUFFERS, HalfPlan, Problem, priced
+from hybridmf.plan.machine import H200
 from hybridmf.plan.make import check_memory
-from hybridmf.plan.ranks import (
-    H200,
-    PIECES,
-    SLAB_BUFFERS,
-    HalfPlan,
-    Problem,
-    ScalePlan,
-    check_rank,
-    judged,
-    plan_scale,
-    plan_streamed_ranks,
-)
+from hybridmf.plan.partitions import plan_scale, plan_streamed_ranks
+from hybridmf.plan.ranks import ScalePlan, check_rank
 from hybridmf.plan.types import Plan
-from hybridmf.ranks import gpu_rank, multi_als
+from hybridmf.ranks import gpu_rank, group, multi_als
 from hybridmf.ranks.batches import batch_entries, bounded_batches, even_batches
 from hybridmf.ranks.gpu_rank import Cut, PartialRows, StreamedPartialRows
 from hybridmf.ranks.multi_als import MultiALS
@@ -76,7 +67,7 @@ def partition(
     longest = (int(np.diff(matrix.indptr).max()), int(np.diff(matrix.tocsc().indptr).max()))
     problem, size = Problem(matrix.shape, matrix.nnz, 7, longest=longest), grids["user"].size
     halves = {
-        side: judged(
+        side: priced(
             problem,
             HalfPlan(side, grids[side].splits, batches, size, loads=SLAB_BUFFERS, resident=True),
             place,
@@ -107,7 +98,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 def sizes_of_batches(half: StreamedPartialRows) -> np.ndarray:
     """Entries of each batch that lie on this rank."""
-    return batch_entries(half.batches, np.diff(half.offsets))
+    return batch_entries(half.row_batches, np.diff(half.offsets))
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
@@ -148,7 +139,7 @@ def test_batches_of_rows_that_are_long_on_their_own() -> None:
 def test_pieces_of_few_rows_keep_to_the_room_for_sums(gpus: Machine) -> None:
     """Two batches are in memory at a time; what a batch of one long row may be cut into depends on what is left."""
     gpus(1)
-    device, indptr = gpu_rank.open_device("cuda:0"), np.array([0, 300])
+    device, indptr = group.open_device("cuda:0"), np.array([0, 300])
     many = Cut.make(device, indptr, [(0, 1)], 10)
     assert many.n_slots == 30
     few = Cut.make(device, indptr, [(0, 1)], 10, slots=20)
@@ -171,13 +162,13 @@ def test_popular_rows_first_make_batches_of_even_size(grid: tuple[int, int], gpu
         most = scale.slab(side)
         longest = scale.problem.longest_row(side)
         assert most >= longest > most // grid[0]
-        for group in range(grid[1]):
-            held = sum(sizes_of_batches(whole[member]) for member in grids[side].members(group))
+        for number in range(grid[1]):
+            held = sum(sizes_of_batches(whole[member]) for member in grids[side].members(number))
             assert held.max() <= most and held.sum() > 2 * most and len(held) > 3
         for half in whole:
             assert half.pipeline.capacity >= sizes_of_batches(half).max()
             assert isinstance(half, StreamedPartialRows) and not len(half.indices) and not len(half.ratings)
-    alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts("explicit", "cuda:0", matrix))
+    alone = GpuALS(group.open_device("cuda:0"), *parts("explicit", "cuda:0", matrix))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-3)
     solver.close()
     assert no_loaders()
@@ -196,7 +187,7 @@ def test_the_bits_are_those_of_ratings_on_the_gpus(name: str, grid: tuple[int, i
     for side in SIDES:
         for rank in here.ranks:
             half = rank.halves[side]
-            assert isinstance(half, StreamedPartialRows) and len(half.batches) > 1
+            assert isinstance(half, StreamedPartialRows) and len(half.row_batches) > 1
             assert half.following is rank.halves["item" if side == "user" else "user"].work
         assert type(there.ranks[0].halves[side]) is PartialRows
     assert_same(sweeps(here, 2), sweeps(there, 2))
@@ -319,7 +310,7 @@ def test_more_ranks_than_rows_and_rows_without_entries(gpus: Machine) -> None:
     matrix = sp.csr_array(np.array([[0, 2, 0, 3], [0, 0, 0, 0], [4, 0, 1, 2]], dtype=np.float32))
     for grid in ((4, 1), (2, 2)):
         solver = MultiALS(*streamed(parts("implicit", gpus(4), matrix), both(grid), batches=2))
-        alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts("implicit", "cuda:0", matrix))
+        alone = GpuALS(group.open_device("cuda:0"), *parts("implicit", "cuda:0", matrix))
         assert_close(sweeps(solver, 2), sweeps(alone, 2), 1e-3)
         assert solver.objective_value() == pytest.approx(alone.objective_value(), rel=1e-4)
         solver.close()
@@ -329,7 +320,7 @@ def test_more_ranks_than_rows_and_rows_without_entries(gpus: Machine) -> None:
 def test_nothing_of_the_block_is_on_the_device(gpus: Machine) -> None:
     """Pieces of a batch lie one behind the other in a buffer, wherever its rows are in the block."""
     matrix, _, objective, plan, _ = parts("explicit", gpus(1), MATRIX)
-    device = gpu_rank.open_device("cuda:0")
+    device = group.open_device("cuda:0")
     batches = [[(0, 3), (12, 14)], [(3, 3), (14, 24)], [(3, 12), (24, 24)]]
     pipeline = gpu_rank.Pipeline(device, 1, np.float32)
     degrees = np.diff(MATRIX.indptr)
@@ -471,7 +462,7 @@ def test_a_fit_splits_what_has_no_room_on_one_gpu(gpus: Machine, tmp_path: Any) 
     assert plan.scale is not None and plan.streamed == "host" and not plan.offloaded
     assert plan.grids == {"user": Grid(1, 2), "item": Grid(2, 1)}
     assert plan.total_bytes == plan.scale.bytes_per_gpu <= LIMIT
-    sums = plan.batch_slots * types._slot_bytes(plan)
+    sums = plan.batch_slots * slot_bytes(plan)
     for half in plan.scale.halves.values():  # of either side, beside all else that it needs
         assert sum(half.bytes.values()) - half.bytes["systems"] + sums <= LIMIT
     text = str(plan)
@@ -510,7 +501,7 @@ def test_ranks_that_share_rows_need_room_for_copies(
     free: int, factors_on: str, gpus: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What each loads of ratings in memory is cut out of them: of one orientation here."""
-    monkeypatch.setattr(_plan, "available_memory", lambda: free)
+    monkeypatch.setattr(system, "available_memory", lambda: free)
     plan = hmf.plan(MANY_USERS, MODELS["explicit"](device=gpus(2), gpu_memory_limit=LIMIT))
     assert plan.factors_on == factors_on
 
@@ -547,7 +538,7 @@ def test_what_the_planner_plans_is_fitted(gpus: Machine) -> None:
     *data, fit, state = parts("explicit", gpus(2), MANY_USERS)
     sizes = {"streamed": "host", "slab": max(map(plan.slab, SIDES))}
     solver = MultiALS(*data, fit.changed(scale=plan, **sizes), state)
-    alone = GpuALS(gpu_rank.open_device("cuda:0"), *parts("explicit", "cuda:0", MANY_USERS))
+    alone = GpuALS(group.open_device("cuda:0"), *parts("explicit", "cuda:0", MANY_USERS))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-3)
     solver.close()
     with pytest.raises(ValueError, match=r"keeps factors on the host where each GPU solves its own rows; .* p = 2"):
@@ -561,7 +552,7 @@ def test_a_fit_splits_a_store(free: int, gpus: Machine, tmp_path: Any, monkeypat
     options: dict[str, Any] = {"factors": 7, "iterations": 1, "random_state": 0, "device": gpus(2)}
     options["gpu_memory_limit"] = LIMIT
     expected = hmf.ExplicitALS(biases=False, **options).fit(MANY_USERS, callback=lambda model, record: None)
-    monkeypatch.setattr(_plan, "available_memory", lambda: free)
+    monkeypatch.setattr(system, "available_memory", lambda: free)
     monkeypatch.setattr(StoreMatrix, "load", None)
     model = hmf.ExplicitALS(biases=False, **options).fit(
         store, callback=lambda model, record: None, checkpoint=tmp_path / "c"
@@ -605,7 +596,7 @@ def test_ranks_of_processes_stream_their_entries(
         matrix, wide = sp.csr_array(MANY_USERS.T), "user"
     store = hmf.convert(matrix, tmp_path / "store", slab_bytes=2000)
     if share != "entries":
-        monkeypatch.setattr(_plan, "available_memory", lambda: 40_000)
+        monkeypatch.setattr(system, "available_memory", lambda: 40_000)
 
     def run(communicator: Any) -> Any:
         model = hmf.ExplicitALS(
@@ -621,7 +612,7 @@ def test_ranks_of_processes_stream_their_entries(
     model = run_ranks(2, run, timeout=60)[0]
     assert model.plan_.streamed == ("host" if share == "entries" else "disk")
     assert model.plan_.grids[wide] == Grid(2, 1) and no_loaders()
-    monkeypatch.setattr(_plan, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(system, "available_memory", lambda: 10**9)
     alone = hmf.ExplicitALS(biases=False, factors=7, iterations=1, random_state=0, device="cuda")
     alone.fit(matrix, callback=lambda model, record: None)
     np.testing.assert_allclose(model.user_factors_, alone.user_factors_, atol=2e-3)
@@ -636,7 +627,7 @@ def test_ranks_of_processes_stream_their_entries(
 def test_memory_of_a_split_half_sweep_by_hand() -> None:
     problem = Problem((1000, 600), 40_000, 10, sums=440)
     half = HalfPlan("user", 4, 8, 8, loads=SLAB_BUFFERS, resident=True)
-    sizes = judged(problem, half, "host", "device").bytes
+    sizes = priced(problem, half, "host", "device").bytes
     row = 12 * 4
     assert half.grid == Grid(4, 2) and half.fixed == "split"
     assert sizes["fixed side"] == 150 * row and sizes["solutions"] == 125 * row and sizes["factors"] == 200 * row
@@ -645,13 +636,13 @@ def test_memory_of_a_split_half_sweep_by_hand() -> None:
     assert sizes["rows"] == 200 * 20 + 500 * 36
     # sums of all rows, wherever they could be solved on chip if the fixed side were there as a whole
     on_chip = replace(problem, on_chip=True)
-    assert judged(on_chip, half, "host", "device").bytes["systems"] == 125 * 440
-    whole = judged(on_chip, HalfPlan("user", 1, 8, 8, loads=3, resident=True), "host", "device")
+    assert priced(on_chip, half, "host", "device").bytes["systems"] == 125 * 440
+    whole = priced(on_chip, HalfPlan("user", 1, 8, 8, loads=3, resident=True), "host", "device")
     assert whole.bytes["systems"] == 440
     # a batch of one row of each GPU, twice in pieces, and as they are added up
-    assert judged(problem, replace(half, batches=1000), "host", "device").bytes["systems"] == 2 * (3 * 4 + 1) * 440
+    assert priced(problem, replace(half, batches=1000), "host", "device").bytes["systems"] == 2 * (3 * 4 + 1) * 440
     # two parts of four on one GPU are one, with the entries of both
-    two = judged(problem, replace(half, gpus=2), "host", "device")
+    two = priced(problem, replace(half, gpus=2), "host", "device")
     assert two.grid == Grid(2, 1) and two.bytes["ratings"] == 3 * 40_000 // 8 // 2 * 8
 
 
@@ -688,7 +679,7 @@ def test_a_rank_is_checked_by_its_own_grid() -> None:
         half = HalfPlan("user", parts_of, 2, 2, loads=SLAB_BUFFERS, splits=splits, resident=True)
         halves: dict[Side, HalfPlan] = {side: replace(half, side=side) for side in SIDES}
         plan = ScalePlan(Problem(shape, 10**7, 64), H200, 2, 10**8, "host", "device", halves)
-        plan = replace(plan, halves={side: judged(plan.problem, halves[side], "host", "device") for side in SIDES})
+        plan = replace(plan, halves={side: priced(plan.problem, halves[side], "host", "device") for side in SIDES})
         with pytest.raises(DeviceMemoryError, match=r"rank 1 needs about .*fixed side 0.0 MiB") as raised:
             check_rank(plan, layout, 1, 10**6)
         messages.append(str(raised.value).partition("the plan's")[0])

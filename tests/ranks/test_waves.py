@@ -12,6 +12,7 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
+from hybridmf.core import system
 from hybridmf.core.objective import SIDES
 from hybridmf.data.slabs import ColumnSlabs, RangeSlabs, loaded, magnitudes, slab_entries
 from hybridmf.data.store import StoreMatrix
@@ -24,15 +25,17 @@ from hybridmf.errors import (
 )
 from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
+from hybridmf.gpu.offloaded import HostHalf
 from hybridmf.gpu.stream import StreamedHalf
-from hybridmf.gpu.turns import HostHalf
 from hybridmf.model.learned import scale_of
-from hybridmf.plan import make as _plan
 from hybridmf.plan.grid import Grid
+from hybridmf.plan.half_sweep import SLAB_BUFFERS, HalfPlan, Problem, priced
+from hybridmf.plan.machine import H200
 from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.memory import rank_bytes
-from hybridmf.plan.ranks import H200, SLAB_BUFFERS, HalfPlan, Problem, ScalePlan, judged, plan_scale
-from hybridmf.ranks import gpu_rank
+from hybridmf.plan.partitions import plan_scale
+from hybridmf.plan.ranks import ScalePlan
+from hybridmf.ranks import group
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
@@ -166,7 +169,7 @@ def ways(store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[An
         patched.setattr(StoreMatrix, "load", None)  # nobody may want all of it
         yield store, {}, ("disk", True)
         yield store, limited, ("host", False)
-        patched.setattr(_plan, "available_memory", lambda: 1000)
+        patched.setattr(system, "available_memory", lambda: 1000)
         yield store, limited, ("disk", False)
 
 
@@ -246,7 +249,7 @@ def test_fewer_gpus_take_the_same_partition_in_more_waves(gpus: Machine, store: 
 def test_fewer_gpus_take_several_parts_of_a_fixed_side(gpus: Machine) -> None:
     """cuMF 4.4 with everything on the GPUs: p = 4 parts on four of them, two each on two, all on one."""
     names, problem = gpus(4), Problem(MATRIX.shape, MATRIX.nnz, 7)
-    halves = {side: judged(problem, HalfPlan(side, 4, 1, 4, resident=True)) for side in SIDES}
+    halves = {side: priced(problem, HalfPlan(side, 4, 1, 4, resident=True)) for side in SIDES}
     partition = ScalePlan(problem, H200, 4, 10**9, "device", "device", halves)
     factors = []
     for count in (4, 3, 2, 1):
@@ -297,7 +300,7 @@ def test_factors_stay_on_the_host(name: str, gpus: Machine, store: hmf.Store, mo
     for data, free in ((MATRIX, None), (store, None), (store, 20_000)):
         with monkeypatch.context() as patched:
             if free is not None:
-                patched.setattr(_plan, "available_memory", lambda: 20_000)
+                patched.setattr(system, "available_memory", lambda: 20_000)
             model = fitted(name, data, names, gpu_memory_limit=HOST_LIMIT)
         plan = model.plan_
         assert plan.factors_on_host and plan.scale is not None and "they stay in the memory of the host" in str(plan)
@@ -389,7 +392,7 @@ def test_what_fails_on_a_rank_ends_all_loaders(
     store: hmf.Store,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_plan, "available_memory", lambda: 1000)
+    monkeypatch.setattr(system, "available_memory", lambda: 1000)
     path = store.path / "user-000003.values.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -423,7 +426,7 @@ def test_more_ranks_than_rows_and_factors_on_the_host(parts: int, gpus: Machine)
     *data, plan, state = solver_parts("biases", gpus(4), matrix)
     counts = [dict.fromkeys(SIDES, count) for count in (parts, 4)]
     several = MultiALS(*data, partitioned(plan, *counts), state)
-    one = GpuALS(gpu_rank.open_device("cuda:0"), *data, plan.changed(devices=(), scale=None, streamed=""), state)
+    one = GpuALS(group.open_device("cuda:0"), *data, plan.changed(devices=(), scale=None, streamed=""), state)
     for solver in (several, one):
         for _ in solver.sweep():
             pass
@@ -449,7 +452,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
     names = gpus(2)
     monkeypatch.setattr(spmd, "_worker", workers_on(names) if device != "cpu" else spmd._worker)
     free = 10**6 if device == "cpu" else 10_000  # too little to hold the store for the GPUs
-    monkeypatch.setattr(_plan, "available_memory", lambda: free)
+    monkeypatch.setattr(system, "available_memory", lambda: free)
     monkeypatch.setattr(StoreMatrix, "load", None)
     options = {"iterations": 2, "random_state": 0, "device": "cpu"}
     limited = {"gpu_memory_limit": limit} if limit else {}
@@ -463,7 +466,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
     model = run_ranks(2, run, timeout=60)[0]
     assert model.plan_.streamed == "disk" and no_loaders()
     assert model.plan_.factors_on_host == (limit == HOST_LIMIT)
-    monkeypatch.setattr(_plan, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(system, "available_memory", lambda: 10**9)
     kind = {"device": device.partition(":")[0]}
     alone = MODELS["explicit"](**options | kind).fit(MATRIX, callback=lambda model, record: None)
     np.testing.assert_array_equal(model.user_factors_, alone.user_factors_)
@@ -503,7 +506,7 @@ def test_ranks_of_processes_look_at_their_memory_first(
 ) -> None:
     """The rank that has no room says so as a single fit does; the others hear of it."""
     free = {"hybridmf rank 1": 1000}
-    monkeypatch.setattr(_plan, "available_memory", lambda: free.get(threading.current_thread().name, 10**9))
+    monkeypatch.setattr(system, "available_memory", lambda: free.get(threading.current_thread().name, 10**9))
     causes: dict[int, Exception] = {}
 
     def run(communicator: Any) -> None:

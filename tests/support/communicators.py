@@ -7,7 +7,6 @@ import threading
 
 import numpy as np
 
-from hybridmf.ranks.transport.communicator import start_sendrecv
 from hybridmf.ranks.transport.messages import SMALL
 from hybridmf.ranks.transport.sockets import SocketCommunicator
 
@@ -80,7 +79,7 @@ def laws(communicator, device=np.asarray, host=np.asarray, whole=False) -> int:
     alone.close()
     half.close()
     sent = [device(drawn(rank)), device(np.array(rank))]
-    answer = start_sendrecv(communicator, sent, before, after, [device(drawn(0)), device(np.array(0))])
+    answer = communicator.start_sendrecv(sent, before, after, [device(drawn(0)), device(np.array(0))])
     same(communicator.allreduce(device(np.array([rank]))), np.array([size * (size - 1) // 2]))  # meanwhile
     received = answer()
     same(received[0], drawn(after))

@@ -14,7 +14,7 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.plan import dispatch
 from hybridmf.plan import machine as _machine
 from hybridmf.plan.cost import Warmth
-from hybridmf.plan.machine import CpuRates, GpuRates, Machine
+from hybridmf.plan.machine import CpuRates, GpuRates, LinkRates, Machine
 from support.checkout import ROOT
 
 GIB = 1 << 30
@@ -58,4 +58,5 @@ def load_bench() -> Any:
 
 
 def measured() -> Machine:
-    return Machine(replace(CpuRates(), serial=0.125), replace(GpuRates(), start=2.5), "measured on a day", "Some GPU")
+    rates = replace(CpuRates(), serial=0.125), replace(GpuRates(), start=2.5), replace(LinkRates(), pinned_bytes=1e10)
+    return Machine(*rates, source="measured on a day", gpu_name="Some GPU")

@@ -13,7 +13,8 @@ from hybridmf.device import cuda
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DeviceMemoryError
 from hybridmf.plan import types
-from hybridmf.plan.make import gpu_plan, make_plan
+from hybridmf.plan.als_gpu import gpu_plan
+from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Facts, Settings
 from support import emulated
 

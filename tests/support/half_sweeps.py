@@ -9,8 +9,10 @@ from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
-from hybridmf.gpu.als import HalfSweep, to_device
-from hybridmf.plan.make import gpu_plan, make_plan
+from hybridmf.gpu.factors import to_device
+from hybridmf.gpu.half import HalfSweep
+from hybridmf.plan.als_gpu import gpu_plan
+from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Settings
 from support.ratings import planted
 

@@ -9,9 +9,12 @@ import numpy as np
 
 from hybridmf.core.objective import SIDES
 from hybridmf.formats import transpose
-from hybridmf.gpu.turns import HostGpuALS
-from hybridmf.plan.make import host_problem, make_plan
-from hybridmf.plan.ranks import H200, HalfPlan, ScalePlan, judged
+from hybridmf.gpu.als import GpuALS
+from hybridmf.plan.als_gpu import host_problem
+from hybridmf.plan.half_sweep import HalfPlan, priced
+from hybridmf.plan.machine import H200
+from hybridmf.plan.make import make_plan
+from hybridmf.plan.ranks import ScalePlan
 from hybridmf.plan.types import Plan
 from support.half_sweeps import FITS
 from support.ratings import planted
@@ -39,14 +42,14 @@ def partitioned(plan: Plan, parts: dict[str, int], batches: dict[str, int], buff
     """The plan with factors on the host, in so many parts and row parts."""
     problem, gpus = host_problem(plan), max(1, len(plan.devices))
     halves = {
-        side: judged(problem, HalfPlan(side, parts[side], batches[side], gpus, buffers, 3, 1), "host", "host")
+        side: priced(problem, HalfPlan(side, parts[side], batches[side], gpus, buffers, 3, 1), "host", "host")
         for side in SIDES
     }
     scale = ScalePlan(problem, H200, gpus, 1 << 30, "host", "host", halves)
     return plan.changed(scale=scale, streamed="host", slab=max(map(scale.slab, SIDES)))
 
 
-def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX, **options: Any) -> HostGpuALS:
+def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX, **options: Any) -> GpuALS:
     cls, given = FITS[kind]
     sizes = {name: options.pop(name) for name in ("segment", "buffers") if name in options}
     model = cls(**(given | {"random_state": 0, "device": "cuda"} | options))
@@ -56,7 +59,7 @@ def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX,
     plan = partitioned(plan, *(dict.fromkeys(SIDES, count) for count in (parts, batches)), sizes.get("buffers", 2))
     item_users = transpose(matrix, num_threads=1)
     state = model._initial_state(matrix, item_users, plan, model._objective())
-    return HostGpuALS(device, matrix, item_users, model._objective(), plan, state)
+    return GpuALS(device, matrix, item_users, model._objective(), plan, state)
 
 
 def fitted(kind: str, data: Any, **options: Any) -> Any:

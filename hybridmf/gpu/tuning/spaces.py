@@ -28,22 +28,18 @@ from ...plan import assemblies as plan_assemblies
 from ...plan import ccd_gpu
 from ...plan import fused as plan_fused
 from ...plan import sgd as plan_sgd
-from ...plan.assemblies import BalsConfig
+from ...plan.assemblies import REGISTERS, RESERVED, WARP, BalsConfig
 from ...plan.fused import FusedConfig
 from .. import cholesky_any, fused, sgd, topk
-from ..assemblies import MoAlsConfig, SyrkConfig
 from ..cholesky_any import CgConfig, CholeskyConfig, TilesConfig
+from ..mo_als import MoAlsConfig
 from ..sgd import BlockedConfig, HogwildConfig
+from ..sparse_syrk import SyrkConfig
 from ..topk import GroupMaxConfig
 
 Facts = dict[str, Any]
 Build = tuple[str, str, dict[str, Any]]
 """(file, kernel, constants)"""
-
-WARP = 32
-REGISTERS = 65536
-RESERVED = 1024
-"""Bytes of shared memory that CUDA takes from each block."""
 
 LEAST_THREADS = 256
 LEAST_REUSE = 0.5
@@ -271,7 +267,7 @@ def _mo_als(config: MoAlsConfig, spec: DeviceSpec) -> Candidate:
 def _enumerate_mo_als(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
     rank, itemsize = facts["rank"], facts["itemsize"]
     for tile, groups, parts in itertools.product((2, 4, 8), (1, 2, 3, 4, 6, 8), range(1, 9)):
-        tiles = plan_assemblies._lower_tiles(rank, tile)
+        tiles = plan_assemblies.lower_tiles(rank, tile)
         part_tiles = ceil_div(tiles, parts)
         if ceil_div(tiles, part_tiles) != parts:
             continue
@@ -299,7 +295,7 @@ def _enumerate_bals(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
     """Rows of a block, staged factor rows (the width of a matrix tile), and its height in blocks: BALS 4.3."""
     rank, itemsize = facts["rank"], facts["itemsize"]
     for tile, blocks, buffers in itertools.product((4, 8), (1, 2, 3), (1, 2)):
-        tiles = plan_assemblies._lower_tiles(rank, tile)
+        tiles = plan_assemblies.lower_tiles(rank, tile)
         for parts, rows, lanes in itertools.product((1, 2, 4), (1, 2, 4, 6, 8, 12, 16, 24, 32), (8, 16, 32)):
             part_tiles = ceil_div(tiles, parts)
             least = _legal(
@@ -316,7 +312,7 @@ def _enumerate_bals(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
 
 
 def bals_tile(candidate: Candidate) -> tuple[int, int]:
-    """(tile_rows, tile_cols) of a candidate for BALS, as `assemblies.bals_tile_sizes` gives them to a plan."""
+    """(tile_rows, tile_cols) of a candidate for BALS, as `bals_tile_sizes` gives them to a plan."""
     config, height = candidate.config, candidate.values["height"]
     width = config.capacity
     return height * config.rows, width // WARP * WARP if width >= WARP else width

@@ -26,9 +26,12 @@ from ...formats import BalsMatrix, reorder
 from ...plan import ccd_gpu
 from ...plan import fused as plan_fused
 from ...plan.fused import table_width
-from .. import assemblies, ccd, cholesky_any, fused, sgd, topk
-from ..als import Pieces
+from .. import bals, ccd, cholesky_any, fused, sgd, topk
+from ..assembly import Systems
+from ..half import Pieces
 from ..launch import Entries
+from ..mo_als import mo_als
+from ..sparse_syrk import sparse_syrk
 from .spaces import Candidate, Facts, bals_tile
 
 SEGMENT = 2048
@@ -214,7 +217,7 @@ class Sums:
 
 
 class SegmentTrial:
-    """`assemblies.sparse_syrk` or `mo_als` over the rows of both sides."""
+    """`sparse_syrk` or `mo_als` over the rows of both sides."""
 
     def __init__(self, launch: Callable[..., None], device: Device, sample: Sample, facts: Facts) -> None:
         self.launch, self.device = launch, device
@@ -243,7 +246,7 @@ class SegmentTrial:
 
 
 class BalsTrial:
-    """`assemblies.bals` over the rows of both sides, rows and columns by degree, as a fit orders them."""
+    """`bals` over the rows of both sides, rows and columns by degree, as a fit orders them."""
 
     def __init__(self, device: Device, sample: Sample, facts: Facts) -> None:
         self.device, self.rank = device, facts["rank"]
@@ -257,15 +260,15 @@ class BalsTrial:
             matrix = in_dtype(matrices[side], f"f{self.itemsize}")
             self.sides[side] = Sums(device, matrix, self.rank, self.itemsize)
         self.tolerance = SUMS_TOLERANCE * (1 if self.itemsize == 4 else 1e-6)
-        self._tiles: dict[tuple[Side, tuple[int, int]], assemblies.BalsTiles] = {}
+        self._tiles: dict[tuple[Side, tuple[int, int]], bals.BalsTiles] = {}
 
-    def tiles(self, side: Side, size: tuple[int, int]) -> assemblies.BalsTiles:
+    def tiles(self, side: Side, size: tuple[int, int]) -> bals.BalsTiles:
         """Tiles of a size on the device; the last few are kept."""
         key = (side, size)
         if key not in self._tiles:
             while len(self._tiles) >= 8:
                 del self._tiles[next(iter(self._tiles))]
-            self._tiles[key] = assemblies.upload_tiles(self.device, BalsMatrix.from_csr(self.sides[side].matrix, *size))
+            self._tiles[key] = bals.upload_tiles(self.device, BalsMatrix.from_csr(self.sides[side].matrix, *size))
         return self._tiles[key]
 
     def parts(self, candidate: Candidate) -> dict[str, Part]:
@@ -279,7 +282,7 @@ class BalsTrial:
     def _run(self, side: Side, size: tuple[int, int], config: Any) -> None:
         sums, tiles = self.sides[side], self.tiles(side, size)
         blocks = -(-len(sums.degrees) // size[0])
-        assemblies.bals(
+        bals.bals(
             self.device, *sums.row_outputs, sums.factors, sums.entries, tiles, 0, blocks, self.rank, *size, config
         )
 
@@ -307,7 +310,7 @@ class FusedSide:
         objective = Objective("explicit", REGULARIZATION, 1.0)
         self.scale = objective.row_scale(self.degrees).astype(np.float32)
         n = len(self.degrees)
-        self.systems = fused.Systems(
+        self.systems = Systems(
             solutions=device.zeros((n, width), np.float32),
             status=device.zeros(n, np.int32),
             gram=None,
@@ -325,19 +328,19 @@ class FusedSide:
         self.partials = device.empty((longest, plan_fused.partial_floats(self.rank)), np.float32)
         steps = 6 if facts["solver"] == "cg" else 1
         scale = fused.entry_scale(float(np.abs(self.table).max()), 1.0) if facts["precision"] == "float32" else 1.0
-        self.method = fused.Method(facts["precision"], facts["solver"], 0.0, steps, scale)
+        usual = plan_fused.FusedConfig.rule(self.rank)
+        self.kernels = fused.FusedKernels(device, usual, facts["precision"], facts["solver"], 0.0, steps, scale)
         solve = 2.0 * (steps + 1) * self.rank**2 if facts["solver"] == "cg" else self.rank**3 / 3 + 2 * self.rank**2
         self.flops = float(len(indices)) * self.rank * (self.rank + 1) + len(order) * solve
 
-    def run(self, config: Any, method: fused.Method | None = None) -> None:
+    def run(self, config: Any, **changes: Any) -> None:
         """Solve all rows."""
-        method = method or self.method
-        device, systems, entries = self.device, self.systems, self.entries
+        kernels, systems, entries = replace(self.kernels, config=config, **changes), self.systems, self.entries
         for rows, slots, segments in self.batches:
-            partials = self.partials[: len(segments)]
-            fused.assemble_segments(device, partials, self.factors, entries, segments, config, method)
-            fused.solve_partials(device, systems, partials, slots, rows, entries, config, method)
-        fused.solve_rows(device, systems, self.factors, entries, self.indptr, self.short, config, method)
+            partials = (self.partials[: len(segments)],)
+            kernels.assemble(partials, self.factors, entries, segments)
+            kernels.solve(systems, partials, slots, rows, entries)
+        kernels.solve_rows(systems, self.factors, entries, self.indptr, self.short)
 
     def clear(self) -> None:
         """Start anew: what another configuration left must not pass for an answer, nor for a warm start."""
@@ -375,8 +378,8 @@ class FusedTrial:
         worst = 0.0
         for rows in self.sides.values():
             rows.clear()
-            steps = 4 * rows.rank if rows.method.solver == "cg" else rows.method.cg_steps
-            rows.run(candidate.config, replace(rows.method, cg_steps=steps))
+            steps = 4 * rows.rank if rows.kernels.solver == "cg" else rows.kernels.cg_steps
+            rows.run(candidate.config, cg_steps=steps)
             worst = float(np.max([worst, rows.error()]))
         return worst
 
@@ -707,8 +710,8 @@ class TopKTrial:
 
 MAKERS: dict[str, Callable[[Device, Sample, Facts], Trial]] = {
     "fused": FusedTrial,
-    "sparse_syrk": functools.partial(SegmentTrial, assemblies.sparse_syrk),
-    "mo_als": functools.partial(SegmentTrial, assemblies.mo_als),
+    "sparse_syrk": functools.partial(SegmentTrial, sparse_syrk),
+    "mo_als": functools.partial(SegmentTrial, mo_als),
     "bals": BalsTrial,
     "cholesky_tiles": functools.partial(SystemsTrial, "cholesky_tiles"),
     "cholesky_any": functools.partial(SystemsTrial, "cholesky_any"),

@@ -20,8 +20,12 @@ Array = Any
 """A NumPy array, or one of the device of the rank."""
 
 
+TIMEOUT = 600.0
+"""Seconds a rank waits for another, if not told otherwise: as long as ranks may differ in the time of their work."""
+
+
 class Communicator(Protocol):
-    """One rank of a group.
+    """One rank of a group; derive from it for the defaults.
 
     Every method raises CommunicatorError where another rank has aborted, has ended or does not answer within the
     communicator's timeout; the message holds the first cause. A communicator that has failed stays failed.
@@ -32,11 +36,21 @@ class Communicator(Protocol):
         0 <= rank < size.
     size : int
     cause : str
-        Why it has failed; empty while it has not. Long computations between two calls may look at it.
+        Why it has failed; empty while it has not. Long computations between two calls may check it.
+    timeout : float
+        Seconds a rank waits for another.
+    one_process : bool
+        Whether all ranks are threads of one process.
     """
 
     rank: int
     size: int
+    one_process: bool = False
+
+    @property
+    def timeout(self) -> float:
+        """Seconds a rank waits for another."""
+        return TIMEOUT
 
     @property
     def cause(self) -> str:
@@ -57,8 +71,38 @@ class Communicator(Protocol):
     def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
         """Send `array` to rank `dest`; return what rank `source` sends, of the shape and dtype of `like`."""
 
+    def start_sendrecv(
+        self, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
+    ) -> Callable[[], list[Array]]:
+        """Begin to send arrays to `dest` and to receive others from `source`, while the caller computes.
+
+        By default a thread sends and receives; meanwhile the caller may make every call but another `sendrecv`.
+
+        Parameters
+        ----------
+        arrays : sequence of array
+            Must not change until the answer has been taken; may be read.
+        dest, source : int
+        likes : sequence of array
+            Shapes and dtypes of what `source` sends.
+
+        Returns
+        -------
+        callable
+            Waits for both and returns the received arrays; on a GPU the current stream waits.
+        """
+        courier = ThreadPoolExecutor(1, "hybridmf courier")
+        pairs = list(zip(arrays, likes, strict=True))
+        moved = courier.submit(lambda: [self.sendrecv(array, dest, source, like) for array, like in pairs])
+        courier.shutdown(wait=False)  # the thread ends with its task
+        return moved.result
+
     def barrier(self) -> None:
         """Wait for all ranks."""
+
+    def meet(self, what: str, timeout: float) -> None:
+        """Wait for all ranks if they are threads of one process, else return at once; `what` names the call."""
+        return None
 
     def split(self, color: int) -> Communicator:
         """The ranks that give the same color, in the order of their ranks; called by all ranks."""
@@ -81,40 +125,6 @@ def gather(communicator: Communicator, array: np.ndarray, counts: Sequence[int])
         like = np.empty((counts[rank], *array.shape[1:]), dtype=array.dtype)
         parts.append(communicator.sendrecv(nothing, rank, rank, like))
     return np.concatenate(parts)
-
-
-def start_sendrecv(
-    communicator: Communicator, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
-) -> Callable[[], list[Array]]:
-    """Begin to send arrays to `dest` and to receive others from `source`, while the caller computes.
-
-    Parameters
-    ----------
-    communicator : Communicator
-    arrays : sequence of array
-        Must not change until the answer has been taken; it may be read.
-    dest, source : int
-    likes : sequence of array
-        Shapes and dtypes of what `source` sends.
-
-    Returns
-    -------
-    callable
-        Waits for both and returns what was received; on a GPU it is the current stream that waits.
-
-    Notes
-    -----
-    A communicator may do this by itself (a method of this name: NCCL on a stream of its own). For others a thread sends
-    and receives, beside which the caller may call everything but another `sendrecv`.
-    """
-    own = getattr(communicator, "start_sendrecv", None)
-    if own is not None:
-        return own(arrays, dest, source, likes)
-    courier = ThreadPoolExecutor(1, "hybridmf courier")
-    pairs = list(zip(arrays, likes, strict=True))
-    moved = courier.submit(lambda: [communicator.sendrecv(array, dest, source, like) for array, like in pairs])
-    courier.shutdown(wait=False)  # the thread ends with its task
-    return moved.result
 
 
 def check_agreement(communicator: Communicator, facts: dict[str, object]) -> None:
@@ -140,7 +150,17 @@ def check_agreement(communicator: Communicator, facts: dict[str, object]) -> Non
                 raise CommunicatorError(f"rank {rank} was given another {name} than rank 0{here}")
 
 
-class Single:
+class LocalCommunicator(Communicator, Protocol):
+    """A communicator whose ranks share a process, so that one thread can call for all of them."""
+
+    @staticmethod
+    def allgatherv_together(
+        communicators: Sequence[Any], arrays: Sequence[Array], counts: Sequence[int]
+    ) -> list[Array]:
+        """`allgatherv` of all ranks by the calling thread, one array each."""
+
+
+class Single(Communicator):
     """The communicator of one rank: nothing moves."""
 
     rank, size = 0, 1

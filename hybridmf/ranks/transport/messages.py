@@ -14,9 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...errors import CommunicatorError
-
-TIMEOUT = 600.0
-"""Seconds a rank waits for another, if not told otherwise: as long as ranks may differ in the time of their work."""
+from .communicator import Communicator
 
 SMALL = 1 << 16
 """Bytes up to which every rank adds the whole of an array by itself: one round of messages instead of two."""
@@ -26,9 +24,17 @@ KINDS = "biufc"
 
 
 class Transport(Protocol):
-    """Carries arrays between ranks, in the order they were sent between two ranks under one context."""
+    """Carries arrays between ranks, in the order they were sent between two ranks under one context.
+
+    Derive from it for the defaults, which are those of ranks in processes of their own.
+    """
 
     timeout: float
+    one_process: bool = False
+
+    def meet(self, context: str, members: Sequence[int], rank: int, what: str, timeout: float) -> None:
+        """See `communicator.Communicator.meet`."""
+        return None
 
     def snapshot(self, array: np.ndarray) -> np.ndarray:
         """What may be sent although the caller changes `array` after the call."""
@@ -104,7 +110,7 @@ def add_in_order(pieces: Sequence[np.ndarray]) -> np.ndarray:
     return total
 
 
-class MessageCommunicator:
+class MessageCommunicator(Communicator):
     """One rank of a group whose members send each other messages; see `communicator.Communicator`.
 
     Ranks that call different things, or with other dtypes, shapes or counts, find out and fail, naming both calls. A
@@ -125,6 +131,7 @@ class MessageCommunicator:
     def __init__(self, transport: Transport, members: Sequence[int], rank: int, context: str = "") -> None:
         self.transport, self.members, self.rank, self.context = transport, list(members), rank, context
         self.size = len(self.members)
+        self.one_process = transport.one_process
         self._splits, self._closed = 0, False
 
     def _check(self) -> None:
@@ -227,6 +234,10 @@ class MessageCommunicator:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._exchange("barrier", [np.empty(0, dtype=np.uint8)] * self.size)
+
+    def meet(self, what: str, timeout: float) -> None:
+        """See `communicator.Communicator`."""
+        self.transport.meet(self.context, self.members, self.rank, what, timeout)
 
     def split(self, color: int) -> MessageCommunicator:
         """The ranks that give the same color."""

@@ -35,9 +35,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import CommunicatorError, DeviceError
-from .communicator import Array, Communicator, start_sendrecv
-from .messages import TIMEOUT, MessageCommunicator, check_counts, check_peer, check_timeout, even_counts
-from .threads import Hub
+from .communicator import Array, Communicator
+from .messages import check_counts, check_peer, check_timeout, even_counts
 
 logger = logging.getLogger("hybridmf")
 
@@ -76,7 +75,7 @@ def _modules() -> tuple[Any, Any]:
     return cupy, nccl
 
 
-class NcclCommunicator:
+class NcclCommunicator(Communicator):
     """One rank of a group of GPUs; see `hybridmf.ranks.transport.communicator.Communicator`.
 
     Made by all ranks of `control` at a time, each in its own thread or process. Arrays are CuPy's on the rank's device;
@@ -108,7 +107,7 @@ class NcclCommunicator:
         self._cupy, self._nccl = _modules()
         self.control, self.device, self.ordered = control, device, ordered
         self.rank, self.size = control.rank, control.size
-        self.timeout = check_timeout(getattr(control, "timeout", TIMEOUT) if timeout is None else timeout)
+        self._timeout = check_timeout(control.timeout if timeout is None else timeout)
         self._types = {np.dtype(name): getattr(self._nccl, f"NCCL_{name.upper()}") for name in TYPES}
         # what the garbage collector ends may abort it once more on the thread that is about to
         self._lock, self._cause, self._closed = threading.RLock(), "", threading.Event()
@@ -190,6 +189,11 @@ class NcclCommunicator:
         """Why the communicator has failed; empty while it has not."""
         return self._cause or self.control.cause
 
+    @property
+    def timeout(self) -> float:
+        """Seconds from the launch to the end of a call."""
+        return self._timeout
+
     def _stop(self, cause: str) -> None:
         """Fail, here and on all ranks; kernels of NCCL that wait for others end."""
         self.control.abort(cause)
@@ -221,10 +225,8 @@ class NcclCommunicator:
     def _meet(self, what: str) -> None:
         """Wait for the ranks of this process, if they are threads: see the top of the module."""
         self._check()
-        hub = getattr(self.control, "transport", None)
-        if isinstance(hub, Hub) and self.size > 1:
-            assert isinstance(self.control, MessageCommunicator)
-            hub.meet(self.control.context, self.control.members, self.rank, what, self.timeout)
+        if self.size > 1:
+            self.control.meet(what, self.timeout)
 
     @contextmanager
     def _call(self, what: str) -> Iterator[int]:
@@ -400,9 +402,9 @@ class NcclCommunicator:
     def start_sendrecv(
         self, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
     ) -> Callable[[], list[Array]]:
-        """See `communicator.start_sendrecv`; on a stream of its own, after what was launched so far."""
+        """See `communicator.Communicator`; on a stream of its own, after what was launched so far."""
         if self._is_host(*arrays, *likes):
-            return start_sendrecv(self.control, arrays, dest, source, likes)
+            return self.control.start_sendrecv(arrays, dest, source, likes)
         with self._on_device():
             launched, arrived = (self._cupy.cuda.Event(disable_timing=True) for _ in range(2))
             launched.record(self._cupy.cuda.get_current_stream())
@@ -428,7 +430,7 @@ class NcclCommunicator:
         with self._on_device():
             self._cupy.cuda.get_current_stream().synchronize()
         self._check()
-        if isinstance(getattr(self.control, "transport", None), Hub):
+        if self.control.one_process:
             self._meet("barrier")
         else:
             self.control.barrier()

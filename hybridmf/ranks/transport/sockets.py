@@ -39,7 +39,8 @@ import numpy as np
 
 from ...core.validate import check_int
 from ...errors import CommunicatorError
-from .messages import KINDS, TIMEOUT, MessageCommunicator, check_timeout
+from .communicator import TIMEOUT
+from .messages import KINDS, MessageCommunicator, Transport, check_timeout
 
 logger = logging.getLogger("hybridmf")
 
@@ -512,7 +513,7 @@ def _say_goodbye(connection: socket.socket, cause: str) -> None:
 # ---------------------------------------------------------------------------------------------- transport
 
 
-class Mesh:
+class Mesh(Transport):
     """Connections to all other ranks, as `messages.Transport`; a thread for each reads what comes.
 
     Parameters

@@ -17,7 +17,8 @@ import numpy as np
 
 from ...core.validate import check_int
 from ...errors import CommunicatorError
-from .messages import TIMEOUT, MessageCommunicator, check_counts, check_timeout
+from .communicator import TIMEOUT
+from .messages import MessageCommunicator, Transport, check_counts, check_timeout
 
 logger = logging.getLogger("hybridmf")
 
@@ -48,7 +49,7 @@ class Meeting:
         self.here: set[int] = set()
 
 
-class Hub:
+class Hub(Transport):
     """Mailboxes between the threads of a process, as `hybridmf.ranks.transport.messages.Transport`.
 
     Parameters
@@ -57,6 +58,8 @@ class Hub:
     timeout : float
         Seconds.
     """
+
+    one_process = True
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout

@@ -1,0 +1,222 @@
+"""What the assemblies of normal equations share: systems, the interface of their kernels, checks of arguments.
+
+A published assembly sums ``matrices[slot] = sum outer y y^T`` (lower triangle) and ``rhs[slot] = sum linear y`` over
+entries; Gram matrix and ridge are added elsewhere. Its configuration holds every compile-time choice and raises for one
+that cannot work, so that a tuner can enumerate them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..device.cuda import Array, Device, DeviceSpec
+from ..plan.assemblies import require
+from . import cholesky_any
+from .launch import Entries, check, check_not_host
+
+COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
+"""Ranks whose default builds are compiled by the tests."""
+
+COMPILED_ENTRIES = ((4, False, False), (4, True, False), (4, False, True), (8, True, True))
+"""(itemsize, implicit, offsets) that they are compiled for."""
+
+
+def default_builds(
+    name: str, config_of: Callable[[int, int], Any], ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """``(file, kernel, constants)`` of every default configuration of an assembly, for a test that compiles them all.
+
+    All compile without spilled registers or a stack frame for sm_90 but those with ``ACCUMULATORS=local``: the paper's
+    mapping puts the sums there.
+    """
+    seen = set()
+    for rank in ranks:
+        for itemsize, implicit, offsets in COMPILED_ENTRIES:
+            entries = {"REAL": np.dtype(f"f{itemsize}"), "IMPLICIT": implicit, "HAS_OFFSETS": offsets}
+            constants = config_of(rank, itemsize).constants | entries
+            if tuple(constants.values()) not in seen:
+                seen.add(tuple(constants.values()))
+                yield f"{name}.cu", name, constants
+
+
+@dataclass(frozen=True)
+class Systems:
+    """The systems of one side beside their sums, and where solutions go.
+
+    Attributes
+    ----------
+    solutions : float array, shape (n_rows, width)
+        Written; read as warm start by conjugate gradients.
+    status : int32 array, shape (n_rows,)
+        Written for the rows that are solved.
+    gram : float array, shape (rank16, rank16), or None
+    ridge : float array, shape (rank,)
+    scale : float array, shape (n_rows,)
+    """
+
+    solutions: Array
+    status: Array
+    gram: Array | None
+    ridge: Array
+    scale: Array
+
+
+Sums: TypeAlias = "tuple[Array, ...]"
+"""Sums of segments of rows; first axis: slots."""
+
+
+class RowKernels:
+    """The kernels of an assembly, as a half sweep calls them; each method launches and does not wait."""
+
+    def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
+        """Memory for sums; `whole`: also what `assemble` does not write may be read, and is 0."""
+        raise NotImplementedError
+
+    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: Any) -> None:
+        """Write the sums of segments of entries.
+
+        Parameters
+        ----------
+        sums : Sums
+        table : float array, shape (n_fixed, width)
+            Factors of the fixed side.
+        entries : Entries
+        segments : int64 array, shape (n_segments, 3)
+            (slot, begin, end) of each.
+        """
+        raise NotImplementedError
+
+    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: Entries) -> None:
+        """Complete and solve the systems of `rows`, row k from the sums of ``slots[k] ... slots[k + 1] - 1``."""
+        raise NotImplementedError
+
+    def solve_rows(self, systems: Systems, table: Array, entries: Entries, indptr: Array, rows: Array) -> None:
+        """Assemble and solve `rows` at once; only where no sums leave the chip."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PublishedKernels(RowKernels):
+    """What the published assemblies share: sums are matrices and right-hand sides, which `cholesky_any` solves.
+
+    Attributes
+    ----------
+    device : Device
+    rank : int
+    dtype : dtype
+    solver : {"cholesky", "cg"}
+    epsilon : float
+        Pivots at or below this part of their diagonal element are all rounding.
+    cg_steps : int
+    """
+
+    device: Device
+    rank: int
+    dtype: Any
+    solver: str
+    epsilon: float
+    cg_steps: int
+
+    def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
+        """See `RowKernels`; only lower triangles are written."""
+        rank, device = self.rank, self.device
+        matrices = (device.zeros if whole else device.empty)((n_slots, rank, rank), self.dtype)
+        return matrices, device.empty((n_slots, rank), self.dtype)
+
+    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: Entries) -> None:
+        """See `RowKernels`."""
+        if not len(rows):
+            return
+        device, rank, (matrices, rhs) = self.device, self.rank, sums
+        gram = None if systems.gram is None else systems.gram[:rank, :rank].copy()
+        cholesky_any.complete(device, matrices, rhs, slots, gram, systems.ridge, systems.scale[rows])
+        arrays = (systems.solutions, systems.status, matrices, rhs, slots, rows)
+        if self.solver == "cg":
+            cholesky_any.cg_solve(device, *arrays, self.cg_steps)
+        else:
+            cholesky_any.cholesky_solve(device, *arrays, self.epsilon)
+
+
+@dataclass(frozen=True)
+class SegmentKernels(PublishedKernels):
+    """An assembly that sums segments of rows.
+
+    Attributes
+    ----------
+    sum_segments : callable
+        `hybridmf.gpu.sparse_syrk.sparse_syrk` or `hybridmf.gpu.mo_als.mo_als`.
+    """
+
+    sum_segments: Callable[..., None]
+
+    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: Array) -> None:
+        """See `RowKernels`."""
+        if len(segments):
+            self.sum_segments(self.device, *sums, table, entries, segments, self.rank)
+
+
+def require_fit(config: Any, spec: DeviceSpec) -> None:
+    """A configuration's shared memory must fit in a block of the device.
+
+    Raises
+    ------
+    ValueError
+    """
+    require(
+        config.shared_bytes <= spec.shared_bytes,
+        f"{config} needs {config.shared_bytes} bytes of shared memory a block, {spec.name} has {spec.shared_bytes}",
+    )
+
+
+def require_match(config: Any, rank: int, dtype: np.dtype[Any]) -> None:
+    """A configuration must be for the rank and the type of the arrays.
+
+    Raises
+    ------
+    ValueError
+    """
+    require(
+        config.rank == rank and config.itemsize == dtype.itemsize,
+        f"config is for rank {config.rank} and items of {config.itemsize} bytes; these have rank {rank} and "
+        f"{dtype.itemsize} bytes",
+    )
+
+
+def check_factors(factors: Array, dtype: Any, rank: int) -> None:
+    """A table of factors must be what the kernels read.
+
+    Raises
+    ------
+    TypeError
+    """
+    check("factors", factors, dtype, (None, None))
+    ld = factors.shape[1]
+    if ld < rank or ld * np.dtype(dtype).itemsize % 16:
+        raise TypeError(
+            f"factors must have rows of at least rank={rank} columns and a multiple of 16 bytes; got {ld} columns of "
+            f"{np.dtype(dtype).name}"
+        )
+
+
+def check_segments(
+    device: Device, matrices: Array, rhs: Array, factors: Array, entries: Entries, segments: Array, rank: int
+) -> int:
+    """Check the arguments of a kernel over segments; the number of segments."""
+    dtype = entries.ratings.dtype
+    check("matrices", matrices, dtype, (None, rank, rank))
+    check("rhs", rhs, dtype, (len(matrices), rank))
+    check_factors(factors, dtype, rank)
+    check("indices", entries.indices, np.int32, (None,))
+    check("ratings", entries.ratings, dtype, (len(entries.indices),))
+    check("segments", segments, np.int64, (None, 3))
+    arrays = {"matrices": matrices, "rhs": rhs, "factors": factors, "indices": entries.indices}
+    arrays |= {"ratings": entries.ratings, "segments": segments}
+    if entries.offsets is not None:
+        check("offsets", entries.offsets, dtype, (len(factors),))
+        arrays["offsets"] = entries.offsets
+    check_not_host(device, **arrays)
+    return len(segments)

@@ -1,0 +1,362 @@
+"""Launch of cuda/bals.cu: the BALS kernel (BALS, Algorithm 2) over matrix tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ..core.system import ceil_div
+from ..device.cuda import Array, Device, DeviceSpec
+from ..formats import BalsMatrix
+from ..plan.assemblies import (
+    MAX_GRID_Y,
+    MAX_THREADS,
+    BalsConfig,
+    lower_tiles,
+    require,
+    require_positive,
+    require_threads,
+)
+from . import assembly
+from .assembly import COMPILED_RANKS, PublishedKernels, Sums, check_factors, require_fit, require_match
+from .launch import Entries, check, check_not_host, get_kernel
+
+Variant = Literal["chip", "local"]
+
+
+@dataclass(frozen=True)
+class BalsTiles:
+    """The arrays of a `hybridmf.formats.BalsMatrix` on a device.
+
+    Attributes
+    ----------
+    values : float array, shape (nnz,)
+    tile_colidx : int32 array, shape (nnz - redundancy,)
+    tile_ptr : int64 array, shape (n_tiles + 1,)
+    seg_colidx : int32 array, shape (nnz,)
+    seg_ptr : int64 array, shape (n_rows * n_tile_cols + 1,)
+    shape : (n_rows, n_cols)
+    tile_rows, tile_cols : int
+    """
+
+    values: Array
+    tile_colidx: Array
+    tile_ptr: Array
+    seg_colidx: Array
+    seg_ptr: Array
+    shape: tuple[int, int]
+    tile_rows: int
+    tile_cols: int
+
+    @property
+    def tiles_across(self) -> int:
+        """Tiles of a row block."""
+        return ceil_div(self.shape[1], self.tile_cols)
+
+
+def upload_tiles(device: Device, bals: BalsMatrix) -> BalsTiles:
+    """Copy a BalsMatrix to a device; its pointers become int64."""
+    return BalsTiles(
+        values=device.upload(bals.values),
+        tile_colidx=device.upload(bals.tile_colidx),
+        tile_ptr=device.upload(bals.tile_ptr.astype(np.int64, copy=False)),
+        seg_colidx=device.upload(bals.seg_colidx),
+        seg_ptr=device.upload(bals.seg_ptr.astype(np.int64, copy=False)),
+        shape=bals.shape,
+        tile_rows=bals.tile_rows,
+        tile_cols=bals.tile_cols,
+    )
+
+
+@dataclass(frozen=True)
+class BalsLocalConfig:
+    """Compile-time choices of cuda/bals.cu with ACCUMULATORS=local, the mapping of the paper (section 4.2).
+
+    Attributes
+    ----------
+    rank : int
+    itemsize : int
+        4 for float32, 8 for float64.
+    tile_rows, tile_cols : int
+        The matrix tile, the paper's xb and yb.
+    nb : int
+        Rows and columns of a tile of a row's system.
+    dx, dy : int
+        Threads along the columns and rows of that tile.
+    dz : int
+        Rows of the matrix tile in work at a time.
+
+    Raises
+    ------
+    ValueError
+        Says which constraint is broken.
+    """
+
+    rank: int
+    itemsize: int
+    tile_rows: int
+    tile_cols: int
+    nb: int
+    dx: int
+    dy: int
+    dz: int
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+        require(
+            self.nb % self.dx == 0 and self.nb % self.dy == 0,
+            f"nb={self.nb} must be a multiple of dx={self.dx} and dy={self.dy}",
+        )
+        require(self.nb * self.itemsize % 16 == 0, f"nb={self.nb} must be a multiple of {16 // self.itemsize} items")
+        require_threads(self.threads, "dx * dy * dz")
+        require(self.tiles <= MAX_GRID_Y, f"nb={self.nb} gives {self.tiles} tiles, more than {MAX_GRID_Y}")
+
+    @classmethod
+    def default(
+        cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_rows: int = 256, tile_cols: int = 192
+    ) -> BalsLocalConfig:
+        """The paper's kind of choice: nb = 16, 4 x 4 threads a row, 64 rows at a time; nb smaller for wide tiles.
+
+        Raises
+        ------
+        ValueError
+            The tile is too wide for any nb.
+        """
+        for nb in (16, 8, 4):
+            side = min(4, nb // 2)
+            dz = min(MAX_THREADS // side**2, -(-tile_rows // 2) * 2)
+            config = cls(rank, itemsize, tile_rows, tile_cols, nb, side, side, dz)
+            if config.shared_bytes <= spec.shared_bytes and (nb == 4 or nb // 2 < rank):
+                return config
+        raise ValueError(
+            f"tile_cols={tile_cols} columns of nb={nb} factors do not fit in {spec.shared_bytes} bytes of shared "
+            f"memory; use tile_cols <= {spec.shared_bytes // (2 * nb * itemsize)}"
+        )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the lower triangle of a row's system."""
+        return lower_tiles(self.rank, self.nb)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.dx * self.dy * self.dz
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the paper's sY1 and sY2."""
+        return (2 if self.tiles > 1 else 1) * self.tile_cols * self.nb * self.itemsize
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernel is compiled for."""
+        return {
+            "ACCUMULATORS": "local",
+            "RANK": self.rank,
+            "TILE_ROWS": self.tile_rows,
+            "TILE_COLS": self.tile_cols,
+            "NB": self.nb,
+            "DX": self.dx,
+            "DY": self.dy,
+            "DZ": self.dz,
+        }
+
+
+def bals(
+    device: Device,
+    matrices: Array,
+    rhs: Array,
+    factors: Array,
+    entries_of_tiles: Entries,
+    tiles: BalsTiles,
+    first_block: int,
+    n_blocks: int,
+    rank: int,
+    tile_rows: int,
+    tile_cols: int,
+    config: BalsConfig | BalsLocalConfig | None = None,
+    variant: Variant = "chip",
+    *,
+    skip_vacant: bool = True,
+) -> None:
+    """Sums of each row of some row blocks by the BALS kernel (Algorithm 2).
+
+    Parameters
+    ----------
+    device : Device
+    matrices : float array, shape (n_batch, rank, rank)
+        Written: lower triangles of the rows of the blocks, from row ``first_block * tile_rows`` on; the last row block
+        of the matrix may be shorter.
+    rhs : float array, shape (n_batch, rank)
+        Written.
+    factors : float array, shape (n_fixed, ld)
+        As for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
+    entries_of_tiles : Entries
+        What the entries weigh (offsets, implicit, alpha, unobserved_weight); indices and ratings are those of `tiles`.
+    tiles : BalsTiles
+    first_block, n_blocks : int
+        The row blocks of the batch.
+    rank : int
+    tile_rows, tile_cols : int
+        The size of the tiles.
+    config : BalsConfig or BalsLocalConfig, optional
+        Fitting `variant`.
+    variant : {"chip", "local"}
+        Sums in registers, or as the paper maps them to threads, which puts them into local memory.
+    skip_vacant : bool
+        Pass over a vacant tile after one test; False, with the variant "local" only, shows what that is worth (6.4).
+
+    Raises
+    ------
+    TypeError
+        An array is not what the kernel reads, or a configuration of the other variant.
+    ValueError
+        The configuration is for something else or does not fit on the device, or row blocks that do not exist.
+    """
+    rows = _check_tiles(device, matrices, rhs, factors, entries_of_tiles, tiles, first_block, n_blocks, rank)
+    require(
+        (tile_rows, tile_cols) == (tiles.tile_rows, tiles.tile_cols),
+        f"tile_rows={tile_rows} and tile_cols={tile_cols} are not those of tiles, {tiles.tile_rows} and "
+        f"{tiles.tile_cols}",
+    )
+    dtype = np.dtype(factors.dtype)
+    config = config or _bals_default(variant, rank, dtype.itemsize, device.spec, tile_rows, tile_cols)
+    if not isinstance(config, _bals_class(variant)):
+        raise TypeError(f"variant={variant!r} takes a {_bals_class(variant).__name__}, got {type(config).__name__}")
+    require_match(config, rank, dtype)
+    require_fit(config, device.spec)
+    if isinstance(config, BalsConfig):
+        require(
+            config.capacity >= min(tile_cols, tiles.shape[1]),
+            f"capacity={config.capacity} factor rows cannot hold those of a tile of tile_cols={tile_cols}",
+        )
+        grid = (n_blocks * ceil_div(tile_rows, config.rows), config.parts)
+    else:
+        require(
+            (config.tile_rows, config.tile_cols) == (tile_rows, tile_cols),
+            f"config is for tiles of {config.tile_rows} x {config.tile_cols}, these are {tile_rows} x {tile_cols}",
+        )
+        grid = (n_blocks, config.tiles)
+    require(skip_vacant or variant == "local", f'skip_vacant=False needs variant="local", got {variant!r}')
+    if not rows:
+        return
+    switches = {} if skip_vacant else {"SKIP_VACANT": False}
+    kernel = get_kernel(device, "bals.cu", "bals", **config.constants, **entries_of_tiles.constants, **switches)
+    offsets = tiles.values if entries_of_tiles.offsets is None else entries_of_tiles.offsets
+    arrays = (tiles.values, tiles.tile_colidx, tiles.tile_ptr, tiles.seg_colidx, tiles.seg_ptr, offsets)
+    sizes = (np.int64(first_block), np.int64(tiles.shape[0]), np.int32(tiles.tiles_across), np.int32(tile_rows))
+    arguments = (matrices, rhs, factors, *arrays, *sizes, np.int32(factors.shape[1]), *entries_of_tiles.scalars)
+    kernel(grid, (config.threads,), arguments, config.shared_bytes)
+
+
+def _bals_class(variant: str) -> type[BalsConfig] | type[BalsLocalConfig]:
+    if variant not in ("chip", "local"):
+        raise ValueError(f'variant must be "chip" or "local", got {variant!r}')
+    return BalsConfig if variant == "chip" else BalsLocalConfig
+
+
+def _bals_default(
+    variant: str, rank: int, itemsize: int, spec: DeviceSpec, tile_rows: int, tile_cols: int
+) -> BalsConfig | BalsLocalConfig:
+    if _bals_class(variant) is BalsLocalConfig:
+        return BalsLocalConfig.default(rank, itemsize, spec, tile_rows=tile_rows, tile_cols=tile_cols)
+    return BalsConfig.default(rank, itemsize, spec, tile_cols=tile_cols)
+
+
+def _check_tiles(
+    device: Device,
+    matrices: Array,
+    rhs: Array,
+    factors: Array,
+    entries: Entries,
+    tiles: BalsTiles,
+    first_block: int,
+    n_blocks: int,
+    rank: int,
+) -> int:
+    """Check the arguments of `bals`; the number of rows of the batch."""
+    n_rows, n_cols = tiles.shape
+    blocks = ceil_div(n_rows, tiles.tile_rows)
+    require(
+        0 <= first_block <= first_block + n_blocks <= blocks,
+        f"first_block={first_block} and n_blocks={n_blocks} are not within the {blocks} row blocks there are",
+    )
+    batch = min((first_block + n_blocks) * tiles.tile_rows, n_rows) - first_block * tiles.tile_rows
+    rows = max(0, batch)
+    dtype = tiles.values.dtype
+    check("matrices", matrices, dtype, (rows, rank, rank))
+    check("rhs", rhs, dtype, (rows, rank))
+    check_factors(factors, dtype, rank)
+    check("ratings", entries.ratings, dtype, (None,))
+    require(len(factors) == n_cols, f"factors has {len(factors)} rows; tiles has {n_cols} columns")
+    check("tiles.tile_ptr", tiles.tile_ptr, np.int64, (blocks * tiles.tiles_across + 1,))
+    check("tiles.seg_ptr", tiles.seg_ptr, np.int64, (n_rows * tiles.tiles_across + 1,))
+    check("tiles.tile_colidx", tiles.tile_colidx, np.int32, (None,))
+    check("tiles.seg_colidx", tiles.seg_colidx, np.int32, (len(tiles.values),))
+    arrays = {"matrices": matrices, "rhs": rhs, "factors": factors, "tiles.values": tiles.values}
+    arrays |= {"tiles.tile_ptr": tiles.tile_ptr, "tiles.seg_ptr": tiles.seg_ptr}
+    arrays |= {"tiles.tile_colidx": tiles.tile_colidx, "tiles.seg_colidx": tiles.seg_colidx}
+    if entries.offsets is not None:
+        check("offsets", entries.offsets, dtype, (n_cols,))
+        arrays["offsets"] = entries.offsets
+    check_not_host(device, **arrays)
+    return rows
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Row blocks whose rows are summed together, where other assemblies have segments.
+
+    Attributes
+    ----------
+    first, count : int
+        Row blocks.
+    rows : int
+        Rows in them.
+    """
+
+    first: int
+    count: int
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+@dataclass(frozen=True)
+class TileKernels(PublishedKernels):
+    """The BALS kernel as `RowKernels`; each row of a batch has one slot.
+
+    Attributes
+    ----------
+    tiles : BalsTiles
+    variant : {"chip", "local"}
+        See `bals`.
+    """
+
+    tiles: BalsTiles
+    variant: Variant
+
+    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: RowBlocks) -> None:
+        """See `RowKernels`."""
+        tiles = self.tiles
+        matrices, rhs = sums
+        blocks, size = (segments.first, segments.count), (tiles.tile_rows, tiles.tile_cols)
+        bals(self.device, matrices, rhs, table, entries, tiles, *blocks, self.rank, *size, variant=self.variant)
+
+
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """See `hybridmf.gpu.assembly.default_builds`; of both variants."""
+    for kind in (BalsConfig.default, BalsLocalConfig.default):
+        yield from assembly.default_builds("bals", functools.partial(_config, kind, spec), ranks)
+
+
+def _config(default: Callable[..., Any], spec: DeviceSpec, rank: int, itemsize: int) -> Any:
+    return default(rank, itemsize, spec)

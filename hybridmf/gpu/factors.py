@@ -1,0 +1,551 @@
+"""Factors of a GPU fit: tables on the device (`DeviceFactors`), or offloaded to the host or to files (`HostFactors`).
+
+Both have the interface of `GpuFactors`, so that solvers and ranks need not distinguish them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..core.objective import SIDES, AwayFactors, Factors, Objective, Side, State, drawn_rows, first_bias, first_mean
+from ..core.scratch import mapped
+from ..core.system import ceil_div, round_up
+from ..device.copier import Copier
+from ..device.cuda import Array, Device
+from ..plan.fused import BLOCK, table_width
+from ..plan.types import Plan
+from . import losses
+from .rows import RowRange, read_range, widen_range
+
+GRAM_ROWS = 4096
+"""Rows whose products cuBLAS adds up in float32; the sums of such pieces are added in float64."""
+
+GRAM_BYTES = 64 << 20
+"""Of such pieces that are multiplied at a time: CuPy copies what it multiplies in stacks, which no plan counts."""
+
+EXACT_ROWS = 65536
+"""Rows that are widened to float64 at a time, where the Gram matrix is wanted in float64."""
+
+
+class GpuFactors(AwayFactors):
+    """Factors of one side as a GPU computes with them.
+
+    Attributes
+    ----------
+    table : float array, shape (n, width)
+        Factors, a constant 1 where the model has biases, zeros up to the width. Not to be written to.
+    factors : int
+        Columns that are factors.
+    range : RowRange or None
+        Of the table's rows; None while it is unknown.
+    """
+
+    table: Any
+    factors: int
+    range: RowRange | None
+
+    def beside(self, array: np.ndarray) -> Array:
+        """An array of the host where the factors are."""
+        raise NotImplementedError
+
+    @property
+    def has_range(self) -> bool:
+        """Only the fused kernels, which are float32, ask for the range."""
+        return bool(self.table.dtype == np.float32)
+
+    def find_range(self) -> None:
+        """Find the range of the rows if it is unknown."""
+        raise NotImplementedError
+
+    def failed(self, status: Array) -> bool:
+        """Whether any row has a status other than 0; finds the range of the rows, too. Synchronizes once."""
+        raise NotImplementedError
+
+    def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
+        """``F^T diag(weights) F`` of the table in float64, shape (width, width), on the host.
+
+        Parameters
+        ----------
+        device : Device
+        weights : float array, shape (n,), optional
+            Where the factors are; see `beside`.
+        """
+        raise NotImplementedError
+
+    def times(self, copiers: Copiers, basis: np.ndarray) -> GpuFactors:
+        """The factors in another basis."""
+        raise NotImplementedError
+
+    def penalty(self, device: Device, objective: Objective, degrees: np.ndarray) -> float:
+        """`Objective.penalty` of the side."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+class DeviceFactors(GpuFactors):
+    """Factors on a device; they come to the host on first use there.
+
+    Parameters
+    ----------
+    device : Device
+    table, factors, range
+        See `GpuFactors`.
+    device_bias : float array, shape (n,), or None
+    """
+
+    def __init__(
+        self, device: Device, table: Array, factors: int, device_bias: Array | None, range: RowRange | None = None
+    ) -> None:
+        self.keep(device=device, table=table, factors=factors, device_bias=device_bias, range=range)
+
+    device: Device
+    device_bias: Array | None
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The table, and biases if there are any."""
+        return [self.table] if self.device_bias is None else [self.table, self.device_bias]
+
+    def with_arrays(self, arrays: Sequence[Array]) -> DeviceFactors:
+        """Factors on the same device."""
+        return DeviceFactors(self.device, arrays[0], self.factors, arrays[1] if len(arrays) > 1 else None)
+
+    def beside(self, array: np.ndarray) -> Array:
+        """The array on the device."""
+        return self.device.upload(array)
+
+    def find_range(self) -> None:
+        """See `GpuFactors`; synchronizes."""
+        if self.range is None:
+            self.finish_check(self.begin_check(None))
+
+    def failed(self, status: Array) -> bool:
+        """See `GpuFactors`."""
+        return self.finish_check(self.begin_check(status))
+
+    def begin_check(self, status: Array | None) -> Callable[[], np.ndarray]:
+        """Launch what `failed` waits for, for `finish_check`. What is launched after it is not waited for."""
+        found = self.device.zeros(3, np.uint32)
+        if self.has_range:
+            widen_range(self.device, found, self.table, status)
+        elif status is not None:
+            found[2] = status.any()
+        return self.device.begin_download(found)
+
+    def finish_check(self, found: Callable[[], np.ndarray]) -> bool:
+        """Wait for what `begin_check` has launched."""
+        known, failed = read_range(found())
+        if self.has_range:
+            self.keep(range=known)
+        return failed
+
+    def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
+        """See `GpuFactors`."""
+        return exact_gram(device, self.table, weights)
+
+    def times(self, copiers: Copiers, basis: np.ndarray) -> DeviceFactors:
+        """See `GpuFactors`."""
+        table = self.table.copy()
+        if len(table):
+            on_device = self.device.upload(basis.astype(table.dtype))
+            table[:, : self.factors] = self.device.matmul(self.table[:, : self.factors], on_device)
+        return DeviceFactors(self.device, table, self.factors, self.device_bias)
+
+    def penalty(self, device: Device, objective: Objective, degrees: np.ndarray) -> float:
+        """See `GpuFactors`."""
+        if not len(self):
+            return 0.0
+        squares = losses.row_squares(device, self.table, self.factors)
+        bias = None if self.device_bias is None else device.download(self.device_bias)
+        return objective.penalty_of_squares(squares, degrees, bias)
+
+    def reordered(self, rows: np.ndarray) -> DeviceFactors:
+        """All rows in the given order, on the device."""
+        with self.device.active():
+            at = self.device.upload(rows)
+            return self.with_arrays([array[at] for array in self.arrays])
+
+    def part(self, rows: slice) -> DeviceFactors:
+        """Some rows, as views."""
+        return self.with_arrays([array[rows] for array in self.arrays])
+
+    def _brought(self) -> Factors:
+        bias = None if self.device_bias is None else self.device.download(self.device_bias)
+        matrix = self.device.download(self.table)
+        if matrix.shape[1] != self.factors:
+            matrix = np.ascontiguousarray(matrix[:, : self.factors])
+        return Factors(matrix, bias)
+
+
+def to_device(device: Device, factors: Factors, width: int) -> DeviceFactors:
+    """Factors as a table of `width` columns on a device."""
+    if isinstance(factors, DeviceFactors) and factors.device is device and factors.table.shape[1] == width:
+        return factors
+    table = np.empty((len(factors), width), dtype=factors.matrix.dtype)
+    fill_table(table, factors)
+    bias = None if factors.bias is None else device.upload(factors.bias)
+    return DeviceFactors(device, device.upload(table), factors.matrix.shape[1], bias)
+
+
+def fill_table(table: np.ndarray, factors: Factors) -> None:
+    """Write factors, a constant 1 where there are biases, and zeros up to the table's width."""
+    rank = factors.matrix.shape[1]
+    table[:, :rank] = factors.matrix
+    table[:, rank:] = 0
+    if factors.bias is not None:
+        table[:, rank] = 1
+
+
+def weighted_gram(device: Device, table: Array, rank: int, objective: Objective) -> Array | None:
+    """``unobserved_weight F^T F``, shape (rank, rank) padded with zeros to whole blocks; None for explicit feedback."""
+    if not objective.is_implicit:
+        return None
+    return padded_gram(device, gram_sum(device, table), rank, table.dtype, objective)
+
+
+def gram_sum(device: Device, table: Array) -> Any:
+    """``F^T F`` of a table, sums of products in float32 added up in float64; shape (width, width)."""
+    n, width = table.shape
+    rows = max(GRAM_ROWS, ceil_div(n, 64))
+    at_once = rows * max(1, GRAM_BYTES // (rows * width * table.dtype.itemsize))
+    whole = n // rows * rows
+    total: Any = 0.0
+    for first, last in pairwise([*range(0, whole, at_once), whole, n]):
+        part = table[first:last]
+        if part.nbytes > GRAM_BYTES:  # one piece
+            total = total + device.matmul(part.T, part).astype(np.float64)
+        elif len(part):
+            stack = part.reshape(max(1, len(part) // rows), -1, width)
+            total = total + device.matmul(stack.transpose(0, 2, 1), stack).sum(axis=0, dtype=np.float64)
+    return total
+
+
+def padded_gram(device: Device, total: Array, rank: int, dtype: Any, objective: Objective) -> Array:
+    """What systems are completed with, of a sum of `gram_sum`."""
+    side = round_up(rank, BLOCK)
+    gram = device.zeros((side, side), dtype)
+    gram[:rank, :rank] = (objective.unobserved_weight * total)[:rank, :rank]
+    return gram
+
+
+def exact_gram(device: Device, table: Array, weights: Array | None = None) -> np.ndarray:
+    """``F^T diag(weights) F`` of a table in float64, shape (width, width), on the host."""
+    total = np.zeros((table.shape[1], table.shape[1]))
+    for start in range(0, len(table), EXACT_ROWS):
+        part = table[start : start + EXACT_ROWS].astype(np.float64)
+        weighted = part if weights is None else part * weights[start : start + EXACT_ROWS, None]
+        total += device.download(device.matmul(part.T, weighted))
+    return total
+
+
+class HostFactors(GpuFactors):
+    """Factors offloaded to the memory of the host or to files, as tables that a device takes as they are.
+
+    Parameters
+    ----------
+    table, factors, range
+        See `GpuFactors`; NumPy.
+    host_bias : float array, shape (n,), or None
+    tables : HostTables, optional
+        Where the table is from, and the next one will be.
+    checked : callable, optional
+        Returns what `widen_range` has found in the rows and their status while they were on the device.
+    """
+
+    def __init__(
+        self,
+        table: np.ndarray,
+        factors: int,
+        host_bias: np.ndarray | None,
+        range: RowRange | None = None,
+        tables: HostTables | None = None,
+        checked: Callable[[], np.ndarray] | None = None,
+    ) -> None:
+        self.keep(table=table, factors=factors, host_bias=host_bias, range=range, tables=tables, checked=checked)
+
+    table: np.ndarray
+    host_bias: np.ndarray | None
+    tables: HostTables | None
+    checked: Callable[[], np.ndarray] | None
+
+    def _brought(self) -> Factors:
+        """Without the columns that only devices need; a copy only where rows are padded."""
+        rows = self.table[:, : self.factors]
+        matrix = np.ascontiguousarray(rows) if self.tables is None else self.tables.packed(rows)
+        return Factors(matrix, self.host_bias)
+
+    @property
+    def bias(self) -> np.ndarray | None:
+        """Biases."""
+        return self.host_bias
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The table, and biases if there are any."""
+        return [self.table] if self.host_bias is None else [self.table, self.host_bias]
+
+    def with_arrays(self, arrays: Sequence[Array]) -> HostFactors:
+        """Factors on the host, in no `HostTables`."""
+        return HostFactors(arrays[0], self.factors, arrays[1] if len(arrays) > 1 else None)
+
+    def beside(self, array: np.ndarray) -> Array:
+        """The array itself."""
+        return array
+
+    def wait_by(self, release: Callable[[], bool]) -> None:
+        """As `HostTables.wait_by`."""
+        if self.tables is not None:
+            self.tables.wait_by(release)
+
+    def let_go(self) -> None:
+        """Forget a copy without padding, if it is in a file."""
+        if self.tables is not None and self.tables.folder:
+            self.keep(_host=None)
+
+    def find_range(self) -> None:
+        """See `GpuFactors`; on the host."""
+        if self.range is None and self.has_range:
+            self.keep(range=range_on_host(self.table))
+
+    def failed(self, status: Array) -> bool:
+        """See `GpuFactors`."""
+        if self.checked is None:
+            return bool(status.any())
+        known, failed = read_range(self.checked())
+        self.keep(range=known, checked=None)
+        return failed
+
+    def _blocks(self) -> Iterator[slice]:
+        """Rows that are on the device at a time."""
+        for start in range(0, len(self), EXACT_ROWS):
+            yield slice(start, min(start + EXACT_ROWS, len(self)))
+
+    def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
+        """See `GpuFactors`."""
+        total = np.zeros((self.table.shape[1],) * 2)
+        for rows in self._blocks():
+            own = None if weights is None else device.upload(weights[rows].astype(self.table.dtype))
+            total += exact_gram(device, device.upload(self.table[rows]), own)
+        return total
+
+    def times(self, copiers: Copiers, basis: np.ndarray) -> HostFactors:
+        """See `GpuFactors`; in a table of `tables`, or a new one."""
+        device, copier = copiers.device, copiers.solutions
+        table = np.empty_like(self.table) if self.tables is None else self.tables.take()
+        on_device = device.upload(basis.astype(table.dtype))
+        for rows in self._blocks():
+            part = device.upload(self.table[rows])
+            part[:, : self.factors] = device.matmul(part[:, : self.factors], on_device)
+            copier.after(device.record())
+            copier.fetch(table[rows], part)
+        return HostFactors(table, self.factors, self.host_bias, tables=self.tables)
+
+    def penalty(self, device: Device, objective: Objective, degrees: np.ndarray) -> float:
+        """See `GpuFactors`."""
+        if not len(self):
+            return 0.0
+        squares = [losses.row_squares(device, device.upload(self.table[rows]), self.factors) for rows in self._blocks()]
+        return objective.penalty_of_squares(np.concatenate(squares), degrees, self.host_bias)
+
+    def vectors(self, first: int, last: int) -> list[np.ndarray]:
+        """Some rows as vectors to be copied: the table, and biases if there are any."""
+        return [array[first:last].reshape(-1) for array in self.arrays]
+
+    def lent(self, device: Device, vectors: Sequence[Array]) -> DeviceFactors:
+        """Such vectors, on a device, as factors."""
+        table = vectors[0].reshape(-1, self.table.shape[1])
+        return DeviceFactors(device, table, self.factors, vectors[1] if len(vectors) > 1 else None, self.range)
+
+    def sent(self, copiers: Copiers, first: int, last: int) -> DeviceFactors:
+        """Some rows on a device."""
+        return self.lent(copiers.device, [copiers.send(vector) for vector in self.vectors(first, last)])
+
+
+def range_on_host(table: np.ndarray) -> RowRange:
+    """What `hybridmf.gpu.rows.row_range` finds of a table on a device."""
+    peaks = np.concatenate(
+        [np.abs(table[k : k + EXACT_ROWS]).max(axis=1, initial=0) for k in range(0, len(table), EXACT_ROWS)]
+        or [np.zeros(0, table.dtype)]
+    )
+    filled = peaks[peaks != 0]
+    return RowRange(float(filled.max()), float(filled.min())) if len(filled) else RowRange(0.0, 0.0)
+
+
+class HostTables:
+    """Tables of one shape that are used again when nobody holds them any more.
+
+    A half sweep writes new factors and leaves the old ones alone: whoever has looked at them may keep them. They are
+    page-locked once where possible: to lock the pages of new memory each time would take longer than to fill it.
+
+    Parameters
+    ----------
+    shape : (n, width)
+    dtype : dtype
+    folder : str
+        Where their files are; empty: they are in memory.
+    """
+
+    def __init__(self, shape: tuple[int, int], dtype: Any, folder: str = "") -> None:
+        self.shape, self.dtype, self.folder = shape, np.dtype(dtype), folder
+        self._made: list[np.ndarray] = []
+        self._free: list[np.ndarray] = []
+        self._copier: Copier | None = None
+        self._release: Callable[[], bool] | None = None
+
+    @classmethod
+    def of(cls, side: Side, plan: Plan, dtype: Any) -> HostTables:
+        """Tables of a side of a fit; files of all that it needs are made at once."""
+        shape = (plan.n_users if side == "user" else plan.n_items, table_width(plan.rank, dtype))
+        tables = cls(shape, dtype, plan.scratch[0] if plan.factors_on == "disk" else "")
+        if tables.folder:
+            tables._free = [tables._make() for _ in range(plan.tables_of(side))]
+        return tables
+
+    def lock(self, copier: Copier) -> None:
+        """Have a copier lock the pages of all tables, those that are made later, too."""
+        self._copier = copier
+        for table in self._made:
+            self._pin(table)
+
+    def wait_by(self, release: Callable[[], bool]) -> None:
+        """Where there is no room for one more table, call this once before that is an error.
+
+        Parameters
+        ----------
+        release : callable
+            Waits until others, who hold tables for a while, have let go of them; False if this thread cannot wait.
+        """
+        self._release = release
+
+    def _pin(self, table: np.ndarray) -> None:
+        if self._copier is not None and not self.folder:
+            self._copier.pin(table)
+
+    def take(self) -> np.ndarray:
+        """A table of anything, until the last array that is made of it goes."""
+        try:
+            table = self._spare()
+        except OSError:  # a full disk
+            if self._release is None or not self._release():
+                raise
+            table = self._spare()
+        lent = _Lent(table)
+        weakref.finalize(lent, _take_back, weakref.ref(self), table).atexit = False
+        return np.asarray(lent)
+
+    def _spare(self) -> np.ndarray:
+        """A table that nobody holds, or a new one."""
+        try:
+            return self._free.pop()
+        except IndexError:  # none, or the thread that writes checkpoints was quicker
+            return self._make()
+
+    def packed(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of tables as one piece of memory: as they are if they are one, else a copy in the place of a table."""
+        if rows.flags.c_contiguous or not self.folder:
+            return np.ascontiguousarray(rows)
+        copy = self.take().reshape(-1)[: rows.size].reshape(rows.shape)
+        copy[...] = rows
+        return copy
+
+    def _make(self) -> np.ndarray:
+        table = mapped(self.shape, self.dtype, self.folder) if self.folder else np.empty(self.shape, self.dtype)
+        self._made.append(table)
+        self._pin(table)
+        return table
+
+
+def _take_back(tables: weakref.ref[HostTables], table: np.ndarray) -> None:
+    """Have a table used again if there is still a fit; else it goes."""
+    owner = tables()
+    if owner is not None:
+        owner._free.append(table)
+
+
+class _Lent:
+    """What arrays made of a table have as their base, so that it outlives the last of them and no longer."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.__array_interface__ = table.__array_interface__
+
+
+def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> HostFactors:
+    """Factors as a table of `width` columns: of `tables`, or a new one."""
+    if isinstance(factors, HostFactors) and factors.table.shape[1] == width:
+        return factors
+    given = factors.on_host()
+    table = np.empty((len(given), width), given.matrix.dtype) if tables is None else tables.take()
+    fill_table(table, given)
+    return HostFactors(table, given.matrix.shape[1], given.bias, tables=tables)
+
+
+def first_state(
+    degrees: dict[Side, np.ndarray],
+    plan: Plan,
+    dtype: Any,
+    objective: Objective,
+    mean: float,
+    rng: np.random.Generator,
+    square: float = 1.0,
+) -> State:
+    """What `hybridmf.core.objective.initial_state` has, in the tables of a fit: there is no room for more."""
+    tables = {side: HostTables.of(side, plan, dtype) for side in SIDES}
+    users, items = (_first_factors(tables[side], degrees[side], plan.factors, objective, rng, square) for side in SIDES)
+    return State(users, items, first_mean(mean, objective))
+
+
+def _first_factors(
+    tables: HostTables, degrees: np.ndarray, rank: int, objective: Objective, rng: np.random.Generator, square: float
+) -> HostFactors:
+    table, bias = tables.take(), first_bias(degrees, tables.dtype, objective)
+    for rows, drawn in drawn_rows(degrees, rank, rng, square):
+        fill_table(table[rows], Factors(drawn, None if bias is None else bias[rows]))
+    return HostFactors(table, rank, bias, tables=tables)
+
+
+class Copiers:
+    """Copies of ratings, of parts of the fixed side, of solutions and of small arrays, beside each other.
+
+    Parameters
+    ----------
+    device : Device
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    @functools.cached_property
+    def entries(self) -> Copier:
+        """Copies ratings; what it pins, the others use, too."""
+        return self.device.copier()
+
+    @functools.cached_property
+    def parts(self) -> Copier:
+        """Copies parts of the fixed side."""
+        return self.entries.twin()
+
+    @functools.cached_property
+    def solutions(self) -> Copier:
+        """Copies solutions to the host."""
+        return self.entries.twin()
+
+    @functools.cached_property
+    def small(self) -> Copier:
+        """Copies small arrays."""
+        return self.entries.twin()
+
+    def send(self, array: np.ndarray) -> Array:
+        """An array on the device, for work launched from here on; the host does not wait for it."""
+        target = self.device.empty(array.shape, array.dtype)
+        self.small.after(self.device.record())  # what had this memory before may still be read
+        self.small.copy(target.reshape(-1), array.reshape(-1))
+        self.device.wait(self.small.mark())
+        return target

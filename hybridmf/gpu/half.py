@@ -1,0 +1,575 @@
+"""A half sweep of ALS on a GPU: rows in pieces and batches, and the launches that assemble and solve them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import Objective, Side
+from ..core.system import ceil_div
+from ..core.validate import csr_arrays
+from ..device.cuda import Array, Device
+from ..errors import DeviceMemoryError
+from ..formats import tiled
+from ..native.status import SINGULAR_PIVOT, check_status
+from ..plan import fused as plan_fused
+from ..plan.fused import FusedConfig, table_width
+from ..plan.types import Plan
+from . import bals, fused, losses
+from .assembly import RowKernels, SegmentKernels, Systems
+from .factors import DeviceFactors, GpuFactors, weighted_gram
+from .launch import Entries
+from .mo_als import mo_als
+from .sparse_syrk import sparse_syrk
+
+logger = logging.getLogger("hybridmf")
+
+SEGMENT_SUMS: dict[str, Callable[..., None]] = {
+    "sparse_syrk": sparse_syrk,
+    "mo_als": mo_als,
+    "mo_als_global": functools.partial(mo_als, registers=False),
+    "mo_als_uncached": functools.partial(mo_als, read_only=False),
+    "mo_als_plain": functools.partial(mo_als, registers=False, read_only=False),
+}
+"""The published kernels that sum segments of rows, by the plan's name."""
+
+LOSS_ROWS = 2048
+"""Entries one warp sums the losses of."""
+
+Launched: TypeAlias = "tuple[Any, Array]"
+"""New factors and the status of each row, which may not be complete yet."""
+
+Launches: TypeAlias = "Iterator[Launched | None]"
+"""None after each step, then what was launched."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Rows cut into segments: row k has the slots ``slots[k] ... slots[k + 1] - 1``.
+
+    Attributes
+    ----------
+    rows : int32 array, shape (n,)
+    slots : int64 array, shape (n + 1,)
+    segments : int64 array, shape (n_slots, 3)
+        (slot, begin, end).
+    """
+
+    rows: np.ndarray
+    slots: np.ndarray
+    segments: np.ndarray
+
+    @classmethod
+    def cut(cls, indptr: np.ndarray, rows: np.ndarray, longest: int) -> Pieces:
+        """Segments of at most `longest` entries."""
+        begins, ends = indptr[rows], indptr[rows + 1]
+        counts = np.maximum(1, -(-(ends - begins) // longest))
+        slots = np.concatenate(([0], np.cumsum(counts)))
+        place = np.arange(slots[-1]) - np.repeat(slots[:-1], counts)
+        begin = np.repeat(begins, counts) + place * longest
+        end = np.minimum(begin + longest, np.repeat(ends, counts))
+        segments = np.column_stack((np.arange(slots[-1]), begin, end)).astype(np.int64)
+        return cls(rows.astype(np.int32), slots.astype(np.int64), segments)
+
+    @property
+    def packed(self) -> np.ndarray:
+        """Segments, slots and rows, two in a number, one after the other; int64."""
+        rows = np.zeros(ceil_div(len(self.rows), 2), np.int64)
+        rows.view(np.int32)[: len(self.rows)] = self.rows
+        return np.concatenate((self.segments.reshape(-1), self.slots, rows))
+
+    def batches(self, slots: int) -> Iterator[Pieces]:
+        """Consecutive rows with at most `slots` slots together (a single row may have more)."""
+        start = 0
+        while start < len(self.rows):
+            stop = int(np.searchsorted(self.slots, self.slots[start] + slots, side="right")) - 1
+            stop = min(max(stop, start + 1), len(self.rows))
+            first, last = self.slots[start], self.slots[stop]
+            segments = self.segments[first:last].copy()
+            segments[:, 0] -= first
+            yield Pieces(self.rows[start:stop], self.slots[start : stop + 1] - first, segments)
+            start = stop
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows on a device whose sums are there together.
+
+    Attributes
+    ----------
+    rows, slots, segments : arrays
+        As in `Pieces`; of BALS, the row blocks in place of segments.
+    size : int
+        Pieces of work done with it; see `Batches`.
+    """
+
+    rows: Array
+    slots: Array
+    segments: Any
+    size: int
+
+    @classmethod
+    def upload(cls, upload: Callable[[np.ndarray], Array], parts: Iterable[Pieces]) -> list[Batch]:
+        """The same on a device, all by one copy: of small ones, hundreds would take as long as the kernels."""
+        parts = list(parts)
+        packed = [part.packed for part in parts]
+        whole = upload(np.concatenate([np.zeros(0, np.int64), *packed]))
+        bounds = np.cumsum([0, *map(len, packed)])
+        return [
+            cls._unpacked(whole[first:last], part) for (first, last), part in zip(pairwise(bounds), parts, strict=True)
+        ]
+
+    @classmethod
+    def _unpacked(cls, packed: Array, pieces: Pieces) -> Batch:
+        n, after = len(pieces.rows), pieces.segments.size
+        rows = packed[after + n + 1 :].view(np.int32)[:n]
+        return cls(rows, packed[after : after + n + 1], packed[:after].reshape(-1, 3), n)
+
+
+class Batches:
+    """Batches of rows whose sums are on the device together; where memory runs out, smaller ones from there on.
+
+    Parameters
+    ----------
+    device : Device
+    slots : int
+        Systems of a batch at most, if not a single row needs more.
+    """
+
+    def __init__(self, device: Device, slots: int) -> None:
+        self.device, self.slots = device, slots
+        self._done, self._halved = 0, False
+
+    def __iter__(self) -> Iterator[Batch]:
+        """All batches, each to be worked on in `fitting`."""
+        self._done = 0
+        while self._done < len(self):
+            self._halved = False
+            with self._halving():
+                following = self._following()
+            for batch in () if self._halved else following:
+                yield batch
+                if self._halved:
+                    break
+
+    @contextmanager
+    def fitting(self, batch: Batch) -> Iterator[None]:
+        """Complete a batch here; if there is no memory for it, its rows come again in smaller ones.
+
+        Raises
+        ------
+        DeviceMemoryError
+            There is none for the smallest batch either.
+        """
+        with self._halving():
+            yield
+            self._done += batch.size
+
+    @contextmanager
+    def _halving(self) -> Iterator[None]:
+        try:
+            yield
+        except DeviceMemoryError:
+            fewer = self._fewer()
+            if not fewer:
+                raise
+            self.slots, self._halved = fewer, True
+            logger.warning("%s is out of memory: batches of %d systems from here on", self.device.spec.name, fewer)
+
+    def __len__(self) -> int:
+        """Pieces of work that batches are made of."""
+        raise NotImplementedError
+
+    def _following(self) -> list[Batch]:
+        """Batches from the first piece of work that is not done."""
+        raise NotImplementedError
+
+    def _fewer(self) -> int:
+        """Systems of a batch half as large; 0 if there is none."""
+        raise NotImplementedError
+
+
+class SegmentBatches(Batches):
+    """Batches of rows that are summed in segments.
+
+    Parameters
+    ----------
+    device, slots
+        See `Batches`.
+    pieces : Pieces
+    upload : callable
+        Brings an array to the device.
+    keep : bool
+        Have the batches stay on the device from one sweep to the next: 36 bytes for each segment.
+    """
+
+    def __init__(
+        self, device: Device, slots: int, pieces: Pieces, upload: Callable[[np.ndarray], Array], keep: bool
+    ) -> None:
+        super().__init__(device, slots)
+        self.pieces, self.upload, self.keep = pieces, upload, keep
+        self._kept: list[Batch] | None = None
+
+    def __len__(self) -> int:
+        return len(self.pieces.rows)
+
+    def _following(self) -> list[Batch]:
+        if not self._done and self._kept is not None:
+            return self._kept
+        batches = Batch.upload(self.upload, _rest(self.pieces, self._done).batches(self.slots))
+        if not self._done and self.keep:
+            self._kept = batches
+        return batches
+
+    def _fewer(self) -> int:
+        self._kept = None
+        return min(self.slots, int(self.pieces.slots[-1] - self.pieces.slots[self._done])) // 2
+
+
+class TileBatches(Batches):
+    """Batches of whole row blocks of BALS.
+
+    Parameters
+    ----------
+    device, slots
+        See `Batches`.
+    tile_rows : int
+    degrees : int array, shape (n_rows,)
+    """
+
+    def __init__(self, device: Device, slots: int, tile_rows: int, degrees: np.ndarray) -> None:
+        super().__init__(device, slots)
+        self.tile_rows, self.degrees = tile_rows, degrees
+
+    def __len__(self) -> int:
+        return ceil_div(len(self.degrees), self.tile_rows)
+
+    def _blocks(self) -> int:
+        return min(max(1, self.slots // self.tile_rows), len(self) - self._done)
+
+    def _following(self) -> list[Batch]:
+        count = self._blocks()
+        rows = np.arange(self._done * self.tile_rows, min((self._done + count) * self.tile_rows, len(self.degrees)))
+        filled = np.flatnonzero(self.degrees[rows])
+        # a row without entries has sums of zeros, which the row before it takes along as if they were its own
+        slots = np.append(filled, len(rows)) if len(filled) else np.zeros(1)
+        upload = self.device.upload
+        blocks = bals.RowBlocks(self._done, count, len(rows))
+        return [Batch(upload(rows[filled].astype(np.int32)), upload(slots.astype(np.int64)), blocks, count)]
+
+    def _fewer(self) -> int:
+        return self._blocks() // 2 * self.tile_rows
+
+
+class GpuHalf:
+    """One half of a sweep on a device: solves every row of `side` for the fixed factors of the other side.
+
+    Attributes
+    ----------
+    device : Device
+    side : {"user", "item"}
+    objective : Objective
+    names : int64 array, shape (n_rows,), or None
+        What errors call each row, if not by its position.
+    """
+
+    device: Device
+    side: Side
+    objective: Objective
+    names: np.ndarray | None
+
+    one_thread = False
+    """Whether `launches` never waits for the host, so that one thread can launch for several devices."""
+
+    def launches(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Launches:
+        """Launch the half sweep step by step; what comes last may not be complete yet: see `check`.
+
+        One thread that has several devices can have all of them begin before it goes on with any: the first step ends
+        with the first kernel that takes long. Nothing that comes in is written to.
+
+        Parameters
+        ----------
+        fixed : GpuFactors
+            The other side.
+        mean : float
+            Mean rating (0 without biases).
+        start : GpuFactors, optional
+            Where solvers that are not exact start; zero if not given.
+        gram : array, optional
+            `weighted_gram` of the fixed factors, if it is known already.
+        """
+        raise NotImplementedError
+
+    def solve(
+        self,
+        fixed: Any,
+        mean: float,
+        start: Any = None,
+        gram: Array | None = None,
+    ) -> Any:
+        """New factors of the side, complete; see `launches`.
+
+        Raises
+        ------
+        NotPositiveDefiniteError, NonFiniteError
+        DeviceMemoryError
+            Not even the smallest batch fits.
+        """
+        with self.device.active():
+            *_, launched = self.launches(fixed, mean, start, gram)
+            assert launched is not None
+            self.check(*launched)
+        return launched[0]
+
+    def check(self, solved: GpuFactors, status: Array) -> None:
+        """Wait until factors are complete; raise the failure of a row. Finds the range of the rows on the way."""
+        if solved.failed(status):
+            self.raise_failure(status)
+
+    def raise_failure(self, status: Array) -> None:
+        """Raise the failure of the first row that has one.
+
+        Raises
+        ------
+        NotPositiveDefiniteError, NonFiniteError
+        """
+        check_status(self.device.download(status), self.side, self.objective, self.names)
+
+
+class HalfSweep(GpuHalf):
+    """One half of a sweep on a device: solves every row of `side` for the fixed factors of the other side.
+
+    Parameters
+    ----------
+    device : Device
+    side : {"user", "item"}
+        The side that is solved; for messages.
+    matrix : csr_array, shape (n_rows, n_fixed)
+    objective : Objective
+    plan : Plan
+    names : int64 array, shape (n_rows,), optional
+        What errors call each row, if not by its position in `matrix`.
+    roots : (float, float), optional
+        `range_of_roots` of all ratings, where `matrix` is a slab of them.
+    """
+
+    keeps_batches = True
+    """Whether batches stay on the device from one sweep to the next."""
+
+    one_thread = True
+
+    def __init__(
+        self,
+        device: Device,
+        side: Side,
+        matrix: sp.csr_array,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None = None,
+        roots: tuple[float, float] | None = None,
+    ) -> None:
+        self.device, self.side, self.objective, self.plan, self.names = device, side, objective, plan, names
+        indptr, indices, ratings = csr_arrays(matrix)
+        self.dtype = matrix.dtype
+        self.degrees = np.diff(indptr)
+        self.width = table_width(plan.rank, self.dtype)
+        self.indptr = device.upload(np.asarray(indptr, dtype=np.int64))
+        self.indices, self.ratings = self._hold(indices, ratings)
+        self.scale = device.upload(objective.row_scale(self.degrees).astype(self.dtype))
+        self.ridge = device.upload(objective.ridge(plan.factors, plan.rank).astype(self.dtype))
+        self.roots = roots or range_of_roots(objective, ratings)
+        order = np.argsort(-self.degrees, kind="stable")
+        order = order[: int(np.count_nonzero(self.degrees))]
+        n_long = len(order) if self._sums_apart() else int(np.count_nonzero(self.degrees > plan.segment))
+        self.long = Pieces.cut(np.asarray(indptr, dtype=np.int64), order[:n_long], plan.segment)
+        self.short = device.upload(order[n_long:].astype(np.int32))
+        self.tiles = None
+        self.batches: Batches
+        if plan.assembly == "bals":
+            self.tiles = bals.upload_tiles(device, tiled(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads))
+            self.batches = TileBatches(device, plan.batch_slots, plan.tile_rows, self.degrees)
+        else:
+            self.batches = SegmentBatches(device, plan.batch_slots, self.long, self._upload, self.keeps_batches)
+
+    def __len__(self) -> int:
+        return len(self.degrees)
+
+    def _sums_apart(self) -> bool:
+        """Whether sums of all rows go through memory before they are solved, not only those of long ones."""
+        return self.plan.assembly != "fused" or self.plan.rank >= plan_fused.SOLVED_APART
+
+    def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
+        """The entries on the device."""
+        return self.device.upload(indices), self.device.upload(ratings)
+
+    def _upload(self, array: np.ndarray) -> Array:
+        """An array that a batch needs, on the device."""
+        return self.device.upload(array)
+
+    def launches(
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None = None,
+        gram: Array | None = None,
+    ) -> Launches:
+        """See `GpuHalf.launches`."""
+        if gram is None:
+            gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
+        # made when there are sums to solve: until these are launched the device is idle
+        systems = functools.cache(functools.partial(self._systems, start, gram))
+        table, entries, kernels = fixed.table, self._entries(fixed, mean), self.kernels_for(fixed)
+        for batch in self.batches:
+            with self.batches.fitting(batch):
+                sums = kernels.empty(len(batch.segments))
+                kernels.assemble(sums, table, entries, batch.segments)
+                yield None
+                kernels.solve(systems(), sums, batch.slots, batch.rows, entries)
+            sums = ()
+            yield None
+        if len(self.short):
+            kernels.solve_rows(systems(), table, entries, self.indptr, self.short)
+        yield self._unpack(systems().solutions), systems().status
+
+    def kernels_for(self, fixed: GpuFactors) -> RowKernels:
+        """The kernels of the plan's assembly, with the scale that float16 parts need for these factors and weights."""
+        plan, device, (smallest, largest) = self.plan, self.device, self.roots
+        if plan.assembly != "fused":
+            method = (device, plan.rank, self.dtype, plan.solver, self.epsilon, plan.cg_steps)
+            if self.tiles is not None:
+                local = plan.variant == "local"
+                return bals.TileKernels(*method, tiles=self.tiles, variant="local" if local else "chip")
+            return SegmentKernels(*method, sum_segments=SEGMENT_SUMS[plan.assembly_name])
+        precision, scale = plan.precision, 1.0
+        if precision == "float32":
+            fixed.find_range()
+            rows = fixed.range
+            assert rows is not None
+            if largest * rows.largest > fused.WIDEST * smallest * rows.least:
+                precision = "float32_wide"
+            else:
+                scale = fused.entry_scale(rows.largest, largest)
+        return fused.FusedKernels(device, self._config, precision, plan.solver, self.epsilon, plan.cg_steps, scale)
+
+    @functools.cached_property
+    def _config(self) -> FusedConfig:
+        return FusedConfig.default(self.plan.rank, self.device.spec, self.plan.precision, self.plan.solver)
+
+    def _systems(self, start: DeviceFactors | None, gram: Array | None) -> Systems:
+        """Where solutions go, filled with what approximate solvers start from."""
+        plan, device = self.plan, self.device
+        solutions, status = self._results()
+        if plan.solver != "cholesky" and start is not None:
+            solutions[...] = start.table
+            if start.device_bias is not None:
+                solutions[:, plan.factors] = start.device_bias
+            if not self.degrees.all():
+                solutions[device.upload(np.flatnonzero(self.degrees == 0))] = 0
+        return Systems(solutions, status, gram, self.ridge, self.scale)
+
+    def _results(self) -> tuple[Array, Array]:
+        """Zeros, where solutions and the status of each row go."""
+        return self.device.zeros((len(self), self.width), self.dtype), self.device.zeros(len(self), np.int32)
+
+    def _entries(self, fixed: DeviceFactors, mean: float) -> Entries:
+        offsets = None
+        if self.objective.biases and fixed.device_bias is not None:
+            offsets = fixed.device_bias + self.dtype.type(mean)
+        return Entries(
+            self.indices,
+            self.ratings,
+            offsets,
+            self.objective.is_implicit,
+            self.objective.alpha,
+            self.objective.unobserved_weight,
+        )
+
+    def _unpack(self, solutions: Array) -> DeviceFactors:
+        """Solutions as a table of factors; the last coordinate of a biased model becomes its bias."""
+        factors = self.plan.factors
+        if not self.objective.biases:
+            return DeviceFactors(self.device, solutions, factors, None)
+        bias = solutions[:, factors].copy()
+        solutions[:, factors] = 1
+        return DeviceFactors(self.device, solutions, factors, bias)
+
+    @property
+    def epsilon(self) -> float:
+        """Pivots at or below this part of their diagonal element are all rounding."""
+        return SINGULAR_PIVOT * float(np.finfo(self.dtype).eps)
+
+    def losses(self, users: DeviceFactors, items: Any, mean: float) -> np.ndarray:
+        """Losses of pieces of rows, where rows are users, in their order; float64 on the host."""
+        return segment_losses(self, users, items, mean, loss_segments(self))
+
+
+def range_of_roots(objective: Objective, ratings: np.ndarray) -> tuple[float, float]:
+    """Smallest and largest root of the weight that an entry has beyond the Gram matrix; zeros do not count."""
+    if not objective.is_implicit or not len(ratings):
+        return 1.0, 1.0
+    sizes = np.abs(ratings)
+    ends = np.array([sizes.min(), sizes.max()], dtype=np.float64)
+    weights = 1 + objective.alpha * ends - objective.unobserved_weight
+    # unobserved_weight 1 leaves alpha |r|: the smallest rating decides
+    smallest, largest = np.sqrt(np.maximum(weights, 0))
+    return (float(smallest) if smallest > 0 else float(largest)), max(float(largest), np.finfo(np.float32).tiny)
+
+
+def _rest(pieces: Pieces, done: int) -> Pieces:
+    first = pieces.slots[done]
+    segments = pieces.segments[first:].copy()
+    segments[:, 0] -= first
+    return Pieces(pieces.rows[done:], pieces.slots[done:] - first, segments)
+
+
+def loss_segments(half: HalfSweep) -> Array:
+    """Pieces of rows that losses are summed of: (user, begin, end)."""
+    return row_segments(half.device, half.device.download(half.indptr))
+
+
+def row_segments(device: Device, indptr: np.ndarray) -> Array:
+    """The same of rows that begin and end where `indptr` says."""
+    pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), LOSS_ROWS)
+    owners = np.repeat(pieces.rows, np.diff(pieces.slots))
+    return device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
+
+
+def segment_losses(
+    half: HalfSweep, users: DeviceFactors, items: DeviceFactors, mean: float, segments: Array
+) -> np.ndarray:
+    """Losses of segments of the entries of a half sweep; float64 on the host."""
+    objective = half.objective
+    entries = Entries(
+        half.indices,
+        half.ratings,
+        items.device_bias,
+        objective.is_implicit,
+        objective.alpha,
+        objective.unobserved_weight,
+    )
+    offsets = None if users.device_bias is None else users.device_bias + users.table.dtype.type(mean)
+    return losses.segment_losses(half.device, users.table, items.table, entries, offsets, segments, half.plan.factors)
+
+
+def objective_value(half: Any, users: GpuFactors, items: GpuFactors, mean: float, item_degrees: np.ndarray) -> float:
+    """The objective at O(nnz f + (m + n) f^2), losses and sums in float64; `half` is the users' half sweep."""
+    device, objective, sides = half.device, half.objective, (users, items)
+    with device.active():
+        total = float(half.losses(users, items, mean).sum())
+        grams = [side.exact_gram(device) for side in sides] if objective.is_implicit else []
+        degrees = (half.degrees, item_degrees)
+        penalties = [side.penalty(device, objective, each) for side, each in zip(sides, degrees, strict=True)]
+        return total + (unobserved_loss(objective, grams) + sum(penalties))
+
+
+def unobserved_loss(objective: Objective, grams: Sequence[np.ndarray]) -> float:
+    """Loss of all pairs as if none were observed, from both sides' Gram matrices; 0 for explicit feedback (no Gram)."""
+    return objective.unobserved_weight * float(np.sum(grams[0] * grams[1])) if objective.is_implicit else 0.0

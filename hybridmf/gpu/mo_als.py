@@ -1,0 +1,205 @@
+"""Launch of cuda/mo_als.cu: cuMF's MO-ALS (cuMF, Algorithm 2, sections 3.3 and 3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..core.system import ceil_div
+from ..device.cuda import Array, Device, DeviceSpec
+from ..plan.assemblies import (
+    BUSY_WARPS,
+    WARP,
+    lower_tiles,
+    require,
+    require_positive,
+    require_registers,
+    require_threads,
+    resident_warps,
+    tile_size,
+    tuned,
+)
+from . import assembly
+from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
+from .launch import Entries, get_kernel
+
+
+@dataclass(frozen=True)
+class MoAlsConfig:
+    """Compile-time choices of cuda/mo_als.cu (cuMF, Algorithm 2, sections 3.3 and 3.4).
+
+    Attributes
+    ----------
+    rank : int
+    itemsize : int
+        4 for float32, 8 for float64.
+    tile : int
+        Rows and columns of a thread's tile of the lower triangle.
+    bin : int
+        Entries staged at a time.
+    groups : int
+        Teams of threads that share the entries of a bin.
+    part_tiles : int
+        Tiles of a block; fewer than the lower triangle has: several blocks share a segment.
+    blocks_per_sm : int
+        Blocks on a multiprocessor, which bounds the registers of a thread.
+
+    Raises
+    ------
+    ValueError
+        Says which constraint is broken.
+    """
+
+    rank: int
+    itemsize: int
+    tile: int
+    bin: int
+    groups: int
+    part_tiles: int
+    blocks_per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+        require(
+            self.tile * self.itemsize % 16 == 0, f"tile={self.tile} must be a multiple of {16 // self.itemsize} items"
+        )
+        require(self.part_tiles <= self.tiles, f"part_tiles={self.part_tiles} exceeds the {self.tiles} there are")
+        require(self.bin % self.groups == 0, f"bin={self.bin} must be a multiple of groups={self.groups}")
+        require_threads(self.threads, "groups * part_tiles in full warps")
+        require(self.bin <= self.threads, f"bin={self.bin} must not exceed the {self.threads} threads of a block")
+        require(
+            self.chunks <= self.threads,
+            f"{self.threads} threads are too few to load the {self.chunks} x 16 bytes of an entry",
+        )
+        require_registers(self.tile**2, 2 * self.tile, self.threads, self.itemsize, self.blocks_per_sm)
+
+    @classmethod
+    def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
+        """The tuned choice for a device, or what the rule says (always without `registers`)."""
+        found = tuned(cls, "mo_als", rank, itemsize, spec) if registers else None
+        return found or cls.rule(rank, itemsize, spec, registers=registers)
+
+    @classmethod
+    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
+        """The choice where no table knows better: the fewest idle lanes with enough warps on a multiprocessor."""
+        tile = tile_size(rank, itemsize)
+        tiles, chunks = lower_tiles(rank, tile), ceil_div(rank, tile) * tile * itemsize // 16
+        resident = resident_warps(tile, itemsize)
+        best: tuple[float, int, int, int] = (0.0, 1, 1, 1)
+        fewest = ceil_div(tiles, resident * WARP)
+        for parts in range(fewest, fewest + 4):
+            for groups in range(1, 5 if registers and parts == 1 else 2):
+                part_tiles = ceil_div(tiles, parts)
+                warps = ceil_div(part_tiles * groups, WARP)
+                if warps > resident or warps * WARP < chunks:
+                    continue
+                busy = min(1.0, resident // warps * warps / BUSY_WARPS)
+                score = busy * tiles * groups / (ceil_div(tiles, part_tiles) * warps * WARP)
+                if score > best[0] + 0.03:  # more groups or parts must pay for their sums or loads
+                    best = (score, groups, part_tiles, warps)
+        _, groups, part_tiles, warps = best
+        loaded = warps * WARP // chunks
+        # a few entries a barrier, but what is under way takes registers
+        sizes = [k * loaded for k in (1, 2, 3, 4) if k * loaded % groups == 0 and k * loaded <= 32]
+        sizes = sizes or [max(groups, min(loaded, 32) // groups * groups)]
+        size = next((size for size in sizes if size >= 8), sizes[-1])
+        return cls(rank, itemsize, tile, size, groups, part_tiles, max(1, min(16, resident // warps)))
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the lower triangle."""
+        return lower_tiles(self.rank, self.tile)
+
+    @property
+    def parts(self) -> int:
+        """Blocks that share a segment."""
+        return ceil_div(self.tiles, self.part_tiles)
+
+    @property
+    def chunks(self) -> int:
+        """Loads of 16 bytes of an entry."""
+        return ceil_div(self.rank, self.tile) * self.tile * self.itemsize // 16
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return ceil_div(self.part_tiles * self.groups, WARP) * WARP
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        padded, chunk = ceil_div(self.rank, self.tile) * self.tile, 16 // self.itemsize
+        staged = 2 * self.bin * (padded + 2)
+        sums = self.tile**2 + ceil_div(self.chunks, self.part_tiles) * chunk
+        return self.itemsize * max(staged, self.groups // 2 * self.part_tiles * sums)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernel is compiled for."""
+        return {
+            "RANK": self.rank,
+            "TILE": self.tile,
+            "BIN": self.bin,
+            "GROUPS": self.groups,
+            "PART_TILES": self.part_tiles,
+            "BLOCKS_PER_SM": self.blocks_per_sm,
+        }
+
+
+def mo_als(
+    device: Device,
+    matrices: Array,
+    rhs: Array,
+    factors: Array,
+    entries: Entries,
+    segments: Array,
+    rank: int,
+    config: MoAlsConfig | None = None,
+    *,
+    read_only: bool = True,
+    registers: bool = True,
+) -> None:
+    """Sums of each segment of entries by cuMF's MO-ALS (Algorithm 2).
+
+    Parameters
+    ----------
+    device, matrices, rhs, factors, entries, segments, rank
+        As for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
+    config : MoAlsConfig, optional
+    read_only : bool
+        Read factors through the read-only path, cached in L1 (the paper's texture memory, fig. 8).
+    registers : bool
+        Sum in registers; False: in global memory, which the paper compares with (fig. 7).
+
+    Raises
+    ------
+    TypeError
+        An array is not what the kernel reads.
+    ValueError
+        The configuration is for something else or does not fit on the device.
+    """
+    n_segments = check_segments(device, matrices, rhs, factors, entries, segments, rank)
+    dtype = np.dtype(factors.dtype)
+    config = config or MoAlsConfig.default(rank, dtype.itemsize, device.spec, registers=registers)
+    require_match(config, rank, dtype)
+    require_fit(config, device.spec)
+    require(
+        registers or config.groups == 1,
+        f"registers=False needs groups=1, an element of global memory has one owner; got groups={config.groups}",
+    )
+    if not n_segments:
+        return
+    switches = {"READ_ONLY": read_only, "REGISTERS": registers}
+    kernel = get_kernel(device, "mo_als.cu", "mo_als", **config.constants, **entries.constants, **switches)
+    arguments = (matrices, rhs, factors, *entries.arrays, segments, np.int32(factors.shape[1]), *entries.scalars)
+    kernel((n_segments, config.parts), (config.threads,), arguments, config.shared_bytes)
+
+
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """See `hybridmf.gpu.assembly.default_builds`."""
+    return assembly.default_builds("mo_als", lambda rank, size: MoAlsConfig.default(rank, size, spec), ranks)

@@ -1,0 +1,323 @@
+"""Half sweeps of ALS on a GPU whose factors are offloaded: for factors that are larger than the GPU's memory.
+
+    ratings    slab k + 1 ──> device ┐                              a thread and a stream each, beside the kernels
+    fixed side part t + 1 ──> device ┼─> kernels: rows of slab k ──> solutions of slab k - 1 ──> host
+    last factors of slab k ──────────┘
+
+Where the fixed side fits on the GPU as a whole it is brought there once in each half sweep, and the bits are those of a
+fit that holds all. Where it does not, it comes in parts, one after the other for each slab (cuMF Algorithm 3 and
+section 4.4): the sums of the slab's rows stay on the device and grow in the order of the parts, then the systems are
+completed and solved. Columns ascend within a row, so that a segment's entries of one part lie side by side:
+`clip_segments` finds where they begin and end, and no entry is copied.
+
+Files of `core.scratch` take the place of memory that the host does not have: `HostTables` are then made of them,
+before the fit begins. Nothing here works on more of a table at a time than some rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+
+from ..core.objective import Objective, Side
+from ..data.slabs import MemorySlabs, Slabs, slab_entries
+from ..device.copier import Copier
+from ..device.cuda import Array, Device
+from ..plan.fused import table_width
+from ..plan.half_sweep import slots_at_once
+from ..plan.types import Plan
+from .assembly import RowKernels, Sums
+from .factors import Copiers, DeviceFactors, HostFactors, HostTables, gram_sum, padded_gram, weighted_gram
+from .half import Batch, Launches, loss_segments, segment_losses
+from .rows import RowRange, clip_segments, widen_range
+from .stream import Loader, Pipeline, SlabHalf, StreamedHalf, Work
+
+
+class Drain:
+    """Brings solutions to the host on a stream and a thread of their own, while the next ones are made.
+
+    Parameters
+    ----------
+    device : Device
+    copier : Copier
+    """
+
+    def __init__(self, device: Device, copier: Copier) -> None:
+        self.device, self.copier = device, copier
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hybridmf-solutions")
+        self._under_way: Future[None] | None = None
+
+    def put(self, pairs: list[tuple[np.ndarray, Array]]) -> None:
+        """Begin to copy to each array of the host its array of the device; waits until those before have left."""
+        mark = self.device.record()
+        self.finish()
+        self._under_way = self._thread.submit(self._fetch, pairs, mark)
+
+    def _fetch(self, pairs: list[tuple[np.ndarray, Array]], mark: Any) -> None:
+        self.copier.after(mark)
+        while pairs:  # what has left must not wait for the rest, nor for whoever else holds this list
+            self.copier.fetch(*pairs.pop())
+
+    def finish(self) -> None:
+        """Wait for what is under way; raises what went wrong in it."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """End the thread, when it has done with what it works on."""
+        self._thread.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ half sweeps
+
+
+class PartedFactors:
+    """A fixed side whose parts are on the device one after the other; stands in for `DeviceFactors`.
+
+    Parameters
+    ----------
+    range : RowRange or None
+        Of all rows.
+    stream : iterator of (int, DeviceFactors)
+        First row and factors of each part, from the first to the last for each slab.
+    parts : int
+    """
+
+    def __init__(self, range: RowRange | None, stream: Iterator[tuple[int, DeviceFactors]], parts: int) -> None:
+        self.range, self._stream, self._count = range, stream, parts
+
+    def find_range(self) -> None:
+        """The range is known."""
+
+    def parts(self) -> Iterator[tuple[int, DeviceFactors]]:
+        """First row and factors of each part; valid until the next one."""
+        return islice(self._stream, self._count)
+
+
+class HostSlab(SlabHalf):
+    """`SlabHalf` of rows that are so many that their pieces have no room on the device.
+
+    Attributes
+    ----------
+    send : callable
+        Brings an array to the device.
+    """
+
+    keeps_batches = False
+    send: Callable[[np.ndarray], Array]
+
+    def _upload(self, array: np.ndarray) -> Array:
+        return self.send(array)
+
+
+class PartedSlab(HostSlab):
+    """`HostSlab` for a fixed side that comes in parts."""
+
+    def _sums_apart(self) -> bool:
+        return True
+
+    def launches(
+        self, fixed: Any, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
+    ) -> Launches:
+        """See `GpuHalf.launches`; part by part."""
+        systems, (batch,) = self._systems(start, gram), Batch.upload(self._upload, [self.long])
+        kernels, slots = self.kernels_for(fixed), len(batch.segments)
+        sums = kernels.empty(slots)
+        for number, part in enumerate(self.parts_of(fixed)):
+            for chunk in self._chunks(slots):
+                segments = self._clipped(batch.segments[chunk], part, chunk.start)
+                self._add(kernels, tuple(each[chunk] for each in sums), part, mean, segments, anew=number == 0)
+            yield None
+        if len(batch.rows):
+            kernels.solve(systems, sums, batch.slots, batch.rows, self._entries_without_part())
+        yield self._unpack(systems.solutions), systems.status
+
+    def parts_of(self, fixed: PartedFactors) -> Iterator[DeviceFactors]:
+        """Each part of the fixed side, while the slab's indices count from its first row."""
+        at = 0
+        for first, part in fixed.parts():
+            if first > at:
+                self.indices -= np.int32(first - at)
+            at = first
+            yield part
+
+    def _clipped(self, segments: Array, part: DeviceFactors, first_slot: int) -> Array:
+        return clip_segments(self.device, segments, self.indices, len(part), first_slot)
+
+    def _chunks(self, n_slots: int) -> Iterator[slice]:
+        """Slots whose sums are made at a time, before they join those of the parts before."""
+        for start in range(0, n_slots, self.batches.slots):
+            yield slice(start, min(start + self.batches.slots, n_slots))
+
+    def _add(
+        self, kernels: RowKernels, sums: Sums, part: DeviceFactors, mean: float, segments: Array, *, anew: bool
+    ) -> None:
+        """Add the sums of a part to those of some slots; `anew`: there is nothing yet to add to."""
+        fresh = sums if anew else kernels.empty(len(segments))
+        kernels.assemble(fresh, part.table, self._entries(part, mean), segments)
+        if not anew:
+            for target, more in zip(sums, fresh, strict=True):
+                target += more
+
+    def _entries_without_part(self) -> Any:
+        """What kernels are compiled for: whether there are offsets, not which."""
+        offsets = self.device.zeros(1, self.dtype) if self.objective.biases else None
+        return self._entries(DeviceFactors(self.device, None, self.plan.factors, offsets), 0.0)
+
+    def losses(self, users: DeviceFactors, items: PartedFactors, mean: float) -> np.ndarray:
+        """`segment_losses` where items come in parts."""
+        segments = loss_segments(self)
+        total = np.zeros(len(segments))
+        for part in self.parts_of(items):
+            total += segment_losses(self, users, part, mean, self._clipped(segments, part, 0))
+        return total
+
+
+class HostHalf(StreamedHalf):
+    """One half of a sweep whose factors, fixed and solved, are in the memory of the host.
+
+    Parameters
+    ----------
+    device, side, slabs, objective, plan, names, ends
+        As for `StreamedHalf`; the plan's `scale` says in how many parts the fixed side comes.
+    copiers : Copiers
+    tables : HostTables, optional
+        Of the rows that are solved. Default: its own, in memory.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        side: Side,
+        slabs: Slabs,
+        objective: Objective,
+        plan: Plan,
+        copiers: Copiers,
+        names: np.ndarray | None = None,
+        ends: np.ndarray | None = None,
+        tables: HostTables | None = None,
+    ) -> None:
+        assert plan.scale is not None
+        half = plan.scale.halves[side]
+        self.fixed_parts, self.buffers, self.copiers = half.turns, half.buffers if half.turns > 1 else 1, copiers
+        plan = plan.changed(batch_slots=slots_at_once(plan.scale.problem, half))
+        super().__init__(device, side, slabs, objective, plan, None, names, ends)
+        if isinstance(slabs, MemorySlabs):
+            copiers.entries.pin(slabs.csr.indices)
+            copiers.entries.pin(slabs.csr.data)
+        self.longest = int(slab_entries(slabs.bounds, self.degrees).max(initial=0))
+        width = table_width(plan.rank, slabs.dtype)
+        self.tables = tables or HostTables((len(self.degrees), width), slabs.dtype)
+        self.tables.lock(copiers.entries)
+
+    def _slab_half(self, *arguments: Any) -> SlabHalf:
+        slab = PartedSlab(*arguments) if self.fixed_parts > 1 else HostSlab(*arguments)
+        slab.send = self.copiers.send
+        return slab
+
+    @functools.cached_property
+    def scale(self) -> np.ndarray:
+        """s of each row, where the factors are."""
+        return self.objective.row_scale(self.degrees)
+
+    def launches(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Launches:
+        """Launch slab after slab; solutions leave for the host. See `GpuHalf.launches`."""
+        device, n = self.device, len(self.degrees)
+        status, found = device.zeros(n, np.int32), device.zeros(3, np.uint32)
+        table = self.tables.take()
+        bias = np.zeros(n, table.dtype) if self.objective.biases else None
+        solved = HostFactors(table, self.plan.factors, bias, tables=self.tables)
+        drain = Drain(device, self.copiers.solutions)
+        gram = self._gram(fixed)
+        if self.fixed_parts > 1 and self.plan.assembly == "fused":
+            fixed.find_range()  # on the host, where it takes longer; what is on the device as a whole is read there
+        with closing(drain), self._lent(fixed) as side, self._kernels(side), self._streaming() as slabs:
+            if self.fixed_parts == 1:
+                gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
+            for rows, slab in slabs:
+                slab.lend_results(None, status[rows])
+                *_, (new, _) = slab.launches(side, mean, self._first_guess(start, rows), gram)
+                if solved.has_range:
+                    widen_range(device, found, new.table, status[rows])
+                arrays = [array.reshape(-1) for array in new.arrays]
+                drain.put(list(zip(solved.vectors(rows.start, rows.stop), arrays, strict=True)))
+                yield None
+            drain.finish()
+        if solved.has_range:
+            solved.keep(checked=device.begin_download(found))
+        yield solved, status
+
+    def _first_guess(self, start: HostFactors | None, rows: slice) -> DeviceFactors | None:
+        """Where approximate solvers start; an exact one needs no start."""
+        if start is None or self.plan.solver == "cholesky":
+            return None
+        return start.sent(self.copiers, rows.start, rows.stop)
+
+    @contextmanager
+    def _streaming(self) -> Iterator[Iterator[tuple[slice, Any]]]:
+        """Slabs whose buffers are on the device only meanwhile: the other half sweep needs its room."""
+        capacity, dtype = self.longest, self.slabs.dtype
+        self.pipeline = Pipeline(self.device, capacity, dtype, copier=self.copiers.entries)
+        try:
+            with closing(self.entries()) as slabs:  # else a failure would leave the thread at work
+                yield slabs
+        finally:
+            self.pipeline = None
+
+    def _loader(self, fixed: HostFactors) -> Loader:
+        """Buffers for parts of a fixed side."""
+        longest = int(np.diff(part_bounds(len(fixed), self.fixed_parts)).max(initial=0))
+        vectors = [(vector.size, vector.dtype) for vector in fixed.vectors(0, longest)]
+        return Loader(self.device, vectors, self.buffers, self.copiers.parts)
+
+    @contextmanager
+    def _lent(self, fixed: HostFactors) -> Iterator[Any]:
+        """The fixed side on the device: as a whole, or part by part for each slab."""
+        times = 1 if self.fixed_parts == 1 else len(self.parts)
+        with closing(self._stream(self._loader(fixed), fixed, times)) as stream:
+            yield next(stream)[1] if self.fixed_parts == 1 else PartedFactors(fixed.range, stream, self.fixed_parts)
+
+    def _stream(
+        self, loader: Loader, fixed: HostFactors, times: int
+    ) -> Generator[tuple[int, DeviceFactors], None, None]:
+        """First row and factors of each part in order, so many times over."""
+        parts = list(pairwise(part_bounds(len(fixed), self.fixed_parts).tolist()))
+        work = Work(times * len(parts), lambda k: fixed.vectors(*parts[k % len(parts)]), fixed)
+        with closing(loader.loads(work)) as loads:
+            for k, *vectors in loads:
+                yield parts[k % len(parts)][0], fixed.lent(self.device, vectors)
+
+    def _gram(self, fixed: HostFactors) -> Array | None:
+        """The weighted Gram matrix of a fixed side that comes in parts, added up over them; else None."""
+        if self.fixed_parts == 1 or not self.objective.is_implicit:
+            return None
+        total: Any = 0.0
+        with closing(self._stream(self._loader(fixed), fixed, 1)) as stream:
+            for _, part in stream:
+                total = total + gram_sum(self.device, part.table)
+        return padded_gram(self.device, total, self.plan.rank, fixed.table.dtype, self.objective)
+
+    def losses(self, users: Any, items: Any, mean: float) -> np.ndarray:
+        """Losses of pieces of rows, where rows are users; see `StreamedHalf.losses`."""
+        found = [np.zeros(0)]
+        with self._lent(items) as side, self._streaming() as slabs:
+            for rows, slab in slabs:
+                own = users.sent(self.copiers, rows.start, rows.stop)
+                if isinstance(slab, PartedSlab):
+                    found.append(slab.losses(own, side, mean))
+                else:
+                    found.append(segment_losses(slab, own, side, mean, loss_segments(slab)))
+        return np.concatenate(found)
+
+
+def part_bounds(rows: int, parts: int) -> np.ndarray:
+    """Rows ``bounds[k] ... bounds[k + 1] - 1`` are part k of a fixed side; all but the last have as many."""
+    longest = -(-rows // parts)
+    return np.minimum(np.arange(parts + 1, dtype=np.int64) * longest, rows)

@@ -1,0 +1,219 @@
+"""Launch of cuda/sparse_syrk.cu: Gates' batched sparse-syrk (Gates et al., sections V and VIII)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..core.system import ceil_div
+from ..device.cuda import Array, Device, DeviceSpec
+from ..plan.assemblies import (
+    MAX_GRID_Y,
+    RESERVED,
+    WARP,
+    require,
+    require_positive,
+    require_registers,
+    require_threads,
+    tuned,
+)
+from . import assembly
+from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
+from .launch import Entries, get_kernel
+
+
+def warp_shape(nb: int, dx: int, dy: int, dz: int) -> tuple[int, int]:
+    """Threads of a warp along the columns and rows of a tile, where ``dx * dy * dz`` is a multiple of 32.
+
+    The rest of a warp are neighbouring groups, two where possible. A warp loads the fewest factors where its patch of
+    the tile is a square.
+    """
+    for groups in (2, 1, 4, 8, 16, 32):
+        shapes = [(wx, WARP // groups // wx) for wx in (1, 2, 4, 8, 16, 32) if groups * wx <= WARP]
+        fits = [(wx, wy) for wx, wy in shapes if dz % groups == 0 and dx % wx == 0 and dy % wy == 0]
+        if fits:
+            return min(fits, key=lambda shape: shape[0] * (nb // dx) + shape[1] * (nb // dy))
+    raise AssertionError(f"{dx} x {dy} x {dz} threads are no multiple of {WARP}")
+
+
+@dataclass(frozen=True)
+class SyrkConfig:
+    """Compile-time choices of cuda/sparse_syrk.cu (Gates et al., section V; constraints: section VIII).
+
+    Attributes
+    ----------
+    rank : int
+        Order of the matrices; decides only how much is staged.
+    itemsize : int
+        4 for float32, 8 for float64.
+    nb : int
+        Rows and columns of a tile of a matrix.
+    kb : int
+        Entries staged at a time.
+    dx, dy : int
+        Threads along the columns and rows of a tile.
+    dz : int
+        Groups of ``dx * dy`` threads that share the entries of a stage.
+    stages : int
+        Stages on their way or in use.
+    unroll : int
+        Entries of a group whose loads from shared memory may overlap.
+    blocks_per_sm : int
+        Blocks on a multiprocessor, which bounds the registers of a thread.
+
+    Raises
+    ------
+    ValueError
+        Says which constraint is broken.
+    """
+
+    rank: int
+    itemsize: int
+    nb: int
+    kb: int
+    dx: int
+    dy: int
+    dz: int = 1
+    stages: int = 2
+    unroll: int = 2
+    blocks_per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+        nb, kb, dx, dy, dz = self.nb, self.kb, self.dx, self.dy, self.dz
+        require(nb % dx == 0 and nb % dy == 0, f"nb={nb} must be a multiple of dx={dx} and dy={dy}")
+        require(kb % dz == 0, f"kb={kb} must be a multiple of dz={dz}")
+        require(dz & (dz - 1) == 0, f"dz={dz} must be a power of two: groups are added pairwise")
+        require(nb * self.itemsize % 16 == 0, f"nb={nb} must be a multiple of 16 bytes, items have {self.itemsize}")
+        require_threads(self.threads, "dx * dy * dz")
+        require(self.threads % WARP == 0, f"dx * dy * dz = {self.threads} threads must be a multiple of {WARP}")
+        chunks = nb * self.itemsize // 16
+        require(
+            self.threads >= chunks, f"{self.threads} threads are too few to copy the {chunks} x 16 bytes of an entry"
+        )
+        require(self.stages >= 2, f"stages={self.stages} must be at least 2: one is summed while others arrive")
+        tx, ty = nb // dx, nb // dy
+        require_registers(tx * ty, tx + ty, self.threads, self.itemsize, self.blocks_per_sm)
+
+    @classmethod
+    def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> SyrkConfig:
+        """The tuned choice for a device, or what the rule says."""
+        return tuned(cls, "sparse_syrk", rank, itemsize, spec) or cls.rule(rank, itemsize, spec)
+
+    @classmethod
+    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> SyrkConfig:
+        """The choice where no table knows better: 8 x 8 sums a thread in float32, 8 x 4 in float64 where it can."""
+        double = itemsize == 8
+        if rank <= 8:
+            nb, dx, dy, dz, blocks = 8, 2, 2, 8, 16
+        elif rank <= 16:
+            nb, dx, dy, dz, blocks = (16, 4, 4, 2, 16) if double else (16, 4, 2, 4, 24)
+        elif rank <= 32:
+            nb, dx, dy, dz, blocks = (32, 8, 4, 1, 12) if double else (32, 4, 4, 2, 16)
+        elif 64 < rank <= 96 and not double:
+            # one tile, a third of whose warps have nothing to sum, beats three tiles that stage factors twice
+            nb, dx, dy, dz, blocks = 96, 24, 12, 1, 3
+        else:
+            nb, dx, dy, dz, blocks = (64, 16, 8, 1, 3) if double else (64, 8, 8, 2, 4)
+        kb = 24 if nb == 96 else 32 // (itemsize // 4)
+        unroll = {8: 4, 96: 1}.get(nb, 2)  # as far as registers go
+        blocks = min(blocks, 16) if spec.capability < (8, 0) else blocks  # Turing holds no more
+        config = cls(rank, itemsize, nb, kb, dx, dy, dz, 2, unroll, blocks)
+        while config.blocks_per_sm * (config.shared_bytes + RESERVED) > spec.shared_bytes and config.kb > 8:
+            config = replace(config, kb=config.kb // 2)
+        return config
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.dx * self.dy * self.dz
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the lower triangle of a matrix."""
+        along = ceil_div(self.rank, self.nb)
+        return along * (along + 1) // 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        panels = 2 if self.tiles > 1 else 1
+        staged = self.stages * self.kb * (panels * self.nb + 2)
+        group = self.dx * self.dy
+        exchanged = self.dz // 2 * (self.nb**2 + group * ceil_div(self.nb, group))
+        return self.itemsize * max(staged, exchanged)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernel is compiled for."""
+        wx, wy = warp_shape(self.nb, self.dx, self.dy, self.dz)
+        return {
+            "NB": self.nb,
+            "KB": self.kb,
+            "DX": self.dx,
+            "DY": self.dy,
+            "DZ": self.dz,
+            "WX": wx,
+            "WY": wy,
+            "STAGES": self.stages,
+            "UNROLL": self.unroll,
+            "BLOCKS_PER_SM": self.blocks_per_sm,
+        }
+
+
+def sparse_syrk(
+    device: Device,
+    matrices: Array,
+    rhs: Array,
+    factors: Array,
+    entries: Entries,
+    segments: Array,
+    rank: int,
+    config: SyrkConfig | None = None,
+) -> None:
+    """Sums of each segment of entries by Gates' batched sparse-syrk (section V, fig. 9).
+
+    Parameters
+    ----------
+    device : Device
+    matrices : float array, shape (n_slots, rank, rank)
+        Written: lower triangles; what is above the diagonal is undefined.
+    rhs : float array, shape (n_slots, rank)
+        Written.
+    factors : float array, shape (n_fixed, ld)
+        ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
+    entries : Entries
+    segments : int64 array, shape (n_segments, 3)
+        Slot, begin and end of each; every slot once, longest first is fastest.
+    rank : int
+    config : SyrkConfig, optional
+
+    Raises
+    ------
+    TypeError
+        An array is not what the kernel reads.
+    ValueError
+        The configuration is for something else or does not fit on the device.
+    """
+    n_segments = check_segments(device, matrices, rhs, factors, entries, segments, rank)
+    dtype = np.dtype(factors.dtype)
+    config = config or SyrkConfig.default(rank, dtype.itemsize, device.spec)
+    require_match(config, rank, dtype)
+    require_fit(config, device.spec)
+    require(config.tiles <= MAX_GRID_Y, f"nb={config.nb} gives {config.tiles} tiles, more than {MAX_GRID_Y}")
+    if not n_segments:
+        return
+    kernel = get_kernel(device, "sparse_syrk.cu", "sparse_syrk", **config.constants, **entries.constants)
+    arguments = (matrices, rhs, factors, *entries.arrays, segments)
+    sizes = (np.int32(rank), np.int32(factors.shape[1]))
+    kernel((n_segments, config.tiles), (config.threads,), (*arguments, *sizes, *entries.scalars), config.shared_bytes)
+
+
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """See `hybridmf.gpu.assembly.default_builds`."""
+    return assembly.default_builds("sparse_syrk", lambda rank, size: SyrkConfig.default(rank, size, spec), ranks)

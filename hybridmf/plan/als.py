@@ -1,0 +1,218 @@
+"""ALS as a `Method`: where it runs, and what it takes there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ..core.objective import Objective
+from ..device.cuda import DeviceSpec
+from . import dispatch
+from .als_cpu import cpu_plan
+from .als_gpu import GPU_SEGMENT, gpu_plan, gpu_segment, slot_bytes
+from .als_ranks import find_ranks, ranks_plan
+from .cost import (
+    TRANSPOSE_ENTRY,
+    copies_beside,
+    gather_seconds,
+    gpu_idle,
+    memory_floor,
+)
+from .half_sweep import BATCH_BYTES, fused_or_published
+from .machine import H200, CpuRates, Machine, rate_at, seconds_at, solve_flops, system_flops
+from .types import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS, PRECISIONS, SOLVERS, CpuWork, Plan, Settings
+
+TILE_ENTRY = 1.2e-8
+"""Seconds of one core to put an entry into a BALS tile (bench/layouts.py)."""
+
+REGIONS = 4.0
+"""Parallel regions of an iteration on the CPU."""
+
+
+@dataclass(frozen=True)
+class AlsMethod:
+    """Alternating least squares; its hyperparameters are the plan's `Kernels`."""
+
+    kind: ClassVar[str] = "als"
+    entry_seconds: ClassVar[float] = 0.0
+    streams: ClassVar[bool] = True
+
+    def names(self, plan: Plan) -> tuple[str, str]:
+        """Assembly and solver."""
+        return plan.assembly_name, plan.solver
+
+    def describe(self, plan: Plan) -> str:
+        """Solver, assembly, tiles and order."""
+        solver = {
+            "cg": f"cg, {plan.cg_steps} steps",
+            "subspace": f"subspace, {plan.block_size} coordinates at a time",
+        }.get(plan.solver, f"{plan.solver}, assembly {plan.assembly_name}")
+        if plan.tile_rows:
+            solver += f" with tiles of {plan.tile_rows} x {plan.tile_cols}"
+        return solver + f"; reorder {plan.reorder}" + ("; balanced" if plan.balance else "")
+
+    # ----------------------------------------------------------------------------------------------- the plan
+
+    def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
+        """Decide devices, kernels and memory.
+
+        Raises
+        ------
+        DeviceError, ValueError
+            What was asked for does not run where it was asked for.
+        """
+        if base.streamed:
+            if base.reorder not in ("auto", "none"):
+                raise ValueError(
+                    f"reorder={base.reorder!r} needs all ratings in memory, and a store is read slab by slab; "
+                    'use reorder="none", or fit store.to_ratings()'
+                )
+            base = base.changed(reorder="none")
+        if isinstance(settings.device, tuple):
+            spec, reason = find_ranks(settings.device)
+            base, settings = base.changed(reason=reason), replace(settings, device=settings.device[0])
+            if base.devices:
+                return ranks_plan(base, settings, objective, spec)
+        return dispatch.choose(self._request(base, settings, objective, spec))
+
+    def _request(
+        self, plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None
+    ) -> dispatch.Request:
+        """What a fit asks of the dispatcher."""
+
+        def on_gpu(undecided: Plan) -> Plan:
+            assert spec is not None
+            return gpu_plan(undecided, settings, objective, spec)
+
+        cpu_only = ""
+        if plan.solver not in GPU_SOLVERS:
+            cpu_only = f"solver={plan.solver!r} is the CPU's"
+        elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
+            cpu_only = f"assembly={plan.assembly!r} is the CPU's"
+        return dispatch.Request(
+            plan,
+            settings,
+            spec,
+            on_cpu=lambda undecided: cpu_plan(undecided, settings),
+            on_gpu=on_gpu,
+            cpu_only=cpu_only,
+            gpu_only=plan.assembly_name not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
+            others=tuple(_other_ways(plan, spec)),
+        )
+
+    # ----------------------------------------------------------------------------------------------- counts
+
+    def flops_per_iteration(self, plan: Plan) -> float:
+        """Useful work: nnz f (f + 1) a half sweep and f^3/3 + 2 f^2 a solve.
+
+        CG takes 4 nnz f a step, subspaces a block where the exact solver takes f.
+        """
+        f, rows = plan.rank, plan.n_users + plan.n_items
+        if plan.solver == "cg":
+            gram = 2.0 * rows * f * f if plan.feedback == "implicit" else 0.0
+            return (plan.cg_steps + 1) * (8.0 * plan.nnz * f + gram)
+        if plan.solver == "subspace":
+            block = plan.block_size
+            return 2.0 * plan.nnz * f * (block + 7) + rows * f * (block**2 / 3 + 4.0 * f)
+        return 2.0 * plan.nnz * f * (f + 1) + rows * (f**3 / 3 + 2.0 * f * f)
+
+    def bytes_per_iteration(self, plan: Plan) -> float:
+        """A row of factors is gathered for each entry of either side."""
+        return 2.0 * plan.nnz * plan.rank * plan.problem.itemsize
+
+    # ----------------------------------------------------------------------------------------------- costs
+
+    def cpu_setup(self, plan: Plan, rates: CpuRates) -> dict[str, float]:
+        """Tiles and reordered copies of both orientations."""
+        share, setup = rates.speedup(plan.num_threads), {}
+        if plan.tile_rows:
+            setup["tiles"] = 2 * plan.nnz * TILE_ENTRY / share
+        if plan.reorder != "none":
+            setup["reorder"] = 2 * plan.nnz * TRANSPOSE_ENTRY / share
+        return setup
+
+    def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
+        """Sums over entries at the roofline, and systems at a rate of their own; see `hybridmf.plan.cost`."""
+        f, rows, entries = plan.rank, plan.problem.filled_rows, 2 * plan.nnz
+        implicit = plan.feedback == "implicit"
+        gram = rows * f * f / rate_at(rates.assembly, f) if implicit else 0.0
+        floor = max(gather_seconds(plan, rates), memory_floor(entries * f * 4.0, plan, rates))
+        if plan.solver == "cg":
+            passes = plan.cg_steps + 1
+            entry = seconds_at(rates.cg, lambda f: passes * 4 * f, f)
+            row = rates.row + (passes * 2 * f * f / rates.dense if implicit else 0.0)
+        elif plan.solver == "subspace":
+            block = plan.block_size
+            flops = entries * f * (block + 7.0) + rows * f * (block**2 / 3 + 4.0 * f)
+            return CpuWork(max(flops / rates.subspace, floor) + rows * rates.row + gram, REGIONS)
+        else:
+            entry = seconds_at(rates.assembly, system_flops, f) * rates.slower[plan.assembly]
+            row = seconds_at(rates.solve, solve_flops, f)
+        return CpuWork(max(entries * entry, floor) + rows * row + gram, REGIONS)
+
+    def gpu_setup(self, plan: Plan) -> dict[str, float]:
+        """Tiles of both orientations, which the host makes."""
+        return {"tiles": 2 * plan.nnz * TILE_ENTRY} if plan.tile_rows else {}
+
+    def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
+        """Both half sweeps, and copies that go on beside them."""
+        if plan.scale is not None:
+            return plan.scale.seconds
+        rates, problem = machine.gpu, plan.problem
+        assert plan.gpu is not None
+        f, itemsize, rows, cache = plan.rank, problem.itemsize, problem.filled_rows, plan.gpu.l2_bytes
+        seconds = sum(
+            plan.nnz * rates.entry_seconds(f, itemsize, size, cache, plan.assembly, plan.precision)
+            for size in problem.table_bytes
+        )
+        steps = plan.cg_steps if plan.solver == "cg" else 0
+        seconds += rows * rates.row_seconds(f, itemsize, plan.assembly, steps)
+        if plan.feedback == "implicit":
+            seconds += rates.gram_seconds(rows, rows, f, itemsize)
+        return max(seconds + gpu_idle(plan, rates), copies_beside(plan, machine))
+
+    def row_cost(self, plan: Plan) -> float:
+        """By built-in constants, alike on all ranks; none for approximate solvers, whose rows cost next to nothing."""
+        if plan.solver != "cholesky":
+            return 0.0
+        if plan.gpu is None:
+            return plan.rank / 3
+        f, itemsize = plan.rank, plan.problem.itemsize
+        assembly = fused_or_published(f, itemsize)
+        return H200.gpu.row_seconds(f, itemsize, assembly) / H200.gpu.entry_seconds(f, itemsize, 0, 0, assembly)
+
+
+ALS = AlsMethod()
+
+
+def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
+    """Every assembly, solver and precision there is for the sizes of a plan."""
+    ways = [("simd", solver, "float32") for solver in SOLVERS]
+    ways += [(assembly, "cholesky", "float32") for assembly in CPU_ASSEMBLIES[1:]]
+    if spec is not None:
+        ways += [("fused", solver, precision) for solver in GPU_SOLVERS for precision in PRECISIONS]
+        ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in GPU_SOLVERS]
+    for assembly, solver, precision in dict.fromkeys(ways):
+        yield plan.changed(assembly=assembly, variant="", solver=solver, precision=precision)
+
+
+def for_fold_in(plan: Plan) -> Plan:
+    """The plan of an exact solve of new rows in the order they come."""
+    # rows that come alone have no tiles to share; sparse_syrk serves any rank, type and weight
+    without_tiles = "simd" if plan.gpu is None else "sparse_syrk"
+    if plan.method != ALS:
+        exact = plan.changed(method=ALS, solver="cholesky", assembly=without_tiles, precision="float32")
+        slots = 0 if plan.gpu is None else max(1, BATCH_BYTES // slot_bytes(exact))
+        return exact.changed(segment=GPU_SEGMENT, batch_slots=slots)
+    assembly = without_tiles if plan.assembly == "bals" else plan.assembly
+    segment = plan.segment if assembly == plan.assembly else gpu_segment(assembly)
+    return plan.changed(
+        solver="cholesky",
+        assembly=assembly,
+        variant=plan.variant if assembly == plan.assembly else "",
+        reorder="none",
+        tile_rows=0,
+        tile_cols=0,
+        segment=segment,
+    )

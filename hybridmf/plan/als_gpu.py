@@ -1,0 +1,264 @@
+"""What ALS runs on one GPU, and where its ratings and factors stay: kernels, batches, slabs, and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..core import system
+from ..core.objective import Objective
+from ..core.scratch import find_room
+from ..core.system import mib
+from ..device.cuda import DeviceSpec
+from . import assemblies, dispatch, fused
+from . import machine as machines
+from .half_sweep import BATCH_BYTES, PIECE_BYTES, SLAB_BUFFERS, Place, Problem, slots_at_once
+from .memory import tile_pointers
+from .partitions import plan_host_ranks
+from .ranks import ScalePlan
+from .types import GPU_ASSEMBLIES, GPU_SOLVERS, Plan, Settings
+
+GPU_SEGMENT = 16384
+"""Entries above which the published assemblies split a row (ours: `hybridmf.plan.fused.SEGMENT`)."""
+
+HOST_BATCH_BYTES = 256 << 20
+"""`BATCH_BYTES` where factors come from the host: rows that are there together save loads, these only launches."""
+
+STREAM_SLAB = 16 << 20
+"""Entries of a slab that ratings in memory are cut to: its copy takes 2.4 ms on a PCIe 5 bus. With each slab some
+kernels end before others begin: on an H200 that costs 0.25 ms."""
+
+
+def gpu_segment(assembly: str) -> int:
+    """Entries above which a row is split."""
+    return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
+
+
+def slot_bytes(plan: Plan) -> int:
+    """Bytes of one system, or of one segment of a row, that waits to be solved."""
+    if plan.assembly == "fused":
+        return 4 * fused.partial_floats(plan.rank)
+    return (plan.rank + 1) * plan.rank * plan.problem.itemsize
+
+
+def _gpu_reordering(asked: str, assembly: str) -> str:
+    """Degree order makes a GPU's BALS tiles 1.4 to 1.8 times as fast (docs/performance.md)."""
+    if asked != "auto":
+        return asked
+    return "both" if assembly == "bals" else "none"
+
+
+def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
+    """What runs how on a GPU; a pure function of sizes and of what the GPU is.
+
+    Raises
+    ------
+    ValueError
+        A combination that GPUs do not serve.
+    """
+    plan = choices(plan, settings, objective, spec)
+    assert plan.gpu is not None
+    spec = plan.gpu
+    whole = _with_batches(plan.changed(streamed="", slab=0), _gpu_fixed_bytes(plan), spec)
+    if plan.streamed:
+        return _gpu_stored(plan, whole, spec)
+    if not dispatch.memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
+        return whole
+    streamed = _gpu_streamed(plan, spec)
+    if not dispatch.memory_lacks(streamed):
+        return streamed
+    return _offloaded(plan, spec) or whole
+
+
+def _offloaded(plan: Plan, spec: DeviceSpec) -> Plan | None:
+    """The plan with factors in the memory of the host or in files; None if not even their parts fit on the GPU."""
+    folder = _folder_for_factors(plan)
+    factors: Place = "disk" if folder else "host"
+    beside = 0 if folder else plan.offloaded_bytes
+    ratings: Place = "disk" if plan.streamed and not host_has_room(plan, beside) else "host"
+    slab = host_slab(plan, ratings)
+    machine = machines.machine().with_gpu(spec)
+    scale = plan_host_ranks(host_problem(plan), 1, spec.free_bytes, ratings, slab, machine, factors=factors)
+    if scale is None:
+        return None
+    note = "the factors do not fit on the GPU: they stay in the memory of the host"
+    if folder:
+        note = f"the factors do not fit on the GPU, nor in the memory of the host: they are in files in {folder!r}"
+    plan = plan.changed(notes=(*plan.notes, note), scratch=(folder,) if folder else plan.scratch)
+    return with_scale(plan.changed(streamed=ratings, slab=max(map(scale.slab, scale.halves))), scale)
+
+
+def _folder_for_factors(plan: Plan) -> str:
+    """Where files of factors go that the memory of the host has no room for; empty if it has, or if nothing has."""
+    free, needed = system.available_memory(), plan.offloaded_bytes
+    return "" if free is None or needed <= free else find_room(plan.scratch, needed)[0]
+
+
+def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
+    """Kernels and the memory there is; not yet where the ratings are."""
+    if plan.solver not in GPU_SOLVERS:
+        raise ValueError(f"solver={plan.solver!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_SOLVERS)}")
+    limit = settings.gpu_memory_limit
+    if limit is not None:
+        spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
+    plan = plan.changed(device=f"cuda:{spec.index}", gpu=spec)
+    why_not = fused.supports(plan.rank, plan.dtype, spec, objective.unobserved_weight if objective.is_implicit else 0.0)
+    assembly, notes = plan.assembly, []
+    if assembly == "auto":
+        assembly = "sparse_syrk" if why_not else "fused"
+        if why_not:
+            notes.append(f"assembly sparse_syrk instead of fused: {why_not}")
+    if assembly not in GPU_ASSEMBLIES:
+        raise ValueError(
+            f"assembly={assembly!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_ASSEMBLIES)}, "
+            'or assembly="auto"'
+        )
+    if assembly == "fused" and why_not:
+        raise ValueError(f'assembly="fused" cannot serve this: {why_not}; use assembly="auto"')
+    if plan.precision != "float32" and assembly != "fused":
+        because = f": {why_not}" if why_not else f", not for assembly={assembly!r}"
+        raise ValueError(f"precision={plan.precision!r} is for the fused kernels{because}; use precision='float32'")
+    tile_rows, tile_cols = (0, 0)
+    if assembly == "bals":
+        tile_rows, tile_cols = assemblies.bals_tile_sizes(
+            plan.rank, plan.problem.itemsize, spec, local=plan.variant == "local"
+        )
+    if tile_rows and plan.streamed:
+        raise ValueError(
+            'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '
+            "fit store.to_ratings()"
+        )
+    return plan.changed(
+        assembly=assembly,
+        reorder=_gpu_reordering(plan.reorder, assembly),
+        tile_rows=tile_rows,
+        tile_cols=tile_cols,
+        segment=gpu_segment(assembly),
+        notes=tuple(notes),
+    )
+
+
+def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
+    """Where the slabs of a store stay: on the GPU, in the memory of the host, or on the disk; the first that fits."""
+    if not dispatch.memory_lacks(whole):
+        return whole.changed(streamed="disk", slab=plan.slab, resident=True)
+    where: Place = "host" if host_has_room(plan) else "disk"
+    streamed = _with_batches(plan.changed(streamed=where), _streamed_bytes(plan), spec)
+    if not dispatch.memory_lacks(streamed):
+        return streamed
+    return _offloaded(plan, spec) or streamed
+
+
+def host_has_room(plan: Plan, beside: int = 0) -> bool:
+    """Whether all ratings of a store may be in the memory of the host, both orientations, beside so many bytes."""
+    loaded = 2 * plan.nnz * (4 + plan.problem.itemsize) + 8 * (plan.n_users + plan.n_items)
+    free = system.available_memory()
+    # room for the user's other things, and for what page-locking takes away from the system
+    return free is not None and 2 * loaded + beside < free
+
+
+def streaming_note(plan: Plan, where: str) -> str:
+    """What a plan says of ratings in memory that it streams."""
+    moved = 2 * plan.nnz * (4 + plan.problem.itemsize)
+    return f"the ratings do not fit on the {where}: {mib(moved)} come from the memory of the host in each iteration"
+
+
+def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
+    """The plan of streaming ratings that are in the memory of the host, in slabs that fit."""
+    itemsize = plan.problem.itemsize
+    left = spec.free_bytes - sum(_streamed_bytes(plan).values())
+    # half of it for the buffers, the other half for batches
+    slab = int(np.clip(left / 2 / (SLAB_BUFFERS * (4 + itemsize)), 1, STREAM_SLAB))
+    slab = min(max(slab, *plan.problem.longest), plan.nnz)  # a row is never cut
+    plan = plan.changed(streamed="host", slab=slab, notes=(*plan.notes, streaming_note(plan, "GPU")))
+    return _with_batches(plan, _streamed_bytes(plan), spec)
+
+
+def _streamed_bytes(plan: Plan) -> dict[str, int]:
+    """`_gpu_fixed_bytes` with a few slabs in place of all ratings."""
+    sizes, itemsize = _gpu_fixed_bytes(plan), plan.problem.itemsize
+    sizes["ratings"] += (SLAB_BUFFERS * plan.slab - 2 * plan.nnz) * (4 + itemsize)
+    return sizes
+
+
+def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
+    """The plan with as many systems at a time as memory allows."""
+    each = slot_bytes(plan)
+    most = _most_slots(plan, max(plan.n_users, plan.n_items))
+    left = min(BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
+    # BALS assembles whole blocks of rows; the others sum all segments of a row together
+    least = plan.tile_rows or max(1, -(-max(plan.problem.longest) // plan.segment))
+    slots = int(np.clip(left // each, least, max(least, most)))
+    return plan.changed(batch_slots=slots, bytes=sizes | {"batch": slots * each})
+
+
+def _most_slots(plan: Plan, rows: int) -> int:
+    """Systems and segments of them that so many rows of a side may have."""
+    # a row has one slot, and one more for each segment it is cut into; solved at once, only long rows need any
+    cuts = plan.nnz // plan.segment
+    at_once = plan.assembly == "fused" and plan.rank < fused.SOLVED_APART
+    return cuts + (cuts if at_once else rows) + 1
+
+
+def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
+    """Memory by purpose that does not depend on the size of batches."""
+    m, n, nnz = plan.n_users, plan.n_items, plan.nnz
+    itemsize = plan.problem.itemsize
+    width = fused.table_width(plan.rank, plan.dtype)
+    if plan.rank > plan.factors:  # biases beside them, and what ratings owe to the fixed side's
+        width += 2
+    sizes = {
+        # both orientations; offsets, order, scale and status of each row
+        "ratings": 2 * nnz * (4 + itemsize) + (m + n) * (8 + 4 + itemsize + 4),
+        # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
+        "factors": (m + n + max(m, n)) * width * itemsize,
+    }
+    if not plan.tile_rows:
+        sizes["ratings"] += sum(_most_slots(plan, rows) for rows in (m, n)) * PIECE_BYTES
+    else:
+        sizes["tiles"] = 2 * nnz * (8 + itemsize) + 8 * (tile_pointers(m, n, plan) + tile_pointers(n, m, plan))
+    return sizes
+
+
+def with_scale(plan: Plan, scale: ScalePlan) -> Plan:
+    """The plan with factors that do not stay on GPUs."""
+    fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
+    sizes = {name: size for name, size in fullest.bytes.items() if size}
+    slots = min(slots_at_once(scale.problem, half) for half in scale.halves.values())
+    return plan.changed(scale=scale, bytes=sizes, batch_slots=slots)
+
+
+def host_slab(plan: Plan, place: Place) -> int:
+    """Entries of a slab where factors are on the host: of the store that is read, or what copies and launches want."""
+    return plan.slab if place == "disk" else STREAM_SLAB
+
+
+def gpu_problem(plan: Plan) -> Problem:
+    """Sizes and kernels that a partition depends on where factors stay on GPUs."""
+    assert plan.gpu is not None
+    return Problem(
+        (plan.n_users, plan.n_items),
+        plan.nnz,
+        plan.rank,
+        plan.problem.itemsize,
+        longest=plan.problem.longest,
+        implicit=plan.feedback == "implicit",
+        cg_steps=plan.cg_steps if plan.solver == "cg" else 0,
+        assembly=plan.assembly,
+        precision=plan.precision,
+        l2_bytes=plan.gpu.l2_bytes,
+    )
+
+
+def host_problem(plan: Plan) -> Problem:
+    """Sizes that decide in which parts factors come from the host."""
+    assert plan.gpu is not None
+    return replace(
+        gpu_problem(plan),
+        sums=slot_bytes(plan),
+        segment=plan.segment,
+        biases=plan.rank > plan.factors,
+        on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
+        batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
+    )

@@ -1,0 +1,60 @@
+"""The order in which a solver has users and items: that of the input, or by degree (BALS 4.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..core.objective import Factors, Side
+from ..core.sparse import transposed
+from ..formats import reorder
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """The row of the input at each position of a solver's matrices.
+
+    Attributes
+    ----------
+    rows : dict of side to int array
+        Empty if nothing is reordered.
+    """
+
+    rows: dict[Side, np.ndarray] = field(default_factory=dict)
+
+    def names(self, side: Side) -> np.ndarray | None:
+        """Row of the input at each position; None if it is the position."""
+        return self.rows.get(side)
+
+    def inward(self, side: Side, factors: Factors) -> Factors:
+        """Factors in the solver's order."""
+        rows = self.rows.get(side)
+        return factors if rows is None else factors.reordered(rows)
+
+    def outward(self, side: Side, factors: Factors) -> Factors:
+        """Factors in the order of the input."""
+        rows = self.rows.get(side)
+        if rows is None:
+            return factors
+        inverse = np.empty_like(rows)
+        inverse[rows] = np.arange(len(rows))
+        return factors.reordered(inverse)
+
+
+def reordered(user_items: Any, item_users: Any, axes: str, num_threads: int) -> tuple[Ordering, dict[Side, Any]]:
+    """The ordering that a plan asks for, and both orientations of the ratings in it.
+
+    Parameters
+    ----------
+    user_items, item_users : csr_array, or slabs where nothing is reordered
+    axes : {"none", "rows", "columns", "both"}
+    num_threads : int
+    """
+    if axes == "none":
+        return Ordering(), {"user": user_items, "item": item_users}
+    rows, cols = axes in ("rows", "both"), axes in ("columns", "both")
+    found = reorder(user_items, rows=rows, cols=cols, num_threads=num_threads)
+    matrices: dict[Side, Any] = {"user": found.matrix, "item": transposed(found.matrix, num_threads)}
+    return Ordering({"user": found.row_order, "item": found.col_order}), matrices

@@ -1,0 +1,267 @@
+"""The search for the fastest partition of ALS over GPUs that fits in their memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ..core.objective import SIDES, Side
+from ..errors import MemoryBudgetError
+from . import machine as machines
+from .grid import Grid
+from .half_sweep import (
+    MOST_PARTS,
+    SLAB_BUFFERS,
+    HalfPlan,
+    Place,
+    Problem,
+    Share,
+    fewest_batches,
+    half_bytes,
+    priced,
+    size_text,
+)
+from .machine import Machine
+from .ranks import ScalePlan
+
+HEADROOM = 0.04
+"""Share of a GPU's memory left to what nobody counts (cuMF: 500 MB of 12 GB)."""
+
+GPU_BYTES, HOST_BYTES = 141 * 10**9, 2 * 10**12
+"""Memory of an H200, and what hosts of several of them have."""
+
+NEAR = 1.05
+"""What stays on the GPUs is not moved for a prediction that is better by less."""
+
+MOST_TURNS = 64
+"""Turns that are tried where fewer would do: more of them leave room for more rows, but sums are read again in each."""
+
+
+def _turns(gpus: int, fixed: int) -> Iterator[list[int]]:
+    """Candidates for p by the number of turns: divisors of the number of GPUs stay there; beyond, turns of all GPUs."""
+    yield [d for d in range(1, gpus + 1) if gpus % d == 0]
+    parts = 2 * gpus
+    while parts <= min(fixed, MOST_PARTS):
+        yield [parts]
+        parts *= 2
+
+
+def _best_half(
+    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, factors: Place, memory: float
+) -> HalfPlan | None:
+    """The fastest of those with the fewest turns: what stays on a GPU need not come again (cuMF 4.3)."""
+    resident = factors == "device"
+    loads = SLAB_BUFFERS if resident else 2
+    for candidates in _turns(gpus, 0 if resident else sum(problem.shape) - problem.rows(side)):
+        halves = [
+            fewest_batches(
+                problem,
+                machine,
+                HalfPlan(side, parts, 1, gpus, loads=loads, resident=resident),
+                ratings,
+                factors,
+                memory,
+            )
+            for parts in candidates
+        ]
+        if any(half is not None for half in halves):
+            return min((half for half in halves if half is not None), key=lambda half: half.total)
+    return None
+
+
+def _best_served(
+    problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, factors: Place, memory: float
+) -> HalfPlan | None:
+    """The fastest of those that fits serve in which each GPU solves its own rows."""
+    if factors == "device":
+        half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS, splits=1, resident=True)
+        return fewest_batches(problem, machine, half, ratings, factors, memory)
+    if ratings == "device" or (factors == "disk" and gpus > 1):
+        return None
+    return _fastest_turns(problem, machine, gpus, side, ratings, factors, memory, 1)
+
+
+def plan_scale(
+    problem: Problem,
+    gpus: int,
+    memory: int | None = None,
+    machine: Machine | None = None,
+    host_bytes: int | None = None,
+    *,
+    model_parallel_only: bool = False,
+) -> ScalePlan:
+    """The fastest partition that fits; of those that are near, the one that moves least.
+
+    Parameters
+    ----------
+    problem : Problem
+    gpus : int
+    memory : int, optional
+        Bytes of each GPU. Default: 141 GB.
+    machine : Machine, optional
+        Default: this machine's constants, measured or built in.
+    host_bytes : int, optional
+        Host memory. Default: 2 TB.
+    model_parallel_only : bool
+        Each GPU solves its own rows, with all parts of the fixed side: what fits do where factors are not on the GPUs.
+
+    Raises
+    ------
+    MemoryBudgetError
+        No partition fits; says what would.
+    """
+    machine = machine or machines.machine()
+    memory = GPU_BYTES if memory is None else memory
+    host = HOST_BYTES if host_bytes is None else host_bytes
+    best = _best_served if model_parallel_only else _best_half
+    plan = _fastest(problem, gpus, memory, machine, host, best)
+    if plan is not None:
+        return plan
+    needed = memory
+    while (found := _fastest(problem, gpus, needed, machine, host, best)) is None:
+        needed *= 2
+    raise MemoryBudgetError(
+        f"{problem.shape[0]:,} x {problem.shape[1]:,} with {problem.nnz:,} entries and {problem.factors} factors does "
+        f"not fit on {gpus} GPUs of {size_text(memory)} in any partition; it needs "
+        f"{size_text(found.bytes_per_gpu)} on each: GPUs of {size_text(needed)} would do, or fewer factors"
+    )
+
+
+def _fastest(
+    problem: Problem, gpus: int, memory: int, machine: Machine, host: int, best: Callable[..., HalfPlan | None]
+) -> ScalePlan | None:
+    usable = int(memory * (1 - HEADROOM))
+    loaded, tables = 2 * problem.nnz * problem.entry_bytes, 2 * sum(problem.shape) * problem.row_bytes
+    plans = []
+    factors_on: tuple[Place, Place] = ("device", "host" if tables <= host else "disk")
+    beside = tables if tables <= host else 0
+    ratings_on: tuple[Place, Place] = ("device", "host" if loaded + beside <= host else "disk")
+    for ratings, factors in itertools.product(ratings_on, factors_on):
+        found = {side: best(problem, machine, gpus, side, ratings, factors, usable) for side in SIDES}
+        halves = {side: half for side, half in found.items() if half is not None}
+        if len(halves) == len(SIDES):
+            plans.append(ScalePlan(problem, machine, gpus, usable, ratings, factors, halves))
+    fastest = min((plan.seconds for plan in plans), default=0.0)
+    return next((plan for plan in plans if plan.seconds <= NEAR * fastest), None)
+
+
+def plan_ranks(
+    problem: Problem, gpus: int, memory: int, machine: Machine | None = None, *, model_parallel_only: bool = False
+) -> ScalePlan:
+    """The fastest grids with everything on the GPUs; if none fits, those that need least memory."""
+    machine = machine or machines.machine()
+    halves: dict[Side, HalfPlan] = {}
+    for side in SIDES:
+        grids = [Grid(1, gpus)] if model_parallel_only else Grid.all_of(gpus)
+        halves_of = [HalfPlan(side, grid.splits, grid.groups, gpus, resident=True) for grid in grids]
+        found = [priced(problem, half, machine=machine) for half in halves_of]
+        fits = [half for half in found if sum(half.bytes.values()) <= memory]
+        halves[side] = (
+            min(fits, key=lambda half: half.total) if fits else min(found, key=lambda half: sum(half.bytes.values()))
+        )
+    return ScalePlan(problem, machine, gpus, memory, "device", "device", halves)
+
+
+def plan_streamed_ranks(
+    problem: Problem,
+    gpus: int,
+    memory: int,
+    ratings: Place,
+    slab: int,
+    machine: Machine | None = None,
+    *,
+    model_parallel_only: bool = False,
+) -> ScalePlan | None:
+    """The fastest grids with factors on the GPUs and ratings of which each GPU loads at most `slab` entries at a time.
+
+    Both half sweeps have the same buffers, for as many entries as either of them loads.
+
+    None if not even row parts of a row fit.
+    """
+    machine, before = machine or machines.machine(), math.inf
+    while True:
+        halves = _streamed_halves(problem, gpus, memory, ratings, slab, machine, model_parallel_only)
+        if halves is None:
+            return None
+        longest = max(-(-problem.part_entries(side, half.batches) // half.grid.splits) for side, half in halves.items())
+        for side, half in halves.items():
+            share = replace(Share.mean(problem, half, ratings), entries=half.loads * longest)
+            halves[side] = replace(half, bytes=half_bytes(problem, half, ratings, "device", share))
+        plan = ScalePlan(problem, machine, gpus, memory, ratings, "device", halves)
+        if plan.bytes_per_gpu <= memory:
+            return plan
+        if longest >= before:  # a row is as long
+            return None
+        before, slab = longest, max(1, longest // 2)
+
+
+def _streamed_halves(
+    problem: Problem, gpus: int, memory: int, ratings: Place, slab: int, machine: Machine, model_parallel_only: bool
+) -> dict[Side, HalfPlan] | None:
+    """The fastest grid of each half sweep, with buffers of its own."""
+    halves: dict[Side, HalfPlan] = {}
+    for side in SIDES:
+        found = []
+        for grid in [Grid(1, gpus)] if model_parallel_only else Grid.all_of(gpus):
+            half = HalfPlan(side, grid.splits, 1, gpus, loads=SLAB_BUFFERS, resident=True)
+            least = -(-problem.nnz // (slab * grid.splits))
+            found.append(fewest_batches(problem, machine, half, ratings, "device", memory, least))
+        fits = [half for half in found if half is not None]
+        if not fits:
+            return None
+        halves[side] = min(fits, key=lambda half: half.total)
+    return halves
+
+
+def plan_host_ranks(
+    problem: Problem,
+    gpus: int,
+    memory: int,
+    ratings: Place,
+    slab: int,
+    machine: Machine | None = None,
+    factors: Place = "host",
+) -> ScalePlan | None:
+    """Model parallel with factors on the host or its disk, and ratings in row parts of at most `slab` entries.
+
+    Where parts of the fixed side take turns for each row part, row parts may be larger, unless they are a store's.
+
+    None if not even the smallest parts fit.
+    """
+    machine, least = machine or machines.machine(), -(-problem.nnz // slab)
+    usable = memory if gpus == 1 else int(memory * (1 - HEADROOM))  # a rank may own more rows than the mean
+    halves: dict[Side, HalfPlan] = {}
+    for side in SIDES:
+        found = _fastest_turns(problem, machine, gpus, side, ratings, factors, usable, least)
+        if found is None:
+            return None
+        halves[side] = found
+    return ScalePlan(problem, machine, gpus, memory, ratings, factors, halves)
+
+
+def _fastest_turns(
+    problem: Problem,
+    machine: Machine,
+    gpus: int,
+    side: Side,
+    ratings: Place,
+    factors: Place,
+    memory: float,
+    least: int,
+) -> HalfPlan | None:
+    """The half sweep whose number of turns is predicted to be fastest: more of them leave room for more rows.
+
+    `least`: row parts that there have to be, if not parts take turns and ratings are in memory.
+    """
+    best: HalfPlan | None = None
+    parts, fixed = 1, sum(problem.shape) - problem.rows(side)
+    while parts <= min(fixed, MOST_TURNS) or (best is None and parts <= min(fixed, MOST_PARTS)):
+        half = HalfPlan(side, parts, 1, gpus, loads=SLAB_BUFFERS, splits=1)
+        fewest = 1 if parts > 1 and ratings == "host" else least
+        found = fewest_batches(problem, machine, half, ratings, factors, memory, fewest)
+        if found is not None and (best is None or found.total < best.total):
+            best = found
+        parts = parts // 3 * 4 if parts % 3 == 0 else max(parts + 1, parts * 3 // 2)  # 1, 2, 3, 4, 6, 8, 12 ...
+    return best

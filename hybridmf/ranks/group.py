@@ -1,0 +1,218 @@
+"""The ranks of one process, of SU-ALS and MCUMSGD alike: their threads, what is opened for them, who runs what.
+
+Each rank has a thread, with its communicator and its device. A function runs on all threads (`RankGroup.run`), or one
+thread launches for all ranks. Threads of GPUs contend for the interpreter's lock, which changes hands at every call of
+CUDA: on four GPUs that takes about as long as some kernels. So where a half sweep never waits for the host, one thread
+launches a step of each rank after the other, so that all begin at once; NCCL's calls of all ranks are one group.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from ..core.objective import Side, other_side
+from ..device.cuda import Device, open_device
+from ..errors import CommunicatorError
+from ..gpu.rows import RowRange
+from .su_als import RankALS
+from .transport.communicator import Communicator, LocalCommunicator
+from .transport.nccl import NcclCommunicator
+from .transport.threads import RankThreads
+
+logger = logging.getLogger("hybridmf")
+
+Result = TypeVar("Result")
+
+
+class Rank(Protocol):
+    """A rank as its group ends it."""
+
+    def close(self) -> None:
+        """End what the rank has begun, together with the others; not the communicator that it was given."""
+
+    def stop(self) -> None:
+        """End what goes on beside the rank's thread, when others have failed."""
+
+
+class RankGroup:
+    """Threads of ranks, their communicators, and the ranks.
+
+    Parameters
+    ----------
+    size : int
+    """
+
+    def __init__(self, size: int) -> None:
+        self.threads = RankThreads(size)
+        self.communicators: dict[int, LocalCommunicator] = {}
+        self.ranks: dict[int, Any] = {}
+        # a solver that nobody closes ends when it is collected, on any thread, which does not wait
+        self._finish = weakref.finalize(self, _close, self.threads, self.communicators, self.ranks)
+        self._finish.atexit = False
+
+    def open(self, make: Callable[[LocalCommunicator, Callable[[Communicator], None]], Rank]) -> list[Any]:
+        """Make all ranks, each on its thread.
+
+        Parameters
+        ----------
+        make : callable
+            A rank, from the communicator of its thread, and a function that it calls with the communicator that it
+            opens for itself, which the group closes.
+        """
+
+        def made(control: LocalCommunicator) -> None:
+            def opened(communicator: Any) -> None:
+                self.communicators[control.rank] = communicator
+
+            self.ranks[control.rank] = make(control, opened)
+
+        self.run(made)
+        return [self.ranks[number] for number in range(len(self.ranks))]
+
+    def run(self, function: Callable[[Any], Result]) -> list[Result]:
+        """Run on all threads; the first failure comes out as it was raised, and stops all ranks."""
+        self._check_open()
+        return self.threads.run(function)
+
+    def solve(self, side: Side) -> list[Any]:
+        """New factors of `side` of all ranks of SU-ALS; nothing else changes."""
+        ranks = [self.ranks[number] for number in range(len(self.ranks))]
+        if len(ranks) == 1 or not all(rank.halves[side].one_thread for rank in ranks):
+            return self.run(lambda control: self.ranks[control.rank].solve(side))
+        self._check_open()
+        with self.threads.in_their_place():
+            return solve_in_one_thread(ranks, side)
+
+    def _check_open(self) -> None:
+        if not self._finish.alive:
+            raise CommunicatorError("the ranks were closed; make another solver")
+
+    def close(self) -> None:
+        """End the ranks, their connections and threads. Closing once more does nothing."""
+        if self._finish.detach():
+            _close(self.threads, self.communicators, self.ranks, wait=True)
+
+
+def _close(
+    threads: RankThreads, communicators: dict[int, LocalCommunicator], ranks: dict[int, Any], *, wait: bool = False
+) -> None:
+    """Close what each rank has opened, on its thread; after a failure, end what waits for ranks that are gone."""
+    if threads.stopping.is_set():
+        for communicator in communicators.values():
+            communicator.abort("the fit has ended")
+        for rank in ranks.values():
+            rank.stop()
+        threads.close()
+    else:
+        threads.close(partial(_close_rank, communicators, ranks), wait=wait)
+
+
+def _close_rank(communicators: dict[int, LocalCommunicator], ranks: dict[int, Any], control: Communicator) -> None:
+    try:
+        ranks[control.rank].close()
+        communicators[control.rank].close()
+    except Exception as error:
+        logger.warning("rank %d did not end well: %s", control.rank, error)
+        if not isinstance(error, CommunicatorError):  # that others are gone is reported by their own error
+            raise
+
+
+def open_rank(name: str, control: LocalCommunicator) -> tuple[LocalCommunicator, Device | None]:
+    """Communicator and device of a rank by the name of its device; the CPU has no device.
+
+    Raises
+    ------
+    DeviceError
+    """
+    if name == "cpu":
+        return control, None
+    device = open_device(name)
+    if control.size == 1:  # no array of a device travels
+        return control, device
+    with device.active():
+        return NcclCommunicator(control, device.spec.index), device
+
+
+def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
+    """`RankALS.solve` of all ranks, by the thread that calls.
+
+    Parameters
+    ----------
+    ranks : sequence of RankALS
+        All of a communicator, in their order.
+    side : {"user", "item"}
+        Its rows are solved where all their entries are.
+
+    Raises
+    ------
+    NotPositiveDefiniteError, NonFiniteError, DeviceMemoryError, CommunicatorError
+        As `hybridmf.gpu.half.GpuHalf.solve` of the first rank that fails. Nothing has changed then, and nothing is
+        waited for.
+    """
+    launched = _launch(ranks, side, _fixed(ranks, side))
+    solved = [factors for factors, _ in launched]
+    checks = []
+    for rank, (factors, status) in zip(ranks, launched, strict=True):
+        with rank.worker.active():
+            checks.append(factors.begin_check(status))
+    # exchanged while the checks are waited for, and while the next half sweep is launched
+    following = _gather_ahead(ranks, side, solved)
+    for rank, found, (factors, status) in zip(ranks, checks, launched, strict=True):
+        with rank.worker.active():
+            if factors.finish_check(found):
+                rank.halves[side].raise_failure(status)
+    for rank in ranks:  # a gather that has failed ends; what was solved with its half-filled table is no state
+        if rank.communicator.cause:
+            raise CommunicatorError(rank.communicator.cause)
+    for rank, own, factors in zip(ranks, solved, following, strict=True):
+        if factors is not own:
+            if own.has_range:
+                factors.keep(range=RowRange.of_all(part.range for part in solved if part.range is not None))
+            rank.keep_ahead(other_side(side), own, factors)
+    return solved
+
+
+def _launch(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[Any]:
+    """New factors and status of each rank, not waited for; a step of each rank in turn."""
+    launches = {
+        number: rank.halves[side].launches(table, rank.mean, rank.own[side])
+        for number, (rank, table) in enumerate(zip(ranks, fixed, strict=True))
+    }
+    launched: list[Any] = [None] * len(ranks)
+    while launches:
+        for number in list(launches):
+            with ranks[number].worker.active():
+                launched[number] = next(launches[number])
+            if launched[number] is not None:
+                del launches[number]
+    return launched
+
+
+def _fixed(ranks: Sequence[RankALS], side: Side) -> list[Any]:
+    """The whole fixed side on each rank: as it was gathered ahead, or now."""
+    known = [rank.ahead(side) for rank in ranks]
+    if all(factors is not None for factors in known):
+        return known
+    return _gather(ranks, side, [rank.own[other_side(side)] for rank in ranks])
+
+
+def _gather_ahead(ranks: Sequence[RankALS], side: Side, solved: list[Any]) -> list[Any]:
+    """New factors of `side` as the next half sweep takes them, where there is room for both sides."""
+    following = other_side(side)
+    if not ranks[0].gathers_ahead or ranks[0].layout.grids[following].splits > 1:
+        return solved
+    return _gather(ranks, following, solved)
+
+
+def _gather(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[Any]:
+    """The whole fixed side of a half sweep on each rank, from what each owns."""
+    first = ranks[0]
+    counts = first.layout.counts(other_side(side), range(first.layout.size))
+    communicators: list[Any] = [rank.communicator for rank in ranks]
+    gather = communicators[0].allgatherv_together
+    whole = [gather(communicators, piece, counts) for piece in zip(*(own.arrays for own in fixed), strict=True)]
+    return [own.with_arrays(list(arrays)) for own, arrays in zip(fixed, zip(*whole, strict=True), strict=True)]
