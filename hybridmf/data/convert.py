@@ -23,7 +23,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,6 +59,7 @@ from ..core.validate import (
 )
 from ..errors import DuplicateEntriesError, RatingsError
 from ..ratings import Ratings
+from . import arrow_text
 from .labels import (
     MAX_POSITION,
     decode_labels,
@@ -68,6 +69,7 @@ from .labels import (
     first_repeat,
     label_of,
 )
+from .layout import Layout
 from .lines import line_blocks
 from .lists import ListLayout, lines_of_lists, list_chunks, list_layout
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
@@ -77,7 +79,6 @@ from .store import UNFINISHED, Store, file_checksum
 from .text import (
     BLOCK_CHARS,
     BLOCK_RECORDS,
-    Layout,
     find_layout,
     integer_chunks,
     lines_of,
@@ -499,15 +500,15 @@ class _Reader:
         Describes where two entries are in the source.
     source : str
         What messages call it.
-    again : callable or None
-        Another reader, for a source that turns out not to be what this one is for.
+    others : iterator of _Reader
+        For a source that turns out not to be what this one is for, to be tried in turn.
     """
 
     chunks: Iterator[Chunk | None]
     sides: tuple[_Ids, _Ids]
     where: Callable[[int, int], str]
     source: str
-    again: Callable[[], _Reader] | None = None
+    others: Iterator[_Reader] = field(default_factory=lambda: iter(()))
 
 
 class _Ids:
@@ -647,22 +648,24 @@ def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[
 
     def text() -> _Reader:
         layout = find_layout(path, head, separator, *as_text)
-        return _integers(layout, limit) if layout.integer_ids else _records(layout, limit)
+        readers = _text_readers(layout, limit)
+        return replace(next(readers), others=readers)
 
     return text
 
 
-def _integers(layout: Layout, limit: int) -> _Reader:
-    chunks = integer_chunks(layout, min(BLOCK_CHARS, limit // 32))
-    sides = (_Integers(), _Integers())
-    where = _where(layout)
-    return _Reader(chunks, sides, where, layout.path, lambda: _records(layout, limit))
-
-
-def _records(layout: Layout, limit: int) -> _Reader:
-    users, items = _Codes(sorted_labels), _Codes(sorted_labels)
-    chunks = record_chunks(layout, users.table, items.table, max(1, min(BLOCK_RECORDS, limit // 256)))
-    return _Reader(chunks, (users, items), _where(layout), layout.path)
+def _text_readers(layout: Layout, limit: int) -> Iterator[_Reader]:
+    """Readers to try one after the other; the last one reads everything, or says what is wrong."""
+    where = functools.partial(lines_of, layout)
+    size = min(BLOCK_CHARS, limit // 32)
+    for integers, labels, length in (
+        (arrow_text.integer_chunks, arrow_text.label_chunks, size),
+        (integer_chunks, record_chunks, max(1, min(BLOCK_RECORDS, limit // 256))),
+    ):
+        if layout.integer_ids:
+            yield _Reader(integers(layout, size), (_Integers(), _Integers()), where, layout.path)
+        users, items = _Codes(sorted_labels), _Codes(sorted_labels)
+        yield _Reader(labels(layout, users.table, items.table, length), (users, items), where, layout.path)
 
 
 def _lists(layout: ListLayout, limit: int) -> _Reader:
@@ -670,10 +673,6 @@ def _lists(layout: ListLayout, limit: int) -> _Reader:
     chunks = list_chunks(layout, users.table, items.table, max(1, min(BLOCK_RECORDS, limit // 256)))
     where = functools.partial(lines_of_lists, layout)
     return _Reader(chunks, (users, items), where, layout.path)
-
-
-def _where(layout: Layout) -> Callable[[int, int], str]:
-    return lambda first, second: lines_of(layout, first, second)
 
 
 def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int) -> _Reader:
@@ -797,13 +796,10 @@ class _Streamed:
 
     def _read(self) -> dict[str, Any]:
         """All chunks of the source as raw files; labels in order."""
-        reader: _Reader | None = self.reader()
-        while reader is not None:
-            count = self._write_raw(reader)
-            if count is not None:
-                break
-            reader = None if reader.again is None else reader.again()
-        assert reader is not None and count is not None
+        reader = self.reader()
+        others = reader.others
+        while (count := self._write_raw(reader)) is None:
+            reader = next(others)
         if not count and reader.sides[0].kind != "positions":
             raise RatingsError(f"{reader.source} holds no ratings, only a header")
         labels = [side.labels() for side in reader.sides]

@@ -16,14 +16,13 @@ from ..core.files import reading
 from ..errors import RatingsError
 from .columns import AUTO
 from .labels import Entries
+from .layout import Chunk, open_text
 from .lines import Lines
 from .text import (
     BLOCK_RECORDS,
     NOTHING,
-    Chunk,
     check_text_options,
     first_lines,
-    open_text,
     sorted_labels,
     text_encoding,
 )

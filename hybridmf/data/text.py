@@ -1,7 +1,8 @@
 """Delimited text: detect the layout from the first lines, then read it.
 
-``numpy.loadtxt`` reads text while ids are integers and every line is regular. The csv module reads all other text,
-including invalid text, line by line, which is slower and gives line numbers.
+Regular text goes through pyarrow where that is installed (`arrow_text`), else through ``numpy.loadtxt`` while ids are
+integers. Anything else, mistakes included, goes through the csv module line by line, which is slower and knows line
+numbers.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from ..core.column_names import role_of
-from ..core.files import FORMATS, open_bytes, reading
+from ..core.files import FORMATS, reading
 from ..core.validate import check_bool
 from ..errors import RatingsError
-from .columns import AUTO, DEFAULT_PLACES, Columns, resolve_columns
+from . import arrow_text
+from .columns import AUTO, DEFAULT_PLACES, resolve_columns
 from .labels import MAX_VALUE, Entries, factorize_integers, factorize_objects
+from .layout import Chunk, Layout, open_text
 from .lines import Lines, line_blocks
 
 logger = logging.getLogger("hybridmf")
@@ -52,39 +55,13 @@ LISTS_HINT = '; a file whose lines hold a user and then all items of that user i
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")  # -0, 007 and +7 are labels of their own, not the numbers 0 and 7
 _ID_NAME = re.compile(r"(?i)ids?$|^users?$|^items?$")  # other names of users and items, such as "song", may be labels
 _ITEM_LIST = re.compile(r"[0-9]+(?:[ ,;|]+[0-9]+)+")
-Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Users, items and values of some entries."""
+Columnar = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]
+"""(positions, labels) of users, the same of items, and values."""
 
 NOTHING: Chunk = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0))
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Properties of a text file that are detected before it is read."""
-
-    path: str
-    encoding: str
-    comment: str | None
-    separator: str
-    header: bool
-    n_fields: int
-    user: int
-    item: int
-    value: int | None
-    integer_ids: bool  # of the first entry: worth trying the fast path
-    columns: Columns
-
-    def open(self) -> io.TextIOWrapper:
-        """Open the file as text."""
-        return open_text(self.path, self.encoding)
-
-
-def open_text(path: str, encoding: str) -> io.TextIOWrapper:
-    """Open a file, gzipped or not, as text."""
-    return io.TextIOWrapper(open_bytes(path), encoding=encoding)
 
 
 def find_layout(
@@ -265,12 +242,7 @@ def _has_header(rows: list[list[str]], n_fields: int, header: bool | str, select
 
 def read_text(layout: Layout) -> Entries:
     """Entries below the header, labels sorted; int64 where all of a column are integers, else strings."""
-    numeric = _read_integers(layout) if layout.integer_ids else None
-    if numeric is not None:
-        (users, user_ids), (items, item_ids) = map(factorize_integers, numeric[:2])
-        values = numeric[2]
-    else:
-        (users, user_ids), (items, item_ids), values = _read_records(layout)
+    (users, user_ids), (items, item_ids), values = _read_regular(layout) or _read_any(layout)
     if not len(users):
         raise RatingsError(f"{layout.path} holds no ratings, only a header")
 
@@ -279,23 +251,54 @@ def read_text(layout: Layout) -> Entries:
     return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where)
 
 
+def _read_regular(layout: Layout) -> Columnar | None:
+    """What `_read_any` returns, through pyarrow; None where that declines."""
+    numeric = _join(arrow_text.integer_chunks(layout)) if layout.integer_ids else None
+    if numeric is not None:
+        return _with_integer_labels(numeric)
+    user_table: dict[str, int] = {}
+    item_table: dict[str, int] = {}
+    coded = _join(arrow_text.label_chunks(layout, user_table, item_table))
+    return None if coded is None else _with_sorted_labels(coded, user_table, item_table)
+
+
+def _read_any(layout: Layout) -> Columnar:
+    """((positions, labels) of users, the same of items, values)."""
+    numeric = _read_integers(layout) if layout.integer_ids else None
+    return _read_records(layout) if numeric is None else _with_integer_labels(numeric)
+
+
+def _with_integer_labels(chunk: Chunk) -> Columnar:
+    with ThreadPoolExecutor(2) as pool:
+        users, items = pool.map(factorize_integers, chunk[:2])
+    return users, items, chunk[2]
+
+
+def _with_sorted_labels(chunk: Chunk, user_table: dict[str, int], item_table: dict[str, int]) -> Columnar:
+    users, items, values = chunk
+    return sorted_labels(users, list(user_table)), sorted_labels(items, list(item_table)), values
+
+
+def _join(chunks: Iterator[Chunk | None]) -> Chunk | None:
+    """All chunks in one; None as soon as one is None."""
+    parts: list[Chunk] = []
+    for part in chunks:
+        if part is None:
+            return None
+        parts.append(part)
+    users, items, values = (np.concatenate(column) for column in zip(*parts, strict=True)) if parts else NOTHING
+    return users, items, values
+
+
 def lines_of(layout: Layout, first: int, second: int) -> str:
     """Where two entries stand, in words."""
     lines = [lines.number for k, (lines, _) in enumerate(_records(layout)) if k in (first, second)]
     return f"lines {lines[0]} and {lines[1]}"
 
 
-def _read_integers(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def _read_integers(layout: Layout) -> Chunk | None:
     """Users, items (int64) and values (float64) by numpy.loadtxt; None as soon as anything is out of the ordinary."""
-    parts: list[Chunk] = []
-    for part in integer_chunks(layout):
-        if part is None:
-            return None
-        parts.append(part)
-    if not parts:
-        return np.empty(0), np.empty(0), np.empty(0)
-    users, items, values = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return users, items, values
+    return _join(integer_chunks(layout))
 
 
 def integer_chunks(layout: Layout, size: int | None = None) -> Iterator[Chunk | None]:
@@ -374,15 +377,13 @@ def _records(layout: Layout) -> Iterator[tuple[Lines, list[str]]]:
             yield lines, row
 
 
-def _read_records(
-    layout: Layout,
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]:
+def _read_records(layout: Layout) -> Columnar:
     """((positions, labels) of users, the same of items, values) through the csv module."""
     user_table: dict[str, int] = {}
     item_table: dict[str, int] = {}
-    parts = list(record_chunks(layout, user_table, item_table))
-    users, items, values = (np.concatenate(column) for column in zip(*parts, strict=True)) if parts else NOTHING
-    return sorted_labels(users, list(user_table)), sorted_labels(items, list(item_table)), values
+    coded = _join(record_chunks(layout, user_table, item_table))
+    assert coded is not None
+    return _with_sorted_labels(coded, user_table, item_table)
 
 
 def record_chunks(

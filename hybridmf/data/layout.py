@@ -1,0 +1,40 @@
+"""What is known of delimited text before it is read: encoding, separator, header and columns."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.files import open_bytes
+from .columns import Columns
+
+Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Users, items and values of some entries."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known of a text file before it is read."""
+
+    path: str
+    encoding: str
+    comment: str | None
+    separator: str
+    header: bool
+    n_fields: int
+    user: int
+    item: int
+    value: int | None
+    integer_ids: bool  # of the first entry: worth trying the fast path
+    columns: Columns
+
+    def open(self) -> io.TextIOWrapper:
+        """Open the file as text."""
+        return open_text(self.path, self.encoding)
+
+
+def open_text(path: str, encoding: str) -> io.TextIOWrapper:
+    """Open a file, gzipped or not, as text."""
+    return io.TextIOWrapper(open_bytes(path), encoding=encoding)

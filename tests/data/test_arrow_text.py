@@ -1,0 +1,186 @@
+"""Text through pyarrow: what the other readers return, or nothing."""
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import importlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+import hybridmf as hmf
+from hybridmf.core.files import read_head
+from hybridmf.data import arrow_text, text
+from hybridmf.errors import RatingsError
+from support.reading import assert_canonical, read, triplets, write
+
+conversion = importlib.import_module("hybridmf.data.convert")  # hybridmf.convert is the function
+
+MANY = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+ODD_FIELDS = (
+    "007", "-0", "-07", "+7", "0x7", "0X1F", "-0x7", "1e3", "1.0", "0", "-5", " 7", "7 ", "\t7", "", " ", "a b", "#x",
+    '"7"', '"a,b"', 'a"b', "nan", "NaN", "inf", "-inf", "null", "NA", "N/A", "true", "1_0", "9223372036854775807",
+    "9223372036854775808", "-9223372036854775808", "18446744073709551616", "99999999999999999999", "é", "Łódź",
+    "\xa07", "7\u2003", "\x1c7", "7\x1f", "٣", "::", ":", "\ufeff",
+)  # fmt: skip
+ODD_VALUES = (
+    "5.", ".5", "-.5", "1e2", "1E+2", "1e-400", "5e-324", "1e400", "3.5e38", "3.4028234663852886e38", "-0", "-0.0",
+    "00.5", "+4", "1e", "0x1p3", "1,5", "0.1000000000000000055511151231257827", "123456789012345678901234567890",
+    "infinity", "1d5", "1f",
+)  # fmt: skip
+
+
+def layout_of(path, separator=None, header="auto", comment="#"):
+    return text.find_layout(str(path), read_head(str(path)), separator, header, ("auto",) * 3, None, comment)
+
+
+def outcome(read, layout):
+    """Labels with their types, entries in their order; or the message of the error."""
+    try:
+        found = read(layout)
+    except RatingsError as error:
+        return str(error)
+    if found is None:
+        return None
+    (users, user_ids), (items, item_ids), values = found
+    assert values.dtype == np.float64
+    parts = user_ids, user_ids.dtype, users, item_ids, item_ids.dtype, items, values.view(np.int64)
+    return [part.tolist() if isinstance(part, np.ndarray) else str(part) for part in parts]
+
+
+numbers = st.integers(0, 30).map(str) | st.integers(-(2**63), 2**63 - 1).map(str)
+words = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=4)
+plain_words = st.text("abcé xyz019", min_size=1, max_size=3).map(lambda word: f"w{word}w")
+floats = st.floats(allow_nan=False, allow_infinity=False, width=32).map(repr) | st.integers(-5, 5).map(str)
+odd = st.sampled_from(ODD_FIELDS) | words
+
+
+@st.composite
+def files(draw):
+    separator = draw(st.sampled_from([",", "\t", ";", "|", " ", "::", "||", ", ", "é"]))
+    ids = [draw(st.sampled_from([numbers, numbers, plain_words])) for _ in range(2)]
+    more = [[], [numbers], [plain_words], [floats]][draw(st.integers(0, 3))]
+    rows = draw(st.lists(st.tuples(*ids, floats, *more).map(list), min_size=1, max_size=12))
+    for _ in range(draw(st.integers(0, 2))):  # irregular fields, and fields too many or too few
+        row = draw(st.sampled_from(rows))
+        place = draw(st.integers(0, len(row)))
+        if place == len(row):
+            row.append(draw(odd))
+        elif draw(st.integers(0, 5)):
+            row[place] = draw(odd | st.sampled_from(ODD_VALUES))
+        else:
+            row.pop(place)
+    lines = [separator.join(row) for row in rows]
+    if draw(st.booleans()):
+        names = draw(st.sampled_from([["user", "item", "rating"], ['"user"', '"item"', '"rating"']]))
+        lines.insert(0, separator.join([*names, "more"][: 3 + len(more)] if more else names))
+    if not draw(st.integers(0, 3)):
+        line = draw(st.sampled_from(["", "  ", "# note", " # note", "\t", "\xa0", '"']))
+        lines.insert(draw(st.integers(0, len(lines))), line)
+    end = draw(st.sampled_from(["\n", "\n", "\r\n", "\r"]))
+    content = end.join(lines) + (end if draw(st.booleans()) else "")
+    content = draw(st.sampled_from(["", "", "\ufeff"])) + content
+    encoded = content.encode(draw(st.sampled_from(["utf-8", "utf-8", "latin-1"])), errors="ignore")
+    return separator, gzip.compress(encoded) if not draw(st.integers(0, 4)) else encoded
+
+
+@MANY
+@given(files(), st.booleans(), st.sampled_from([5, 20, 1 << 24]), st.sampled_from([1, 3, 1 << 18]))
+def test_files_are_read_alike_or_not_at_all(tmp_path, file, found, size, piece):
+    separator, content = file
+    path = write(tmp_path, content)
+    try:
+        layout = layout_of(path, None if found else separator)
+    except RatingsError:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrow_text, "PIECE_BYTES", piece)
+        for chunks in ("integer_chunks", "label_chunks"):
+            patch.setattr(getattr(arrow_text, chunks), "__defaults__", (size,))
+        fast = outcome(text._read_regular, layout)
+    event("declined" if fast is None else "read")
+    assert fast is None or fast == outcome(text._read_any, layout)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("separator", [",", " ", "::"])
+def test_an_odd_field_is_read_alike_or_not_at_all(tmp_path, place, separator):
+    for field in ODD_FIELDS if place != 2 else ODD_FIELDS + ODD_VALUES:
+        rows = [["1", "10", "5", "8"], ["2", "11", "4.5", "9"], ["1", "12", "3", "7"]]
+        rows[1][place] = field
+        path = write(tmp_path, "".join(separator.join(row) + "\n" for row in rows))
+        for comment in ("#", None):
+            layout = layout_of(path, separator, False, comment)
+            fast = outcome(text._read_regular, layout)
+            assert fast is None or fast == outcome(text._read_any, layout)
+
+
+REGULAR = {
+    "integers": "userId,movieId,rating\n3,4,1\n1,20,5\n3,20,0.5\n",
+    "quoted header": '"userId","movieId","rating"\n3,4,1\n1,20,5\n3,20,0.5\n',
+    "signs and zeros": "3,0,-0.5\r\n-1,20,5\r\n0,0,0\r\n",
+    "labels": "ann,007,1\nbob,-0,5\nann,+7,2\n",
+    "mixed": "1,x,1\n2,y,2\n",
+    "colons": "3::4::1::88\n1::20::5::99\n",
+    "blanks": "3 4 1\n1 20 5\n",
+    "tabs": "3\t4\t1\t2020-01-01 10:00\n1\t20\t5\t2020-01-01 10:00",
+    "titles": "3,4,1,Łódź\n1,20,5,The Heat\n",
+    "without values": "3,4\n1,20\n",
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", REGULAR)
+def test_regular_files_are_read_by_pyarrow(tmp_path, kind, packed, monkeypatch):
+    content = ("\ufeff" + REGULAR[kind]).encode()
+    path = write(tmp_path, gzip.compress(content) if packed else content)
+    layout = layout_of(path)
+    assert outcome(text._read_regular, layout) == outcome(text._read_any, layout) != None  # noqa: E711
+    monkeypatch.setattr(text, "_read_any", None)
+    assert_canonical(hmf.Ratings.from_file(path).user_items)
+
+
+def test_small_files_do_not_import_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_text, "SMALLEST", 20)
+    monkeypatch.setattr(arrow_text, "_parse", None)
+    assert len(triplets(read(tmp_path, "1,2,3\n1,3,4\n"))) == 2
+    with pytest.raises(TypeError):
+        read(tmp_path, "1,2,3\n1,3,4\n1,4,5\n1,5,5\n")
+
+
+def test_without_pyarrow_the_other_readers_read(tmp_path, monkeypatch):
+    def without(name, *args, importer=builtins.__import__, **kwargs):
+        if name.startswith("pyarrow"):
+            raise ImportError(name)
+        return importer(name, *args, **kwargs)
+
+    expected = triplets(read(tmp_path, REGULAR["integers"]))
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert text._read_regular(layout_of(write(tmp_path, REGULAR["integers"]))) is None
+    assert triplets(read(tmp_path, REGULAR["integers"])) == expected
+    assert triplets(read(tmp_path, REGULAR["labels"])) == {("ann", "007"): 1, ("bob", "-0"): 5, ("ann", "+7"): 2}
+
+
+def test_a_late_mistake_is_told_as_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_text.integer_chunks, "__defaults__", (16,))
+    rows = [f"{k},{k},1\n" for k in range(1, 200)]
+    with pytest.raises(RatingsError, match="line 200 has the value 'x', which is not a number"):
+        read(tmp_path, "".join([*rows, "1,5,x\n"]))
+    with pytest.raises(RatingsError, match="lines 7 and 200"):
+        read(tmp_path, "".join([*rows, "7,7,1\n"]))
+
+
+@pytest.mark.parametrize("kind", REGULAR)
+def test_conversions_read_by_pyarrow(tmp_path, kind, monkeypatch):
+    path = write(tmp_path, REGULAR[kind])
+    expected = hmf.Ratings.from_file(path)
+    monkeypatch.setattr(conversion, "integer_chunks", None)
+    monkeypatch.setattr(conversion, "record_chunks", None)
+    store = hmf.convert(path, tmp_path / "store")
+    assert np.array_equal(expected.user_items.toarray(), store.to_ratings().user_items.toarray())
+    assert store.user_ids.tolist() == expected.user_ids.tolist() and store.user_ids.dtype == expected.user_ids.dtype
+    assert store.item_ids.tolist() == expected.item_ids.tolist()
