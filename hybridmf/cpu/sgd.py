@@ -82,17 +82,17 @@ class Copies:
         return Factors(self._whole(self.matrix), self.bias if self.has_bias else None, squares)
 
 
-Work = dict[Side, Copies]
+WorkingCopies = dict[Side, Copies]
 """Working copies of both sides."""
 
 
-def _arrays(work: Work) -> tuple[np.ndarray, ...]:
+def _arrays(work: WorkingCopies) -> tuple[np.ndarray, ...]:
     """Working copies in the order of the kernels that move both sides."""
     x, y = work["user"], work["item"]
     return x.matrix, y.matrix, x.bias, y.bias, x.squares, y.squares, x.bias_squares, y.bias_squares
 
 
-def _sharing(work: Work, epoch: int) -> dict[str, Any]:
+def _sharing(work: WorkingCopies, epoch: int) -> dict[str, Any]:
     """What kernels are told of sums that rows share (RPCS): in the first epoch only heads of rows move."""
     return {"shared_rank": work["user"].rank, "head_only": epoch == 0} if work["user"].shared else {}
 
@@ -100,7 +100,7 @@ def _sharing(work: Work, epoch: int) -> dict[str, Any]:
 class Schedule(Protocol):
     """The order in which an epoch updates, in kernel calls of bounded length."""
 
-    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """Epoch `epoch` on `work`, in place; yields the training loss of each kernel call, and there answers Ctrl-C."""
 
 
@@ -132,12 +132,12 @@ class RowSweeps:
         inner = np.searchsorted(entries, entries[-1] * np.arange(1, MSGD_PIECES) / MSGD_PIECES) + 1
         return np.unique(np.concatenate([[0], inner, [np.count_nonzero(degrees)]]))
 
-    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         for side in SWEEP_ORDER:
             yield from self.one_pass(side, work, terms, epoch)
 
-    def one_pass(self, side: Side, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+    def one_pass(self, side: Side, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """Move the rows of a side; half of the pass's loss, since an epoch sees every entry twice."""
         moved, fixed = work[side], work[other_side(side)]
         indptr, columns, ratings = self.csr[side]
@@ -181,7 +181,7 @@ class Stretches:
         self.users = entry_rows(user_items).astype(np.int32, copy=False)[order]
         self.items, self.ratings = user_items.indices[order], user_items.data[order]
 
-    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         n, calls, threads = len(self.users), _calls(self.plan), self.plan.num_threads
         for call in range(calls):
@@ -245,7 +245,7 @@ class Blocks:
         """Diagonals of the grid in the order of the epoch: (p, (p + shift) % grid) for all p."""
         return self.method.rng(epoch).permutation(self.grid)
 
-    def _call(self, kernel: Any, work: Work, terms: Terms, epoch: int, *how: Any) -> float:
+    def _call(self, kernel: Any, work: WorkingCopies, terms: Terms, epoch: int, *how: Any) -> float:
         losses = np.zeros((self.grid, self.grid))
         entries = (self.users, self.items, self.ratings)
         sharing = _sharing(work, epoch)
@@ -256,7 +256,7 @@ class Blocks:
 class Diagonals(Blocks):
     """DSGD: the blocks of shuffled diagonals; the result is that of one diagonal after the other."""
 
-    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         for shifts in np.array_split(self.shifts(epoch), min(_calls(self.plan), self.grid)):
             yield self._call(_sgd.diagonals, work, terms, epoch, shifts)
@@ -271,7 +271,7 @@ class FreeBlocks(Blocks):
         When the last epoch took each block: 1, 2, ...
     """
 
-    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         self.seen = np.zeros(self.grid**2, dtype=np.int32)
         rng = self.method.rng(epoch)
@@ -359,7 +359,7 @@ class CpuSGD(Unconnected):
         DivergedError
         """
         threads = self.plan.num_threads
-        work: Work = {
+        work: WorkingCopies = {
             "user": Copies(self.state.user, self.sums_width, threads),
             "item": Copies(self.state.item, self.sums_width, threads),
         }

@@ -77,7 +77,7 @@ from .store import UNFINISHED, Store, file_checksum
 from .text import (
     BLOCK_CHARS,
     BLOCK_RECORDS,
-    Layout,
+    TextLayout,
     find_layout,
     integer_chunks,
     lines_of,
@@ -652,14 +652,14 @@ def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[
     return text
 
 
-def _integers(layout: Layout, limit: int) -> _Reader:
+def _integers(layout: TextLayout, limit: int) -> _Reader:
     chunks = integer_chunks(layout, min(BLOCK_CHARS, limit // 32))
     sides = (_Integers(), _Integers())
     where = _where(layout)
     return _Reader(chunks, sides, where, layout.path, lambda: _records(layout, limit))
 
 
-def _records(layout: Layout, limit: int) -> _Reader:
+def _records(layout: TextLayout, limit: int) -> _Reader:
     users, items = _Codes(sorted_labels), _Codes(sorted_labels)
     chunks = record_chunks(layout, users.table, items.table, max(1, min(BLOCK_RECORDS, limit // 256)))
     return _Reader(chunks, (users, items), _where(layout), layout.path)
@@ -672,7 +672,7 @@ def _lists(layout: ListLayout, limit: int) -> _Reader:
     return _Reader(chunks, (users, items), where, layout.path)
 
 
-def _where(layout: Layout) -> Callable[[int, int], str]:
+def _where(layout: TextLayout) -> Callable[[int, int], str]:
     return lambda first, second: lines_of(layout, first, second)
 
 

@@ -62,7 +62,7 @@ NOTHING: Chunk = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0))
 
 
 @dataclass(frozen=True)
-class Layout:
+class TextLayout:
     """Properties of a text file that are detected before it is read."""
 
     path: str
@@ -95,7 +95,7 @@ def find_layout(
     selectors: tuple[int | str, int | str, int | str | None],
     encoding: str | None,
     comment: str | None,
-) -> Layout:
+) -> TextLayout:
     """Detect separator, header and columns from the first lines."""
     codec = text_encoding(path, head, encoding)
     check_text_options(separator, comment)
@@ -115,7 +115,7 @@ def find_layout(
         raise RatingsError(f"{path} has several items in a field, such as {_cut(lines[-1])}{LISTS_HINT}")
     sample = whole[0] if whole else rows[0]
     integer_ids = all(INTEGER.fullmatch(sample[column].strip()) for column in (user, item))
-    return Layout(path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids, columns)
+    return TextLayout(path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids, columns)
 
 
 def text_separator(format: str, separator: str | None) -> str | None:
@@ -263,7 +263,7 @@ def _has_header(rows: list[list[str]], n_fields: int, header: bool | str, select
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-def read_text(layout: Layout) -> Entries:
+def read_text(layout: TextLayout) -> Entries:
     """Entries below the header, labels sorted; int64 where all of a column are integers, else strings."""
     numeric = _read_integers(layout) if layout.integer_ids else None
     if numeric is not None:
@@ -279,13 +279,13 @@ def read_text(layout: Layout) -> Entries:
     return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where)
 
 
-def lines_of(layout: Layout, first: int, second: int) -> str:
+def lines_of(layout: TextLayout, first: int, second: int) -> str:
     """Where two entries stand, in words."""
     lines = [lines.number for k, (lines, _) in enumerate(_records(layout)) if k in (first, second)]
     return f"lines {lines[0]} and {lines[1]}"
 
 
-def _read_integers(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def _read_integers(layout: TextLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Users, items (int64) and values (float64) by numpy.loadtxt; None as soon as anything is out of the ordinary."""
     parts: list[Chunk] = []
     for part in integer_chunks(layout):
@@ -298,7 +298,7 @@ def _read_integers(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray] 
     return users, items, values
 
 
-def integer_chunks(layout: Layout, size: int | None = None) -> Iterator[Chunk | None]:
+def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[Chunk | None]:
     """Users, items (int64) and values (float64) of `size` characters after others; None at the first irregularity."""
     kinds = {layout.user: "i8", layout.item: "i8", layout.value: "f8"}
     dtype = np.dtype([(f"f{k}", kinds.get(k, "U1")) for k in range(layout.n_fields)])
@@ -325,13 +325,13 @@ def integer_chunks(layout: Layout, size: int | None = None) -> Iterator[Chunk | 
         yield table[f"f{layout.user}"], table[f"f{layout.item}"], values
 
 
-def _blocks(layout: Layout, size: int | None = None) -> Iterator[str]:
+def _blocks(layout: TextLayout, size: int | None = None) -> Iterator[str]:
     """Stretches of whole lines."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
         yield from line_blocks(stream, layout.path, size or BLOCK_CHARS)
 
 
-def _block_lines(block: str, layout: Layout) -> list[str]:
+def _block_lines(block: str, layout: TextLayout) -> list[str]:
     if len(layout.separator) > 1 and "\x1f" not in block:  # loadtxt takes one character: ASCII's unit separator
         block = block.replace(layout.separator, "\x1f")
     lines = re.sub("\n\n+", "\n", block).split("\n") if "\n\n" in block else block.split("\n")
@@ -340,7 +340,7 @@ def _block_lines(block: str, layout: Layout) -> list[str]:
     return lines
 
 
-def _parse_block(lines: list[str], dtype: np.dtype, layout: Layout) -> np.ndarray | None:
+def _parse_block(lines: list[str], dtype: np.dtype, layout: TextLayout) -> np.ndarray | None:
     """Structured table of the lines, with as many fields in each as `dtype` has; None if any line is irregular."""
     delimiter = {" ": None}.get(layout.separator, "\x1f" if len(layout.separator) > 1 else layout.separator)
     with warnings.catch_warnings():
@@ -352,7 +352,7 @@ def _parse_block(lines: list[str], dtype: np.dtype, layout: Layout) -> np.ndarra
             return None
 
 
-def _records(layout: Layout) -> Iterator[tuple[Lines, list[str]]]:
+def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
     """Fields of each record below the header; the `Lines` beside them says where the record starts."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
         lines = Lines(stream, layout.path, layout.comment)
@@ -375,7 +375,7 @@ def _records(layout: Layout) -> Iterator[tuple[Lines, list[str]]]:
 
 
 def _read_records(
-    layout: Layout,
+    layout: TextLayout,
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]:
     """((positions, labels) of users, the same of items, values) through the csv module."""
     user_table: dict[str, int] = {}
@@ -386,7 +386,7 @@ def _read_records(
 
 
 def record_chunks(
-    layout: Layout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_RECORDS
+    layout: TextLayout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_RECORDS
 ) -> Iterator[Chunk]:
     """Codes (int32) of users and items and values (float64) of `size` records after others, through the csv module.
 
@@ -407,7 +407,7 @@ def record_chunks(
         yield np.array(users, dtype=np.int32), np.array(items, dtype=np.int32), np.array(values, dtype=np.float64)
 
 
-def _value(layout: Layout, lines: Lines, text: str) -> float:
+def _value(layout: TextLayout, lines: Lines, text: str) -> float:
     value = _number(text)
     if value is None:
         raise _bad_line(layout, lines, f"has the value {_cut(text)}, which is not a number (value=None ignores values)")
@@ -416,7 +416,7 @@ def _value(layout: Layout, lines: Lines, text: str) -> float:
     return value
 
 
-def _bad_line(layout: Layout, lines: Lines, problem: str, more: str = "") -> RatingsError:
+def _bad_line(layout: TextLayout, lines: Lines, problem: str, more: str = "") -> RatingsError:
     columns = f"user={layout.user}, item={layout.item}" + ("" if layout.value is None else f", value={layout.value}")
     hint = f". It runs to line {lines.last}: is a quote left open?" if lines.last > lines.number else ""
     separator = "white space" if layout.separator == " " else repr(layout.separator)

@@ -88,7 +88,7 @@ class HalfSweeps:
     def link(self, half: Any) -> None:
         """Have the entries of each half sweep begin to come while the other one ends."""
         if self._last is not None and self._last.side != half.side:
-            half.following, self._last.following = self._last.work, half.work
+            half.following, self._last.following = self._last.transfers, half.transfers
         self._last = half
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import require
 from . import cholesky_any
-from .launch import Entries, check, check_not_host
+from .launch import DeviceEntries, check, check_not_host
 
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 """Ranks whose default builds are compiled by the tests."""
@@ -76,7 +76,7 @@ class RowKernels:
         """Memory for sums; `whole`: also what `assemble` does not write may be read, and is 0."""
         raise NotImplementedError
 
-    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: Any) -> None:
+    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Any) -> None:
         """Write the sums of segments of entries.
 
         Parameters
@@ -84,17 +84,17 @@ class RowKernels:
         sums : Sums
         table : float array, shape (n_fixed, width)
             Factors of the fixed side.
-        entries : Entries
+        entries : DeviceEntries
         segments : int64 array, shape (n_segments, 3)
             (slot, begin, end) of each.
         """
         raise NotImplementedError
 
-    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: Entries) -> None:
+    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """Complete and solve the systems of `rows`, row k from the sums of ``slots[k] ... slots[k + 1] - 1``."""
         raise NotImplementedError
 
-    def solve_rows(self, systems: Systems, table: Array, entries: Entries, indptr: Array, rows: Array) -> None:
+    def solve_rows(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array) -> None:
         """Assemble and solve `rows` at once; only where no sums leave the chip."""
         raise NotImplementedError
 
@@ -127,7 +127,7 @@ class PublishedKernels(RowKernels):
         matrices = (device.zeros if whole else device.empty)((n_slots, rank, rank), self.dtype)
         return matrices, device.empty((n_slots, rank), self.dtype)
 
-    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: Entries) -> None:
+    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """See `RowKernels`."""
         if not len(rows):
             return
@@ -153,7 +153,7 @@ class SegmentKernels(PublishedKernels):
 
     sum_segments: Callable[..., None]
 
-    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: Array) -> None:
+    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
         """See `RowKernels`."""
         if len(segments):
             self.sum_segments(self.device, *sums, table, entries, segments, self.rank)
@@ -203,7 +203,7 @@ def check_factors(factors: Array, dtype: Any, rank: int) -> None:
 
 
 def check_segments(
-    device: Device, matrices: Array, rhs: Array, factors: Array, entries: Entries, segments: Array, rank: int
+    device: Device, matrices: Array, rhs: Array, factors: Array, entries: DeviceEntries, segments: Array, rank: int
 ) -> int:
     """Check the arguments of a kernel over segments; the number of segments."""
     dtype = entries.ratings.dtype

@@ -23,7 +23,7 @@ from ..plan.assemblies import (
 )
 from . import assembly
 from .assembly import COMPILED_RANKS, PublishedKernels, Sums, check_factors, require_fit, require_match
-from .launch import Entries, check, check_not_host, get_kernel
+from .launch import DeviceEntries, check, check_not_host, get_kernel
 
 Variant = Literal["chip", "local"]
 
@@ -172,7 +172,7 @@ def bals(
     matrices: Array,
     rhs: Array,
     factors: Array,
-    entries_of_tiles: Entries,
+    entries_of_tiles: DeviceEntries,
     tiles: BalsTiles,
     first_block: int,
     n_blocks: int,
@@ -196,7 +196,7 @@ def bals(
         Written.
     factors : float array, shape (n_fixed, ld)
         As for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
-    entries_of_tiles : Entries
+    entries_of_tiles : DeviceEntries
         What the entries weigh (offsets, implicit, alpha, unobserved_weight); indices and ratings are those of `tiles`.
     tiles : BalsTiles
     first_block, n_blocks : int
@@ -273,7 +273,7 @@ def _check_tiles(
     matrices: Array,
     rhs: Array,
     factors: Array,
-    entries: Entries,
+    entries: DeviceEntries,
     tiles: BalsTiles,
     first_block: int,
     n_blocks: int,
@@ -342,7 +342,7 @@ class TileKernels(PublishedKernels):
     tiles: BalsTiles
     variant: Variant
 
-    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: RowBlocks) -> None:
+    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: RowBlocks) -> None:
         """See `RowKernels`."""
         tiles = self.tiles
         matrices, rhs = sums

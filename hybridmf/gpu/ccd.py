@@ -43,7 +43,7 @@ WARPS_PER_BLOCK = 8
 
 
 @dataclass(frozen=True)
-class Layout:
+class PieceLayout:
     """Pieces of rows in the order of memory: by tile, in each the long ones first.
 
     Attributes
@@ -66,7 +66,7 @@ class Layout:
     n_quads: int
 
     @classmethod
-    def cut(cls, begins: np.ndarray, counts: np.ndarray, segment: int) -> Layout:
+    def cut(cls, begins: np.ndarray, counts: np.ndarray, segment: int) -> PieceLayout:
         """Cut rows at the borders of tiles, and what is longer than `segment` into segments.
 
         Parameters
@@ -143,7 +143,7 @@ def _slots(rows: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
     return slots, np.ascontiguousarray(table, dtype=np.int32), int(several.sum())
 
 
-class Entries:
+class CcdEntries:
     """One side's entries on a device: ratings, residual, and who works on what.
 
     Parameters
@@ -171,7 +171,7 @@ class Entries:
         # of factors, and of biases if there are any
         ridges = objective.ridge(1, 1 + objective.biases)[:, None] * objective.row_scale(self.degrees)
         self.penalties = device.upload(ridges.astype(self.dtype))
-        layout = Layout.cut(indptr[:-1], self._counts(indptr, indices), config.segment)
+        layout = PieceLayout.cut(indptr[:-1], self._counts(indptr, indices), config.segment)
         self.pieces, self.split = device.upload(layout.pieces), device.upload(layout.split)
         self.bases = device.upload((layout.tiles * self.usable).astype(np.int32))
         parts, first_part = layout.divide(config.blocks)
@@ -220,7 +220,7 @@ class Entries:
             offsets[start:stop, 1:-1] = self.device.download(out)
         return np.diff(offsets, axis=1)
 
-    def _place(self, layout: Layout, indptr: np.ndarray, indices: np.ndarray, ratings: np.ndarray) -> None:
+    def _place(self, layout: PieceLayout, indptr: np.ndarray, indices: np.ndarray, ratings: np.ndarray) -> None:
         """Bring entries to the device in the order of the layout."""
         kernel = self.kernel("place")
         by_row = np.argsort(layout.pieces[:, 2], kind="stable")
@@ -297,14 +297,14 @@ class PassMode:
     bias: bool = False
 
 
-def rank_one(solved: Array, entries: Entries, fixed: Vectors, own: Vectors, mode: PassMode) -> None:
+def rank_one(solved: Array, entries: CcdEntries, fixed: Vectors, own: Vectors, mode: PassMode) -> None:
     """Coordinates of all rows that have entries, from the residual, which is brought up to date on the way.
 
     Parameters
     ----------
     solved : float array, shape (n_rows + padding,)
         Out; rows without entries keep what they have.
-    entries : Entries
+    entries : CcdEntries
     fixed, own : Vectors
         Of the other side, and of this one (its regressor is not read).
     mode : PassMode
@@ -338,7 +338,7 @@ def rank_one(solved: Array, entries: Entries, fixed: Vectors, own: Vectors, mode
         combine(_warps(n_split), (32 * WARPS_PER_BLOCK,), (*arrays, np.int64(n_split), nonnegative), 0)
 
 
-def interleave(entries: Entries, fixed: Vectors, vectors: int) -> Array:
+def interleave(entries: CcdEntries, fixed: Vectors, vectors: int) -> Array:
     """What an entry gathers, side by side; shape (n_fixed + 1, 1, 2 or 4), the last row zeros."""
     n, real = entries.n_fixed, entries.dtype
     packs = entries.device.empty((n + 1, 4 if vectors == 3 else vectors), real)
@@ -347,19 +347,19 @@ def interleave(entries: Entries, fixed: Vectors, vectors: int) -> Array:
     return packs
 
 
-def subtract_products(entries: Entries, own: Array, fixed: Array) -> None:
+def subtract_products(entries: CcdEntries, own: Array, fixed: Array) -> None:
     """residuals <- ratings - x.y for the rows x, y of two tables, in the type of the factors."""
     _for_each_piece("subtract_products", entries.residuals, entries, own, fixed)
 
 
-def squared_errors(entries: Entries, own: Array, fixed: Array) -> float:
+def squared_errors(entries: CcdEntries, own: Array, fixed: Array) -> float:
     """Sum of ``(r - x.y)^2`` over all entries, in float64."""
     out = entries.device.empty(len(entries.pieces), np.float64)
     _for_each_piece("squared_errors", out, entries, own, fixed)
     return float(entries.device.download(out).sum())
 
 
-def _for_each_piece(name: str, out: Array, entries: Entries, own: Array, fixed: Array) -> None:
+def _for_each_piece(name: str, out: Array, entries: CcdEntries, own: Array, fixed: Array) -> None:
     n, width = len(entries.pieces), own.shape[1]
     if not n:
         return
@@ -371,7 +371,7 @@ def _for_each_piece(name: str, out: Array, entries: Entries, own: Array, fixed: 
     entries.kernel(name)(_warps(n), (32 * WARPS_PER_BLOCK,), arguments, 0)
 
 
-def transpose(entries: Entries, out: Array, array: Array, status: Array, n_rows: int, n_columns: int) -> None:
+def transpose(entries: CcdEntries, out: Array, array: Array, status: Array, n_rows: int, n_columns: int) -> None:
     """``out[r, c] = array[c, r]`` for ``r < n_rows, c < n_columns``; ``status[0] = 1`` if one of them is not finite."""
     check("out", out, entries.dtype, (None, None))
     check("array", array, entries.dtype, (None, None))
@@ -416,7 +416,7 @@ class GpuCCD(Unconnected):
         self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
         self.biases = plan.method.bias_columns(plan)
         matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
-        self.entries: dict[Side, Entries] = {}
+        self.entries: dict[Side, CcdEntries] = {}
         for side in SIDES:
             matrix = matrices[side]
             if configs is not None:
@@ -425,7 +425,7 @@ class GpuCCD(Unconnected):
                 (n_rows, n_fixed), vectors = matrix.shape, VECTORS[side]
                 config = CcdConfig.choose(n_rows, n_fixed, matrix.nnz, vectors, matrix.dtype, device.spec)
             with device.active():
-                self.entries[side] = Entries(device, matrix, objective, config)
+                self.entries[side] = CcdEntries(device, matrix, objective, config)
         self.width = table_width(plan.rank, user_items.dtype)
         users, items = (to_device(device, state.side(side), self.width) for side in SIDES)
         self._state = State(users, items, state.mean)

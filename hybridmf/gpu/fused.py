@@ -13,7 +13,7 @@ from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import FusedConfig
 from .assembly import RowKernels, Sums, Systems
-from .launch import Entries, check, check_not_host, constant_texts, source_text
+from .launch import DeviceEntries, check, check_not_host, constant_texts, source_text
 
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
@@ -64,7 +64,7 @@ def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> Non
     check_not_host(device, solutions=systems.solutions, status=systems.status, ridge=systems.ridge, scale=systems.scale)
 
 
-def _check_entries(device: Device, config: FusedConfig, factors: Array, entries: Entries) -> None:
+def _check_entries(device: Device, config: FusedConfig, factors: Array, entries: DeviceEntries) -> None:
     check("factors", factors, np.float32, (None, config.width))
     check("indices", entries.indices, np.int32, (None,))
     check("ratings", entries.ratings, np.float32, (len(entries.indices),))
@@ -108,7 +108,7 @@ class FusedKernels(RowKernels):
         """See `RowKernels`; all is written."""
         return (self.device.empty((n_slots, self.config.partial_floats), np.float32),)
 
-    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: Array) -> None:
+    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
         """Launch assemble_segments: sums of segments of rows.
 
         Parameters
@@ -116,7 +116,7 @@ class FusedKernels(RowKernels):
         sums : (float32 array, shape (n_slots, partial_floats),)
         table : float32 array, shape (n_fixed, width)
             Zeros beyond the rank.
-        entries : Entries
+        entries : DeviceEntries
         segments : int64 array, shape (n_segments, 3)
             (slot, begin, end) of each.
         """
@@ -143,7 +143,7 @@ class FusedKernels(RowKernels):
             config.shared_bytes(self.solver),
         )
 
-    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: Entries) -> None:
+    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """Launch solve_partials: solve rows, row k from ``partials[slots[k] : slots[k + 1]]``."""
         if not len(rows):
             return
@@ -173,7 +173,7 @@ class FusedKernels(RowKernels):
             config.shared_bytes(self.solver),
         )
 
-    def solve_rows(self, systems: Systems, table: Array, entries: Entries, indptr: Array, rows: Array) -> None:
+    def solve_rows(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array) -> None:
         """Launch solve_rows: solve the systems of `rows`, each assembled by one team.
 
         Parameters
@@ -216,7 +216,7 @@ class FusedKernels(RowKernels):
             config.shared_bytes(self.solver),
         )
 
-    def _kernel(self, name: str, entries: Entries) -> Any:
+    def _kernel(self, name: str, entries: DeviceEntries) -> Any:
         texts = _constant_texts(self.config, self.precision, self.solver, entries.implicit, entries.offsets is not None)
         return self.device.kernel(source_text("fused_als.cu"), name, texts)
 

@@ -26,7 +26,7 @@ from ..plan.types import Plan
 from . import bals, fused, losses
 from .assembly import RowKernels, SegmentKernels, Systems
 from .factors import DeviceFactors, GpuFactors, weighted_gram
-from .launch import Entries
+from .launch import DeviceEntries
 from .mo_als import mo_als
 from .sparse_syrk import sparse_syrk
 
@@ -479,11 +479,11 @@ class HalfSweep(GpuHalf):
         """Zeros, where solutions and the status of each row go."""
         return self.device.zeros((len(self), self.width), self.dtype), self.device.zeros(len(self), np.int32)
 
-    def _entries(self, fixed: DeviceFactors, mean: float) -> Entries:
+    def _entries(self, fixed: DeviceFactors, mean: float) -> DeviceEntries:
         offsets = None
         if self.objective.biases and fixed.device_bias is not None:
             offsets = fixed.device_bias + self.dtype.type(mean)
-        return Entries(
+        return DeviceEntries(
             self.indices,
             self.ratings,
             offsets,
@@ -547,7 +547,7 @@ def segment_losses(
 ) -> np.ndarray:
     """Losses of segments of the entries of a half sweep; float64 on the host."""
     objective = half.objective
-    entries = Entries(
+    entries = DeviceEntries(
         half.indices,
         half.ratings,
         items.device_bias,

@@ -88,7 +88,7 @@ def check_not_host(device: Device, **arrays: Array) -> None:
 
 
 @dataclass(frozen=True)
-class Entries:
+class DeviceEntries:
     """Entries of one side's rows on a device, and what they weigh.
 
     Attributes

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
-from .launch import Entries, check, check_not_host, get_kernel
+from .launch import DeviceEntries, check, check_not_host, get_kernel
 
 WARPS_PER_BLOCK = 8
 
@@ -18,7 +18,7 @@ def total_loss(
     device: Device,
     users: Array,
     items: Array,
-    entries: Entries,
+    entries: DeviceEntries,
     user_offsets: Array | None,
     segments: Array,
     factors: int,
@@ -28,7 +28,7 @@ def total_loss(
     Parameters
     ----------
     users, items : float array, shape (n_users, width) and (n_items, width)
-    entries : Entries
+    entries : DeviceEntries
         With the items' biases as offsets, if there are any.
     user_offsets : float array, shape (n_users,), or None
         Mean and biases of users.
@@ -45,7 +45,7 @@ def segment_losses(
     device: Device,
     users: Array,
     items: Array,
-    entries: Entries,
+    entries: DeviceEntries,
     user_offsets: Array | None,
     segments: Array,
     factors: int,

@@ -23,7 +23,7 @@ from ..plan.assemblies import (
 )
 from . import assembly
 from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
-from .launch import Entries, get_kernel
+from .launch import DeviceEntries, get_kernel
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def mo_als(
     matrices: Array,
     rhs: Array,
     factors: Array,
-    entries: Entries,
+    entries: DeviceEntries,
     segments: Array,
     rank: int,
     config: MoAlsConfig | None = None,

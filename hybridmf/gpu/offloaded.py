@@ -36,7 +36,7 @@ from .assembly import RowKernels, Sums
 from .factors import Copiers, DeviceFactors, HostFactors, HostTables, gram_sum, padded_gram, weighted_gram
 from .half import Batch, Launches, loss_segments, segment_losses
 from .rows import RowRange, clip_segments, widen_range
-from .stream import Loader, Pipeline, SlabHalf, StreamedHalf, Work
+from .stream import Loader, Pipeline, SlabHalf, StreamedHalf, Transfers
 
 
 class Drain:
@@ -289,8 +289,8 @@ class HostHalf(StreamedHalf):
     ) -> Generator[tuple[int, DeviceFactors], None, None]:
         """First row and factors of each part in order, so many times over."""
         parts = list(pairwise(part_bounds(len(fixed), self.fixed_parts).tolist()))
-        work = Work(times * len(parts), lambda k: fixed.vectors(*parts[k % len(parts)]), fixed)
-        with closing(loader.loads(work)) as loads:
+        transfers = Transfers(times * len(parts), lambda k: fixed.vectors(*parts[k % len(parts)]), fixed)
+        with closing(loader.loads(transfers)) as loads:
             for k, *vectors in loads:
                 yield parts[k % len(parts)][0], fixed.lent(self.device, vectors)
 

@@ -24,7 +24,7 @@ from ..plan.types import Plan
 from . import losses
 from .factors import DeviceFactors, to_device
 from .half import LOSS_ROWS, Pieces
-from .launch import Entries, check, check_not_host, get_kernel
+from .launch import DeviceEntries, check, check_not_host, get_kernel
 from .rows import read_range, widen_range
 
 LAYOUTS: dict[str, dict[Side, Side]] = {
@@ -756,7 +756,7 @@ class GpuSGD(Unconnected):
         work = {side: self._copy(side) for side in SIDES}
         launched = self.epochs.run(work, terms)
         tables = {side: self._table(work.pop(side)) for side in SIDES}
-        loss, finite = judged(self.device, launched, *tables.values())
+        loss, finite = epoch_result(self.device, launched, *tables.values())
         if not math.isfinite(loss):
             self._fail("errors became infinite or NaN")
         if not finite:
@@ -831,7 +831,7 @@ class TrainingLoss:
         """Their sum, in float64."""
         walk, own, fixed = self.walk, tables[self.side], tables[other_side(self.side)]
         offsets = None if own.device_bias is None else own.device_bias + own.table.dtype.type(mean)
-        entries = Entries(walk.indices, walk.ratings, fixed.device_bias)
+        entries = DeviceEntries(walk.indices, walk.ratings, fixed.device_bias)
         return losses.total_loss(self.device, own.table, fixed.table, entries, offsets, self._cut(), self.factors)
 
     def _cut(self) -> Array:
@@ -852,7 +852,7 @@ def penalty(table: DeviceFactors, objective: Objective, degrees: np.ndarray) -> 
     return objective.penalty_of_squares(squares, degrees, bias)
 
 
-def judged(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[float, bool]:
+def epoch_result(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[float, bool]:
     """A training loss, and whether no factor and no bias is infinite or NaN; waits for the device, once.
 
     Parameters
@@ -863,13 +863,13 @@ def judged(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[float, b
         Of one dtype.
     """
     known = device.begin_download(loss)
-    sound = _begin_look(
+    sound = _begin_finite_check(
         device, [array for side in sides for array in (side.table, side.device_bias) if array is not None]
     )
     return float(known()[0]), math.isfinite(sound())
 
 
-def _begin_look(device: Device, arrays: Sequence[Array]) -> Callable[[], float]:
+def _begin_finite_check(device: Device, arrays: Sequence[Array]) -> Callable[[], float]:
     """What is infinite or NaN if an element of an array is."""
     if all(array.dtype == np.float32 for array in arrays):
         found = device.zeros(3, np.uint32)

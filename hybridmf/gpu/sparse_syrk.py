@@ -22,7 +22,7 @@ from ..plan.assemblies import (
 )
 from . import assembly
 from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
-from .launch import Entries, get_kernel
+from .launch import DeviceEntries, get_kernel
 
 
 def warp_shape(nb: int, dx: int, dy: int, dz: int) -> tuple[int, int]:
@@ -169,7 +169,7 @@ def sparse_syrk(
     matrices: Array,
     rhs: Array,
     factors: Array,
-    entries: Entries,
+    entries: DeviceEntries,
     segments: Array,
     rank: int,
     config: SyrkConfig | None = None,
@@ -185,7 +185,7 @@ def sparse_syrk(
         Written.
     factors : float array, shape (n_fixed, ld)
         ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
-    entries : Entries
+    entries : DeviceEntries
     segments : int64 array, shape (n_segments, 3)
         Slot, begin and end of each; every slot once, longest first is fastest.
     rank : int

@@ -69,14 +69,14 @@ class Loader:
             for _ in range(self.buffers):
                 self._buffers.append([self.device.empty(size, dtype) for size, dtype in vectors])
 
-    def loads(self, work: Work, then: Work | None = None) -> Generator[tuple[Any, ...], None, None]:
+    def loads(self, transfers: Transfers, then: Transfers | None = None) -> Generator[tuple[Any, ...], None, None]:
         """(k, vectors on the device) for k = 0 ... count - 1; the vectors are valid for work launched until the next k.
 
         Parameters
         ----------
-        work : Work
+        transfers : Transfers
             What to load.
-        then : Work, optional
+        then : Transfers, optional
             What is probably asked for next: as buffers become free it is begun.
 
         Raises
@@ -84,17 +84,17 @@ class Loader:
         StoreError, DeviceError, OSError
             Raised on the thread.
         """
-        loading = self._taken(work) or _Loading(self.device, self.copier, self._buffers, work)
+        loading = self._taken(transfers) or _Loading(self.device, self.copier, self._buffers, transfers)
         done = False
         try:
-            for k in range(work.count):
+            for k in range(transfers.count):
                 slot, sizes, mark = loading.next()
-                if k == work.count - 1 and then is not None:
+                if k == transfers.count - 1 and then is not None:
                     loading.go_on(then)
                 self.device.wait(mark)
                 yield k, *(buffer[:size] for buffer, size in zip(self._buffers[slot], sizes, strict=True))
                 loading.release(slot)
-            done = work.count > 0
+            done = transfers.count > 0
         finally:
             if done and then is not None:
                 self._early = loading
@@ -107,20 +107,20 @@ class Loader:
         """Load nothing more than is asked for; what was begun early ends."""
         self._taken()
 
-    def _taken(self, work: Work | None = None) -> _Loading | None:
-        """What was begun early, if it is this work; else it ends."""
+    def _taken(self, transfers: Transfers | None = None) -> _Loading | None:
+        """What was begun early, if it is this; else it ends."""
         early, self._early = self._early, None
         if early is None:
             return None
         self._end_early.detach()
-        if work is not None and early.work.of is work.of:
+        if transfers is not None and early.transfers.of is transfers.of:
             return early
         early.end()
         return None
 
 
 @dataclass(frozen=True)
-class Work:
+class Transfers:
     """Sets of vectors of the host, one after the other.
 
     Attributes
@@ -129,7 +129,7 @@ class Work:
     fetch : callable
         Vectors for each k, in order; called on a thread of its own.
     of : object
-        What they are made from: by it, work that was begun early is known again.
+        What they are made from: identifies transfers that were begun early.
     """
 
     count: int
@@ -138,26 +138,26 @@ class Work:
 
 
 class _Loading:
-    """A thread that fills buffers as they become free, with one `Work` after the other.
+    """A thread that fills buffers as they become free, with one `Transfers` after the other.
 
     Parameters
     ----------
     device : Device
     copier : Copier
     buffers : list of list of arrays
-    work : Work
+    transfers : Transfers
         The first one.
     """
 
-    def __init__(self, device: Device, copier: Copier, buffers: list[list[Array]], work: Work) -> None:
-        self.device, self.copier, self.buffers, self.work = device, copier, buffers, work
+    def __init__(self, device: Device, copier: Copier, buffers: list[list[Array]], transfers: Transfers) -> None:
+        self.device, self.copier, self.buffers, self.transfers = device, copier, buffers, transfers
         self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Transfers | None] = queue.SimpleQueue()
         begun = device.record()  # the last user of the buffers may still be at work
         for slot in range(len(buffers)):
             self._free.put((slot, begun))
-        self._works.put(work)
+        self._queue.put(transfers)
         self._thread = threading.Thread(target=self._run, name="hybridmf-slabs", daemon=True)
         self._thread.start()
 
@@ -172,14 +172,14 @@ class _Loading:
         """The work launched so far is the last that reads a buffer."""
         self._free.put((slot, self.device.record()))
 
-    def go_on(self, work: Work) -> None:
+    def go_on(self, transfers: Transfers) -> None:
         """Load something else after what is under way."""
-        self.work = work
-        self._works.put(work)
+        self.transfers = transfers
+        self._queue.put(transfers)
 
     def end(self) -> None:
         """Wait for what is being loaded, and load nothing more."""
-        self._works.put(None)
+        self._queue.put(None)
         self._free.put(None)
         if threading.current_thread() is not self._thread:  # the garbage collector runs on any
             self._thread.join()
@@ -187,13 +187,13 @@ class _Loading:
 
     def _run(self) -> None:
         try:
-            while (work := self._works.get()) is not None:
-                for k in range(work.count):
+            while (transfers := self._queue.get()) is not None:
+                for k in range(transfers.count):
                     free = self._free.get()
                     if free is None:
                         return
                     slot, mark = free
-                    self._fill(slot, mark, work.fetch(k))
+                    self._fill(slot, mark, transfers.fetch(k))
         except BaseException as error:  # raised where the set is awaited
             self._ready.put(error)
 
@@ -241,7 +241,7 @@ class Pipeline(Loader):
             self._allocate(self._vectors())
 
 
-def slab_work(slabs: Slabs) -> Work:
+def slab_transfers(slabs: Slabs) -> Transfers:
     """(indices, ratings) of each slab."""
 
     def fetch(slab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -249,7 +249,7 @@ def slab_work(slabs: Slabs) -> Work:
         _, indices, ratings = csr_arrays(slabs.matrix(slab))
         return indices, ratings
 
-    return Work(len(slabs.bounds) - 1, fetch, slabs)
+    return Transfers(len(slabs.bounds) - 1, fetch, slabs)
 
 
 class SlabHalf(HalfSweep):
@@ -341,9 +341,9 @@ class StreamedHalf(GpuHalf):
 
     Attributes
     ----------
-    work : Work
+    transfers : Transfers
         The slabs as they are loaded.
-    following : Work or None
+    following : Transfers or None
         What the half sweep that comes after this one loads: it is on its way before that asks for it.
     """
 
@@ -360,8 +360,8 @@ class StreamedHalf(GpuHalf):
     ) -> None:
         self.device, self.side, self.slabs, self.objective, self.plan = device, side, slabs, objective, plan
         self.pipeline, self.names = pipeline, names
-        self.work = slab_work(slabs)
-        self.following: Work | None = None
+        self.transfers = slab_transfers(slabs)
+        self.following: Transfers | None = None
         self.degrees = slabs.degrees
         if pipeline is not None:
             pipeline.reserve(int(slab_entries(slabs.bounds, self.degrees).max(initial=0)))
@@ -394,7 +394,7 @@ class StreamedHalf(GpuHalf):
                 self._kept.append((self.device.upload(indices), self.device.upload(ratings)))
             lent: Any = ((slab, *arrays) for slab, arrays in enumerate(self._kept))
         else:
-            lent = self.pipeline.loads(self.work, self.following)
+            lent = self.pipeline.loads(self.transfers, self.following)
         try:
             for slab, indices, ratings in lent:
                 self.parts[slab].lend(indices, ratings)

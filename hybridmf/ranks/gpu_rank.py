@@ -23,7 +23,7 @@ from ..gpu.factors import DeviceFactors, GpuFactors, weighted_gram
 from ..gpu.fused import FusedKernels
 from ..gpu.half import HalfSweep, range_of_roots, row_segments, segment_losses
 from ..gpu.rows import add_pieces
-from ..gpu.stream import Pipeline, StreamedHalf, Work
+from ..gpu.stream import Pipeline, StreamedHalf, Transfers
 from ..plan.fused import BLOCK
 from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
@@ -124,7 +124,7 @@ class GpuWorker:
         self.half_sweeps.link(half)
         return half
 
-    def pipeline(self) -> AbstractContextManager[Any]:
+    def overlap(self) -> AbstractContextManager[Any]:
         """Reductions on a stream of their own; an emulated device has none."""
         if not isinstance(self.device, CudaDevice):
             return nullcontext(InOrder())
@@ -137,7 +137,7 @@ class GpuWorker:
 
 
 class Streams:
-    """A `Pipeline` in which reductions have a stream beside the one that computes.
+    """An `Overlap` in which reductions have a stream beside the one that computes.
 
     Memory that one stream frees may be given out again only to that same stream (CuPy's pool), and each reduction waits
     for what was launched before its batch was assembled: so a reduction never writes over what is still read.
@@ -172,7 +172,7 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchPieces:
     """Pieces of rows of a batch on a device.
 
     Attributes
@@ -195,7 +195,7 @@ class Cut:
     @classmethod
     def make(
         cls, device: Device, indptr: np.ndarray, ranges: Ranges, longest: int, slots: int = 2 * FEW_SEGMENTS
-    ) -> Cut:
+    ) -> BatchPieces:
         """Rows of some ranges, one range after the other, in pieces of at most `longest` entries.
 
         Longer ones where `slots`, of two batches and of what is added up, would not do.
@@ -231,7 +231,7 @@ class Cut:
 
 
 class InOrder:
-    """A `Pipeline` without overlap."""
+    """An `Overlap` without overlap."""
 
     def assembled(self) -> None:
         """Nothing to wait for."""
@@ -282,7 +282,7 @@ class PartialRows(HalfSweep):
         self.scale = device.upload(objective.row_scale(degrees).astype(self.dtype))
         self.degrees, self.row_batches, self.n_entries = degrees, batches, int(block.nnz)
         self.offsets = np.concatenate(([0], np.cumsum(degrees_of(block))))
-        cut = functools.partial(Cut.make, device, longest=plan.segment, slots=plan.batch_slots)
+        cut = functools.partial(BatchPieces.make, device, longest=plan.segment, slots=plan.batch_slots)
         self._cuts = [cut(*self._places(batch)) for batch in range(len(batches))]
         self._to_solve = [self._filled(ranges) for ranges in solved]
         # of the half sweep that is under way
@@ -379,7 +379,7 @@ class StreamedPartialRows(PartialRows):
 
     Attributes
     ----------
-    work, following
+    transfers, following
         As of `hybridmf.gpu.stream.StreamedHalf`.
     """
 
@@ -397,8 +397,8 @@ class StreamedPartialRows(PartialRows):
         pipeline: Pipeline,
     ) -> None:
         super().__init__(device, side, block, objective, plan, names, degrees, batches, solved)
-        self.pipeline, self.work = pipeline, batch_work(block, batches)
-        self.following: Work | None = None
+        self.pipeline, self.transfers = pipeline, batch_transfers(block, batches)
+        self.following: Transfers | None = None
         self._stream: Generator[int, None, None] | None = None
         pipeline.reserve(int(batch_entries(batches, np.diff(self.offsets)).max(initial=0)))
         if isinstance(block, sp.csr_array):
@@ -415,7 +415,7 @@ class StreamedPartialRows(PartialRows):
 
     def _at_hand(self) -> Generator[int, None, None]:
         nothing = self.indices, self.ratings
-        with closing(self.pipeline.loads(self.work, self.following)) as loads:
+        with closing(self.pipeline.loads(self.transfers, self.following)) as loads:
             try:
                 for batch, self.indices, self.ratings in loads:
                     yield batch
@@ -446,7 +446,7 @@ class StreamedPartialRows(PartialRows):
             self._stream = None
 
 
-def batch_work(block: sp.csr_array | ColumnSlabs, batches: list[Ranges]) -> Work:
+def batch_transfers(block: sp.csr_array | ColumnSlabs, batches: list[Ranges]) -> Transfers:
     """(indices, ratings) of each batch: those of its ranges one behind the other, which lie apart in the block."""
 
     def fetch(batch: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -456,7 +456,7 @@ def batch_work(block: sp.csr_array | ColumnSlabs, batches: list[Ranges]) -> Work
             pieces = [rows_of(block, *rows) for rows in batches[batch]]
         return [piece.indices for piece in pieces], [piece.data for piece in pieces]
 
-    return Work(len(batches), fetch, block)
+    return Transfers(len(batches), fetch, block)
 
 
 def gpu_worker(names: Sequence[str], control: Any) -> tuple[Communicator, GpuWorker]:

@@ -79,14 +79,14 @@ class Bounds:
         return int(bounds[rank]), int(bounds[rank + 1])
 
 
-Block = dict[Side, sp.csr_array]
+GridBlock = dict[Side, sp.csr_array]
 """Ratings of one range of users and one of items, by the rows of either side; rows and columns count from 0."""
 
 
-def cut_share(user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: int) -> list[Block]:
+def cut_share(user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: int) -> list[GridBlock]:
     """The ratings of a rank's users, cut by the ranges of items."""
     by_item = transposed(rows_of(user_items, *bounds.range_of("user", rank)), num_threads)
-    blocks: list[Block] = []
+    blocks: list[GridBlock] = []
     for other in range(len(bounds.item) - 1):
         items = rows_of(by_item, *bounds.range_of("item", other))
         blocks.append({"user": transposed(items, num_threads), "item": items})
@@ -123,7 +123,7 @@ class Backend(Protocol):
     def factors(self, work: Any) -> Factors:
         """What was worked on, as it is kept; `work` is not used again."""
 
-    def judged(self, *sides: Factors) -> tuple[float, bool]:
+    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
         """What an epoch has come to, once all of it is done.
 
         Half the squared errors of all moves since the last call, since an epoch sees every entry twice; and whether
@@ -142,13 +142,13 @@ class CpuBackend:
 
     Parameters
     ----------
-    blocks : list of Block
+    blocks : list of GridBlock
     objective : Objective
     plan : Plan
         `num_threads` are this rank's.
     """
 
-    def __init__(self, blocks: list[Block], objective: Objective, plan: Plan) -> None:
+    def __init__(self, blocks: list[GridBlock], objective: Objective, plan: Plan) -> None:
         assert isinstance(plan.method, SgdMethod)
         self.blocks, self.plan = blocks, plan
         self.loss_alone = replace(objective, regularization=0.0, bias_regularization=0.0)
@@ -209,7 +209,7 @@ class CpuBackend:
         """See `Backend`."""
         return work.factors()
 
-    def judged(self, *sides: Factors) -> tuple[float, bool]:
+    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
         """See `Backend`."""
         losses, self._losses = self._losses, []
         return float(np.sum(losses)), self.is_finite(*sides)
@@ -232,7 +232,7 @@ class CpuBackend:
         return self.objective.penalty(factors.matrix, degrees, factors.bias)
 
 
-def _row_sweeps(block: Block, plan: Plan) -> RowSweeps | None:
+def _row_sweeps(block: GridBlock, plan: Plan) -> RowSweeps | None:
     if not block["user"].nnz:
         return None
     return RowSweeps(block, plan.changed(nnz=block["user"].nnz, batch_flops=BATCH_FLOPS * plan.num_threads))
@@ -252,7 +252,7 @@ class GpuBackend:
     Parameters
     ----------
     device : Device
-    blocks : list of Block
+    blocks : list of GridBlock
     objective : Objective
     plan : Plan
     long_row : int, optional
@@ -264,7 +264,7 @@ class GpuBackend:
     def __init__(
         self,
         device: Device,
-        blocks: list[Block],
+        blocks: list[GridBlock],
         objective: Objective,
         plan: Plan,
         long_row: int | None = None,
@@ -336,10 +336,10 @@ class GpuBackend:
         """See `Backend`."""
         return gpu_sgd.table_of(self.device, work, self.plan, self.dtype)
 
-    def judged(self, *sides: Factors) -> tuple[float, bool]:
+    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
         """See `Backend`; waits for the device."""
         on_device = [factors for factors in sides if isinstance(factors, DeviceFactors)]
-        return gpu_sgd.judged(self.device, self._sums.sum(keepdims=True) / 2, *on_device)
+        return gpu_sgd.epoch_result(self.device, self._sums.sum(keepdims=True) / 2, *on_device)
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
         """See `Backend`."""
@@ -477,7 +477,7 @@ class RankSGD:
                 if step + 1 == self.size:  # this rank's own items are back, moved by all
                     own = work["item"]
         new: dict[Side, Factors] = {"user": self.backend.factors(work.pop("user")), "item": self.backend.factors(own)}
-        return new, *self.backend.judged(*new.values())
+        return new, *self.backend.epoch_result(*new.values())
 
     def _user_steps(self) -> range:
         """In which the users move. The items do in steps 0 to p - 1."""

@@ -274,7 +274,7 @@ def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarr
     return [np.concatenate(pieces) for pieces in received]
 
 
-class Cut:
+class RankBlocks:
     """The ratings as ranks compute with them.
 
     Attributes

@@ -155,11 +155,11 @@ class SplitWorker(Worker, Protocol):
             Rows of `names` that are solved here in each batch, range after range.
         """
 
-    def pipeline(self) -> AbstractContextManager[Any]:
-        """How sums of one batch travel while the next one is assembled: see `Pipeline`."""
+    def overlap(self) -> AbstractContextManager[Any]:
+        """How sums of one batch travel while the next one is assembled: see `Overlap`."""
 
 
-class Pipeline(Protocol):
+class Overlap(Protocol):
     """Order between assembly and reduction of batches."""
 
     def assembled(self) -> Any:
@@ -492,9 +492,9 @@ class RankALS(Alternating):
         if gram is not None:
             gram = self.communicator.allreduce(gram)
         half.start(self._gathered(side), self.mean, self._start(side), gram)
-        with closing(half), self._split_worker.pipeline() as pipeline:
-            for batch, sums, mark, counts in _one_behind(self._assembled(side, half, pipeline)):
-                with pipeline.after(mark):
+        with closing(half), self._split_worker.overlap() as overlap:
+            for batch, sums, mark, counts in _one_behind(self._assembled(side, half, overlap)):
+                with overlap.after(mark):
                     mine = tuple(reduction.reduce(array, counts) for array in sums)
                 # the sums before these lived until now: a stream of their own may not write over what is being solved
                 half.finish(batch, mine)
@@ -511,10 +511,10 @@ class RankALS(Alternating):
         arrays = [members.allgatherv(array, counts) for array in own.arrays]
         return own.with_arrays(arrays if everything_here else [array[:0] for array in arrays])
 
-    def _assembled(self, side: Side, half: Partial, pipeline: Pipeline) -> Iterator[tuple[int, Any, Any, list[int]]]:
+    def _assembled(self, side: Side, half: Partial, overlap: Overlap) -> Iterator[tuple[int, Any, Any, list[int]]]:
         for batch, pieces in enumerate(self.batches[side]):
             sums = half.assemble(batch)
-            yield batch, sums, pipeline.assembled(), [last - first for first, last in pieces]
+            yield batch, sums, overlap.assembled(), [last - first for first, last in pieces]
 
     def _returned(self, side: Side, half: Partial) -> Any:
         """Own rows of what was solved, also where one rank has solved the rows of all members."""
