@@ -1,4 +1,4 @@
-"""Launches of cuda/fused_als.cu: assembly and solve of all rows of a side without leaving the chip."""
+"""Launches of cuda/fused_als.cu: assembly and solution of the systems of a side on the chip."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
 
 WIDEST = 2.0**16
-"""Ratio of the largest weighted factor to the largest one of any row up to which float16 parts keep 22 bits of it."""
+"""Ratio of the largest weighted factor to a row's largest up to which float16 parts keep 22 bits of the latter."""
 
 LARGEST_PART = 2.0**14
-"""What the largest scaled value may be: float16 ends at 65,504, and a power of two below leaves room for rounding."""
+"""Bound of scaled values: float16 ends at 65,504, and a power of two below leaves room for rounding."""
 
 
 def entry_scale(largest_factor: float, largest_root: float) -> float:
@@ -40,7 +40,7 @@ def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
 def build_constants(
     config: FusedConfig, precision: str, solver: str, implicit: bool = False, offsets: bool = False
 ) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """Compile-time constants of the kernels."""
     codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES[solver]}
     return config.constants | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets} | codes
 
@@ -48,7 +48,7 @@ def build_constants(
 @functools.cache
 def _constant_texts(
     config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
-) -> tuple[str, ...]:  # kept: ranks of several GPUs that are threads wait for each other while one writes them
+) -> tuple[str, ...]:  # cached: threads of ranks wait for each other while one formats these texts
     return constant_texts(build_constants(config, precision, solver, implicit, offsets))
 
 
@@ -80,7 +80,7 @@ def _gram_pointer(systems: Systems) -> Any:
 
 @dataclass(frozen=True)
 class FusedKernels(RowKernels):
-    """The fused kernels as `RowKernels`; sums of a segment are one vector.
+    """The fused kernels as `RowKernels`; the sums of a segment are one vector.
 
     Attributes
     ----------
@@ -90,10 +90,10 @@ class FusedKernels(RowKernels):
         A key of `PRECISION_CODES`.
     solver : {"cholesky", "cg"}
     epsilon : float
-        Pivots at or below this part of their diagonal element are all rounding.
+        Pivots at or below this part of their diagonal element count as rounding errors.
     cg_steps : int
     entry_scale : float
-        Power of two that weighted factors are multiplied with (`entry_scale`); 1 but for precision float32.
+        Power of two that scales weighted factors (`entry_scale`); 1 unless the precision is float32.
     """
 
     device: Device
@@ -105,7 +105,7 @@ class FusedKernels(RowKernels):
     entry_scale: float = 1.0
 
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
-        """See `RowKernels`; all is written."""
+        """See `RowKernels`; all elements are written."""
         return (self.device.empty((n_slots, self.config.partial_floats), np.float32),)
 
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
@@ -229,7 +229,7 @@ COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128)
 def default_builds(
     spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of what usual ranks ask for; all three kernels are in each program.
+    """``(file, kernel, constants)`` of the builds for usual ranks; each program has all three kernels.
 
     Every precision and solver for rank 64, the default ones for the others.
     """
