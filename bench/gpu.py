@@ -52,7 +52,7 @@ from hybridmf.formats import BalsMatrix, reorder, transpose
 from hybridmf.gpu import bals, cholesky_any, fused
 from hybridmf.gpu.factors import DeviceFactors, to_device
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
-from hybridmf.gpu.launch import Entries, get_kernel
+from hybridmf.gpu.launch import DeviceEntries, get_kernel
 from hybridmf.gpu.mo_als import mo_als
 from hybridmf.gpu.sparse_syrk import sparse_syrk
 from hybridmf.gpu.topk import PackedItems, top_k_on_device
@@ -791,7 +791,7 @@ class Hermitians:
     device: Any
     matrix: sp.csr_array
     factors: int
-    entries: Entries
+    entries: DeviceEntries
     pieces: Pieces
     table: Any
     host_table: np.ndarray
@@ -810,7 +810,7 @@ class Hermitians:
         table[:, :factors] = np.abs(rng.standard_normal((len(table), factors), dtype=np.float32)) / np.sqrt(factors)
         slots = max(len(degrees), len(pieces.segments))
         room = device.zeros((slots, factors, factors), np.float32), device.zeros((slots, factors), np.float32)
-        entries = Entries(device.upload(matrix.indices), device.upload(matrix.data))
+        entries = DeviceEntries(device.upload(matrix.indices), device.upload(matrix.data))
         return cls(device, matrix, factors, entries, pieces, device.upload(table), table, *room)
 
     def by_rows(self, method: str) -> tuple[Step, dict[str, Any]]:

@@ -39,7 +39,7 @@ from hybridmf.gpu import bals
 from hybridmf.gpu.bals import BalsLocalConfig
 from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
 from hybridmf.gpu.tuning import plots as tune_plots
-from hybridmf.gpu.tuning.trials import Part, Sample, Sums
+from hybridmf.gpu.tuning.trials import AssemblySample, Part, Sample
 from hybridmf.gpu.tuning.tune import event_times, stamp, tune
 from hybridmf.plan import tables
 from hybridmf.plan.assemblies import BalsConfig
@@ -97,7 +97,7 @@ def run_tiles(recorder: Recorder, device: Device, profile: str) -> None:
         given = Sample.draw(m, n, nnz).user_items
         for order, matrix in (("given", given), ("by degree", reorder(given).matrix)):
             with recorder.case(f"tiles, {shape}, {order}"):
-                sums = Sums(device, matrix, FACTORS, 4)
+                sums = AssemblySample(device, matrix, FACTORS, 4)
                 gates = gates_gflops(device, sums)
                 click.echo(f"{shape}, {order}: sparse-syrk {gates:,.0f} GFLOP/s")
                 more = {"shape": shape, "order": order, "gates_gflops": gates, "nnz": len(sums.matrix.data)}
@@ -119,7 +119,7 @@ def together(device: Device) -> Iterator[list[Line]]:
             record(FILE, pack(lines) | stamp(device))
 
 
-def gates_gflops(device: Device, sums: Sums) -> float:
+def gates_gflops(device: Device, sums: AssemblySample) -> float:
     """Rate of sparse-syrk by the rule, checked."""
     config = SyrkConfig.rule(FACTORS, 4, device.spec)
     arrays = (*sums.outputs, sums.factors, sums.entries, sums.segments, FACTORS, config)
@@ -127,7 +127,7 @@ def gates_gflops(device: Device, sums: Sums) -> float:
     return checked_gflops(device, sums, run, by_row=False)
 
 
-def checked_gflops(device: Device, sums: Sums, run: Any, *, by_row: bool) -> float:
+def checked_gflops(device: Device, sums: AssemblySample, run: Any, *, by_row: bool) -> float:
     """Useful work over the median time, after one run whose answer is checked."""
     outputs = sums.row_outputs if by_row else sums.outputs
     sums.clear(outputs)
@@ -138,7 +138,7 @@ def checked_gflops(device: Device, sums: Sums, run: Any, *, by_row: bool) -> flo
     return sums.flops / median(event_times(device, Part(run), REPEATS)) / 1e6
 
 
-def measure_tiles(recorder: Recorder, device: Device, sums: Sums, profile: str) -> Iterator[dict[str, Any]]:
+def measure_tiles(recorder: Recorder, device: Device, sums: AssemblySample, profile: str) -> Iterator[dict[str, Any]]:
     """Both kernels over a grid of tile sizes; what cannot run is left out, what fails is named at the end."""
     grid = list(itertools.product(TILE_ROWS[profile], TILE_COLS[profile]))
     compile_bals(device, [config for tile in grid for _, config in configurations(device, *tile)])

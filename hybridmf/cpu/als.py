@@ -1,4 +1,4 @@
-"""The CPU's ALS: what a half sweep needs, and the solver that alternates two of them."""
+"""ALS on the CPU: the half sweep of one side, and the solver that alternates both sides."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..plan.types import Plan
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
 
 CG_FORMS_PER_STEP = 9
-"""Ranks up to this number times (CG steps + 1) have A formed for rows of more entries than factors.
+"""CG forms A explicitly for ranks up to this number times (CG steps + 1), in rows with more entries than factors.
 
-On ML-10M's shape, 2 cores, both kinds of feedback, both ways in turn, forming is faster up to f = 16 to 32 at 2 steps,
+Measured on ML-10M's shape, 2 cores, both kinds of feedback: forming A is faster up to f = 16 to 32 at 2 steps,
 32 to 48 at 3 and 64 at 6: 1.1 to 1.6 times at f = 32; 0.8 times at f = 48 and 3 steps."""
 
 KernelArguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -38,7 +38,7 @@ CACHE_LINE = 64
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros that start on a cache line. NumPy's own arrays start 16 bytes into one, so that every vector spans two."""
+    """Zeros that start on a cache line. NumPy's arrays start 16 bytes after one: every vector would span two."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.zeros(size + CACHE_LINE, dtype=np.uint8)
@@ -49,7 +49,7 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def workspaces(threads: int, size: int, dtype: Any) -> np.ndarray:
     """Scratch of `size` elements for each thread, each on a cache line.
 
-    Equal alignment is also what makes a row's bits independent of its thread: some BLAS kernels peel by alignment.
+    Equal alignment also makes a row's bits independent of its thread: some BLAS kernels peel loops by alignment.
     """
     line = CACHE_LINE // np.dtype(dtype).itemsize
     return aligned_zeros((threads, -(-size // line) * line), dtype)
@@ -60,14 +60,14 @@ def _empty(dtype: np.dtype, ndim: int = 1) -> np.ndarray:
 
 
 def _design(fixed: Factors, objective: Objective) -> np.ndarray:
-    """Rows the systems are built from: factors, and a constant 1 that multiplies the solved side's bias."""
+    """Rows that the systems are built from: factors, and a constant 1 for the bias of the solved side."""
     if not objective.biases:
         return np.ascontiguousarray(fixed.matrix)
     return np.concatenate([fixed.matrix, np.ones((len(fixed), 1), dtype=fixed.matrix.dtype)], axis=1)
 
 
 def _offsets(fixed: Factors, mean: float, objective: Objective) -> np.ndarray:
-    """What a rating owes to the mean and the fixed side's biases."""
+    """Part of each rating that the mean and the biases of the fixed side explain."""
     if not objective.biases or fixed.bias is None:
         return _empty(fixed.matrix.dtype)
     return np.ascontiguousarray(fixed.bias + fixed.matrix.dtype.type(mean))
@@ -80,7 +80,7 @@ _blas_limit: Any = None
 
 @contextmanager
 def single_threaded_blas() -> Iterator[None]:
-    """Hold BLAS to one thread: rows are already spread over ours. Nested and concurrent uses share one limit."""
+    """Limit BLAS to one thread: our threads already share the rows. Nested and concurrent uses share one limit."""
     global _blas_users, _blas_limit
     with _blas_lock:
         if _blas_users == 0:
@@ -110,17 +110,17 @@ class HalfSweep:
     Parameters
     ----------
     side : {"user", "item"}
-        The side that is solved; for messages.
+        The side to solve, named in messages.
     matrix : csr_array, shape (n_rows, n_fixed)
         One row for each row of the side.
     objective : Objective
     plan : Plan
     names : int64 array, shape (n_rows,), optional
-        What errors call each row, if not by its position in `matrix`.
+        Number of each row in error messages. Default: its position in `matrix`.
     """
 
     one_thread = False
-    """As of `hybridmf.gpu.half.GpuHalf`: ranks on the CPU solve each on a thread of its own."""
+    """See `hybridmf.gpu.half.GpuHalf`. Each rank on the CPU solves on its own thread."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class HalfSweep:
         names: np.ndarray | None = None,
     ) -> None:
         self.names = names
-        self.check: Callable[[], None] | None = None  # called between batches; what it raises ends the half sweep
+        self.check: Callable[[], None] | None = None  # called between batches; an exception ends the half sweep
         self.side, self.objective, self.plan = side, objective, plan
         self.indptr, self.indices, self.ratings = csr_arrays(matrix)
         self.degrees = np.diff(self.indptr)
@@ -155,7 +155,7 @@ class HalfSweep:
     def solve(
         self, fixed: Factors, mean: float, start: Factors | None = None, gram: np.ndarray | None = None
     ) -> Factors:
-        """New factors of the side; nothing that came in is written to.
+        """Return new factors of the side; arguments are not modified.
 
         Parameters
         ----------
@@ -164,17 +164,17 @@ class HalfSweep:
         mean : float
             Mean rating (0 without biases).
         start : Factors, optional
-            Where solvers that are not exact start; zero if not given.
+            Warm start of the iterative solvers. Default: zeros.
         gram : array, shape (rank, rank), optional
-            `weighted_gram` of the fixed factors, if it is known already.
+            `weighted_gram` of the fixed factors, if already computed.
 
         Raises
         ------
         NotPositiveDefiniteError, NonFiniteError
         """
         plan = self.plan
-        # The published assemblies and systems beyond our Cholesky's rank go through BLAS and LAPACK; the others do not
-        # touch them, and finding the loaded BLAS libraries takes milliseconds.
+        # Only the published assemblies, and systems beyond the rank of our Cholesky, use BLAS and LAPACK. Limiting BLAS
+        # takes milliseconds, because threadpoolctl has to find the loaded libraries.
         blas = plan.solver == "cholesky" and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
         with single_threaded_blas() if blas else nullcontext():
             design, gram = self._design_and_gram(fixed, gram)
@@ -188,7 +188,7 @@ class HalfSweep:
         return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
 
     def _design_and_gram(self, fixed: Factors, gram: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Rows that systems are built from, and the weighted Gram matrix as the kernels read it."""
+        """Return the rows of `_design`, and the weighted Gram matrix padded for the kernels."""
         plan, design = self.plan, _design(fixed, self.objective)
         if gram is None:
             gram = weighted_gram(design, self.objective, plan.num_threads, blas=plan.uses_blas)
@@ -197,7 +197,7 @@ class HalfSweep:
         return design, gram
 
     def _first_rows(self, start: Factors | None, dtype: np.dtype) -> np.ndarray:
-        """Where solutions go, filled with what approximate solvers start from."""
+        """Allocate the solutions, filled with the warm start of the iterative solvers."""
         out = aligned_zeros((len(self), self.plan.rank), dtype)
         if self.plan.solver != "cholesky" and start is not None:
             out[:, : self.plan.factors] = start.matrix
@@ -228,7 +228,7 @@ class HalfSweep:
         epsilon = self._epsilon(out.dtype)
         order = self.order
         if plan.solver == "cholesky" and plan.assembly == "simd":
-            n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # the first of the order
+            n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # they come first in `order`
             yield from self._long_row_calls(order[:n_long], out, design, arguments, status, workspace)
             order = order[n_long:]
         for rows in self._batches(order, self.degrees):
@@ -308,7 +308,7 @@ class HalfSweep:
             )
 
     def _batches(self, order: np.ndarray, entries: np.ndarray) -> Iterator[np.ndarray]:
-        """Pieces of `order` of about ``plan.batch_flops`` each: between two pieces Python answers Ctrl-C."""
+        """Split `order` into batches of about ``plan.batch_flops`` each: Python handles Ctrl-C between two of them."""
         rank = float(self.plan.rank)
         work = entries[order] * rank * (rank + 1) + rank**3 / 3
         pieces = max(1, int(np.ceil(work.sum() / self.plan.batch_flops)))
@@ -324,7 +324,7 @@ class HalfSweep:
 
 
 def _cg_forms_from(plan: Plan) -> int:
-    """Entries from which conjugate gradients form a row's A: n f^2 once and f^2 a step, against 4 n f a step."""
+    """Row length from which CG forms A: n f^2 once and f^2 per step, instead of 4 n f per step."""
     pays = plan.rank <= CG_FORMS_PER_STEP * (plan.cg_steps + 1)
     return plan.rank + 1 if pays else MAX_AXIS
 
@@ -339,7 +339,7 @@ class CpuALS(Alternating):
     objective : Objective
     plan : Plan
     state : State
-        Where to start.
+        Initial factors and mean.
     """
 
     halves: dict[Side, Any]
@@ -361,7 +361,7 @@ class CpuALS(Alternating):
         self.state = self.state.with_side(side, self.order.outward(side, solved))
 
     def balance(self) -> None:
-        """Change both sides to the basis of least penalty; the same predictions, the same bits for any threads."""
+        """Transform both sides to the basis of least penalty: same predictions, same bits for any number of threads."""
         users, items = map(self._penalty_gram, SIDES)
         for side, basis in zip(SIDES, balancing(users, items), strict=True):
             factors = self.state.side(side)
@@ -393,7 +393,7 @@ def objective_value(
     item_degrees: np.ndarray,
     num_threads: int,
 ) -> float:
-    """The objective in float64 at O(nnz f + (m + n) f^2): unobserved entries enter through the two Gram matrices."""
+    """The objective in float64, in O(nnz f + (m + n) f^2): the two Gram matrices account for unobserved entries."""
     losses = losses_of_rows(objective, csr, state, num_threads)
     return total_objective(objective, losses, state, user_degrees, item_degrees, num_threads)
 
@@ -427,7 +427,7 @@ def total_objective(
     item_degrees: np.ndarray,
     num_threads: int,
 ) -> float:
-    """The losses of all rows, of the unobserved entries and the penalty."""
+    """Sum of the losses of all rows, the loss of unobserved entries and the penalty."""
     users, items = state.user.matrix, state.item.matrix
     total = float(losses.sum())
     if objective.is_implicit:

@@ -1,4 +1,4 @@
-"""CCD++ on the CPU: both copies of the residual, and the order of the rank-one updates."""
+"""CCD++ on the CPU: two copies of the residual, by rows and by columns, and the order of the rank-one updates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..plan.types import Plan
 from .als import aligned_zeros, objective_value, workspaces
 
 TRANSPOSE_ROWS = 256
-"""Rows transposed at a time: at rank 64 in float32 they take 64 KB, and both directions stay in L2."""
+"""Rows transposed at a time: 64 KB at rank 64 in float32, so that source and destination stay in L2."""
 
 RESIDUAL_SLOWNESS = 8.0
-"""Times a flop of the residual takes as long as one of the normal equations, whose rows are reused: it only streams."""
+"""Cost of a flop of the residual relative to one of the normal equations: it streams, they reuse rows."""
 
 
 def by_column(rows: np.ndarray, *first: Any) -> np.ndarray:
-    """Factors of shape (n, rank) by column, after other columns: each factor's coordinates lie together."""
+    """Factors of shape (n, rank) by column, after other columns: the coordinates of a factor are contiguous."""
     columns = aligned_zeros((len(first) + rows.shape[1], len(rows)), rows.dtype)
     for column, values in zip(columns, first, strict=False):
         column[:] = values
@@ -75,14 +75,14 @@ class CpuCCD(Unconnected):
     plan : Plan
         Its `method` is a `CcdMethod`.
     state : State
-        Where to start; the factors of a non-negative model are not negative.
+        Initial factors; not negative for a non-negative model.
     weights : array, shape (nnz,), optional
-        Weight of each entry's squared error, >= 0, in the order of `user_items`. The penalty counts entries as ever.
+        Weight of each entry's squared error, >= 0, in the order of `user_items`. Weights do not change the penalty.
 
     Raises
     ------
     ValueError
-        Weights that are not one finite number >= 0 for each entry.
+        The weights are not one finite number >= 0 for each entry.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class CpuCCD(Unconnected):
         self._workspace = workspaces(plan.num_threads, _ccd.LONG_ROW, user_items.dtype)
 
     def sweep(self) -> Iterator[None]:
-        """One outer iteration, on copies of the factors; yields once they are the state."""
+        """Run one outer iteration on copies of the factors; yield once the copies are the state."""
         self._compute_residuals(*SWEEP_ORDER)
         columns = {side: self._columns(side) for side in SIDES}
-        # what each pass gathers of the other side, side by side; see _ccd.pyx
+        # the values that a pass gathers from the other side, interleaved; see _ccd.pyx
         pairs = {side: aligned_zeros((columns[side].shape[1], 2), columns[side].dtype) for side in SIDES}
         pairs["user"][:, 1] = columns["user"][0]
         for column in range(len(columns["user"])):
@@ -119,21 +119,21 @@ class CpuCCD(Unconnected):
         yield
 
     def _columns(self, side: Side) -> np.ndarray:
-        """Coordinates of a side by column: biases, and ones for those of the other side; then factors."""
+        """Coordinates of a side by column: its biases, ones that multiply the other side's biases, then factors."""
         factors = self.state.side(side)
         return by_column(factors.matrix, *(factors.bias if biased == side else 1 for biased in self.biases))
 
     def _factors(self, side: Side, columns: np.ndarray) -> Factors:
-        """`_columns` undone."""
+        """Inverse of `_columns`."""
         bias = columns[self.biases.index(side)].copy() if self.biases else None
         return Factors(by_row(columns[len(self.biases) :]), bias)
 
     def _compute_residuals(self, *sides: Side) -> None:
         """Compute copies of the residual from the state.
 
-        Anew in every iteration, so that a resumed fit computes what an uninterrupted one does, and no rounding piles
-        up. With one inner iteration, both copies take a quarter of the flops of the updates, and less of the time.
-        Cut into calls of about ``plan.batch_flops``: between them Python answers Ctrl-C.
+        Every iteration computes them again: a resumed fit then has the bits of an uninterrupted one, and rounding
+        errors do not accumulate. With one inner iteration, both copies take a quarter of the flops of the updates,
+        and less of the time. A kernel call takes about ``plan.batch_flops``; Python handles Ctrl-C between calls.
         """
         tables = {side: scoring_rows(self.state.side(side), side, self.state.mean) for side in SIDES}
         for side in sides:
@@ -151,15 +151,15 @@ class CpuCCD(Unconnected):
             _ccd.residual(rows, fixed, *csr, half.residual, groups, segments[piece], plan.num_threads)
 
     def _update_rank_one(self, columns: dict[Side, np.ndarray], pairs: dict[Side, np.ndarray], column: int) -> None:
-        """Solve one column's coordinates, items first: those of a factor as often as the method says, biases once."""
+        """Solve the coordinates of one column, items first: a factor in every inner iteration, biases once."""
         last = 0 if column < len(self.biases) else self.method.inner_iterations - 1
         items, users = columns["item"], columns["user"]
         nothing = items[0, :0]
-        # no product is pending in a residual that was just computed
+        # a residual that was just computed has no pending product
         pending = items[column - 1] if column else np.zeros_like(items[0])
         for inner in range(last + 1):
-            # the first time the product comes back; the last time the new one goes: from the rows at once, from the
-            # columns when the next factor's turn comes
+            # the first inner iteration adds the old product; the last one subtracts the new one: from the rows at once,
+            # from the columns with the next factor
             first = inner == 0
             self._update("item", column, columns, pairs, _ccd.CATCH_UP if first else _ccd.KEEP, pending, nothing)
             following = users[(column + 1) % len(users)] if inner == last else nothing
@@ -177,7 +177,7 @@ class CpuCCD(Unconnected):
     ) -> None:
         half, coordinates = self.halves[side], columns[side][column]
         is_factor = column >= len(self.biases)
-        solves = is_factor or self.biases[column] == side  # else it has the ones that biases meet
+        solves = is_factor or self.biases[column] == side  # otherwise the column has the ones that multiply biases
         _ccd.update(
             coordinates,
             pairs[side],
@@ -218,7 +218,7 @@ class CpuCCD(Unconnected):
 
 
 def _weight_matrix(matrix: sp.csr_array, weights: Any) -> sp.csr_array:
-    """Weights of entries as a matrix of their pattern and dtype."""
+    """Weights as a matrix with the pattern and dtype of the ratings."""
     checked = np.ascontiguousarray(weights, dtype=matrix.dtype)
     if checked.shape != matrix.data.shape:
         raise ValueError(

@@ -21,7 +21,7 @@ class CpuEngine:
         self.plan = plan
 
     def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
-        """Items in the layout of the score kernel."""
+        """Pack items for the score kernel."""
         return topk.PackedItems(items, candidates, self.plan.num_threads)
 
     def top_k(
@@ -36,7 +36,7 @@ class CpuEngine:
         return topk.top_k(users, packed, n, seen=seen, candidates=candidates, num_threads=self.plan.num_threads)
 
     def gram(self, fixed: Factors, objective: Objective) -> np.ndarray | None:
-        """Weighted Gram matrix; as in the fit, so that training rows get their training factors."""
+        """Weighted Gram matrix, computed as in the fit, so that training rows get their training factors."""
         if not objective.is_implicit:
             return None
         plan = for_fold_in(self.plan)

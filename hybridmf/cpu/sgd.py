@@ -1,4 +1,4 @@
-"""The CPU's SGD: what each schedule needs, and the solver that runs epochs on copies of the factors."""
+"""SGD on the CPU: the schedules, and the solver that runs epochs on copies of the factors."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..plan.types import Plan
 from .als import CACHE_LINE, aligned_zeros, objective_value
 
 BLOCK_ENTRIES = 4096
-"""Entries of a block on average: some 20 microseconds, against which taking a block counts little."""
+"""Average entries of a block: about 20 microseconds of work, much more than the cost of taking a block."""
 
 MAX_GRID = 128
-"""Blocks in a row of the grid: as many threads could work at a time, half as many keep busy."""
+"""Rows and columns of the grid: that many threads can work at a time; half as many stay busy."""
 
 MSGD_PIECES = 512
-"""Pieces of about equal work that threads take rows by; more than threads, so that none waits long at the end."""
+"""Pieces of about equal work that threads take; more pieces than threads, so that idle time at the end is short."""
 
 
 class Copies:
-    """Working copies of one side: rows padded with zeros to whole cache lines, so that kernels know whole vectors only.
+    """Working copies of one side: rows padded with zeros to whole cache lines, so that kernels need no remainder loop.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class Copies:
         return _sgd.all_finite(self.matrix, self.num_threads) and bool(np.isfinite(self.bias).all())
 
     def factors(self) -> Factors:
-        """What the copies hold, as a state keeps it; the copies are not to be used again."""
+        """Return the copies as factors of a state; the copies must not be used afterwards."""
         squares = None
         if len(self.squares):
             sums = self.squares if self.shared else self._whole(self.squares)
@@ -82,35 +82,35 @@ class Copies:
         return Factors(self._whole(self.matrix), self.bias if self.has_bias else None, squares)
 
 
-Work = dict[Side, Copies]
+WorkingCopies = dict[Side, Copies]
 """Working copies of both sides."""
 
 
-def _arrays(work: Work) -> tuple[np.ndarray, ...]:
-    """Working copies in the order of the kernels that move both sides."""
+def _arrays(work: WorkingCopies) -> tuple[np.ndarray, ...]:
+    """Working copies in the argument order of the kernels that update both sides."""
     x, y = work["user"], work["item"]
     return x.matrix, y.matrix, x.bias, y.bias, x.squares, y.squares, x.bias_squares, y.bias_squares
 
 
-def _sharing(work: Work, epoch: int) -> dict[str, Any]:
-    """What kernels are told of sums that rows share (RPCS): in the first epoch only heads of rows move."""
+def _sharing(work: WorkingCopies, epoch: int) -> dict[str, Any]:
+    """Arguments for the sums that rows share (RPCS): the first epoch updates only the heads of rows."""
     return {"shared_rank": work["user"].rank, "head_only": epoch == 0} if work["user"].shared else {}
 
 
 class Schedule(Protocol):
     """The order in which an epoch updates, in kernel calls of bounded length."""
 
-    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
-        """Epoch `epoch` on `work`, in place; yields the training loss of each kernel call, and there answers Ctrl-C."""
+    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
+        """Run epoch `epoch` on `work`, in place; yields the training loss of each kernel call."""
 
 
 def _calls(plan: Plan) -> int:
-    """Kernel calls an epoch is cut into, so that Ctrl-C is answered between them."""
+    """Kernel calls of an epoch; Python handles Ctrl-C between two of them."""
     return max(1, math.ceil(plan.flops_per_iteration / plan.batch_flops))
 
 
 class RowSweeps:
-    """MSGD (Alg. 1): the items walk their entries with the users fixed, then the users with the items fixed.
+    """MSGD (Alg. 1): update the items from their entries with the users fixed, then the users with the items fixed.
 
     Parameters
     ----------
@@ -126,19 +126,19 @@ class RowSweeps:
         self.cuts = {side: self._cuts(side) for side in self.csr}
 
     def _cuts(self, side: Side) -> np.ndarray:
-        """Where `order` is cut into pieces of about equal work; longest rows first, the empty ones left out."""
+        """Bounds of pieces of `order` of about equal work: longest rows first, without empty rows."""
         degrees = np.diff(self.csr[side][0])[self.order[side]]
         entries = np.cumsum(degrees)
         inner = np.searchsorted(entries, entries[-1] * np.arange(1, MSGD_PIECES) / MSGD_PIECES) + 1
         return np.unique(np.concatenate([[0], inner, [np.count_nonzero(degrees)]]))
 
-    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         for side in SWEEP_ORDER:
             yield from self.one_pass(side, work, terms, epoch)
 
-    def one_pass(self, side: Side, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
-        """Move the rows of a side; half of the pass's loss, since an epoch sees every entry twice."""
+    def one_pass(self, side: Side, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
+        """Update the rows of a side; yield half of the loss, because an epoch processes every entry twice."""
         moved, fixed = work[side], work[other_side(side)]
         indptr, columns, ratings = self.csr[side]
         cuts = self.cuts[side]
@@ -166,7 +166,7 @@ class RowSweeps:
 
 
 class Stretches:
-    """Hogwild!: entries in an order drawn once, a stretch of it for each thread.
+    """Hogwild!: entries in an order drawn once, of which each thread takes a stretch.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ class Stretches:
         self.users = entry_rows(user_items).astype(np.int32, copy=False)[order]
         self.items, self.ratings = user_items.indices[order], user_items.data[order]
 
-    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         n, calls, threads = len(self.users), _calls(self.plan), self.plan.num_threads
         for call in range(calls):
@@ -193,7 +193,7 @@ class Stretches:
 
 
 class Blocks:
-    """A grid of blocks (DSGD, FPSGD): users and items dealt at random, so that its rows and columns are of equal work.
+    """A grid of blocks (DSGD, FPSGD): users and items in random order, so that its rows and columns have equal work.
 
     Parameters
     ----------
@@ -204,11 +204,11 @@ class Blocks:
     Attributes
     ----------
     grid : int
-        Rows and columns of the grid; from the sizes of the problem alone, so that threads do not change the result.
+        Rows and columns of the grid. Depends on the size of the problem alone, so that threads do not change results.
     users, items, ratings : array, shape (nnz,)
         Entries, block by block, in the order of their updates within each.
     pointer : int64 array, shape (grid * grid + 1,)
-        Entries of block (p, q) from ``pointer[p * grid + q]`` on.
+        First entry of block (p, q) at ``pointer[p * grid + q]``.
     """
 
     def __init__(self, user_items: sp.csr_array, plan: Plan, method: SgdMethod) -> None:
@@ -235,7 +235,7 @@ class Blocks:
         )
 
     def _deal_rows(self, degrees: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """(rows in random order, where the grid cuts that order into parts of about equal numbers of entries)."""
+        """Return rows in random order, and the bounds of parts with about equal numbers of entries."""
         order = rng.permutation(len(degrees))
         entries = np.cumsum(degrees[order])
         inner = np.searchsorted(entries, entries[-1] * np.arange(1, self.grid) / self.grid)
@@ -245,7 +245,7 @@ class Blocks:
         """Diagonals of the grid in the order of the epoch: (p, (p + shift) % grid) for all p."""
         return self.method.rng(epoch).permutation(self.grid)
 
-    def _call(self, kernel: Any, work: Work, terms: Terms, epoch: int, *how: Any) -> float:
+    def _call(self, kernel: Any, work: WorkingCopies, terms: Terms, epoch: int, *how: Any) -> float:
         losses = np.zeros((self.grid, self.grid))
         entries = (self.users, self.items, self.ratings)
         sharing = _sharing(work, epoch)
@@ -254,24 +254,24 @@ class Blocks:
 
 
 class Diagonals(Blocks):
-    """DSGD: the blocks of shuffled diagonals; the result is that of one diagonal after the other."""
+    """DSGD: the blocks of shuffled diagonals, with the result of processing one diagonal after the other."""
 
-    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         for shifts in np.array_split(self.shifts(epoch), min(_calls(self.plan), self.grid)):
             yield self._call(_sgd.diagonals, work, terms, epoch, shifts)
 
 
 class FreeBlocks(Blocks):
-    """FPSGD: any block that was not seen in the epoch and whose row and column are free.
+    """FPSGD: any block that the epoch has not processed yet and whose row and column are free.
 
     Attributes
     ----------
     seen : int32 array, shape (grid * grid,)
-        When the last epoch took each block: 1, 2, ...
+        Position of each block in the order of the last epoch: 1, 2, ...
     """
 
-    def run(self, work: Work, terms: Terms, epoch: int) -> Iterator[float]:
+    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         self.seen = np.zeros(self.grid**2, dtype=np.int32)
         rng = self.method.rng(epoch)
@@ -290,12 +290,12 @@ def _schedule(user_items: sp.csr_array, item_users: sp.csr_array, plan: Plan, me
 
 
 def sums_width(method: SgdMethod, factors: int) -> int:
-    """Sums of squared steps of a row."""
+    """Number of sums of squared steps per row."""
     return {"adagrad": factors, "rpcs": 2}.get(method.rate_schedule, 0)
 
 
 def starting_state(state: State, method: SgdMethod, factors: int, completed: int) -> State:
-    """The state with the sums of squares that the method goes on from, or without them.
+    """Return the state with the sums of squares that the method continues from, or without any.
 
     Raises
     ------
@@ -324,9 +324,9 @@ class CpuSGD(Unconnected):
     plan : Plan
         Its method is an `SgdMethod`.
     state : State
-        Where to start.
+        Initial factors and mean.
     completed : int
-        Epochs behind `state`.
+        Completed epochs that led to `state`.
 
     Raises
     ------
@@ -352,19 +352,19 @@ class CpuSGD(Unconnected):
         self.schedule = _schedule(user_items, item_users, plan, self.method)
 
     def sweep(self) -> Iterator[None]:
-        """One epoch, on copies; the state changes once it is complete and sound.
+        """Run one epoch on copies; the state changes once the epoch is complete and finite.
 
         Raises
         ------
         DivergedError
         """
         threads = self.plan.num_threads
-        work: Work = {
+        work: WorkingCopies = {
             "user": Copies(self.state.user, self.sums_width, threads),
             "item": Copies(self.state.item, self.sums_width, threads),
         }
         terms = terms_at(self.method, self.objective, self.state.mean, self.epoch)
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found here
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow is checked here
             loss = math.fsum(self._checked(self.schedule.run(work, terms, self.epoch)))
             if not (work["user"].is_finite() and work["item"].is_finite()):
                 self._fail("factors became infinite or NaN")

@@ -1,4 +1,4 @@
-"""ALS on the CPU over ratings that are read slab by slab; the bits of `hybridmf.cpu.als.CpuALS`."""
+"""ALS on the CPU over ratings read slab by slab; results have the bits of `hybridmf.cpu.als.CpuALS`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .als import CpuALS, HalfSweep, aligned_zeros, losses_of_rows, weighted_gram
 
 
 class StreamedHalf:
-    """One half of a sweep over slabs: `hybridmf.cpu.als.HalfSweep` of one after the other.
+    """One half of a sweep over slabs: one `hybridmf.cpu.als.HalfSweep` after the other.
 
-    Rows do not depend on each other and no kernel lets a row's bits depend on the rows beside it, so neither do they
-    depend on where slabs end.
+    Rows are independent, and in no kernel do a row's bits depend on neighbouring rows. So results do not depend on
+    the bounds of slabs.
 
     Parameters
     ----------
     side : {"user", "item"}
-        The side that is solved.
+        The side to solve.
     slabs : Slabs
         One row for each row of the side.
     objective : Objective
     plan : Plan
     names : int64 array, shape (n_rows,), optional
-        What errors call each row, if not by its position.
+        Number of each row in error messages. Default: its position.
     check : callable, optional
         See `hybridmf.cpu.als.HalfSweep`.
     """
@@ -70,7 +70,7 @@ class StreamedHalf:
         return Factors(out, bias)
 
     def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
-        """As of `HalfSweep`."""
+        """See `HalfSweep`."""
         losses = np.zeros(len(self.degrees))
         for k, (first, last) in enumerate(pairwise(self.slabs.bounds.tolist())):
             self.slabs.prefetch(k + 1)

@@ -1,4 +1,4 @@
-"""Top-K on the CPU: items packed for scoring, and what to leave out."""
+"""Top-K on the CPU: items packed for scoring, and items to exclude."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..native import _topk
 
 
 class PackedItems:
-    """Items in the layout the score kernel reads, by falling norm; made once, used by any number of calls.
+    """Items packed for the score kernel, by descending norm; made once, used by any number of calls.
 
     Parameters
     ----------
     items : float array, shape (n_items, rank)
     candidates : int64 array, optional
-        Only these items take part.
+        Consider only these items.
     num_threads : int
     """
 
@@ -48,9 +48,9 @@ def top_k(
     items : float array, shape (n_items, rank), or PackedItems
     n : int
     seen : csr_array, shape (n_users, n_items), optional
-        Entries (also explicit zeros) are left out.
+        Pairs to exclude, explicit zeros included.
     candidates : int64 array, ascending, optional
-        Only these items take part.
+        Consider only these items.
     num_threads : int
 
     Returns
@@ -65,13 +65,13 @@ def top_k(
     elif not isinstance(items, PackedItems):
         items = PackedItems(items, None, num_threads)
     users = np.ascontiguousarray(users, dtype=items.items.dtype)
-    # A computed score exceeds |x| |y| by rounding at most: rank multiply-adds, each within one unit of eps.
+    # A computed score exceeds |x| |y| at most by rounding: rank multiply-adds, each within one unit of eps.
     margin = 1.0 + 2.0 * users.shape[1] * float(np.finfo(users.dtype).eps)
     norms = _norms(users) * margin
     seen_ptr, seen_ids = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
     if seen is not None:
         seen_ptr, seen_ids, _ = csr_arrays(seen)
-    kept = min(n, len(items.ids))  # a heap of more would only hold gaps
+    kept = min(n, len(items.ids))  # a longer heap would only hold gaps
     ids, scores = _topk.top_k(
         users, norms, items.packed, items.ids, items.block_norms, seen_ptr, seen_ids, kept, num_threads
     )

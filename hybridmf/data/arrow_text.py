@@ -18,7 +18,7 @@ import numpy as np
 from ..core.files import open_bytes
 from . import lines
 from .labels import MAX_VALUE
-from .layout import Chunk, Layout
+from .layout import Chunk, TextLayout
 
 BLOCK_BYTES = 1 << 24
 """Text parsed at a time: bounds memory whatever the file's size."""
@@ -49,7 +49,7 @@ class _Irregular(Exception):
 _DECLINED = (_Irregular, OSError, EOFError, zlib.error)  # the latter for damaged gzip files
 
 
-def integer_chunks(layout: Layout, size: int = BLOCK_BYTES) -> Iterator[Chunk | None]:
+def integer_chunks(layout: TextLayout, size: int = BLOCK_BYTES) -> Iterator[Chunk | None]:
     """Users, items (int64) and values (float64) of `size` bytes after others; None to decline."""
     try:
         for table in _tables(layout, size, integers=True):
@@ -60,7 +60,7 @@ def integer_chunks(layout: Layout, size: int = BLOCK_BYTES) -> Iterator[Chunk | 
 
 
 def label_chunks(
-    layout: Layout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_BYTES
+    layout: TextLayout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_BYTES
 ) -> Iterator[Chunk | None]:
     """Codes (int32) of users and items and values (float64) of `size` bytes after others; None to decline.
 
@@ -74,7 +74,7 @@ def label_chunks(
         yield None
 
 
-def _values(table: dict[int, Any], layout: Layout) -> np.ndarray:
+def _values(table: dict[int, Any], layout: TextLayout) -> np.ndarray:
     if layout.value is None:
         return np.ones(len(table[layout.user]))
     values = table[layout.value].to_numpy()
@@ -95,7 +95,7 @@ def _codes(column: Any, table: dict[str, int]) -> np.ndarray:
 # -------------------------------------------------------------------------------------------------------------- blocks
 
 
-def _tables(layout: Layout, size: int, *, integers: bool) -> Iterator[dict[int, Any]]:
+def _tables(layout: TextLayout, size: int, *, integers: bool) -> Iterator[dict[int, Any]]:
     """Columns of users, items and values, by their places, of each block of whole lines below the header."""
     if layout.encoding != "utf-8-sig" or os.path.getsize(layout.path) < SMALLEST:
         raise _Irregular
@@ -126,7 +126,7 @@ def _longest_line() -> int:
     return min(csv.field_size_limit(), lines.MAX_LINE)
 
 
-def _check_block(block: bytes, layout: Layout) -> None:
+def _check_block(block: bytes, layout: TextLayout) -> None:
     """Refuse what makes lines that are no entries, or that other readers refuse."""
     if b"\0" in block or (layout.comment and layout.comment.encode(errors="surrogatepass") in block):
         raise _Irregular
@@ -186,7 +186,7 @@ def _blank_of(block: bytes) -> bytes:
     return blank
 
 
-def _parse(block: bytes, delimiter: bytes, layout: Layout, integers: bool) -> dict[int, Any]:
+def _parse(block: bytes, delimiter: bytes, layout: TextLayout, integers: bool) -> dict[int, Any]:
     try:
         import pyarrow as pa
         from pyarrow import csv as arrow_csv

@@ -69,7 +69,7 @@ from .labels import (
     first_repeat,
     label_of,
 )
-from .layout import Layout
+from .layout import TextLayout
 from .lines import line_blocks
 from .lists import ListLayout, lines_of_lists, list_chunks, list_layout
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
@@ -654,7 +654,7 @@ def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[
     return text
 
 
-def _text_readers(layout: Layout, limit: int) -> Iterator[_Reader]:
+def _text_readers(layout: TextLayout, limit: int) -> Iterator[_Reader]:
     """Readers to try one after the other; the last one reads everything, or says what is wrong."""
     where = functools.partial(lines_of, layout)
     size = min(BLOCK_CHARS, limit // 32)

@@ -1,4 +1,4 @@
-"""What is known of delimited text before it is read: encoding, separator, header and columns."""
+"""The layout of delimited text, detected before it is read: encoding, separator, header and columns."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What is known of a text file before it is read."""
+class TextLayout:
+    """Properties of a text file that are detected before it is read."""
 
     path: str
     encoding: str

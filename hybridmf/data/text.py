@@ -32,7 +32,7 @@ from ..errors import RatingsError
 from . import arrow_text
 from .columns import AUTO, DEFAULT_PLACES, resolve_columns
 from .labels import MAX_VALUE, Entries, factorize_integers, factorize_objects
-from .layout import Chunk, Layout, open_text
+from .layout import Chunk, TextLayout, open_text
 from .lines import Lines, line_blocks
 
 logger = logging.getLogger("hybridmf")
@@ -72,7 +72,7 @@ def find_layout(
     selectors: tuple[int | str, int | str, int | str | None],
     encoding: str | None,
     comment: str | None,
-) -> Layout:
+) -> TextLayout:
     """Detect separator, header and columns from the first lines."""
     codec = text_encoding(path, head, encoding)
     check_text_options(separator, comment)
@@ -92,7 +92,7 @@ def find_layout(
         raise RatingsError(f"{path} has several items in a field, such as {_cut(lines[-1])}{LISTS_HINT}")
     sample = whole[0] if whole else rows[0]
     integer_ids = all(INTEGER.fullmatch(sample[column].strip()) for column in (user, item))
-    return Layout(path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids, columns)
+    return TextLayout(path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids, columns)
 
 
 def text_separator(format: str, separator: str | None) -> str | None:
@@ -240,7 +240,7 @@ def _has_header(rows: list[list[str]], n_fields: int, header: bool | str, select
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-def read_text(layout: Layout) -> Entries:
+def read_text(layout: TextLayout) -> Entries:
     """Entries below the header, labels sorted; int64 where all of a column are integers, else strings."""
     (users, user_ids), (items, item_ids), values = _read_regular(layout) or _read_any(layout)
     if not len(users):
@@ -251,7 +251,7 @@ def read_text(layout: Layout) -> Entries:
     return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where)
 
 
-def _read_regular(layout: Layout) -> Columnar | None:
+def _read_regular(layout: TextLayout) -> Columnar | None:
     """What `_read_any` returns, through pyarrow; None where that declines."""
     numeric = _join(arrow_text.integer_chunks(layout)) if layout.integer_ids else None
     if numeric is not None:
@@ -262,7 +262,7 @@ def _read_regular(layout: Layout) -> Columnar | None:
     return None if coded is None else _with_sorted_labels(coded, user_table, item_table)
 
 
-def _read_any(layout: Layout) -> Columnar:
+def _read_any(layout: TextLayout) -> Columnar:
     """((positions, labels) of users, the same of items, values)."""
     numeric = _read_integers(layout) if layout.integer_ids else None
     return _read_records(layout) if numeric is None else _with_integer_labels(numeric)
@@ -290,18 +290,18 @@ def _join(chunks: Iterator[Chunk | None]) -> Chunk | None:
     return users, items, values
 
 
-def lines_of(layout: Layout, first: int, second: int) -> str:
+def lines_of(layout: TextLayout, first: int, second: int) -> str:
     """Where two entries stand, in words."""
     lines = [lines.number for k, (lines, _) in enumerate(_records(layout)) if k in (first, second)]
     return f"lines {lines[0]} and {lines[1]}"
 
 
-def _read_integers(layout: Layout) -> Chunk | None:
+def _read_integers(layout: TextLayout) -> Chunk | None:
     """Users, items (int64) and values (float64) by numpy.loadtxt; None as soon as anything is out of the ordinary."""
     return _join(integer_chunks(layout))
 
 
-def integer_chunks(layout: Layout, size: int | None = None) -> Iterator[Chunk | None]:
+def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[Chunk | None]:
     """Users, items (int64) and values (float64) of `size` characters after others; None at the first irregularity."""
     kinds = {layout.user: "i8", layout.item: "i8", layout.value: "f8"}
     dtype = np.dtype([(f"f{k}", kinds.get(k, "U1")) for k in range(layout.n_fields)])
@@ -328,13 +328,13 @@ def integer_chunks(layout: Layout, size: int | None = None) -> Iterator[Chunk | 
         yield table[f"f{layout.user}"], table[f"f{layout.item}"], values
 
 
-def _blocks(layout: Layout, size: int | None = None) -> Iterator[str]:
+def _blocks(layout: TextLayout, size: int | None = None) -> Iterator[str]:
     """Stretches of whole lines."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
         yield from line_blocks(stream, layout.path, size or BLOCK_CHARS)
 
 
-def _block_lines(block: str, layout: Layout) -> list[str]:
+def _block_lines(block: str, layout: TextLayout) -> list[str]:
     if len(layout.separator) > 1 and "\x1f" not in block:  # loadtxt takes one character: ASCII's unit separator
         block = block.replace(layout.separator, "\x1f")
     lines = re.sub("\n\n+", "\n", block).split("\n") if "\n\n" in block else block.split("\n")
@@ -343,7 +343,7 @@ def _block_lines(block: str, layout: Layout) -> list[str]:
     return lines
 
 
-def _parse_block(lines: list[str], dtype: np.dtype, layout: Layout) -> np.ndarray | None:
+def _parse_block(lines: list[str], dtype: np.dtype, layout: TextLayout) -> np.ndarray | None:
     """Structured table of the lines, with as many fields in each as `dtype` has; None if any line is irregular."""
     delimiter = {" ": None}.get(layout.separator, "\x1f" if len(layout.separator) > 1 else layout.separator)
     with warnings.catch_warnings():
@@ -355,7 +355,7 @@ def _parse_block(lines: list[str], dtype: np.dtype, layout: Layout) -> np.ndarra
             return None
 
 
-def _records(layout: Layout) -> Iterator[tuple[Lines, list[str]]]:
+def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
     """Fields of each record below the header; the `Lines` beside them says where the record starts."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
         lines = Lines(stream, layout.path, layout.comment)
@@ -377,7 +377,7 @@ def _records(layout: Layout) -> Iterator[tuple[Lines, list[str]]]:
             yield lines, row
 
 
-def _read_records(layout: Layout) -> Columnar:
+def _read_records(layout: TextLayout) -> Columnar:
     """((positions, labels) of users, the same of items, values) through the csv module."""
     user_table: dict[str, int] = {}
     item_table: dict[str, int] = {}
@@ -387,7 +387,7 @@ def _read_records(layout: Layout) -> Columnar:
 
 
 def record_chunks(
-    layout: Layout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_RECORDS
+    layout: TextLayout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_RECORDS
 ) -> Iterator[Chunk]:
     """Codes (int32) of users and items and values (float64) of `size` records after others, through the csv module.
 
@@ -408,7 +408,7 @@ def record_chunks(
         yield np.array(users, dtype=np.int32), np.array(items, dtype=np.int32), np.array(values, dtype=np.float64)
 
 
-def _value(layout: Layout, lines: Lines, text: str) -> float:
+def _value(layout: TextLayout, lines: Lines, text: str) -> float:
     value = _number(text)
     if value is None:
         raise _bad_line(layout, lines, f"has the value {_cut(text)}, which is not a number (value=None ignores values)")
@@ -417,7 +417,7 @@ def _value(layout: Layout, lines: Lines, text: str) -> float:
     return value
 
 
-def _bad_line(layout: Layout, lines: Lines, problem: str, more: str = "") -> RatingsError:
+def _bad_line(layout: TextLayout, lines: Lines, problem: str, more: str = "") -> RatingsError:
     columns = f"user={layout.user}, item={layout.item}" + ("" if layout.value is None else f", value={layout.value}")
     hint = f". It runs to line {lines.last}: is a quote left open?" if lines.last > lines.number else ""
     separator = "white space" if layout.separator == " " else repr(layout.separator)

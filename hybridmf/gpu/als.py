@@ -23,7 +23,7 @@ from .stream import Pipeline, StreamedHalf, slabs_of
 
 
 class HalfSweeps:
-    """Makes the half sweeps of a fit on a GPU, by where the plan has ratings and factors; owns what they share.
+    """Makes the half sweeps of a fit on a GPU, for the placement of ratings and factors in the plan; owns shared state.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class HalfSweeps:
         self._last: Any = None  # the streamed half sweep made last
 
     def factors(self, factors: Factors, plan: Plan, tables: HostTables | None = None) -> GpuFactors:
-        """Factors where the plan has them between half sweeps; `tables`: for offloaded ones."""
+        """Move factors to where the plan keeps them between half sweeps; `tables` hold offloaded ones."""
         width = table_width(plan.rank, plan.dtype)
         return to_host(factors, width, tables) if plan.offloaded else to_device(self.device, factors, width)
 
@@ -58,9 +58,9 @@ class HalfSweeps:
             As for `HalfSweep`.
         block : csr_array, RangeSlabs or StoreMatrix
         ends : float array, optional
-            Smallest and largest absolute value of all ratings, where `block` is a rank's share of them.
+            Smallest and largest absolute value of all ratings, if `block` is the share of one rank.
         tables : HostTables, optional
-            For the solved factors, where they are offloaded.
+            For the solved factors, if they are offloaded.
         """
         device = self.device
         if plan.offloaded:
@@ -77,7 +77,7 @@ class HalfSweeps:
         return half
 
     def entries(self, plan: Plan, dtype: Any) -> Pipeline:
-        """The pipeline that brings the entries of both half sweeps."""
+        """The pipeline that loads the entries of both half sweeps."""
         if self.pipeline is None:
             longest = plan.slab
             if plan.scale is not None:
@@ -86,13 +86,13 @@ class HalfSweeps:
         return self.pipeline
 
     def link(self, half: Any) -> None:
-        """Have the entries of each half sweep begin to come while the other one ends."""
+        """Let the entries of each half sweep start to load while the other one ends."""
         if self._last is not None and self._last.side != half.side:
-            half.following, self._last.following = self._last.work, half.work
+            half.following, self._last.following = self._last.transfers, half.transfers
         self._last = half
 
     def close(self) -> None:
-        """Load nothing more."""
+        """Stop loading."""
         if self.pipeline is not None:
             self.pipeline.close()
 
@@ -100,7 +100,7 @@ class HalfSweeps:
 class GpuALS(Alternating):
     """Alternating least squares on one GPU: owns the layouts and the current factors.
 
-    The plan says where ratings are between half sweeps (on the device, on the host, in a store) and where factors are.
+    The plan places ratings (on the device, on the host, in a store) and factors.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class GpuALS(Alternating):
     objective : Objective
     plan : Plan
     state : State
-        Where to start. A state of `hybridmf.gpu.factors.first_state` brings its tables with it.
+        Initial factors and mean. A state of `hybridmf.gpu.factors.first_state` has its own tables.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class GpuALS(Alternating):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """Brings slabs of ratings; None where there are none, or where factors are offloaded."""
+        """Loads slabs of ratings; None if ratings are not streamed, or factors are offloaded."""
         return self._half_sweeps.pipeline
 
     @property
@@ -155,11 +155,11 @@ class GpuALS(Alternating):
         self.inward[side] = solved
 
     def balance(self) -> None:
-        """Change both sides to the basis of least penalty; the same predictions."""
+        """Transform both sides to the basis of least penalty; predictions stay the same."""
         with self.device.active():
             users, items = map(self._penalty_gram, SIDES)
             bases = zip(SIDES, balancing(users, items), strict=True)
-            # both at once, or neither
+            # both sides change, or none after a failure
             self.inward = {side: self.inward[side].times(self._half_sweeps.copiers, basis) for side, basis in bases}
 
     def _penalty_gram(self, side: Side) -> np.ndarray:
@@ -174,12 +174,12 @@ class GpuALS(Alternating):
         return objective_value(half, self.inward["user"], self.inward["item"], self.mean, degrees)
 
     def close(self) -> None:
-        """Load nothing more; `state` stays readable."""
+        """Stop loading; `state` stays readable."""
         self._half_sweeps.close()
 
 
 def _tables_for(factors: Factors, side: Side, plan: Plan) -> HostTables | None:
-    """Tables of a side whose factors are offloaded: those that it has been drawn into, or new ones."""
+    """Tables of a side whose factors are offloaded: those of its initial factors, or new ones."""
     if not plan.offloaded:
         return None
     known = factors.tables if isinstance(factors, HostFactors) else None

@@ -1,8 +1,8 @@
-"""What the assemblies of normal equations share: systems, the interface of their kernels, checks of arguments.
+"""Shared parts of the assemblies of normal equations: systems, the interface of kernels, checks of arguments.
 
 A published assembly sums ``matrices[slot] = sum outer y y^T`` (lower triangle) and ``rhs[slot] = sum linear y`` over
-entries; Gram matrix and ridge are added elsewhere. Its configuration holds every compile-time choice and raises for one
-that cannot work, so that a tuner can enumerate them.
+entries; Gram matrix and ridge are added elsewhere. A configuration holds all compile-time choices and raises for
+invalid ones, so that a tuner can enumerate them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import require
 from . import cholesky_any
-from .launch import Entries, check, check_not_host
+from .launch import DeviceEntries, check, check_not_host
 
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
-"""Ranks whose default builds are compiled by the tests."""
+"""Ranks whose default builds the tests compile."""
 
 COMPILED_ENTRIES = ((4, False, False), (4, True, False), (4, False, True), (8, True, True))
-"""(itemsize, implicit, offsets) that they are compiled for."""
+"""(itemsize, implicit, offsets) of these builds."""
 
 
 def default_builds(
@@ -30,8 +30,8 @@ def default_builds(
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of every default configuration of an assembly, for a test that compiles them all.
 
-    All compile without spilled registers or a stack frame for sm_90 but those with ``ACCUMULATORS=local``: the paper's
-    mapping puts the sums there.
+    For sm_90 all compile without spilled registers and stack frame, except ``ACCUMULATORS=local``: the paper's mapping
+    keeps sums in local memory.
     """
     seen = set()
     for rank in ranks:
@@ -45,7 +45,7 @@ def default_builds(
 
 @dataclass(frozen=True)
 class Systems:
-    """The systems of one side beside their sums, and where solutions go.
+    """The systems of one side without their sums: solutions, status, Gram matrix and regularization.
 
     Attributes
     ----------
@@ -70,13 +70,13 @@ Sums: TypeAlias = "tuple[Array, ...]"
 
 
 class RowKernels:
-    """The kernels of an assembly, as a half sweep calls them; each method launches and does not wait."""
+    """The kernels of an assembly, as called by a half sweep; methods launch and do not wait."""
 
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
-        """Memory for sums; `whole`: also what `assemble` does not write may be read, and is 0."""
+        """Allocate sums; `whole`: zero the elements that `assemble` does not write, so that they can be read."""
         raise NotImplementedError
 
-    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: Any) -> None:
+    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Any) -> None:
         """Write the sums of segments of entries.
 
         Parameters
@@ -84,24 +84,24 @@ class RowKernels:
         sums : Sums
         table : float array, shape (n_fixed, width)
             Factors of the fixed side.
-        entries : Entries
+        entries : DeviceEntries
         segments : int64 array, shape (n_segments, 3)
             (slot, begin, end) of each.
         """
         raise NotImplementedError
 
-    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: Entries) -> None:
+    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """Complete and solve the systems of `rows`, row k from the sums of ``slots[k] ... slots[k + 1] - 1``."""
         raise NotImplementedError
 
-    def solve_rows(self, systems: Systems, table: Array, entries: Entries, indptr: Array, rows: Array) -> None:
-        """Assemble and solve `rows` at once; only where no sums leave the chip."""
+    def solve_rows(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array) -> None:
+        """Assemble and solve `rows` in one kernel; only if sums stay on the chip."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class PublishedKernels(RowKernels):
-    """What the published assemblies share: sums are matrices and right-hand sides, which `cholesky_any` solves.
+    """Base of the published assemblies: sums are matrices and right-hand sides, which `cholesky_any` solves.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ class PublishedKernels(RowKernels):
     dtype : dtype
     solver : {"cholesky", "cg"}
     epsilon : float
-        Pivots at or below this part of their diagonal element are all rounding.
+        Pivots at or below this part of their diagonal element count as rounding errors.
     cg_steps : int
     """
 
@@ -127,7 +127,7 @@ class PublishedKernels(RowKernels):
         matrices = (device.zeros if whole else device.empty)((n_slots, rank, rank), self.dtype)
         return matrices, device.empty((n_slots, rank), self.dtype)
 
-    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: Entries) -> None:
+    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """See `RowKernels`."""
         if not len(rows):
             return
@@ -153,14 +153,14 @@ class SegmentKernels(PublishedKernels):
 
     sum_segments: Callable[..., None]
 
-    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: Array) -> None:
+    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
         """See `RowKernels`."""
         if len(segments):
             self.sum_segments(self.device, *sums, table, entries, segments, self.rank)
 
 
 def require_fit(config: Any, spec: DeviceSpec) -> None:
-    """A configuration's shared memory must fit in a block of the device.
+    """Check that the shared memory of a configuration fits in a block of the device.
 
     Raises
     ------
@@ -173,7 +173,7 @@ def require_fit(config: Any, spec: DeviceSpec) -> None:
 
 
 def require_match(config: Any, rank: int, dtype: np.dtype[Any]) -> None:
-    """A configuration must be for the rank and the type of the arrays.
+    """Check that a configuration is for the rank and dtype of the arrays.
 
     Raises
     ------
@@ -187,7 +187,7 @@ def require_match(config: Any, rank: int, dtype: np.dtype[Any]) -> None:
 
 
 def check_factors(factors: Array, dtype: Any, rank: int) -> None:
-    """A table of factors must be what the kernels read.
+    """Check that a table of factors has the layout of the kernels.
 
     Raises
     ------
@@ -203,9 +203,9 @@ def check_factors(factors: Array, dtype: Any, rank: int) -> None:
 
 
 def check_segments(
-    device: Device, matrices: Array, rhs: Array, factors: Array, entries: Entries, segments: Array, rank: int
+    device: Device, matrices: Array, rhs: Array, factors: Array, entries: DeviceEntries, segments: Array, rank: int
 ) -> int:
-    """Check the arguments of a kernel over segments; the number of segments."""
+    """Check the arguments of a kernel over segments; return the number of segments."""
     dtype = entries.ratings.dtype
     check("matrices", matrices, dtype, (None, rank, rank))
     check("rhs", rhs, dtype, (len(matrices), rank))

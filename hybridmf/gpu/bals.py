@@ -23,7 +23,7 @@ from ..plan.assemblies import (
 )
 from . import assembly
 from .assembly import COMPILED_RANKS, PublishedKernels, Sums, check_factors, require_fit, require_match
-from .launch import Entries, check, check_not_host, get_kernel
+from .launch import DeviceEntries, check, check_not_host, get_kernel
 
 Variant = Literal["chip", "local"]
 
@@ -88,12 +88,12 @@ class BalsLocalConfig:
     dx, dy : int
         Threads along the columns and rows of that tile.
     dz : int
-        Rows of the matrix tile in work at a time.
+        Rows of the matrix tile processed at a time.
 
     Raises
     ------
     ValueError
-        Says which constraint is broken.
+        A constraint is violated; the message names it.
     """
 
     rank: int
@@ -119,7 +119,7 @@ class BalsLocalConfig:
     def default(
         cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_rows: int = 256, tile_cols: int = 192
     ) -> BalsLocalConfig:
-        """The paper's kind of choice: nb = 16, 4 x 4 threads a row, 64 rows at a time; nb smaller for wide tiles.
+        """The choice of the paper: nb = 16, 4 x 4 threads per row, 64 rows at a time; smaller nb for wide tiles.
 
         Raises
         ------
@@ -154,7 +154,7 @@ class BalsLocalConfig:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for."""
+        """Compile-time constants of the kernel."""
         return {
             "ACCUMULATORS": "local",
             "RANK": self.rank,
@@ -172,7 +172,7 @@ def bals(
     matrices: Array,
     rhs: Array,
     factors: Array,
-    entries_of_tiles: Entries,
+    entries_of_tiles: DeviceEntries,
     tiles: BalsTiles,
     first_block: int,
     n_blocks: int,
@@ -196,8 +196,8 @@ def bals(
         Written.
     factors : float array, shape (n_fixed, ld)
         As for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
-    entries_of_tiles : Entries
-        What the entries weigh (offsets, implicit, alpha, unobserved_weight); indices and ratings are those of `tiles`.
+    entries_of_tiles : DeviceEntries
+        Offsets, implicit, alpha and unobserved_weight of the entries; indices and ratings are those of `tiles`.
     tiles : BalsTiles
     first_block, n_blocks : int
         The row blocks of the batch.
@@ -205,18 +205,18 @@ def bals(
     tile_rows, tile_cols : int
         The size of the tiles.
     config : BalsConfig or BalsLocalConfig, optional
-        Fitting `variant`.
+        Of the class for `variant`.
     variant : {"chip", "local"}
-        Sums in registers, or as the paper maps them to threads, which puts them into local memory.
+        Sums in registers, or mapped to threads as in the paper, which keeps them in local memory.
     skip_vacant : bool
-        Pass over a vacant tile after one test; False, with the variant "local" only, shows what that is worth (6.4).
+        Skip a vacant tile after one test. False, for the variant "local" only, measures the benefit (6.4).
 
     Raises
     ------
     TypeError
-        An array is not what the kernel reads, or a configuration of the other variant.
+        An array has the wrong dtype, shape or layout, or the configuration is for the other variant.
     ValueError
-        The configuration is for something else or does not fit on the device, or row blocks that do not exist.
+        The configuration is for another rank, dtype or tile, or does not fit on the device; or row blocks do not exist.
     """
     rows = _check_tiles(device, matrices, rhs, factors, entries_of_tiles, tiles, first_block, n_blocks, rank)
     require(
@@ -273,13 +273,13 @@ def _check_tiles(
     matrices: Array,
     rhs: Array,
     factors: Array,
-    entries: Entries,
+    entries: DeviceEntries,
     tiles: BalsTiles,
     first_block: int,
     n_blocks: int,
     rank: int,
 ) -> int:
-    """Check the arguments of `bals`; the number of rows of the batch."""
+    """Check the arguments of `bals`; return the number of rows of the batch."""
     n_rows, n_cols = tiles.shape
     blocks = ceil_div(n_rows, tiles.tile_rows)
     require(
@@ -310,7 +310,7 @@ def _check_tiles(
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Row blocks whose rows are summed together, where other assemblies have segments.
+    """Row blocks whose rows are summed together; takes the place of segments.
 
     Attributes
     ----------
@@ -342,7 +342,7 @@ class TileKernels(PublishedKernels):
     tiles: BalsTiles
     variant: Variant
 
-    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: RowBlocks) -> None:
+    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: RowBlocks) -> None:
         """See `RowKernels`."""
         tiles = self.tiles
         matrices, rhs = sums
@@ -353,7 +353,7 @@ class TileKernels(PublishedKernels):
 def default_builds(
     spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """See `hybridmf.gpu.assembly.default_builds`; of both variants."""
+    """See `hybridmf.gpu.assembly.default_builds`; for both variants."""
     for kind in (BalsConfig.default, BalsLocalConfig.default):
         yield from assembly.default_builds("bals", functools.partial(_config, kind, spec), ranks)
 

@@ -1,4 +1,4 @@
-"""CCD++ on a GPU: launches of cuda/ccd.cu, the layout they work on, and the solver; the twin of `hybridmf.cpu.ccd`."""
+"""CCD++ on a GPU: launches of cuda/ccd.cu, their data layout, and the solver; the counterpart of `hybridmf.cpu.ccd`."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from .factors import DeviceFactors, to_device
 from .launch import check, check_not_host, get_kernel
 
 SHORT_QUADS = 16
-"""Quads up to which a piece is for eight lanes, which read it in one step."""
+"""Quads of a short piece at most: eight lanes read it in one step."""
 
 MAX_QUADS = (1 << 31) - 1
 
 PIECE_WORK = 8
-"""What a piece costs beside its quads, in quads, when work is divided into blocks."""
+"""Overhead of a piece, in quads, when work is divided into blocks."""
 
 COMPILED_RANKS = (64,)
-"""The kernels do not depend on it."""
+"""Any rank: the kernels do not depend on it."""
 
 WARPS_PER_BLOCK = 8
-"""Of the kernels that give each warp a piece or row of its own."""
+"""Threads of the kernels in which a warp processes one piece or row."""
 
 # ---------------------------------------------------------------------------------------------- layout
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Pieces of rows in the order of memory: by tile, in each the long ones first.
+class PieceLayout:
+    """Pieces of rows in memory order: by tile, long pieces first within a tile.
 
     Attributes
     ----------
@@ -52,9 +52,9 @@ class Layout:
         First quad, quads, row, slot of the partial sums (-1: the piece is the whole row).
     tiles : int32 array, shape (n_pieces,)
     sources : int64 array, shape (n_pieces, 2)
-        First entry in the old order, entries.
+        First entry in the order of the matrix, number of entries.
     split : int32 array, shape (n_split, 4)
-        Row, first slot, slots, 0 of each row of several pieces.
+        Row, first slot, number of slots and 0, for each row of several pieces.
     n_slots, n_quads : int
     """
 
@@ -66,15 +66,15 @@ class Layout:
     n_quads: int
 
     @classmethod
-    def cut(cls, begins: np.ndarray, counts: np.ndarray, segment: int) -> Layout:
-        """Cut rows at the borders of tiles, and what is longer than `segment` into segments.
+    def cut(cls, begins: np.ndarray, counts: np.ndarray, segment: int) -> PieceLayout:
+        """Cut rows at the bounds of tiles, and longer parts into segments of at most `segment` entries.
 
         Parameters
         ----------
         begins : int64 array, shape (n_rows,)
             First entry of each row.
         counts : int64 array, shape (n_rows, n_tiles)
-            Entries of each row in each tile; those of a tile lie together, one tile after the other.
+            Entries of each row in each tile; a row's entries are sorted by tile.
 
         Raises
         ------
@@ -110,12 +110,12 @@ class Layout:
         )
 
     def divide(self, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Consecutive pieces for at most `blocks` blocks of about equal work.
+        """Divide consecutive pieces among at most `blocks` blocks of about equal work.
 
         Returns
         -------
         parts : int32 array, shape (n_parts, 4)
-            Tile, first piece, end, whether short: the pieces of a part are of one tile and kind.
+            Tile, first piece, end, whether short: all pieces of a part are in one tile, and all short or all long.
         first_part : int32 array, shape (n_blocks + 1,)
         """
         n = len(self.pieces)
@@ -133,7 +133,7 @@ class Layout:
 
 
 def _slots(rows: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Slot of each piece, ascending within a row; the rows that have any; how many. `rows` ascend."""
+    """Slot of each piece, ascending within a row; the rows with slots; the number of slots. `rows` ascend."""
     pieces = np.bincount(rows, minlength=n_rows)
     split = np.flatnonzero(pieces > 1)
     several = pieces[rows] > 1
@@ -143,14 +143,14 @@ def _slots(rows: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
     return slots, np.ascontiguousarray(table, dtype=np.int32), int(several.sum())
 
 
-class Entries:
-    """One side's entries on a device: ratings, residual, and who works on what.
+class CcdEntries:
+    """Entries of one side on a device: ratings, residual, and their division into blocks.
 
     Parameters
     ----------
     device : Device
     matrix : csr_array, shape (n_rows, n_fixed)
-        A row for each row of the side, indices ascending.
+        One row for each row of the side, indices ascending.
     objective : Objective
     config : CcdConfig
     """
@@ -171,7 +171,7 @@ class Entries:
         # of factors, and of biases if there are any
         ridges = objective.ridge(1, 1 + objective.biases)[:, None] * objective.row_scale(self.degrees)
         self.penalties = device.upload(ridges.astype(self.dtype))
-        layout = Layout.cut(indptr[:-1], self._counts(indptr, indices), config.segment)
+        layout = PieceLayout.cut(indptr[:-1], self._counts(indptr, indices), config.segment)
         self.pieces, self.split = device.upload(layout.pieces), device.upload(layout.split)
         self.bases = device.upload((layout.tiles * self.usable).astype(np.int32))
         parts, first_part = layout.divide(config.blocks)
@@ -180,7 +180,7 @@ class Entries:
         self.indices = device.empty(QUAD * layout.n_quads, np.uint16 if config.staged else np.int32)
         self.ratings = device.empty(QUAD * layout.n_quads, self.dtype)
         self._place(layout, indptr, indices, ratings)
-        # entries that fill up quads stay zero
+        # the padding of quads stays zero
         self.residuals = device.zeros(QUAD * layout.n_quads, self.dtype)
 
     @property
@@ -190,11 +190,11 @@ class Entries:
 
     @property
     def zero(self) -> int:
-        """Index of what fills up quads: a row of zeros."""
+        """Index of the padding of quads: a row of zeros."""
         return self.usable if self.config.staged else self.n_fixed
 
     def kernel(self, name: str, vectors: int | None = None) -> Kernel:
-        """A kernel of cuda/ccd.cu; one that does not depend on the vectors a pass gathers is shared by both sides."""
+        """A kernel of cuda/ccd.cu; both sides share kernels that do not depend on the gathered vectors."""
         if (name, vectors) not in self._kernels:
             constants: dict[str, Any] = {"REAL": self.dtype, "STAGED": self.config.staged}
             if vectors is not None:
@@ -220,8 +220,8 @@ class Entries:
             offsets[start:stop, 1:-1] = self.device.download(out)
         return np.diff(offsets, axis=1)
 
-    def _place(self, layout: Layout, indptr: np.ndarray, indices: np.ndarray, ratings: np.ndarray) -> None:
-        """Bring entries to the device in the order of the layout."""
+    def _place(self, layout: PieceLayout, indptr: np.ndarray, indices: np.ndarray, ratings: np.ndarray) -> None:
+        """Copy entries to the device in the order of the layout."""
         kernel = self.kernel("place")
         by_row = np.argsort(layout.pieces[:, 2], kind="stable")
         borders = np.searchsorted(layout.pieces[by_row, 2], np.arange(self.n_rows + 1))
@@ -242,11 +242,11 @@ def _warps(n: int) -> tuple[int, ...]:
 
 
 def _chunks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Consecutive rows (start, stop) with at most CHUNK_ENTRIES entries together, but at least one; none are empty."""
+    """Consecutive rows (start, stop) with at most CHUNK_ENTRIES entries, or one longer row; no chunk is empty."""
     start, n = 0, len(indptr) - 1
     while indptr[start] < indptr[n]:
         stop = int(np.searchsorted(indptr, indptr[start] + ccd_gpu.CHUNK_ENTRIES, side="right")) - 1
-        # rows without entries before a longer one come along with it
+        # a chunk may have empty rows before a longer one
         stop = stop if indptr[stop] > indptr[start] else int(np.searchsorted(indptr, indptr[start], side="right"))
         yield start, stop
         start = stop
@@ -257,7 +257,7 @@ def _chunks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Vectors:
-    """Coordinates of one side: of the factor before (new), of this one (old), and what its ridge regressions meet.
+    """Coordinates of one side: new ones of the previous factor, old ones of this factor, and the regressor.
 
     Attributes
     ----------
@@ -277,18 +277,18 @@ class Vectors:
 
 @dataclass(frozen=True)
 class PassMode:
-    """What a pass does beside its sums.
+    """Options of a pass.
 
     Attributes
     ----------
     vectors : {1, 2, 3}
-        What it gathers: 1 (the regressor alone) leaves the residual as it is, 2 takes `added` for the regressor.
+        Gathered vectors: 1 (the regressor alone) does not change the residual, 2 uses `added` as the regressor.
     pending : bool
-        Whether the residual still has the product of the factor before.
+        Whether the product of the previous factor is still in the residual.
     nonnegative : bool
-        Whether what would be negative becomes zero.
+        Whether negative coordinates become zero.
     bias : bool
-        Whether the coordinates are biases, which have a penalty of their own.
+        Whether the coordinates are biases, which have their own penalty.
     """
 
     vectors: int
@@ -297,16 +297,16 @@ class PassMode:
     bias: bool = False
 
 
-def rank_one(solved: Array, entries: Entries, fixed: Vectors, own: Vectors, mode: PassMode) -> None:
-    """Coordinates of all rows that have entries, from the residual, which is brought up to date on the way.
+def rank_one(solved: Array, entries: CcdEntries, fixed: Vectors, own: Vectors, mode: PassMode) -> None:
+    """Compute the coordinates of all rows with entries from the residual, and update the residual.
 
     Parameters
     ----------
     solved : float array, shape (n_rows + padding,)
-        Out; rows without entries keep what they have.
-    entries : Entries
+        Written; rows without entries are not.
+    entries : CcdEntries
     fixed, own : Vectors
-        Of the other side, and of this one (its regressor is not read).
+        The other side and this one, whose regressor is not read.
     mode : PassMode
     """
     if not len(entries.pieces):
@@ -338,8 +338,8 @@ def rank_one(solved: Array, entries: Entries, fixed: Vectors, own: Vectors, mode
         combine(_warps(n_split), (32 * WARPS_PER_BLOCK,), (*arrays, np.int64(n_split), nonnegative), 0)
 
 
-def interleave(entries: Entries, fixed: Vectors, vectors: int) -> Array:
-    """What an entry gathers, side by side; shape (n_fixed + 1, 1, 2 or 4), the last row zeros."""
+def interleave(entries: CcdEntries, fixed: Vectors, vectors: int) -> Array:
+    """Interleave the vectors that entries gather; shape (n_fixed + 1, 1, 2 or 4), the last row zeros."""
     n, real = entries.n_fixed, entries.dtype
     packs = entries.device.empty((n + 1, 4 if vectors == 3 else vectors), real)
     grid = (ceil_div(n + 1, 256),)
@@ -347,19 +347,19 @@ def interleave(entries: Entries, fixed: Vectors, vectors: int) -> Array:
     return packs
 
 
-def subtract_products(entries: Entries, own: Array, fixed: Array) -> None:
-    """residuals <- ratings - x.y for the rows x, y of two tables, in the type of the factors."""
+def subtract_products(entries: CcdEntries, own: Array, fixed: Array) -> None:
+    """residuals <- ratings - x.y for the rows x, y of two tables, in the dtype of the factors."""
     _for_each_piece("subtract_products", entries.residuals, entries, own, fixed)
 
 
-def squared_errors(entries: Entries, own: Array, fixed: Array) -> float:
+def squared_errors(entries: CcdEntries, own: Array, fixed: Array) -> float:
     """Sum of ``(r - x.y)^2`` over all entries, in float64."""
     out = entries.device.empty(len(entries.pieces), np.float64)
     _for_each_piece("squared_errors", out, entries, own, fixed)
     return float(entries.device.download(out).sum())
 
 
-def _for_each_piece(name: str, out: Array, entries: Entries, own: Array, fixed: Array) -> None:
+def _for_each_piece(name: str, out: Array, entries: CcdEntries, own: Array, fixed: Array) -> None:
     n, width = len(entries.pieces), own.shape[1]
     if not n:
         return
@@ -371,7 +371,7 @@ def _for_each_piece(name: str, out: Array, entries: Entries, own: Array, fixed: 
     entries.kernel(name)(_warps(n), (32 * WARPS_PER_BLOCK,), arguments, 0)
 
 
-def transpose(entries: Entries, out: Array, array: Array, status: Array, n_rows: int, n_columns: int) -> None:
+def transpose(entries: CcdEntries, out: Array, array: Array, status: Array, n_rows: int, n_columns: int) -> None:
     """``out[r, c] = array[c, r]`` for ``r < n_rows, c < n_columns``; ``status[0] = 1`` if one of them is not finite."""
     check("out", out, entries.dtype, (None, None))
     check("array", array, entries.dtype, (None, None))
@@ -397,9 +397,9 @@ class GpuCCD(Unconnected):
     plan : Plan
         Its `method` is a `CcdMethod`.
     state : State
-        Where to start.
+        Initial factors and mean.
     configs : dict of side to CcdConfig, optional
-        Layouts other than `CcdConfig.choose` gives.
+        Default: those of `CcdConfig.choose`.
     """
 
     def __init__(
@@ -416,7 +416,7 @@ class GpuCCD(Unconnected):
         self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
         self.biases = plan.method.bias_columns(plan)
         matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
-        self.entries: dict[Side, Entries] = {}
+        self.entries: dict[Side, CcdEntries] = {}
         for side in SIDES:
             matrix = matrices[side]
             if configs is not None:
@@ -425,7 +425,7 @@ class GpuCCD(Unconnected):
                 (n_rows, n_fixed), vectors = matrix.shape, VECTORS[side]
                 config = CcdConfig.choose(n_rows, n_fixed, matrix.nnz, vectors, matrix.dtype, device.spec)
             with device.active():
-                self.entries[side] = Entries(device, matrix, objective, config)
+                self.entries[side] = CcdEntries(device, matrix, objective, config)
         self.width = table_width(plan.rank, user_items.dtype)
         users, items = (to_device(device, state.side(side), self.width) for side in SIDES)
         self._state = State(users, items, state.mean)
@@ -436,7 +436,7 @@ class GpuCCD(Unconnected):
         return self._state
 
     def sweep(self) -> Iterator[None]:
-        """One outer iteration, on copies of the factors; yields once they are the state."""
+        """Run one outer iteration on copies of the factors; yield once the copies are the state."""
         with self.device.active():
             self._sweep()
         yield
@@ -450,7 +450,7 @@ class GpuCCD(Unconnected):
         self._state = State(users, items, self._state.mean)
 
     def _compute_residuals(self) -> None:
-        """Anew in every iteration, so that a resumed fit computes what an uninterrupted one does."""
+        """Compute both copies again in every iteration, so that a resumed fit has the bits of an uninterrupted one."""
         tables = {side: self._scoring_table(side) for side in SIDES}
         for side in SIDES:
             subtract_products(self.entries[side], tables[side], tables[other_side(side)])
@@ -472,10 +472,10 @@ class GpuCCD(Unconnected):
         return out
 
     def _columns(self, side: Side) -> Array:
-        """Coordinates by column: biases, and ones for those of the other side; then factors.
+        """Coordinates by column: own biases, ones that multiply the other side's biases, then factors.
 
-        Column t is in row t + 1; the new one goes to row t, so that both are there for the other side. Rows without
-        entries are zero in all of them.
+        Column t is in row t + 1; its new values go to row t, so that the other side can read both. Rows without
+        entries are zero in all columns.
         """
         entries, factors, held = self.entries[side], self.plan.factors, self._held(side)
         first, n = len(self.biases), entries.n_rows
@@ -489,7 +489,7 @@ class GpuCCD(Unconnected):
         return out
 
     def _by_row(self, side: Side, columns: Array) -> DeviceFactors:
-        """New factors as a table, and biases."""
+        """Convert new columns to a table of factors and biases."""
         entries, factors, first = self.entries[side], self.plan.factors, len(self.biases)
         table = self.device.zeros((entries.n_rows, self.width), entries.dtype)
         status = self.device.zeros(1, np.int32)
@@ -512,8 +512,8 @@ class GpuCCD(Unconnected):
         raise non_finite(self.objective, side, row, factor)
 
     def _update_rank_one(self, columns: dict[Side, Array], column: int) -> None:
-        """Solve one column's coordinates, items first: those of a factor as often as the method says, biases once."""
-        pending = column > 0  # no product is missing from a residual that was just computed
+        """Solve the coordinates of one column, items first: a factor in every inner iteration, biases once."""
+        pending = column > 0  # a residual that was just computed has no pending product
         old = {side: columns[side][column + 1] for side in SIDES}
         new = {side: columns[side][column] for side in SIDES}
         before = {side: columns[side][column - 1] if pending else old[side] for side in SIDES}
@@ -528,7 +528,7 @@ class GpuCCD(Unconnected):
                 mode = PassMode(1 if inner else VECTORS[side], pending, nonnegative, bool(biased))
                 rank_one(new[side], self.entries[side], fixed, own, mode)
                 if biased and side not in biased:
-                    new[side][:] = old[side]  # the ones that biases meet stay
+                    new[side][:] = old[side]  # the ones that multiply biases stay
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
@@ -546,15 +546,15 @@ class GpuCCD(Unconnected):
 def default_builds(
     spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of what is compiled on a device; the rank is no constant of these kernels."""
+    """(file, kernel, constants) of all builds on a device; these kernels do not depend on the rank."""
     helpers = ("combine", "cut_rows", "place", "subtract_products", "squared_errors", "transpose")
     for real, staged in itertools.product((np.float32, np.float64), (True, False)) if ranks else ():
         dtype = np.dtype(real)
         name = {"REAL": {4: "float", 8: "double"}[dtype.itemsize]}
-        # what gathers three vectors also makes passes over one, and so does what gathers two
+        # kernels that gather two or three vectors also exist for one
         for gathered, vectors in ((3, 3), (2, 2), (3, 1), (2, 1)) if staged else ((3, 3), (2, 2), (1, 1)):
             config = CcdConfig(False, 16, 1, SEGMENT, 1, 256)
-            if staged:  # the size of tiles that are counted for is that of the device; its value changes no registers
+            if staged:  # the tile size of the build is that of the device; its value does not change registers
                 chosen = CcdConfig.choose(1, 1, 1, gathered, dtype, spec)
                 config = CcdConfig(True, 4096, 1, SEGMENT, 1, chosen.threads)
             for kernel in ("rank_one",) if staged else ("rank_one", "interleave"):

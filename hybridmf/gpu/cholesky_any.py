@@ -1,8 +1,8 @@
 """Launches that complete and solve batches of explicit systems of any rank: complete.cu, cholesky_any.cu, cg_any.cu.
 
 A batch lies in ``matrices`` (n_slots, rank, rank) and ``rhs`` (n_slots, rank); system k owns the slots
-``slots[k] ... slots[k + 1] - 1``: partial sums that `complete` adds up into the first of them, where the solvers look.
-Only lower triangles count. Solution and status of system k go to row ``rows[k]`` of ``solutions`` and ``status``.
+``slots[k] ... slots[k + 1] - 1``: partial sums that `complete` adds up into the first of them, which the solvers
+read. Only lower triangles are used. Row ``rows[k]`` of ``solutions`` and ``status`` gets the result of system k.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..plan.assemblies import REGISTERS, RESERVED, WARP, require
 from .launch import check, check_not_host, get_kernel
 
 MAX_RANK = 2048
-"""Largest rank that the solvers are meant for."""
+"""Largest rank of the solvers."""
 
 STEP = 8
 """Columns that cholesky_any.cu eliminates at a time, and threads along a row of accumulators."""
 
 STAGE_BYTES = 64
-"""Of each row of L in a stage."""
+"""Bytes of each row of L in a stage."""
 
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
@@ -50,20 +50,20 @@ class CholeskyConfig:
     itemsize : int
         4 (float32) or 8 (float64).
     systems : int
-        Systems of a block, a warp each (rank 1 to 32); 0: one block a system, to which what follows belongs.
+        Systems of a block, a warp each (rank 1 to 32); 0: one block per system, with the parameters below.
     row_threads : int
         Threads down a column of accumulators, a multiple of 8; a block has 8 times as many.
     tile_rows, tile_columns : int
         Accumulators of a thread. Panels have ``8 tile_columns`` columns, a multiple of 32.
     resident : bool
-        What later panels need of the factor stays in shared memory; else it is read from the matrix again.
+        Keep the part of L that later panels need in shared memory; otherwise read it from the matrix again.
     blocks_per_sm : int
-        Blocks on a multiprocessor that the registers of a thread must leave room for.
+        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
 
     Raises
     ------
     ValueError
-        A combination that the kernel cannot work with.
+        The kernel does not support the combination.
     """
 
     rank: int
@@ -101,7 +101,7 @@ class CholeskyConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
-        """The tuned choice for a device, or what the rule says.
+        """The tuned choice for a device, or that of the rule.
 
         Raises
         ------
@@ -114,12 +114,12 @@ class CholeskyConfig:
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
-        """The choice for a rank on a device where no table knows better.
+        """The choice for a rank on a device without a tuned table entry.
 
         Raises
         ------
         ValueError
-            Not even the smallest configuration fits in its shared memory.
+            Even the smallest configuration does not fit in shared memory.
         """
         if rank <= WARP:
             return cls(rank, itemsize, systems=4, blocks_per_sm=4)
@@ -130,7 +130,7 @@ class CholeskyConfig:
 
     @classmethod
     def _candidates(cls, rank: int, itemsize: int, spec: DeviceSpec) -> Iterator[CholeskyConfig]:
-        """What might serve, best first: resident where accumulators for all rows fit in registers."""
+        """Candidates, best first: resident if the accumulators of all rows fit in registers."""
         narrow, single = rank <= 128, itemsize == 4
         resident = ((8, 8, 4), (16, 8, 4)) if narrow else ((16, 16, 8),) if single else ((16, 16, 4), (32, 8, 4))
         for row_threads, most_rows, columns in resident:
@@ -138,7 +138,7 @@ class CholeskyConfig:
             if rows > most_rows:
                 continue
             config = cls(rank, itemsize, 0, row_threads, rows, columns, True)
-            # Few threads have to have another block beside them; more threads in one block are second best.
+            # Blocks of few threads need a second block on the multiprocessor; larger blocks are second best.
             if narrow or single or row_threads == 32 or config._blocks_in_memory(spec) > 1:
                 yield config
         for row_threads, rows, columns in ((16, 16, 8), (16, 8, 8), (16, 8, 4), (16, 4, 4), (8, 4, 4)):
@@ -149,7 +149,7 @@ class CholeskyConfig:
         return (spec.shared_bytes + RESERVED) // (self.shared_bytes + RESERVED)
 
     def _blocks_per_sm(self, spec: DeviceSpec) -> int:
-        """As many blocks as shared memory holds and registers serve without spilling (looked up in ptxas's reports)."""
+        """Blocks that shared memory holds and registers allow without spilling (from ptxas's reports)."""
         words = self.tile_rows * self.tile_columns * self.itemsize // 4
         if self.itemsize == 4:
             registers = 128 if words <= 64 else 168 if words <= 88 else 255
@@ -174,7 +174,7 @@ class CholeskyConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block; the kernel checks that it counts the same."""
+        """Dynamic shared memory of a block; the kernel asserts the same number."""
         if self.systems:
             return self.systems * self.rank * (self.rank | 1) * self.itemsize
         panel, panels = self.panel, ceil_div(self.rank, self.panel)
@@ -195,7 +195,7 @@ class CholeskyConfig:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for."""
+        """Compile-time constants of the kernel."""
         constants = {"RANK": self.rank, "REAL": _dtype(self.itemsize), "SYSTEMS": self.systems}
         constants["MIN_BLOCKS"] = self.blocks_per_sm
         if self.systems:
@@ -221,9 +221,9 @@ class CgConfig:
     warps : int
         Warps of a block, which solves one system.
     resident : bool
-        The matrix is kept in shared memory; else it is read again in each step.
+        Keep the matrix in shared memory; otherwise read it again in each step.
     blocks_per_sm : int
-        Blocks on a multiprocessor that the registers of a thread must leave room for.
+        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
     """
 
     rank: int
@@ -238,7 +238,7 @@ class CgConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:
-        """The tuned choice for a device, or what the rule says.
+        """The tuned choice for a device, or that of the rule.
 
         Raises
         ------
@@ -251,12 +251,12 @@ class CgConfig:
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:
-        """The choice where no table knows better: resident where two blocks fit, one loads while one computes.
+        """The choice without a tuned table entry: resident if two blocks fit; one loads while the other computes.
 
         Raises
         ------
         ValueError
-            Not even one warp's sums fit in its shared memory.
+            The sums of one warp do not fit in shared memory.
         """
         warps = 1 if rank <= 32 else 2 if rank <= 64 else 4 if rank <= 128 else 8
         registers = 64 if rank <= 128 else 128 if itemsize == 4 else 255
@@ -264,7 +264,7 @@ class CgConfig:
         if 2 * (config.shared_bytes + RESERVED) <= spec.shared_bytes + RESERVED:
             return config
         config = replace(config, resident=False)
-        while config.shared_bytes > spec.shared_bytes and config.warps > 1:  # each warp has sums of its own
+        while config.shared_bytes > spec.shared_bytes and config.warps > 1:  # each warp has its own sums
             config = replace(config, warps=config.warps // 2)
         _require_fit(config, spec)
         return config
@@ -276,13 +276,13 @@ class CgConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block; the kernel checks that it counts the same."""
+        """Dynamic shared memory of a block; the kernel asserts the same number."""
         packed = self.rank * (self.rank + 1) // 2 if self.resident else 0
         return self.warps * 8 + ((self.warps + 2) * ceil_div(self.rank, WARP) * WARP + packed) * self.itemsize
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for."""
+        """Compile-time constants of the kernel."""
         return {
             "RANK": self.rank,
             "REAL": _dtype(self.itemsize),
@@ -298,7 +298,7 @@ def _dtype(itemsize: int) -> np.dtype:
 
 
 def _complete_constants(rank: int, itemsize: int, has_gram: bool) -> dict[str, Any]:
-    # Blocks of one system: a row of very many slots would otherwise keep one block busy after all others are done.
+    # Several blocks per system: otherwise a row with very many slots keeps one block busy after all others end.
     return {"RANK": rank, "REAL": _dtype(itemsize), "HAS_GRAM": has_gram, "PARTS": min(8, ceil_div(rank, 32))}
 
 
@@ -340,7 +340,7 @@ def complete(
     ----------
     device : Device
     matrices : float array, shape (n_slots, rank, rank)
-        Lower triangles; system k is left in ``matrices[slots[k]]``.
+        Lower triangles; system k is written to ``matrices[slots[k]]``.
     rhs : float array, shape (n_slots, rank)
     slots : int64 array, shape (n + 1,)
         First slot of each system; a system without slots is skipped.
@@ -352,7 +352,7 @@ def complete(
     Raises
     ------
     TypeError
-        An array of another dtype, shape, layout or device.
+        An array has another dtype, shape, layout or device.
     """
     n, rank = _check_batch(device, matrices, rhs, slots)
     dtype = matrices.dtype
@@ -399,14 +399,14 @@ class TilesConfig:
 
     @classmethod
     def default(cls, rank: int, spec: DeviceSpec) -> TilesConfig:
-        """The tuned choice for a device, or what the rule says."""
+        """The tuned choice for a device, or that of the rule."""
         found = tables.best(cls, "cholesky_tiles", spec, {"rank": rank}, block=16)
         fits = found is not None and found.shared_bytes <= spec.shared_bytes
         return found if found is not None and fits else cls.rule(rank)
 
     @classmethod
     def rule(cls, rank: int) -> TilesConfig:
-        """The choice for a rank where no table knows better."""
+        """The choice for a rank without a tuned table entry."""
         return cls(rank, 4, {1: 8, 2: 5, 3: 3, 4: 2}[ceil_div(rank, 16)])
 
     @property
@@ -418,7 +418,7 @@ class TilesConfig:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for."""
+        """Compile-time constants of the kernel."""
         return {"RANK": self.rank, "WARPS": 1, "TEAMS": self.teams, "BLOCKS_PER_SM": self.blocks_per_sm}
 
 
@@ -448,14 +448,14 @@ def cholesky_solve(
     rhs : float array, shape (n_slots, rank)
     slots : int64 array, shape (n + 1,)
     rows : int32 array, shape (n,)
-        No two of them alike.
+        Distinct.
     pivot_epsilon : float
     config : CholeskyConfig or TilesConfig, optional
 
     Raises
     ------
     TypeError
-        An array of another dtype, shape, layout or device.
+        An array has another dtype, shape, layout or device.
     """
     n, rank = _check_batch(device, matrices, rhs, slots)
     dtype = matrices.dtype
@@ -489,15 +489,15 @@ def cg_solve(
     steps: int,
     config: CgConfig | None = None,
 ) -> None:
-    """At most `steps` conjugate gradient steps on the first slot of each system, from what `solutions` holds.
+    """Run at most `steps` conjugate gradient steps on the first slot of each system, with `solutions` as warm start.
 
-    Stops as the CPU does: where the residual has fallen by 1e-10 or is about to underflow.
+    The stopping rule is that of the CPU: the residual has fallen by 1e-10 or is close to underflow.
 
     Parameters
     ----------
     device : Device
     solutions : float array, shape (n_out, ld), ld >= rank
-        ``solutions[rows[k], :rank]`` is the start and is overwritten: zeros where the status is not 0, or where a
+        ``solutions[rows[k], :rank]`` is the warm start and is overwritten: zeros where the status is not 0, or where a
         system has no slots.
     status : int32 array, shape (n_out,)
         ``status[rows[k]]`` is 0; -1 if residual or solution became infinite or NaN; -2 for negative curvature.
@@ -506,14 +506,14 @@ def cg_solve(
     rhs : float array, shape (n_slots, rank)
     slots : int64 array, shape (n + 1,)
     rows : int32 array, shape (n,)
-        No two of them alike.
+        Distinct.
     steps : int
     config : CgConfig, optional
 
     Raises
     ------
     TypeError
-        An array of another dtype, shape, layout or device.
+        An array has another dtype, shape, layout or device.
     """
     n, rank = _check_batch(device, matrices, rhs, slots)
     dtype = matrices.dtype

@@ -1,4 +1,4 @@
-"""Serving on a GPU: top-N, fold-in, objective; the twin of `hybridmf.cpu.engine`."""
+"""Serving on a GPU: top-N, fold-in, objective; the counterpart of `hybridmf.cpu.engine`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GpuEngine:
         self.name = plan.device
 
     def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
-        """Items on the device, in the layouts of its kernels."""
+        """Pack items on the device for the score kernels."""
         return topk.PackedItems(self.device, items, candidates)
 
     def top_k(
@@ -42,7 +42,7 @@ class GpuEngine:
         return tables.to_device(self.device, factors, width)
 
     def gram(self, fixed: Factors, objective: Objective) -> tuple[tables.DeviceFactors, Array | None]:
-        """The fixed side on the device and its weighted Gram matrix."""
+        """Copy the fixed side to the device; return it with its weighted Gram matrix."""
         table = self._table(fixed)
         with self.device.active():
             return table, tables.weighted_gram(self.device, table.table, self.plan.rank, objective)

@@ -1,6 +1,6 @@
 """Factors of a GPU fit: tables on the device (`DeviceFactors`), or offloaded to the host or to files (`HostFactors`).
 
-Both have the interface of `GpuFactors`, so that solvers and ranks need not distinguish them.
+Both have the interface of `GpuFactors`, so that solvers and ranks do not distinguish them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from . import losses
 from .rows import RowRange, read_range, widen_range
 
 GRAM_ROWS = 4096
-"""Rows whose products cuBLAS adds up in float32; the sums of such pieces are added in float64."""
+"""Rows of a piece whose products cuBLAS adds in float32; sums of pieces are added in float64."""
 
 GRAM_BYTES = 64 << 20
-"""Of such pieces that are multiplied at a time: CuPy copies what it multiplies in stacks, which no plan counts."""
+"""Bytes of pieces multiplied at a time: CuPy copies the operands of stacked products, which plans do not count."""
 
 EXACT_ROWS = 65536
-"""Rows that are widened to float64 at a time, where the Gram matrix is wanted in float64."""
+"""Rows converted to float64 at a time for the Gram matrix in float64."""
 
 
 class GpuFactors(AwayFactors):
@@ -39,11 +39,11 @@ class GpuFactors(AwayFactors):
     Attributes
     ----------
     table : float array, shape (n, width)
-        Factors, a constant 1 where the model has biases, zeros up to the width. Not to be written to.
+        Factors, a constant 1 if the model has biases, zeros up to the width. Read-only.
     factors : int
-        Columns that are factors.
+        Number of columns that are factors.
     range : RowRange or None
-        Of the table's rows; None while it is unknown.
+        Range of the table's rows; None while it is unknown.
     """
 
     table: Any
@@ -51,12 +51,12 @@ class GpuFactors(AwayFactors):
     range: RowRange | None
 
     def beside(self, array: np.ndarray) -> Array:
-        """An array of the host where the factors are."""
+        """Move an array of the host to where the factors are."""
         raise NotImplementedError
 
     @property
     def has_range(self) -> bool:
-        """Only the fused kernels, which are float32, ask for the range."""
+        """Whether the range is needed: only the fused kernels use it, in float32."""
         return bool(self.table.dtype == np.float32)
 
     def find_range(self) -> None:
@@ -64,7 +64,7 @@ class GpuFactors(AwayFactors):
         raise NotImplementedError
 
     def failed(self, status: Array) -> bool:
-        """Whether any row has a status other than 0; finds the range of the rows, too. Synchronizes once."""
+        """Whether any row has a status other than 0; also finds the range of the rows. Synchronizes once."""
         raise NotImplementedError
 
     def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
@@ -74,12 +74,12 @@ class GpuFactors(AwayFactors):
         ----------
         device : Device
         weights : float array, shape (n,), optional
-            Where the factors are; see `beside`.
+            On the device or the host, like the factors; see `beside`.
         """
         raise NotImplementedError
 
     def times(self, copiers: Copiers, basis: np.ndarray) -> GpuFactors:
-        """The factors in another basis."""
+        """Transform the factors to another basis."""
         raise NotImplementedError
 
     def penalty(self, device: Device, objective: Objective, degrees: np.ndarray) -> float:
@@ -91,7 +91,7 @@ class GpuFactors(AwayFactors):
 
 
 class DeviceFactors(GpuFactors):
-    """Factors on a device; they come to the host on first use there.
+    """Factors on a device; copied to the host on first access there.
 
     Parameters
     ----------
@@ -115,11 +115,11 @@ class DeviceFactors(GpuFactors):
         return [self.table] if self.device_bias is None else [self.table, self.device_bias]
 
     def with_arrays(self, arrays: Sequence[Array]) -> DeviceFactors:
-        """Factors on the same device."""
+        """Factors with other arrays on the same device."""
         return DeviceFactors(self.device, arrays[0], self.factors, arrays[1] if len(arrays) > 1 else None)
 
     def beside(self, array: np.ndarray) -> Array:
-        """The array on the device."""
+        """Copy the array to the device."""
         return self.device.upload(array)
 
     def find_range(self) -> None:
@@ -132,7 +132,7 @@ class DeviceFactors(GpuFactors):
         return self.finish_check(self.begin_check(status))
 
     def begin_check(self, status: Array | None) -> Callable[[], np.ndarray]:
-        """Launch what `failed` waits for, for `finish_check`. What is launched after it is not waited for."""
+        """Launch the check of `failed`; `finish_check` waits for it, but not for later launches."""
         found = self.device.zeros(3, np.uint32)
         if self.has_range:
             widen_range(self.device, found, self.table, status)
@@ -141,7 +141,7 @@ class DeviceFactors(GpuFactors):
         return self.device.begin_download(found)
 
     def finish_check(self, found: Callable[[], np.ndarray]) -> bool:
-        """Wait for what `begin_check` has launched."""
+        """Wait for the check of `begin_check`."""
         known, failed = read_range(found())
         if self.has_range:
             self.keep(range=known)
@@ -196,7 +196,7 @@ def to_device(device: Device, factors: Factors, width: int) -> DeviceFactors:
 
 
 def fill_table(table: np.ndarray, factors: Factors) -> None:
-    """Write factors, a constant 1 where there are biases, and zeros up to the table's width."""
+    """Write factors, a constant 1 if there are biases, and zeros up to the width of the table."""
     rank = factors.matrix.shape[1]
     table[:, :rank] = factors.matrix
     table[:, rank:] = 0
@@ -212,7 +212,7 @@ def weighted_gram(device: Device, table: Array, rank: int, objective: Objective)
 
 
 def gram_sum(device: Device, table: Array) -> Any:
-    """``F^T F`` of a table, sums of products in float32 added up in float64; shape (width, width)."""
+    """``F^T F`` of a table: float32 products of pieces, added in float64; shape (width, width)."""
     n, width = table.shape
     rows = max(GRAM_ROWS, ceil_div(n, 64))
     at_once = rows * max(1, GRAM_BYTES // (rows * width * table.dtype.itemsize))
@@ -229,7 +229,7 @@ def gram_sum(device: Device, table: Array) -> Any:
 
 
 def padded_gram(device: Device, total: Array, rank: int, dtype: Any, objective: Objective) -> Array:
-    """What systems are completed with, of a sum of `gram_sum`."""
+    """`weighted_gram` from a sum of `gram_sum`."""
     side = round_up(rank, BLOCK)
     gram = device.zeros((side, side), dtype)
     gram[:rank, :rank] = (objective.unobserved_weight * total)[:rank, :rank]
@@ -247,7 +247,7 @@ def exact_gram(device: Device, table: Array, weights: Array | None = None) -> np
 
 
 class HostFactors(GpuFactors):
-    """Factors offloaded to the memory of the host or to files, as tables that a device takes as they are.
+    """Factors offloaded to the memory of the host or to files, as tables with the layout of the device.
 
     Parameters
     ----------
@@ -255,9 +255,9 @@ class HostFactors(GpuFactors):
         See `GpuFactors`; NumPy.
     host_bias : float array, shape (n,), or None
     tables : HostTables, optional
-        Where the table is from, and the next one will be.
+        Pool of the table and of those of later half sweeps.
     checked : callable, optional
-        Returns what `widen_range` has found in the rows and their status while they were on the device.
+        Returns the result of `widen_range` for the rows and their status, computed while they were on the device.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class HostFactors(GpuFactors):
     checked: Callable[[], np.ndarray] | None
 
     def _brought(self) -> Factors:
-        """Without the columns that only devices need; a copy only where rows are padded."""
+        """Factors without padding; a copy only if rows are padded."""
         rows = self.table[:, : self.factors]
         matrix = np.ascontiguousarray(rows) if self.tables is None else self.tables.packed(rows)
         return Factors(matrix, self.host_bias)
@@ -293,7 +293,7 @@ class HostFactors(GpuFactors):
         return [self.table] if self.host_bias is None else [self.table, self.host_bias]
 
     def with_arrays(self, arrays: Sequence[Array]) -> HostFactors:
-        """Factors on the host, in no `HostTables`."""
+        """Factors with other arrays on the host, outside of `HostTables`."""
         return HostFactors(arrays[0], self.factors, arrays[1] if len(arrays) > 1 else None)
 
     def beside(self, array: np.ndarray) -> Array:
@@ -301,12 +301,12 @@ class HostFactors(GpuFactors):
         return array
 
     def wait_by(self, release: Callable[[], bool]) -> None:
-        """As `HostTables.wait_by`."""
+        """See `HostTables.wait_by`."""
         if self.tables is not None:
             self.tables.wait_by(release)
 
     def let_go(self) -> None:
-        """Forget a copy without padding, if it is in a file."""
+        """Drop the copy without padding, if it is in a file."""
         if self.tables is not None and self.tables.folder:
             self.keep(_host=None)
 
@@ -324,7 +324,7 @@ class HostFactors(GpuFactors):
         return failed
 
     def _blocks(self) -> Iterator[slice]:
-        """Rows that are on the device at a time."""
+        """Ranges of rows that are copied to the device one at a time."""
         for start in range(0, len(self), EXACT_ROWS):
             yield slice(start, min(start + EXACT_ROWS, len(self)))
 
@@ -337,7 +337,7 @@ class HostFactors(GpuFactors):
         return total
 
     def times(self, copiers: Copiers, basis: np.ndarray) -> HostFactors:
-        """See `GpuFactors`; in a table of `tables`, or a new one."""
+        """See `GpuFactors`; the result is in a table of `tables`, or a new one."""
         device, copier = copiers.device, copiers.solutions
         table = np.empty_like(self.table) if self.tables is None else self.tables.take()
         on_device = device.upload(basis.astype(table.dtype))
@@ -356,21 +356,21 @@ class HostFactors(GpuFactors):
         return objective.penalty_of_squares(np.concatenate(squares), degrees, self.host_bias)
 
     def vectors(self, first: int, last: int) -> list[np.ndarray]:
-        """Some rows as vectors to be copied: the table, and biases if there are any."""
+        """Some rows as one-dimensional arrays to copy: the table, and biases if there are any."""
         return [array[first:last].reshape(-1) for array in self.arrays]
 
     def lent(self, device: Device, vectors: Sequence[Array]) -> DeviceFactors:
-        """Such vectors, on a device, as factors."""
+        """Factors from such arrays on a device."""
         table = vectors[0].reshape(-1, self.table.shape[1])
         return DeviceFactors(device, table, self.factors, vectors[1] if len(vectors) > 1 else None, self.range)
 
     def sent(self, copiers: Copiers, first: int, last: int) -> DeviceFactors:
-        """Some rows on a device."""
+        """Copy some rows to a device."""
         return self.lent(copiers.device, [copiers.send(vector) for vector in self.vectors(first, last)])
 
 
 def range_on_host(table: np.ndarray) -> RowRange:
-    """What `hybridmf.gpu.rows.row_range` finds of a table on a device."""
+    """Counterpart of `hybridmf.gpu.rows.row_range` on the host."""
     peaks = np.concatenate(
         [np.abs(table[k : k + EXACT_ROWS]).max(axis=1, initial=0) for k in range(0, len(table), EXACT_ROWS)]
         or [np.zeros(0, table.dtype)]
@@ -380,17 +380,17 @@ def range_on_host(table: np.ndarray) -> RowRange:
 
 
 class HostTables:
-    """Tables of one shape that are used again when nobody holds them any more.
+    """A pool of tables of one shape; a table is reused once no array refers to it.
 
-    A half sweep writes new factors and leaves the old ones alone: whoever has looked at them may keep them. They are
-    page-locked once where possible: to lock the pages of new memory each time would take longer than to fill it.
+    A half sweep writes new factors and keeps the old ones, which callers may still use. Tables are page-locked once
+    where possible: locking the pages of new memory takes longer than filling it.
 
     Parameters
     ----------
     shape : (n, width)
     dtype : dtype
     folder : str
-        Where their files are; empty: they are in memory.
+        Folder of their files; empty: tables are in memory.
     """
 
     def __init__(self, shape: tuple[int, int], dtype: Any, folder: str = "") -> None:
@@ -402,7 +402,7 @@ class HostTables:
 
     @classmethod
     def of(cls, side: Side, plan: Plan, dtype: Any) -> HostTables:
-        """Tables of a side of a fit; files of all that it needs are made at once."""
+        """Tables of a side of a fit; creates the files of all tables that the fit needs."""
         shape = (plan.n_users if side == "user" else plan.n_items, table_width(plan.rank, dtype))
         tables = cls(shape, dtype, plan.scratch[0] if plan.factors_on == "disk" else "")
         if tables.folder:
@@ -410,18 +410,18 @@ class HostTables:
         return tables
 
     def lock(self, copier: Copier) -> None:
-        """Have a copier lock the pages of all tables, those that are made later, too."""
+        """Lock the pages of all tables, and of tables made later, by a copier."""
         self._copier = copier
         for table in self._made:
             self._pin(table)
 
     def wait_by(self, release: Callable[[], bool]) -> None:
-        """Where there is no room for one more table, call this once before that is an error.
+        """Set a function that is called once if there is no room for one more table, before that is an error.
 
         Parameters
         ----------
         release : callable
-            Waits until others, who hold tables for a while, have let go of them; False if this thread cannot wait.
+            Waits until temporary users of tables have released them; False if this thread cannot wait.
         """
         self._release = release
 
@@ -430,7 +430,7 @@ class HostTables:
             self._copier.pin(table)
 
     def take(self) -> np.ndarray:
-        """A table of anything, until the last array that is made of it goes."""
+        """Take a table with arbitrary content; it returns to the pool with the last array that refers to it."""
         try:
             table = self._spare()
         except OSError:  # a full disk
@@ -442,14 +442,14 @@ class HostTables:
         return np.asarray(lent)
 
     def _spare(self) -> np.ndarray:
-        """A table that nobody holds, or a new one."""
+        """An unused table, or a new one."""
         try:
             return self._free.pop()
-        except IndexError:  # none, or the thread that writes checkpoints was quicker
+        except IndexError:  # none, or the checkpoint writer took it first
             return self._make()
 
     def packed(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of tables as one piece of memory: as they are if they are one, else a copy in the place of a table."""
+        """Rows of tables as contiguous memory: unchanged if they are contiguous, otherwise copied to a table."""
         if rows.flags.c_contiguous or not self.folder:
             return np.ascontiguousarray(rows)
         copy = self.take().reshape(-1)[: rows.size].reshape(rows.shape)
@@ -464,14 +464,14 @@ class HostTables:
 
 
 def _take_back(tables: weakref.ref[HostTables], table: np.ndarray) -> None:
-    """Have a table used again if there is still a fit; else it goes."""
+    """Return a table to its pool if that still exists."""
     owner = tables()
     if owner is not None:
         owner._free.append(table)
 
 
 class _Lent:
-    """What arrays made of a table have as their base, so that it outlives the last of them and no longer."""
+    """Base of the arrays that refer to a table: the table is released with the last of them."""
 
     def __init__(self, table: np.ndarray) -> None:
         self.__array_interface__ = table.__array_interface__
@@ -496,7 +496,7 @@ def first_state(
     rng: np.random.Generator,
     square: float = 1.0,
 ) -> State:
-    """What `hybridmf.core.objective.initial_state` has, in the tables of a fit: there is no room for more."""
+    """`hybridmf.core.objective.initial_state`, drawn into the tables of a fit: there is no room for a copy."""
     tables = {side: HostTables.of(side, plan, dtype) for side in SIDES}
     users, items = (_first_factors(tables[side], degrees[side], plan.factors, objective, rng, square) for side in SIDES)
     return State(users, items, first_mean(mean, objective))
@@ -512,7 +512,7 @@ def _first_factors(
 
 
 class Copiers:
-    """Copies of ratings, of parts of the fixed side, of solutions and of small arrays, beside each other.
+    """Copiers of ratings, of parts of the fixed side, of solutions and of small arrays, which run concurrently.
 
     Parameters
     ----------
@@ -524,7 +524,7 @@ class Copiers:
 
     @functools.cached_property
     def entries(self) -> Copier:
-        """Copies ratings; what it pins, the others use, too."""
+        """Copies ratings; the others share its pinned memory."""
         return self.device.copier()
 
     @functools.cached_property
@@ -543,9 +543,9 @@ class Copiers:
         return self.entries.twin()
 
     def send(self, array: np.ndarray) -> Array:
-        """An array on the device, for work launched from here on; the host does not wait for it."""
+        """Copy an array to the device for later launches; the host does not wait."""
         target = self.device.empty(array.shape, array.dtype)
-        self.small.after(self.device.record())  # what had this memory before may still be read
+        self.small.after(self.device.record())  # the previous content of this memory may still be read
         self.small.copy(target.reshape(-1), array.reshape(-1))
         self.device.wait(self.small.mark())
         return target

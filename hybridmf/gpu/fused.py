@@ -1,4 +1,4 @@
-"""Launches of cuda/fused_als.cu: assembly and solve of all rows of a side without leaving the chip."""
+"""Launches of cuda/fused_als.cu: assembly and solution of the systems of a side on the chip."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import FusedConfig
 from .assembly import RowKernels, Sums, Systems
-from .launch import Entries, check, check_not_host, constant_texts, source_text
+from .launch import DeviceEntries, check, check_not_host, constant_texts, source_text
 
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
 
 WIDEST = 2.0**16
-"""Ratio of the largest weighted factor to the largest one of any row up to which float16 parts keep 22 bits of it."""
+"""Ratio of the largest weighted factor to a row's largest up to which float16 parts keep 22 bits of the latter."""
 
 LARGEST_PART = 2.0**14
-"""What the largest scaled value may be: float16 ends at 65,504, and a power of two below leaves room for rounding."""
+"""Bound of scaled values: float16 ends at 65,504, and a power of two below leaves room for rounding."""
 
 
 def entry_scale(largest_factor: float, largest_root: float) -> float:
@@ -40,7 +40,7 @@ def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
 def build_constants(
     config: FusedConfig, precision: str, solver: str, implicit: bool = False, offsets: bool = False
 ) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """Compile-time constants of the kernels."""
     codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES[solver]}
     return config.constants | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets} | codes
 
@@ -48,7 +48,7 @@ def build_constants(
 @functools.cache
 def _constant_texts(
     config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
-) -> tuple[str, ...]:  # kept: ranks of several GPUs that are threads wait for each other while one writes them
+) -> tuple[str, ...]:  # cached: threads of ranks wait for each other while one formats these texts
     return constant_texts(build_constants(config, precision, solver, implicit, offsets))
 
 
@@ -64,7 +64,7 @@ def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> Non
     check_not_host(device, solutions=systems.solutions, status=systems.status, ridge=systems.ridge, scale=systems.scale)
 
 
-def _check_entries(device: Device, config: FusedConfig, factors: Array, entries: Entries) -> None:
+def _check_entries(device: Device, config: FusedConfig, factors: Array, entries: DeviceEntries) -> None:
     check("factors", factors, np.float32, (None, config.width))
     check("indices", entries.indices, np.int32, (None,))
     check("ratings", entries.ratings, np.float32, (len(entries.indices),))
@@ -80,7 +80,7 @@ def _gram_pointer(systems: Systems) -> Any:
 
 @dataclass(frozen=True)
 class FusedKernels(RowKernels):
-    """The fused kernels as `RowKernels`; sums of a segment are one vector.
+    """The fused kernels as `RowKernels`; the sums of a segment are one vector.
 
     Attributes
     ----------
@@ -90,10 +90,10 @@ class FusedKernels(RowKernels):
         A key of `PRECISION_CODES`.
     solver : {"cholesky", "cg"}
     epsilon : float
-        Pivots at or below this part of their diagonal element are all rounding.
+        Pivots at or below this part of their diagonal element count as rounding errors.
     cg_steps : int
     entry_scale : float
-        Power of two that weighted factors are multiplied with (`entry_scale`); 1 but for precision float32.
+        Power of two that scales weighted factors (`entry_scale`); 1 unless the precision is float32.
     """
 
     device: Device
@@ -105,10 +105,10 @@ class FusedKernels(RowKernels):
     entry_scale: float = 1.0
 
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
-        """See `RowKernels`; all is written."""
+        """See `RowKernels`; all elements are written."""
         return (self.device.empty((n_slots, self.config.partial_floats), np.float32),)
 
-    def assemble(self, sums: Sums, table: Array, entries: Entries, segments: Array) -> None:
+    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
         """Launch assemble_segments: sums of segments of rows.
 
         Parameters
@@ -116,7 +116,7 @@ class FusedKernels(RowKernels):
         sums : (float32 array, shape (n_slots, partial_floats),)
         table : float32 array, shape (n_fixed, width)
             Zeros beyond the rank.
-        entries : Entries
+        entries : DeviceEntries
         segments : int64 array, shape (n_segments, 3)
             (slot, begin, end) of each.
         """
@@ -143,7 +143,7 @@ class FusedKernels(RowKernels):
             config.shared_bytes(self.solver),
         )
 
-    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: Entries) -> None:
+    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """Launch solve_partials: solve rows, row k from ``partials[slots[k] : slots[k + 1]]``."""
         if not len(rows):
             return
@@ -173,7 +173,7 @@ class FusedKernels(RowKernels):
             config.shared_bytes(self.solver),
         )
 
-    def solve_rows(self, systems: Systems, table: Array, entries: Entries, indptr: Array, rows: Array) -> None:
+    def solve_rows(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array) -> None:
         """Launch solve_rows: solve the systems of `rows`, each assembled by one team.
 
         Parameters
@@ -216,7 +216,7 @@ class FusedKernels(RowKernels):
             config.shared_bytes(self.solver),
         )
 
-    def _kernel(self, name: str, entries: Entries) -> Any:
+    def _kernel(self, name: str, entries: DeviceEntries) -> Any:
         texts = _constant_texts(self.config, self.precision, self.solver, entries.implicit, entries.offsets is not None)
         return self.device.kernel(source_text("fused_als.cu"), name, texts)
 
@@ -229,7 +229,7 @@ COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128)
 def default_builds(
     spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of what usual ranks ask for; all three kernels are in each program.
+    """``(file, kernel, constants)`` of the builds for usual ranks; each program has all three kernels.
 
     Every precision and solver for rank 64, the default ones for the others.
     """

@@ -26,7 +26,7 @@ from ..plan.types import Plan
 from . import bals, fused, losses
 from .assembly import RowKernels, SegmentKernels, Systems
 from .factors import DeviceFactors, GpuFactors, weighted_gram
-from .launch import Entries
+from .launch import DeviceEntries
 from .mo_als import mo_als
 from .sparse_syrk import sparse_syrk
 
@@ -42,13 +42,13 @@ SEGMENT_SUMS: dict[str, Callable[..., None]] = {
 """The published kernels that sum segments of rows, by the plan's name."""
 
 LOSS_ROWS = 2048
-"""Entries one warp sums the losses of."""
+"""Entries whose losses one warp sums."""
 
 Launched: TypeAlias = "tuple[Any, Array]"
 """New factors and the status of each row, which may not be complete yet."""
 
 Launches: TypeAlias = "Iterator[Launched | None]"
-"""None after each step, then what was launched."""
+"""None after each step, then the result of the launches."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Pieces:
 
     @property
     def packed(self) -> np.ndarray:
-        """Segments, slots and rows, two in a number, one after the other; int64."""
+        """Segments, slots and rows as one int64 array; rows are packed two per element."""
         rows = np.zeros(ceil_div(len(self.rows), 2), np.int64)
         rows.view(np.int32)[: len(self.rows)] = self.rows
         return np.concatenate((self.segments.reshape(-1), self.slots, rows))
@@ -101,14 +101,14 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows on a device whose sums are there together.
+    """Rows whose sums are on the device together.
 
     Attributes
     ----------
     rows, slots, segments : arrays
-        As in `Pieces`; of BALS, the row blocks in place of segments.
+        As in `Pieces`; for BALS, row blocks instead of segments.
     size : int
-        Pieces of work done with it; see `Batches`.
+        Pieces of work in the batch; see `Batches`.
     """
 
     rows: Array
@@ -118,7 +118,7 @@ class Batch:
 
     @classmethod
     def upload(cls, upload: Callable[[np.ndarray], Array], parts: Iterable[Pieces]) -> list[Batch]:
-        """The same on a device, all by one copy: of small ones, hundreds would take as long as the kernels."""
+        """Copy pieces to a device in one copy: hundreds of small copies would take as long as the kernels."""
         parts = list(parts)
         packed = [part.packed for part in parts]
         whole = upload(np.concatenate([np.zeros(0, np.int64), *packed]))
@@ -135,13 +135,13 @@ class Batch:
 
 
 class Batches:
-    """Batches of rows whose sums are on the device together; where memory runs out, smaller ones from there on.
+    """Batches of rows whose sums are on the device together; they become smaller when memory runs out.
 
     Parameters
     ----------
     device : Device
     slots : int
-        Systems of a batch at most, if not a single row needs more.
+        Maximum number of systems of a batch, unless a single row needs more.
     """
 
     def __init__(self, device: Device, slots: int) -> None:
@@ -149,7 +149,7 @@ class Batches:
         self._done, self._halved = 0, False
 
     def __iter__(self) -> Iterator[Batch]:
-        """All batches, each to be worked on in `fitting`."""
+        """Yield all batches; process each of them within `fitting`."""
         self._done = 0
         while self._done < len(self):
             self._halved = False
@@ -162,12 +162,12 @@ class Batches:
 
     @contextmanager
     def fitting(self, batch: Batch) -> Iterator[None]:
-        """Complete a batch here; if there is no memory for it, its rows come again in smaller ones.
+        """Process a batch in this context; without memory for it, its rows follow in smaller batches.
 
         Raises
         ------
         DeviceMemoryError
-            There is none for the smallest batch either.
+            Memory does not suffice for the smallest batch.
         """
         with self._halving():
             yield
@@ -185,11 +185,11 @@ class Batches:
             logger.warning("%s is out of memory: batches of %d systems from here on", self.device.spec.name, fewer)
 
     def __len__(self) -> int:
-        """Pieces of work that batches are made of."""
+        """Pieces of work in all batches."""
         raise NotImplementedError
 
     def _following(self) -> list[Batch]:
-        """Batches from the first piece of work that is not done."""
+        """Batches from the first unprocessed piece of work."""
         raise NotImplementedError
 
     def _fewer(self) -> int:
@@ -206,9 +206,9 @@ class SegmentBatches(Batches):
         See `Batches`.
     pieces : Pieces
     upload : callable
-        Brings an array to the device.
+        Copies an array to the device.
     keep : bool
-        Have the batches stay on the device from one sweep to the next: 36 bytes for each segment.
+        Keep the batches on the device between sweeps: 36 bytes per segment.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class TileBatches(Batches):
         count = self._blocks()
         rows = np.arange(self._done * self.tile_rows, min((self._done + count) * self.tile_rows, len(self.degrees)))
         filled = np.flatnonzero(self.degrees[rows])
-        # a row without entries has sums of zeros, which the row before it takes along as if they were its own
+        # an empty row has sums of zeros, which are added to the row before it
         slots = np.append(filled, len(rows)) if len(filled) else np.zeros(1)
         upload = self.device.upload
         blocks = bals.RowBlocks(self._done, count, len(rows))
@@ -278,7 +278,7 @@ class GpuHalf:
     side : {"user", "item"}
     objective : Objective
     names : int64 array, shape (n_rows,), or None
-        What errors call each row, if not by its position.
+        Number of each row in error messages. Default: its position.
     """
 
     device: Device
@@ -290,10 +290,10 @@ class GpuHalf:
     """Whether `launches` never waits for the host, so that one thread can launch for several devices."""
 
     def launches(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Launches:
-        """Launch the half sweep step by step; what comes last may not be complete yet: see `check`.
+        """Launch the half sweep step by step; the last item is its result, possibly not complete yet: see `check`.
 
-        One thread that has several devices can have all of them begin before it goes on with any: the first step ends
-        with the first kernel that takes long. Nothing that comes in is written to.
+        The first step ends with the first long kernel, so that one thread can start all of several devices before it
+        continues with any. Arguments are not modified.
 
         Parameters
         ----------
@@ -302,9 +302,9 @@ class GpuHalf:
         mean : float
             Mean rating (0 without biases).
         start : GpuFactors, optional
-            Where solvers that are not exact start; zero if not given.
+            Warm start of the iterative solvers. Default: zeros.
         gram : array, optional
-            `weighted_gram` of the fixed factors, if it is known already.
+            `weighted_gram` of the fixed factors, if already computed.
         """
         raise NotImplementedError
 
@@ -321,7 +321,7 @@ class GpuHalf:
         ------
         NotPositiveDefiniteError, NonFiniteError
         DeviceMemoryError
-            Not even the smallest batch fits.
+            Even the smallest batch does not fit.
         """
         with self.device.active():
             *_, launched = self.launches(fixed, mean, start, gram)
@@ -330,12 +330,12 @@ class GpuHalf:
         return launched[0]
 
     def check(self, solved: GpuFactors, status: Array) -> None:
-        """Wait until factors are complete; raise the failure of a row. Finds the range of the rows on the way."""
+        """Wait until factors are complete; raise the failure of a row. Also finds the range of the rows."""
         if solved.failed(status):
             self.raise_failure(status)
 
     def raise_failure(self, status: Array) -> None:
-        """Raise the failure of the first row that has one.
+        """Raise the failure of the first row whose status is not 0.
 
         Raises
         ------
@@ -351,18 +351,18 @@ class HalfSweep(GpuHalf):
     ----------
     device : Device
     side : {"user", "item"}
-        The side that is solved; for messages.
+        The side to solve, named in messages.
     matrix : csr_array, shape (n_rows, n_fixed)
     objective : Objective
     plan : Plan
     names : int64 array, shape (n_rows,), optional
-        What errors call each row, if not by its position in `matrix`.
+        Number of each row in error messages. Default: its position in `matrix`.
     roots : (float, float), optional
-        `range_of_roots` of all ratings, where `matrix` is a slab of them.
+        `range_of_roots` of all ratings, if `matrix` is a slab of them.
     """
 
     keeps_batches = True
-    """Whether batches stay on the device from one sweep to the next."""
+    """Whether batches stay on the device between sweeps."""
 
     one_thread = True
 
@@ -403,15 +403,15 @@ class HalfSweep(GpuHalf):
         return len(self.degrees)
 
     def _sums_apart(self) -> bool:
-        """Whether sums of all rows go through memory before they are solved, not only those of long ones."""
+        """Whether the sums of all rows, not only of long ones, go through global memory before they are solved."""
         return self.plan.assembly != "fused" or self.plan.rank >= plan_fused.SOLVED_APART
 
     def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
-        """The entries on the device."""
+        """Copy the entries to the device."""
         return self.device.upload(indices), self.device.upload(ratings)
 
     def _upload(self, array: np.ndarray) -> Array:
-        """An array that a batch needs, on the device."""
+        """Copy an array of a batch to the device."""
         return self.device.upload(array)
 
     def launches(
@@ -424,7 +424,7 @@ class HalfSweep(GpuHalf):
         """See `GpuHalf.launches`."""
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
-        # made when there are sums to solve: until these are launched the device is idle
+        # made on first use: the device is idle until the first sums are launched
         systems = functools.cache(functools.partial(self._systems, start, gram))
         table, entries, kernels = fixed.table, self._entries(fixed, mean), self.kernels_for(fixed)
         for batch in self.batches:
@@ -440,7 +440,7 @@ class HalfSweep(GpuHalf):
         yield self._unpack(systems().solutions), systems().status
 
     def kernels_for(self, fixed: GpuFactors) -> RowKernels:
-        """The kernels of the plan's assembly, with the scale that float16 parts need for these factors and weights."""
+        """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""
         plan, device, (smallest, largest) = self.plan, self.device, self.roots
         if plan.assembly != "fused":
             method = (device, plan.rank, self.dtype, plan.solver, self.epsilon, plan.cg_steps)
@@ -464,7 +464,7 @@ class HalfSweep(GpuHalf):
         return FusedConfig.default(self.plan.rank, self.device.spec, self.plan.precision, self.plan.solver)
 
     def _systems(self, start: DeviceFactors | None, gram: Array | None) -> Systems:
-        """Where solutions go, filled with what approximate solvers start from."""
+        """Allocate the systems, with solutions filled with the warm start of the iterative solvers."""
         plan, device = self.plan, self.device
         solutions, status = self._results()
         if plan.solver != "cholesky" and start is not None:
@@ -476,14 +476,14 @@ class HalfSweep(GpuHalf):
         return Systems(solutions, status, gram, self.ridge, self.scale)
 
     def _results(self) -> tuple[Array, Array]:
-        """Zeros, where solutions and the status of each row go."""
+        """Allocate solutions and the status of each row; zeros."""
         return self.device.zeros((len(self), self.width), self.dtype), self.device.zeros(len(self), np.int32)
 
-    def _entries(self, fixed: DeviceFactors, mean: float) -> Entries:
+    def _entries(self, fixed: DeviceFactors, mean: float) -> DeviceEntries:
         offsets = None
         if self.objective.biases and fixed.device_bias is not None:
             offsets = fixed.device_bias + self.dtype.type(mean)
-        return Entries(
+        return DeviceEntries(
             self.indices,
             self.ratings,
             offsets,
@@ -493,7 +493,7 @@ class HalfSweep(GpuHalf):
         )
 
     def _unpack(self, solutions: Array) -> DeviceFactors:
-        """Solutions as a table of factors; the last coordinate of a biased model becomes its bias."""
+        """Convert solutions to factors; the last coordinate of a biased model becomes its bias."""
         factors = self.plan.factors
         if not self.objective.biases:
             return DeviceFactors(self.device, solutions, factors, None)
@@ -503,16 +503,16 @@ class HalfSweep(GpuHalf):
 
     @property
     def epsilon(self) -> float:
-        """Pivots at or below this part of their diagonal element are all rounding."""
+        """Pivots at or below this part of their diagonal element count as rounding errors."""
         return SINGULAR_PIVOT * float(np.finfo(self.dtype).eps)
 
     def losses(self, users: DeviceFactors, items: Any, mean: float) -> np.ndarray:
-        """Losses of pieces of rows, where rows are users, in their order; float64 on the host."""
+        """Losses of segments of rows in order, where rows are users; float64 on the host."""
         return segment_losses(self, users, items, mean, loss_segments(self))
 
 
 def range_of_roots(objective: Objective, ratings: np.ndarray) -> tuple[float, float]:
-    """Smallest and largest root of the weight that an entry has beyond the Gram matrix; zeros do not count."""
+    """Square roots of the smallest and largest weight of an entry beyond the Gram matrix; zeros do not count."""
     if not objective.is_implicit or not len(ratings):
         return 1.0, 1.0
     sizes = np.abs(ratings)
@@ -531,12 +531,12 @@ def _rest(pieces: Pieces, done: int) -> Pieces:
 
 
 def loss_segments(half: HalfSweep) -> Array:
-    """Pieces of rows that losses are summed of: (user, begin, end)."""
+    """Segments of rows whose losses are summed: (user, begin, end)."""
     return row_segments(half.device, half.device.download(half.indptr))
 
 
 def row_segments(device: Device, indptr: np.ndarray) -> Array:
-    """The same of rows that begin and end where `indptr` says."""
+    """Segments of the rows of `indptr`: (row, begin, end)."""
     pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), LOSS_ROWS)
     owners = np.repeat(pieces.rows, np.diff(pieces.slots))
     return device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
@@ -547,7 +547,7 @@ def segment_losses(
 ) -> np.ndarray:
     """Losses of segments of the entries of a half sweep; float64 on the host."""
     objective = half.objective
-    entries = Entries(
+    entries = DeviceEntries(
         half.indices,
         half.ratings,
         items.device_bias,
@@ -571,5 +571,5 @@ def objective_value(half: Any, users: GpuFactors, items: GpuFactors, mean: float
 
 
 def unobserved_loss(objective: Objective, grams: Sequence[np.ndarray]) -> float:
-    """Loss of all pairs as if none were observed, from both sides' Gram matrices; 0 for explicit feedback (no Gram)."""
+    """Loss of all pairs as if unobserved, from the Gram matrices of both sides; 0 for explicit feedback."""
     return objective.unobserved_weight * float(np.sum(grams[0] * grams[1])) if objective.is_implicit else 0.0

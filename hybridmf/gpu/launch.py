@@ -17,7 +17,7 @@ import numpy as np
 from ..device.cuda import Array, Device, Kernel
 
 HEADERS = ("common.cuh",)
-"""Spliced in front of every source: CuPy's cache keys on the text, so an edited #include would go unnoticed."""
+"""Inserted into every source: CuPy's cache keys on the text, so it would miss changes of an #include."""
 
 
 def kernel_folder() -> Path:
@@ -33,7 +33,7 @@ def kernel_folder() -> Path:
 
 @functools.cache
 def source_text(file: str) -> str:
-    """A .cu file with the headers it names, and those they name, in place of the first #include line of each."""
+    """A .cu file in which its headers, and theirs, replace the first #include line of each."""
     return "\n".join(_spliced(file, set())) + "\n"
 
 
@@ -54,7 +54,7 @@ def get_kernel(device: Device, file: str, name: str, **constants: Any) -> Kernel
 
 
 def constant_texts(constants: dict[str, Any]) -> tuple[str, ...]:
-    """``NAME=value`` of each compile-time constant, in one order: what -D options say."""
+    """``NAME=value`` of each compile-time constant, in a fixed order, for -D options."""
     return tuple(f"{key}={_constant(value)}" for key, value in sorted(constants.items()))
 
 
@@ -67,7 +67,7 @@ def _constant(value: Any) -> str:
 
 
 def check(name: str, array: Array, dtype: Any, shape: tuple[int | None, ...]) -> None:
-    """An argument must be what the kernel reads: dtype, shape (None: any), C order. A fault is ours, not the user's."""
+    """Check dtype, shape (None: any) and C order of an argument. A failure is a bug of this package."""
     dtype = np.dtype(dtype)
     fits = len(array.shape) == len(shape) and all(
         want is None or have == want for have, want in zip(array.shape, shape, strict=True)
@@ -79,7 +79,7 @@ def check(name: str, array: Array, dtype: Any, shape: tuple[int | None, ...]) ->
 
 
 def check_not_host(device: Device, **arrays: Array) -> None:
-    """Arrays must be on the device: a host pointer in a kernel would take the CUDA context down."""
+    """Check that arrays are on the device: a host pointer in a kernel would corrupt the CUDA context."""
     for name, array in arrays.items():
         if not device.owns(array):
             raise TypeError(
@@ -88,8 +88,8 @@ def check_not_host(device: Device, **arrays: Array) -> None:
 
 
 @dataclass(frozen=True)
-class Entries:
-    """Entries of one side's rows on a device, and what they weigh.
+class DeviceEntries:
+    """Entries of the rows of one side on a device, and their weights.
 
     Attributes
     ----------
@@ -97,10 +97,10 @@ class Entries:
         Row of the fixed side of each entry.
     ratings : float array, shape (nnz,)
     offsets : float array, shape (n_fixed,), or None
-        What a rating owes to the mean and the fixed side's biases.
+        Part of each rating that the mean and the biases of the fixed side explain.
     implicit : bool
     alpha, unobserved_weight : float
-        Of implicit feedback.
+        For implicit feedback.
     """
 
     indices: Array
@@ -112,12 +112,12 @@ class Entries:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What kernels are compiled for."""
+        """Compile-time constants of kernels."""
         return {"REAL": self.ratings.dtype, "IMPLICIT": self.implicit, "HAS_OFFSETS": self.offsets is not None}
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
-        """Kernel arguments ``indices, ratings, offsets``; without offsets any pointer, which is not read."""
+        """Kernel arguments ``indices, ratings, offsets``; without offsets an arbitrary pointer, which is not read."""
         return self.indices, self.ratings, self.ratings if self.offsets is None else self.offsets
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
-from .launch import Entries, check, check_not_host, get_kernel
+from .launch import DeviceEntries, check, check_not_host, get_kernel
 
 WARPS_PER_BLOCK = 8
 
@@ -18,7 +18,7 @@ def total_loss(
     device: Device,
     users: Array,
     items: Array,
-    entries: Entries,
+    entries: DeviceEntries,
     user_offsets: Array | None,
     segments: Array,
     factors: int,
@@ -28,14 +28,14 @@ def total_loss(
     Parameters
     ----------
     users, items : float array, shape (n_users, width) and (n_items, width)
-    entries : Entries
-        With the items' biases as offsets, if there are any.
+    entries : DeviceEntries
+        Offsets are the biases of items, if there are any.
     user_offsets : float array, shape (n_users,), or None
         Mean and biases of users.
     segments : int64 array, shape (n_segments, 3)
-        (user, begin, end) of pieces of rows.
+        (user, begin, end) of segments of rows.
     factors : int
-        Columns that are factors.
+        Number of columns that are factors.
     """
     out = segment_losses(device, users, items, entries, user_offsets, segments, factors)
     return float(out.sum())
@@ -45,7 +45,7 @@ def segment_losses(
     device: Device,
     users: Array,
     items: Array,
-    entries: Entries,
+    entries: DeviceEntries,
     user_offsets: Array | None,
     segments: Array,
     factors: int,
@@ -83,7 +83,7 @@ COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
 
 def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of what is compiled for the usual factors."""
+    """(file, kernel, constants) of the builds for usual ranks."""
     for factors in ranks:
         for real in ("float", "double"):
             shape = {"REAL": real, "FACTORS": factors, "LD": factors}

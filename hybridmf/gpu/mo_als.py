@@ -23,7 +23,7 @@ from ..plan.assemblies import (
 )
 from . import assembly
 from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
-from .launch import Entries, get_kernel
+from .launch import DeviceEntries, get_kernel
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class MoAlsConfig:
     groups : int
         Teams of threads that share the entries of a bin.
     part_tiles : int
-        Tiles of a block; fewer than the lower triangle has: several blocks share a segment.
+        Tiles of a block. If fewer than the lower triangle has, several blocks share a segment.
     blocks_per_sm : int
-        Blocks on a multiprocessor, which bounds the registers of a thread.
+        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
 
     Raises
     ------
     ValueError
-        Says which constraint is broken.
+        A constraint is violated; the message names it.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class MoAlsConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
-        """The fewest idle lanes with enough warps on a multiprocessor."""
+        """The choice with the fewest idle lanes and enough warps per multiprocessor."""
         tile = tile_size(rank, itemsize)
         tiles, chunks = lower_tiles(rank, tile), ceil_div(rank, tile) * tile * itemsize // 16
         resident = resident_warps(tile, itemsize)
@@ -95,7 +95,7 @@ class MoAlsConfig:
                     best = (score, groups, part_tiles, warps)
         _, groups, part_tiles, warps = best
         loaded = warps * WARP // chunks
-        # a few entries a barrier, but what is under way takes registers
+        # several entries per barrier; entries in flight take registers
         sizes = [k * loaded for k in (1, 2, 3, 4) if k * loaded % groups == 0 and k * loaded <= 32]
         sizes = sizes or [max(groups, min(loaded, 32) // groups * groups)]
         size = next((size for size in sizes if size >= 8), sizes[-1])
@@ -131,7 +131,7 @@ class MoAlsConfig:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for."""
+        """Compile-time constants of the kernel."""
         return {
             "RANK": self.rank,
             "TILE": self.tile,
@@ -147,7 +147,7 @@ def mo_als(
     matrices: Array,
     rhs: Array,
     factors: Array,
-    entries: Entries,
+    entries: DeviceEntries,
     segments: Array,
     rank: int,
     config: MoAlsConfig | None = None,
@@ -165,14 +165,14 @@ def mo_als(
     read_only : bool
         Read factors through the read-only path, cached in L1 (the paper's texture memory, fig. 8).
     registers : bool
-        Sum in registers; False: in global memory, which the paper compares with (fig. 7).
+        Sum in registers. False: in global memory, the baseline of the paper (fig. 7).
 
     Raises
     ------
     TypeError
-        An array is not what the kernel reads.
+        An array has the wrong dtype, shape or layout.
     ValueError
-        The configuration is for something else or does not fit on the device.
+        The configuration is for another rank or dtype, or does not fit on the device.
     """
     n_segments = check_segments(device, matrices, rhs, factors, entries, segments, rank)
     dtype = np.dtype(factors.dtype)

@@ -1,17 +1,17 @@
 """Half sweeps of ALS on a GPU whose factors are offloaded: for factors that are larger than the GPU's memory.
 
-    ratings    slab k + 1 ──> device ┐                              a thread and a stream each, beside the kernels
+    ratings    slab k + 1 ──> device ┐                              a thread and a stream each, beside kernels
     fixed side part t + 1 ──> device ┼─> kernels: rows of slab k ──> solutions of slab k - 1 ──> host
     last factors of slab k ──────────┘
 
-Where the fixed side fits on the GPU as a whole it is brought there once in each half sweep, and the bits are those of a
-fit that holds all. Where it does not, it comes in parts, one after the other for each slab (cuMF Algorithm 3 and
-section 4.4): the sums of the slab's rows stay on the device and grow in the order of the parts, then the systems are
-completed and solved. Columns ascend within a row, so that a segment's entries of one part lie side by side:
-`clip_segments` finds where they begin and end, and no entry is copied.
+If the fixed side fits on the GPU as a whole, each half sweep loads it once, and results have the bits of a fit with all
+factors on the GPU. Otherwise it is loaded in parts, one after the other for each slab (cuMF Algorithm 3 and section
+4.4): the sums of the slab's rows stay on the device, parts are added in order, then the systems are completed and
+solved. Columns ascend within a row, so the entries of a segment in one part are contiguous: `clip_segments` finds
+their bounds, and no entry is copied.
 
-Files of `core.scratch` take the place of memory that the host does not have: `HostTables` are then made of them,
-before the fit begins. Nothing here works on more of a table at a time than some rows.
+If the host does not have enough memory, `HostTables` are files of `core.scratch`, created before the fit starts. This
+module processes only some rows of a table at a time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .assembly import RowKernels, Sums
 from .factors import Copiers, DeviceFactors, HostFactors, HostTables, gram_sum, padded_gram, weighted_gram
 from .half import Batch, Launches, loss_segments, segment_losses
 from .rows import RowRange, clip_segments, widen_range
-from .stream import Loader, Pipeline, SlabHalf, StreamedHalf, Work
+from .stream import Loader, Pipeline, SlabHalf, StreamedHalf, Transfers
 
 
 class Drain:
-    """Brings solutions to the host on a stream and a thread of their own, while the next ones are made.
+    """Copies solutions to the host on a separate stream and thread, while the next ones are computed.
 
     Parameters
     ----------
@@ -54,24 +54,24 @@ class Drain:
         self._under_way: Future[None] | None = None
 
     def put(self, pairs: list[tuple[np.ndarray, Array]]) -> None:
-        """Begin to copy to each array of the host its array of the device; waits until those before have left."""
+        """Start to copy each array of the device to its array of the host; waits until previous copies are complete."""
         mark = self.device.record()
         self.finish()
         self._under_way = self._thread.submit(self._fetch, pairs, mark)
 
     def _fetch(self, pairs: list[tuple[np.ndarray, Array]], mark: Any) -> None:
         self.copier.after(mark)
-        while pairs:  # what has left must not wait for the rest, nor for whoever else holds this list
+        while pairs:  # releases each array after its copy, also if the list is referenced elsewhere
             self.copier.fetch(*pairs.pop())
 
     def finish(self) -> None:
-        """Wait for what is under way; raises what went wrong in it."""
+        """Wait for the current copies; raises their failure."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
     def close(self) -> None:
-        """End the thread, when it has done with what it works on."""
+        """End the thread after its current copies."""
         self._thread.shutdown()
 
 
@@ -79,12 +79,12 @@ class Drain:
 
 
 class PartedFactors:
-    """A fixed side whose parts are on the device one after the other; stands in for `DeviceFactors`.
+    """A fixed side whose parts are on the device one after the other; takes the place of `DeviceFactors`.
 
     Parameters
     ----------
     range : RowRange or None
-        Of all rows.
+        Range of all rows.
     stream : iterator of (int, DeviceFactors)
         First row and factors of each part, from the first to the last for each slab.
     parts : int
@@ -94,7 +94,7 @@ class PartedFactors:
         self.range, self._stream, self._count = range, stream, parts
 
     def find_range(self) -> None:
-        """The range is known."""
+        """Do nothing: the range is known."""
 
     def parts(self) -> Iterator[tuple[int, DeviceFactors]]:
         """First row and factors of each part; valid until the next one."""
@@ -102,12 +102,12 @@ class PartedFactors:
 
 
 class HostSlab(SlabHalf):
-    """`SlabHalf` of rows that are so many that their pieces have no room on the device.
+    """`SlabHalf` with so many rows that their pieces do not stay on the device.
 
     Attributes
     ----------
     send : callable
-        Brings an array to the device.
+        Copies an array to the device.
     """
 
     keeps_batches = False
@@ -118,7 +118,7 @@ class HostSlab(SlabHalf):
 
 
 class PartedSlab(HostSlab):
-    """`HostSlab` for a fixed side that comes in parts."""
+    """`HostSlab` for a fixed side that is loaded in parts."""
 
     def _sums_apart(self) -> bool:
         return True
@@ -140,7 +140,7 @@ class PartedSlab(HostSlab):
         yield self._unpack(systems.solutions), systems.status
 
     def parts_of(self, fixed: PartedFactors) -> Iterator[DeviceFactors]:
-        """Each part of the fixed side, while the slab's indices count from its first row."""
+        """Yield each part of the fixed side; meanwhile the slab's indices count from its first row."""
         at = 0
         for first, part in fixed.parts():
             if first > at:
@@ -152,14 +152,14 @@ class PartedSlab(HostSlab):
         return clip_segments(self.device, segments, self.indices, len(part), first_slot)
 
     def _chunks(self, n_slots: int) -> Iterator[slice]:
-        """Slots whose sums are made at a time, before they join those of the parts before."""
+        """Ranges of slots whose sums are computed at a time and then added to those of previous parts."""
         for start in range(0, n_slots, self.batches.slots):
             yield slice(start, min(start + self.batches.slots, n_slots))
 
     def _add(
         self, kernels: RowKernels, sums: Sums, part: DeviceFactors, mean: float, segments: Array, *, anew: bool
     ) -> None:
-        """Add the sums of a part to those of some slots; `anew`: there is nothing yet to add to."""
+        """Add the sums of a part to those of some slots; `anew`: overwrite them."""
         fresh = sums if anew else kernels.empty(len(segments))
         kernels.assemble(fresh, part.table, self._entries(part, mean), segments)
         if not anew:
@@ -167,12 +167,12 @@ class PartedSlab(HostSlab):
                 target += more
 
     def _entries_without_part(self) -> Any:
-        """What kernels are compiled for: whether there are offsets, not which."""
+        """Entries for compile-time constants, which depend on the presence of offsets, not on their values."""
         offsets = self.device.zeros(1, self.dtype) if self.objective.biases else None
         return self._entries(DeviceFactors(self.device, None, self.plan.factors, offsets), 0.0)
 
     def losses(self, users: DeviceFactors, items: PartedFactors, mean: float) -> np.ndarray:
-        """`segment_losses` where items come in parts."""
+        """`segment_losses` for items that are loaded in parts."""
         segments = loss_segments(self)
         total = np.zeros(len(segments))
         for part in self.parts_of(items):
@@ -181,15 +181,15 @@ class PartedSlab(HostSlab):
 
 
 class HostHalf(StreamedHalf):
-    """One half of a sweep whose factors, fixed and solved, are in the memory of the host.
+    """One half of a sweep whose fixed and solved factors are offloaded to the host.
 
     Parameters
     ----------
     device, side, slabs, objective, plan, names, ends
-        As for `StreamedHalf`; the plan's `scale` says in how many parts the fixed side comes.
+        As for `StreamedHalf`; the `scale` of the plan has the number of parts of the fixed side.
     copiers : Copiers
     tables : HostTables, optional
-        Of the rows that are solved. Default: its own, in memory.
+        Tables of the solved side. Default: new ones in memory.
     """
 
     def __init__(
@@ -224,11 +224,11 @@ class HostHalf(StreamedHalf):
 
     @functools.cached_property
     def scale(self) -> np.ndarray:
-        """s of each row, where the factors are."""
+        """s of each row, on the host."""
         return self.objective.row_scale(self.degrees)
 
     def launches(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Launches:
-        """Launch slab after slab; solutions leave for the host. See `GpuHalf.launches`."""
+        """Launch slab after slab; solutions are copied to the host. See `GpuHalf.launches`."""
         device, n = self.device, len(self.degrees)
         status, found = device.zeros(n, np.int32), device.zeros(3, np.uint32)
         table = self.tables.take()
@@ -237,7 +237,7 @@ class HostHalf(StreamedHalf):
         drain = Drain(device, self.copiers.solutions)
         gram = self._gram(fixed)
         if self.fixed_parts > 1 and self.plan.assembly == "fused":
-            fixed.find_range()  # on the host, where it takes longer; what is on the device as a whole is read there
+            fixed.find_range()  # on the host; faster on the device if the fixed side is there as a whole
         with closing(drain), self._lent(fixed) as side, self._kernels(side), self._streaming() as slabs:
             if self.fixed_parts == 1:
                 gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
@@ -255,18 +255,18 @@ class HostHalf(StreamedHalf):
         yield solved, status
 
     def _first_guess(self, start: HostFactors | None, rows: slice) -> DeviceFactors | None:
-        """Where approximate solvers start; an exact one needs no start."""
+        """Warm start of the iterative solvers; exact ones need none."""
         if start is None or self.plan.solver == "cholesky":
             return None
         return start.sent(self.copiers, rows.start, rows.stop)
 
     @contextmanager
     def _streaming(self) -> Iterator[Iterator[tuple[slice, Any]]]:
-        """Slabs whose buffers are on the device only meanwhile: the other half sweep needs its room."""
+        """Stream slabs through buffers that exist only in this context: the other half sweep needs their memory."""
         capacity, dtype = self.longest, self.slabs.dtype
         self.pipeline = Pipeline(self.device, capacity, dtype, copier=self.copiers.entries)
         try:
-            with closing(self.entries()) as slabs:  # else a failure would leave the thread at work
+            with closing(self.entries()) as slabs:  # stops the thread after a failure
                 yield slabs
         finally:
             self.pipeline = None
@@ -279,7 +279,7 @@ class HostHalf(StreamedHalf):
 
     @contextmanager
     def _lent(self, fixed: HostFactors) -> Iterator[Any]:
-        """The fixed side on the device: as a whole, or part by part for each slab."""
+        """Load the fixed side to the device: as a whole, or part by part for each slab."""
         times = 1 if self.fixed_parts == 1 else len(self.parts)
         with closing(self._stream(self._loader(fixed), fixed, times)) as stream:
             yield next(stream)[1] if self.fixed_parts == 1 else PartedFactors(fixed.range, stream, self.fixed_parts)
@@ -287,15 +287,15 @@ class HostHalf(StreamedHalf):
     def _stream(
         self, loader: Loader, fixed: HostFactors, times: int
     ) -> Generator[tuple[int, DeviceFactors], None, None]:
-        """First row and factors of each part in order, so many times over."""
+        """Yield first row and factors of each part in order, `times` times."""
         parts = list(pairwise(part_bounds(len(fixed), self.fixed_parts).tolist()))
-        work = Work(times * len(parts), lambda k: fixed.vectors(*parts[k % len(parts)]), fixed)
-        with closing(loader.loads(work)) as loads:
+        transfers = Transfers(times * len(parts), lambda k: fixed.vectors(*parts[k % len(parts)]), fixed)
+        with closing(loader.loads(transfers)) as loads:
             for k, *vectors in loads:
                 yield parts[k % len(parts)][0], fixed.lent(self.device, vectors)
 
     def _gram(self, fixed: HostFactors) -> Array | None:
-        """The weighted Gram matrix of a fixed side that comes in parts, added up over them; else None."""
+        """The weighted Gram matrix of a fixed side in parts, added over them; None for a whole one."""
         if self.fixed_parts == 1 or not self.objective.is_implicit:
             return None
         total: Any = 0.0
@@ -305,7 +305,7 @@ class HostHalf(StreamedHalf):
         return padded_gram(self.device, total, self.plan.rank, fixed.table.dtype, self.objective)
 
     def losses(self, users: Any, items: Any, mean: float) -> np.ndarray:
-        """Losses of pieces of rows, where rows are users; see `StreamedHalf.losses`."""
+        """Losses of segments of rows, where rows are users; see `StreamedHalf.losses`."""
         found = [np.zeros(0)]
         with self._lent(items) as side, self._streaming() as slabs:
             for rows, slab in slabs:
@@ -318,6 +318,6 @@ class HostHalf(StreamedHalf):
 
 
 def part_bounds(rows: int, parts: int) -> np.ndarray:
-    """Rows ``bounds[k] ... bounds[k + 1] - 1`` are part k of a fixed side; all but the last have as many."""
+    """Rows ``bounds[k] ... bounds[k + 1] - 1`` are part k of a fixed side; all but the last have the same size."""
     longest = -(-rows // parts)
     return np.minimum(np.arange(parts + 1, dtype=np.int64) * longest, rows)

@@ -15,16 +15,16 @@ from .launch import check, check_not_host, get_kernel
 THREADS = 256
 BLOCKS_PER_SM = 8
 ROWS = 4
-"""Rows that a warp of the kernel row_range takes at a time."""
+"""Rows that a warp of the kernel row_range processes at a time."""
 
 PARTS = 32
-"""Blocks that share a row at most: few rows with many pieces must not keep the others waiting."""
+"""Maximum number of blocks per row: few rows with many pieces must not delay the others."""
 
 LARGEST_BITS = 0x7FFFFFFF
 
 
 def add_pieces(device: Device, sums: Array, rows: Array, slots: Array) -> None:
-    """Add up, in place and in order, the rows that lie in several pieces.
+    """Add up, in place and in order, rows of several pieces.
 
     Parameters
     ----------
@@ -48,18 +48,18 @@ def add_pieces(device: Device, sums: Array, rows: Array, slots: Array) -> None:
 
 
 def vector_of(length: int, itemsize: int) -> int:
-    """Elements that a thread moves at a time, for rows of so many elements: 16 bytes if rows are whole pieces of it."""
+    """Elements that a thread copies at a time: 16 bytes if rows of `length` elements are a multiple of that."""
     return 16 // itemsize if length * itemsize % 16 == 0 else 1
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """How large the rows of a table are.
+    """Range of the magnitudes of a table's rows.
 
     Attributes
     ----------
     largest, least : float
-        The largest absolute value, and the least of the rows' own largest; rows of zeros do not count. Both 0 for a
+        The largest absolute value, and the smallest of the rows' maxima; rows of zeros do not count. Both are 0 for a
         table of zeros; `largest` is NaN if any element is.
     """
 
@@ -68,14 +68,14 @@ class RowRange:
 
     @classmethod
     def of_all(cls, parts: Iterable[RowRange]) -> RowRange:
-        """The range of a table from those of its parts."""
+        """The range of a table from the ranges of its parts."""
         known = list(parts)
         largest = np.max([0.0, *(part.largest for part in known)])  # NaN stays
         return cls(float(largest), min((part.least for part in known if part.least > 0), default=0.0))
 
 
 def row_range(device: Device, table: Array, status: Array | None = None) -> tuple[RowRange, bool]:
-    """The range of a table's rows, and whether any status is not 0; waits for what computes them, once.
+    """The range of a table's rows, and whether any status is not 0; synchronizes once.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def row_range(device: Device, table: Array, status: Array | None = None) -> tupl
 
 
 def widen_range(device: Device, found: Array, table: Array, status: Array | None = None) -> None:
-    """Take more rows into a range that `read_range` reads; nothing is waited for.
+    """Extend a range, to be read by `read_range`, by more rows; does not wait.
 
     Parameters
     ----------
@@ -110,12 +110,12 @@ def widen_range(device: Device, found: Array, table: Array, status: Array | None
     blocks = min(wanted, BLOCKS_PER_SM * device.spec.multiprocessors)
     kernel = get_kernel(device, "rows.cu", "row_range", REAL=table.dtype, THREADS=THREADS)
     sizes = (np.int64(len(table)), np.int32(table.shape[1]))
-    # any pointer does where there is no status to read
+    # without status an arbitrary pointer, which is not read
     kernel((blocks,), (THREADS,), (found, table, *sizes, found if status is None else status, np.int64(n_solved)), 0)
 
 
 def read_range(found: np.ndarray) -> tuple[RowRange, bool]:
-    """What `widen_range` has found, on the host."""
+    """Decode the downloaded result of `widen_range`."""
     largest, room, failed = found.tolist()
     if not largest:
         return RowRange(0.0, 0.0), bool(failed)
@@ -131,10 +131,10 @@ def clip_segments(device: Device, segments: Array, indices: Array, columns: int,
     segments : int64 array, shape (n, 3)
         (slot, begin, end).
     indices : int32 array
-        Ascending within each segment, and negative before the columns that are wanted.
+        Ascending within each segment, and negative for columns before the range.
     columns : int
     first_slot : int
-        Taken from each slot.
+        Subtracted from each slot.
     """
     clipped = device.empty(segments.shape, np.int64)
     check("segments", segments, np.int64, (None, 3))
@@ -149,7 +149,7 @@ def clip_segments(device: Device, segments: Array, indices: Array, columns: int,
 
 
 def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of all that is compiled."""
+    """(file, kernel, constants) of all builds."""
     for real, itemsize in (("float", 4), ("double", 8)):
         for vector in (1, 16 // itemsize):
             yield "rows.cu", "add_pieces", {"REAL": real, "VECTOR": vector, "THREADS": THREADS}

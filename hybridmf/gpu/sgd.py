@@ -1,4 +1,4 @@
-"""The GPU's SGD: launches of cuda/msgd.cu and cuda/batch_hogwild.cu, and the solver; the twin of `hybridmf.cpu.sgd`."""
+"""SGD on a GPU: launches of cuda/msgd.cu and cuda/batch_hogwild.cu, and the solver; see also `hybridmf.cpu.sgd`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..plan.types import Plan
 from . import losses
 from .factors import DeviceFactors, to_device
 from .half import LOSS_ROWS, Pieces
-from .launch import Entries, check, check_not_host, get_kernel
+from .launch import DeviceEntries, check, check_not_host, get_kernel
 from .rows import read_range, widen_range
 
 LAYOUTS: dict[str, dict[Side, Side]] = {
@@ -33,30 +33,30 @@ LAYOUTS: dict[str, dict[Side, Side]] = {
     "mixed": {"item": "item", "user": "user"},
     "crossed": {"item": "user", "user": "item"},
 }
-"""By ordering: whose rows the layout lists that a pass over the items (over the users) walks; MSGD 6.4. A pass is
-centralized (Alg. 3) where the rows it moves are those of its layout, else decentralized (Alg. 2). "user" and "item" are
-one of each and keep one orientation of the ratings on the device; "mixed" is centralized twice, with long rows solved
-in chunks (ours); "crossed" is decentralized twice, as MSGD measures it, too."""
+"""For each ordering, the side by whose rows entries are stored for the passes over items and over users; MSGD 6.4. A
+pass is centralized (Alg. 3) if that is the side it updates, otherwise decentralized (Alg. 2). "user" and "item" have
+one pass of each kind, and keep one orientation of the ratings on the device. "mixed" has two centralized passes, with
+long rows solved in chunks (ours); "crossed" has two decentralized ones, which MSGD also measures."""
 
 ALONE = 0.5
-"""Where a pass is over when its longest walk is, rows of at least this part of the longest have a multiprocessor's
-shared memory to themselves, which walks faster; two of the others share one, which does more in all."""
+"""If the longest row decides the time of a pass, rows of at least this part of its length have the shared memory of a
+multiprocessor to themselves, for lower latency; two of the other rows share one, for higher throughput."""
 
 THREADS = 128
-"""Of a block."""
+"""Threads of a block."""
 
 DECENTRALIZED_THREADS = 256
-"""Of a block of the kernel `decentralized`."""
+"""Threads of a block of the kernel `decentralized`."""
 
 BATCH = 32
-"""Runs that a worker takes at a time, by the rule: 256 entries, as cuMF_SGD."""
+"""Runs that a worker takes at a time, by the rule: 256 entries, as in cuMF_SGD."""
 
 ROUNDS = 2000
-"""Runs of each worker in an epoch, at least. What is read at the same time is updated once instead of several times;
-fewer workers on small problems bound that."""
+"""Minimum runs of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer workers
+on small problems limit that effect."""
 
 RANGES_PER_SM = 2
-"""Blocks of a multiprocessor, and ranges of moved rows, of a decentralized pass."""
+"""Blocks per multiprocessor in a decentralized pass, each with one range of updated rows."""
 
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
@@ -66,12 +66,12 @@ COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
 @dataclass(frozen=True)
 class Rows:
-    """Factors of one side as the kernels work on them.
+    """Working copy of the factors of one side.
 
     Attributes
     ----------
     matrix : float array, shape (n, ld)
-        Padded with zeros to whole pieces of 16 bytes.
+        Padded with zeros to a multiple of 16 bytes.
     bias : float array, shape (n,), or None
     """
 
@@ -80,7 +80,7 @@ class Rows:
 
     @property
     def arrays(self) -> tuple[Array, Array]:
-        """Kernel arguments; without biases any pointer, which is not read."""
+        """Kernel arguments; without biases an arbitrary pointer, which is not read."""
         return self.matrix, self.matrix if self.bias is None else self.bias
 
 
@@ -94,9 +94,9 @@ class Walk:
         Rows of the other side, ascending in each row.
     ratings : float array, shape (nnz,)
     begins, ends : int64 array, shape (n_rows,)
-        Entries of each row: all, or those of a range of columns.
+        Bounds of the entries of each row: all, or those in a range of columns.
     first : int
-        Column that is row 0 of the other side's `Rows`; 0 where these are all columns.
+        Column of row 0 of the other side's `Rows`; 0 if `Rows` has all columns.
     """
 
     indices: Array
@@ -107,13 +107,13 @@ class Walk:
 
     @classmethod
     def upload(cls, device: Device, matrix: sp.csr_array) -> Walk:
-        """All entries of a matrix by its rows."""
+        """Copy all entries of a matrix, by its rows."""
         indptr, indices, ratings = csr_arrays(matrix)
         bounds = device.upload(np.asarray(indptr, dtype=np.int64))
         return cls(device.upload(indices), device.upload(ratings), bounds[:-1], bounds[1:])
 
     def ranges(self, device: Device, matrix: sp.csr_array, count: int) -> list[Walk]:
-        """The same entries by ranges of columns, of about as many columns each; `matrix` is what was uploaded."""
+        """Split the entries by ranges of about equal numbers of columns; `matrix` is the uploaded one."""
         if count == 1:
             return [self]
         columns = np.linspace(0, matrix.shape[1], count + 1).astype(np.int64)
@@ -122,7 +122,7 @@ class Walk:
 
 
 def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
-    """Where the entries of each row begin, pass each of some columns, and end.
+    """Bounds in each row: its begin, the first entry at or after each of some columns, its end.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
     begins, ends = indptr[:-1].astype(np.int64), indptr[1:].astype(np.int64)
     bounds = [begins]
     for column in columns:
-        low, high = bounds[-1].copy(), ends.copy()  # bisection of all rows at a time
+        low, high = bounds[-1].copy(), ends.copy()  # bisection in all rows together
         while (open_ := np.flatnonzero(low < high)).size:
             middle = (low[open_] + high[open_]) // 2
             before = indices[middle] < column
@@ -150,14 +150,14 @@ def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
 
 
 def scalars(terms: Terms, real: type) -> tuple[np.generic, ...]:
-    """Kernel arguments; a step multiplies by ``1 - gamma lambda`` what it moves."""
+    """Kernel arguments; a step multiplies updated factors by ``1 - gamma lambda``."""
     keep = 1.0 - terms.rate * terms.regularization
     bias_keep = 1.0 - terms.bias_rate * terms.bias_regularization
     return tuple(map(real, (terms.rate, keep, terms.mean, terms.bias_rate, bias_keep)))
 
 
 def group_size(ld: int, itemsize: int) -> int:
-    """Lanes that hold a row: GROUP of cuda/sgd.cuh."""
+    """Lanes that share a row: GROUP of cuda/sgd.cuh."""
     return min(32, 1 << (ld * itemsize // 16 - 1).bit_length())
 
 
@@ -172,7 +172,7 @@ def _check_rows(device: Device, moved: Rows, fixed: Rows, real: Any) -> None:
 
 
 def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
-    """Entries, and which rows or ranges to walk."""
+    """Check entries, and the rows or ranges to process."""
     n = len(walk.begins)
     check("indices", walk.indices, np.int32, (None,))
     check("ratings", walk.ratings, real, walk.indices.shape)
@@ -199,18 +199,18 @@ class BlockedConfig:
     Attributes
     ----------
     ld, itemsize : int
-        Of the rows.
+        Row width and size of an element.
     chunk : {4, 8, 16}
         Entries that are solved at a time.
     helpers : int
-        Warps that prepare chunks for the one that moves the row.
+        Warps that prepare chunks for the warp that updates the row.
     slots : int
         Chunks in shared memory at a time.
 
     Raises
     ------
     ValueError
-        A combination that the kernel cannot work with.
+        The kernel does not support the combination.
     """
 
     ld: int
@@ -230,34 +230,34 @@ class BlockedConfig:
 
     @classmethod
     def default(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
-        """The tuned choice for a device, or what the rule says."""
+        """The tuned choice for a device, or that of the rule."""
         found = tables.best(cls, "msgd", spec, {"ld": ld, "itemsize": itemsize})
         fits = found is not None and found.shared_bytes <= spec.shared_bytes
         return found if found is not None and fits else cls.rule(ld, itemsize, spec)
 
     @classmethod
     def rule(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
-        """Two blocks on a multiprocessor if both hide the way to memory, else the fastest that fits on it."""
+        """Two blocks per multiprocessor if they hide memory latency, otherwise the fastest configuration that fits."""
         pairs = [cls(ld, itemsize, 16, 5, slots) for slots in (14, 10)]
         fits = [pair for pair in pairs if 2 * pair.shared_bytes <= spec.shared_bytes]
         return fits[0] if fits else cls.fastest(ld, itemsize, spec)
 
     @classmethod
     def fastest(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
-        """What walks a row fastest, if nothing else has to run on its multiprocessor."""
+        """The configuration with the lowest latency for a row that has a multiprocessor to itself."""
         sizes = ((16, 7, 18), (16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4))
         configs = [cls(ld, itemsize, *size) for size in sizes]
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
 
     @property
     def stride(self) -> int:
-        """Numbers from one row to the next in shared memory: STRIDE of the kernel."""
+        """Elements between two rows in shared memory: STRIDE of the kernel."""
         tensor = self.chunk == 16 and self.itemsize == 4
         return self.ld + ((48 - self.ld % 32) % 32 if tensor else 16 // self.itemsize)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block; the kernel checks that it counts the same."""
+        """Dynamic shared memory of a block; the kernel asserts the same number."""
         chunk, size = self.chunk, self.itemsize
         slot = chunk * (self.stride + chunk + 16 // size + 1) * size + 16
         rest = (chunk * (32 + 16 // size + 7) + 2) * size
@@ -265,13 +265,13 @@ class BlockedConfig:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What msgd.cu is compiled for, beside types and biases."""
+        """Compile-time constants of msgd.cu, without dtypes and biases."""
         sizes = {"CHUNK": self.chunk, "HELPERS": self.helpers, "CHUNK_SLOTS": self.slots}
         return {"LD": self.ld, **sizes, "SHARED_BYTES": self.shared_bytes}
 
 
 def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms) -> Array:
-    """Each row of `tasks` walks its entries, a group of lanes a row (MSGD Alg. 3).
+    """Update each row of `tasks` from its entries, one group of lanes per row (MSGD Alg. 3).
 
     Parameters
     ----------
@@ -279,15 +279,15 @@ def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Arr
         In and out.
     fixed : Rows
     walk : Walk
-        By the rows that are moved.
+        By the updated rows.
     tasks : int32 array, shape (n_tasks,)
-        Distinct rows; the longest first, so that none begins last.
+        Distinct rows; the longest first, so that no long row starts last.
     terms : Terms
 
     Returns
     -------
     float64 array, shape (n_tasks,)
-        Each row's sum of squared errors, each at the factors of its time.
+        Sum of squared errors of each row, each error before its update.
     """
     _check_rows(device, moved, fixed, moved.matrix.dtype)
     _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
@@ -305,7 +305,7 @@ def blocked(
     terms: Terms,
     config: BlockedConfig | None = None,
 ) -> Array:
-    """As `centralized`, a block a row and several entries at a time: ours, for long rows."""
+    """Like `centralized`, with one block per row and several entries at a time: ours, for long rows."""
     _check_rows(device, moved, fixed, moved.matrix.dtype)
     _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
     out = device.empty(len(tasks), np.float64)
@@ -314,7 +314,7 @@ def blocked(
 
 
 def decentralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, bounds: Array, terms: Terms) -> Array:
-    """Blocks own ranges of the moved rows and walk all rows of the fixed side in ascending order (MSGD Alg. 2).
+    """Blocks own ranges of updated rows, and process all rows of the fixed side in ascending order (MSGD Alg. 2).
 
     Parameters
     ----------
@@ -322,9 +322,9 @@ def decentralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, bounds: 
         In and out.
     fixed : Rows
     walk : Walk
-        By the rows that are fixed.
+        By the fixed rows.
     bounds : int32 array, shape (n_ranges + 1,)
-        Ranges of moved rows, from 0 to their number.
+        Bounds of ranges of updated rows, from 0 to their number.
     terms : Terms
 
     Returns
@@ -340,18 +340,18 @@ def decentralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, bounds: 
 
 
 class MsgdKernels:
-    """Launches of msgd.cu for rows of one kind, as the functions above but for operands that were checked before.
+    """Launches of msgd.cu for rows of one kind, like the functions above, without checks of operands.
 
-    Kernel and configuration are looked up once: that reads files, which takes as long as a short pass, and ranks of
-    several GPUs that are threads wait for each other meanwhile.
+    Kernel and configuration are looked up once: the lookup reads files, takes as long as a short pass, and makes the
+    threads of other ranks wait.
 
     Parameters
     ----------
     device : Device
     config : BlockedConfig, optional
-        By default that of the device and the first rows.
+        Default: the one for the device and the first rows.
     fastest : bool
-        By default `BlockedConfig.fastest`, not what does most in all.
+        Default to `BlockedConfig.fastest` rather than to the one with the highest throughput.
     """
 
     def __init__(self, device: Device, config: BlockedConfig | None = None, *, fastest: bool = False) -> None:
@@ -364,7 +364,7 @@ class MsgdKernels:
             choose = BlockedConfig.fastest if self._fastest else BlockedConfig.default
             self._config = choose(ld, dtype.itemsize, self.device.spec)
         if name not in self._kernels:
-            # all have the same constants, so that a model compiles the file once
+            # equal constants for all kernels, so that a model compiles the file once
             constants = {"REAL": dtype, "HAS_BIASES": rows.bias is not None} | self._config.constants
             self._kernels[name] = get_kernel(self.device, "msgd.cu", name, **constants)
         return self._kernels[name], self._config
@@ -400,23 +400,23 @@ def even_ranges(degrees: np.ndarray, n_ranges: int) -> np.ndarray:
 
 
 class Epochs(Protocol):
-    """How an epoch of a schedule moves the factors."""
+    """The epochs of a schedule."""
 
     stored: np.dtype
     walks: dict[Side, Walk]
 
     def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
-        """One epoch on `work`, in place; nothing is waited for.
+        """Launch one epoch on `work`, in place, without waiting.
 
         Returns
         -------
         float64 array of one
-            Its training loss, each error at the factors of its time.
+            Training loss of the epoch, each error before its update.
         """
 
 
 class Msgd:
-    """MSGD (Alg. 1): the items walk their entries with the users fixed, then the users with the items fixed.
+    """MSGD (Alg. 1): update the items from their entries with the users fixed, then the users with the items fixed.
 
     Parameters
     ----------
@@ -427,13 +427,13 @@ class Msgd:
         See `LAYOUTS`.
     factors : int
     long_row : int, optional
-        Entries from which a row has a block of its own; default `LONG_ROW`.
+        Entries from which a row gets a block of its own; default `LONG_ROW`.
     beside : bool
-        Walk long rows beside the others, on a stream of their own, and not before them: the others have work for all
-        multiprocessors while the last long rows end. The result is the same.
+        Process long rows concurrently with the others, on a separate stream, not before them: the others keep all
+        multiprocessors busy while the last long rows end. The result is the same.
     ranks : int
-        GPUs that share an epoch, of which this one has a block of the ratings: a step ends with its longest walk, so
-        that the longest rows have a multiprocessor to themselves (`ALONE`).
+        GPUs that share an epoch. With several, each has a block of the ratings, and its longest row decides the time of
+        a step, so that the longest rows get a multiprocessor to themselves (`ALONE`).
     """
 
     def __init__(
@@ -479,7 +479,7 @@ class Msgd:
         self._fastest = MsgdKernels(device, fastest=True)
 
     def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
-        """See `Epochs`; half of each pass's loss, since an epoch sees every entry twice."""
+        """See `Epochs`; adds half of each pass's loss, because an epoch processes every entry twice."""
         counts = {side: self.n_losses(side) for side in SWEEP_ORDER}
         losses, first = self.device.empty(sum(counts.values()), np.float64), 0
         for side, count in counts.items():
@@ -488,13 +488,13 @@ class Msgd:
         return losses.sum(keepdims=True) / 2
 
     def n_losses(self, side: Side) -> int:
-        """How many sums of squared errors a pass gives."""
+        """Number of sums of squared errors of a pass."""
         if side in self.bounds:
             return len(self.bounds[side]) - 1
         return len(self.ranges[side]) * (len(self.long[side]) + len(self.short[side]))
 
     def launch_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms, losses: Array) -> None:
-        """Move all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,)."""
+        """Update all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,)."""
         _check_rows(self.device, moved, fixed, self.stored)
         if side in self.bounds:
             walk, bounds = self.walks[self.layouts[side]], self.bounds[side]
@@ -503,19 +503,19 @@ class Msgd:
         groups, begun = self._groups(side), self.device.record()
         beside = len(groups) - 1 if self.beside else 0
         try:
-            # not group after group: of several GPUs, the last one's first launch would come a tenth of a step late
+            # not group by group: with several GPUs, the last one would start a tenth of a step late
             for walk, out in zip(self.ranges[side], losses.reshape(len(self.ranges[side]), -1), strict=True):
                 for stream, (kernel, tasks, place) in enumerate(groups):
                     with self.device.beside(begun, stream) if stream < beside else nullcontext():
                         kernel(moved, fixed, walk, tasks, terms, out[place])
-        finally:  # else who gives back what they work on would not know of them
+        finally:  # so that memory is not released before these launches end
             for stream in range(beside):
                 with self.device.beside(begun, stream):
                     walked = self.device.record()
                 self.device.wait(walked)
 
     def _groups(self, side: Side) -> list[tuple[Callable[..., None], Array, slice]]:
-        """Kernels and the rows they walk, the longest first, and the places of their losses in each range."""
+        """Kernels, their rows (longest first), and the positions of their losses in each range."""
         long, short, alone = self.long[side], self.short[side], self.alone[side]
         n_long, n_rows = len(long), len(long) + len(short)
         groups = [
@@ -531,23 +531,23 @@ class Msgd:
 
 @dataclass(frozen=True)
 class HogwildConfig:
-    """How many work on an epoch of batch-Hogwild, and on what at a time.
+    """Workers of batch-Hogwild, and the entries that each takes at a time.
 
     Attributes
     ----------
     blocks_per_sm : int
-        Blocks on a multiprocessor, which bounds the registers of a thread.
+        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
     n_workers : int
-        Groups of lanes that take runs.
+        Groups of lanes that process runs.
     run : int
-        Entries of one row that are kept together at most.
+        Maximum entries of a run, all of one row.
     batch : int
         Runs that a worker takes at a time.
 
     Raises
     ------
     ValueError
-        A combination that the kernel cannot work with.
+        The kernel does not support the combination.
     """
 
     blocks_per_sm: int
@@ -564,36 +564,36 @@ class HogwildConfig:
 
     @classmethod
     def default(cls, spec: DeviceSpec, ld: int, itemsize: int, biases: bool) -> HogwildConfig:
-        """The tuned choice for a device, or what the rule says, with as many workers as fit on it at a time."""
+        """The tuned choice for a device, or that of the rule, with as many workers as fit on it."""
         facts = {"ld": ld, "itemsize": itemsize, "biases": biases}
         make = functools.partial(cls.make, spec, ld, itemsize)
         return tables.best(make, "batch_hogwild", spec, facts, given={}) or cls.rule(spec, ld, itemsize, biases)
 
     @classmethod
     def rule(cls, spec: DeviceSpec, ld: int, itemsize: int, biases: bool) -> HogwildConfig:
-        """The choice where no table knows better: as many blocks as registers allow."""
+        """The choice without a tuned table entry: as many blocks as registers allow."""
         return cls.make(spec, ld, itemsize, cls.blocks_for(ld, itemsize, biases))
 
     @classmethod
     def make(
         cls, spec: DeviceSpec, ld: int, itemsize: int, blocks_per_sm: int, run: int = RUN, batch: int = BATCH
     ) -> HogwildConfig:
-        """With as many workers as fit on a device at a time."""
+        """A configuration with as many workers as fit on a device."""
         workers = blocks_per_sm * spec.multiprocessors * THREADS // group_size(ld, itemsize)
         return cls(blocks_per_sm, workers, run, batch)
 
     def limited(self, n_runs: int) -> HogwildConfig:
-        """With fewer workers where runs are few."""
+        """Limit the workers if there are few runs."""
         return replace(self, n_workers=max(1, min(self.n_workers, n_runs // ROUNDS)))
 
     def constants(self, ld: int, float16: bool, biases: bool) -> dict[str, Any]:
-        """What the kernel is compiled for."""
+        """Compile-time constants of the kernel."""
         widths = {"LD": ld, "RUN": self.run, "BLOCKS_PER_SM": self.blocks_per_sm}
         return {"REAL": np.dtype(np.float32), "FLOAT16": float16, "HAS_BIASES": biases} | widths
 
     @staticmethod
     def blocks_for(ld: int, itemsize: int, biases: bool) -> int:
-        """Blocks on a multiprocessor that registers allow, by ptxas's reports."""
+        """Blocks per multiprocessor that registers allow, from ptxas's reports."""
         if group_size(ld, itemsize) < 8:
             return 3
         pieces = ceil_div(ld * itemsize, 512)
@@ -601,7 +601,7 @@ class HogwildConfig:
 
 
 def make_runs(indptr: np.ndarray, rng: np.random.Generator | None = None, longest: int = RUN) -> np.ndarray:
-    """Pieces of rows, in random order (without `rng` in the order of the entries).
+    """Cut rows into runs, in random order (without `rng` in the order of the entries).
 
     Returns
     -------
@@ -625,7 +625,7 @@ def batch_hogwild(
     held, walked : Rows
         In and out; float16 or float32, biases in float32.
     walk : Walk
-        By the rows that are held; begins and ends are not read.
+        By the rows of `held`; begins and ends are not read.
     runs : int64 array, shape (n_runs, 2)
         See `make_runs`; of at most ``config.run`` entries.
     terms : Terms
@@ -653,7 +653,7 @@ def batch_hogwild(
 
 
 class BatchHogwild:
-    """Batch-Hogwild (cuMF_SGD): runs of entries, shuffled once; rows of the larger side stay in registers meanwhile.
+    """Batch-Hogwild (cuMF_SGD): runs of entries, shuffled once; a row of the larger side stays in registers for a run.
 
     Parameters
     ----------
@@ -705,9 +705,9 @@ class GpuSGD(Unconnected):
     plan : Plan
         Its method is an `SgdMethod`.
     state : State
-        Where to start.
+        Initial factors and mean.
     completed : int
-        Epochs behind `state`.
+        Completed epochs that led to `state`.
     """
 
     def __init__(
@@ -729,7 +729,7 @@ class GpuSGD(Unconnected):
             self.epochs = Msgd(device, matrices, self.method.ordering, plan.factors)
         else:
             self.epochs = BatchHogwild(device, matrices, plan, self.method)
-        # a constant 1 beside the factors where there are biases, which serving and fold-in expect
+        # with biases, serving and fold-in expect a constant 1 beside the factors
         width = stored_width(plan.rank, user_items.dtype)
         self.tables = {side: to_device(device, state.side(side), width) for side in SIDES}
         self.mean, self.epoch, self.best = state.mean, completed, math.inf
@@ -741,7 +741,7 @@ class GpuSGD(Unconnected):
         return State(self.tables["user"], self.tables["item"], self.mean)
 
     def sweep(self) -> Iterator[None]:
-        """One epoch, on copies; the state changes once it is complete and sound.
+        """Run one epoch on copies; the state changes once the epoch is complete and finite.
 
         Raises
         ------
@@ -756,7 +756,7 @@ class GpuSGD(Unconnected):
         work = {side: self._copy(side) for side in SIDES}
         launched = self.epochs.run(work, terms)
         tables = {side: self._table(work.pop(side)) for side in SIDES}
-        loss, finite = judged(self.device, launched, *tables.values())
+        loss, finite = epoch_result(self.device, launched, *tables.values())
         if not math.isfinite(loss):
             self._fail("errors became infinite or NaN")
         if not finite:
@@ -788,7 +788,7 @@ class GpuSGD(Unconnected):
 
 
 def working_rows(table: DeviceFactors, factors: int, stored: Any) -> Rows:
-    """A copy of a side's factors to work on: as they are stored during an epoch, and padded for that."""
+    """Working copy of the factors of a side, in the dtype of an epoch and padded."""
     width = stored_width(factors, stored)
     if table.device_bias is None and table.table.shape[1] == width:
         return Rows(table.table.astype(stored))
@@ -798,7 +798,7 @@ def working_rows(table: DeviceFactors, factors: int, stored: Any) -> Rows:
 
 
 def table_of(device: Device, rows: Rows, plan: Plan, dtype: Any) -> DeviceFactors:
-    """What was worked on as a state keeps it: float32 or float64, whatever it was stored in."""
+    """Convert a working copy to the factors of a state, in float32 or float64."""
     factors, width = plan.factors, stored_width(plan.rank, dtype)
     if rows.bias is None and rows.matrix.shape[1] == width:
         return DeviceFactors(device, rows.matrix.astype(dtype, copy=False), factors, None)
@@ -816,9 +816,9 @@ class TrainingLoss:
     ----------
     device : Device
     walks : dict of Walk
-        Of one side or both.
+        For one side or both.
     indptr : dict of int64 array
-        Of the same sides' rows.
+        For the rows of the same sides.
     factors : int
     """
 
@@ -828,10 +828,10 @@ class TrainingLoss:
         self._segments: Array | None = None
 
     def at(self, tables: dict[Side, DeviceFactors], mean: float) -> float:
-        """Their sum, in float64."""
+        """Sum of the squared errors, in float64."""
         walk, own, fixed = self.walk, tables[self.side], tables[other_side(self.side)]
         offsets = None if own.device_bias is None else own.device_bias + own.table.dtype.type(mean)
-        entries = Entries(walk.indices, walk.ratings, fixed.device_bias)
+        entries = DeviceEntries(walk.indices, walk.ratings, fixed.device_bias)
         return losses.total_loss(self.device, own.table, fixed.table, entries, offsets, self._cut(), self.factors)
 
     def _cut(self) -> Array:
@@ -844,7 +844,7 @@ class TrainingLoss:
 
 
 def penalty(table: DeviceFactors, objective: Objective, degrees: np.ndarray) -> float:
-    """What the rows of a side pay, in float64."""
+    """Penalty of the rows of a side, in float64."""
     if not len(table):
         return 0.0
     squares = losses.row_squares(table.device, table.table, table.factors)
@@ -852,25 +852,25 @@ def penalty(table: DeviceFactors, objective: Objective, degrees: np.ndarray) -> 
     return objective.penalty_of_squares(squares, degrees, bias)
 
 
-def judged(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[float, bool]:
-    """A training loss, and whether no factor and no bias is infinite or NaN; waits for the device, once.
+def epoch_result(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[float, bool]:
+    """Return a training loss, and whether all factors and biases are finite; synchronizes once.
 
     Parameters
     ----------
     device : Device
     loss : float64 array of one
     sides : DeviceFactors
-        Of one dtype.
+        All of one dtype.
     """
     known = device.begin_download(loss)
-    sound = _begin_look(
+    sound = _begin_finite_check(
         device, [array for side in sides for array in (side.table, side.device_bias) if array is not None]
     )
     return float(known()[0]), math.isfinite(sound())
 
 
-def _begin_look(device: Device, arrays: Sequence[Array]) -> Callable[[], float]:
-    """What is infinite or NaN if an element of an array is."""
+def _begin_finite_check(device: Device, arrays: Sequence[Array]) -> Callable[[], float]:
+    """Launch a check; the returned function waits, and gives a number that is not finite if an element is not."""
     if all(array.dtype == np.float32 for array in arrays):
         found = device.zeros(3, np.uint32)
         for array in arrays:
@@ -884,13 +884,13 @@ def _begin_look(device: Device, arrays: Sequence[Array]) -> Callable[[], float]:
     return lambda: float(added()[0])
 
 
-# ---------------------------------------------------------------------------------------------- what is compiled
+# ---------------------------------------------------------------------------------------------- builds
 
 
 def default_builds(
     spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of what is compiled for the usual factors on a device."""
+    """(file, kernel, constants) of the builds for usual ranks on a device."""
     for factors in ranks:
         for biases in (False, True):
             for real in (np.dtype(np.float32), np.dtype(np.float64)):
@@ -899,7 +899,7 @@ def default_builds(
                 for kernel in ("centralized", "blocked", "decentralized"):
                     yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | config.constants
                 fastest = BlockedConfig.fastest(ld, real.itemsize, spec)
-                if fastest != config and real == np.float32 and not biases:  # of several GPUs; the code is the same
+                if fastest != config and real == np.float32 and not biases:  # for several GPUs; the code is the same
                     yield "msgd.cu", "blocked", {"REAL": real, "HAS_BIASES": biases} | fastest.constants
             for stored in (np.dtype(np.float16), np.dtype(np.float32)):
                 ld = stored_width(factors, stored)

@@ -22,14 +22,14 @@ from ..plan.assemblies import (
 )
 from . import assembly
 from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
-from .launch import Entries, get_kernel
+from .launch import DeviceEntries, get_kernel
 
 
 def warp_shape(nb: int, dx: int, dy: int, dz: int) -> tuple[int, int]:
     """Threads of a warp along the columns and rows of a tile, where ``dx * dy * dz`` is a multiple of 32.
 
-    The rest of a warp are neighbouring groups, two where possible. A warp loads the fewest factors where its patch of
-    the tile is a square.
+    A warp may span neighbouring groups, two if possible. It loads the fewest factors if its patch of the tile is a
+    square.
     """
     for groups in (2, 1, 4, 8, 16, 32):
         shapes = [(wx, WARP // groups // wx) for wx in (1, 2, 4, 8, 16, 32) if groups * wx <= WARP]
@@ -46,7 +46,7 @@ class SyrkConfig:
     Attributes
     ----------
     rank : int
-        Order of the matrices; decides only how much is staged.
+        Order of the matrices; affects only the size of a stage.
     itemsize : int
         4 for float32, 8 for float64.
     nb : int
@@ -58,16 +58,16 @@ class SyrkConfig:
     dz : int
         Groups of ``dx * dy`` threads that share the entries of a stage.
     stages : int
-        Stages on their way or in use.
+        Stages being loaded or in use.
     unroll : int
         Entries of a group whose loads from shared memory may overlap.
     blocks_per_sm : int
-        Blocks on a multiprocessor, which bounds the registers of a thread.
+        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
 
     Raises
     ------
     ValueError
-        Says which constraint is broken.
+        A constraint is violated; the message names it.
     """
 
     rank: int
@@ -100,12 +100,12 @@ class SyrkConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> SyrkConfig:
-        """The tuned choice for a device, or what the rule says."""
+        """The tuned choice for a device, or that of the rule."""
         return tuned(cls, "sparse_syrk", rank, itemsize, spec) or cls.rule(rank, itemsize, spec)
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> SyrkConfig:
-        """The choice where no table knows better: 8 x 8 sums a thread in float32, 8 x 4 in float64 where it can."""
+        """The choice without a tuned table entry: 8 x 8 sums per thread in float32, 8 x 4 in float64 if possible."""
         double = itemsize == 8
         if rank <= 8:
             nb, dx, dy, dz, blocks = 8, 2, 2, 8, 16
@@ -114,12 +114,12 @@ class SyrkConfig:
         elif rank <= 32:
             nb, dx, dy, dz, blocks = (32, 8, 4, 1, 12) if double else (32, 4, 4, 2, 16)
         elif 64 < rank <= 96 and not double:
-            # one tile, a third of whose warps have nothing to sum, beats three tiles that stage factors twice
+            # one tile with a third of its warps idle beats three tiles that stage factors twice
             nb, dx, dy, dz, blocks = 96, 24, 12, 1, 3
         else:
             nb, dx, dy, dz, blocks = (64, 16, 8, 1, 3) if double else (64, 8, 8, 2, 4)
         kb = 24 if nb == 96 else 32 // (itemsize // 4)
-        unroll = {8: 4, 96: 1}.get(nb, 2)  # as far as registers go
+        unroll = {8: 4, 96: 1}.get(nb, 2)  # as registers allow
         blocks = min(blocks, 16) if spec.capability < (8, 0) else blocks  # Turing holds no more
         config = cls(rank, itemsize, nb, kb, dx, dy, dz, 2, unroll, blocks)
         while config.blocks_per_sm * (config.shared_bytes + RESERVED) > spec.shared_bytes and config.kb > 8:
@@ -148,7 +148,7 @@ class SyrkConfig:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for."""
+        """Compile-time constants of the kernel."""
         wx, wy = warp_shape(self.nb, self.dx, self.dy, self.dz)
         return {
             "NB": self.nb,
@@ -169,7 +169,7 @@ def sparse_syrk(
     matrices: Array,
     rhs: Array,
     factors: Array,
-    entries: Entries,
+    entries: DeviceEntries,
     segments: Array,
     rank: int,
     config: SyrkConfig | None = None,
@@ -180,23 +180,23 @@ def sparse_syrk(
     ----------
     device : Device
     matrices : float array, shape (n_slots, rank, rank)
-        Written: lower triangles; what is above the diagonal is undefined.
+        Written: lower triangles; elements above the diagonal are undefined.
     rhs : float array, shape (n_slots, rank)
         Written.
     factors : float array, shape (n_fixed, ld)
         ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
-    entries : Entries
+    entries : DeviceEntries
     segments : int64 array, shape (n_segments, 3)
-        Slot, begin and end of each; every slot once, longest first is fastest.
+        Slot, begin and end of each segment; every slot once. Longest first is fastest.
     rank : int
     config : SyrkConfig, optional
 
     Raises
     ------
     TypeError
-        An array is not what the kernel reads.
+        An array has the wrong dtype, shape or layout.
     ValueError
-        The configuration is for something else or does not fit on the device.
+        The configuration is for another rank or dtype, or does not fit on the device.
     """
     n_segments = check_segments(device, matrices, rhs, factors, entries, segments, rank)
     dtype = np.dtype(factors.dtype)

@@ -1,11 +1,11 @@
-"""ALS on a GPU over ratings that do not fit on it: slabs come from the host or the disk while kernels run.
+"""ALS on a GPU over ratings that do not fit on it: slabs load from the host or the disk while kernels run.
 
     thread:   slab k + 1 ──> pinned buffers ──> device buffer (k + 1) % 3     a stream of its own
     kernels:  wait for the copy of slab k; solve its rows; release its buffer
 
-Factors, and what is known of each row (where it begins, which are long), stay on the device: about 30 bytes a row. Only
-the entries come anew in each half sweep, 8 bytes each. The bits are those of a fit that holds all ratings: rows do not
-depend on each other, and what depends on all of them, the scale of float16 parts, is found before they are cut.
+Factors and row metadata (offsets, which rows are long) stay on the device: about 30 bytes per row. A half sweep loads
+only the entries, 8 bytes each. Results have the bits of a fit with all ratings on the device: rows are independent, and
+the scale of float16 parts, which depends on all of them, is computed before slabs are cut.
 `hybridmf.gpu.offloaded` is for factors that do not fit either.
 """
 
@@ -37,7 +37,7 @@ from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .half import GpuHalf, HalfSweep, Launches, range_of_roots
 
 Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
-"""A vector of the host, or pieces that come one behind the other."""
+"""A vector of the host, or pieces to concatenate."""
 
 
 class Loader:
@@ -47,7 +47,7 @@ class Loader:
     ----------
     device : Device
     vectors : sequence of (int, dtype)
-        Lengths and types of the vectors that are loaded together.
+        Lengths and dtypes of the vectors that are loaded together.
     buffers : int
         Sets of such vectors on the device at a time.
     copier : Copier, optional
@@ -64,63 +64,63 @@ class Loader:
 
     def _allocate(self, vectors: Sequence[tuple[int, Any]]) -> None:
         self.close()
-        self._buffers: list[list[Array]] = []  # before others take their place: there may be no room for both
+        self._buffers: list[list[Array]] = []  # freed before new ones are allocated: there may be no room for both
         with self.device.active():
             for _ in range(self.buffers):
                 self._buffers.append([self.device.empty(size, dtype) for size, dtype in vectors])
 
-    def loads(self, work: Work, then: Work | None = None) -> Generator[tuple[Any, ...], None, None]:
+    def loads(self, transfers: Transfers, then: Transfers | None = None) -> Generator[tuple[Any, ...], None, None]:
         """(k, vectors on the device) for k = 0 ... count - 1; the vectors are valid for work launched until the next k.
 
         Parameters
         ----------
-        work : Work
-            What to load.
-        then : Work, optional
-            What is probably asked for next: as buffers become free it is begun.
+        transfers : Transfers
+            Vectors to load.
+        then : Transfers, optional
+            Probably the next transfers: they start as buffers become free.
 
         Raises
         ------
         StoreError, DeviceError, OSError
-            Raised on the thread.
+            A failure of the loading thread.
         """
-        loading = self._taken(work) or _Loading(self.device, self.copier, self._buffers, work)
+        loading = self._taken(transfers) or _Loading(self.device, self.copier, self._buffers, transfers)
         done = False
         try:
-            for k in range(work.count):
+            for k in range(transfers.count):
                 slot, sizes, mark = loading.next()
-                if k == work.count - 1 and then is not None:
+                if k == transfers.count - 1 and then is not None:
                     loading.go_on(then)
                 self.device.wait(mark)
                 yield k, *(buffer[:size] for buffer, size in zip(self._buffers[slot], sizes, strict=True))
                 loading.release(slot)
-            done = work.count > 0
+            done = transfers.count > 0
         finally:
             if done and then is not None:
                 self._early = loading
                 self._end_early = weakref.finalize(self, loading.end)
-                self._end_early.atexit = False  # a process that ends does not wait
+                self._end_early.atexit = False  # not at exit: a process must not wait for it
             else:
                 loading.end()
 
     def close(self) -> None:
-        """Load nothing more than is asked for; what was begun early ends."""
+        """Stop transfers that were started early."""
         self._taken()
 
-    def _taken(self, work: Work | None = None) -> _Loading | None:
-        """What was begun early, if it is this work; else it ends."""
+    def _taken(self, transfers: Transfers | None = None) -> _Loading | None:
+        """Return the transfers that were started early if they are the given ones; otherwise stop them."""
         early, self._early = self._early, None
         if early is None:
             return None
         self._end_early.detach()
-        if work is not None and early.work.of is work.of:
+        if transfers is not None and early.transfers.of is transfers.of:
             return early
         early.end()
         return None
 
 
 @dataclass(frozen=True)
-class Work:
+class Transfers:
     """Sets of vectors of the host, one after the other.
 
     Attributes
@@ -129,7 +129,7 @@ class Work:
     fetch : callable
         Vectors for each k, in order; called on a thread of its own.
     of : object
-        What they are made from: by it, work that was begun early is known again.
+        Source of the vectors; identifies transfers that were started early.
     """
 
     count: int
@@ -138,63 +138,63 @@ class Work:
 
 
 class _Loading:
-    """A thread that fills buffers as they become free, with one `Work` after the other.
+    """A thread that fills buffers as they become free, with one `Transfers` after the other.
 
     Parameters
     ----------
     device : Device
     copier : Copier
     buffers : list of list of arrays
-    work : Work
+    transfers : Transfers
         The first one.
     """
 
-    def __init__(self, device: Device, copier: Copier, buffers: list[list[Array]], work: Work) -> None:
-        self.device, self.copier, self.buffers, self.work = device, copier, buffers, work
+    def __init__(self, device: Device, copier: Copier, buffers: list[list[Array]], transfers: Transfers) -> None:
+        self.device, self.copier, self.buffers, self.transfers = device, copier, buffers, transfers
         self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        begun = device.record()  # the last user of the buffers may still be at work
+        self._queue: queue.SimpleQueue[Transfers | None] = queue.SimpleQueue()
+        begun = device.record()  # previous work on the buffers may still be running
         for slot in range(len(buffers)):
             self._free.put((slot, begun))
-        self._works.put(work)
+        self._queue.put(transfers)
         self._thread = threading.Thread(target=self._run, name="hybridmf-slabs", daemon=True)
         self._thread.start()
 
     def next(self) -> tuple[int, list[int], Any]:
-        """(buffer, lengths of its vectors, mark behind their copies) of the next set; raises the thread's failure."""
+        """Return (buffer, lengths of its vectors, mark after their copies) of the next set, or raise a failure."""
         found = self._ready.get()
         if isinstance(found, BaseException):
             raise found
         return found
 
     def release(self, slot: int) -> None:
-        """The work launched so far is the last that reads a buffer."""
+        """Release a buffer once all launches so far are complete."""
         self._free.put((slot, self.device.record()))
 
-    def go_on(self, work: Work) -> None:
-        """Load something else after what is under way."""
-        self.work = work
-        self._works.put(work)
+    def go_on(self, transfers: Transfers) -> None:
+        """Load other vectors after the current ones."""
+        self.transfers = transfers
+        self._queue.put(transfers)
 
     def end(self) -> None:
-        """Wait for what is being loaded, and load nothing more."""
-        self._works.put(None)
+        """Wait for the current load, and stop."""
+        self._queue.put(None)
         self._free.put(None)
-        if threading.current_thread() is not self._thread:  # the garbage collector runs on any
+        if threading.current_thread() is not self._thread:  # the garbage collector runs on any thread
             self._thread.join()
         self.copier.synchronize()
 
     def _run(self) -> None:
         try:
-            while (work := self._works.get()) is not None:
-                for k in range(work.count):
+            while (transfers := self._queue.get()) is not None:
+                for k in range(transfers.count):
                     free = self._free.get()
                     if free is None:
                         return
                     slot, mark = free
-                    self._fill(slot, mark, work.fetch(k))
-        except BaseException as error:  # raised where the set is awaited
+                    self._fill(slot, mark, transfers.fetch(k))
+        except BaseException as error:  # raised by `next`
             self._ready.put(error)
 
     def _fill(self, slot: int, mark: Any, vectors: Sequence[Vector]) -> None:
@@ -203,7 +203,7 @@ class _Loading:
         self._ready.put((slot, sizes, self.copier.mark()))
 
     def _copy(self, target: Array, source: Vector) -> int:
-        """Begin to copy a vector to the beginning of `target`; its length."""
+        """Start to copy a vector to the start of `target`; return its length."""
         at = 0
         for piece in (source,) if isinstance(source, np.ndarray) else source:
             self.copier.copy(target[at:], piece)
@@ -212,13 +212,13 @@ class _Loading:
 
 
 class Pipeline(Loader):
-    """Entries on their way, (indices, ratings) at a time: slabs, or batches of rows whose sums are added up.
+    """Loads entries as pairs (indices, ratings): slabs, or batches of rows whose sums are reduced.
 
     Parameters
     ----------
     device : Device
     capacity : int
-        Most entries at a time.
+        Maximum entries of a pair.
     dtype : dtype
         Of the ratings.
     buffers : int
@@ -235,13 +235,13 @@ class Pipeline(Loader):
         return [(self.capacity, np.int32), (self.capacity, self.dtype)]
 
     def reserve(self, capacity: int) -> None:
-        """Have room for so many entries at a time; not while a stream is under way."""
+        """Make room for pairs of `capacity` entries; not during a stream."""
         if capacity > self.capacity:
             self.capacity = capacity
             self._allocate(self._vectors())
 
 
-def slab_work(slabs: Slabs) -> Work:
+def slab_transfers(slabs: Slabs) -> Transfers:
     """(indices, ratings) of each slab."""
 
     def fetch(slab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -249,11 +249,11 @@ def slab_work(slabs: Slabs) -> Work:
         _, indices, ratings = csr_arrays(slabs.matrix(slab))
         return indices, ratings
 
-    return Work(len(slabs.bounds) - 1, fetch, slabs)
+    return Transfers(len(slabs.bounds) - 1, fetch, slabs)
 
 
 class SlabHalf(HalfSweep):
-    """`HalfSweep` of a slab: holds what is known of its rows; entries are lent to it for each solve.
+    """`HalfSweep` of a slab: holds metadata of its rows; entries are lent to it for each solve.
 
     Parameters
     ----------
@@ -286,11 +286,11 @@ class SlabHalf(HalfSweep):
         return None, None
 
     def lend(self, indices: Array, ratings: Array) -> None:
-        """Entries for the next solve."""
+        """Set the entries for the next solve."""
         self.indices, self.ratings = indices, ratings
 
     def lend_results(self, table: Array | None, status: Array) -> None:
-        """Rows of what the half sweep returns, zeros, for the next solve to write to; no table: it makes its own."""
+        """Set the rows of the result, zeros, for the next solve to write; without a table it allocates one."""
         self._lent = table, status
 
     def _results(self) -> tuple[Array, Array]:
@@ -311,40 +311,40 @@ class SlabHalf(HalfSweep):
         try:
             yield from super().launches(fixed, mean, start, gram)
         finally:
-            self._lent = None  # kept, they would keep alive what they are rows of
+            self._lent = None  # references would keep the whole table alive
 
     def kernels_for(self, fixed: GpuFactors) -> RowKernels:
-        """Those of the half sweep, the same for all slabs."""
+        """The kernels of the half sweep, the same for all slabs."""
         if self.shared_kernels is None:
             return super().kernels_for(fixed)
         return self.shared_kernels
 
 
 class StreamedHalf(GpuHalf):
-    """One half of a sweep on a device over slabs: the waves in which its rows are solved (cuMF 4.4).
+    """One half of a sweep on a device over slabs, the waves in which rows are solved (cuMF 4.4).
 
     Parameters
     ----------
     device : Device
     side : {"user", "item"}
-        The side that is solved.
+        The side to solve.
     slabs : Slabs
-        One row for each row that is solved.
+        One row for each row of the side.
     objective : Objective
     plan : Plan
     pipeline : Pipeline or None
-        Brings the slabs in each half sweep; None: they stay on the device from the first time on.
+        Loads the slabs in each half sweep; None: they stay on the device after the first.
     names : int64 array, shape (n_rows,), optional
-        What errors call each row, if not by its position.
+        Number of each row in error messages. Default: its position.
     ends : float array, optional
-        Smallest and largest absolute value of all ratings, where `slabs` are a rank's share of them.
+        Smallest and largest absolute value of all ratings, if `slabs` are the share of one rank.
 
     Attributes
     ----------
-    work : Work
-        The slabs as they are loaded.
-    following : Work or None
-        What the half sweep that comes after this one loads: it is on its way before that asks for it.
+    transfers : Transfers
+        Transfers of the slabs.
+    following : Transfers or None
+        Transfers of the next half sweep, which start early.
     """
 
     def __init__(
@@ -360,8 +360,8 @@ class StreamedHalf(GpuHalf):
     ) -> None:
         self.device, self.side, self.slabs, self.objective, self.plan = device, side, slabs, objective, plan
         self.pipeline, self.names = pipeline, names
-        self.work = slab_work(slabs)
-        self.following: Work | None = None
+        self.transfers = slab_transfers(slabs)
+        self.following: Transfers | None = None
         self.degrees = slabs.degrees
         if pipeline is not None:
             pipeline.reserve(int(slab_entries(slabs.bounds, self.degrees).max(initial=0)))
@@ -387,14 +387,14 @@ class StreamedHalf(GpuHalf):
         return self.device.upload(self.objective.row_scale(self.degrees).astype(self.slabs.dtype))
 
     def entries(self) -> Generator[tuple[slice, SlabHalf], None, None]:
-        """Rows and half sweep of each slab, entries lent to it until the next one."""
+        """Yield rows and half sweep of each slab, with its entries lent until the next one."""
         if self.pipeline is None:
             for slab in range(len(self._kept), len(self.parts)):
                 _, indices, ratings = csr_arrays(self.slabs.matrix(slab))
                 self._kept.append((self.device.upload(indices), self.device.upload(ratings)))
             lent: Any = ((slab, *arrays) for slab, arrays in enumerate(self._kept))
         else:
-            lent = self.pipeline.loads(self.work, self.following)
+            lent = self.pipeline.loads(self.transfers, self.following)
         try:
             for slab, indices, ratings in lent:
                 self.parts[slab].lend(indices, ratings)
@@ -410,13 +410,13 @@ class StreamedHalf(GpuHalf):
         start: DeviceFactors | None = None,
         gram: Array | None = None,
     ) -> Launches:
-        """Launch slab after slab as they come; see `HalfSweep.launches`."""
+        """Launch slab after slab as they arrive; see `HalfSweep.launches`."""
         device, plan, n = self.device, self.plan, len(self.degrees)
         gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
         table = device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
         status = device.zeros(n, np.int32)
-        with self._kernels(fixed), closing(self.entries()) as slabs:  # else a failure would leave the thread at work
+        with self._kernels(fixed), closing(self.entries()) as slabs:  # stops the thread after a failure
             for rows, part in slabs:
                 part.lend_results(table[rows], status[rows])
                 *_, launched = part.launches(fixed, mean, None if start is None else start.part(rows), gram)
@@ -429,7 +429,7 @@ class StreamedHalf(GpuHalf):
 
     @contextmanager
     def _kernels(self, fixed: Any) -> Iterator[None]:
-        """All slabs use the kernels of the first."""
+        """Let all slabs use the kernels of the first."""
         shared = self.parts[0].kernels_for(fixed) if self.parts else None
         for part in self.parts:
             part.shared_kernels = shared
@@ -440,17 +440,17 @@ class StreamedHalf(GpuHalf):
                 part.shared_kernels = None
 
     def losses(self, users: DeviceFactors, items: DeviceFactors, mean: float) -> np.ndarray:
-        """Losses of pieces of the rows of all slabs, where they are users; see `HalfSweep.losses`."""
+        """Losses of segments of the rows of all slabs, where rows are users; see `HalfSweep.losses`."""
         with closing(self.entries()) as slabs:
             losses = [part.losses(users.part(rows), items, mean) for rows, part in slabs]
         return np.concatenate([np.zeros(0), *losses])
 
 
 def slabs_of(block: sp.csr_array | RangeSlabs | StoreMatrix, side: Side, plan: Plan) -> Slabs:
-    """Rows as a half sweep has them at a time, from where the plan has ratings.
+    """The rows that a half sweep processes at a time, as slabs of the ratings.
 
-    Without a partition (`Plan.scale`) the slabs of a store are worked with as they are; else in the waves of the
-    partition. What is resident comes once, as it is stored.
+    Without a partition (`Plan.scale`) they are the slabs of the store; otherwise the waves of the partition. Resident
+    ratings are loaded once, in the slabs of the store.
     """
     if plan.resident and not plan.offloaded:
         assert not isinstance(block, sp.csr_array)

@@ -20,28 +20,28 @@ from .launch import check, check_not_host, get_kernel
 SOURCE = "top_k.cu"
 
 GROUP, OCTET, ROW_WARPS, WARPS = 32, 8, 4, 4
-"""As in cuda/top_k.cu: items of a group, groups moved together, warps of a block (a user each; of group_max)."""
+"""As in cuda/top_k.cu: items of a group, groups of an octet, warps of a block (one row each; of group_max)."""
 
 LIST_SIZES = (32, 128)
-"""Values of KEPT that are compiled; for a longer list whole rows of scores are selected from."""
+"""Compiled values of KEPT; longer lists are selected from whole rows of scores."""
 
 LARGEST_PADDED = 512
-"""Ranks beyond do not fit in the registers of group_max."""
+"""Larger ranks do not fit in the registers of group_max."""
 
 LARGEST_EXPONENT = 1000
-"""Scales stay within float64."""
+"""Keeps scales within float64."""
 
 LARGEST_BATCH = 1 << 16
 """Users at a time: 256 blocks of 256 users fill any GPU, with every chunk of items."""
 
 BATCH_BYTES = 2 << 30
-"""Workspace of a batch at most; less where less is free."""
+"""Maximum workspace of a batch; less if less is free."""
 
 SORTED_IN_SHARED = 32 << 10
 """Bytes of a list up to which it is sorted in shared memory."""
 
 CHUNK = 128
-"""Groups that a block of group_max takes at most: 1 MB of items at rank 128, 100 us of work."""
+"""Maximum groups of a block of group_max: 1 MB of items at rank 128, 100 us of work."""
 
 LARGEST_GRID_Y = 65535
 
@@ -50,7 +50,7 @@ HEAD_SHARE = 8
 
 
 def round_up(a: int, b: int) -> int:
-    """The multiple of b from a on."""
+    """The smallest multiple of b that is at least a."""
     return ceil_div(a, b) * b
 
 
@@ -70,7 +70,7 @@ class GroupMaxConfig:
     Raises
     ------
     ValueError
-        A combination that the kernel cannot work with.
+        The kernel does not support the combination.
     """
 
     padded: int
@@ -85,13 +85,13 @@ class GroupMaxConfig:
 
     @classmethod
     def default(cls, padded: int, spec: DeviceSpec) -> GroupMaxConfig:
-        """The tuned choice for a device, or what the rule says."""
+        """The tuned choice for a device, or that of the rule."""
         found = tables.best(cls, "top_k", spec, {"padded": padded})
         return found if found is not None and found.fits(spec) else cls.rule(padded)
 
     @classmethod
     def rule(cls, padded: int) -> GroupMaxConfig:
-        """The choice where no table knows better: as many users as registers hold."""
+        """The choice without a tuned table entry: as many users as registers hold."""
         return cls(padded, 64 if padded <= 128 else 32 if padded <= 256 else 16, 2 if padded <= 128 else 1)
 
     @property
@@ -101,14 +101,14 @@ class GroupMaxConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Two tiles of items and two trays of words a warp."""
+        """Dynamic shared memory: two tiles of items, and two trays of words per warp."""
         tile = self.tile_groups * GROUP * (self.padded + 8) * 2
         tray = self.users_per_warp * 12 * 4
         return 2 * tile + 2 * WARPS * tray
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for."""
+        """Compile-time constants of the kernel."""
         return {
             "PADDED": self.padded,
             "USERS_PER_WARP": self.users_per_warp,
@@ -121,7 +121,7 @@ class GroupMaxConfig:
 
 
 class PackedItems:
-    """Items in the layouts the kernels read, by falling norm; made once, used by any number of calls.
+    """Items packed for the kernels, by descending norm; made once, used by any number of calls.
 
     Parameters
     ----------
@@ -129,29 +129,29 @@ class PackedItems:
     items : float32 or float64 array, shape (n_items, rank)
         On the host or on the device.
     candidates : int64 array, ascending, optional
-        Only these items take part.
+        Consider only these items.
 
     Attributes
     ----------
     n_items : int
-        Items that take part.
+        Items considered.
     n_groups : int
         Groups of 32 items, the last ones empty: a multiple of 8.
     panels : float array, shape (n_groups, rank rounded up to 16 bytes, 32)
-        What exact scores are computed from.
+        Factors for exact scores.
     halves : float16 bits as uint16, shape (32 n_groups, padded), or None
-        Scaled items, for tensor cores; None where they cannot be used, so that whole rows of scores are computed.
+        Scaled items for tensor cores; None if these cannot be used, and whole rows of scores are computed.
     groups : float32 array, shape (n_groups, 2), or None
-        Largest norm of a group, and largest norm of what float16 loses of an item; scaled alike.
+        Largest norm of a group, and largest norm of the float16 rounding errors of an item; both scaled.
     ids, ascending : int32 arrays, shape (n_items,)
-        Items in packed order; in order.
+        Items in packed order; the same in ascending order.
     positions : int32 array, shape (all items,)
-        Place in packed order, -1 for items that do not take part.
+        Position in packed order, -1 for excluded items.
 
     Raises
     ------
     TypeError
-        `items` is no matrix of float32 or float64.
+        `items` is not a matrix of float32 or float64.
     DeviceMemoryError
     """
 
@@ -219,7 +219,7 @@ def top_k(
     seen: sp.csr_array | None = None,
     candidates: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The `n` items with the highest ``users @ items.T``, ties to the lower item: what `hybridmf.cpu.topk.top_k` does.
+    """The `n` items with the highest ``users @ items.T``, ties to the lower item, as `hybridmf.cpu.topk.top_k`.
 
     Parameters
     ----------
@@ -228,9 +228,9 @@ def top_k(
     items : float array, shape (n_items, rank), or PackedItems
     n : int
     seen : csr_array, shape (n_users, n_items), optional
-        Entries (also explicit zeros) are left out.
+        Pairs to exclude, explicit zeros included.
     candidates : int64 array, ascending, optional
-        Only these items take part.
+        Consider only these items.
 
     Returns
     -------
@@ -250,7 +250,7 @@ def top_k(
     users = np.ascontiguousarray(users, dtype=packed.dtype)
     ids = np.full((len(users), n), -1, dtype=np.int32)
     scores = np.full((len(users), n), -np.inf, dtype=packed.dtype)
-    kept = min(n, packed.n_items)  # columns beyond would only hold gaps
+    kept = min(n, packed.n_items)  # further columns would only hold gaps
     seen_ptr, seen_ids, _ = csr_arrays(seen) if seen is not None else (None, None, None)
 
     def run(start: int, stop: int) -> None:
@@ -284,9 +284,9 @@ def top_k_on_device(
     packed : PackedItems
     n : int
     seen_ptr : int64 array, shape (n_users + 1,), optional
-        Where each user's part of `seen_ids` begins and ends.
+        Bounds of each user's part of `seen_ids`.
     seen_ids : int32 array, optional
-        Items to leave out, ascending within each user.
+        Items to exclude, ascending within each user.
 
     Returns
     -------
@@ -296,7 +296,7 @@ def top_k_on_device(
     Raises
     ------
     TypeError
-        An argument is not on the device, or of another dtype, shape or layout.
+        An argument is not on the device, or has another dtype, shape or layout.
     DeviceMemoryError
         The result, or one user's workspace, does not fit.
     """
@@ -330,7 +330,7 @@ COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 def default_builds(
     spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of what usual ranks ask for."""
+    """(file, kernel, constants) of the builds for usual ranks."""
     for padded in sorted({round_up(rank, 16) for rank in ranks}):
         yield SOURCE, "group_max", GroupMaxConfig.default(padded, spec).constants
     packing = ("row_norms", "pack_panels", "prepare_items")
@@ -348,14 +348,14 @@ def default_builds(
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a batch of users has seen: rows of a CSR matrix whose pointer need not begin at 0."""
+    """Seen items of a batch of users: rows of a CSR matrix whose pointer may start above 0."""
 
     ptr: Array
     ids: Array
 
 
 def _by_groups(packed: PackedItems, n: int) -> bool:
-    """Whether bounds of groups serve; else whole rows of scores are selected from."""
+    """Whether to select by bounds of groups, rather than from whole rows of scores."""
     return packed.halves is not None and min(n, packed.n_items) <= LIST_SIZES[-1]
 
 
@@ -370,7 +370,7 @@ def _bytes_per_user(packed: PackedItems, n: int) -> int:
 
 
 def _batch_users(device: Device, bytes_per_user: int) -> int:
-    """Users of a batch, whose workspace takes half of what is free at most."""
+    """Users of a batch, whose workspace takes at most half of the free memory."""
     return max(1, min(LARGEST_BATCH, min(device.free_bytes() // 2, BATCH_BYTES) // bytes_per_user))
 
 
@@ -393,12 +393,12 @@ def _in_batches(n_users: int, batch: int, run: Callable[[int, int], None]) -> No
 
 
 def _constants(dtype: np.dtype, kept: int = LIST_SIZES[0]) -> dict[str, Any]:
-    """What all kernels but group_max are compiled for; the same for all, so that one compilation serves them."""
+    """Compile-time constants of all kernels but group_max; equal, so that one compilation serves all."""
     return {"REAL": dtype, "KEPT": kept}
 
 
 def _list_constants(packed: PackedItems, wanted: int) -> dict[str, Any]:
-    """The same for lists of `wanted` items."""
+    """Compile-time constants for lists of `wanted` items."""
     return _constants(packed.dtype, next(size for size in LIST_SIZES if size >= wanted))
 
 
@@ -414,7 +414,7 @@ def _launch_rows(
     constants: dict[str, Any],
     shared_bytes: int = 0,
 ) -> None:
-    """Launch a kernel in which a warp takes a row."""
+    """Launch a kernel in which a warp processes a row."""
     kernel = get_kernel(device, SOURCE, name, **constants)
     kernel((ceil_div(n_rows, ROW_WARPS),), (32 * ROW_WARPS,), arguments, shared_bytes)
 
@@ -431,16 +431,16 @@ def _row_norms(device: Device, rows: Array) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Bounds:
-    """What is known of a batch of users before exact scores.
+    """Bounds of the scores of a batch of users.
 
     Attributes
     ----------
     words : uint32 array, shape (n_users, n_groups)
-        Bits of float32: largest approximate score of an unseen item of each group, of scaled factors.
+        Bits of float32: largest approximate score of the unseen items of each group, of scaled factors.
     users : float32 array, shape (n_users, 4)
         Norm, factors of the slack and exponent of each user: UserBound in the kernels.
     limits : int32 array, shape (n_users,)
-        First group that cannot hold one of a user's best items; words beyond its octet are not written.
+        First group that cannot have one of a user's best items; words after its octet are not written.
     """
 
     words: Array
@@ -449,7 +449,7 @@ class _Bounds:
 
 
 def _bound_groups(packed: PackedItems, users: Array, seen: _Seen | None, wanted: int) -> _Bounds:
-    """Largest score of each group by tensor cores; where there are many groups, users are pruned after the first."""
+    """Largest score of each group by tensor cores; with many groups, users are pruned after the first ones."""
     device, config, n_groups = packed.device, packed.config, packed.n_groups
     n_users, constants = users.shape[0], _list_constants(packed, wanted)
     bounds = _Bounds(
@@ -476,11 +476,11 @@ def _bound_groups(packed: PackedItems, users: Array, seen: _Seen | None, wanted:
 
 
 def _best_by_groups(packed: PackedItems, users: Array, seen: _Seen | None, ids: Array, scores: Array) -> None:
-    """Exact scores of the groups that can hold one of the best; see cuda/top_k.cu."""
+    """Exact scores of the groups that can have one of the best items; see cuda/top_k.cu."""
     n_users, n = ids.shape
     wanted = min(n, packed.n_items)
     bounds, constants = _bound_groups(packed, users, seen, wanted), _list_constants(packed, wanted)
-    left_out = (packed.positions, packed.positions) if seen is None else (seen.ptr, seen.ids)  # the first are not read
+    left_out = (packed.positions, packed.positions) if seen is None else (seen.ptr, seen.ids)  # else not read
     arrays = (ids, scores, users, bounds.users, bounds.words, bounds.limits)
     tables = (packed.panels, packed.ids, packed.ascending, packed.groups, *left_out)
     sizes = _int32(n_users, packed.n_items, packed.n_groups, n, packed.rank, seen is not None)
@@ -491,7 +491,7 @@ def _best_by_groups(packed: PackedItems, users: Array, seen: _Seen | None, ids: 
 
 
 def _head_groups(n_groups: int, n: int) -> int:
-    """Groups to score before users are pruned; all where there are few."""
+    """Groups to score before users are pruned; all of them if there are few."""
     head = round_up(max(2 * OCTET, 2 * n, n_groups // HEAD_SHARE), OCTET)
     return head if n_groups >= 128 and 2 * head <= n_groups else n_groups
 
@@ -501,7 +501,7 @@ def _group_max(packed: PackedItems, bounds: _Bounds, halves: Array, first: int, 
     device, config = packed.device, packed.config
     n_users, n_groups = bounds.words.shape
     tiles = ceil_div(n_users, config.block_users)
-    # some eight blocks for each multiprocessor, so that those that end early do not leave it idle
+    # about eight blocks per multiprocessor, so that blocks that end early do not leave it idle
     chunk = round_up(ceil_div((last - first) * tiles, 8 * device.spec.multiprocessors), OCTET)
     chunk = max(min(CHUNK, chunk), round_up(ceil_div(last - first, LARGEST_GRID_Y), OCTET))
     kernel = get_kernel(device, SOURCE, "group_max", **config.constants)
@@ -517,7 +517,7 @@ def _group_max(packed: PackedItems, bounds: _Bounds, halves: Array, first: int, 
 
 
 def _sorted_list(packed: PackedItems, n: int) -> tuple[int, bool]:
-    """Pairs of the list that sort_rows sorts, and whether it lies in shared memory."""
+    """Length of the list that sort_rows sorts, and whether it is in shared memory."""
     size = 1 << max(5, (min(n, packed.n_items) - 1).bit_length())
     return size, size * (4 + packed.dtype.itemsize) <= SORTED_IN_SHARED
 

@@ -1,4 +1,4 @@
-"""What the status of a row means: kernels write a code for each row, and Python raises after they return."""
+"""Status codes of rows: kernels write one for each row, and Python raises after they return."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..errors import NonFiniteError, NotPositiveDefiniteError
 from . import _als
 
 SINGULAR_PIVOT = 4.0
-"""Pivots at or below this many units in the last place of their diagonal element are all rounding."""
+"""Pivots at or below this many units in the last place of their diagonal element count as rounding errors."""
 
 LARGE_WEIGHT = 1e9
-"""Penalties and confidences beyond: where factors overflow, they are the cause, and ratings are not."""
+"""If factors overflow, penalties and confidences beyond this value are the cause rather than the ratings."""
 
 
 def _overflow_advice(objective: Objective) -> str:
-    """What to change where factors became infinite."""
+    """Advice for factors that became infinite."""
     name, value = max(objective.weights.items(), key=lambda item: item[1])
     if value > LARGE_WEIGHT:
         return f"lower {name} (now {value:g}), or use dtype='float64'"
@@ -24,7 +24,7 @@ def _overflow_advice(objective: Objective) -> str:
 
 
 def check_status(status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None) -> None:
-    """Raise what the first row with a status says went wrong.
+    """Raise the failure of the first row whose status is not 0.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def check_status(status: np.ndarray, side: Side, objective: Objective, names: np
     side : {"user", "item"}
     objective : Objective
     names : int64 array, shape (n_rows,), optional
-        What to call each row, if not by its position.
+        Number of each row in error messages. Default: its position.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Which rows a group of ranks sums at a time: of each member's own rows a range, in each batch (cuMF Alg. 3, 9-16)."""
+"""Batches of rows that a group of ranks sums at a time: a range of each member's own rows (cuMF Alg. 3, 9-16)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
 
 MORE_BATCHES, BATCH_BYTES = 4, 128 << 20
-"""Batches that a half sweep is cut into so that sums travel while others are made, if each still has so many bytes:
-GPUs add them up in about the time in which ranks that are threads launch what a batch needs."""
+"""Batches of a half sweep, so that reduction overlaps assembly, if each batch still has `BATCH_BYTES`."""
 
 Ranges: TypeAlias = "list[tuple[int, int]]"
-"""Ranges of rows: the first of each, and the one after its last."""
+"""Ranges of rows: the first row and the one after the last."""
 
 
 def batch_rows(plan: Plan, splits: int, rows: int) -> int:
-    """Rows of each member that are summed at a time.
+    """Rows of each member in a batch.
 
-    Two batches of all members' rows are in memory at a time, each row with up to two more pieces, and the added-up
-    systems of the own rows.
+    Memory holds two batches of all members' rows, with up to two more pieces of each row, and the reduced systems of
+    own rows.
     """
     most = max(1, plan.batch_slots // (2 * (PIECES * splits + 1)))
     worth_while = BATCH_BYTES // (splits * (plan.rank + 1) * plan.rank * np.dtype(plan.dtype).itemsize // 2) + 1
@@ -30,7 +29,7 @@ def batch_rows(plan: Plan, splits: int, rows: int) -> int:
 
 
 def batch_entries(batches: Sequence[Ranges], degrees: np.ndarray) -> np.ndarray:
-    """Entries of each batch, int64; `degrees`: of each row."""
+    """Entries of each batch, int64, from the degrees of the rows."""
     before = np.concatenate(([0], np.cumsum(degrees)))
     sizes = [sum(int(before[last] - before[first]) for first, last in batch) for batch in batches]
     return np.array(sizes, dtype=np.int64)
@@ -48,7 +47,7 @@ def even_batches(counts: Sequence[int], rows: int) -> list[Ranges]:
     Returns
     -------
     list of list of (first, last)
-        Of each batch, the range of each member's rows.
+        For each batch, the range of each member's rows.
     """
     return [
         [(min(at, count), min(at + rows, count)) for count in counts] for at in range(0, max(counts, default=0), rows)
@@ -56,15 +55,15 @@ def even_batches(counts: Sequence[int], rows: int) -> list[Ranges]:
 
 
 def bounded_batches(bounds: Sequence[np.ndarray], entries: Sequence[np.ndarray], most: int) -> list[Ranges]:
-    """Batches of at most `most` entries of all members together, where ratings come batch by batch.
+    """Batches of at most `most` entries of all members together, for ratings that are streamed batch by batch.
 
-    Each batch has the next rows of each member, or none of those for which there is no room any more: rows that are
-    long on their own are not summed with each other. Who has most left to do comes first.
+    A batch has the next rows of each member, or none of a member whose next rows do not fit: two long rows are not in
+    one batch. The member with the most entries left comes first.
 
     Parameters
     ----------
     bounds : sequence of int array, shape (n_ranges + 1,)
-        How each member's rows are cut.
+        Bounds of the ranges of each member's rows.
     entries : sequence of int array, shape (n_ranges,)
         Entries of these ranges.
     most : int
@@ -72,7 +71,7 @@ def bounded_batches(bounds: Sequence[np.ndarray], entries: Sequence[np.ndarray],
     Returns
     -------
     list of list of (first, last)
-        As of `even_batches`.
+        See `even_batches`.
     """
     sizes, batches = [each.tolist() for each in entries], []
     at = [0] * len(sizes)

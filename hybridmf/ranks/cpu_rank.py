@@ -22,7 +22,7 @@ class CpuWorker:
     Parameters
     ----------
     check : callable, optional
-        Called between pieces of work; what it raises ends them.
+        Called between batches; an exception ends the half sweep.
     """
 
     gathers_ahead = False
@@ -31,11 +31,11 @@ class CpuWorker:
         self.check = check
 
     def active(self) -> AbstractContextManager[None]:
-        """Nothing to do."""
+        """Do nothing."""
         return nullcontext()
 
     def own(self, factors: Factors, plan: Plan) -> Factors:
-        """Factors as they are."""
+        """Return the factors unchanged."""
         return factors.on_host()
 
     def exact_gram(self, factors: Factors, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
@@ -60,7 +60,7 @@ class CpuWorker:
     def whole(
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
     ) -> als.HalfSweep | StreamedHalf:
-        """The half sweep of one device, over a slab of rows; slabs are read in each half sweep."""
+        """Half sweep of one device over its rows; slabs are read again in each half sweep."""
         if isinstance(block, RangeSlabs):
             return StreamedHalf(side, block, objective, plan, names, self.check)
         half = als.HalfSweep(side, block, objective, plan, names)
@@ -70,8 +70,8 @@ class CpuWorker:
     def solve(
         self, half: als.HalfSweep | StreamedHalf, fixed: Factors, mean: float, start: Factors, then: Then | None
     ) -> Factors:
-        """New factors of the rows of `whole`; nothing is gathered ahead, since nothing would overlap."""
+        """New factors of the rows of `whole`. Factors are not gathered ahead: nothing would overlap."""
         return half.solve(fixed, mean, start)
 
     def close(self) -> None:
-        """Nothing goes on beside the rank's thread."""
+        """Do nothing: the worker has no thread of its own."""

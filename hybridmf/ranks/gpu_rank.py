@@ -1,4 +1,4 @@
-"""A rank of SU-ALS on a GPU, the twin of `hybridmf.ranks.cpu_rank`; see `hybridmf.ranks.su_als.SplitWorker`."""
+"""A rank of SU-ALS on a GPU, the counterpart of `hybridmf.ranks.cpu_rank`; see `hybridmf.ranks.su_als.SplitWorker`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..gpu.factors import DeviceFactors, GpuFactors, weighted_gram
 from ..gpu.fused import FusedKernels
 from ..gpu.half import HalfSweep, range_of_roots, row_segments, segment_losses
 from ..gpu.rows import add_pieces
-from ..gpu.stream import Pipeline, StreamedHalf, Work
+from ..gpu.stream import Pipeline, StreamedHalf, Transfers
 from ..plan.fused import BLOCK
 from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
@@ -33,10 +33,10 @@ from .su_als import Block, Owned, Then, degrees_of, ends_of
 from .transport.communicator import Communicator
 
 MOST_SEGMENTS = 32
-"""Pieces that a row is cut into at most: its pieces are added one after the other."""
+"""Maximum number of pieces of a row: they are added one after the other."""
 
 FEW_SEGMENTS = 4096
-"""Pieces that a batch of few rows may have: enough for all multiprocessors of any GPU, 120 MB at f = 100."""
+"""Pieces allowed in a batch of few rows: enough for all multiprocessors of any GPU, 120 MB at f = 100."""
 
 
 class GpuWorker:
@@ -54,7 +54,7 @@ class GpuWorker:
         self._streams: Streams | None = None
 
     def active(self) -> AbstractContextManager[None]:
-        """Run on the device."""
+        """Make the device current."""
         return self.device.active()
 
     def own(self, factors: Factors, plan: Plan) -> GpuFactors:
@@ -113,7 +113,7 @@ class GpuWorker:
         batches: list[Ranges],
         solved: list[Ranges],
     ) -> PartialRows:
-        """Over entries on the device, or that come batch by batch where the plan says that ratings are streamed."""
+        """Half sweep over entries on the device, or over entries streamed batch by batch if the plan says so."""
         assert not isinstance(block, RangeSlabs)
         if isinstance(block, ColumnSlabs) and plan.streamed == "host":
             block = block.load()
@@ -124,23 +124,23 @@ class GpuWorker:
         self.half_sweeps.link(half)
         return half
 
-    def pipeline(self) -> AbstractContextManager[Any]:
-        """Reductions on a stream of their own; an emulated device has none."""
+    def overlap(self) -> AbstractContextManager[Any]:
+        """Run reductions on a separate stream; an emulated device has none."""
         if not isinstance(self.device, CudaDevice):
             return nullcontext(InOrder())
         self._streams = self._streams or Streams(self.device)
         return nullcontext(self._streams)
 
     def close(self) -> None:
-        """Load nothing more."""
+        """Stop loading."""
         self.half_sweeps.close()
 
 
 class Streams:
-    """A `Pipeline` in which reductions have a stream beside the one that computes.
+    """An `Overlap` whose reductions run on a separate stream.
 
-    Memory that one stream frees may be given out again only to that same stream (CuPy's pool), and each reduction waits
-    for what was launched before its batch was assembled: so a reduction never writes over what is still read.
+    CuPy's pool reuses memory only on the stream that freed it, and each reduction waits for all launches up to the
+    assembly of its batch. So a reduction never overwrites memory that is still read.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ class Streams:
         self._aside = self._cuda.Stream(non_blocking=True)
 
     def assembled(self) -> Any:
-        """A mark behind what has been launched so far."""
+        """Record an event after all launches so far."""
         return self._record(self._cuda.get_current_stream())
 
     def _record(self, stream: Any) -> Any:
@@ -162,7 +162,7 @@ class Streams:
 
     @contextmanager
     def after(self, mark: Any) -> Iterator[None]:
-        """What is launched in this context waits for the mark only; what is launched after it waits for both."""
+        """Launches in this context wait for the mark only; launches after it wait for both."""
         computing = self._cuda.get_current_stream()
         self._aside.wait_event(mark)
         with self._aside:
@@ -172,18 +172,19 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchPieces:
     """Pieces of rows of a batch on a device.
 
     Attributes
     ----------
     segments : int64 array, shape (n_segments, 3)
-        (slot, begin, end), longest first. The first piece of a row has the slot of the row, the others come behind.
+        (slot, begin, end), longest first. The first piece of a row has the slot of the row; the slots of further pieces
+        come after all rows.
     n_rows, n_slots : int
     uneven : int64 array
-        Rows that do not have one piece, but several or none.
+        Rows with several pieces or none.
     others : int64 array
-        Slots of their second piece and those after it: ``others[k] ... others[k + 1] - 1``.
+        Slots of the second and further pieces of these rows: ``others[k] ... others[k + 1] - 1``.
     """
 
     segments: Array
@@ -195,10 +196,10 @@ class Cut:
     @classmethod
     def make(
         cls, device: Device, indptr: np.ndarray, ranges: Ranges, longest: int, slots: int = 2 * FEW_SEGMENTS
-    ) -> Cut:
-        """Rows of some ranges, one range after the other, in pieces of at most `longest` entries.
+    ) -> BatchPieces:
+        """Cut the rows of some ranges, one range after the other, into pieces of at most `longest` entries.
 
-        Longer ones where `slots`, of two batches and of what is added up, would not do.
+        Pieces are longer if `slots` do not suffice for two batches and the reduced sums.
         """
         rows = np.concatenate([np.arange(first, last) for first, last in ranges]).astype(np.int64)
         begins, ends = indptr[rows], indptr[rows + 1]
@@ -225,24 +226,24 @@ class Cut:
         )
 
     def add_up(self, device: Device, sums: Array) -> Array:
-        """Sums of rows from sums of pieces, which are added in order; zeros for rows without any."""
+        """Sums of rows: the sums of their pieces, added in order; zeros for rows without pieces."""
         add_pieces(device, sums, self.uneven, self.others)
         return sums[: self.n_rows]
 
 
 class InOrder:
-    """A `Pipeline` without overlap."""
+    """An `Overlap` that runs one operation after the other."""
 
     def assembled(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def after(self, mark: None) -> AbstractContextManager[None]:
-        """Nothing to wait for."""
+        """Do nothing."""
         return nullcontext()
 
 
 class PartialRows(HalfSweep):
-    """Sums of the entries at hand, and solutions of systems that all ranks' sums have been added up for.
+    """Sums over the entries of this rank, and solutions of the systems reduced over all ranks.
 
     Parameters
     ----------
@@ -253,7 +254,7 @@ class PartialRows(HalfSweep):
     Raises
     ------
     ValueError
-        A plan whose assembly needs all entries of a row.
+        The assembly of the plan needs all entries of a row.
     """
 
     one_thread = False
@@ -275,38 +276,38 @@ class PartialRows(HalfSweep):
                 "assembly='bals' needs all entries of a row on one rank; with a split fixed side use 'fused', "
                 "'sparse_syrk' or 'mo_als'"
             )
-        # the rows at hand are not those that are solved here; they are known by their batches
+        # the rows summed here are not the rows solved here: batches identify them
         nothing = csr_of(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, block.dtype), block.shape[1])
         super().__init__(device, side, nothing, objective, plan, names, range_of_roots(objective, ends_of(block)))
         self._take(block)
         self.scale = device.upload(objective.row_scale(degrees).astype(self.dtype))
         self.degrees, self.row_batches, self.n_entries = degrees, batches, int(block.nnz)
         self.offsets = np.concatenate(([0], np.cumsum(degrees_of(block))))
-        cut = functools.partial(Cut.make, device, longest=plan.segment, slots=plan.batch_slots)
+        cut = functools.partial(BatchPieces.make, device, longest=plan.segment, slots=plan.batch_slots)
         self._cuts = [cut(*self._places(batch)) for batch in range(len(batches))]
         self._to_solve = [self._filled(ranges) for ranges in solved]
-        # of the half sweep that is under way
+        # of the current half sweep
         self._table: Any = None
         self._entries_at_hand: Any = None
         self._under_way: Any = None  # systems, kernels
 
     def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
-        """Have the entries on the device."""
+        """Copy the entries to the device."""
         assert isinstance(block, sp.csr_array)
         self.indices, self.ratings = self._hold(block.indices, block.data)
 
     def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
-        """Where rows begin and end in the entries at hand, and which of them are those of a batch."""
+        """Return the `indptr` of the entries on the device, and the ranges of rows of a batch in it."""
         return self.offsets, self.row_batches[batch]
 
     def _at_hand(self) -> Generator[int, None, None]:
-        """Batch after batch, its entries at hand until the next one."""
+        """Yield each batch; its entries are on the device until the next one."""
         yield from range(len(self.row_batches))
 
     def _filled(self, ranges: Ranges) -> tuple[Array, Array] | None:
-        """(slots, rows) of a batch's rows that have entries.
+        """Return (slots, rows) of the rows of a batch that have entries.
 
-        A row without any has sums of zeros, which the row before it takes along as if they were its own.
+        An empty row has sums of zeros, which are added to the row before it.
         """
         rows = np.concatenate([np.arange(first, last) for first, last in ranges] or [np.zeros(0, int)])
         filled = np.flatnonzero(self.degrees[rows])
@@ -316,18 +317,18 @@ class PartialRows(HalfSweep):
         return self.device.upload(slots), self.device.upload(rows[filled].astype(np.int32))
 
     def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
-        """Begin a half sweep."""
+        """Start a half sweep."""
         self._table, self._entries_at_hand = fixed.table, self._entries(fixed, mean)
         self._under_way = self._systems(start, gram), self.kernels_for(fixed)
 
     def kernels_for(self, fixed: Any) -> RowKernels:
-        """See `HalfSweep`; without entries at hand there are no sums to scale."""
+        """See `HalfSweep`; a rank without entries has no sums to scale."""
         if self.n_entries or self.plan.assembly != "fused":
             return super().kernels_for(fixed)
         return FusedKernels(self.device, self._config, "float32", self.plan.solver, self.epsilon, self.plan.cg_steps)
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
-        """Sums of a batch's entries at hand; zeros for rows without any."""
+        """Sums over this rank's entries of a batch; zeros for rows without any."""
         cut, (_, kernels) = self._cuts[batch], self._under_way
         sums = kernels.empty(cut.n_slots, whole=True)
         kernels.assemble(sums, self._table, self._entries_at_hand, cut.segments)
@@ -341,18 +342,18 @@ class PartialRows(HalfSweep):
             kernels.solve(systems, sums, *to_solve, self._entries_at_hand)
 
     def close(self) -> None:
-        """Nothing goes on beside the rank's thread; what was lent to this half sweep has room in no other."""
+        """Release the state of this half sweep; there is no thread to stop."""
         self._table = self._entries_at_hand = None
 
     def result(self, then: Then | None = None) -> DeviceFactors:
-        """Factors of the rows solved here."""
+        """Return the factors of the rows solved here."""
         (systems, _), self._under_way = self._under_way, None
         solved = self._unpack(systems.solutions)
         self.check(solved if then is None else then(solved), systems.status)
         return solved
 
     def loss(self, users: Iterator[Owned], items: DeviceFactors, mean: float) -> float:
-        """Loss of all entries, where rows are users; they come in the order of the batches, but for empty ranges."""
+        """Loss of all entries, where rows are users. `users` follow the order of the batches, without empty ranges."""
         total = 0.0
         with closing(self._at_hand()) as batches:
             for batch in batches:
@@ -368,19 +369,19 @@ class PartialRows(HalfSweep):
 
 
 class StreamedPartialRows(PartialRows):
-    """`PartialRows` whose block stays on the host or in a store: the entries of a batch come while others are summed.
+    """`PartialRows` whose block stays on the host or in a store: entries of a batch load while another one is summed.
 
     Parameters
     ----------
     device, side, block, objective, plan, names, degrees, batches, solved
         As for `PartialRows`.
     pipeline : Pipeline
-        Brings the entries.
+        Loads the entries.
 
     Attributes
     ----------
-    work, following
-        As of `hybridmf.gpu.stream.StreamedHalf`.
+    transfers, following
+        See `hybridmf.gpu.stream.StreamedHalf`.
     """
 
     def __init__(
@@ -397,8 +398,8 @@ class StreamedPartialRows(PartialRows):
         pipeline: Pipeline,
     ) -> None:
         super().__init__(device, side, block, objective, plan, names, degrees, batches, solved)
-        self.pipeline, self.work = pipeline, batch_work(block, batches)
-        self.following: Work | None = None
+        self.pipeline, self.transfers = pipeline, batch_transfers(block, batches)
+        self.following: Transfers | None = None
         self._stream: Generator[int, None, None] | None = None
         pipeline.reserve(int(batch_entries(batches, np.diff(self.offsets)).max(initial=0)))
         if isinstance(block, sp.csr_array):
@@ -406,7 +407,7 @@ class StreamedPartialRows(PartialRows):
             pipeline.copier.pin(block.data)
 
     def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
-        """Nothing yet."""
+        """Do nothing: `start` loads the entries."""
 
     def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
         degrees = [np.diff(self.offsets[first : last + 1]) for first, last in self.row_batches[batch]]
@@ -415,7 +416,7 @@ class StreamedPartialRows(PartialRows):
 
     def _at_hand(self) -> Generator[int, None, None]:
         nothing = self.indices, self.ratings
-        with closing(self.pipeline.loads(self.work, self.following)) as loads:
+        with closing(self.pipeline.loads(self.transfers, self.following)) as loads:
             try:
                 for batch, self.indices, self.ratings in loads:
                     yield batch
@@ -423,31 +424,31 @@ class StreamedPartialRows(PartialRows):
                 self.indices, self.ratings = nothing
 
     def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
-        """Begin a half sweep; its entries begin to come with the first batch, if they have not before."""
+        """Start a half sweep; its entries start to load with the first batch, if not earlier."""
         super().start(fixed, mean, start, gram)
         self._stream = self._at_hand()
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
-        """Sums of a batch's entries; batches are asked for in their order."""
+        """Sums over the entries of a batch; call it for all batches in order."""
         assert self._stream is not None
         come = next(self._stream)
         assert come == batch
         self._entries_at_hand = replace(self._entries_at_hand, indices=self.indices, ratings=self.ratings)
         sums = super().assemble(batch)
         if batch == len(self.row_batches) - 1:
-            next(self._stream, None)  # its buffer is free again; what follows may come
+            next(self._stream, None)  # releases its buffer, so that loading continues
         return sums
 
     def close(self) -> None:
-        """Load nothing more for this half sweep."""
+        """Stop loading for this half sweep."""
         super().close()
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
 
-def batch_work(block: sp.csr_array | ColumnSlabs, batches: list[Ranges]) -> Work:
-    """(indices, ratings) of each batch: those of its ranges one behind the other, which lie apart in the block."""
+def batch_transfers(block: sp.csr_array | ColumnSlabs, batches: list[Ranges]) -> Transfers:
+    """(indices, ratings) of each batch: those of its ranges, concatenated."""
 
     def fetch(batch: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         if isinstance(block, ColumnSlabs):
@@ -456,11 +457,11 @@ def batch_work(block: sp.csr_array | ColumnSlabs, batches: list[Ranges]) -> Work
             pieces = [rows_of(block, *rows) for rows in batches[batch]]
         return [piece.indices for piece in pieces], [piece.data for piece in pieces]
 
-    return Work(len(batches), fetch, block)
+    return Transfers(len(batches), fetch, block)
 
 
 def gpu_worker(names: Sequence[str], control: Any) -> tuple[Communicator, GpuWorker]:
-    """A rank's communicator and worker on the GPU of its name; called by all ranks together.
+    """Communicator and worker of a rank on the GPU with its name; called by all ranks together.
 
     Raises
     ------
@@ -472,7 +473,7 @@ def gpu_worker(names: Sequence[str], control: Any) -> tuple[Communicator, GpuWor
 
 
 def sockets(names: Sequence[str]) -> list[int]:
-    """Number of the socket of each GPU: those of one reach each other's memory directly, by the driver."""
+    """Socket of each GPU: the driver reports which GPUs access each other's memory directly."""
     devices = [open_device(name) for name in names]
     reaches = devices[0]._cupy.cuda.runtime.deviceCanAccessPeer
     groups: list[int] = []

@@ -1,9 +1,9 @@
-"""The ranks of one process, of SU-ALS and MCUMSGD alike: their threads, what is opened for them, who runs what.
+"""The ranks of one process, for SU-ALS and MCUMSGD: their threads, communicators and devices.
 
 Each rank has a thread, with its communicator and its device. A function runs on all threads (`RankGroup.run`), or one
-thread launches for all ranks. Threads of GPUs contend for the interpreter's lock, which changes hands at every call of
-CUDA: on four GPUs that takes about as long as some kernels. So where a half sweep never waits for the host, one thread
-launches a step of each rank after the other, so that all begin at once; NCCL's calls of all ranks are one group.
+thread launches for all ranks. Threads contend for the interpreter's lock, which every call of CUDA releases and
+acquires: on four GPUs that takes about as long as some kernels. So if a half sweep never waits for the host, one thread
+launches one step of each rank in turn, and all GPUs start together; NCCL's calls of all ranks form one group.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Result = TypeVar("Result")
 
 
 class Rank(Protocol):
-    """A rank as its group ends it."""
+    """A rank, with the methods that end it."""
 
     def close(self) -> None:
-        """End what the rank has begun, together with the others; not the communicator that it was given."""
+        """Release what the rank holds; called on all ranks together. Its communicator stays open."""
 
     def stop(self) -> None:
-        """End what goes on beside the rank's thread, when others have failed."""
+        """Stop background work of the rank after a failure of another one."""
 
 
 class RankGroup:
@@ -50,7 +50,7 @@ class RankGroup:
         self.threads = RankThreads(size)
         self.communicators: dict[int, LocalCommunicator] = {}
         self.ranks: dict[int, Any] = {}
-        # a solver that nobody closes ends when it is collected, on any thread, which does not wait
+        # an unclosed solver ends when it is collected: on any thread, without waiting
         self._finish = weakref.finalize(self, _close, self.threads, self.communicators, self.ranks)
         self._finish.atexit = False
 
@@ -60,8 +60,8 @@ class RankGroup:
         Parameters
         ----------
         make : callable
-            A rank, from the communicator of its thread, and a function that it calls with the communicator that it
-            opens for itself, which the group closes.
+            Makes a rank from the communicator of its thread. The second argument registers a communicator that the rank
+            opens itself, for the group to close.
         """
 
         def made(control: LocalCommunicator) -> None:
@@ -74,12 +74,12 @@ class RankGroup:
         return [self.ranks[number] for number in range(len(self.ranks))]
 
     def run(self, function: Callable[[Any], Result]) -> list[Result]:
-        """Run on all threads; the first failure comes out as it was raised, and stops all ranks."""
+        """Run a function on all threads; the first failure stops all ranks and is raised unchanged."""
         self._check_open()
         return self.threads.run(function)
 
     def solve(self, side: Side) -> list[Any]:
-        """New factors of `side` of all ranks of SU-ALS; nothing else changes."""
+        """New factors of `side` of all ranks of SU-ALS; the state does not change."""
         ranks = [self.ranks[number] for number in range(len(self.ranks))]
         if len(ranks) == 1 or not all(rank.halves[side].one_thread for rank in ranks):
             return self.run(lambda control: self.ranks[control.rank].solve(side))
@@ -92,7 +92,7 @@ class RankGroup:
             raise CommunicatorError("the ranks were closed; make another solver")
 
     def close(self) -> None:
-        """End the ranks, their connections and threads. Closing once more does nothing."""
+        """End the ranks, their connections and threads. A second call does nothing."""
         if self._finish.detach():
             _close(self.threads, self.communicators, self.ranks, wait=True)
 
@@ -100,7 +100,7 @@ class RankGroup:
 def _close(
     threads: RankThreads, communicators: dict[int, LocalCommunicator], ranks: dict[int, Any], *, wait: bool = False
 ) -> None:
-    """Close what each rank has opened, on its thread; after a failure, end what waits for ranks that are gone."""
+    """Close what each rank has opened, on its thread; after a failure, abort waits for ranks that have ended."""
     if threads.stopping.is_set():
         for communicator in communicators.values():
             communicator.abort("the fit has ended")
@@ -117,12 +117,12 @@ def _close_rank(communicators: dict[int, LocalCommunicator], ranks: dict[int, An
         communicators[control.rank].close()
     except Exception as error:
         logger.warning("rank %d did not end well: %s", control.rank, error)
-        if not isinstance(error, CommunicatorError):  # that others are gone is reported by their own error
+        if not isinstance(error, CommunicatorError):  # otherwise another rank reports the cause
             raise
 
 
 def open_rank(name: str, control: LocalCommunicator) -> tuple[LocalCommunicator, Device | None]:
-    """Communicator and device of a rank by the name of its device; the CPU has no device.
+    """Communicator and device of a rank, by the name of its device; None for the CPU.
 
     Raises
     ------
@@ -131,27 +131,26 @@ def open_rank(name: str, control: LocalCommunicator) -> tuple[LocalCommunicator,
     if name == "cpu":
         return control, None
     device = open_device(name)
-    if control.size == 1:  # no array of a device travels
+    if control.size == 1:  # no array of a device is sent
         return control, device
     with device.active():
         return NcclCommunicator(control, device.spec.index), device
 
 
 def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
-    """`RankALS.solve` of all ranks, by the thread that calls.
+    """Run `RankALS.solve` of all ranks on the calling thread.
 
     Parameters
     ----------
     ranks : sequence of RankALS
-        All of a communicator, in their order.
+        All ranks of a communicator, in order.
     side : {"user", "item"}
-        Its rows are solved where all their entries are.
+        A side whose rows are not split over ranks.
 
     Raises
     ------
     NotPositiveDefiniteError, NonFiniteError, DeviceMemoryError, CommunicatorError
-        As `hybridmf.gpu.half.GpuHalf.solve` of the first rank that fails. Nothing has changed then, and nothing is
-        waited for.
+        See `hybridmf.gpu.half.GpuHalf.solve`; of the first rank that fails. The state is unchanged, and no rank waits.
     """
     launched = _launch(ranks, side, _fixed(ranks, side))
     solved = [factors for factors, _ in launched]
@@ -159,13 +158,13 @@ def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
     for rank, (factors, status) in zip(ranks, launched, strict=True):
         with rank.worker.active():
             checks.append(factors.begin_check(status))
-    # exchanged while the checks are waited for, and while the next half sweep is launched
+    # the exchange overlaps the checks and the launches of the next half sweep
     following = _gather_ahead(ranks, side, solved)
     for rank, found, (factors, status) in zip(ranks, checks, launched, strict=True):
         with rank.worker.active():
             if factors.finish_check(found):
                 rank.halves[side].raise_failure(status)
-    for rank in ranks:  # a gather that has failed ends; what was solved with its half-filled table is no state
+    for rank in ranks:  # a failed gather ends here: factors solved from a partial table never become the state
         if rank.communicator.cause:
             raise CommunicatorError(rank.communicator.cause)
     for rank, own, factors in zip(ranks, solved, following, strict=True):
@@ -177,7 +176,7 @@ def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
 
 
 def _launch(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[Any]:
-    """New factors and status of each rank, not waited for; a step of each rank in turn."""
+    """Launch one step of each rank in turn; return new factors and status, possibly not complete yet."""
     launches = {
         number: rank.halves[side].launches(table, rank.mean, rank.own[side])
         for number, (rank, table) in enumerate(zip(ranks, fixed, strict=True))
@@ -193,7 +192,7 @@ def _launch(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[
 
 
 def _fixed(ranks: Sequence[RankALS], side: Side) -> list[Any]:
-    """The whole fixed side on each rank: as it was gathered ahead, or now."""
+    """The whole fixed side on each rank, gathered ahead or now."""
     known = [rank.ahead(side) for rank in ranks]
     if all(factors is not None for factors in known):
         return known
@@ -201,7 +200,7 @@ def _fixed(ranks: Sequence[RankALS], side: Side) -> list[Any]:
 
 
 def _gather_ahead(ranks: Sequence[RankALS], side: Side, solved: list[Any]) -> list[Any]:
-    """New factors of `side` as the next half sweep takes them, where there is room for both sides."""
+    """Gather the new factors of `side` for the next half sweep, if both sides fit in memory."""
     following = other_side(side)
     if not ranks[0].gathers_ahead or ranks[0].layout.grids[following].splits > 1:
         return solved
@@ -209,7 +208,7 @@ def _gather_ahead(ranks: Sequence[RankALS], side: Side, solved: list[Any]) -> li
 
 
 def _gather(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[Any]:
-    """The whole fixed side of a half sweep on each rank, from what each owns."""
+    """Gather the whole fixed side of a half sweep on each rank."""
     first = ranks[0]
     counts = first.layout.counts(other_side(side), range(first.layout.size))
     communicators: list[Any] = [rank.communicator for rank in ranks]

@@ -1,4 +1,4 @@
-"""Factors of which each rank has a range of rows, as one; put together where somebody looks."""
+"""Factors distributed over ranks, concatenated on first access."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..core.objective import AwayFactors, Factors
 
 
 class JoinedFactors(AwayFactors):
-    """The ranks' rows one after the other, on the host once somebody looks.
+    """The rows of all ranks, concatenated on the host on first access.
 
     Parameters
     ----------
     parts : sequence of Factors
-        Of each rank, wherever it keeps them; not to be written to.
+        Factors of each rank, on the host or a device. Not modified.
     order : int64 array, shape (n,), optional
-        Row of the input that each row of the parts belongs to, if not the same.
+        Row of the input for each row of the parts. Default: the same.
     """
 
     def __init__(self, parts: Sequence[Factors], order: np.ndarray | None = None) -> None:
@@ -36,7 +36,7 @@ class JoinedFactors(AwayFactors):
 
     @property
     def squares(self) -> Factors | None:
-        """Sums of squared steps on the host."""
+        """Sums of squared steps, on the host."""
         return self.on_host().squares
 
     def __len__(self) -> int:

@@ -1,21 +1,22 @@
-"""MSGD on several ranks (Li et al. 2017, MCUMSGD, Alg. 4 and 5.3): each owns users, and the items travel.
+"""MSGD on several ranks (Li et al. 2017, MCUMSGD, Alg. 4 and 5.3): each rank owns users, and items rotate.
 
-Users and items are cut into as many ranges as there are ranks, even in entries. Rank q owns users q. In step l of an
-epoch it holds items ``j = (q + l) mod p``, which it then sends to rank q - 1. What it moves in between is the order:
+Users and items are split into as many ranges as there are ranks, with even numbers of entries. Rank q owns users q. In
+step l of an epoch it holds items ``j = (q + l) mod p``, which it then sends to rank q - 1. There are two orders of
+updates:
 
-- "passes", ours, the default. The items go round twice. In steps 0 ... p - 1 a rank moves the items that it holds
-  by its own users' ratings of them; in steps p - 1 ... 2 p - 2 it moves its users by the items, which travel meanwhile.
-- "blocks", Alg. 4 as it is printed. The items go round once. In each of p steps a rank moves the items that it holds,
-  sends them, and while they travel moves its users by them.
+- "passes", ours, the default. Items rotate twice. In steps 0 ... p - 1 a rank updates the items that it holds from
+  its own users' ratings; in steps p - 1 ... 2 p - 2 it updates its users, while items are sent.
+- "blocks", Alg. 4 as printed. Items rotate once. In each of p steps a rank updates the items that it holds, sends them,
+  and meanwhile updates its users.
 
-Both make the same updates. With "passes" an epoch is one of MSGD on one device (Alg. 1) in which each row begins its
-walk at another place: users are moved by items that all ranks' users have moved. With "blocks" they are moved by items
-that have last been moved by these same users, which the items of a long walk remember alone: each range of users gets
-factors of its own, and an epoch brings less.
+Both process the same entries. With "passes" an epoch is one of MSGD on one device (Alg. 1) in which each row starts at
+a different entry: users are updated from items that all ranks' users have updated. With "blocks" they are updated from
+items that the same users have updated last, and an item with many entries keeps little of the others' updates: each
+range of users gets factors of its own, and the loss falls less per epoch.
 
-No two ranks hold a row at a time, so the factors depend on nothing but the order and the number of ranks.
+No two ranks hold the same row at a time, so factors depend only on the order and the number of ranks.
 
-A rank runs on the CPU or on a GPU, the communicator between them is any (`hybridmf.ranks.transport.communicator`).
+A rank runs on the CPU or on a GPU, over any communicator (`hybridmf.ranks.transport.communicator`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from .joined import JoinedFactors
 from .transport.communicator import Array, Communicator, LocalCommunicator, check_agreement
 
 SHORTEST_LONG_ROW = 1024
-"""A row as short as this never has a block of a GPU to itself: preparing one takes as long as walking the row."""
+"""Rows up to this length never get a thread block of their own: its setup takes as long as processing the row."""
 
 
 # ---------------------------------------------------------------------------------------------- shares
@@ -57,7 +58,7 @@ SHORTEST_LONG_ROW = 1024
 
 @dataclass(frozen=True)
 class Bounds:
-    """Ranges of users and of items, one a rank.
+    """Ranges of users and of items, one of each per rank.
 
     Attributes
     ----------
@@ -69,24 +70,24 @@ class Bounds:
 
     @classmethod
     def even(cls, user_items: sp.csr_array, size: int) -> Bounds:
-        """Even in entries."""
+        """Ranges with about equal numbers of entries."""
         degrees = np.bincount(user_items.indices, minlength=user_items.shape[1])
         return cls(even_bounds(np.diff(user_items.indptr), size), even_bounds(degrees, size))
 
     def range_of(self, side: Side, rank: int) -> tuple[int, int]:
-        """First row of a range and the one after its last."""
+        """First row of a range and the one after the last."""
         bounds = self.user if side == "user" else self.item
         return int(bounds[rank]), int(bounds[rank + 1])
 
 
-Block = dict[Side, sp.csr_array]
+GridBlock = dict[Side, sp.csr_array]
 """Ratings of one range of users and one of items, by the rows of either side; rows and columns count from 0."""
 
 
-def cut_share(user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: int) -> list[Block]:
-    """The ratings of a rank's users, cut by the ranges of items."""
+def cut_share(user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: int) -> list[GridBlock]:
+    """The ratings of a rank's users, one block for each range of items."""
     by_item = transposed(rows_of(user_items, *bounds.range_of("user", rank)), num_threads)
-    blocks: list[Block] = []
+    blocks: list[GridBlock] = []
     for other in range(len(bounds.item) - 1):
         items = rows_of(by_item, *bounds.range_of("item", other))
         blocks.append({"user": transposed(items, num_threads), "item": items})
@@ -97,44 +98,44 @@ def cut_share(user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: 
 
 
 class Backend(Protocol):
-    """What a rank computes with; `Work` below is what it works on, copies of a range of rows."""
+    """The device of a rank; `work` is a working copy of a range of rows."""
 
     def active(self) -> AbstractContextManager[None]:
-        """Where its arithmetic runs."""
+        """Context of all computation."""
 
     def hold(self, factors: Factors) -> Factors:
-        """Factors where they are kept between epochs."""
+        """Move factors to where they stay between epochs."""
 
     def copies(self, factors: Factors) -> Any:
-        """Copies of a range to work on."""
+        """Working copy of a range of rows."""
 
     def arrays(self, work: Any) -> list[Array]:
-        """What travels of a range of items."""
+        """Arrays of a range of items that ranks exchange."""
 
     def likes(self, rows: int) -> list[np.ndarray]:
-        """Shapes and dtypes of `arrays` of a range of so many rows."""
+        """Arrays with the shapes and dtypes of `arrays`, for a range of `rows` rows."""
 
     def arrived(self, arrays: Sequence[Array]) -> Any:
-        """The range of items that has come."""
+        """Working copy of a received range of items."""
 
     def move(self, block: int, side: Side, work: dict[Side, Any], terms: Terms, epoch: int) -> Iterator[None]:
-        """Move the rows of a side by the ratings of a block; yields where it may end early."""
+        """Update the rows of a side from the ratings of a block; yields where it may be stopped."""
 
     def factors(self, work: Any) -> Factors:
-        """What was worked on, as it is kept; `work` is not used again."""
+        """Convert a working copy to factors; `work` must not be used afterwards."""
 
-    def judged(self, *sides: Factors) -> tuple[float, bool]:
-        """What an epoch has come to, once all of it is done.
+    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
+        """Wait for the epoch; return its training loss, and whether all of `sides` is finite.
 
-        Half the squared errors of all moves since the last call, since an epoch sees every entry twice; and whether
-        nothing of `sides` is infinite or NaN.
+        The loss is half the squared errors of all updates since the last call, because an epoch processes every entry
+        twice.
         """
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
         """Squared errors of the ratings of a block."""
 
     def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
-        """What the rows of a range pay."""
+        """Penalty of the rows of a range."""
 
 
 class CpuBackend:
@@ -142,13 +143,13 @@ class CpuBackend:
 
     Parameters
     ----------
-    blocks : list of Block
+    blocks : list of GridBlock
     objective : Objective
     plan : Plan
-        `num_threads` are this rank's.
+        `num_threads` is the number of this rank.
     """
 
-    def __init__(self, blocks: list[Block], objective: Objective, plan: Plan) -> None:
+    def __init__(self, blocks: list[GridBlock], objective: Objective, plan: Plan) -> None:
         assert isinstance(plan.method, SgdMethod)
         self.blocks, self.plan = blocks, plan
         self.loss_alone = replace(objective, regularization=0.0, bias_regularization=0.0)
@@ -159,11 +160,11 @@ class CpuBackend:
         self._losses: list[float] = []
 
     def active(self) -> AbstractContextManager[None]:
-        """Nothing to enter; what overflows is found at the end of an epoch."""
+        """Ignore overflow, which is checked at the end of an epoch."""
         return np.errstate(over="ignore", invalid="ignore")
 
     def hold(self, factors: Factors) -> Factors:
-        """As they are."""
+        """Return the factors unchanged."""
         return factors
 
     def copies(self, factors: Factors) -> Copies:
@@ -209,13 +210,13 @@ class CpuBackend:
         """See `Backend`."""
         return work.factors()
 
-    def judged(self, *sides: Factors) -> tuple[float, bool]:
+    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
         """See `Backend`."""
         losses, self._losses = self._losses, []
         return float(np.sum(losses)), self.is_finite(*sides)
 
     def is_finite(self, *sides: Factors) -> bool:
-        """Whether nothing is infinite or NaN."""
+        """Whether no element is infinite or NaN."""
         arrays = [array for factors in sides for array in (factors.matrix, factors.bias) if array is not None]
         return all(math.isfinite(float(array.sum(dtype=np.float64))) for array in arrays)
 
@@ -232,16 +233,16 @@ class CpuBackend:
         return self.objective.penalty(factors.matrix, degrees, factors.bias)
 
 
-def _row_sweeps(block: Block, plan: Plan) -> RowSweeps | None:
+def _row_sweeps(block: GridBlock, plan: Plan) -> RowSweeps | None:
     if not block["user"].nnz:
         return None
     return RowSweeps(block, plan.changed(nnz=block["user"].nnz, batch_flops=BATCH_FLOPS * plan.num_threads))
 
 
 def long_row_of(ranks: int) -> int:
-    """Entries of a row in a block of ratings from which it has a block of a GPU to itself, if nobody says otherwise.
+    """Default for the entries of a row, in a block of ratings, from which it gets a thread block of its own.
 
-    In a block the longest row has a ranks-th of its entries: what ends beside it is shorter in proportion.
+    In a block of ratings the longest row has about 1 / ranks of its entries, so the threshold falls with the ranks.
     """
     return max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW // ranks)
 
@@ -252,11 +253,11 @@ class GpuBackend:
     Parameters
     ----------
     device : Device
-    blocks : list of Block
+    blocks : list of GridBlock
     objective : Objective
     plan : Plan
     long_row : int, optional
-        Entries of a row in a block of ratings from which it has a block of the GPU; by default fewer the more ranks.
+        Entries of a row, in a block of ratings, from which it gets a thread block. Default: `long_row_of`.
     beside : bool
         See `hybridmf.gpu.sgd.Msgd`.
     """
@@ -264,7 +265,7 @@ class GpuBackend:
     def __init__(
         self,
         device: Device,
-        blocks: list[Block],
+        blocks: list[GridBlock],
         objective: Objective,
         plan: Plan,
         long_row: int | None = None,
@@ -280,7 +281,7 @@ class GpuBackend:
             else None
             for block in blocks
         ]
-        # of all passes of an epoch, to be added up once
+        # for all passes of an epoch, added up once
         sizes = {
             (block, side): epoch.n_losses(side)
             for block, epoch in enumerate(self.epochs)
@@ -298,11 +299,11 @@ class GpuBackend:
         ]
 
     def active(self) -> AbstractContextManager[None]:
-        """The device."""
+        """Make the device current."""
         return self.device.active()
 
     def hold(self, factors: Factors) -> DeviceFactors:
-        """As a table on the device."""
+        """Copy the factors to a table on the device."""
         return to_device(self.device, factors, stored_width(self.plan.rank, self.dtype))
 
     def copies(self, factors: Factors) -> Rows:
@@ -315,7 +316,7 @@ class GpuBackend:
         return [work.matrix] if work.bias is None else [work.matrix, work.bias]
 
     def likes(self, rows: int) -> list[np.ndarray]:
-        """See `Backend`; only their shapes are looked at."""
+        """See `Backend`; only their shapes are used."""
         width = stored_width(self.plan.factors, self.dtype)
         likes = [np.empty((rows, width), dtype=self.dtype)]
         return likes + [np.empty(rows, dtype=self.dtype)] * self.objective.biases
@@ -325,7 +326,7 @@ class GpuBackend:
         return Rows(*arrays)
 
     def move(self, block: int, side: Side, work: dict[Side, Rows], terms: Terms, epoch: int) -> Iterator[None]:
-        """See `Backend`; launched, not waited for."""
+        """See `Backend`; launches without waiting."""
         msgd = self.epochs[block]
         if msgd is not None:
             sums = self._sums_of[block, side]
@@ -336,10 +337,10 @@ class GpuBackend:
         """See `Backend`."""
         return gpu_sgd.table_of(self.device, work, self.plan, self.dtype)
 
-    def judged(self, *sides: Factors) -> tuple[float, bool]:
+    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
         """See `Backend`; waits for the device."""
         on_device = [factors for factors in sides if isinstance(factors, DeviceFactors)]
-        return gpu_sgd.judged(self.device, self._sums.sum(keepdims=True) / 2, *on_device)
+        return gpu_sgd.epoch_result(self.device, self._sums.sum(keepdims=True) / 2, *on_device)
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
         """See `Backend`."""
@@ -363,32 +364,32 @@ class RankSGD:
     ----------
     communicator : Communicator
     user_items : csr_array, shape (n_users, n_items)
-        The ratings, the same on all ranks; a rank keeps those of its users.
+        The ratings, equal on all ranks; a rank keeps those of its users.
     objective : Objective
     plan : Plan
-        With an `SgdMethod` of schedule "msgd", which has the order; `num_threads` are this rank's.
+        Its method is an `SgdMethod` of schedule "msgd" with the order; `num_threads` is the number of this rank.
     state : State
-        Where to start: all users and items, the same on all ranks.
+        Initial factors of all users and items, equal on all ranks.
     completed : int
-        Epochs behind `state`.
+        Completed epochs that led to `state`.
     device : Device, optional
         This rank's GPU; None: the CPU.
     long_row : int, optional
-        Of a GPU; see `GpuBackend`.
+        For a GPU; see `GpuBackend`.
     beside : bool
-        Of a GPU; see `hybridmf.gpu.sgd.Msgd`.
+        For a GPU; see `hybridmf.gpu.sgd.Msgd`.
     agreed : bool
-        The ranks are known to have been given the same.
+        Skip the check that all ranks have the same arguments.
 
     Attributes
     ----------
     factors : dict of Factors
-        This rank's users and the items it begins an epoch with, after the last complete epoch.
+        This rank's users and own items after the last complete epoch.
 
     Raises
     ------
     CommunicatorError
-        Ranks were given other ratings, parameters or factors.
+        Ranks have different ratings, parameters or factors.
     ModelFileError
         AdaGrad or RPCS resumes from a state without its sums of squares.
     """
@@ -436,7 +437,7 @@ class RankSGD:
         self.mean, self.epoch, self.best = state.mean, completed, math.inf
 
     def sweep(self) -> dict[Side, Factors]:
-        """One epoch; returns `factors`, which change on all ranks or, where one fails, on none.
+        """Run one epoch; return `factors`, which change on all ranks or, after a failure, on none.
 
         Raises
         ------
@@ -447,7 +448,7 @@ class RankSGD:
         """
         with self.backend.active():
             new, loss, is_finite = self._epoch()
-            # what this rank has launched is done: a failure of NCCL's would have been told to all, and shows here
+            # this rank's launches are complete: a failure of NCCL on any rank is raised here
             sums = self.communicator.allreduce(np.array([loss, not is_finite], dtype=np.float64))
         total = float(sums[0])
         if not math.isfinite(total):
@@ -477,15 +478,15 @@ class RankSGD:
                 if step + 1 == self.size:  # this rank's own items are back, moved by all
                     own = work["item"]
         new: dict[Side, Factors] = {"user": self.backend.factors(work.pop("user")), "item": self.backend.factors(own)}
-        return new, *self.backend.judged(*new.values())
+        return new, *self.backend.epoch_result(*new.values())
 
     def _user_steps(self) -> range:
-        """In which the users move. The items do in steps 0 to p - 1."""
+        """Steps that update the users; steps 0 to p - 1 update the items."""
         first = self.size - 1 if self.method.order == "passes" else 0
         return range(first, first + self.size)
 
     def _last_step(self) -> int:
-        """After which nothing is left to move, and this rank's own items have been back, in step p."""
+        """The step after which all updates are done; this rank's own items returned in step p."""
         return max(self._user_steps()[-1], self.size if self.size > 1 else 0)
 
     def _move(self, block: int, side: Side, work: dict[Side, Any], terms: Terms) -> None:
@@ -494,17 +495,17 @@ class RankSGD:
                 raise CommunicatorError(self.communicator.cause)
 
     def _send(self, items: Any, following: int) -> Callable[[], list[Array]]:
-        """Items on their way to rank q - 1, while those of range `following` come from rank q + 1."""
+        """Start to send items to rank q - 1 and to receive those of range `following` from rank q + 1."""
         first, last = self.bounds.range_of("item", following)
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         sent = self.backend.arrays(items)
         return self.communicator.start_sendrecv(sent, before, after, self.backend.likes(last - first))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a rank holds no resources."""
 
     def stop(self) -> None:
-        """Nothing goes on beside the rank's thread."""
+        """Do nothing: there is no background work."""
 
     def objective_value(self) -> float:
         """The objective at the current factors of all ranks, in float64."""
@@ -516,9 +517,9 @@ class RankSGD:
         return float(self.communicator.allreduce(np.array([own]))[0])
 
     def _all_items(self) -> list[Factors]:
-        """All ranges of items, each rank giving its own."""
+        """Gather all ranges of items."""
         own = self.factors["item"]
-        if self.size == 1:  # the communicator may be one that cannot carry arrays of a device
+        if self.size == 1:  # this communicator may not support arrays of a device
             return [own]
         counts = np.diff(self.bounds.item).tolist()
         whole = [self.communicator.allgatherv(array, counts) for array in own.arrays]
@@ -530,7 +531,7 @@ class RankSGD:
 
 
 class MultiSGD:
-    """SGD on several devices of this machine, driven from one thread; as `hybridmf.plan.solver.Solver`.
+    """SGD on several devices of this machine, driven from one thread; a `hybridmf.plan.solver.Solver`.
 
     Parameters
     ----------
@@ -538,11 +539,11 @@ class MultiSGD:
         The ratings in both orientations.
     objective : Objective
     plan : Plan
-        Its `devices` are those of the ranks; CPU ranks share `num_threads`.
+        `devices` has one device per rank; CPU ranks share `num_threads`.
     state : State
-        Where to start.
+        Initial factors and mean.
     completed : int
-        Epochs behind `state`.
+        Completed epochs that led to `state`.
     long_row, beside
         See `RankSGD`.
 
@@ -581,20 +582,20 @@ class MultiSGD:
                 device=device,
                 long_row=long_row,
                 beside=beside,
-                agreed=True,  # they are given the same objects
+                agreed=True,  # all ranks get the same objects
             )
 
         self.ranks: list[RankSGD] = self.group.open(make)
         self.state = state
 
     def sweep(self) -> Iterator[None]:
-        """One epoch on all ranks; the state changes once all have completed it.
+        """Run one epoch on all ranks; the state changes once all have completed it.
 
         Raises
         ------
         DivergedError
         Exception
-            What the first rank that failed has raised.
+            The error of the first rank that failed.
         """
         parts = self.group.run(lambda control: self.ranks[control.rank].sweep())
         users, items = (JoinedFactors([part[side] for part in parts]) for side in SIDES)
@@ -606,5 +607,5 @@ class MultiSGD:
         return self.group.run(lambda control: self.ranks[control.rank].objective_value())[0]
 
     def close(self) -> None:
-        """End the threads and connections. Closing once more does nothing."""
+        """End the threads and connections. A second call does nothing."""
         self.group.close()

@@ -24,7 +24,7 @@ from .transport.communicator import Communicator, LocalCommunicator
 from .transport.threads import RankThreads
 
 MakeWorker = Callable[[Communicator], tuple[Communicator, Worker]]
-"""What a rank's thread communicates and computes with, from the communicator of the threads."""
+"""Makes the communicator and the worker of a rank, from the communicator of its thread."""
 
 
 class MultiALS(Alternating):
@@ -33,28 +33,28 @@ class MultiALS(Alternating):
     Parameters
     ----------
     user_items, item_users : csr_array or StoreMatrix
-        The ratings in both orientations, in memory or in a store, of which each rank reads its own rows.
+        The ratings in both orientations, in memory or in a store from which each rank reads its own rows.
     objective : Objective
     plan : Plan
-        Of several devices; its `scale` says in which waves ratings are streamed, and may be `ScalePlan.on` of the one
-        that was made for another number of GPUs.
+        For several devices. Its `scale` defines the waves in which ratings are streamed; `ScalePlan.on` adapts it to
+        another number of GPUs.
     state : State
-        Where to start.
+        Initial factors and mean.
     grids : dict of side to Grid, optional
         Default: those of the plan.
     make_worker : callable, optional
-        Default: what the names of the devices say.
+        Default: workers on the devices of the plan.
     topology : sequence of int, optional
         Socket of each rank, for ``reduction="two_phase"``. Default: read from the driver.
 
     Raises
     ------
     DeviceError
-        A device cannot be served.
+        A device cannot be used.
     DeviceMemoryError
-        A rank has no room for its part.
+        The share of a rank does not fit on its device.
     ValueError
-        A partition that no fit serves.
+        Fits do not support the partition.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class MultiALS(Alternating):
             rank.own[side] = factors
 
     def balance(self) -> None:
-        """Change both sides to the basis of least penalty; the same predictions."""
+        """Transform both sides to the basis of least penalty; predictions stay the same."""
         balanced = self.group.run(lambda control: self.ranks[control.rank].balanced())
         for rank, own in zip(self.ranks, balanced, strict=True):
             rank.own = own
@@ -138,17 +138,17 @@ class MultiALS(Alternating):
         return float(self.group.run(lambda control: self.ranks[control.rank].objective_value())[0])
 
     def close(self) -> None:
-        """End the threads and connections of the ranks; `state` stays readable. Closing once more does nothing."""
+        """End the threads and connections of the ranks; `state` stays readable. A second call does nothing."""
         self.group.close()
 
 
 def block_of(layout: Layout, side: Side, rank: int, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> Block:
-    """A rank's entries while `side` is solved: cut out of ratings in memory, or where to read them.
+    """Entries of a rank while `side` is solved: extracted from ratings in memory, or slabs to read.
 
     Raises
     ------
     ValueError
-        A store whose slabs are worked with as they are, and a grid in which ranks share rows.
+        The ratings are in a store whose slabs are not cut further, and the grid splits rows over ranks.
     """
     if not isinstance(matrix, StoreMatrix):
         return layout.cut(side, rank, matrix)

@@ -1,4 +1,4 @@
-"""How a group of ranks adds up partial systems (cuMF 4.2): in parallel, in two phases by topology, or on one rank."""
+"""Reductions of partial systems over a group of ranks (cuMF 4.2): parallel, in two phases, or to one rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Reduction:
     Parameters
     ----------
     members : Communicator
-        The ranks that sum the same rows.
+        The ranks with partial sums of the same rows.
 
     Attributes
     ----------
     order : list of int
-        The members in the order in which their rows lie in the arrays to add up.
+        The members in the order of their rows in the arrays to reduce.
     everything_here : bool or None
         Whether this rank solves the rows of all members; None: each solves its own.
     """
@@ -33,7 +33,7 @@ class Reduction:
         self.order = list(range(members.size))
 
     def reduce(self, array: Array, counts: Sequence[int]) -> Array:
-        """Sums of the rows that are solved here.
+        """Return the sums of the rows that this rank solves.
 
         Parameters
         ----------
@@ -44,23 +44,23 @@ class Reduction:
         return self.members.reduce_scatter(array, counts)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class RootReduction(Reduction):
-    """All sums go to member 0, which solves all rows: what cuMF compares the parallel reduction with."""
+    """All sums go to member 0, which solves all rows: cuMF's baseline for the parallel reduction."""
 
     def __init__(self, members: Communicator) -> None:
         super().__init__(members)
         self.everything_here = members.rank == 0
 
     def reduce(self, array: Array, counts: Sequence[int]) -> Array:
-        """All sums on member 0, none elsewhere."""
+        """Return all sums on member 0, no rows elsewhere."""
         return self.members.reduce_scatter(array, [sum(counts)] + [0] * (self.members.size - 1))
 
 
 class TwoPhaseReduction(Reduction):
-    """First within a socket, then across (cuMF fig. 5b): of what crosses sockets, one sum for all ranks of a socket.
+    """Reduce within each socket, then across sockets (cuMF fig. 5b): one sum per socket crosses.
 
     Parameters
     ----------
@@ -82,25 +82,25 @@ class TwoPhaseReduction(Reduction):
         self.across_size, self.inside_size = len(groups), len(groups[0])
         place = next((s, group.index(members.rank)) for s, group in enumerate(groups) if members.rank in group)
         self.inside, self.across = members.split(place[0]), members.split(len(names) + place[1])
-        # rows of the members with the same place in their sockets lie together: one rank of each socket adds them up
+        # the rows of members with the same position in their sockets are adjacent: one rank per socket adds them
         self.order = [group[t] for t in range(self.inside_size) for group in groups]
         self.place = place[1]
 
     def reduce(self, array: Array, counts: Sequence[int]) -> Array:
-        """Sums of own rows."""
+        """Return the sums of own rows."""
         n = self.across_size
         portions = [sum(counts[t * n : (t + 1) * n]) for t in range(self.inside_size)]
         portion = self.inside.reduce_scatter(array, portions)
         return self.across.reduce_scatter(portion, counts[self.place * n : (self.place + 1) * n])
 
     def close(self) -> None:
-        """Close the communicators made here."""
+        """Close the communicators that this reduction made."""
         self.inside.close()
         self.across.close()
 
 
 def make_reduction(name: str, members: Communicator, sockets: Sequence[int] | None) -> Reduction:
-    """The reduction of that name; two phases where there are several sockets of several ranks.
+    """Make a reduction by name; "two_phase" takes one phase unless several sockets have several ranks each.
 
     Raises
     ------

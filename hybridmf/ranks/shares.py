@@ -1,7 +1,7 @@
-"""Ratings as ranks bring them along, and the way to the blocks they compute with.
+"""Distribution of the ratings over ranks: what each rank starts with, and the blocks that it computes with.
 
-A rank has all ratings (`WholeRatings`), reads those it needs from a store (`StoredRatings`), or begins with any entries
-of them, which then travel to the ranks that solve their rows (`SharedEntries`).
+A rank has all ratings (`WholeRatings`), reads its rows from a store (`StoredRatings`), or starts with arbitrary
+entries, which are then sent to the ranks that solve their rows (`SharedEntries`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .su_als import Block
 from .transport.communicator import Communicator, gather
 
 FINGERPRINT_BYTES = 96
-"""Room for a fingerprint on its way to the other ranks."""
+"""Bytes of the buffer that sends a fingerprint to the other ranks."""
 
 
 class RankRatings(Protocol):
-    """What one rank has of the ratings. All ranks call the methods together.
+    """The ratings of one rank. All ranks call the methods together.
 
     Attributes
     ----------
     shape : (n_users, n_items)
     user_ids, item_ids : array or None
-        Labels, where the first rank knows them.
+        Labels, if the first rank has them.
     slab : int or None
-        Entries of the largest slab, where the ratings are in a store.
+        Entries of the largest slab, if the ratings are in a store.
     """
 
     shape: tuple[int, int]
@@ -45,19 +45,19 @@ class RankRatings(Protocol):
     slab: int | None
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
-        """Entries of each row of either side on all ranks, for even shares; repeated pairs may count twice."""
+        """Entries of each row of both sides on all ranks, for even shares; repeated pairs may count twice."""
 
     def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
-        """Entries of this rank while `side` is solved, as `Layout.cut` would cut them."""
+        """Entries of this rank while `side` is solved, as extracted by `Layout.cut`."""
 
 
 def check_same_data(communicator: Communicator, identity: str) -> None:
-    """Compare what the ranks call their data, such as `checkpoint.fingerprint`.
+    """Compare an identity of the data over all ranks, such as `checkpoint.fingerprint`.
 
     Raises
     ------
     CommunicatorError
-        On all ranks, naming the first that differs from rank 0, and both identities.
+        On all ranks; names the first rank that differs from rank 0, and both identities.
     """
     own = np.zeros((1, FINGERPRINT_BYTES), dtype=np.uint8)
     text = identity.encode()[:FINGERPRINT_BYTES]
@@ -72,7 +72,7 @@ def check_same_data(communicator: Communicator, identity: str) -> None:
 
 
 class WholeRatings:
-    """Ratings that every rank has all of.
+    """Ratings that are complete on every rank.
 
     Parameters
     ----------
@@ -91,17 +91,17 @@ class WholeRatings:
         self._matrices: dict[Side, sp.csr_array] = {"user": matrix, "item": transposed(matrix)}
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
-        """Of the matrix, after a look whether the others have the same."""
+        """Degrees of the matrix, after a check that all ranks have the same one."""
         check_same_data(communicator, fingerprint(self._matrices["user"]))
         return {side: np.diff(self._matrices[side].indptr).astype(np.int64) for side in SIDES}
 
     def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
-        """A cut of the matrix."""
+        """Extract the block from the matrix."""
         return layout.cut(side, communicator.rank, self._matrices[side])
 
 
 class StoredRatings:
-    """Ratings in a store that every rank can read; each maps the slabs that have its rows.
+    """Ratings in a store that every rank can read; each rank maps the slabs with its rows.
 
     Parameters
     ----------
@@ -121,12 +121,12 @@ class StoredRatings:
         self._identity = f"store {store.checksum}"
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
-        """As the store has them, after a look whether the others read the same store."""
+        """Degrees from the store, after a check that all ranks read the same one."""
         check_same_data(communicator, self._identity)
         return {side: self._sides[side].degrees for side in SIDES}
 
     def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
-        """From the slabs that have the rows."""
+        """Read the block from the slabs that contain its rows."""
         matrix, rank = self._sides[side], communicator.rank
         pieces = [RangeSlabs(matrix, *ends).load() for ends in layout.ranges(side, rank)]
         if layout.grids[side].splits == 1:
@@ -135,19 +135,19 @@ class StoredRatings:
         return stacked([columns_of(piece, *columns) for piece in pieces])
 
     def slabs(self, communicator: Communicator, layout: Layout, side: Side) -> RangeSlabs | ColumnSlabs:
-        """Where this rank reads what `block` would have."""
+        """The slabs of the entries of `block`."""
         matrix, rank = self._sides[side], communicator.rank
         if layout.grids[side].splits == 1:
             return self.own_rows(communicator, layout, side)
         return ColumnSlabs(matrix, layout.ranges(side, rank), layout.columns(side, rank))
 
     def own_rows(self, communicator: Communicator, layout: Layout, side: Side) -> RangeSlabs:
-        """Where this rank reads its own rows."""
+        """The slabs of this rank's own rows."""
         return RangeSlabs(self._sides[side], *layout.own(side, communicator.rank))
 
 
 class SharedEntries:
-    """Entries of the ratings, any of them on any rank.
+    """Entries of the ratings, distributed over ranks in any way.
 
     Parameters
     ----------
@@ -158,9 +158,9 @@ class SharedEntries:
     dtype : dtype
         Of the blocks.
     drop_zeros : bool
-        Leave out entries that are (or add up to) 0.
+        Drop entries that are 0, or whose duplicates add up to 0.
     duplicates : {"error", "sum", "mean", "max"}
-        What to do with a pair that occurs more than once, on whichever ranks.
+        How to treat a pair that occurs more than once, on the same or on different ranks.
     user_ids, item_ids : array, optional
     """
 
@@ -188,14 +188,14 @@ class SharedEntries:
         return self.shape[0 if side == "user" else 1]
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
-        """Counted on all ranks."""
+        """Degrees counted over all ranks."""
         return {
             side: communicator.allreduce(np.bincount(self._at[side], minlength=self._size(side)).astype(np.int64))
             for side in SIDES
         }
 
     def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
-        """Entries go to the ranks that want them."""
+        """Send entries to the ranks that need them."""
         rank, grid, other = communicator.rank, layout.grids[side], other_side(side)
         rows, columns = self._at[side], self._at[other]
         dest = owners(layout.bounds[other], columns) // grid.groups * grid.groups
@@ -220,7 +220,7 @@ class SharedEntries:
         )
 
     def _check_pairs(self, side: Side, rows: np.ndarray, columns: np.ndarray) -> None:
-        """Name a pair that occurs twice as the whole matrix has it, where that is an error."""
+        """Raise for a pair that occurs more than once, if that is an error, with its ids in the whole matrix."""
         if self.duplicates != "error":
             return
         order = np.lexsort((columns, rows))
@@ -240,18 +240,18 @@ def _name(ids: np.ndarray | None, position: int) -> str:
 
 
 def owners(bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Rank that owns each row: rank r those from ``bounds[r]`` to before ``bounds[r + 1]``."""
+    """Owner of each row: rank r owns rows ``bounds[r] ... bounds[r + 1] - 1``."""
     return np.searchsorted(bounds[1:], rows, side="right")
 
 
 def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Send each entry of some arrays to a rank; what arrives is in the order of the ranks it comes from.
+    """Send each entry of some arrays to a rank; received entries are in the order of their source ranks.
 
     Parameters
     ----------
     communicator : Communicator
     dest : int array, shape (n,)
-        Where entry k of every array goes.
+        Destination rank of entry k of every array.
     arrays : list of array, shape (n,)
 
     Returns
@@ -274,13 +274,13 @@ def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarr
     return [np.concatenate(pieces) for pieces in received]
 
 
-class Cut:
-    """The ratings as ranks compute with them.
+class RankBlocks:
+    """The ratings as a rank computes with them.
 
     Attributes
     ----------
     layout : Layout
-    blocks : dict of side to csr_array, or to RangeSlabs or ColumnSlabs where they are streamed from a store
+    blocks : dict of side to csr_array, or to RangeSlabs or ColumnSlabs if they are streamed from a store
     degrees : dict of side to int64 array
         Entries of each row on all ranks, repeated pairs merged.
     nnz : int
@@ -303,7 +303,7 @@ class Cut:
         self.blocks: dict[Side, Block]
         self._piece: Piece | None = None
         self._squares: float | None = None
-        self._users: RangeSlabs | None = None  # of this rank, where they are streamed
+        self._users: RangeSlabs | None = None  # this rank's own users, if they are streamed
         if streamed and isinstance(ratings, StoredRatings):
             self.blocks = {side: ratings.slabs(communicator, self.layout, side) for side in SIDES}
             self._users = ratings.own_rows(communicator, self.layout, "user")
@@ -324,7 +324,7 @@ class Cut:
         self._piece, self._squares = piece_of_fingerprint(rows), entry_squares([rows.data])
 
     def _own_users(self, communicator: Communicator, ratings: RankRatings) -> Any:
-        """Whole rows of the users that this rank owns, in memory."""
+        """Complete rows of the users that this rank owns, in memory."""
         if self.layout.grids["user"].splits == 1:
             return self.blocks["user"]
         alone = Grid(1, communicator.size)
@@ -337,13 +337,13 @@ class Cut:
     def rows_of_users(
         self, communicator: Communicator, ratings: RankRatings, wanted: np.ndarray
     ) -> sp.csr_array | None:
-        """The entries of some users as int8 ones, on the first rank; None on the others.
+        """Entries of some users on the first rank, each with the value int8 1; None on the others.
 
         Parameters
         ----------
         communicator : Communicator
         ratings : RankRatings
-            Those of the constructor.
+            The ratings given to the constructor.
         wanted : bool array, shape (n_users,)
             Rows of other users are empty in the result.
         """
@@ -360,7 +360,7 @@ class Cut:
         return make_csr(indptr, indices, np.ones(len(indices), dtype=np.int8), self._shape)
 
     def scale(self, communicator: Communicator, objective: Objective) -> float:
-        """What standardizes all ratings; what is streamed is read for it."""
+        """Scale that standardizes all ratings; streamed ratings are read for it."""
         if objective.is_implicit:
             return 1.0
         if self._squares is None:
@@ -370,7 +370,7 @@ class Cut:
         return rating_scale(self.total, squares, self.nnz, objective.biases)
 
     def fingerprint(self, communicator: Communicator) -> str:
-        """`checkpoint.fingerprint` of the whole matrix; what is streamed is read for it."""
+        """`checkpoint.fingerprint` of the whole matrix; streamed ratings are read for it."""
         if self._piece is None:
             assert self._users is not None
             pieces_here = map(piece_of_fingerprint, self._slabs(self._users))
@@ -382,7 +382,7 @@ class Cut:
 
 
 def _range_on_all(communicator: Communicator, values: np.ndarray) -> tuple[float, float] | None:
-    """`value_range` of the values of all ranks."""
+    """`value_range` over all ranks."""
     own = np.array([value_range([values]) or (np.inf, -np.inf)])
     everyone = communicator.allgatherv(own, [1] * communicator.size)
     low, high = float(everyone[:, 0].min()), float(everyone[:, 1].max())

@@ -1,10 +1,10 @@
 """SU-ALS: one rank's share of alternating least squares, the same program on every rank (cuMF Algorithm 3).
 
-Who owns and sums what is said in `hybridmf.plan.grid`. A half sweep on a grid of one split is model parallel: each
-rank gathers the whole fixed side and solves its own rows as one device would. With more splits a rank sums what its
-part of the fixed side adds to the systems of its group's rows (lines 9-11), batch by batch; the group's sums are
-scattered over its ranks while they are added (lines 13-16), and each rank completes and solves the rows it owns
-(line 17). Where ratings do not stay on the devices, the entries of a batch come while the one before is worked on.
+`hybridmf.plan.grid` describes which rank owns and sums which rows. A half sweep on a grid of one split is model
+parallel: each rank gathers the whole fixed side and solves its own rows as one device would. With more splits a rank
+sums the contribution of its part of the fixed side to the systems of its group's rows (lines 9-11), batch by batch; a
+reduce-scatter adds the sums of the group (lines 13-16), and each rank completes and solves the rows it owns (line 17).
+If ratings do not stay on the devices, the entries of a batch load while the one before is processed.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from .reduction import Reduction, make_reduction
 from .transport.communicator import Array, Communicator
 
 ROOM = 0.9
-"""Part of a GPU's memory up to which the next fixed side is gathered while the last one is still there."""
+"""Part of a GPU's memory that both sides may take if the next fixed side is gathered ahead."""
 
 Then = Callable[[Any], Any]
-"""Called with new factors that may not be complete yet; returns what the next half sweep works with."""
+"""Called with new factors that may not be complete yet; returns the factors that the next half sweep uses."""
 
 Block: TypeAlias = "sp.csr_array | RangeSlabs | ColumnSlabs"
-"""A rank's entries: in memory, or in slabs that are read in each half sweep, of its own rows or of those of a group."""
+"""Entries of a rank, in memory or in slabs read in each half sweep: those of its own rows, or of a group's rows."""
 
 Owned: TypeAlias = "tuple[tuple[int, int], Any]"
-"""Some rows of a rank's block, the first and the one after the last, and their factors."""
+"""A range of rows of a rank's block (the first, the one after the last), and their factors."""
 
 
 class Whole(Protocol):
-    """A half sweep over rows all of whose entries are here; `hybridmf.cpu.als.HalfSweep`, `hybridmf.gpu.half.GpuHalf`.
+    """A half sweep over complete rows: `hybridmf.cpu.als.HalfSweep`, `hybridmf.gpu.half.GpuHalf`.
 
     Attributes
     ----------
     one_thread : bool
-        Whether one thread can launch it for several ranks; see `hybridmf.ranks.group`.
+        Whether one thread can launch it for all ranks; see `hybridmf.ranks.group`.
     """
 
     one_thread: bool
@@ -60,46 +60,46 @@ class Whole(Protocol):
 
 
 class Partial(Protocol):
-    """A half sweep over rows of whose entries other ranks have some."""
+    """A half sweep over rows whose entries are distributed over several ranks."""
 
     one_thread: bool
 
     def start(self, fixed: Any, mean: float, start: Any, gram: Array | None) -> None:
-        """Begin: factors at hand, and what systems are completed with."""
+        """Start from the part of the fixed side on this rank, and the Gram matrix of the whole."""
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
-        """Sums of a batch's entries at hand; arrays whose first axis are the rows of all members, one after another."""
+        """Sums over this rank's entries of a batch; the first axis has the rows of all members, one after another."""
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
-        """Complete and solve the systems of the rows of a batch that are solved here."""
+        """Complete and solve the systems of the rows of a batch that this rank solves."""
 
     def close(self) -> None:
-        """End what goes on beside the rank's thread: all batches have been assembled, or the half sweep has failed."""
+        """Stop background work: all batches have been assembled, or the half sweep has failed."""
 
     def result(self, then: Then | None = None) -> Any:
-        """Factors of the rows that are solved here; raises the failure of a row."""
+        """Factors of the rows that this rank solves; raises the failure of a row."""
 
     def loss(self, users: Iterator[Owned], items: Any, mean: float) -> float:
-        """Loss of all entries, where rows are users, in float64; they come in the order of the batches."""
+        """Loss of all entries, where rows are users, in float64; `users` follow the order of the batches."""
 
 
 class Worker(Protocol):
     """The device of a rank.
 
-    Factors are its own kind, arrays are those of its device; its communicator moves both these and NumPy's.
+    Factors are of a type of its own, arrays on its device; its communicator sends these and NumPy's arrays.
     """
 
     gathers_ahead: bool
-    """Whether `then` is called: where it is before new factors are complete, the ranks exchange them meanwhile."""
+    """Whether `then` is called. If so before new factors are complete, ranks exchange them meanwhile."""
 
     def active(self) -> AbstractContextManager[None]:
-        """Everything a rank does happens in this context."""
+        """A rank does all its work in this context."""
 
     def own(self, factors: Factors, plan: Plan) -> Any:
-        """Factors from the host."""
+        """Move factors of the host to where the plan keeps them."""
 
     def exact_gram(self, factors: Any, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
-        """Float64 Gram matrix, shape (factors, factors), rows weighted."""
+        """Weighted Gram matrix in float64, shape (factors, factors)."""
 
     def times(self, factors: Any, basis: np.ndarray) -> Any:
         """Factors in another basis."""
@@ -110,23 +110,23 @@ class Worker(Protocol):
     def whole(
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
     ) -> Whole:
-        """See `Whole`; `ends`: smallest and largest absolute value on all ranks, none if there are no entries."""
+        """See `Whole`. `ends`: smallest and largest absolute value on all ranks, empty without entries."""
 
     def solve(self, half: Any, fixed: Any, mean: float, start: Any, then: Then | None) -> Any:
         """New factors of the rows of `whole`."""
 
     def close(self) -> None:
-        """End what goes on beside the rank's thread; it is not at work any more."""
+        """Stop background work; no half sweep is running."""
 
 
 class SplitWorker(Worker, Protocol):
-    """A device whose ranks may split the fixed side; plans split it over GPUs alone."""
+    """A device whose ranks may split the fixed side; plans split it only over GPUs."""
 
     def blank(self, like: Array, rows: int) -> Array:
         """Zeros of the dtype and width of an array."""
 
     def gram(self, factors: Any, objective: Objective, plan: Plan) -> Array | None:
-        """Weighted Gram matrix of the rows at hand, None for explicit feedback."""
+        """Weighted Gram matrix of this rank's rows, None for explicit feedback."""
 
     def partial(
         self,
@@ -144,9 +144,9 @@ class SplitWorker(Worker, Protocol):
         Parameters
         ----------
         block : csr_array or ColumnSlabs
-            Entries at hand.
+            Entries of this rank.
         names : int64 array, shape (n,)
-            What errors call each row that is solved here.
+            Number of each row solved here, for error messages.
         degrees : int64 array, shape (n,)
             Entries of each of these rows on all ranks.
         batches : list of list of (first, last)
@@ -155,22 +155,22 @@ class SplitWorker(Worker, Protocol):
             Rows of `names` that are solved here in each batch, range after range.
         """
 
-    def pipeline(self) -> AbstractContextManager[Any]:
-        """How sums of one batch travel while the next one is assembled: see `Pipeline`."""
+    def overlap(self) -> AbstractContextManager[Any]:
+        """Overlap of the reduction of a batch with the assembly of the next one; see `Overlap`."""
 
 
-class Pipeline(Protocol):
+class Overlap(Protocol):
     """Order between assembly and reduction of batches."""
 
     def assembled(self) -> Any:
-        """A mark: all that was asked of the device so far."""
+        """Return a mark after all launches so far."""
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """What is asked for in this context waits for the mark, not for later work; later work waits for it."""
+        """Launches in this context wait for the mark, not for later launches; later launches wait for them."""
 
 
 class RankALS(Alternating):
-    """One rank of SU-ALS; all ranks make theirs and call its methods together.
+    """One rank of SU-ALS; every rank makes one, and all call its methods together.
 
     Parameters
     ----------
@@ -184,18 +184,18 @@ class RankALS(Alternating):
     plan : Plan
         The same on all ranks, but for `num_threads` and `gpu`. Its `reduction` is one of `hybridmf.ranks.reduction`.
     state : State
-        Where to start; factors of the rows this rank owns, on the host.
+        Initial factors of the rows this rank owns, on the host.
     worker : Worker
-        Where to compute.
+        The device of this rank.
     names : dict of side to int64 array, optional
-        What errors call each row that this rank owns, if not by its position.
+        Number of each own row in error messages. Default: its position.
     topology : sequence of int, optional
         Socket of each rank, for ``reduction="two_phase"``.
 
     Raises
     ------
     CommunicatorError
-        Another rank has other data, another layout or another plan.
+        Ranks have different data, layouts or plans.
     """
 
     def __init__(
@@ -233,17 +233,17 @@ class RankALS(Alternating):
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
             self.gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
-        self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, what was gathered of all)
+        self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, gathered factors)
 
     @property
     def _split_worker(self) -> SplitWorker:
-        """The worker, where the fixed side is split."""
+        """The worker as one that supports a split fixed side."""
         return cast(SplitWorker, self.worker)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
     def _check_alike(self, blocks: Mapping[Side, Block]) -> None:
-        """All ranks must have the same plan, and blocks of the same ratings in both orientations."""
+        """Check that all ranks have the same plan, and blocks of the same ratings in both orientations."""
         for side in SIDES:
             rows = sum(last - first for first, last in self.layout.ranges(side, self.rank))
             first, last = self.layout.columns(side, self.rank)
@@ -286,7 +286,7 @@ class RankALS(Alternating):
     def _checksum(self, side: Side, block: Block) -> np.ndarray:
         """Number of entries and sums over them of user, item and the value's bits: the same in both orientations.
 
-        Of slabs only the number: a store would have to be read for it, and has checksums of its own.
+        Slabs are only counted: the sums would require reading the store, which has checksums of its own.
         """
         if not isinstance(block, sp.csr_array):
             return np.array([block.nnz, 0, 0, 0], dtype=np.int64)
@@ -304,7 +304,7 @@ class RankALS(Alternating):
         return bool(self.communicator.allreduce(np.array([mine], dtype=np.int64))[0] == self.layout.size)
 
     def _split_communicators(self, topology: list[int] | None) -> None:
-        """Communicators of the ranks that hold the same part of a fixed side, and of those that sum the same rows."""
+        """Make communicators of the ranks with the same part of a fixed side, and of those that sum the same rows."""
         self._made: list[Communicator] = []
         self._holders: dict[Side, Communicator | None] = {}
         self._members: dict[Side, Communicator | None] = {}
@@ -323,7 +323,7 @@ class RankALS(Alternating):
                 self._reductions[side] = make_reduction(self.plan.reduction, members, sockets)
 
     def _group(self, size: int, color: int) -> Communicator | None:
-        """The ranks of one color, `size` of them; None for a rank alone."""
+        """Communicator of the `size` ranks of one color; None for a single rank."""
         if size == 1:
             return None
         if size == self.layout.size:
@@ -332,7 +332,7 @@ class RankALS(Alternating):
         return self._made[-1]
 
     def _entries_at_a_time(self, blocks: Mapping[Side, Block], scale: ScalePlan) -> int:
-        """Entries on this rank's GPU: all of both orientations, or some of the longest waves or batches."""
+        """Entries on this rank's GPU at a time: all of both orientations, or those of the longest waves or batches."""
         if scale.ratings == "device":
             return sum(int(block.nnz) for block in blocks.values())
         return SLAB_BUFFERS * max(self._most_entries(side, blocks[side], scale) for side in SIDES)
@@ -349,7 +349,7 @@ class RankALS(Alternating):
     def _all_ends(self, block: Block) -> np.ndarray:
         """Smallest and largest absolute value of the entries of all ranks; (0,) if there are none.
 
-        What depends on them, as the scale of float16 parts does, is then the same on all ranks as on one device.
+        So values that depend on them, such as the scale of float16 parts, are those of a fit on one device.
         """
         own = np.asarray(ends_of(block), dtype=np.float64)
         known = np.array([own if len(own) else (np.inf, -np.inf)])
@@ -358,7 +358,7 @@ class RankALS(Alternating):
         return ends if ends[0] <= ends[1] else ends[:0]
 
     def _whole_degrees(self, side: Side, block: Block) -> np.ndarray:
-        """Entries of each own row on all ranks: weighted-lambda regularization needs them all (cuMF eq. 1)."""
+        """Entries of each own row on all ranks, which weighted-lambda regularization needs (cuMF eq. 1)."""
         local = degrees_of(block)
         members = self._members[side]
         if members is None:
@@ -381,16 +381,16 @@ class RankALS(Alternating):
         return self._split_worker.partial(*arguments, own, degrees, batches, solved)
 
     def _member_counts(self, side: Side) -> list[int]:
-        """Rows of `side` that each rank of this one's group owns."""
+        """Rows of `side` that each rank of this rank's group owns."""
         return [last - first for first, last in self.layout.ranges(side, self.rank)]
 
     def _splits_streamed(self, side: Side) -> bool:
-        """Whether rows of `side` are summed batch by batch as their entries come from the host."""
+        """Whether rows of `side` are summed batch by batch while their entries load from the host."""
         streams = self.plan.streamed != "" and not self.plan.resident
         return streams and self.layout.grids[side].splits > 1
 
     def _pieces_of(self, side: Side) -> list[Ranges]:
-        """Of each batch, the range of each member's own rows in the order of the group; none for a rank alone."""
+        """For each batch, the range of each member's own rows in the order of the group; empty for a single rank."""
         splits, members, counts = self.layout.grids[side].splits, self._members[side], self._member_counts(side)
         if members is None:
             return []
@@ -409,7 +409,7 @@ class RankALS(Alternating):
         )
 
     def _batches(self, side: Side) -> list[Ranges]:
-        """Rows of the block in each batch, in the order the reduction wants them."""
+        """Rows of the block in each batch, in the order of the reduction."""
         if not self._pieces[side]:
             return []
         counts, order = self._member_counts(side), self._reductions[side].order
@@ -417,7 +417,7 @@ class RankALS(Alternating):
         return [[(starts[k] + pieces[k][0], starts[k] + pieces[k][1]) for k in order] for pieces in self._pieces[side]]
 
     def _solved(self, side: Side) -> list[Ranges]:
-        """The rows that are solved here of each batch."""
+        """The rows of each batch that this rank solves."""
         everything_here = self._reductions[side].everything_here
         if everything_here is None:
             mine = self.layout.grids[side].split_of(self.rank)
@@ -428,32 +428,32 @@ class RankALS(Alternating):
 
     @property
     def state(self) -> State:
-        """Factors of the rows this rank owns."""
+        """Factors of the rows that this rank owns."""
         return State(self.own["user"], self.own["item"], self.mean)
 
     def update(self, side: Side) -> None:
-        """One half sweep: solve `side`; what this rank owns of it changes only once all its rows are solved."""
+        """One half sweep: solve `side`; own factors change only once all own rows are solved."""
         self.own[side] = self.solve(side)
 
     def solve(self, side: Side) -> Any:
-        """New factors of the rows of `side` that this rank owns; nothing else changes."""
+        """New factors of the rows of `side` that this rank owns; the state does not change."""
         with self.worker.active():
             if self.layout.grids[side].splits == 1:
-                # each rank has the whole fixed side: its Gram matrix has the bits it has on one device
+                # each rank has the whole fixed side: its Gram matrix has the bits of a fit on one device
                 fixed, start = self._gathered(side), self.own[side]
                 solved = self.worker.solve(self.halves[side], fixed, self.mean, start, self._gather_ahead(side))
             else:
                 solved = self._solve_split(side)
-            self.communicator.barrier()  # what others have done wrong meanwhile shows here at the latest
+            self.communicator.barrier()  # failures of other ranks are raised here at the latest
             return solved
 
     def _gathered(self, side: Side) -> Any:
-        """The part of the fixed side this rank holds while `side` is solved, from those who own it."""
+        """Gather the part of the fixed side that this rank needs while `side` is solved."""
         known = self.ahead(side)
         return self._gather(side, self.own[other_side(side)]) if known is None else known
 
     def ahead(self, side: Side) -> Any:
-        """What has been gathered for the half sweep of `side`; None if nothing, or if factors have changed since."""
+        """Factors gathered ahead for the half sweep of `side`; None without any, or if own factors changed since."""
         if self._ahead is not None:
             half, own, gathered = self._ahead
             if half == side and own is self.own[other_side(side)]:
@@ -461,7 +461,7 @@ class RankALS(Alternating):
         return None
 
     def keep_ahead(self, side: Side, own: Any, gathered: Any) -> None:
-        """Keep what has been gathered for the next half sweep, of `side`, with these own factors of the other side."""
+        """Keep factors gathered for the next half sweep, that of `side`, and the own factors of the other side."""
         self._ahead = (side, own, gathered)
 
     def _gather(self, side: Side, fixed: Any) -> Any:
@@ -474,7 +474,7 @@ class RankALS(Alternating):
         return fixed.with_arrays(arrays)
 
     def _gather_ahead(self, side: Side) -> Then | None:
-        """What gathers the new factors of `side` as they will be needed next, while they are still being computed."""
+        """Function that gathers new factors of `side` for the next half sweep, while they are still being computed."""
         if not self.gathers_ahead:
             return None
 
@@ -492,17 +492,17 @@ class RankALS(Alternating):
         if gram is not None:
             gram = self.communicator.allreduce(gram)
         half.start(self._gathered(side), self.mean, self._start(side), gram)
-        with closing(half), self._split_worker.pipeline() as pipeline:
-            for batch, sums, mark, counts in _one_behind(self._assembled(side, half, pipeline)):
-                with pipeline.after(mark):
+        with closing(half), self._split_worker.overlap() as overlap:
+            for batch, sums, mark, counts in _one_behind(self._assembled(side, half, overlap)):
+                with overlap.after(mark):
                     mine = tuple(reduction.reduce(array, counts) for array in sums)
-                # the sums before these lived until now: a stream of their own may not write over what is being solved
+                # keeps the previous sums until now: the reduction stream must not overwrite sums that are being solved
                 half.finish(batch, mine)
                 del sums
         return self._returned(side, half)
 
     def _start(self, side: Side) -> Any:
-        """Where approximate solvers start: own rows, or those of all members where one rank solves them."""
+        """Warm start of the iterative solvers: own rows, or the rows of all members if one rank solves them."""
         own, members = self.own[side], self._members[side]
         everything_here = self._reductions[side].everything_here
         if everything_here is None or members is None:
@@ -511,13 +511,13 @@ class RankALS(Alternating):
         arrays = [members.allgatherv(array, counts) for array in own.arrays]
         return own.with_arrays(arrays if everything_here else [array[:0] for array in arrays])
 
-    def _assembled(self, side: Side, half: Partial, pipeline: Pipeline) -> Iterator[tuple[int, Any, Any, list[int]]]:
+    def _assembled(self, side: Side, half: Partial, overlap: Overlap) -> Iterator[tuple[int, Any, Any, list[int]]]:
         for batch, pieces in enumerate(self.batches[side]):
             sums = half.assemble(batch)
-            yield batch, sums, pipeline.assembled(), [last - first for first, last in pieces]
+            yield batch, sums, overlap.assembled(), [last - first for first, last in pieces]
 
     def _returned(self, side: Side, half: Partial) -> Any:
-        """Own rows of what was solved, also where one rank has solved the rows of all members."""
+        """Own rows of the solution, sent by the root if one rank solves the rows of all members."""
         members, everything_here = self._members[side], self._reductions[side].everything_here
         if members is None or everything_here is None:
             return half.result(self._gather_ahead(side))
@@ -533,14 +533,14 @@ class RankALS(Alternating):
     # ------------------------------------------------------------------------------------------------ over all ranks
 
     def balance(self) -> None:
-        """Change both sides to the basis of least penalty; the same predictions."""
+        """Transform both sides to the basis of least penalty; predictions stay the same."""
         self.own = self.balanced()
 
     def balanced(self) -> dict[Side, Any]:
-        """Own factors in the basis of least penalty; nothing changes."""
+        """Own factors in the basis of least penalty; the state does not change."""
         with self.worker.active():
             users, items = (self._penalty_gram(side) for side in SIDES)
-            # the same bits on all ranks, whatever their LAPACK does
+            # the same bits on all ranks, independent of their LAPACK
             bases = [self.communicator.broadcast(np.ascontiguousarray(basis)) for basis in balancing(users, items)]
             return {side: self.worker.times(self.own[side], basis) for side, basis in zip(SIDES, bases, strict=True)}
 
@@ -572,7 +572,7 @@ class RankALS(Alternating):
         return float(half.loss(self._users(), items, self.mean))
 
     def _users(self) -> Iterator[Owned]:
-        """Rows of the users' block in the order in which their entries come, with factors from who owns them."""
+        """Rows of the users' block in the order of their entries, with factors from their owners."""
         members = self._members["user"]
         assert members is not None
         for batch, pieces in zip(self.batches["user"], self._pieces["user"], strict=True):
@@ -581,7 +581,7 @@ class RankALS(Alternating):
                     yield rows, self._from_member(members, k, slice(*pieces[k]))
 
     def _from_member(self, members: Communicator, root: int, rows: slice) -> Any:
-        """Some of the users that a member of the group owns."""
+        """Factors of some users that a member of the group owns."""
         own = self.own["user"]
         arrays = own.arrays
         if members.rank == root:
@@ -591,11 +591,11 @@ class RankALS(Alternating):
         return own.with_arrays([members.broadcast(array, root) for array in arrays])
 
     def stop(self) -> None:
-        """End what the worker has begun."""
+        """Stop background work of the worker."""
         self.worker.close()
 
     def close(self) -> None:
-        """Give back the communicators made here, not the one that was given, and end what the worker has begun."""
+        """Close the communicators made here, but not the given one, and stop background work of the worker."""
         self.worker.close()
         for reduction in self._reductions.values():
             reduction.close()
@@ -610,12 +610,12 @@ def degrees_of(block: Block) -> np.ndarray:
 
 
 def ends_of(block: Block) -> np.ndarray:
-    """Smallest and largest absolute value; empty for no entries."""
+    """Smallest and largest absolute value; empty without entries."""
     return magnitudes(block.data) if isinstance(block, sp.csr_array) else block.ends
 
 
 def has_room_for_both(plan: Plan) -> bool:
-    """Whether a GPU has room for both sides as they are gathered, beside what a half sweep needs."""
+    """Whether a GPU has memory for both gathered sides beside the needs of a half sweep."""
     if plan.gpu is None or plan.scale is None or plan.offloaded:
         return False
     both = (plan.n_users + plan.n_items) * plan.scale.problem.row_bytes
@@ -623,13 +623,13 @@ def has_room_for_both(plan: Plan) -> bool:
 
 
 def rank_plan(plan: Plan) -> Plan:
-    """What each rank computes by: its share of the threads."""
+    """The plan of one rank: its share of the threads."""
     ranks = max(1, len(plan.devices))
     return plan.changed(num_threads=max(1, plan.num_threads // ranks))
 
 
 def _one_behind(batches: Iterator[Any]) -> Iterator[Any]:
-    """Each item once the next one has been made: a batch is added up while the next one is assembled."""
+    """Yield each item once the next one is made, so that the reduction of a batch overlaps assembly of the next."""
     before: list[Any] = []
     for item in batches:
         if before:

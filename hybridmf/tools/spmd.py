@@ -31,7 +31,7 @@ from ..plan.make import check_memory, make_plan
 from ..plan.memory import rank_bytes
 from ..plan.types import Facts, Plan
 from ..ranks.cpu_rank import CpuWorker
-from ..ranks.shares import Cut, RankRatings
+from ..ranks.shares import RankBlocks, RankRatings
 from ..ranks.su_als import RankALS, Worker
 from ..ranks.transport.communicator import Communicator, gather
 
@@ -189,7 +189,7 @@ class _Fit:
         self.plan = self._plan(device, num_threads, degrees)
         stopwatch.lap("plan")
         streamed = bool(self.plan.streamed)
-        self.cut = Cut(communicator, ratings, degrees, self.plan.grids, self.plan.row_cost, streamed)
+        self.cut = RankBlocks(communicator, ratings, degrees, self.plan.grids, self.plan.row_cost, streamed)
         self.plan = self.plan.changed(nnz=self.cut.nnz)
         if not self.cut.nnz:
             raise RatingsError("the ratings have no entries: there is nothing to fit")

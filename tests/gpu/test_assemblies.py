@@ -14,7 +14,7 @@ from hybridmf.gpu import assembly, bals
 from hybridmf.gpu import mo_als as mo_als_module
 from hybridmf.gpu import sparse_syrk as sparse_syrk_module
 from hybridmf.gpu.bals import BalsLocalConfig
-from hybridmf.gpu.launch import Entries
+from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.mo_als import MoAlsConfig, mo_als
 from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
 from hybridmf.plan import assemblies as plan_assemblies
@@ -56,7 +56,7 @@ class Problem:
         offsets = None if self.offsets is None else device.upload(self.offsets)
         implicit = self.kind == "implicit"
         arrays = device.upload(self.indices), device.upload(self.ratings), offsets
-        return Entries(*arrays, implicit, alpha=ALPHA, unobserved_weight=UNOBSERVED)
+        return DeviceEntries(*arrays, implicit, alpha=ALPHA, unobserved_weight=UNOBSERVED)
 
     def weights(self, indices, ratings):
         """(outer, linear) of entries in float64, by the definition."""

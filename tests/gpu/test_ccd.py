@@ -19,7 +19,7 @@ from hybridmf.cpu.ccd import CpuCCD
 from hybridmf.errors import DeviceMemoryError, NonFiniteError
 from hybridmf.formats import transpose
 from hybridmf.gpu import ccd
-from hybridmf.gpu.ccd import GpuCCD, Layout
+from hybridmf.gpu.ccd import GpuCCD, PieceLayout
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.plan import ccd_gpu
 from hybridmf.plan.ccd import CcdMethod
@@ -433,7 +433,7 @@ def test_layout_has_each_entry_once(seed):
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 400, (20, 3)) * rng.integers(0, 2, (20, 3))
     begins = np.cumsum(counts.sum(axis=1)) - counts.sum(axis=1)
-    layout = Layout.cut(begins, counts, 128)
+    layout = PieceLayout.cut(begins, counts, 128)
     first, quads, rows, slots = layout.pieces.T
     covered = np.sort(np.concatenate([np.arange(b, b + n) for b, n in layout.sources]))
     assert np.array_equal(covered, np.arange(counts.sum()))
@@ -449,7 +449,7 @@ def test_layout_has_each_entry_once(seed):
 def test_blocks_divide_the_pieces(blocks):
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 600, (50, 4))
-    layout = Layout.cut(np.cumsum(counts.sum(axis=1)) - counts.sum(axis=1), counts, 512)
+    layout = PieceLayout.cut(np.cumsum(counts.sum(axis=1)) - counts.sum(axis=1), counts, 512)
     parts, first_part = layout.divide(blocks)
     assert len(first_part) == min(blocks, len(layout.pieces)) + 1
     assert first_part[0] == 0 and first_part[-1] == len(parts) and np.all(np.diff(first_part) >= 0)
@@ -467,7 +467,7 @@ def test_blocks_divide_the_pieces(blocks):
 def test_too_many_entries_for_the_kernels(monkeypatch):
     monkeypatch.setattr(ccd, "MAX_QUADS", 10)
     with pytest.raises(DeviceMemoryError, match="41 entries are more than one GPU takes here"):
-        Layout.cut(np.array([0]), np.array([[41]]), 2048)
+        PieceLayout.cut(np.array([0]), np.array([[41]]), 2048)
 
 
 def test_what_is_chosen():

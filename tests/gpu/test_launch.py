@@ -66,10 +66,10 @@ def test_host_arrays_are_refused(machine: Machine) -> None:
 
 def test_entries_say_what_kernels_are_compiled_for() -> None:
     indices, ratings, offsets = np.zeros(3, dtype=np.int32), np.ones(3), np.ones(5)
-    plain = launch.Entries(indices, ratings)
+    plain = launch.DeviceEntries(indices, ratings)
     assert plain.constants == {"REAL": np.float64, "IMPLICIT": False, "HAS_OFFSETS": False}
     assert plain.arrays[2] is ratings
-    biased = launch.Entries(indices, ratings.astype(np.float32), offsets, True, 2.0, 0.5)
+    biased = launch.DeviceEntries(indices, ratings.astype(np.float32), offsets, True, 2.0, 0.5)
     assert biased.constants == {"REAL": np.float32, "IMPLICIT": True, "HAS_OFFSETS": True}
     assert biased.arrays[2] is offsets
     assert biased.scalars == (2.0, 0.5) and all(type(scalar) is np.float32 for scalar in biased.scalars)

@@ -571,8 +571,8 @@ def test_what_is_infinite_is_found(dtype, bad, where, device):
 
     loss = device.upload(np.array([0.25]))
     with device.active():
-        assert sgd.judged(device, loss, side(0, None), side(37, bad)) == (0.25, bad is None)
-        assert sgd.judged(device, loss, side(3, bad), side(37, None)) == (0.25, bad is None)
+        assert sgd.epoch_result(device, loss, side(0, None), side(37, bad)) == (0.25, bad is None)
+        assert sgd.epoch_result(device, loss, side(3, bad), side(37, None)) == (0.25, bad is None)
 
 
 @pytest.mark.parametrize("ordering", sgd.LAYOUTS)

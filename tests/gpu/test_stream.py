@@ -20,7 +20,7 @@ from hybridmf.data.slabs import MemorySlabs
 from hybridmf.device import copier as copiers
 from hybridmf.errors import NotPositiveDefiniteError, StoreError
 from hybridmf.gpu.als import GpuALS
-from hybridmf.gpu.stream import Pipeline, slab_work
+from hybridmf.gpu.stream import Pipeline, slab_transfers
 from hybridmf.plan.als_gpu import STREAM_SLAB
 from hybridmf.plan.cost import cost_of
 from hybridmf.plan.machine import LinkRates, Machine
@@ -129,7 +129,7 @@ def test_the_thread_ends_when_nobody_wants_more_slabs(device):
     slabs = MemorySlabs.cut(as_csr(MATRIX), 50)
     pipeline = Pipeline(device, 120, np.float32, buffers=2)
     for _ in range(2):
-        stream = pipeline.loads(slab_work(slabs))
+        stream = pipeline.loads(slab_transfers(slabs))
         number, indices, ratings = next(stream)
         assert number == 0
         part = slabs.matrix(0)
@@ -173,10 +173,14 @@ def wait_for(condition) -> None:
 def test_the_first_slabs_of_the_next_half_sweep_come_before_it_asks(device):
     first, second = watched(50), watched(70)
     pipeline, every = Pipeline(device, 120, np.float32), as_csr(MATRIX).data
-    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(first), slab_work(second))), every)
+    np.testing.assert_array_equal(
+        collected(device, pipeline.loads(slab_transfers(first), slab_transfers(second))), every
+    )
     wait_for(lambda: second.asked == [0, 1, 2])  # as many as there are buffers
     for slabs, following in ((second, first), (first, second)) * 2:
-        np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(slabs), slab_work(following))), every)
+        np.testing.assert_array_equal(
+            collected(device, pipeline.loads(slab_transfers(slabs), slab_transfers(following))), every
+        )
     assert second.asked[: 2 * len(second.bounds) - 2] == 2 * [*range(len(second.bounds) - 1)]  # each once
     assert len(loading_threads()) == 1
     del pipeline
@@ -187,24 +191,26 @@ def test_the_first_slabs_of_the_next_half_sweep_come_before_it_asks(device):
 def test_other_slabs_than_were_expected(device):
     first, second, third = watched(50), watched(70), watched(60)
     pipeline, every = Pipeline(device, 120, np.float32), as_csr(MATRIX).data
-    collected(device, pipeline.loads(slab_work(first), slab_work(second)))
-    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(third), slab_work(second))), every)
-    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(second))), every)
+    collected(device, pipeline.loads(slab_transfers(first), slab_transfers(second)))
+    np.testing.assert_array_equal(
+        collected(device, pipeline.loads(slab_transfers(third), slab_transfers(second))), every
+    )
+    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_transfers(second))), every)
     assert not loading_threads()
-    collected(device, pipeline.loads(slab_work(first), slab_work(second)))
+    collected(device, pipeline.loads(slab_transfers(first), slab_transfers(second)))
     pipeline.reserve(500)  # nothing may still be on its way to the buffers that go
-    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(second))), every)
+    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_transfers(second))), every)
 
 
 def test_a_slab_that_fails_early_is_told_where_it_is_asked_for(device):
     first, second = watched(50), watched(70)
     object.__setattr__(second, "broken", 1)
     pipeline = Pipeline(device, 120, np.float32)
-    collected(device, pipeline.loads(slab_work(first), slab_work(second)))
+    collected(device, pipeline.loads(slab_transfers(first), slab_transfers(second)))
     with pytest.raises(StoreError, match="this slab is gone"):
-        collected(device, pipeline.loads(slab_work(second), slab_work(first)))
+        collected(device, pipeline.loads(slab_transfers(second), slab_transfers(first)))
     assert not loading_threads()
-    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_work(first))), as_csr(MATRIX).data)
+    np.testing.assert_array_equal(collected(device, pipeline.loads(slab_transfers(first))), as_csr(MATRIX).data)
 
 
 def test_a_loader_that_ends_on_its_own_thread(device, monkeypatch):
@@ -223,7 +229,7 @@ def test_a_loader_that_ends_on_its_own_thread(device, monkeypatch):
     last = Last.cut(as_csr(MATRIX), 50)
     object.__setattr__(last, "asked", [])
     held.append(Pipeline(device, 120, np.float32))
-    collected(device, held[0].loads(slab_work(watched(50)), slab_work(last)))
+    collected(device, held[0].loads(slab_transfers(watched(50)), slab_transfers(last)))
     thread = loading_threads()[0]
     collect.set()
     thread.join(10)
@@ -249,7 +255,7 @@ def test_ratings_stream_only_where_they_do_not_fit():
     assert "1,511.7 MiB come from the memory of the host in each iteration" in str(tight)
     assert f"streamed  from host in slabs of up to {STREAM_SLAB:,} entries" in str(tight)
     assert 0 < plan_of(300_000_000).slab < STREAM_SLAB
-    assert plan_of(200_000_000).factors_on_host  # see test_turns.py
+    assert plan_of(200_000_000).factors_on_host  # see test_offloaded.py
     for options in ({"assembly": "bals"}, {"reorder": "both"}):
         assert plan_of(1 << 30, **options).streamed == ""
 

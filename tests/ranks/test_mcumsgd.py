@@ -461,7 +461,7 @@ def test_threads_end_with_the_solver(ratings_matrix):
 def test_a_rank_that_holds_the_solver_last_does_not_wait_for_itself(monkeypatch, ratings_matrix):
     """Nobody closed it, and its end comes on a thread of its own."""
     before, gone = set(threading.enumerate()), threading.Event()
-    finish = scale_threads._Run.finish
+    finish = scale_threads._Outcome.finish
 
     def later(self, rank, *answer):
         finish(self, rank, *answer)
@@ -469,14 +469,14 @@ def test_a_rank_that_holds_the_solver_last_does_not_wait_for_itself(monkeypatch,
 
     solver = multi(ratings_matrix, method_of())
     mine = set(threading.enumerate()) - before
-    monkeypatch.setattr(scale_threads._Run, "finish", later)
+    monkeypatch.setattr(scale_threads._Outcome, "finish", later)
     run(solver, 1)
     del solver
     gone.set()
     for thread in mine:
         thread.join(10)
     assert not any(thread.is_alive() for thread in mine)
-    wait_until(lambda: not scale_threads._Turns.at_work)
+    wait_until(lambda: not scale_threads._SwitchInterval.ranks)
 
 
 @pytest.mark.parametrize("error", [CommunicatorError("no answer"), DeviceError("no answer")])

@@ -39,7 +39,7 @@ from hybridmf.plan.ranks import ScalePlan, check_rank
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, multi_als
 from hybridmf.ranks.batches import batch_entries, bounded_batches, even_batches
-from hybridmf.ranks.gpu_rank import Cut, PartialRows, StreamedPartialRows
+from hybridmf.ranks.gpu_rank import BatchPieces, PartialRows, StreamedPartialRows
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.reduction import Reduction, RootReduction, TwoPhaseReduction
 from hybridmf.ranks.shares import StoredRatings
@@ -142,11 +142,11 @@ def test_pieces_of_few_rows_keep_to_the_room_for_sums(gpus: Machine) -> None:
     """Two batches are in memory at a time; what a batch of one long row may be cut into depends on what is left."""
     gpus(1)
     device, indptr = group.open_device("cuda:0"), np.array([0, 300])
-    many = Cut.make(device, indptr, [(0, 1)], 10)
+    many = BatchPieces.make(device, indptr, [(0, 1)], 10)
     assert many.n_slots == 30
-    few = Cut.make(device, indptr, [(0, 1)], 10, slots=20)
+    few = BatchPieces.make(device, indptr, [(0, 1)], 10, slots=20)
     assert few.n_slots == 8 and 2 * few.n_slots + 1 <= 20
-    assert Cut.make(device, indptr, [(0, 1)], 10, slots=1).n_slots == PIECES - 1
+    assert BatchPieces.make(device, indptr, [(0, 1)], 10, slots=1).n_slots == PIECES - 1
 
 
 @pytest.mark.parametrize("grid", [(2, 1), (2, 2), (4, 1)])
@@ -190,7 +190,7 @@ def test_the_bits_are_those_of_ratings_on_the_gpus(name: str, grid: tuple[int, i
         for rank in here.ranks:
             half = rank.halves[side]
             assert isinstance(half, StreamedPartialRows) and len(half.row_batches) > 1
-            assert half.following is rank.halves["item" if side == "user" else "user"].work
+            assert half.following is rank.halves["item" if side == "user" else "user"].transfers
         assert type(there.ranks[0].halves[side]) is PartialRows
     assert_same(sweeps(here, 2), sweeps(there, 2))
     assert here.objective_value() == pytest.approx(there.objective_value(), rel=1e-10)
@@ -211,11 +211,11 @@ def test_each_side_has_its_grid(grids: dict[Side, Grid], gpus: Machine) -> None:
         for side in SIDES:
             assert isinstance(rank.halves[side], (StreamedHalf, StreamedPartialRows)[grids[side].splits > 1])
         assert rank.halves["user"].pipeline is rank.halves["item"].pipeline
-        assert rank.halves["user"].following is rank.halves["item"].work
+        assert rank.halves["user"].following is rank.halves["item"].transfers
     here.update("item")
     for rank in here.ranks:
         early = rank.halves["item"].pipeline._early
-        assert early is not None and early.work.of is rank.halves["user"].work.of
+        assert early is not None and early.transfers.of is rank.halves["user"].transfers.of
     there.update("item")
     assert_same(sweeps(here, 1), sweeps(there, 1))
     assert here.objective_value() == pytest.approx(there.objective_value(), rel=1e-10)
@@ -281,7 +281,7 @@ def test_the_bits_of_a_store_are_those_of_its_ratings(
     here = MultiALS(users, users.transposed(), objective, plan, state)
     for rank in here.ranks:
         assert len(rank.batches["user"]) > 1
-        block = rank.halves["user"].work.of
+        block = rank.halves["user"].transfers.of
         assert isinstance(block, sp.csr_array if place == "host" else ColumnSlabs)
     assert_same(sweeps(here, 2), sweeps(there, 2))
     assert here.objective_value() == pytest.approx(there.objective_value(), rel=1e-10)

@@ -482,14 +482,14 @@ def test_ranks_on_gpus_with_room_have_their_part_of_a_store_on_them(
     names = gpus(2)
     monkeypatch.setattr(spmd, "_worker", workers_on(names))
     kinds: list[type] = []
-    cut = spmd.Cut
+    cut = spmd.RankBlocks
 
     def seen(*arguments: Any) -> Any:
         found = cut(*arguments)
         kinds.extend(type(block) for block in found.blocks.values())
         return found
 
-    monkeypatch.setattr(spmd, "Cut", seen)
+    monkeypatch.setattr(spmd, "RankBlocks", seen)
 
     def run(communicator: Any) -> Any:
         ratings = StoredRatings(store, np.float32, drop_zeros=False)

@@ -17,7 +17,7 @@ from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileE
 from hybridmf.model import checkpoint as checkpoints
 from hybridmf.plan.grid import Grid, Layout
 from hybridmf.plan.types import Facts
-from hybridmf.ranks.shares import Cut, SharedEntries, StoredRatings, WholeRatings, check_same_data, exchange
+from hybridmf.ranks.shares import RankBlocks, SharedEntries, StoredRatings, WholeRatings, check_same_data, exchange
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
@@ -131,7 +131,7 @@ def test_rows_of_users_come_to_the_first_rank(share, grid, tmp_path):
         if share.startswith("store"):
             ratings = StoredRatings(store, np.float32, True)
         both = {"user": Grid(*grid), "item": Grid(*grid)}
-        cut = Cut(ranks, ratings, ratings.degrees(ranks), both, 1.0, share == "store, streamed")
+        cut = RankBlocks(ranks, ratings, ratings.degrees(ranks), both, 1.0, share == "store, streamed")
         return cut.rows_of_users(ranks, ratings, wanted)
 
     rows, *others = run_ranks(4, run, timeout=30)

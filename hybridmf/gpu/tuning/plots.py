@@ -32,13 +32,13 @@ def make_figure(width: float, height: float) -> Any:
 def clouds(lines: Iterable[Line]) -> dict[str, Any]:
     """GFLOP/s of all configurations over the rank, one figure for each kernel and kind of facts (Gates fig. 13).
 
-    Gray lines join the ranks of one configuration. What was fastest at some rank has a color; a ring marks what was
-    chosen.
+    Gray lines connect the ranks of one configuration. Configurations that are fastest at some rank have a color; a ring
+    marks the chosen one.
 
     Returns
     -------
     dict of str to matplotlib figure
-        By a name for a file.
+        By file name, without suffix.
     """
     groups: dict[str, list[Line]] = {}
     for line in lines:
@@ -79,7 +79,7 @@ def config_text(config: dict[str, Any]) -> str:
 
 
 def best_at_some_rank(lines: Iterable[Line], part: str) -> list[str]:
-    """Configurations that no other beats at some rank, in the order of these ranks."""
+    """Configurations that are fastest at some rank, in the order of these ranks."""
     best: dict[int, Line] = {}
     for line in lines:
         known = best.get(line["factors"])

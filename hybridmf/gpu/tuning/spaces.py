@@ -1,16 +1,15 @@
-"""The configurations of each kernel that are worth timing, in the order of what is expected of them.
+"""The configurations of each kernel to time, the most promising first.
 
-Three kinds of constraints, as Gates et al. (section VIII) have them:
+Three kinds of constraints, as in Gates et al. (section VIII):
 
-correctness  what the kernels are written for; the configuration classes raise ValueError otherwise
-hardware     threads and shared memory of a block, registers, what a multiprocessor holds (`occupancy`). Registers are
-             known for sure after compilation: `tune` drops what spills more than the rule's configuration
+correctness  limits of the kernels; the configuration classes raise ValueError
+hardware     threads and shared memory of a block, registers, `occupancy`. The number of registers is known after
+             compilation: `tune` drops configurations that spill more than the rule's
 soft         `LEAST_THREADS` on a multiprocessor (Gates: 512; sums in registers make up for fewer), `LEAST_REUSE`
-             multiply-adds for each number that is read from shared memory (Gates: 0.5), no tile twice as wide as needed
+             multiply-adds per element read from shared memory (Gates: 0.5), no tile twice as wide as needed
 
-What the rule chooses is always among them and comes first. The others are grouped in families (the shape of tiles),
-and each family's most promising member comes before any other's second: a search that runs out of time has seen all
-shapes.
+The choice of the rule always comes first. The others are grouped in families by the shape of tiles, and the most
+promising member of each family comes before the second of any: a search that runs out of time has timed all shapes.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Build = tuple[str, str, dict[str, Any]]
 LEAST_THREADS = 256
 LEAST_REUSE = 0.5
 BUSY_THREADS = 512
-"""Threads on a multiprocessor from which more are not expected to help: where Gates' search begins."""
+"""Threads per multiprocessor beyond which more are not expected to help: the minimum of Gates' search."""
 
 RESIDENT = {(7, 5): (1024, 16), (8, 6): (1536, 16), (8, 7): (1536, 16), (8, 9): (1536, 24)}
 """Threads and blocks of a multiprocessor, by compute capability (CUDA C++ Programming Guide, compute capabilities)."""
@@ -57,7 +56,7 @@ def resident_limits(spec: DeviceSpec) -> tuple[int, int]:
 
 
 def occupancy(threads: int, shared_bytes: int, blocks_per_sm: int, spec: DeviceSpec) -> int:
-    """Blocks that run on a multiprocessor together, where registers allow `blocks_per_sm`; 0: not even one."""
+    """Resident blocks per multiprocessor, if registers allow `blocks_per_sm`; 0 if none fits."""
     most_threads, most_blocks = resident_limits(spec)
     if threads > 1024 or shared_bytes > spec.shared_bytes:
         return 0
@@ -67,21 +66,21 @@ def occupancy(threads: int, shared_bytes: int, blocks_per_sm: int, spec: DeviceS
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and what is expected of it.
+    """A configuration and properties that rank it.
 
     Attributes
     ----------
     config : dataclass
     values : dict
-        What a tuned table keeps of it.
+        Its values in a tuned table.
     threads : int
         Threads on a multiprocessor.
     reuse : float
-        Multiply-adds for each number read from shared memory.
+        Multiply-adds per element read from shared memory.
     useful : float
-        Share of the multiply-adds that are wanted.
+        Share of the multiply-adds that are needed.
     loads : float
-        Times that a factor row is brought to shared memory.
+        Number of times that a factor row is copied to shared memory.
     family : tuple
         The shape of its tiles.
     """
@@ -96,35 +95,35 @@ class Candidate:
 
     @property
     def promise(self) -> float:
-        """The more, the sooner it is timed; no prediction of its speed."""
+        """Priority: higher values are timed first. Not a prediction of speed."""
         busy = min(1.0, self.threads / BUSY_THREADS)
         return self.useful * busy * self.reuse / (1.0 + self.reuse) / self.loads**0.25
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is known of a kernel's configurations.
+    """The search space of a kernel.
 
     Attributes
     ----------
     kernel : str
         Its name in tuned tables and on the command line.
     facts : callable
-        ``(factors, itemsize)`` to what a choice depends on; nothing where the kernel does not serve.
+        Maps ``(factors, itemsize)`` to the facts that a choice depends on; empty if the kernel does not apply.
     rule : callable
-        ``(facts, spec)`` to what is chosen without a table; ValueError where a device cannot run it.
+        Maps ``(facts, spec)`` to the choice without a table; ValueError if the device cannot run it.
     enumerate : callable
-        ``(facts, spec)`` to all others; those that a class refuses are left out by the caller.
+        Maps ``(facts, spec)`` to all others; the caller drops those that a class refuses.
     named : callable
-        ``(facts, spec, **values)`` to what a tuned table says; ValueError or TypeError where values do not fit.
+        Maps ``(facts, spec, **values)`` of a tuned table to a candidate; ValueError or TypeError for invalid values.
     builds : callable
-        ``(facts, config)`` to the programs that a trial runs.
+        Maps ``(facts, config)`` to the programs that a trial runs.
     variants : callable
-        The same for other kinds of entries, in which a winner must not spill either.
+        Maps ``(facts, config)`` to programs for other kinds of entries; a winner must not spill there either.
     weight : float
-        Share of the time: compilation of some takes long, and so does building tiles.
+        Share of the time budget: higher for kernels with long compilations or tiles to build.
     block : int
-        Ranks with as many blocks of this size may share an entry of a table.
+        Ranks with equal numbers of blocks of this size may share a table entry.
     """
 
     kernel: str
@@ -138,12 +137,12 @@ class Space:
     block: int = 8
 
     def candidates(self, facts: Facts, spec: DeviceSpec) -> list[Candidate]:
-        """All that are worth timing: the rule's, then the most promising of each family, then their second ...
+        """Candidates to time: the rule's, then the most promising of each family, then the second of each ...
 
         Raises
         ------
         ValueError
-            Not even the rule finds one that the device can run.
+            The device cannot run even the rule's choice.
         """
         first = self.rule(facts, spec)
         others = {tuple(sorted(one.values.items())): one for one in self.enumerate(facts, spec) if _is_worth_it(one)}
@@ -158,14 +157,14 @@ def _is_worth_it(candidate: Candidate) -> bool:
 
 def _interleaved(candidates: Iterable[Candidate]) -> list[Candidate]:
     families: dict[tuple[Any, ...], list[Candidate]] = {}
-    for one in sorted(candidates, key=lambda one: -one.promise):  # stable: no chance in the order
+    for one in sorted(candidates, key=lambda one: -one.promise):  # a stable sort: the order is deterministic
         families.setdefault(one.family, []).append(one)
-    turns = itertools.zip_longest(*families.values())  # families by their best
+    turns = itertools.zip_longest(*families.values())  # families ordered by their best member
     return [one for turn in turns for one in turn if one is not None]
 
 
 def _legal(make: Callable[..., Any], *arguments: Any, **fields: Any) -> Any:
-    """A configuration, None where its class refuses it."""
+    """A configuration; None if its class refuses it."""
     try:
         return make(*arguments, **fields)
     except ValueError:
@@ -177,7 +176,7 @@ def _values(config: Any, *facts: str) -> dict[str, Any]:
 
 
 def _block_counts(make: Callable[[int], Any], spec: DeviceSpec) -> Iterator[Any]:
-    """The configuration with the most blocks on a multiprocessor, and with three quarters of them.
+    """The configuration with the most blocks per multiprocessor, and with three quarters of them.
 
     Fewer blocks leave more registers to a thread.
     """
@@ -196,7 +195,7 @@ def _resident(config: Any, spec: DeviceSpec) -> int:
 
 
 def _lower_share(rank: int, tile: int, tiles: int) -> float:
-    """Share of the sums of `tiles` square tiles that the lower triangle of a matrix has."""
+    """Share of the elements of `tiles` square tiles that are in the lower triangle."""
     return rank * (rank + 1) / 2 / (tiles * tile * tile)
 
 
@@ -212,7 +211,7 @@ def _syrk(config: SyrkConfig, spec: DeviceSpec) -> Candidate:
 
 
 def _enumerate_syrk(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    """Gates' (nb, kb, dx, dy), and what is ours: groups, stages, entries at a time, blocks on a multiprocessor."""
+    """Gates' (nb, kb, dx, dy), and our parameters: groups, stages, entries at a time, blocks per multiprocessor."""
     rank, itemsize = facts["rank"], facts["itemsize"]
     widths = [nb for nb in (8, 16, 24, 32, 48, 64, 80, 96, 128) if nb < 2 * max(rank, 8)]
     per_thread = (2, 4, 5, 6, 8, 10, 12)
@@ -296,14 +295,14 @@ def bals_tile(candidate: Candidate) -> tuple[int, int]:
 def _fused(config: FusedConfig, solver: str, spec: DeviceSpec) -> Candidate:
     shared = config.shared_bytes(solver)
     threads = config.threads * occupancy(config.threads, shared, config.blocks_per_sm, spec)
-    # products of 16 x 16 blocks by a warp: its square patch of blocks decides what is read how often
+    # a warp multiplies 16 x 16 blocks: its square patch of blocks determines the reuse
     blocks = config.rank16 // plan_fused.BLOCK
     reuse = blocks / config.warps**0.5
     return Candidate(config, _values(config, "rank"), threads, reuse, 1.0, (config.warps, config.teams))
 
 
 FUSED_REGISTERS = 72
-"""Registers beside the accumulators with which some configuration of every rank compiles without spilling."""
+"""Registers beside accumulators: with them some configuration of every rank compiles without spilling."""
 
 FUSED_KINDS = (("float32", "cholesky"), ("float32", "cg"), ("bf16", "cholesky"))
 
@@ -356,7 +355,7 @@ def _fused_variants(facts: Facts, config: FusedConfig) -> list[Build]:
 
 
 def _cholesky_any_facts(factors: int, itemsize: int) -> list[Facts]:
-    """Where cholesky.cu does not serve."""
+    """Facts for which cholesky.cu does not apply."""
     served = itemsize == 4 and factors <= 64
     return [] if served or factors > cholesky_any.MAX_RANK else [{"rank": factors, "itemsize": itemsize}]
 
@@ -379,7 +378,7 @@ def _enumerate_cholesky(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
         heights = (ceil_div(rank, row_threads),) if resident else (4, 8, 16)
         for height in heights:
             if height * columns * itemsize > 768:
-                continue  # accumulators of a thread beyond what registers hold
+                continue  # more accumulators than registers
 
             def make(blocks: int, shape: Any = (0, row_threads, height, columns, resident)) -> CholeskyConfig:
                 config = CholeskyConfig(*(rank, itemsize, *shape, blocks))
@@ -447,7 +446,7 @@ def _enumerate_cg(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
 def _blocked(config: BlockedConfig, spec: DeviceSpec) -> Candidate:
     threads = 32 * (config.helpers + 1)
     blocks = occupancy(threads, config.shared_bytes, resident_limits(spec)[1], spec)
-    # a block is a long row, of which there are few: occupancy does not count
+    # a block is one long row, of which there are few: occupancy is irrelevant
     resident = max(LEAST_THREADS, threads * blocks)
     return Candidate(config, _values(config, "ld", "itemsize"), resident, config.chunk / 4, 1.0, (config.chunk,))
 
@@ -480,7 +479,7 @@ def _msgd_programs(facts: Facts, config: BlockedConfig, biases: bool) -> list[Bu
 
 
 def _hogwild_facts(factors: int, itemsize: int) -> list[Facts]:
-    """Factors are stored in float16 or float32; float64 does not exist."""
+    """Factors are stored in float16 or float32, never in float64."""
     widths = ((plan_sgd.stored_width(factors, f"f{size}"), size) for size in (2, 4))
     kinds = itertools.product(widths, (False, True))
     return [{"ld": ld, "itemsize": size, "biases": b} for (ld, size), b in kinds] if itemsize == 4 else []
@@ -489,7 +488,7 @@ def _hogwild_facts(factors: int, itemsize: int) -> list[Facts]:
 def _hogwild(config: HogwildConfig, spec: DeviceSpec) -> Candidate:
     values = {name: getattr(config, name) for name in ("blocks_per_sm", "run", "batch")}
     resident = sgd.THREADS * occupancy(sgd.THREADS, 0, config.blocks_per_sm, spec)
-    # a long run reads its row less often from memory
+    # long runs read rows less often from memory
     return Candidate(config, values, max(LEAST_THREADS, resident), config.run / 8, 1.0, (config.run,))
 
 
@@ -498,7 +497,7 @@ def _hogwild_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
 
 
 def _enumerate_hogwild(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    """Runs and blocks; a worker takes 256 entries at a time, as cuMF_SGD, or four times as many."""
+    """Runs and blocks; a worker takes 256 entries at a time, as in cuMF_SGD, or four times as many."""
     most = HogwildConfig.blocks_for(facts["ld"], facts["itemsize"], False)
     for run, blocks, entries in itertools.product((8, 16, 32), range(1, most + 4), (256, 1024)):
         config = HogwildConfig.make(spec, facts["ld"], facts["itemsize"], blocks, run, entries // run)
@@ -545,7 +544,7 @@ def _ccd_variants(facts: Facts, config: ccd_gpu.StagedConfig) -> list[Build]:
 
 
 def _top_k_facts(factors: int, itemsize: int) -> list[Facts]:
-    """Float16 products whatever the factors are."""
+    """Products are float16 for every dtype of factors."""
     padded = topk.round_up(factors, 16)
     return [{"padded": padded}] if padded <= topk.LARGEST_PADDED and itemsize == 4 else []
 
@@ -580,7 +579,7 @@ def _rank_and_size(make: Callable[..., Any], describe: Callable[..., Candidate])
 
 
 def _named(make: Callable[..., Any], describe: Callable[..., Candidate], *given: str) -> Callable[..., Candidate]:
-    """`Space.named` of a class that takes some of the facts beside the values of an entry."""
+    """`Space.named` of a class whose arguments are some facts and the values of an entry."""
 
     def named(facts: Facts, spec: DeviceSpec, **values: Any) -> Candidate:
         return describe(make(**{name: facts[name] for name in given}, **values), spec)
@@ -652,4 +651,4 @@ SPACES = {
         ),
     )
 }  # fmt: skip
-"""By the name of the kernel; the order is that of tuning."""
+"""By name of the kernel, in the order of tuning."""

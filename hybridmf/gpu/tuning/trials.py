@@ -29,7 +29,7 @@ from ...plan.fused import table_width
 from .. import bals, ccd, cholesky_any, fused, sgd, topk
 from ..assembly import Systems
 from ..half import Pieces
-from ..launch import Entries
+from ..launch import DeviceEntries
 from ..sparse_syrk import sparse_syrk
 from .spaces import Candidate, Facts, bals_tile
 
@@ -154,7 +154,7 @@ def system_limit(device: Device, rank: int, itemsize: int) -> int:
 # ---------------------------------------------------------------------------------------------------- assemblies
 
 
-class Sums:
+class AssemblySample:
     """Rows of one side whose systems a published assembly sums, and where it puts them."""
 
     def __init__(self, device: Device, matrix: sp.csr_array, rank: int, itemsize: int) -> None:
@@ -166,7 +166,7 @@ class Sums:
         width = table_width(rank, self.dtype)
         self.table = random_table(matrix.shape[1], rank, width, self.dtype, 1)
         self.factors = device.upload(self.table)
-        self.entries = Entries(device.upload(indices), device.upload(ratings.astype(self.dtype, copy=False)))
+        self.entries = DeviceEntries(device.upload(indices), device.upload(ratings.astype(self.dtype, copy=False)))
         order = np.argsort(-self.degrees, kind="stable")[: int(np.count_nonzero(self.degrees))]
         self.pieces = Pieces.cut(np.asarray(indptr, dtype=np.int64), order, SEGMENT)
         self.segments = device.upload(self.pieces.segments)
@@ -221,7 +221,7 @@ class SyrkTrial:
     def __init__(self, device: Device, sample: Sample, facts: Facts) -> None:
         self.device = device
         self.rank, itemsize = facts["rank"], facts["itemsize"]
-        self.sides = {side: Sums(device, sample.side(side, itemsize), self.rank, itemsize) for side in SIDES}
+        self.sides = {side: AssemblySample(device, sample.side(side, itemsize), self.rank, itemsize) for side in SIDES}
         self.tolerance = SUMS_TOLERANCE * (1 if itemsize == 4 else 1e-6)
 
     def parts(self, candidate: Candidate) -> dict[str, Part]:
@@ -231,7 +231,7 @@ class SyrkTrial:
             for side, sums in self.sides.items()
         }
 
-    def _run(self, sums: Sums, config: Any) -> None:
+    def _run(self, sums: AssemblySample, config: Any) -> None:
         arrays = (*sums.outputs, sums.factors, sums.entries, sums.segments)
         sparse_syrk(self.device, *arrays, self.rank, config)
 
@@ -255,10 +255,10 @@ class BalsTrial:
             by_degree = reorder(sample.user_items).matrix
             sample.memory["by degree"] = {"user": by_degree, "item": transposed(by_degree)}
         matrices = sample.memory["by degree"]
-        self.sides: dict[Side, Sums] = {}
+        self.sides: dict[Side, AssemblySample] = {}
         for side in SIDES:
             matrix = in_dtype(matrices[side], f"f{self.itemsize}")
-            self.sides[side] = Sums(device, matrix, self.rank, self.itemsize)
+            self.sides[side] = AssemblySample(device, matrix, self.rank, self.itemsize)
         self.tolerance = SUMS_TOLERANCE * (1 if self.itemsize == 4 else 1e-6)
         self._tiles: dict[tuple[Side, tuple[int, int]], bals.BalsTiles] = {}
 
@@ -306,7 +306,7 @@ class FusedSide:
         self.degrees, width = np.diff(indptr), table_width(self.rank, np.float32)
         self.table = random_table(matrix.shape[1], self.rank, width, np.float32, 1)
         self.factors, self.indptr = device.upload(self.table), device.upload(np.asarray(indptr, dtype=np.int64))
-        self.entries = Entries(device.upload(indices), device.upload(ratings))
+        self.entries = DeviceEntries(device.upload(indices), device.upload(ratings))
         objective = Objective("explicit", REGULARIZATION, 1.0)
         self.scale = objective.row_scale(self.degrees).astype(np.float32)
         n = len(self.degrees)
@@ -618,7 +618,7 @@ class CcdTrial:
         self.own = [self._vector(rng, self.matrix.shape[0]) for _ in range(2)]
         self.on_device = [device.upload(vector) for vector in (*self.fixed, *self.own)]
         self.solved = device.zeros(len(self.own[0]), self.dtype)
-        self._entries: dict[int, ccd.Entries] = {}
+        self._entries: dict[int, ccd.CcdEntries] = {}
         self.tolerance = 1e-4 if self.dtype.itemsize == 4 else 1e-12
 
     def _vector(self, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -626,11 +626,11 @@ class CcdTrial:
         vector[:n] = 0.3 * rng.standard_normal(n)
         return vector
 
-    def entries(self, config: ccd_gpu.StagedConfig) -> ccd.Entries:
+    def entries(self, config: ccd_gpu.StagedConfig) -> ccd.CcdEntries:
         """The sample in the layout of a configuration; the residual is the ratings."""
         layout = ccd_gpu.CcdConfig.staged_as(config, self.matrix.shape[1], self.vectors, self.dtype, self.device.spec)
         if config.segment not in self._entries:
-            self._entries[config.segment] = ccd.Entries(self.device, self.matrix, self.objective, layout)
+            self._entries[config.segment] = ccd.CcdEntries(self.device, self.matrix, self.objective, layout)
         entries = copy.copy(self._entries[config.segment])  # threads do not change where entries lie
         entries.config, entries._kernels = layout, {}
         return entries

@@ -530,7 +530,7 @@ class _Runner:
             return job
         *better, rule = self.contenders
         for one, variants in zip(better, self.variants, strict=False):
-            one.status, one.reason = self._judge_variants(variants)
+            one.status, one.reason = self._check_variants(variants)
             if one.status == "timed":
                 job.winner = one
                 return job
@@ -540,7 +540,7 @@ class _Runner:
             job.reason = f"none that could be timed is sound; the rule's: {rule.reason}"
         return job
 
-    def _judge_variants(self, variants: list[Future[Resources]]) -> tuple[str, str]:
+    def _check_variants(self, variants: list[Future[Resources]]) -> tuple[str, str]:
         try:
             found = max((future.result().local_bytes for future in variants), default=0)
         except DeviceError as error:

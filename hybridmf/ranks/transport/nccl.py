@@ -204,7 +204,7 @@ class NcclCommunicator(Communicator):
         logger.info("NCCL is aborted on rank %d: %s", self.rank, self._cause)
         self._give_back()
 
-    def _look(self) -> str:
+    def _find_failure(self) -> str:
         """What has gone wrong by now; empty if nothing has."""
         if self.cause:
             return self.cause
@@ -562,7 +562,7 @@ def _watch(reference: Any, closed: threading.Event) -> None:
         if communicator is None:
             return
         try:
-            cause = communicator._look()
+            cause = communicator._find_failure()
         except Exception as error:  # the device itself has failed
             cause = f"rank {communicator.rank} lost its GPU: {error}"
         if cause:

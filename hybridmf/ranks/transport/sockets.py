@@ -166,7 +166,7 @@ def _length(packed: bytes | bytearray) -> int:
     return int(length)
 
 
-def _judged(key: bytes, role: bytes, nonces: bytes, text: bytes, proof: bytes) -> dict[str, Any]:
+def _checked_greeting(key: bytes, role: bytes, nonces: bytes, text: bytes, proof: bytes) -> dict[str, Any]:
     """The greeting of a text, which is parsed after its proof has held."""
     if not hmac.compare_digest(proof, _prove(key, role, nonces, text)):
         raise _UnprovenError(f"the other end does not know the token ({TOKEN})")
@@ -212,7 +212,7 @@ def _introduce(connection: socket.socket, keys: _Keys, said: dict[str, Any], dea
     if verdict != ACCEPTED:
         raise ValueError("another protocol")
     text = bytes(_read(connection, _length(_read(connection, 2, deadline)), deadline))
-    return _judged(key, b"accepts", nonces, text, bytes(_read(connection, PROOF, deadline)))
+    return _checked_greeting(key, b"accepts", nonces, text, bytes(_read(connection, PROOF, deadline)))
 
 
 class _Guest:
@@ -244,7 +244,7 @@ class _Guest:
         if len(self.received) > end + PROOF:
             raise ValueError("more than a greeting")
         text, proof = bytes(self.received[begin:end]), bytes(self.received[end:])
-        return _judged(key, b"connects", self.nonces, text, proof)
+        return _checked_greeting(key, b"connects", self.nonces, text, proof)
 
     @property
     def nonces(self) -> bytes:
@@ -375,7 +375,7 @@ Address = tuple[str, int]
 Found = TypeVar("Found")
 
 
-class _Meeting:
+class _Rendezvous:
     """How the ranks find each other: all come to rank 0, which tells each where the others listen."""
 
     def __init__(self, rank: int, size: int, address: Address, token: str, timeout: float) -> None:
@@ -724,7 +724,7 @@ class SocketCommunicator(MessageCommunicator):
         """
         size = check_int("size", size, 1)
         rank = check_int("rank", rank, 0, size - 1)
-        meeting = _Meeting(rank, size, address, _check_token(token), check_timeout(timeout))
+        meeting = _Rendezvous(rank, size, address, _check_token(token), check_timeout(timeout))
         try:
             peers = meeting.host(listener) if rank == 0 else meeting.join()
         except BaseException as error:

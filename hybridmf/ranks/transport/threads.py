@@ -24,7 +24,7 @@ logger = logging.getLogger("hybridmf")
 
 Result = TypeVar("Result")
 
-TURN = 1e-4
+SWITCH_INTERVAL = 1e-4
 """Seconds a rank computes in Python before another gets its turn.
 
 With Python's 5 ms, a rank that has to launch a kernel may leave its GPU idle for about as long as the kernels of a half
@@ -210,7 +210,7 @@ class ThreadCommunicator(MessageCommunicator):
         return [np.concatenate(arrays) for _ in communicators]
 
 
-class _Run:
+class _Outcome:
     """What the ranks have returned or raised so far."""
 
     def __init__(self, size: int) -> None:
@@ -237,35 +237,35 @@ class _Run:
                 self.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
 
 
-_Work: TypeAlias = "queue.SimpleQueue[tuple[_Run, Callable[..., Any]] | None]"
+_Tasks: TypeAlias = "queue.SimpleQueue[tuple[_Outcome, Callable[..., Any]] | None]"
 """What a rank is to do, one after the other; None: to end."""
 
 
-class _Turns:
-    """Ranks at work, and the switch interval to go back to after the last.
+class _SwitchInterval:
+    """Running ranks, and the switch interval to restore after the last of them.
 
-    No lock: ranks may be closed by the garbage collector, so in any thread and between any two lines of this, too.
+    There is no lock: the garbage collector may close ranks, on any thread and between any two lines of this code.
     """
 
-    at_work: ClassVar[set[object]] = set()
-    usual = 0.0  # it was not changed
+    ranks: ClassVar[set[object]] = set()
+    usual = 0.0  # 0: not changed
 
 
 @contextmanager
-def _quick_turns() -> Iterator[None]:
-    """Have threads take turns in Python every TURN seconds. By the threads of ranks: Ctrl-C does not end these."""
+def _short_switch_interval() -> Iterator[None]:
+    """Shorten Python's switch interval meanwhile. Only the threads of ranks call this: Ctrl-C does not end these."""
     rank = object()
-    _Turns.at_work.add(rank)
+    _SwitchInterval.ranks.add(rank)
     now = sys.getswitchinterval()
-    if now > 2 * TURN:  # else it is set, or a shorter one
-        _Turns.usual = now
-        sys.setswitchinterval(TURN)
+    if now > 2 * SWITCH_INTERVAL:  # otherwise it is set already, or shorter
+        _SwitchInterval.usual = now
+        sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         yield
     finally:
-        _Turns.at_work.discard(rank)
-        if not _Turns.at_work:
-            usual, _Turns.usual = _Turns.usual, 0.0
+        _SwitchInterval.ranks.discard(rank)
+        if not _SwitchInterval.ranks:
+            usual, _SwitchInterval.usual = _SwitchInterval.usual, 0.0
             if usual:
                 sys.setswitchinterval(usual)
 
@@ -291,14 +291,14 @@ class RankThreads:
     """
 
     def __init__(self, size: int, *, timeout: float = TIMEOUT) -> None:
-        self._work: list[_Work] = []
+        self._work: list[_Tasks] = []
         self.communicators = ThreadCommunicator.group(size, timeout=timeout)
         hub = self.communicators[0].transport
         assert isinstance(hub, Hub)
         self._hub = hub
         self.stopping = self._hub.failed
         for communicator in self.communicators:
-            work: _Work = queue.SimpleQueue()
+            work: _Tasks = queue.SimpleQueue()
             self._work.append(work)
             # daemons: a rank that hangs must not keep the interpreter from ending
             name = f"hybridmf rank {communicator.rank}"
@@ -324,10 +324,10 @@ class RankThreads:
         return results
 
     def _do(
-        self, function: Callable[[ThreadCommunicator], Result], ranks: Sequence[_Work], *, wait: bool = True
+        self, function: Callable[[ThreadCommunicator], Result], ranks: Sequence[_Tasks], *, wait: bool = True
     ) -> list[Result]:
         """Give the ranks something to do; if `wait`, what all return, or raise what the first that fails has raised."""
-        run = _Run(len(ranks))
+        run = _Outcome(len(ranks))
         self._hub.left.clear()
         try:
             for work in ranks:
@@ -391,12 +391,12 @@ class RankThreads:
         self.close()
 
 
-def _serve(hub: Hub, communicator: ThreadCommunicator, work: _Work) -> None:
+def _serve(hub: Hub, communicator: ThreadCommunicator, work: _Tasks) -> None:
     """A rank's thread."""
     while (task := work.get()) is not None:
         run, function = task
         result, failure = None, None
-        with _quick_turns():
+        with _short_switch_interval():
             try:
                 result = function(communicator)
             except BaseException as error:  # whatever it is, the others must not wait
@@ -412,7 +412,7 @@ def _serve(hub: Hub, communicator: ThreadCommunicator, work: _Work) -> None:
         del task, run, function, result, failure  # nothing outlives its run
 
 
-def _let_go(run: _Run) -> None:
+def _let_go(run: _Outcome) -> None:
     """Wait for ranks that are about to fail, but not for ever."""
     run.wait(lambda: not run.pending, PATIENCE)
     if run.pending:

@@ -301,7 +301,7 @@ def test_ctrl_c_stops_all_ranks():
 def test_ranks_take_quick_turns_while_they_work() -> None:
     """All of them, and again as before once the last is done, however it ends."""
     gc.collect()  # what other tests left ends now
-    wait_until(lambda: not threads._Turns.at_work)
+    wait_until(lambda: not threads._SwitchInterval.ranks)
 
     def turns(communicator):
         within = []
@@ -316,14 +316,14 @@ def test_ranks_take_quick_turns_while_they_work() -> None:
         for own in (0.003, 0.01):
             sys.setswitchinterval(own)
             assert np.ptp(run_ranks(3, turns)) == 0
-            assert run_ranks(1, turns)[0] == pytest.approx([threads.TURN] * 2)
+            assert run_ranks(1, turns)[0] == pytest.approx([threads.SWITCH_INTERVAL] * 2)
             assert sys.getswitchinterval() == own
             with pytest.raises(ArithmeticError):
                 run_ranks(1, lambda communicator: (_ for _ in ()).throw(ArithmeticError))
             assert sys.getswitchinterval() == own
-        sys.setswitchinterval(threads.TURN / 4)  # shorter already
-        assert run_ranks(1, turns)[0] == pytest.approx([threads.TURN / 4] * 2)
-        assert sys.getswitchinterval() == pytest.approx(threads.TURN / 4)
+        sys.setswitchinterval(threads.SWITCH_INTERVAL / 4)  # shorter already
+        assert run_ranks(1, turns)[0] == pytest.approx([threads.SWITCH_INTERVAL / 4] * 2)
+        assert sys.getswitchinterval() == pytest.approx(threads.SWITCH_INTERVAL / 4)
     finally:
         sys.setswitchinterval(usual)
 

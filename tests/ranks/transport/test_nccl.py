@@ -280,7 +280,7 @@ def test_nobody_looks_at_what_is_given_back(fake):
         may_end.set()
         closing.join(10)
         assert comm.aborted and looks == [False]
-        assert communicator._look() == ""
+        assert communicator._find_failure() == ""
         with pytest.raises(CommunicatorError, match="rank 0 has closed this communicator"):
             _ = communicator._comm
 

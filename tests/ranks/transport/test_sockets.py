@@ -156,8 +156,10 @@ def test_who_does_not_know_the_token_stays_out(caplog):
 
 def test_who_came_to_a_meeting_that_failed_is_let_go(monkeypatch):
     meetings = []
-    meet = sockets._Meeting.host
-    monkeypatch.setattr(sockets._Meeting, "host", lambda self, listener: meetings.append(self) or meet(self, listener))
+    meet = sockets._Rendezvous.host
+    monkeypatch.setattr(
+        sockets._Rendezvous, "host", lambda self, listener: meetings.append(self) or meet(self, listener)
+    )
     answers = texts(over_sockets(2, laws, timeout=[0.5, 20], sizes=[3, 3]))
     assert answers[0].startswith("ranks [2] did not come within 0.5 s; all 3 must be started")
     assert answers[1] == answers[0]
@@ -448,7 +450,7 @@ def test_an_impostor_is_not_taken_for_rank_0(answer, problem):
 
 
 def test_a_rank_that_comes_again_takes_the_place_of_its_lost_connection():
-    meeting = sockets._Meeting(0, 3, ("127.0.0.1", 1), "secret", 5)
+    meeting = sockets._Rendezvous(0, 3, ("127.0.0.1", 1), "secret", 5)
     pairs = [_loopback() for _ in range(3)]
     for ours, _ in pairs[:2]:
         meeting._admit(ours, {"rank": 1, "size": 3, "process": "a"}, range(1, 3))

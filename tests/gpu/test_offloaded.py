@@ -165,7 +165,7 @@ def solved_in_turns(problem: Problem, device: Any, parts: int, batches: int, sta
 
 @pytest.mark.parametrize("assembly", ["fused", "sparse_syrk", "mo_als"])
 @pytest.mark.parametrize("name", ["implicit", "explicit-biases"])
-def test_turns_give_the_references_rows(name, assembly, device):
+def test_parts_give_the_references_rows(name, assembly, device):
     from support.ratings import rows_of
 
     rank = 6 if "biases" in name else 7
@@ -198,7 +198,7 @@ def test_more_parts_than_the_kernels_add_at_a_time(device, monkeypatch):
         ("implicit", {"solver": "cg"}),
     ],
 )
-def test_turns_change_rounding_only_and_reruns_nothing(kind, options, gpu):
+def test_parts_change_rounding_only_and_reruns_nothing(kind, options, gpu):
     runs = [solver(kind, gpu, 3, batches, **options) for batches in (4, 4, 2)]
     whole = in_memory(runs[0])
     assert runs[0].objective_value() == pytest.approx(whole.objective_value(), rel=1e-6)
