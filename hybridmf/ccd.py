@@ -36,8 +36,8 @@ class CCD(FactorModel):
     inner_iterations : int
         Alternations between items and users for each factor, 1 to 1000.
     nonnegative : bool
-        Constrain all factors to be nonnegative; biases may be negative. Fold-in (`transform`) does not
-        apply the constraint.
+        Constrain all factors to be nonnegative; biases may be negative. Fold-in (`transform`) does not apply the
+        constraint.
     biases : bool
         Fit the mean mu (fixed at the training mean) and user and item biases. Without biases, all three are 0.
     bias_regularization : float, optional
