@@ -8,7 +8,7 @@ from ..core.objective import SIDES, Side
 from ..core.system import mib
 from ..core.validate import check_int
 from ..errors import DeviceMemoryError, MemoryBudgetError
-from .grid import Grid, Layout
+from .grid import Grid, RankLayout
 from .half_sweep import HalfPlan, Place, Problem, Share, fewest_batches, half_bytes, size_text
 from .machine import Machine
 
@@ -138,7 +138,7 @@ class ScalePlan:
         return "\n".join(lines)
 
 
-def check_rank(plan: ScalePlan, layout: Layout, rank: int, entries: int) -> None:
+def check_rank(plan: ScalePlan, layout: RankLayout, rank: int, entries: int) -> None:
     """Refuse what a rank has of the ratings where its GPU has no room for it, before anything is brought there.
 
     A plan is made from sizes; ranges of rows are even in cost, so that one rank may have more entries than another.
@@ -146,7 +146,7 @@ def check_rank(plan: ScalePlan, layout: Layout, rank: int, entries: int) -> None
     Parameters
     ----------
     plan : ScalePlan
-    layout : Layout
+    layout : RankLayout
     rank : int
     entries : int
         On the rank's GPU at a time.

@@ -205,7 +205,7 @@ class Sizes:
         Columns of the systems that are solved: `factors`, plus one for a bias.
     feedback : {"explicit", "implicit"}
     dtype : {"float32", "float64"}
-    facts : Facts or None
+    facts : DegreeFacts or None
         What is known of the degrees of the data.
     """
 
@@ -216,7 +216,7 @@ class Sizes:
     rank: int
     feedback: str
     dtype: str
-    facts: Facts | None = field(default=None, compare=False, repr=False)
+    facts: DegreeFacts | None = field(default=None, compare=False, repr=False)
 
     @property
     def itemsize(self) -> int:
@@ -384,7 +384,7 @@ class Plan:
         How ALS spreads over several GPUs; on one, in which parts factors come that do not stay there.
     scratch : tuple of str
         Folders for files of factors that fit neither on a GPU nor in the memory of the host, the one to use first.
-    facts : Facts or None
+    facts : DegreeFacts or None
         What is known of the degrees of the data.
     estimates : tuple of Estimate
         What this plan and the other ways to compute are predicted to take; the chosen one first.
@@ -574,7 +574,7 @@ PIECE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Facts:
+class DegreeFacts:
     """What is known of the degrees, where there are data and not only their sizes.
 
     Attributes
@@ -593,7 +593,7 @@ class Facts:
     positions: tuple[int, int] = field(default=(-1, -1), compare=False)
 
     @classmethod
-    def of(cls, matrix: sp.csr_array | StoreMatrix, *, items: bool = False) -> Facts:
+    def of(cls, matrix: sp.csr_array | StoreMatrix, *, items: bool = False) -> DegreeFacts:
         """Of ratings, shape (n_users, n_items).
 
         The rows' cost nothing, the columns' (`items`) a pass over all entries, unless a store has counted them.
@@ -601,7 +601,7 @@ class Facts:
         return cls.of_degrees(np.diff(matrix.indptr), _item_degrees(matrix) if items else None)
 
     @classmethod
-    def of_degrees(cls, users: np.ndarray, items: np.ndarray | None = None) -> Facts:
+    def of_degrees(cls, users: np.ndarray, items: np.ndarray | None = None) -> DegreeFacts:
         """Of the entries of each user, and of each item where they have been counted."""
         longest, empty, positions = [0, 0], 0, [-1, -1]
         for k, degrees in enumerate((users, items)):

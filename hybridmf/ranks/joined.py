@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.objective import AwayFactors, Factors
+from ..core.objective import Factors, LazyFactors
 
 
-class JoinedFactors(AwayFactors):
+class JoinedFactors(LazyFactors):
     """The ranks' rows one after the other, on the host once somebody looks.
 
     Parameters
