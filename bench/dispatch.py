@@ -185,7 +185,7 @@ def run(profile: str) -> None:
     for shape, scale, ranks in shapes:
         matrix = datasets.synthetic(shape, scale=scale).user_items
         click.echo(f"{shape} x {scale}: {matrix.shape[0]:,} x {matrix.shape[1]:,}, {matrix.nnz:,} entries")
-        facts = types.Facts.of(matrix, items=True)
+        facts = types.DegreeFacts.of(matrix, items=True)
         for name, f, device, assembly in cases(ranks, spec is not None, (shape, scale) == ASSEMBLIES_ON):
             if time.perf_counter() - started > limit:
                 click.echo("time is up: the rest is left out")
@@ -238,7 +238,7 @@ def cost(line: dict[str, Any], machine: Machine, spec: DeviceSpec | None) -> _co
     found = (spec if line["device"] == "cuda" else None, "recorded")
     with mock.patch.object(importlib.import_module("hybridmf.plan.dispatch"), "find_gpu", return_value=found):
         plan = hmf.plan(shape=(line["n_users"], line["n_items"]), nnz=line["nnz"], model=model)
-    facts = types.Facts(**line["facts"])
+    facts = types.DegreeFacts(**line["facts"])
     return _cost.cost_of(plan.changed(facts=facts), machine, _cost.Warmth(started=True, compiled=True, loaded=True))
 
 

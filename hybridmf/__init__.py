@@ -20,7 +20,11 @@ _public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 def __getattr__(name: str) -> object:
     """A public name, or ``hybridmf.dask``, which needs Dask and so is not among them."""
-    return import_module("hybridmf.dask") if name == "dask" else _public(name)
+    if name == "dask":
+        return import_module("hybridmf.dask")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _public(name)
 
 
 class _Package(ModuleType):

@@ -18,7 +18,7 @@ from .plan.types import Plan, Settings
 
 
 class _ALS(FactorModel):
-    """What both estimators share: settings and solver."""
+    """Settings and solver of both estimators."""
 
     _reads_slabs = True
 
@@ -88,27 +88,30 @@ class ImplicitALS(_ALS):
     iterations : int
         Full sweeps; each solves the items, then the users.
     solver : {"cholesky", "cg", "subspace"}
-        Exact; or `cg_steps` conjugate gradient steps from the previous factors; or exact over `block_size` coordinates
-        after another (iALS++: Rendle, Krichene, Zhang and Koren 2021), both warm-started.
+        "cholesky" is exact. "cg" takes `cg_steps` conjugate gradient steps. "subspace" solves blocks of `block_size`
+        coordinates in turn (iALS++: Rendle, Krichene, Zhang and Koren 2021). The last two start from the previous
+        factors.
     device : {"auto", "cpu", "cuda", "cuda:N"}, or list of them
-        "auto" takes the best there is and logs why; "cuda" (the first GPU) raises where it cannot be served. A list
-        names several that work together, one a rank; the first serves the model.
+        "auto" chooses the device with the shortest predicted time and logs the reason. "cuda" is the first GPU; a named
+        device that cannot be used raises an error. A list runs the fit on several devices, one rank on each; the first
+        device serves the fitted model.
     regularization_scaling : {"none", "count"} or float
-        ``s = 1``, the number of entries of the row (ALS-WR), or that number to the given power.
+        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power.
     unobserved_weight : float
         Confidence of pairs without an entry, >= 0.
     cg_steps : int
         Steps of ``solver="cg"``.
     assembly : {"auto", "simd", "rank1", "blas3", "bals", "fused", "sparse_syrk", "mo_als", ...}
-        How normal equations are built. On the CPU: our vector kernels "simd", Gates fig. 5, Gates fig. 6 through BLAS,
-        or BALS tiles. On a GPU: our kernels "fused", which also solve, Gates' sparse SYRK, MO-ALS, or BALS tiles.
-        "auto" takes ours where they serve. To compare with, a GPU also has "bals_local", BALS with its sums mapped to
-        threads as in the paper (in local memory), and MO-ALS with its sums in global memory ("mo_als_global"), past the
-        read-only path ("mo_als_uncached"), or both ("mo_als_plain").
+        Algorithm that builds the normal equations. On the CPU: "simd" (this library's vector kernels), "rank1" (Gates
+        fig. 5), "blas3" (Gates fig. 6, through BLAS) or "bals" (BALS tiles). On a GPU: "fused" (this library's kernels,
+        which also solve), "sparse_syrk" (Gates), "mo_als" (cuMF) or "bals". "auto" uses this library's kernels where
+        they support the problem. For comparison, GPUs also run "bals_local", which maps sums to threads as in the paper
+        (in local memory), and MO-ALS with sums in global memory ("mo_als_global"), without the read-only cache
+        ("mo_als_uncached"), or both ("mo_als_plain").
     reorder : {"auto", "none", "rows", "columns", "both"} or bool
-        Sort rows and columns by degree inside (BALS Alg. 3); factors come back in the order of the input.
+        Sort rows and columns by degree internally (BALS Alg. 3). Factors keep the order of the input.
     precision : {"float32", "bf16x3", "tf32", "bf16", "float16"}
-        Tensor-core arithmetic on the GPU; the CPU knows "float32".
+        Tensor-core arithmetic on the GPU. The CPU supports "float32" only.
     dtype : {"float32", "float64"}
         Type of factors and arithmetic.
     num_threads : int, optional
@@ -116,25 +119,25 @@ class ImplicitALS(_ALS):
     random_state : int, Generator or None
         Seed of the initial factors.
     block_size : int
-        Coordinates of one step of ``solver="subspace"``; from `factors` on it is the exact solver.
+        Coordinates in each block of ``solver="subspace"``. With ``block_size >= factors`` the solver is exact.
     balance : bool
-        Before each iteration, change to the basis that has the least penalty at the same predictions. The objective
-        comes near its minimum in a few iterations instead of tens; the first ones are then no longer those of the
-        papers.
+        Before each iteration, change to the basis with the smallest penalty at the same predictions. The objective
+        approaches its minimum in a few iterations instead of tens. The early iterations then differ from those of the
+        published algorithms.
     reduction : {"auto", "parallel", "two_phase", "root"}
-        How several GPUs add up sums over a fixed side that the plan splits over them (cuMF 4.2): in parallel, first
-        within sockets and then across, or on one GPU, which solves. "auto" is "parallel"; the others are refused where
-        nothing is split.
+        How several GPUs reduce partial sums when the plan splits the fixed side over them (cuMF 4.2): in parallel,
+        first within sockets and then across them, or on one GPU, which then solves. "auto" is "parallel". The other
+        values raise an error if the plan splits nothing.
     gpu_memory_limit : int or str, optional
-        Bytes of a GPU's memory the plan may count on, such as "6GB". Default: what is free, within the environment
-        variable HYBRIDMF_GPU_MEMORY_LIMIT.
+        GPU memory that the plan may use, in bytes or as text such as "6GB". Default: the free memory, limited by the
+        environment variable HYBRIDMF_GPU_MEMORY_LIMIT.
 
     Attributes
     ----------
     user_factors, item_factors : float32 array, shape (n_users, factors) and (n_items, factors)
-    user_factors_, item_factors_ : the same in `dtype`
+    user_factors_, item_factors_ : the same factors in `dtype`
     n_iter_ : int
-        Completed sweeps.
+        Completed iterations.
     history_ : list of dict
     timings_ : dict
         See `fit`.
@@ -142,7 +145,7 @@ class ImplicitALS(_ALS):
         Every size and choice of the fit.
     device_ : str
     user_ids_, item_ids_ : array or None
-        Labels, if it was fitted on labelled Ratings.
+        Labels, if the model was fitted on labelled Ratings.
 
     Examples
     --------
@@ -206,7 +209,7 @@ class ExplicitALS(_ALS):
     """Matrix factorization of explicit ratings by alternating least squares, exact by default.
 
     Minimizes ``sum_(u,i observed) (r_ui - mu - b_u - b_i - x_u.y_i)^2 + lambda (sum_u s_u |x_u|^2 + sum_i s_i
-    |y_i|^2) + lambda_b (sum_u s_u b_u^2 + sum_i s_i b_i^2)``, no factor 1/2. The default
+    |y_i|^2) + lambda_b (sum_u s_u b_u^2 + sum_i s_i b_i^2)``, without a factor 1/2. The default
     ``regularization_scaling="count"`` is that of ALS-WR (Zhou et al. 2008; cuMF eq. 1), which has no biases.
 
     Parameters
@@ -216,14 +219,14 @@ class ExplicitALS(_ALS):
     regularization : float
         lambda >= 0.
     regularization_scaling : {"none", "count"} or float
-        ``s = 1``, the number of entries of the row (ALS-WR), or that number to the given power.
+        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power.
     biases : bool
-        Fit the mean mu (kept at the training mean) and user and item biases, solved together with the factors. A
-        biased model solves systems of one more unknown.
+        Fit the mean mu (fixed at the training mean) and user and item biases, solved together with the factors. The
+        systems of a biased model have one more unknown.
     bias_regularization : float, optional
-        lambda_b >= 0, the penalty of squared biases; 0 leaves them free. Default: `regularization` divided by the
-        standard deviation of the training ratings, since lambda has the unit of the ratings and lambda_b has none. For
-        lists of recommendations rather than predicted ratings, take about twenty times as much with
+        lambda_b >= 0, the penalty of squared biases; 0 leaves them unpenalized. Default: `regularization` divided by
+        the standard deviation of the training ratings, since lambda has the unit of the ratings and lambda_b has none.
+        For ranking rather than rating prediction, use about twenty times the default together with
         ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
 block_size, balance, reduction, gpu_memory_limit

@@ -18,10 +18,10 @@ class CCD(FactorModel):
 
     Minimizes what `ExplicitALS` minimizes, ``sum_(u,i observed) (r_ui - mu - b_u - b_i - x_u.y_i)^2 + lambda (sum_u s_u
     |x_u|^2 + sum_i s_i |y_i|^2) + lambda_b (sum_u s_u b_u^2 + sum_i s_i b_i^2)``, by CCD++ (Yu, Hsieh, Si and Dhillon
-    2012; MSGD 3.2.2; BALS 6.2): the factors t are visited in turn, and with the residual of all the others, the item
-    coordinates ``y_it`` and then the user coordinates ``x_ut`` are set to their minimizers, each a ridge regression
-    with one unknown. Biases are visited before the factors, the items' first. An iteration costs O(nnz factors), where
-    one of ALS costs O(nnz factors^2); the objective never rises, up to rounding.
+    2012; MSGD 3.2.2; BALS 6.2). It visits the factors t in turn: given the residual of all other factors, it sets the
+    item coordinates ``y_it`` and then the user coordinates ``x_ut`` to their minimizers, each a ridge regression with
+    one unknown. Biases are updated before the factors, item biases first. An iteration costs O(nnz factors), an
+    iteration of ALS O(nnz factors^2). The objective never rises, up to rounding.
 
     Parameters
     ----------
@@ -30,34 +30,35 @@ class CCD(FactorModel):
     regularization : float
         lambda >= 0.
     regularization_scaling : {"none", "count"} or float
-        ``s = 1``, the number of entries of the row (ALS-WR), or that number to the given power.
+        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power.
     iterations : int
         Outer iterations; each visits every factor once.
     inner_iterations : int
-        Times items and users are solved for each other before the next factor's turn, 1 to 1000.
+        Alternations between items and users for each factor, 1 to 1000.
     nonnegative : bool
-        Keep all factors at or above zero; biases may be negative. Fold-in (`transform`, `recommend` of new rows) has no
-        such constraint.
+        Constrain all factors to be nonnegative; biases may be negative. Fold-in (`transform`) does not apply the
+        constraint.
     biases : bool
-        Fit the mean mu (kept at the training mean) and user and item biases. Without them, all three are 0.
+        Fit the mean mu (fixed at the training mean) and user and item biases. Without biases, all three are 0.
     bias_regularization : float, optional
         lambda_b >= 0. Default: as for `ExplicitALS`.
     device : {"auto", "cpu", "cuda", "cuda:N"}
-        "auto" takes the best there is and logs why; "cuda" (the first GPU) raises where it cannot be served.
+        "auto" chooses the device with the shortest predicted time and logs the reason. "cuda" is the first GPU; a named
+        device that cannot be used raises an error.
     dtype : {"float32", "float64"}
         Type of factors and arithmetic.
     num_threads : int, optional
         Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
     random_state : int, Generator or None
-        Seed of the initial factors, the same as the other models start from; they are not negative.
+        Seed of the initial factors, which are nonnegative and the same as those of the other models.
     gpu_memory_limit : int or str, optional
-        Bytes of a GPU's memory the plan may count on, such as "6GB". Default: what is free, within the environment
-        variable HYBRIDMF_GPU_MEMORY_LIMIT.
+        GPU memory that the plan may use, in bytes or as text such as "6GB". Default: the free memory, limited by the
+        environment variable HYBRIDMF_GPU_MEMORY_LIMIT.
 
     Attributes
     ----------
     user_factors, item_factors : float32 array, shape (n_users, factors) and (n_items, factors)
-    user_factors_, item_factors_ : the same in `dtype`
+    user_factors_, item_factors_ : the same factors in `dtype`
     user_bias_, item_bias_ : array or None
     mean_ : float
     n_iter_ : int
@@ -69,16 +70,17 @@ class CCD(FactorModel):
         Every size and choice of the fit.
     device_ : str
     user_ids_, item_ids_ : array or None
-        Labels, if it was fitted on labelled Ratings.
+        Labels, if the model was fitted on labelled Ratings.
 
     Notes
     -----
-    New rows are folded in by the exact solver (`transform`), as in every model; it gives a training row the factors
-    that are best for the item factors, which coordinate descent only approaches. Where ``regularization=0`` leaves a
-    coordinate undetermined (its row's entries meet zeros only) it is zero, so there is no system that fails.
+    `transform` folds new rows in with the exact solver, as in every model. For a training row it returns the optimal
+    factors given the item factors, which coordinate descent only approximates. A coordinate that
+    ``regularization=0`` leaves undetermined (all coordinates that its entries multiply are zero) is set to zero, so no
+    system is singular.
 
-    An interrupted fit keeps the factors of the last completed iteration. The residual is computed anew from the
-    factors at the start of each iteration, so a resumed fit gives the bits of an uninterrupted one.
+    An interrupted fit keeps the factors of the last completed iteration. Each iteration recomputes the residual from
+    the factors, so a resumed fit gives the same bits as an uninterrupted one.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Methods and devices side by side on the same ratings, from the same initial factors: what to use, shown."""
+"""Compares methods and devices on the same ratings, from the same initial factors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOLERANCE = 1e-3
 """Relative difference of the objective beyond which two devices disagree: rounding over some iterations is far less."""
 
 RACING = ("hogwild", "batch_hogwild")
-"""Schedules of SGD whose factors depend on a race: two runs of one device differ."""
+"""Schedules of SGD with races between threads: two runs on one device differ."""
 
 RACING_TOLERANCE = 2e-2
 
@@ -49,13 +49,13 @@ CPU_PRODUCT, GPU_PRODUCT = 1536, 8192
 """Rows and columns of the matrices whose product measures the peak rate of a device."""
 
 LEGEND = """\
-Lower is better for seconds, objective and RMSE; higher for NDCG. An iteration of one method is not the work of another:
-judge methods by what they reach and when, devices by their seconds. speedup: over the slowest row. of gemm: share of
-the speed of a float32 matrix product here. objective: the sum that a method minimizes, on the training part."""
+Lower is better for seconds, objective and RMSE; higher for NDCG. An iteration is a different amount of work in each
+method: compare methods by quality over time, devices by seconds per iteration. speedup: over the slowest row. of gemm:
+share of the rate of a float32 matrix product on the device. objective: the loss that a method minimizes, on the
+training part."""
 
 LEGEND_OF_PHASES = """\
-peak: memory beyond what the process held already (what was free to use again does not count). planned: all that a fit
-counts on."""
+peak: additional memory of the fit (memory that the process reused does not count). planned: memory by the plan."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,22 @@ class Run:
     method, device : str
     plan : Plan
     seconds : tuple of float
-        Each iteration.
+        Time of each iteration.
     phases : dict of str to float
-        Seconds of a whole fit: "check" the input, "plan", "convert" (the transpose), "set up" (layouts; on a GPU also
-        the transfer), "compile" (what the first iteration takes beyond the median of the others), "solve" and "finish"
-        (factors to the host).
+        Seconds of a whole fit: "check" (validation of the input), "plan", "convert" (the transpose), "set up" (layouts;
+        on a GPU also the transfer), "compile" (the excess of the first iteration over the median of the others),
+        "solve" and "finish" (factors to the host).
     objective : tuple of float
         After each iteration.
     metric : str
     scores : tuple of float
-        The metric on held-out entries after each iteration; of implicit feedback after the last one only.
+        The metric on held-out entries after each iteration; for implicit feedback after the last iteration only.
     peak_bytes : int or None
-        Memory taken beyond what was taken before, where the system tells.
+        Peak of the additional memory of the fit; None if the system does not report it.
     gflops, of_ceiling : float
-        Useful work a second; of the rate of a float32 matrix product on the same device.
+        Useful work per second in GFLOP/s, and as a share of the rate of a float32 matrix product on the same device.
     bytes_per_second : float
-        Factors and residuals gathered and written, by the counts of the papers.
+        Factors and residuals gathered and written per second, by the counts of the papers.
     """
 
     method: str
@@ -100,7 +100,7 @@ class Run:
 
     @property
     def per_iteration(self) -> float:
-        """Median seconds of an iteration; the first is left out where there are others."""
+        """Median seconds of an iteration, without the first one if there are several."""
         return median(self.seconds[1:] or self.seconds)
 
     @property
@@ -115,9 +115,9 @@ class Run:
         return f"{self.method} on {self.device}"
 
     def seconds_to(self, rmse: float, slack: float = 1.01) -> float | None:
-        """Seconds from the start of the fit to a held-out RMSE of `slack` times `rmse`; None if it never came there.
+        """Seconds from the start of the fit to a held-out RMSE of at most `slack` times `rmse`; None if never reached.
 
-        None also of implicit feedback, whose ranking is measured after the last iteration only.
+        Also None for implicit feedback, whose ranking is evaluated after the last iteration only.
         """
         if len(self.scores) != len(self.seconds):
             return None
@@ -126,11 +126,11 @@ class Run:
 
     @property
     def before_first(self) -> float:
-        """Seconds before the first iteration; what it spent compiling is counted there."""
+        """Seconds before the first iteration, including the compilation of kernels."""
         return sum(self.phases[phase] for phase in BEFORE)
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON and data frames hold."""
+        """Fields for JSON and data frames."""
         return {
             "method": self.method,
             "device": self.device,
@@ -155,20 +155,20 @@ class Comparison:
     Attributes
     ----------
     name : str
-        What was compared on.
+        Name of the data.
     shape : (int, int)
     nnz : int
         Training entries.
     load_seconds : float
-        Reading or drawing the ratings.
+        Time to read or generate the ratings.
     runs : tuple of Run
     skipped : tuple of str
-        What did not run, and why.
+        Combinations that did not run, with the reason.
     disagreements : tuple of str
         Devices whose objectives differ by more than the tolerance.
     factor_differences : dict
-        (method, device) to the largest difference of a factor from that of the method's first device, relative to the
-        largest factor.
+        Keyed by (method, device): the largest difference from the factors of the method's first device, relative to
+        the largest factor.
     """
 
     name: str
@@ -182,7 +182,7 @@ class Comparison:
 
     @property
     def agree(self) -> bool:
-        """Whether all devices came to the same objective."""
+        """Whether all devices reached the same objective, within the tolerance."""
         return not self.disagreements
 
     def __str__(self) -> str:
@@ -267,7 +267,7 @@ class Comparison:
         return format_table(header, rows, "<<" + ">" * (len(names) + 3), indent=0)
 
     def to_frame(self) -> Any:
-        """One row a run, as a pandas data frame.
+        """A pandas data frame with one row for each run.
 
         Raises
         ------
@@ -281,7 +281,7 @@ class Comparison:
         return pandas.DataFrame([run.as_dict() for run in self.runs])
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON, and into a file if `path` is given (whole or not at all)."""
+        """Return everything as JSON; if `path` is given, also write it to a file, atomically."""
         content = {
             "name": self.name,
             "shape": list(self.shape),
@@ -307,12 +307,12 @@ class Comparison:
         return text
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Seconds of an iteration as bars, and the objective or RMSE over seconds; a matplotlib figure.
+        """Plot seconds per iteration as bars, and the objective or RMSE over seconds; returns a matplotlib figure.
 
         Parameters
         ----------
         path : path-like, optional
-            Where the figure goes, too; the format is that of the suffix.
+            File to write the figure to; the suffix selects the format.
 
         Raises
         ------
@@ -355,10 +355,10 @@ def _seconds(value: float) -> str:
 
 
 def default_models(feedback: str, factors: int = 64, iterations: int = 10) -> dict[str, FactorModel]:
-    """The methods that are compared if none is named: exact and approximate, of each family that serves the feedback.
+    """Default methods of a comparison: exact and approximate ones of each family that supports the feedback.
 
-    They minimize the same sum: the estimators' default lambda is the same for all of explicit feedback, and ALS fits no
-    biases here, as the others do not.
+    They minimize the same objective: the default lambda of all explicit estimators is the same, and none of them fits
+    biases here.
     """
     common: dict[str, Any] = {"factors": factors, "iterations": iterations, "random_state": 0}
     if feedback == "implicit":
@@ -379,7 +379,7 @@ def default_models(feedback: str, factors: int = 64, iterations: int = 10) -> di
 
 
 def _name_of(model: FactorModel) -> str:
-    """Class, and what distinguishes methods of a class."""
+    """Class, and the parameters that distinguish methods of one class."""
     params = model.get_params(deep=False)
     words = [
         str(params[key])
@@ -390,7 +390,7 @@ def _name_of(model: FactorModel) -> str:
 
 
 def _listed(models: Any) -> list[Any]:
-    """What was given, one after the other: a model, a list or dict of them, or nothing."""
+    """A list of models from a model, a list or dict of models, or None."""
     if models is None:
         return []
     if isinstance(models, FactorModel):
@@ -418,7 +418,7 @@ def _named(models: Any, feedback: str) -> dict[str, FactorModel]:
 
 
 def _ratings(given: Any, feedback: str, scale: float, seed: int) -> tuple[str, Ratings]:
-    """(name, ratings) of a shape's name, a file or an object."""
+    """(name, ratings) from the name of a shape, a file or an object."""
     if isinstance(given, Ratings):
         return "ratings", given
     if isinstance(given, Store):
@@ -438,7 +438,7 @@ def _ratings(given: Any, feedback: str, scale: float, seed: int) -> tuple[str, R
 
 
 def _demo(feedback: str, seed: int) -> Ratings:
-    """The ratings of ``hybridmf demo``; as implicit feedback what was liked."""
+    """The ratings of ``hybridmf demo``; for implicit feedback the liked ones only."""
     from .tools import demo
 
     films = demo.generate(seed=seed)
@@ -452,7 +452,7 @@ def _device_name(device: object) -> str:
 
 
 def _ranks(name: str) -> str | list[str]:
-    """What an estimator takes as `device`: several names have a plus between them."""
+    """The `device` argument of an estimator: several names are joined by a plus."""
     return name.split("+") if "+" in name else name
 
 
@@ -470,7 +470,7 @@ def _feedback_of(models: Any, feedback: str | None) -> str:
 
 
 class _Memory:
-    """Peak of what a run takes beyond what was taken before, on the host or a GPU."""
+    """Peak of the additional memory of a run, on the host or a GPU."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
@@ -479,18 +479,18 @@ class _Memory:
             self.least = self.before
             return
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back (Linux)
+            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark (Linux)
             self.before = _status("VmRSS")
         except OSError:
             self.before = -1
 
-    def look(self) -> None:
-        """Take notice while the run holds its memory."""
+    def sample(self) -> None:
+        """Update the peak while the run holds its memory."""
         if self.device is not None:
             self.least = min(self.least, self.device.free_bytes())
 
-    def taken(self) -> int | None:
-        """Bytes at the peak, None where the system does not tell."""
+    def peak(self) -> int | None:
+        """Bytes at the peak; None if the system does not report it."""
         if self.device is not None:
             return int(self.before - self.least)
         return None if self.before < 0 else max(0, _status("VmHWM") - self.before)
@@ -500,7 +500,7 @@ def _status(key: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"the system does not tell {key}")
+    raise OSError(f"/proc/self/status has no {key}")
 
 
 def _ceiling(plan: Plan, device: Any) -> float:
@@ -541,7 +541,7 @@ class _Result:
 
 
 def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratings | None, bar: Any) -> _Result:
-    """Fit once, looking on after each iteration; looking takes no part in the times."""
+    """Fit once and evaluate after each iteration; evaluation does not count in the times."""
     from .tools.preview import plan as make
 
     plan = make(train, model)
@@ -551,8 +551,8 @@ def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratin
     memory = _Memory(opened)
     objective, scores = [], []
 
-    def look(fitted: Any, record: dict[str, float]) -> None:
-        memory.look()
+    def observe(fitted: Any, record: dict[str, float]) -> None:
+        memory.sample()
         objective.append(record["objective"])
         if test is not None and metric == "rmse":
             scores.append(evaluate(fitted, test, metrics=(metric,))[metric])
@@ -560,8 +560,8 @@ def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratin
         bar.set_postfix_str(f"{record['seconds']:.3g} s / iteration")
 
     bar.set_description(f"{name} on {device}")
-    model.fit(train, callback=look)
-    peak = memory.taken()
+    model.fit(train, callback=observe)
+    peak = memory.peak()
     if test is not None and metric != "rmse":
         scores.append(evaluate(model, test, train=train, metrics=(metric,))[metric])
     seconds = tuple(record["seconds"] for record in model.history_)
@@ -590,33 +590,32 @@ def compare(
     tolerance: float = TOLERANCE,
     show_progress: bool = False,
 ) -> Comparison:
-    """Fit each model on each device from the same initial factors; report the time and quality of each.
+    """Fit each model on each device from the same initial factors, and report time and quality.
 
     Parameters
     ----------
     user_items : Ratings, Store, matrix, path-like or str
         Ratings, a file of them, the folder of a store, "demo", or the name of a synthetic shape
-        (`hybridmf.datasets.SHAPES`). A store is loaded into memory, since it has to be split.
-    models : estimator, list or dict of them, optional
-        Their `device` is replaced. Default: what serves the feedback, see `default_models`.
+        (`hybridmf.datasets.SHAPES`). A store is loaded into memory for the split.
+    models : estimator, list or dict of estimators, optional
+        Their `device` is replaced. Default: methods for the feedback, see `default_models`.
     devices : sequence of str or list of str
-        "cpu", "cuda", "cuda:N", or a list of several that work together. A device
-        that is not there, and a method that a device does not serve, are left out
-        and named; if nothing is left, that is an error.
+        "cpu", "cuda", "cuda:N", or a list of devices that fit one model together. Missing devices, and methods that a
+        device does not support, are skipped and reported; if no combination is left, an error is raised.
     feedback : {"explicit", "implicit"}, optional
-        What the ratings are; default: what the models are for, else "explicit".
+        Type of the ratings. Default: the feedback of the models, else "explicit".
     iterations : int, optional
-        Of each model; default: the models' own.
+        Iterations of each model. Default: the models' own.
     test_size : float
-        Share of entries held out; 0: none.
+        Share of held-out entries; 0 holds out none.
     scale : float
-        Of a synthetic shape: see `hybridmf.datasets.synthetic`.
+        Scale of a synthetic shape: see `hybridmf.datasets.synthetic`.
     seed : int
-        Of the split, of synthetic ratings, and of the models that have no `random_state`.
+        Seed of the split, of synthetic ratings, and of models without a `random_state`.
     tolerance : float
         Relative difference of the objective beyond which two devices disagree on one method.
     show_progress : bool
-        A progress bar on standard error.
+        Show a progress bar on standard error.
 
     Returns
     -------
@@ -625,7 +624,7 @@ def compare(
     Raises
     ------
     TypeError, ValueError
-        Unknown names (the known ones are listed), models of different feedback, ratings that cannot be used.
+        Unknown names (the message lists the known ones), models of different feedback, or invalid ratings.
     DeviceError
         No method runs on any of the devices.
 
@@ -668,7 +667,7 @@ def compare(
 def _cases(
     named: dict[str, FactorModel], devices: Sequence[str], iterations: int | None, seed: int, train: Ratings
 ) -> tuple[list[tuple[str, str, FactorModel]], list[str]]:
-    """(runs, reasons why others do not run), decided from plans before any work."""
+    """(runs, reasons for skipped combinations), decided from plans before any work."""
     from .tools.preview import plan as make
 
     cases, skipped = [], []
@@ -699,7 +698,7 @@ def _cases(
 
 
 def _differences(results: list[_Result], tolerance: float) -> tuple[dict[tuple[str, str], float], list[str]]:
-    """How far devices are from the first one of the same method."""
+    """Differences between each device and the first device of the same method."""
     first: dict[str, _Result] = {}
     differences: dict[tuple[str, str], float] = {}
     disagreements = []
@@ -712,7 +711,7 @@ def _differences(results: list[_Result], tolerance: float) -> tuple[dict[tuple[s
         differences[run.method, run.device] = max(
             float(np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny)) for a, b in sides
         )
-        # the order of SGD's updates depends on a race, or on the number of ranks
+        # races, or the number of ranks, change the order of SGD's updates
         method = run.plan.method
         by_order = isinstance(method, SgdMethod) and (method.schedule in RACING or run.plan.devices)
         allowed = max(tolerance, RACING_TOLERANCE) if by_order else tolerance

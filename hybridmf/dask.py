@@ -1,7 +1,7 @@
 """Fits on the workers of a Dask cluster: each worker is a rank, and ranks talk over Dask's own connections.
 
-One task is pinned to each worker and holds it until the fit is over; a lock over all of them keeps two fits from each
-taking half of the workers and waiting for the rest. This is the way XGBoost takes on Dask.
+One task is pinned to each worker and occupies it until the end of the fit. A lock over all workers prevents a deadlock
+of two fits that hold half of the workers each. XGBoost uses the same scheme on Dask.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ except ImportError as missing:
 logger = logging.getLogger("hybridmf")
 
 MERGE_RULES = ("error", "sum", "mean", "max")
-"""What may become of repeated pairs. No "last": partitions have no order among workers."""
+"""Rules for duplicate pairs. No "last": partitions have no order among workers."""
 
-LOOK = 0.5
-"""Seconds between two looks at whether all workers are there, by the client; and by a rank that waits for another."""
+CHECK_SECONDS = 0.5
+"""Seconds between two checks that all workers are alive, by the client and by waiting ranks."""
 
 PATIENCE = 10.0
-"""Seconds that ranks get to end once one of them has failed; and a worker to answer whether it is alive."""
+"""Seconds for ranks to end after one of them has failed, and for a worker to respond to a health check."""
 
 
 # ----------------------------------------------------------------------------------------------------------- messages
@@ -55,7 +55,7 @@ PATIENCE = 10.0
 
 @dataclass
 class Inbox:
-    """What has arrived at one rank of one fit, and whether the fit has failed."""
+    """Messages received by one rank of one fit, and the failure of the fit, if any."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     boxes: dict[tuple[str, int], dict[int, tuple[str, np.ndarray]]] = field(default_factory=dict)
@@ -63,18 +63,18 @@ class Inbox:
     ended: bool = False
 
     def fail(self, cause: str) -> None:
-        """Wake who waits; the first cause stays."""
+        """Record the first cause of failure and wake waiting threads."""
         with self.changed:
             self.cause = self.cause or cause
             self.changed.notify_all()
 
 
 _inboxes: dict[str, Inbox] = {}
-"""Of this worker, by the name of the fit."""
+"""Inboxes of this worker, by the name of the fit."""
 
 
 def _receive(job: str, context: str, source: int, number: int, what: str, array: np.ndarray) -> str:
-    """A message from another worker."""
+    """Handle a message from another worker."""
     inbox = _inboxes.get(job)
     if inbox is None:
         return "gone"
@@ -85,7 +85,7 @@ def _receive(job: str, context: str, source: int, number: int, what: str, array:
 
 
 def _state(job: str) -> str:
-    """What a waiting rank wants to know of this one: "" while it is at work."""
+    """State of this rank for a rank that waits for it: "" while it is running, else what happened."""
     inbox = _inboxes.get(job)
     if inbox is None or inbox.ended:
         return "has ended"
@@ -99,7 +99,7 @@ def _fail(job: str, cause: str) -> None:
 
 
 def _open_inbox(job: str, dask_worker: Any = None) -> None:
-    """Runs on a worker before any rank begins: messages may come before its own rank does."""
+    """Prepare a worker before any rank starts, since messages may arrive before its own rank starts."""
     handlers = {"hybridmf_receive": _receive, "hybridmf_state": _state, "hybridmf_fail": _fail}
     dask_worker.handlers.update(handlers)
     _inboxes[job] = Inbox()
@@ -110,19 +110,19 @@ def _close_inbox(job: str) -> None:
 
 
 class WorkerTransport(Transport):
-    """Messages between the workers of a fit, as `hybridmf.ranks.transport.messages.Transport`.
+    """Messages between the workers of a fit over Dask's connections.
 
     Parameters
     ----------
     worker : distributed.Worker
-        This one.
+        This worker.
     job : str
         Name of the fit.
     rank : int
     addresses : sequence of str
-        Of the worker of each rank.
+        Address of the worker of each rank.
     timeout : float
-        Seconds a rank waits for another.
+        Seconds that a rank waits for another rank.
     """
 
     def __init__(self, worker: Any, job: str, rank: int, addresses: Sequence[str], timeout: float) -> None:
@@ -136,11 +136,11 @@ class WorkerTransport(Transport):
         return asyncio.run_coroutine_threadsafe(coroutine, self.worker.loop.asyncio_loop)
 
     def snapshot(self, array: np.ndarray) -> np.ndarray:
-        """A copy: it leaves in its own time."""
+        """Copy the array, since sending is asynchronous."""
         return array.copy()
 
     def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
-        """Send by the worker's event loop; numbered, since messages may overtake each other."""
+        """Send through the worker's event loop; messages are numbered since they may arrive out of order."""
         self.check()
         if dest == self.rank:
             _receive(self.job, context, source, self._number(self._sent, context, dest), what, array)
@@ -156,7 +156,7 @@ class WorkerTransport(Transport):
             )
             if answer != "taken":
                 raise CommunicatorError("it has ended")
-        except Exception as error:  # whatever it is, the others must not wait
+        except Exception as error:  # any error must stop the other ranks
             self.fail(f"rank {self.rank} cannot reach rank {dest} at {address}: {type(error).__name__}: {error}")
 
     @staticmethod
@@ -166,7 +166,7 @@ class WorkerTransport(Transport):
         return number
 
     def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
-        """Wait for the next message of a rank; look now and then whether it lives."""
+        """Wait for the next message of a rank; check periodically that the rank is running."""
         number, deadline = self._number(self._taken, context, source), time.monotonic() + self.timeout
         with self.inbox.changed:
             while True:
@@ -177,11 +177,11 @@ class WorkerTransport(Transport):
                     return called, array if array.flags.writeable else array.copy()
                 if time.monotonic() > deadline:
                     self.fail(f"rank {source} did not answer rank {self.rank} within {self.timeout:g} s in {what}")
-                elif not self.inbox.changed.wait(LOOK):
-                    self._look(context, source, number, what)
+                elif not self.inbox.changed.wait(CHECK_SECONDS):
+                    self._check_source(context, source, number, what)
 
-    def _look(self, context: str, source: int, number: int, what: str) -> None:
-        """Fail if the rank that is waited for is not at work any more."""
+    def _check_source(self, context: str, source: int, number: int, what: str) -> None:
+        """Fail if the sending rank is no longer running."""
         address = self.addresses[source]
         self.inbox.changed.release()
         try:
@@ -196,7 +196,7 @@ class WorkerTransport(Transport):
         try:
             return str(await asyncio.wait_for(self.worker.rpc(address).hybridmf_state(job=self.job), PATIENCE))
         except asyncio.TimeoutError:
-            return ""  # busy; `timeout` has the last word
+            return ""  # busy; `timeout` decides
         except Exception as error:
             return f"is lost ({type(error).__name__}: {error})"
 
@@ -207,19 +207,19 @@ class WorkerTransport(Transport):
         if first:
             for rank, address in enumerate(self.addresses):
                 if rank != self.rank:
-                    self._in_loop(self._tell(address, cause))
+                    self._in_loop(self._notify(address, cause))
 
-    async def _tell(self, address: str, cause: str) -> None:
-        with contextlib.suppress(Exception):  # it may be the one that is lost
+    async def _notify(self, address: str, cause: str) -> None:
+        with contextlib.suppress(Exception):  # this worker may be the lost one
             await self.worker.rpc(address).hybridmf_fail(job=self.job, cause=cause)
 
     def check(self) -> None:
-        """Raise what made it fail."""
+        """Raise CommunicatorError if the fit has failed."""
         if self.inbox.cause:
             raise CommunicatorError(self.inbox.cause)
 
     def close(self, rank: int) -> None:
-        """Who waits for this rank from now on, fails."""
+        """Mark this rank as ended; ranks that wait for it fail."""
         self.inbox.ended = True
 
 
@@ -228,7 +228,7 @@ class WorkerTransport(Transport):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Entries of one partition; labels are this partition's own, sorted."""
+    """Entries of one partition, with the sorted labels of this partition."""
 
     users: np.ndarray
     items: np.ndarray
@@ -259,14 +259,14 @@ def _labels_of(chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _merged(name: str, parts: list[np.ndarray]) -> np.ndarray:
-    """Sorted union of the labels of partitions."""
+    """Sorted union of the labels of all partitions."""
     alike = all(part.dtype.kind in "iu" for part in parts)
     every = np.concatenate(parts) if alike else [label for part in parts for label in part.tolist()]
     return factorize(f"column {name!r} of the ratings", every, "label")[1]
 
 
 def _positions(ids: np.ndarray, labels: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """Positions among `ids` of a partition's entries."""
+    """Positions of a partition's entries among `ids`."""
     if ids.dtype.kind in "iu" and labels.dtype.kind in "iu":
         return np.searchsorted(ids, labels)[codes]
     table = label_table(ids)
@@ -275,7 +275,7 @@ def _positions(ids: np.ndarray, labels: np.ndarray, codes: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class _Request:
-    """What the client asks of each rank."""
+    """Arguments of a fit that all ranks share."""
 
     job: str
     addresses: tuple[str, ...]
@@ -361,56 +361,57 @@ def fit(
     Parameters
     ----------
     model : ImplicitALS or ExplicitALS
-        With ``device="cuda"`` each worker uses the GPU that dask-cuda gave it; with "auto" if all have one.
-    ratings : Dask DataFrame, Dask array, Store or path of one
-        Entries in columns `user`, `item`, `value`; an array has them as its three columns, users and items as whole
-        numbers; a store lies where every worker can read it. Nothing of it comes to the client but labels.
+        With ``device="cuda"`` each worker uses the GPU assigned by dask-cuda; with "auto" only if every worker has one.
+    ratings : Dask DataFrame, Dask array, Store or path of a store
+        A DataFrame has columns `user`, `item` and `value`. An array has these three columns, with users and items as
+        whole numbers. Every worker must be able to read a store. Only labels are transferred to the client.
     client : distributed.Client, optional
-        Default: the current one.
+        Default: the current client.
     user, item : str or int
-        Columns of a DataFrame, found as by `Ratings.from_frame`; ids become labels, sorted, whatever partition they are
-        in.
+        Columns of a DataFrame, found as by `Ratings.from_frame`. Ids become sorted labels, independent of the
+        partitioning.
     value : str, int or None
         None makes every entry 1.
     duplicates : {"error", "sum", "mean", "max"}
-        What to do with a pair that occurs more than once, in any partitions.
+        What to do with a pair that occurs more than once, within or across partitions.
     workers : sequence of str, optional
-        Addresses; all workers if not given. Each is busy until the fit is over; another fit on any of them waits.
+        Addresses. Default: all workers. Each worker is busy until the fit ends; other fits on these workers wait.
     validation : Ratings or matrix, optional
-        As for ``fit`` of a model, in the memory of the client; it travels to the worker of the first rank, which
-        measures.
+        As for ``fit`` of a model, in the memory of the client. It is sent to the worker of the first rank, which
+        evaluates it.
     callback : callable, optional
         As for ``fit`` of a model. It is pickled and runs on the worker of the first rank; returning True stops all
         ranks.
     checkpoint : path-like or Checkpoint, optional
-        As for ``fit`` of a model; on a disk that the workers share. The first rank writes.
+        As for ``fit`` of a model, on storage shared by the workers. The first rank writes it.
     resume_from : path-like, optional
-        Also a checkpoint of a fit elsewhere, on other devices.
+        Checkpoint to continue from, which may come from a fit on other devices.
     unknown : {"error", "drop"}
         As for ``fit`` of a model.
     track_objective : bool
-        Put the objective of each iteration into ``history_``, observed or not.
+        Record the objective of each iteration in ``history_``, even without observers.
     timeout : float
-        Seconds a rank waits for another.
+        Seconds that a rank waits for another rank.
 
     Returns
     -------
     model
-        The one that was given, fitted, with ``history_`` and ``timings_`` as after ``fit`` of a model. It does not keep
-        what users have seen: ``recommend`` needs `user_items`.
+        The given model, fitted, with ``history_`` and ``timings_`` as after ``fit`` of a model. It does not store the
+        items seen by users: ``recommend`` needs `user_items`.
 
     Raises
     ------
     CommunicatorError
-        A worker was lost or hangs. All ranks have stopped; with a checkpoint, call it again with `resume_from`.
+        A worker was lost or does not respond. All ranks have stopped; with a checkpoint, the fit can be resumed by
+        `resume_from`.
     Exception
-        What went wrong on a rank, as it was raised there.
+        An error on a rank, as raised there.
     """
     stopwatch = Stopwatch()
     check_choice("duplicates", duplicates, MERGE_RULES)
     check_timeout(timeout)
     check_model(model)
-    Observers(callback=callback, track_objective=track_objective)  # refuses other types before anything travels
+    Observers(callback=callback, track_objective=track_objective)  # rejects other types before data are sent
     check_choice("unknown", unknown, UNKNOWN)
     client = _client() if client is None else client
     if not isinstance(client, distributed.Client):
@@ -463,7 +464,7 @@ def _is_store(ratings: Any) -> bool:
 
 
 def _chunks(client: Any, addresses: Sequence[str], ratings: Any, user: Any, item: Any, value: Any) -> list[Any]:
-    """Futures of the entries of each partition, where its data are."""
+    """Futures of the entries of each partition, on the worker that holds the partition."""
     where = {"workers": list(addresses), "allow_other_workers": False, "pure": False}
     if hasattr(ratings, "to_delayed") and hasattr(ratings, "columns"):
         parts = client.compute(ratings.to_delayed(), workers=list(addresses))
@@ -487,7 +488,7 @@ def _labels(client: Any, addresses: Sequence[str], chunks: list[Any]) -> Any:
 
 
 def _by_worker(client: Any, addresses: Sequence[str], chunks: list[Any]) -> list[list[Any]]:
-    """Chunks for each rank: those its worker has, as far as workers have them."""
+    """Assign chunks to ranks, to the worker that holds the chunk where possible."""
     holders = client.who_has(chunks) if chunks else {}
     dealt: list[list[Any]] = [[] for _ in addresses]
     for k, chunk in enumerate(chunks):
@@ -503,13 +504,13 @@ def _has_gpu() -> bool:
 
 
 def _device(client: Any, addresses: Sequence[str], model: Any) -> str:
-    """Where ranks compute: dask-cuda shows each worker its own GPU first."""
+    """Device of the ranks: dask-cuda makes each worker's own GPU its first one."""
     asked = model._settings().device
     if asked == "cpu":
         return "cpu"
     if not isinstance(asked, str) or asked.startswith("cuda:"):
         names = asked if isinstance(asked, str) else list(asked)
-        raise ValueError(f'device={names!r}: a cluster deals devices out, one a worker; use "cuda", "cpu" or "auto"')
+        raise ValueError(f'device={names!r}: each worker has its own device; use "cuda", "cpu" or "auto"')
     if asked == "cuda" or all(client.run(_has_gpu, workers=list(addresses)).values()):
         return "cuda:0"
     return "cpu"
@@ -569,10 +570,10 @@ def _run(
 
 
 def _watch(client: Any, addresses: Sequence[str], futures: list[Any]) -> str:
-    """Wait until all ranks are done or one has failed; which worker went, "" if none did."""
+    """Wait until all ranks are done or one has failed; return a message if a worker was lost, else ""."""
     while True:
         with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-            distributed.wait(futures, timeout=LOOK, return_when="FIRST_COMPLETED")
+            distributed.wait(futures, timeout=CHECK_SECONDS, return_when="FIRST_COMPLETED")
         if all(future.status == "finished" for future in futures):
             return ""
         there = client.nthreads()
@@ -581,11 +582,11 @@ def _watch(client: Any, addresses: Sequence[str], futures: list[Any]) -> str:
                 return f"the worker of rank {addresses.index(address)} at {address} was lost"
         if any(future.status in ("error", "cancelled", "lost") for future in futures):
             return ""
-        time.sleep(LOOK / 10)
+        time.sleep(CHECK_SECONDS / 10)
 
 
 def _stop(client: Any, request: _Request, futures: list[Any], cause: str) -> None:
-    """Make the ranks that are left fail, and wait a little for them."""
+    """Stop the remaining ranks, and wait up to `PATIENCE` seconds for them."""
     there = client.nthreads()
     alive = [address for address in request.addresses if address in there]
     if alive:
@@ -593,7 +594,7 @@ def _stop(client: Any, request: _Request, futures: list[Any], cause: str) -> Non
     left = [future for address, future in zip(request.addresses, futures, strict=True) if address in alive]
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and any(future.status == "pending" for future in left):
-        time.sleep(LOOK / 10)
+        time.sleep(CHECK_SECONDS / 10)
 
 
 def _lost(request: _Request, lost: str) -> str:
@@ -604,5 +605,5 @@ def _lost(request: _Request, lost: str) -> str:
 
 
 def _first_cause(errors: list[BaseException]) -> BaseException:
-    """What made the others fail; those only tell of it."""
+    """The original error; CommunicatorErrors on other ranks only report it."""
     return next((error for error in errors if not isinstance(error, CommunicatorError)), errors[0])

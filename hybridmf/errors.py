@@ -10,15 +10,15 @@ class HybridMFError(Exception):
 
 
 class RatingsError(HybridMFError, ValueError):
-    """Ratings cannot be used as they are: a bad file, line, index, value or shape."""
+    """Invalid ratings: a bad file, line, index, value or shape."""
 
 
 class DuplicateEntriesError(RatingsError):
-    """A (user, item) pair occurs more than once and no rule to merge the entries was given."""
+    """A (user, item) pair occurs more than once and no rule for merging the entries was given."""
 
 
 class UnknownLabelError(RatingsError, KeyError):
-    """A user or item label that the ratings, or the model, do not have."""
+    """A user or item label is unknown to the ratings or the model."""
 
     __str__ = Exception.__str__  # KeyError would show the message's repr
 
@@ -49,28 +49,28 @@ class NonFiniteError(HybridMFError, ArithmeticError):
 
 
 class DivergedError(HybridMFError, ArithmeticError):
-    """Stochastic gradient descent took steps that are too long: the loss rose, or factors became infinite or NaN."""
+    """Stochastic gradient descent diverged: the loss rose, or factors became infinite or NaN."""
 
 
 class DeviceError(HybridMFError, RuntimeError):
-    """A device was asked for that cannot serve the request."""
+    """The requested device is missing or cannot run the request."""
 
 
 class MemoryBudgetError(HybridMFError, MemoryError):
-    """The work does not fit in the memory at hand; raised before it starts."""
+    """The computation does not fit in the available memory; raised before it starts."""
 
 
 class DeviceMemoryError(MemoryBudgetError, DeviceError):
-    """A GPU has too little memory left."""
+    """A GPU has too little free memory."""
 
 
 class CommunicatorError(HybridMFError, RuntimeError):
-    """Ranks can no longer work together: one has failed, ended, or does not answer; the message names the cause."""
+    """Communication between ranks failed: a rank has failed, ended or does not respond; the message names the cause."""
 
 
 class StoreError(RatingsError):
-    """A store of ratings is incomplete, truncated, altered, or not one of ours."""
+    """A store of ratings is incomplete, truncated or altered, or was not written by hybridmf."""
 
 
 class ModelFileError(HybridMFError, ValueError):
-    """A model or checkpoint file is truncated, altered, or not one of ours."""
+    """A model or checkpoint file is truncated or altered, or was not written by hybridmf."""

@@ -32,11 +32,11 @@ from .errors import RatingsError
 __all__ = ["BalsMatrix", "Reordered", "degree_order", "reorder", "transpose"]
 
 MAX_SEGMENTS = 2**36
-"""Segments of one BalsMatrix: 256 GB of pointers, beyond which narrow tiles are a mistake."""
+"""Most segments of one BalsMatrix, whose pointers take 256 GB; more of them indicate tiles that are too narrow."""
 
 
 def _sorted_csr(csr: Any) -> sp.csr_array:
-    """A float CSR matrix with sorted rows; layouts are built from what is there, so nothing is sorted silently."""
+    """A float CSR matrix with sorted rows; unsorted CSR raises an error instead of being sorted silently."""
     if not (sp.issparse(csr) or hasattr(csr, "user_items") or isinstance(csr, np.ndarray)):
         raise TypeError(f"csr must be a SciPy sparse matrix, a dense array or Ratings, got {type(csr).__name__}")
     dtype = np.float64 if getattr(csr, "dtype", None) == np.float64 else np.float32
@@ -44,7 +44,7 @@ def _sorted_csr(csr: Any) -> sp.csr_array:
 
 
 def transpose(csr: Any, *, num_threads: int | None = None) -> sp.csr_array:
-    """The transpose of a CSR matrix as CSR, in parallel; the same result for any number of threads.
+    """Transpose a CSR matrix to CSR in parallel; the result does not depend on the number of threads.
 
     Parameters
     ----------
@@ -55,12 +55,12 @@ def transpose(csr: Any, *, num_threads: int | None = None) -> sp.csr_array:
     Returns
     -------
     csr_array, shape (n_cols, n_rows)
-        float32, or float64 if `csr` is.
+        float64 if `csr` is float64, else float32.
 
     Raises
     ------
     RatingsError, TypeError
-        Unsorted or corrupt CSR; not a matrix.
+        The CSR matrix is unsorted or corrupt, or `csr` is not a matrix.
     """
     csr = _sorted_csr(csr)
     arrays = _formats.transpose(*csr_arrays(csr), csr.shape[1], check_threads(num_threads))
@@ -82,9 +82,9 @@ def degree_order(csr: Any) -> np.ndarray:
     Raises
     ------
     RatingsError
-        An `indptr` that contradicts the shape or the number of entries.
+        `indptr` contradicts the shape or the number of entries.
     TypeError
-        Not a CSR matrix.
+        `csr` is not a CSR matrix.
     """
     csr = getattr(csr, "user_items", csr)
     if getattr(csr, "format", None) != "csr":
@@ -97,7 +97,7 @@ def degree_order(csr: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Reordered:
-    """A matrix whose rows and columns were sorted by degree, and the way back.
+    """A matrix with rows and columns sorted by degree, and the inverse permutations.
 
     Attributes
     ----------
@@ -122,11 +122,11 @@ class Reordered:
         return _inverse(self.col_order)
 
     def inverse_rows(self, X: np.ndarray) -> np.ndarray:
-        """Rows of `X` (n_rows, ...), computed for `matrix`, in the original order."""
+        """Reorder rows of `X` (n_rows, ...), computed for `matrix`, to the original order."""
         return _restore("X", X, self.row_order)
 
     def inverse_cols(self, Y: np.ndarray) -> np.ndarray:
-        """Rows of `Y` (n_cols, ...), one for each column of `matrix`, in the original order."""
+        """Reorder rows of `Y` (n_cols, ...), one for each column of `matrix`, to the original order."""
         return _restore("Y", Y, self.col_order)
 
 
@@ -182,7 +182,7 @@ def reorder(csr: Any, rows: bool = True, cols: bool = True, *, num_threads: int 
 class BalsMatrix:
     """A sparse matrix in the BALS blocked format (Chen et al., IEEE TPDS 2021, section 4.1); see `from_csr`.
 
-    The arrays are read-only: copies of what was given, and checked against each other.
+    The arrays are read-only copies of the arguments, validated for consistency.
 
     Tiles are ``tile_rows`` x ``tile_cols``, numbered along each row block; a segment is one row of one tile. Example
     (the first row block of the paper's Fig. 6, ``tile_rows=2``, ``tile_cols=3``)::
@@ -196,15 +196,15 @@ class BalsMatrix:
     Attributes
     ----------
     values : float32 or float64 array, shape (nnz,)
-        Entries, tile by tile, in a tile row by row.
+        Entries, tile by tile, and row by row within a tile.
     tile_colidx : int32 array, shape (nnz - redundancy,)
-        Columns each tile needs, once each, in order of first appearance.
+        Distinct columns of each tile in order of first appearance.
     tile_ptr : int32 or int64 array, shape (n_tiles + 1,)
-        Where each tile starts in `tile_colidx`; equal neighbours mark a vacant tile.
+        Start of each tile in `tile_colidx`; equal neighbours mark a vacant tile.
     seg_colidx : int32 array, shape (nnz,)
-        For each entry the position of its column among its tile's columns.
+        For each entry, the position of its column among the columns of its tile.
     seg_ptr : int32 or int64 array, shape (n_rows * n_tile_cols + 1,)
-        Where each segment starts in `values` and `seg_colidx`; equal neighbours mark a vacant segment.
+        Start of each segment in `values` and `seg_colidx`; equal neighbours mark a vacant segment.
     shape : (n_rows, n_cols)
     tile_rows, tile_cols : int
         Tile height and width (the paper's xb and yb).
@@ -212,9 +212,9 @@ class BalsMatrix:
     Raises
     ------
     TypeError, ValueError
-        A shape, a tile size or an array of another type.
+        A shape, a tile size or an array has the wrong type.
     RatingsError
-        Arrays that contradict each other or the shape.
+        The arrays contradict each other or the shape.
     """
 
     values: np.ndarray
@@ -264,9 +264,9 @@ class BalsMatrix:
         Raises
         ------
         RatingsError
-            Unsorted or corrupt CSR.
+            The CSR matrix is unsorted or corrupt.
         ValueError
-            A tile size below 1, or tiles so narrow that there are more than `MAX_SEGMENTS` segments.
+            A tile size is below 1, or tiles are so narrow that there are more than `MAX_SEGMENTS` segments.
         """
         sizes = check_int("tile_rows", tile_rows, 1, MAX_AXIS), check_int("tile_cols", tile_cols, 1, MAX_AXIS)
         return tiled(_sorted_csr(csr), *sizes, check_threads(num_threads))
@@ -278,7 +278,7 @@ class BalsMatrix:
 
     @property
     def redundancy(self) -> int:
-        """Column loads that tiles save: nnz minus the length of `tile_colidx` (section 4.1.1)."""
+        """Column loads saved by tiles: nnz minus the length of `tile_colidx` (section 4.1.1)."""
         return self.nnz - len(self.tile_colidx)
 
     @property
@@ -287,7 +287,7 @@ class BalsMatrix:
         return sum(a.nbytes for a in (self.values, self.tile_colidx, self.tile_ptr, self.seg_colidx, self.seg_ptr))
 
     def statistics(self) -> dict[str, float]:
-        """Counts that tell whether tiles pay: vacancies (the paper's table 3), reuse, and bytes against CSR.
+        """Statistics that show whether tiles pay off: vacancies (the paper's table 3), reuse, and bytes versus CSR.
 
         Returns
         -------
@@ -314,7 +314,7 @@ class BalsMatrix:
         }
 
     def to_csr(self, *, num_threads: int | None = None) -> sp.csr_array:
-        """The matrix it was built from, bit for bit.
+        """Convert back to the original matrix, bit for bit.
 
         Returns
         -------
@@ -341,7 +341,7 @@ class BalsMatrix:
 
 
 def tiled(csr: sp.csr_array, tile_rows: int, tile_cols: int, num_threads: int) -> BalsMatrix:
-    """`BalsMatrix.from_csr` of a canonical matrix and sizes that were checked already."""
+    """`BalsMatrix.from_csr` for a validated matrix and validated sizes."""
     n_rows, n_cols = csr.shape
     n_tile_cols, n_blocks = -(-n_cols // tile_cols), -(-n_rows // tile_rows)
     if n_rows * n_tile_cols > MAX_SEGMENTS:
@@ -355,7 +355,7 @@ def tiled(csr: sp.csr_array, tile_rows: int, tile_cols: int, num_threads: int) -
     values, seg_colidx, tile_colidx = _formats.build_bals(
         *csr_arrays(csr), n_cols, tile_rows, tile_cols, seg_ptr, tile_ptr, num_threads
     )
-    made = object.__new__(BalsMatrix)  # the check of arrays from elsewhere takes as long as building these
+    made = object.__new__(BalsMatrix)  # validation, which these arrays do not need, takes as long as building them
     for name, array in zip(_BALS_DTYPES, (values, tile_colidx, tile_ptr, seg_colidx, seg_ptr), strict=True):
         object.__setattr__(made, name, frozen(array))
     for name, value in (("shape", (n_rows, n_cols)), ("tile_rows", tile_rows), ("tile_cols", tile_cols)):
@@ -382,7 +382,7 @@ def _bals_array(name: str, array: Any, dtypes: tuple[type, ...]) -> np.ndarray:
 
 
 def _bals_fault(bals: BalsMatrix) -> str | None:
-    """What is wrong with the arrays of a BalsMatrix, in words; None if they describe a canonical matrix."""
+    """Describe the first inconsistency of the arrays of a BalsMatrix; None if they describe a canonical matrix."""
     n_rows, n_cols = bals.shape
     across, down = -(-n_cols // bals.tile_cols), -(-n_rows // bals.tile_rows)
     lengths = {"tile_ptr": down * across + 1, "seg_ptr": n_rows * across + 1, "seg_colidx": len(bals.values)}
@@ -397,7 +397,7 @@ def _bals_fault(bals: BalsMatrix) -> str | None:
     tile = np.repeat(tile_of_segment, np.diff(bals.seg_ptr))  # of each entry
     place = bals.tile_ptr[tile].astype(np.int64) + bals.seg_colidx
     if np.any((bals.seg_colidx < 0) | (place >= bals.tile_ptr[tile + 1])):
-        return "seg_colidx has a place beyond the columns of its tile"
+        return "seg_colidx has a position beyond the columns of its tile"
     first = np.repeat(np.arange(len(bals.tile_ptr) - 1) % max(across, 1), np.diff(bals.tile_ptr)) * bals.tile_cols
     if np.any((bals.tile_colidx < first) | (bals.tile_colidx >= np.minimum(first + bals.tile_cols, n_cols))):
         return "tile_colidx has a column outside its tile"

@@ -1,7 +1,7 @@
 """Textbook metrics of predictions and rankings, and `evaluate` for any model.
 
-Every ranking metric is a vector with one value a user, NaN where the user has no relevant item; `mean_over_users`
-averages the others. docs/evaluation.md has the formulas.
+Every ranking metric is a vector with one value for each user, NaN for users without a relevant item; `mean_over_users`
+averages the other values. docs/evaluation.md has the formulas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .errors import NonFiniteError
 from .model.popularity import PopularityRecommender as PopularityRecommender
 
 BLOCK_USERS = 16_384
-"""Users `evaluate` asks a model for at a time: enough to fill a GPU, while ids and training rows stay a few MB."""
+"""Users in each call of a model by `evaluate`: enough to fill a GPU, while ids and training rows take a few MB."""
 
 AUC_BLOCK_BYTES = 64 << 20
 """Bytes of float32 scores, shape (block, n_items), that `auc` holds at a time."""
@@ -117,7 +117,7 @@ def precision_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     ValueError
         Shapes disagree, an item position is out of range, a user is recommended an item twice, or k < 1.
     """
-    return _precision(_judge(recommended, relevant, k), k)
+    return _precision(_grade(recommended, relevant, k), k)
 
 
 def recall_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
@@ -125,7 +125,7 @@ def recall_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
 
     Equals ``ir_measures.R@k``. Parameters, result and errors as for `precision_at_k`.
     """
-    return _recall(_judge(recommended, relevant, k), k)
+    return _recall(_grade(recommended, relevant, k), k)
 
 
 def map_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
@@ -135,15 +135,15 @@ def map_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     more than k of them the best possible value is k / n_relevant. Some libraries divide by min(k, n_relevant) instead.
     Parameters, result and errors as for `precision_at_k`.
     """
-    return _average_precision(_judge(recommended, relevant, k), k)
+    return _average_precision(_grade(recommended, relevant, k), k)
 
 
 def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") -> np.ndarray:
-    """Discounted gain, sum over ranks r <= k of gain / log2(r + 1), divided by that of the best possible ranking.
+    """Discounted cumulative gain (gain / log2(r + 1) summed over ranks r <= k), divided by that of the ideal ranking.
 
     ``gains="binary"`` equals ``ir_measures.nDCG@k`` with relevance 1 for each relevant item. ``gains="value"`` takes
     the positive values of `relevant` as gains as they are (linear, no 2**value - 1) and equals ``ir_measures.nDCG@k``
-    (``dcg="log2"``, the default) with the values as relevance labels, which there have to be integers.
+    (``dcg="log2"``, the default) with the values as relevance labels, which ir-measures requires to be integers.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") ->
     Returns
     -------
     float64 array, shape (n_users,)
-        In [0, 1]; 1 for a best possible ranking; NaN for users without a relevant item.
+        In [0, 1]; 1 for an ideal ranking; NaN for users without a relevant item.
 
     Raises
     ------
@@ -162,11 +162,11 @@ def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") ->
         As for `precision_at_k`; also for an unknown `gains`.
     """
     check_choice("gains", gains, ("binary", "value"))
-    return _ndcg(_judge(recommended, relevant, k, gains), k)
+    return _ndcg(_grade(recommended, relevant, k, gains), k)
 
 
 def mean_over_users(values: Any) -> float:
-    """Mean of a per-user metric over the users that have one, that is, those that are not NaN.
+    """Mean of a per-user metric over the users for whom it is defined (not NaN).
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def mean_over_users(values: Any) -> float:
     Raises
     ------
     ValueError
-        Every value is NaN, or there is none.
+        All values are NaN, or `values` is empty.
     """
     values = np.asarray(values, dtype=np.float64)
     values = values[~np.isnan(values)]
@@ -189,7 +189,7 @@ def mean_over_users(values: Any) -> float:
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Graded:
     """Recommendations with their gains.
 
     Attributes
@@ -207,23 +207,23 @@ class _Judged:
     relevant: sp.csr_array
 
 
-def _judge(recommended: Any, relevant: Any, k: int, gains: str = "binary") -> _Judged:
+def _grade(recommended: Any, relevant: Any, k: int, gains: str = "binary") -> _Graded:
     k = check_int("k", k, 1)
     relevant = as_csr(relevant, name="relevant")
     relevant = keep_entries(relevant, relevant.data > 0)
     if gains == "binary":
         relevant = as_ones(relevant, np.float32)
-    return _judge_checked(_checked_recommendations(recommended, relevant.shape, k), relevant)
+    return _grade_checked(_checked_recommendations(recommended, relevant.shape, k), relevant)
 
 
-def _judge_checked(recommended: np.ndarray, relevant: sp.csr_array) -> _Judged:
+def _grade_checked(recommended: np.ndarray, relevant: sp.csr_array) -> _Graded:
     counts = np.diff(relevant.indptr).astype(np.float64)
     counts[counts == 0] = np.nan
-    return _Judged(_look_up(relevant, recommended), counts, relevant)
+    return _Graded(_look_up(relevant, recommended), counts, relevant)
 
 
 def _checked_recommendations(recommended: Any, shape: tuple[int, int], k: int) -> np.ndarray:
-    """Return the first k columns as int64, each -1 or an item position and no item twice in a row."""
+    """Return the first k columns as int64; each is -1 or an item position, and no row repeats an item."""
     refuse_masked("recommended", recommended)
     recommended = np.asarray(recommended)
     if recommended.ndim != 2 or recommended.shape[0] != shape[0]:
@@ -265,24 +265,24 @@ def _look_up(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
     return values
 
 
-def _precision(judged: _Judged, k: int) -> np.ndarray:
-    hits = np.count_nonzero(judged.gains[:, :k], axis=1)
-    return np.where(np.isnan(judged.counts), np.nan, hits / k)
+def _precision(graded: _Graded, k: int) -> np.ndarray:
+    hits = np.count_nonzero(graded.gains[:, :k], axis=1)
+    return np.where(np.isnan(graded.counts), np.nan, hits / k)
 
 
-def _recall(judged: _Judged, k: int) -> np.ndarray:
-    return np.count_nonzero(judged.gains[:, :k], axis=1) / judged.counts
+def _recall(graded: _Graded, k: int) -> np.ndarray:
+    return np.count_nonzero(graded.gains[:, :k], axis=1) / graded.counts
 
 
-def _average_precision(judged: _Judged, k: int) -> np.ndarray:
-    hit = judged.gains[:, :k] > 0
+def _average_precision(graded: _Graded, k: int) -> np.ndarray:
+    hit = graded.gains[:, :k] > 0
     precision = np.cumsum(hit, axis=1) / np.arange(1, hit.shape[1] + 1)
-    return np.sum(precision * hit, axis=1) / judged.counts
+    return np.sum(precision * hit, axis=1) / graded.counts
 
 
-def _ndcg(judged: _Judged, k: int) -> np.ndarray:
-    gains = judged.gains[:, :k]
-    ideal = np.where(np.isnan(judged.counts), np.nan, _ideal_dcg(judged.relevant, k))
+def _ndcg(graded: _Graded, k: int) -> np.ndarray:
+    gains = graded.gains[:, :k]
+    ideal = np.where(np.isnan(graded.counts), np.nan, _ideal_dcg(graded.relevant, k))
     # Not a matrix product: BLAS rounds a row differently depending on where in the batch it stands.
     dcg = np.sum(gains * _discounts(np.arange(gains.shape[1])), axis=1)
     # The two sums run in different orders, so a perfect ranking may end an ulp above 1.
@@ -317,9 +317,9 @@ def auc(
 ) -> np.ndarray:
     """Probability that a relevant item scores above an irrelevant one, both unseen by the user; ties count half.
 
-    The score is ``user_factors[u] @ item_factors[i] + item_bias[i]`` in float32 (what depends on the user alone does
+    The score is ``user_factors[u] @ item_factors[i] + item_bias[i]`` in float32 (terms that depend on the user only do
     not change the order). Per user this is scikit-learn's ``roc_auc_score``; ir-measures has no counterpart. Users are
-    taken in blocks, so no (n_users, n_items) array is made.
+    processed in blocks, so no (n_users, n_items) array is allocated.
 
     Parameters
     ----------
@@ -328,10 +328,10 @@ def auc(
     relevant : CSR matrix, shape (n_users, n_items)
         Entries > 0 are the relevant items.
     seen : CSR matrix, shape (n_users, n_items), optional
-        Every entry is an item left out for that user, relevant or not. None leaves nothing out.
+        Items to exclude for each user, relevant or not. None excludes nothing.
     item_bias : float array, shape (n_items,), optional
     block_bytes : int
-        Memory for one block of scores; a block has at least one user.
+        Memory of one block of scores; a block has at least one user.
 
     Returns
     -------
@@ -379,11 +379,11 @@ def _checked_factors(
 
 
 def _scores(users: np.ndarray, items: np.ndarray, bias: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):  # checked just below, with a message that names the user
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below, with a message that names the user
         scores = users @ items.T
         if bias is not None:
             scores += bias
-    # The sum of a row is not finite if one of its scores is not; only then each is checked.
+    # The sum of a row is not finite if one of its scores is not; only then is each score checked.
     with np.errstate(over="ignore", invalid="ignore"):
         suspects = np.flatnonzero(~np.isfinite(scores.sum(axis=1)))
     for k in suspects:
@@ -418,12 +418,12 @@ def _auc_of_scores(scores: np.ndarray, relevant: sp.csr_array, seen: sp.csr_arra
 
 
 def _count_below(table: np.ndarray, rows: np.ndarray, values: np.ndarray, or_equal: bool) -> np.ndarray:
-    """How many elements of the sorted row table[rows[j]] are < values[j] (or <=): one bisection for all j at once."""
+    """Number of elements of the sorted row table[rows[j]] that are < values[j] (or <=), by bisection for all j."""
     low = np.zeros(len(rows), dtype=np.int64)
     high = np.full(len(rows), table.shape[1], dtype=np.int64)
     for _ in range(table.shape[1].bit_length()):
         middle = (low + high) // 2
-        # Searches that are done have low == high, which may lie one past the end; neither bound moves for them.
+        # Finished searches have low == high, possibly one past the end; neither bound moves any more.
         element = table[rows, np.minimum(middle, table.shape[1] - 1)]
         right = ((element <= values) if or_equal else (element < values)) & (low < high)
         low, high = np.where(right, middle + 1, low), np.where(right, high, middle)
@@ -432,7 +432,7 @@ def _count_below(table: np.ndarray, rows: np.ndarray, values: np.ndarray, or_equ
 
 # -------------------------------------------------------------------------------------------------------- evaluate
 
-_RANKING: Mapping[str, Callable[[_Judged, int], np.ndarray]] = {
+_RANKING: Mapping[str, Callable[[_Graded, int], np.ndarray]] = {
     "ndcg": _ndcg,
     "precision": _precision,
     "recall": _recall,
@@ -443,17 +443,16 @@ _ERRORS: Mapping[str, Callable[[Any, Any], float]] = {"rmse": rmse, "mae": mae}
 
 
 class Evaluation(dict[str, float]):
-    """Metrics by name, as `evaluate` returns them: a dict, and what they were taken over.
+    """Metrics by name, as returned by `evaluate`: a dict with the numbers of users and entries behind the values.
 
     Attributes
     ----------
     n_users : int
-        Users that count: those with a relevant test item; where only rmse and mae are asked for, those with a test
-        entry.
+        Evaluated users: those with a relevant test item; if only rmse and mae are requested, those with a test entry.
     n_cold_users : int or None
-        Those of them without training entries; None where neither the model nor `train` says.
+        Evaluated users without training entries; None if neither the model nor `train` determines them.
     n_dropped : int
-        Test entries left out by ``unknown="drop"``.
+        Test entries dropped by ``unknown="drop"``.
     """
 
     n_users: int = 0
@@ -472,51 +471,51 @@ def evaluate(
     block_users: int = BLOCK_USERS,
     unknown: str = "error",
 ) -> Evaluation:
-    """Metrics of a fitted model on held-out entries.
+    """Evaluate a fitted model on held-out entries.
 
-    Ranking metrics average over the users with a relevant test item; ``ndcg@k`` takes binary gains. ``rmse`` and
-    ``mae`` compare ``model.predict`` with every test entry, zeros included.
+    Ranking metrics average over the users with a relevant test item; ``ndcg@k`` uses binary gains. ``rmse`` and
+    ``mae`` compare ``model.predict`` with every test entry, including zeros.
 
     Parameters
     ----------
     model : fitted estimator or PopularityRecommender
-        Needs `n_users`, `n_items` and, as the metrics ask: `recommend`; `predict`; `user_factors`, `item_factors` and
-        perhaps `item_bias_` (for ``auc``). `user_ids_` and `item_ids_` are its labels, `cold_users_` masks its users
-        without training entries, where it has them.
+        Must have `n_users`, `n_items` and, depending on the metrics, `recommend`, `predict`, or `user_factors`,
+        `item_factors` and optionally `item_bias_` (for ``auc``). Optional attributes are its labels `user_ids_` and
+        `item_ids_`, and `cold_users_`, the mask of users without training entries.
     test : Ratings or sparse matrix, shape (n_users, n_items)
-        Held-out entries. Labelled ratings are matched by the labels of the model, in any order; a plain matrix is in
-        the positions of the model.
+        Held-out entries. Labelled ratings are aligned with the model by label, in any order; a plain matrix uses the
+        positions of the model.
     train : Ratings or sparse matrix, shape (n_users, n_items), optional
-        What the users have seen: such items are not recommended, and ``auc`` leaves them out. None: `recommend`
-        filters by what the model was fitted on; ``auc`` needs it. A test item that is in `train` too stays a relevant
-        item which cannot be recommended, so keep the two apart, as `split` does. Labels are as for `test`.
+        Items seen by the users, which are not recommended and which ``auc`` excludes. Default: `recommend` filters by
+        the training data of the model; ``auc`` requires `train`. An item in both `train` and `test` counts as relevant
+        but cannot be recommended, so keep the two disjoint, as `split` does. Labels are as for `test`.
     metrics : sequence of str, or one str
         ``"ndcg@k"``, ``"precision@k"``, ``"recall@k"``, ``"map@k"`` for any k >= 1, ``"auc"``, ``"rmse"``, ``"mae"``.
     users : integer array or "warm", optional
-        Positions of the users to evaluate, each counted once; "warm": those with training entries, by the model if it
-        has `cold_users_`, else by `train`. None means all.
+        Positions of the users to evaluate, each counted once. "warm" selects the users with training entries,
+        determined by `cold_users_` of the model if present, else by `train`. Default: all users.
     relevance_threshold : float, optional
-        Test entries >= this value (as float32, like the values) are relevant; None means entries > 0.
+        Test entries >= this value (as float32, like the values) are relevant. Default: entries > 0.
     block_users : int
-        Users passed to the model at a time.
+        Users in each call of the model.
     unknown : {"error", "drop"}
-        What becomes of labelled entries of users and items that the model does not have.
+        Treatment of labelled entries whose user or item is unknown to the model.
 
     Returns
     -------
     Evaluation
-        A dict with one value for each name in `metrics`, in that order; `n_users`, `n_cold_users` and `n_dropped` say
-        what they were taken over.
+        A dict with one value for each name in `metrics`, in that order. Its attributes `n_users`, `n_cold_users` and
+        `n_dropped` count the users and entries behind the values.
 
     Raises
     ------
     UnknownLabelError
-        `test` or `train` has entries of users or items unknown to the model, under ``unknown="error"``; or no others.
+        `test` or `train` has entries of unknown users or items under ``unknown="error"``, or no other entries.
     TypeError
-        `model` is no fitted model, or lacks what the metrics need; or an argument has the wrong type.
+        `model` is not a fitted model or lacks attributes that the metrics need, or an argument has the wrong type.
     ValueError
-        Unknown metric, shapes that do not fit the model, labels on one side only, no relevant test item or no test
-        entry for these users, ``auc`` without `train`, or ``users="warm"`` if it is unknown who is cold.
+        Unknown metric, shapes that do not match the model, labels on one side only, no relevant test item or no test
+        entry for these users, ``auc`` without `train`, or ``users="warm"`` if the cold users are unknown.
     """
     names = _checked_names(metrics)
     _check_model(model, names)
@@ -545,7 +544,7 @@ def _measure(
     block_users: int = BLOCK_USERS,
     cold: np.ndarray | None = None,
 ) -> Evaluation:
-    """`evaluate` for validated arguments: matrices in the model's positions, ascending users, a mask of cold ones."""
+    """`evaluate` for validated arguments: matrices in model positions, ascending users, and a mask of cold users."""
     values: dict[str, float] = {}
     counted = users[np.diff(test.indptr)[users] > 0]
     if any(name in _ERRORS for name in names):
@@ -565,7 +564,7 @@ def _measure(
 
 
 def _check_model(model: Any, names: Sequence[str]) -> None:
-    """Refuse objects that are no fitted model or lack methods that the metrics need."""
+    """Raise TypeError unless `model` is fitted and has the methods that the metrics need."""
     if isinstance(model, type):
         raise TypeError(f"model is the class {model.__name__}; make one and fit it: {model.__name__}().fit(train)")
     needed = ["n_users", "n_items"]
@@ -583,7 +582,7 @@ def _check_model(model: Any, names: Sequence[str]) -> None:
 def _has(model: Any, name: str) -> bool:
     try:
         getattr(model, name)
-    except NotFittedError:  # also an AttributeError, but its message has a remedy
+    except NotFittedError:  # also an AttributeError, but its message says how to fix it
         raise
     except AttributeError:
         return False
@@ -591,7 +590,7 @@ def _has(model: Any, name: str) -> bool:
 
 
 def _cold_users(model: Any, train: sp.csr_array | None) -> np.ndarray | None:
-    """Mask of the users without training entries, by the model, else by `train`; None where neither says."""
+    """Mask of the users without training entries, by the model, else by `train`; None if neither determines it."""
     cold = getattr(model, "cold_users_", None)
     if cold is not None:
         return np.asarray(cold, dtype=bool)
@@ -624,7 +623,7 @@ def _checked_names(metrics: Sequence[str]) -> tuple[str, ...]:
 
 
 def _checked_like(model: Any, given: Any, name: str, unknown: str) -> tuple[sp.csr_array, int]:
-    """A matrix in the positions of the model, by label where it has labels, and how many entries were left out."""
+    """A matrix in the positions of the model, aligned by label if it has labels, and the number of dropped entries."""
     labels = getattr(model, "user_ids_", None), getattr(model, "item_ids_", None)
     matrix, dropped = align(as_csr(given, name=name), labels_of(given), labels, name=name, unknown=unknown)
     check_shape(name, matrix, (model.n_users, model.n_items), _AXES)
@@ -641,8 +640,8 @@ def _relevant_entries(test: sp.csr_array, threshold: float | None) -> sp.csr_arr
     return as_ones(relevant, np.float32)
 
 
-def _check_some_relevant(judged_users: np.ndarray, users: np.ndarray, threshold: float | None) -> None:
-    if len(judged_users) == 0:
+def _check_some_relevant(evaluated: np.ndarray, users: np.ndarray, threshold: float | None) -> None:
+    if len(evaluated) == 0:
         wanted = "> 0" if threshold is None else f">= relevance_threshold={threshold:g}"
         raise ValueError(
             f"test has no relevant entry (value {wanted}) for any of the {len(users)} users; "
@@ -653,7 +652,7 @@ def _check_some_relevant(judged_users: np.ndarray, users: np.ndarray, threshold:
 def _evaluate_errors(
     model: Any, test: sp.csr_array, users: np.ndarray, n_users: int, block_users: int
 ) -> dict[str, float]:
-    """Errors over the entries of `users`, who are those of `n_users` that have any."""
+    """Errors over the entries of `users`, those of the `n_users` users that have entries."""
     truth, predicted = [], []
     for block in _blocks(users, block_users):
         entries = take_rows(test, block)
@@ -674,16 +673,16 @@ def _evaluate_rankings(
 ) -> dict[str, float]:
     if not cuts:
         return {}
-    # Longer lists than there are items could only be padded.
+    # Lists longer than the number of items would only add padding.
     longest = min(max(int(match[2]) for match in cuts.values()), model.n_items)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in cuts}
     for block in _blocks(users, block_users):
         rows = None if train is None else take_rows(train, block)
         ids, _ = model.recommend(block, user_items=rows, N=longest, filter_already_liked_items=True)
         wanted = take_rows(relevant, block)
-        judged = _judge_checked(_checked_recommendations(ids, wanted.shape, longest), wanted)
+        graded = _grade_checked(_checked_recommendations(ids, wanted.shape, longest), wanted)
         for name, match in cuts.items():
-            parts[name].append(_RANKING[match[1]](judged, int(match[2])))
+            parts[name].append(_RANKING[match[1]](graded, int(match[2])))
     return {name: mean_over_users(np.concatenate(values)) for name, values in parts.items()}
 
 

@@ -1,12 +1,12 @@
 """Ratings in: triplets, matrices, data frames and files become one labelled, checked CSR matrix; and the random split.
 
-    frames, Parquet ──> _readers ─┐
-    text ─────> _text, _lists ────┼──> _labels.Entries (positions + labels) ──> _validate.from_triplets ─┐
-    triplets ─────────────────────┘                                                                      ├──> Ratings
-    .mtx, .npz ───────> _readers ─┬───────────────────────────────────────────> _validate.as_csr ────────┘
+    frames, Parquet ──> readers ──┐
+    text ─────> text, lists ──────┼──> labels.Entries (positions + labels) ──> validate.from_triplets ─┐
+    triplets ─────────────────────┘                                                                    ├──> Ratings
+    .mtx, .npz ───────> readers ──┬───────────────────────────────────────────> validate.as_csr ───────┘
     matrices ─────────────────────┘
 
-How ids become positions is `_labels`' business, and which file has which format that of `_files`.
+`data.labels` maps ids to positions; `core.files` recognizes file formats.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ from .errors import DuplicateEntriesError, RatingsError
 
 
 class Ratings:
-    """A sparse user x item matrix with the labels of its rows and columns. Not meant to be changed once made.
+    """A sparse user x item matrix with labels of its rows and columns; read-only.
 
     Parameters
     ----------
     user_items : sparse or dense matrix, shape (n_users, n_items)
-        Checked and brought to canonical CSR, float32, in memory of its own.
+        Validated and copied to canonical CSR, float32.
     user_ids : sequence, shape (n_users,), optional
-        Label of each row; None where positions are all there is.
+        Label of each row; None if rows are identified by position.
     item_ids : sequence, shape (n_items,), optional
         Label of each column.
 
     Attributes
     ----------
     user_items : csr_array, shape (n_users, n_items)
-        float32 values, int32 indices, columns sorted within rows, no pair twice. An explicit zero is an entry. The
-        three arrays are read-only; ``user_items.copy()`` is a matrix to change.
+        float32 values, int32 indices, columns sorted within rows, no duplicate pairs. An explicit zero is an entry. The
+        three arrays are read-only; ``user_items.copy()`` is writable.
     user_ids, item_ids : ndarray or None
 
     Raises
     ------
     RatingsError, TypeError
-        `user_items` cannot be used; see `_validate.as_csr`.
+        `user_items` cannot be used; see `core.validate.as_csr`.
     ValueError
         Labels that repeat, or whose number differs from the number of rows or columns.
     """
@@ -109,7 +109,7 @@ class Ratings:
         values : real array, shape (nnz,), optional
             None: every entry is 1.
         shape : (n_users, n_items), optional
-            None, as a whole or for one axis: the largest position + 1, or the number of labels.
+            Default, also for an axis that is None: the largest position + 1, or the number of labels.
         user_ids, item_ids : sequence, optional
             Label of each row and of each column.
         duplicates : {"error", "sum", "mean", "first", "last", "max"}
@@ -122,7 +122,7 @@ class Ratings:
         Raises
         ------
         RatingsError
-            Unequal lengths, positions out of range, labels that are missing or not in `user_ids`, values not finite.
+            Unequal lengths, positions out of range, missing or unknown labels, or values that are not finite.
         DuplicateEntriesError
             A repeated pair under ``duplicates="error"``.
         TypeError
@@ -168,9 +168,9 @@ class Ratings:
         Raises
         ------
         RatingsError, TypeError
-            The matrix cannot be used; see `_validate.as_csr`.
+            The matrix cannot be used; see `core.validate.as_csr`.
         DuplicateEntriesError
-            A repeated pair under ``duplicates="error"``; it is named by its labels.
+            A repeated pair under ``duplicates="error"``; the message names its labels.
         """
         try:
             return cls(as_csr(matrix, name="matrix", duplicates=duplicates), user_ids, item_ids)
@@ -194,13 +194,13 @@ class Ratings:
 
         Parameters
         ----------
-        frame : pandas or polars DataFrame, polars LazyFrame, pyarrow Table, or another frame narwhals knows
+        frame : pandas or polars DataFrame, polars LazyFrame, pyarrow Table, or another frame supported by narwhals
         user, item : str or int
-            Columns of ids, by name or by position from 0. "auto" takes columns with usual names ("user_id", "movieId",
-            "asin", ...), in any order; what no name decides is refused. Ids always become labels, sorted, integers too.
+            Columns of ids, by name or by position from 0. "auto" recognizes common names ("user_id", "movieId", "asin",
+            ...), in any order, and raises if they are ambiguous. Ids, integers included, become sorted labels.
         value : str, int or None
-            Column of values. None makes every entry 1, and so does "auto" where the frame has nothing but two columns
-            of ids and times.
+            Column of values. None makes every entry 1, and so does "auto" if the frame has only two columns of ids and
+            timestamps.
         duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once.
 
@@ -211,8 +211,8 @@ class Ratings:
         Raises
         ------
         RatingsError
-            A column that is not there, two that could be meant, or that share a name; a null id or value, a value that
-            is not finite (rows count from 0).
+            A missing, ambiguous or duplicate column; a null id or value, or a value that is not finite (rows count
+            from 0).
         DuplicateEntriesError
             A repeated pair under ``duplicates="error"``.
         TypeError
@@ -244,46 +244,46 @@ class Ratings:
             Text and MatrixMarket files may be gzipped.
         format : {"auto", "text", "csv", "tsv", "lists", "mtx", "npz", "parquet"}
             "text" is delimited text with any separator. "lists" is text whose lines hold a user, then all items of the
-            user, between commas or white space (or `separator`); it is never detected. "npz" is what `save` and
-            ``scipy.sparse.save_npz`` write.
+            user, separated by commas or white space (or `separator`); it is never detected. "npz" is the format of
+            `save` and ``scipy.sparse.save_npz``.
         separator : str, optional
-            Between the fields of text: ``","``, ``"::"``, ...; ``" "`` is any run of white space. None finds out.
-            Fields may be quoted where the separator is one character other than a blank.
+            Field separator of text: ``","``, ``"::"``, ...; ``" "`` is any run of white space. Default: detected.
+            Fields may be quoted if the separator is one character other than a blank.
         header : {"auto", True, False}
-            Whether text starts with a line of column names. "auto" takes the first line for one when its ids and its
-            value are not numbers; with ``value=None``, when its ids are not numbers and those of the next line are
-            integers, or when it holds usual names ("user_id", "item", ...).
+            Whether text starts with a line of column names. "auto" assumes a header if the ids and the value of the
+            first line are not numbers; with ``value=None``, if its ids are not numbers and those of the next line are
+            integers, or if it holds common names ("user_id", "item", ...).
         user, item : int or str
-            Columns of ids, by position from 0 or by name (text and Parquet). "auto" takes the columns that a header
-            names in a usual way ("user_id", "movieId", "asin", ...), wherever they are; without such names the first
-            and the second. A header that names one of them so that the other stays unclear is refused.
+            Columns of ids, by position from 0 or by name (text and Parquet). "auto" takes the columns with common names
+            ("user_id", "movieId", "asin", ...) in the header, in any order; without such names, the first and the
+            second. A header that identifies only one of the two raises an error.
         value : int, str or None
-            Column of values; "auto" again uses recognized names ("rating", "plays", ...), otherwise the third. None
-            makes every entry 1, and so does "auto" where nothing is left but times.
+            Column of values; "auto" also recognizes common names ("rating", "plays", ...), otherwise it takes the
+            third. None makes every entry 1, and so does "auto" if only timestamps are left.
         duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once.
         encoding : str, optional
-            Of text; None is UTF-8, or UTF-16 after a byte order mark.
+            Encoding of text; None is UTF-8, or UTF-16 after a byte order mark.
         comment : str or None
-            Lines of text that start with it are skipped; None skips none.
+            Lines of text that start with this string are skipped; None skips no lines.
 
         Returns
         -------
         Ratings
-            Ids of text and Parquet become labels; in text, int64 where all ids of a column are integers as Python
+            Ids of text and Parquet become labels. In text they are int64 if all ids of a column are integers as Python
             prints them, else strings. A MatrixMarket or SciPy .npz file has positions only.
 
         Raises
         ------
         RatingsError
-            The content cannot be used; for text the message names the line, counted from 1.
+            The content is invalid; for text the message names the line, counted from 1.
         DuplicateEntriesError
             A repeated pair under ``duplicates="error"``.
         MemoryBudgetError
-            The header of a MatrixMarket file names more rows, columns or entries than fit into memory, or those of
-            an .npz file larger arrays.
+            The rows, columns or entries that the header of a MatrixMarket file declares, or the arrays of an .npz file,
+            do not fit in memory.
         FileNotFoundError, IsADirectoryError
-            There is no such file.
+            The file does not exist, or is a directory.
         ImportError
             A Parquet file without pyarrow.
         """
@@ -328,7 +328,7 @@ class Ratings:
 
     @property
     def nnz(self) -> int:
-        """Number of entries, explicit zeros among them."""
+        """Number of entries, including explicit zeros."""
         return int(self.user_items.nnz)
 
     @cached_property
@@ -352,7 +352,7 @@ class Ratings:
         Parameters
         ----------
         labels : a label, or a vector of labels
-            Where `user_ids` is None, positions; they are checked and come back.
+            Positions if `user_ids` is None; they are validated and returned.
 
         Returns
         -------
@@ -361,7 +361,7 @@ class Ratings:
         Raises
         ------
         UnknownLabelError
-            A KeyError that names the first unknown label.
+            A label is unknown; a KeyError whose message names the first such label.
         ValueError, TypeError
             Without labels: a position out of range or not an integer.
         """
@@ -377,17 +377,17 @@ class Ratings:
         return train, test
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write matrix and labels to one .npz file; `from_file` brings both back, ``scipy.sparse.load_npz`` the matrix.
+        """Write matrix and labels to one .npz file; `from_file` reads both, ``scipy.sparse.load_npz`` the matrix.
 
         Parameters
         ----------
         path : str or path
-            Written under a temporary name and moved into place, so a reader sees a whole file or none.
+            The file is written under a temporary name and renamed, so readers never see a partial file.
 
         Raises
         ------
         TypeError
-            Labels other than numbers and strings.
+            Labels are neither numbers nor strings.
         """
         matrix = self.user_items
         content = {"format": np.array(b"csr"), "shape": np.array(matrix.shape), "_is_array": np.array(True)}
@@ -426,15 +426,15 @@ def split(ratings: Any, test_size: float | int = 0.1, random_state: Any = None) 
     Returns
     -------
     train, test : Ratings with the labels of `ratings`; for a matrix, csr_array
-        Disjoint, and together the input: each entry, explicit zeros too, is in one of them. A matrix of float64 or of
-        wide integers gives float64 parts, any other one float32.
+        Each entry, including explicit zeros, is in exactly one part. Parts of a float64 or wide integer matrix are
+        float64, all others float32.
 
     Raises
     ------
     ValueError, TypeError
         `test_size` out of range or not a number.
     RatingsError
-        `ratings` cannot be used, or nothing would be left to train on.
+        `ratings` is invalid, or the training part would be empty.
     """
     dtype = np.float32 if isinstance(ratings, Ratings) else _exact_dtype(ratings)
     matrix = as_csr(ratings, name="ratings", dtype=dtype)
@@ -447,7 +447,7 @@ def split(ratings: Any, test_size: float | int = 0.1, random_state: Any = None) 
 
 
 def _exact_dtype(matrix: Any) -> type:
-    """float64 where float32 could not hold every value of the matrix's dtype."""
+    """float64 if float32 cannot represent every value of the matrix's dtype, else float32."""
     given = getattr(matrix, "dtype", np.dtype(np.float64))
     narrow = given.kind in "biuf" and np.promote_types(given, np.float32) == np.float32
     return np.float32 if narrow else np.float64

@@ -229,10 +229,10 @@ def scoring_rows(factors: Factors, side: Side, mean: float) -> np.ndarray:
     return np.column_stack((matrix, *pair))
 
 
-class AwayFactors(Factors):
-    """Factors that are kept elsewhere or in another layout: arrays of the host are made once somebody looks.
+class LazyFactors(Factors):
+    """Factors stored elsewhere or in another layout, converted to host arrays at first access.
 
-    A subclass stores what it has by `keep`, since factors are frozen, and says in `_brought` how they come.
+    A subclass stores its data by `keep`, since factors are frozen, and converts them in `_brought`.
     """
 
     _host: Factors | None = None

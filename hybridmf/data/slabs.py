@@ -190,7 +190,7 @@ class RangeSlabs:
 
 
 class ColumnSlabs:
-    """Some columns of ranges of rows of other slabs, one range after the other: where ranks share rows (`Layout.cut`).
+    """Some columns of ranges of rows of other slabs, one range after the other, for shared rows (`RankLayout.cut`).
 
     All of it is read once, to count.
 

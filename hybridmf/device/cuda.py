@@ -1,6 +1,6 @@
-"""A CUDA device as the solvers see it: memory, copies, compiled kernels; CuPy is behind it and nowhere else.
+"""Interface to a CUDA device: memory, copies, compiled kernels. No other module of the solvers uses CuPy.
 
-Tests run the same solvers on an emulated device that has the methods of `CudaDevice`.
+Tests run the same solvers on an emulated device with the methods of `CudaDevice`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .copier import COPY_CHUNK, Copier, CudaCopier
 logger = logging.getLogger("hybridmf")
 
 OLDEST = (7, 5)
-"""Compute capability that kernels are compiled for at least (Turing)."""
+"""Oldest supported compute capability (Turing)."""
 
 MEMORY_LIMIT = "HYBRIDMF_GPU_MEMORY_LIMIT"
 
@@ -35,8 +35,8 @@ INSTALL = 'pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cud
 TOOLKIT = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]"), or install the CUDA toolkit'
 
 SMALL_COPY = 64 << 10
-"""Bytes up to which an array comes to the host without the pinned buffers, which another thread may be using: a fit
-that looks at a status must not wait until a checkpoint of all factors has come over."""
+"""Bytes up to which a download bypasses the pinned buffers, which another thread may be using: a fit that reads a
+status must not wait for the download of all factors for a checkpoint."""
 
 Array = Any
 """An array on a device; `ndarray` of CuPy, or of NumPy where the device is emulated."""
@@ -44,13 +44,13 @@ Array = Any
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes of a thread.
+    """Resources of a compiled kernel, per thread.
 
     Attributes
     ----------
     registers : int
     local_bytes : int
-        Local memory: registers that were spilled, and arrays that are indexed at run time.
+        Local memory: spilled registers, and arrays with run-time indices.
     """
 
     registers: int
@@ -63,7 +63,7 @@ Kernel = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What planning needs to know of a device.
+    """Properties of a device that a plan depends on.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class DeviceSpec:
     l2_bytes : int
     memory_bytes : int
     free_bytes : int
-        When it was looked at, limited by HYBRIDMF_GPU_MEMORY_LIMIT.
+        At the time of the query, limited by HYBRIDMF_GPU_MEMORY_LIMIT.
     """
 
     name: str
@@ -95,18 +95,18 @@ class DeviceSpec:
 
 
 class Device(Protocol):
-    """What solvers and launches ask of a device."""
+    """Interface of a device for solvers and launches."""
 
     spec: DeviceSpec
 
     def active(self) -> AbstractContextManager[None]:
-        """Arithmetic of arrays in this context runs on this device, and what goes wrong in it raises our errors."""
+        """Run array arithmetic on this device, and raise its failures as hybridmf exceptions."""
 
     def owns(self, array: Any) -> bool:
         """Whether an array lies on this device."""
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Uninitialized array; DeviceMemoryError where it does not fit."""
+        """Uninitialized array; raises DeviceMemoryError if it does not fit."""
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Array of zeros."""
@@ -115,16 +115,16 @@ class Device(Protocol):
         """Copy to the device, C order."""
 
     def download(self, array: Array) -> np.ndarray:
-        """Copy to the host; waits for what computes it."""
+        """Copy to the host; waits for the kernels that compute the array."""
 
     def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
-        """Begin to copy a small array to the host; what is returned waits for it, not for work launched since."""
+        """Start copying a small array to the host; the returned function waits for the copy, but not for later work."""
 
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
         """Compiled kernel of a source text."""
 
     def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
-        """What the compiled kernel takes."""
+        """Resources of the compiled kernel."""
 
     def matmul(self, a: Array, b: Array) -> Array:
         """Product of two matrices of one dtype, by the device's BLAS."""
@@ -133,25 +133,25 @@ class Device(Protocol):
         """Bytes that can still be allocated."""
 
     def synchronize(self) -> None:
-        """Wait for all work; raises what went wrong in it."""
+        """Wait for all work; raises its failures."""
 
     def record(self) -> Any:
         """A mark behind the work launched so far."""
 
     def wait(self, mark: Any) -> None:
-        """Have work launched from here on wait for a mark."""
+        """Make later work wait for a mark."""
 
     def beside(self, begun: Any, stream: int = 0) -> AbstractContextManager[None]:
-        """Work launched in this context goes on beside what is launched outside of it, behind the mark `begun`.
+        """Launch work concurrently with work outside of the context, after the mark `begun`.
 
-        What has another number of `stream` goes on beside this, too.
+        Work with different `stream` numbers is concurrent, too.
 
-        To wait for it, `record` a mark in the context and `wait` for that outside. Until then nothing that it uses may
-        be given back.
+        To wait for it, `record` a mark in the context and `wait` for the mark outside. Arrays in use must not be freed
+        before.
         """
 
     def copier(self) -> Copier:
-        """Copies to and from the device beside its work."""
+        """Copies to and from the device, concurrent with kernels."""
 
 
 def parse_device(device: str) -> int:
@@ -163,13 +163,13 @@ def parse_device(device: str) -> int:
 
 
 def memory_limit() -> int | None:
-    """Bytes of HYBRIDMF_GPU_MEMORY_LIMIT ("6GB", "500MiB" or a number), None if it is not set."""
+    """HYBRIDMF_GPU_MEMORY_LIMIT ("6GB", "500MiB" or a number) in bytes; None if it is not set."""
     text = os.environ.get(MEMORY_LIMIT, "").strip()
     return parse_bytes(MEMORY_LIMIT, text) if text else None
 
 
 def _cupy() -> Any:
-    """The module, or a DeviceError that says what to install."""
+    """Import CuPy; raises a DeviceError that says what to install."""
     try:
         return importlib.import_module("cupy")
     except ModuleNotFoundError as error:
@@ -219,15 +219,15 @@ def _open(index: int) -> CudaDevice:
 
 
 def open_device(device: str = "cuda") -> CudaDevice:
-    """The device of that name; made once.
+    """The device of that name, opened once per process.
 
     Raises
     ------
     DeviceError
-        It cannot be used; the message says why and what to do.
+        The device cannot be used; the message gives the reason and a remedy.
     """
     opened = _open(parse_device(device))
-    opened.look()
+    opened.refresh()
     return opened
 
 
@@ -274,15 +274,15 @@ class CudaDevice:
             "l2_bytes": int(properties["l2CacheSize"]),
             "memory_bytes": int(properties["totalGlobalMem"]),
         }
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
-        """Read the free memory again into `spec`."""
+    def refresh(self) -> None:
+        """Update the free memory in `spec`."""
         self.spec = DeviceSpec(**self._properties, free_bytes=self.free_bytes())
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Run on this device; CuPy's exceptions become ours."""
+        """Run on this device; CuPy's exceptions are raised as hybridmf exceptions."""
         cupy = self._cupy
         try:
             with cupy.cuda.Device(self.index):
@@ -304,7 +304,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------ memory
 
     def free_bytes(self) -> int:
-        """Bytes that can still be allocated, by the device and by HYBRIDMF_GPU_MEMORY_LIMIT."""
+        """Bytes that can still be allocated within the device memory and HYBRIDMF_GPU_MEMORY_LIMIT."""
         with self.active():
             free, _ = self._cupy.cuda.runtime.memGetInfo()
             pool = self._cupy.get_default_memory_pool()
@@ -361,7 +361,7 @@ class CudaDevice:
         return target
 
     def download(self, array: Array) -> np.ndarray:
-        """Copy to the host, through pinned buffers where it is large; waits for what computes it."""
+        """Copy to the host, through pinned buffers if large; waits for the kernels that compute the array."""
         with self.active():
             source = self._cupy.ascontiguousarray(array)
             if source.nbytes <= SMALL_COPY:
@@ -380,7 +380,7 @@ class CudaDevice:
                         buffer.ctypes.data, source.data.ptr + start, size, 2, stream.ptr
                     )
                     event.record(stream)
-                    if pending is not None:  # the buffer before, while this one fills
+                    if pending is not None:  # the previous buffer, while this one is filled
                         _take(raw, *pending)
                     pending = (start, size, buffer, event)
                 if pending is not None:
@@ -388,14 +388,14 @@ class CudaDevice:
             return target
 
     def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
-        """Begin to copy a small array to pinned memory; what is returned waits for that and gives the array."""
+        """Start copying a small array to pinned memory; the returned function waits and returns the array."""
         with self.active():
             cuda = self._cupy.cuda
             source, stream = self._cupy.ascontiguousarray(array), cuda.get_current_stream()
             target = np.frombuffer(cuda.alloc_pinned_memory(max(1, source.nbytes)), source.dtype, source.size)
             cuda.runtime.memcpyAsync(target.ctypes.data, source.data.ptr, source.nbytes, 2, stream.ptr)
             arrived = self.record()
-            # who does not wait must not give back what is still written to: CuPy would hand it out again
+            # the buffer must outlive the copy even if nobody waits for it: CuPy would reuse its memory
             with self._arriving_lock:
                 while self._arriving and self._arriving[0][1].done:
                     self._arriving.popleft()
@@ -409,7 +409,7 @@ class CudaDevice:
         return wait
 
     def _copy_stream_waits(self) -> None:
-        """Copies come after the work launched so far: it may still read what `upload` is given by the pool anew."""
+        """Order copies after work launched so far, which may still read memory that the pool reuses for `upload`."""
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(self._cupy.cuda.get_current_stream())
         self._copy_stream().wait_event(event)
@@ -432,7 +432,7 @@ class CudaDevice:
             yield start, buffer, event, stream
 
     def synchronize(self) -> None:
-        """Wait for all work of the current stream; raises what went wrong in it."""
+        """Wait for all work of the current stream; raises its failures."""
         with self.active():
             self._cupy.cuda.get_current_stream().synchronize()
 
@@ -450,7 +450,7 @@ class CudaDevice:
 
     @contextmanager
     def beside(self, begun: Any, stream: int = 0) -> Iterator[None]:
-        """Launch on a stream whose blocks go before those of the usual one where both have some to place: long work."""
+        """Launch on a high-priority stream, whose blocks are scheduled before those of the default one: long work."""
         with self.active():
             if stream not in self._beside:
                 self._beside[stream] = self._cupy.cuda.Stream(non_blocking=True, priority=-1)

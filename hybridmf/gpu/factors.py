@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.objective import SIDES, AwayFactors, Factors, Objective, Side, State, drawn_rows, first_bias, first_mean
+from ..core.objective import SIDES, Factors, LazyFactors, Objective, Side, State, drawn_rows, first_bias, first_mean
 from ..core.scratch import mapped
 from ..core.system import ceil_div, round_up
 from ..device.copier import Copier
@@ -33,7 +33,7 @@ EXACT_ROWS = 65536
 """Rows converted to float64 at a time for the Gram matrix in float64."""
 
 
-class GpuFactors(AwayFactors):
+class GpuFactors(LazyFactors):
     """Factors of one side as a GPU computes with them.
 
     Attributes

@@ -1,4 +1,4 @@
-"""The estimators' common half: checking input, the fit loop and its services, saving."""
+"""Base class of the estimators: validation of input, `fit`, and saving."""
 
 from __future__ import annotations
 
@@ -48,34 +48,33 @@ from .stopwatch import Stopwatch
 logger = logging.getLogger("hybridmf")
 
 COLLAPSED = 1e-3
-"""What factors add to predictions, relative to the scale of the ratings, below which they are as good as zero."""
+"""Contribution of factors to predictions, relative to the scale of the ratings, below which they count as zero."""
 
 USUAL_RATIO = {False: 0.0135, True: 0.045}
-"""The default lambda of 0.05 over the scale of ratings of 1 to 5 stars, without biases and with them."""
+"""The default lambda of 0.05 divided by the scale of ratings of 1 to 5 stars, without and with biases."""
 
 
 class FactorModel(ServingMixin, BaseEstimator):
-    """Base of the estimators. Subclasses name the objective, the settings and the solver."""
+    """Base of the estimators. Subclasses define the objective, the settings and the solver."""
 
     iterations: int
     random_state: Any
 
     _reads_slabs = False
-    """Whether the solvers read a `Store` slab by slab; others get all of it in memory."""
+    """Whether the solvers read a `Store` slab by slab; for other solvers it is loaded into memory."""
 
     _first_square = 0.25
-    """Mean squared length of initial factors, relative to the scale of explicit ratings. What remains of longer ones in
-    rows of few entries is noise; the items' first pass over shorter ones makes items so long that steps of SGD
-    overshoot."""
+    """Mean squared length of initial factors, relative to the scale of explicit ratings. Longer factors leave noise in
+    rows with few entries; with shorter ones, the first pass makes item factors so long that SGD steps overshoot."""
 
     n_iter_: int
     history_: list[Record]
     timings_: dict[str, float]
 
     def _objective(self, spread: float = 1.0) -> Objective:
-        """What the current parameters say to minimize on ratings of this standard deviation.
+        """Objective by the current parameters, for ratings of this standard deviation.
 
-        A fitted model goes by what it has learned.
+        A fitted model uses the objective of its fit instead.
         """
         raise NotImplementedError
 
@@ -85,7 +84,7 @@ class FactorModel(ServingMixin, BaseEstimator):
     def _solver(
         self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
     ) -> Solver:
-        """The backend; `completed` iterations lie behind `state`."""
+        """The solver; `state` is the result of `completed` iterations."""
         raise NotImplementedError
 
     def __sklearn_tags__(self) -> Tags:
@@ -125,48 +124,48 @@ class FactorModel(ServingMixin, BaseEstimator):
         Parameters
         ----------
         user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items)
-            Zeros and masked cells of a dense matrix are absent entries. The fit works on a copy, so a matrix may change
-            meanwhile; Ratings, whose arrays are read-only, are not copied. A store is read slab by slab by ALS, with
-            the same result as in memory, and loaded by the other models.
+            Zeros and masked cells of a dense matrix are absent entries. The fit copies a matrix, so later changes to it
+            have no effect; Ratings are read-only and not copied. ALS reads a store slab by slab, with the same result
+            as in memory; other models load it.
         y : ignored
-            For scikit-learn's sake.
+            Present for scikit-learn.
         validation : Ratings or matrix, shape (n_users, n_items), optional
-            Held-out entries: each iteration's RMSE (explicit) or NDCG@10 (implicit) goes into ``history_``. Labelled
-            ratings go by the labels of `user_items`.
+            Held-out entries, whose RMSE (explicit) or NDCG@10 (implicit) is recorded in ``history_`` after each
+            iteration. Labelled ratings are aligned with `user_items` by label.
         callback : callable, optional
-            Called as ``callback(model, record)`` after each iteration, `model` usable as it is; returning True
-            stops the fit.
+            Called as ``callback(model, record)`` after each iteration with a usable model; returning True stops the
+            fit.
         show_progress : bool
-            A progress bar on standard error, where that is a terminal, or in a notebook. Elsewhere nothing is drawn:
-            the objective of each iteration goes to the logger ``hybridmf``, level INFO.
+            Show a progress bar on standard error if that is a terminal, or in a notebook. Otherwise the objective of
+            each iteration is logged to ``hybridmf`` at level INFO.
         checkpoint : path-like or hybridmf.Checkpoint, optional
-            Folder that gets a checkpoint after each iteration, written in the background while training goes on (the
-            newest two are kept); or a `Checkpoint` that says how often. On return the last iteration is on the disk. A
-            write that fails is logged and tried again after the next iteration.
+            Folder for checkpoints, written in the background after each iteration (the newest two are kept); or a
+            `Checkpoint` with other intervals. The last iteration is on disk when `fit` returns. A failed write is
+            logged and retried after the next iteration.
         resume_from : path-like, optional
-            Checkpoint, or folder of them, to continue from; the same data and objective are required. `iterations`
-            counts those that it has behind it; if it has more, the model is that of the checkpoint, with a warning.
+            Checkpoint, or folder of checkpoints, to continue from. Data and objective must be the same. `iterations`
+            includes the iterations of the checkpoint; if the checkpoint has more, its model is returned with a warning.
         unknown : {"error", "drop"}
-            What becomes of labelled entries of `validation` whose user or item `user_items` does not have.
+            Treatment of labelled entries of `validation` whose user or item is not in `user_items`.
 
         Returns
         -------
         self
-            With ``history_``: one dict an iteration with ``iteration`` and ``seconds``, and, where a validation set, a
-            callback or a progress bar looks on, ``objective`` and the validation metric; and ``timings_``: seconds of
-            each part of the fit, which add up to all of it: "check" (input, checkpoint to resume from), "plan",
-            "convert" (transpose), "set up" (layouts, initial factors, transfer to a GPU), "iterations", "observe"
-            (objective, validation, callback, checkpoints handed over) and "finish" (factors to the host, last
+            Attribute ``history_`` has one dict for each iteration with ``iteration`` and ``seconds``, and, given a
+            validation set, a callback or a progress bar, ``objective`` and the validation metric. ``timings_`` has the
+            seconds of each part of the fit, which add up to its total time: "check" (input, checkpoint to resume from),
+            "plan", "convert" (transpose), "set up" (layouts, initial factors, transfer to a GPU), "iterations",
+            "observe" (objective, validation, callback, queueing checkpoints) and "finish" (factors to the host, last
             checkpoint).
 
         Raises
         ------
         TypeError, ValueError
-            A hyperparameter out of range; ratings that cannot be used; labels that a model file cannot hold.
+            A hyperparameter is out of range, ratings are invalid, or a model file cannot hold the labels.
         DeviceError, MemoryBudgetError, FileExistsError
-            Before any work; the last for a `checkpoint` folder in which another run left checkpoints.
+            Raised before any work; the last one if the `checkpoint` folder has checkpoints of another run.
         NotPositiveDefiniteError, NonFiniteError, KeyboardInterrupt
-            During the work; the model keeps the factors of the last completed half sweep.
+            Raised during the work; the model keeps the factors of the last completed half sweep.
         """
         stopwatch = Stopwatch()
         objective, settings = self._objective(), self._settings()
@@ -198,7 +197,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
         solver = self._solver(_seeded(plan, seed_bits), objective, matrix, item_users, state, completed)
-        with closing(solver):  # threads and connections of several ranks end with the fit, however it ends
+        with closing(solver):  # ends threads and connections of ranks, however the fit ends
             writer = None
             if where is not None:
                 writer = checkpoints.Writer(where, {"data": data, "seed_bits": seed_bits}, completed)
@@ -213,7 +212,7 @@ class FactorModel(ServingMixin, BaseEstimator):
                 completed=completed,
                 history=list(resumed.summary["history"]) if resumed else None,
             )
-            del state, resumed  # the factors a fit starts from need not outlive its first sweep
+            del state, resumed  # frees the initial factors after the first sweep
             stopwatch.lap("set up")
             loop.run(iterations)
         if not objective.is_implicit:
@@ -226,7 +225,7 @@ class FactorModel(ServingMixin, BaseEstimator):
     def _learner(
         self, given: Any, matrix: Any, objective: Objective, plan: Plan, item_counts: np.ndarray
     ) -> Callable[[State], Learned]:
-        """What a fit on `given`, `matrix` once checked, learns with a state."""
+        """Function from a state to `Learned`, for a fit on `given`, validated as `matrix`."""
         user_ids, item_ids = labels_of(given) or (None, None)
         return partial(
             Learned,
@@ -242,13 +241,13 @@ class FactorModel(ServingMixin, BaseEstimator):
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
-        """What iterations draw from: as a checkpoint has it, else by `random_state`; None where nothing is drawn."""
+        """Seed of random numbers in iterations: from a checkpoint, else by `random_state`; None if none are drawn."""
         return None
 
     def _initial_state(
         self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
     ) -> State:
-        """Where a fit starts; `scale` is that of the ratings, computed if it is not given."""
+        """Initial state of a fit; `scale` is that of the ratings, computed if not given."""
         scale = scale_of(matrix, objective) if scale is None else scale
         return initial_state(
             np.diff(matrix.indptr),
@@ -274,7 +273,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         ----------
         path : path-like
         include_seen : bool
-            Store which items each user has seen (4 bytes an entry), so that ``recommend`` can leave them out.
+            Store the items seen by each user (4 bytes an entry), so that ``recommend`` can exclude them.
         """
         check_is_fitted(self)
         metadata = _io.model_metadata(self)
@@ -283,7 +282,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         _io.write_atomically(path, lambda file: _io.write_model(file, metadata, tensors))
 
     def _restore(self, content: _io.ModelFile) -> Any:
-        """Take over what a model file holds."""
+        """Restore the state from a model file."""
         objective, settings = content.objective(self._objective()), self._settings()
         shape = (len(content.state.user), len(content.state.item))
         nnz = int(content.summary.get("nnz", 0))
@@ -308,7 +307,7 @@ class FactorModel(ServingMixin, BaseEstimator):
 
 
 def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
-    """Log a warning where factors have shrunk to nothing beside ratings of this scale; `nnz` is their number."""
+    """Log a warning if factors have shrunk to nothing relative to the scale of the `nnz` ratings."""
     objective, zeros = learned.objective, not learned.total
     users, items = (_root_mean_square(side.matrix) for side in (learned.state.user, learned.state.item))
     if not objective.regularization or users * items >= COLLAPSED * scale or (zeros and not users * items):
@@ -326,19 +325,19 @@ def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
 
 
 def _root_mean_square(factors: np.ndarray) -> float:
-    """Of the lengths of the rows that are not zero; that of products is at most both sides' multiplied."""
+    """Root mean square length of the nonzero rows; for inner products, the product of both sides' is a bound."""
     squares = np.einsum("ij,ij->i", factors, factors)
     return math.sqrt(float(squares.sum(dtype=np.float64)) / max(1, int(np.count_nonzero(squares))))
 
 
 def _plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
-    """The plan of a fit that may not be possible here: a model fitted on a GPU is of use without one."""
-    settings = replace(settings, reduction="auto")  # nothing is added up any more
+    """The plan for serving a model, which may have been fitted on a device that is missing here."""
+    settings = replace(settings, reduction="auto")  # serving reduces nothing
     try:
         return make_plan(objective, settings, shape, nnz)
     except DeviceError as error:
         logger.warning("%s; the loaded model is served without it", error)
-    # what only some GPU has was for the fit; new rows are solved exactly, whatever the method was
+    # settings of the fit that need a GPU do not matter: new rows are solved exactly
     anywhere = replace(settings, device="auto", assembly="auto", precision="float32", method=None)
     return make_plan(objective, anywhere, shape, nnz)
 
@@ -349,14 +348,14 @@ def _seeded(plan: Plan, seed_bits: int | None) -> Plan:
 
 
 def _columns(given: Any, shape: tuple[int, int]) -> Any:
-    """What scikit-learn takes the number of features and their names from: a frame or array itself, else its shape."""
+    """Object that scikit-learn reads the number and names of features from: a frame or array itself, else its shape."""
     if sp.issparse(given) or isinstance(given, (Ratings, Store)):
         return np.broadcast_to(np.float32(0), shape)
     return given
 
 
 def check_labels(labels: Labels | None) -> None:
-    """Refuse labels that no model file can hold before the fit, not when it is saved.
+    """Reject labels that a model file cannot hold, before the fit.
 
     Raises
     ------
@@ -367,6 +366,6 @@ def check_labels(labels: Labels | None) -> None:
 
 
 def log_empty_rows(user_counts: np.ndarray, item_counts: np.ndarray) -> None:
-    """Log how many rows of each side have no entries, and so get no factors."""
+    """Log the number of rows without entries, and therefore without factors, of each side."""
     users, items = (int(np.count_nonzero(counts == 0)) for counts in (user_counts, item_counts))
     logger.info("%d of %d users and %d of %d items have no entries", users, len(user_counts), items, len(item_counts))

@@ -1,7 +1,7 @@
-"""Checkpoints: a model file every so many iterations, written beside the training; a fit resumes from one (cuMF 4.4).
+"""Checkpoints: model files written periodically during training, from which a fit can resume (cuMF 4.4).
 
-States are replaced by a fit and never written to, so the thread that writes needs no copy of them: it holds on to the
-one it was given until it is in the file. At most one is being written and one waits; a newer one takes its place.
+A fit replaces states and never modifies them, so the writer thread needs no copy: it keeps a reference until the state
+is in the file. At most one state is being written and one is pending; a newer state replaces the pending one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..core.files import remove_orphans, write_atomically
-from ..core.objective import AwayFactors, State
+from ..core.objective import LazyFactors, State
 from ..core.validate import check_bool, check_int, check_path, check_real
 from ..data.manifest import MANIFEST
 from ..errors import ModelFileError
@@ -33,7 +33,7 @@ KEEP = 2
 FREE_PARAMS = frozenset(
     {"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state", "gpu_memory_limit"}
 ) | {
-    "learning_rate",  # a run that diverged goes on with shorter steps
+    "learning_rate",  # a diverged run continues with a lower rate
     "decay",
     "schedule",
     "ordering",
@@ -41,31 +41,31 @@ FREE_PARAMS = frozenset(
     "reduction",
     "deterministic",
 }
-"""Parameters that may differ between the run that stopped and the one that resumes: the objective is the same."""
+"""Parameters that may change when a fit resumes: they do not affect the objective."""
 
 UNFINISHED = ".checkpoint-"
-"""First letters of a file that is being written."""
+"""Prefix of files that are being written."""
 
 _NAME = re.compile(r"checkpoint-(\d{6,})\.safetensors")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where and how often ``fit(checkpoint=)`` saves what it has.
+    """Where and how often ``fit(checkpoint=)`` writes checkpoints.
 
     Attributes
     ----------
     directory : path-like
-        Folder, made if it does not exist.
+        Folder, created if it does not exist.
     every : int
-        Iterations from one checkpoint to the next. The last iteration of a fit is always written.
+        Iterations between checkpoints. The last iteration of a fit is always written.
     minutes : float, optional
-        And at least so many minutes apart.
+        Minimum time between checkpoints.
     keep : int
-        How many of the newest are kept.
+        Number of newest checkpoints to keep.
     include_seen : bool
-        Store what users have seen (4 bytes an entry), so that a checkpoint that is loaded as a model leaves it out of
-        recommendations without being told; resuming does not need it.
+        Store the items seen by each user (4 bytes an entry), so that a checkpoint loaded as a model excludes them from
+        recommendations. Resuming does not need them.
 
     Examples
     --------
@@ -81,7 +81,7 @@ class Checkpoint:
 
     @classmethod
     def check(cls, checkpoint: Any) -> Checkpoint:
-        """A folder or a `Checkpoint`, judged.
+        """A validated `Checkpoint` from a folder or a `Checkpoint`.
 
         Raises
         ------
@@ -110,7 +110,7 @@ class Checkpoint:
 
 
 def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None) -> Checkpoint:
-    """Judge where checkpoints go and make the folder; fails before training rather than after.
+    """Validate and create the checkpoint folder before training.
 
     Parameters
     ----------
@@ -122,8 +122,8 @@ def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None) 
     ------
     NotADirectoryError, PermissionError
     FileExistsError
-        The folder holds checkpoints that this run does not continue: two runs would replace each other's. Or it is a
-        store of ratings.
+        The folder is a store of ratings, or holds checkpoints that this run does not continue: two runs would
+        overwrite each other's checkpoints.
     """
     checkpoint = Checkpoint.check(checkpoint)
     path = checkpoint.folder
@@ -147,42 +147,43 @@ def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None) 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """One completed iteration: what a model file says of it, and the factors, wherever they are."""
+    """One completed iteration: the metadata of its model file, and its factors."""
 
     iteration: int
     metadata: dict[str, str]
     state: State
 
-    def away(self) -> list[AwayFactors]:
-        """What of the factors is not in arrays of the host."""
-        return [each for each in (self.state.user, self.state.item) if isinstance(each, AwayFactors)]
+    def lazy(self) -> list[LazyFactors]:
+        """Factors that are not host arrays."""
+        return [each for each in (self.state.user, self.state.item) if isinstance(each, LazyFactors)]
 
     def let_go(self) -> None:
-        """Forget copies that were made for the file alone."""
-        for factors in self.away():
+        """Free host copies made for the file."""
+        for factors in self.lazy():
             factors.let_go()
 
 
 class Writer:
-    """Writes checkpoints in a thread of its own, while the fit goes on.
+    """Writes checkpoints in a background thread while the fit continues.
 
-    A write that fails (a full disk, no memory for the copy from a GPU) is logged and tried again with the next
-    iteration; what was written before stays. A folder that somebody has removed is made again.
+    A failed write (a full disk, no memory for the copy from a GPU) is logged and retried with the next iteration;
+    earlier checkpoints stay. A folder that was removed is created again.
 
     Parameters
     ----------
     checkpoint : Checkpoint
         As `prepare` returned it.
     extra : dict
-        Goes into the state of each file: the fingerprint of the data as "data", and what else a resumed fit needs.
+        Additional fields of the state in each file: the fingerprint of the data as "data", and others that a resumed
+        fit needs.
     completed : int
-        Iterations that a resumed fit has behind it.
+        Iterations completed before the fit was resumed.
     """
 
     def __init__(self, checkpoint: Checkpoint, extra: dict[str, Any], completed: int = 0) -> None:
         self.checkpoint, self.extra = checkpoint, extra
         self._written = completed
-        self._newest: Path | None = None  # the file that was written last
+        self._newest: Path | None = None  # the last file written
         self._next_time = time.monotonic() + 60 * (checkpoint.minutes or 0)
         self._lasting: dict[str, np.ndarray] | None = None
         self._waiting: _Snapshot | None = None
@@ -204,26 +205,26 @@ class Writer:
                 self._changed.notify_all()
 
     def due(self, iteration: int) -> bool:
-        """Whether this iteration is one to write: by the schedule, or since the write before has failed."""
+        """Whether to write this iteration: by the schedule, or because the previous write failed."""
         return self._failed or (time.monotonic() >= self._next_time and iteration % self.checkpoint.every == 0)
 
     def offer(self, model: Any) -> None:
-        """Take the model's state, that of a completed iteration, if a checkpoint is due.
+        """Take the model's state after a completed iteration if a checkpoint is due.
 
-        Raises what went wrong in the thread, unless it is of the kind that is tried again.
+        Raises errors of the writer thread other than those that are retried.
         """
         self._raise()
         if self.due(model.n_iter_):
             self._take(model)
 
     def finish(self, model: Any) -> None:
-        """Take the state of the last iteration, if it is not written yet, or what was written is gone."""
+        """Take the state of the last iteration if it is not written yet, or if its file is gone."""
         self._wait(report=False)
         if model.n_iter_ > self._written or (self._newest is not None and not self._newest.exists()):
             self._take(model)
 
     def release(self) -> bool:
-        """Wait until no state is held here any more; False in the thread that writes, which would wait for itself."""
+        """Wait until the writer holds no state; returns False in the writer thread, which would wait for itself."""
         if threading.current_thread() is self._thread:
             return False
         self._wait(report=False)
@@ -232,15 +233,15 @@ class Writer:
     def _take(self, model: Any) -> None:
         if self._lasting is None:
             self._lasting = lasting_tensors(model, include_seen=self.checkpoint.include_seen)
-        # the history grows while the thread writes: it is put into words here
+        # the history grows while the thread writes: it is serialized here
         snapshot = _Snapshot(model.n_iter_, model_metadata(model, self.extra), model._learned.state)
-        for factors in snapshot.away():
+        for factors in snapshot.lazy():
             factors.wait_by(self.release)
         self._next_time = time.monotonic() + 60 * (self.checkpoint.minutes or 0)
         with self._changed:
             self._waiting = snapshot
             if self._thread is None:
-                # a daemon: a second Ctrl-C ends the process though a disk does not answer
+                # a daemon thread: a second Ctrl-C ends the process even if a disk does not respond
                 self._thread = threading.Thread(target=self._run, name="hybridmf-checkpoint", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -268,7 +269,7 @@ class Writer:
                 self._try_to_write(snapshot)
             finally:
                 snapshot.let_go()
-                del snapshot  # what it holds of a device is free again
+                del snapshot  # frees its device memory
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()
@@ -285,14 +286,14 @@ class Writer:
                 snapshot.iteration,
                 str(self.checkpoint.folder),
                 type(error).__name__,
-                str(error),  # as text: whoever keeps the record would keep the state by the traceback
+                str(error),  # as text: a kept log record would keep the state alive through the traceback
                 self._newest_said(),
             )
-        except Exception as error:  # a device that failed, a fault of ours: for the fit to raise
+        except Exception as error:  # a device failure or a bug: the fit raises it
             self._error = error
 
     def _newest_said(self) -> str:
-        """What there is to resume from, in words."""
+        """Describe the newest checkpoint to resume from."""
         if not self._written:
             return "there is none yet"
         if self._newest is not None and not self._newest.exists():
@@ -300,7 +301,7 @@ class Writer:
         return f"iteration {self._written} is the newest that is safe"
 
     def _write(self, snapshot: _Snapshot) -> None:
-        """Write the file, then remove those before the last ones that are kept."""
+        """Write the file, then remove files older than those to keep."""
         folder, lasting = self.checkpoint.folder, self._lasting
         assert lasting is not None
         if not folder.exists():
@@ -316,7 +317,7 @@ class Writer:
             prefix=UNFINISHED,
         )
         self._newest = newest
-        # later ones could not be read when this run was resumed from one before them; somebody keeps renamed ones
+        # files of later iterations were unreadable when this run was resumed; renamed files were kept on purpose
         ours = [each for each in _listed(folder) if each.iteration <= snapshot.iteration and not each.renamed]
         for old in ours[: -self.checkpoint.keep]:
             old.path.unlink(missing_ok=True)
@@ -324,7 +325,7 @@ class Writer:
 
 @contextlib.contextmanager
 def writing(writer: Writer | None) -> Any:
-    """The writer, closed in the end; or nothing."""
+    """A context that closes the writer, or an empty context without one."""
     if writer is None:
         yield None
         return
@@ -334,14 +335,14 @@ def writing(writer: Writer | None) -> Any:
 
 @dataclass(frozen=True, order=True)
 class _Found:
-    """A file of a folder that is called as checkpoints are, in the order of what they hold."""
+    """A file named like a checkpoint; ordered by the iteration it holds."""
 
     iteration: int
     path: Path
 
     @classmethod
     def at(cls, path: Path) -> _Found | None:
-        """What is there; None for other files. A file that does not tell its iteration has that of its name."""
+        """The checkpoint at a path; None for other files. Without a readable iteration, that of the name counts."""
         named = _NAME.fullmatch(path.name)
         if named is None:
             return None
@@ -350,7 +351,7 @@ class _Found:
 
     @property
     def renamed(self) -> bool:
-        """Whether its name tells another iteration than it holds."""
+        """Whether the name contradicts the iteration in the file."""
         return self.path.name != _file_name(self.iteration)
 
 
@@ -366,21 +367,21 @@ def _listed(directory: Path) -> list[_Found]:
 
 
 def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
-    """Whether there is anything to resume from in a folder, which need not exist."""
+    """Whether a folder, which need not exist, holds a checkpoint to resume from."""
     return Path(directory).is_dir() and any(_NAME.fullmatch(path.name) for path in Path(directory).iterdir())
 
 
 def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = False) -> ModelFile:
     """Find the checkpoint to resume from: a file, or the newest readable one of a folder.
 
-    `mapped`: the factors stay in the file, for a fit that has no room for them in memory.
+    `mapped`: map the factors from the file, for a fit whose factors do not fit in memory.
 
     Raises
     ------
     FileNotFoundError
         The folder holds no checkpoint.
     ModelFileError
-        It belongs to other data or other parameters, which are named, or cannot be read.
+        The file is unreadable, or belongs to other data or parameters, which the message names.
     """
     path = check_path("resume_from", path)
     content = _newest(Path(path), mapped) if Path(path).is_dir() else ModelFile(path, mapped=mapped)
@@ -407,7 +408,7 @@ def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = 
 
 
 def _warn_of_too_many(content: ModelFile, iterations: int) -> None:
-    """Say that a fit of so many iterations in all ends with more; with as many, it was resumed when it was done."""
+    """Log a warning if a checkpoint has more iterations than the fit requests; with equal counts it was complete."""
     completed = int(content.summary["n_iter"])
     if completed > iterations:
         logger.warning(

@@ -1,6 +1,6 @@
-"""What a fitted model does: recommend, find neighbours, predict, fold in new rows, take updates.
+"""Use of a fitted model: recommendations, neighbours, predictions, fold-in of new rows, updates.
 
-Works on positions and on what was `Learned` only, so every estimator and every backend shares it.
+It depends on positions and on `Learned` only, so all estimators and backends share it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .popularity import allowed_items, rank_by_count
 logger = logging.getLogger("hybridmf")
 
 COLD_USERS = ("popular", "mask")
-"""What ``cold_users=`` of `recommend` may say."""
+"""Values of ``cold_users=`` of `recommend`."""
 
 
 def _normalized(factors: np.ndarray) -> np.ndarray:
@@ -62,7 +62,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     """Recommendations, similarities, predictions, fold-in and updates of a fitted factor model."""
 
     _learned: Learned  # set by fit and load
-    _cache: dict[str, Any]  # what was derived from it
+    _cache: dict[str, Any]  # arrays derived from it
     n_features_in_: int
 
     # ------------------------------------------------------------------------------------------- what was learned
@@ -74,7 +74,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     def user_factors_(self) -> np.ndarray:
         """User factors, shape (n_users, factors), in the dtype of the computation.
 
-        A view: its values may be written to, and its shape is its own.
+        A view: writing to its values changes the model, setting its shape does not.
         """
         check_is_fitted(self)
         return self._learned.state.user.matrix.view()
@@ -123,7 +123,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     @property
     def device_(self) -> str:
-        """Device the fit ran on; several with a plus between them."""
+        """Device of the fit; several devices are joined by a plus."""
         return self.plan_.device_name
 
     @property
@@ -140,12 +140,12 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     @property
     def cold_users_(self) -> np.ndarray:
-        """Users of whom nothing was learned, mostly for want of training entries: bool array, shape (n_users,)."""
+        """Users without factors, usually because they have no training entries: bool array, shape (n_users,)."""
         return self._blank_rows("user")
 
     @property
     def cold_items_(self) -> np.ndarray:
-        """Items of which nothing was learned, mostly for want of training entries: bool array, shape (n_items,)."""
+        """Items without factors, usually because they have no training entries: bool array, shape (n_items,)."""
         return self._blank_rows("item")
 
     def _blank_rows(self, side: Side) -> np.ndarray:
@@ -170,7 +170,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return self.item_factors_.shape[1] + (self.user_bias_ is not None)
 
     def _learn(self, learned: Learned) -> None:
-        """Take over a new state; everything derived from the old one goes."""
+        """Replace the learned state and discard everything derived from the old one."""
         self._learned, self._cache = learned, {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     # ------------------------------------------------------------------------------------------------ top N
 
     def _scoring_factors(self, side: Side, rows: np.ndarray | None = None) -> np.ndarray:
-        """Rows whose inner products are the scores, all or the given ones; see `scoring_rows`."""
+        """Rows whose inner products are the scores, all of them or those given; see `scoring_rows`."""
         state = self._learned.state
         factors = state.side(side)
         return scoring_rows(factors if rows is None else factors.take(rows), side, state.mean)
@@ -195,43 +195,41 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         items: Any = None,
         cold_users: str = "popular",
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The N items each user scores highest.
+        """Recommend the N items with the highest scores to each user.
 
-        Items without training entries have no factors, so they are not recommended: their score of 0 would compare
-        with nothing.
+        Items without training entries are not recommended: they have no factors, so their score of 0 is meaningless.
 
         Parameters
         ----------
         userid : int or int array, shape (n,)
-            Positions of users (``Ratings.user_index`` turns labels into positions).
+            Positions of users (``Ratings.user_index`` maps labels to positions).
         user_items : Ratings or sparse matrix, shape (n, n_items), optional
-            What each user of `userid` has seen, row by row in the order of `userid`; a matrix with all n_users rows
-            is indexed by `userid`, and labelled ratings go by their labels. Default: the entries the model was fitted
-            on.
+            Items seen by each user of `userid`, one row per user in the same order. A matrix with all n_users rows is
+            indexed by `userid`; labelled ratings are aligned by label. Default: the training entries of the model.
         N : int
-            How many.
+            Number of items for each user.
         filter_already_liked_items : bool
-            Leave out what the user has seen.
+            Exclude the items that the user has seen.
         filter_items : int array, optional
-            Items to leave out for everybody.
+            Items to exclude for all users.
         items : int array, optional
-            Only these items take part.
+            Candidates; default: all items.
         cold_users : {"popular", "mask"}
-            What a user without training entries gets, whose factors are zero (`cold_users_`). "popular": a ranking by
-            the item biases of a model with biases, else by the number of training entries. "mask": nothing.
+            Result for users without training entries, whose factors are zero (`cold_users_`). "popular" ranks by the
+            item biases of a model with biases, else by the number of training entries. "mask" returns no items.
 
         Returns
         -------
         ids : int32 array, shape (N,) for one user, (n, N) for several
-            Best first, ties by lower position; -1 where fewer than N items are left.
+            Best first, ties by lower position; -1 if fewer than N items are left.
         scores : float array, same shape
-            Of a cold user of a model without biases, the numbers of training entries; -inf where ids is -1.
+            For cold users of a model without biases, the numbers of training entries; -inf where ids is -1.
 
         Raises
         ------
         NotFittedError, TypeError, ValueError
         MemoryBudgetError
-            N places for each user do not fit in memory.
+            N results for each user do not fit in memory.
         """
         check_is_fitted(self)
         users = check_ids("userid", userid, self.n_users, "n_users")
@@ -240,7 +238,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         if check_bool("filter_already_liked_items", filter_already_liked_items):
             seen = self._seen_rows(users, user_items)
         elif user_items is not None:
-            self._seen_rows(users, user_items)  # judged all the same: a wrong matrix is a mistake worth hearing of
+            self._seen_rows(users, user_items)  # validated even if unused
         check_choice("cold_users", cold_users, COLD_USERS)
         allowed = None if items is None and filter_items is None else allowed_items(self.n_items, items, filter_items)
         n_allowed = self.n_items if allowed is None else int(np.count_nonzero(allowed))
@@ -264,7 +262,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         allowed: np.ndarray | None,
         cold_users: str,
     ) -> None:
-        """Replace rows `cold` of a result, in place: scores of zero factors rank nothing, those of biases do."""
+        """Replace rows `cold` of a result in place: zero factors give no ranking, biases do."""
         biased = self._learned.state.user.bias is not None
         if cold_users == "popular" and biased:
             return
@@ -284,7 +282,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         ids[cold, :kept], scores[cold, :kept] = rank_by_count(counts, shown, seen, len(cold), kept)
 
     def _packed_items(self, engine: Engine) -> Any:
-        """Items with factors, as `engine` reads them."""
+        """Items with factors, in the layout of `engine`."""
 
         def pack() -> Any:
             return engine.pack(self._scoring_factors("item"), self._with_factors())
@@ -292,7 +290,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return self._cached(f"scoring_items on {engine.name}", pack)
 
     def _with_factors(self, allowed: np.ndarray | None = None) -> np.ndarray | None:
-        """Positions of the allowed items that have factors; None where these are all items."""
+        """Positions of the allowed items that have factors; None if these are all items."""
         warm = self._cached("warm items", lambda: ~self.cold_items_)
         return None if allowed is None and warm.all() else np.flatnonzero(warm if allowed is None else warm & allowed)
 
@@ -311,7 +309,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return matrix
 
     def similar_items(self, itemid: Any, N: int = 10) -> tuple[np.ndarray, np.ndarray]:
-        """The N items whose factors have the highest cosine with those of `itemid`, which comes first itself.
+        """Find the N items with the highest cosine similarity of factors to `itemid`, which comes first itself.
 
         Parameters
         ----------
@@ -321,20 +319,19 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         Returns
         -------
         ids : int32 array, shape (N,) or (n, N)
-            Items with factors only; -1 where fewer than N are left, and for an item without factors (one without
-            entries), which is like no other.
+            Items with factors only; -1 if fewer than N are left, and for an item without factors (no training entries).
         scores : float array, same shape
-            Cosines; -inf where ids is -1.
+            Cosine similarities; -inf where ids is -1.
         """
         return self._similar("item", "itemid", itemid, N)
 
     def similar_users(self, userid: Any, N: int = 10) -> tuple[np.ndarray, np.ndarray]:
-        """The N users whose factors have the highest cosine with those of `userid`; see `similar_items`."""
+        """Find the N users with the highest cosine similarity of factors to `userid`; see `similar_items`."""
         return self._similar("user", "userid", userid, N)
 
     def _similar(self, side: Side, name: str, ids: Any, N: int) -> tuple[np.ndarray, np.ndarray]:
         check_is_fitted(self)
-        factors = Factors(self._learned.state.side(side).matrix)  # a bias says nothing of likeness
+        factors = Factors(self._learned.state.side(side).matrix)  # biases do not measure similarity
         normalized = self._cached(f"normalized {side} factors", lambda: _normalized(factors.matrix))
         positions = check_ids(name, ids, len(normalized), f"n_{side}s")
         N = check_int("N", N, 1, MAX_N)
@@ -353,7 +350,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return (found[0], scores[0]) if np.ndim(ids) == 0 else (found, scores)
 
     def _cached(self, key: str, compute: Callable[[], Any]) -> Any:
-        """A derived array, computed at first need."""
+        """A derived array, computed at first use."""
         cache = self._cache
         if key not in cache:
             cache[key] = compute()
@@ -364,7 +361,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     def predict(
         self, users: Any, items: Any = None, *, clip: Literal["auto", False] | tuple[float, float] = "auto"
     ) -> np.ndarray:
-        """Predicted values of (user, item) pairs; or, for a matrix of rows, the one item to recommend to each.
+        """Predict values of (user, item) pairs; for a matrix of rows, the best item for each row.
 
         Parameters
         ----------
@@ -372,17 +369,17 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         items : int or int array, shape (n_pairs,), optional
             Broadcast against `users`.
         clip : {"auto", False} or (low, high)
-            "auto" clips predicted ratings to the range of the training values; preferences of implicit feedback stay
-            as they are, and so do predictions of a model file that was written before this range was stored. False
-            leaves everything as it is; a pair clips to another range. Rankings never depend on it.
+            "auto" clips predicted ratings to the range of the training values. It does not clip predictions of implicit
+            feedback, nor those of model files written before the range was stored. False clips nothing; a pair clips to
+            that range. Rankings do not depend on it.
 
         Returns
         -------
         float array, shape (n_pairs,) (a scalar for two scalars)
             ``mu + b_u + b_i + x_u.y_i``; for implicit feedback the predicted preference ``x_u.y_i``.
         int32 array, shape (n_rows,)
-            With `items` None: rows are folded in, and the best item that a row does not contain is returned, -1 where
-            it contains all. This is the form scikit-learn calls.
+            If `items` is None: each row is folded in, and the best item that it does not contain is returned, -1 if it
+            contains all items. scikit-learn uses this form.
         """
         check_is_fitted(self)
         limits = self._clip_limits(clip)
@@ -407,7 +404,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return values[0] if np.ndim(users) == 0 and np.ndim(items) == 0 else values
 
     def _clip_limits(self, clip: Any) -> tuple[float, float] | None:
-        """What predictions are clipped to, by the argument of `predict`."""
+        """Limits of predictions, from the argument `clip` of `predict`."""
         if isinstance(clip, str) and clip == "auto":
             return self._learned.value_range
         return None if clip is False else check_range("clip", clip, '"auto", False or a pair (low, high)')
@@ -427,11 +424,11 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         unknown: str | None = None,
         owner: str = "the model",
     ) -> sp.csr_array:
-        """A matrix as the fitted model's kernels take it: its dtype; labelled ratings in the order of `users`."""
+        """A matrix for the kernels of the fitted model: in its dtype, with labelled ratings in the order of `users`."""
         learned = self._learned
         matrix = rows
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
-            refuse_triplets(rows, name)  # by names of columns, which check_array drops
+            refuse_triplets(rows, name)  # by column names, which check_array drops
             plain = without_mask(rows, name)
             matrix = check_array(plain, dtype="numeric", input_name=name, estimator=self)
         matrix = as_csr(
@@ -450,36 +447,36 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
                 f"{name} has shape {shape}, expected (n_rows, n_items={n}){hint}"
             )
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
-            validate_data(self, rows, skip_check_array=True, reset=False)  # names of a frame's columns
+            validate_data(self, rows, skip_check_array=True, reset=False)  # column names of a frame
         return matrix
 
     def _training_rows(self, rows: Any, unknown: str) -> sp.csr_array:
-        """A matrix whose rows are the training users, labelled ratings brought into their order."""
+        """A matrix whose rows are the training users, with labelled ratings reordered to match."""
         matrix = self._rows(rows, users=self.user_ids_, unknown=unknown)
         check_shape("user_items", matrix, (self.n_users, self.n_items), ("n_users", "n_items"))
         return matrix
 
     def _fold_in(self, side: Side, matrix: sp.csr_array) -> Factors:
-        """Exact factors of new rows of `side` for the factors of the other one."""
+        """Exact factors of new rows of `side`, given the factors of the other side."""
         learned = self._learned
         fixed = learned.state.side("item" if side == "user" else "user")
         engine = engine_for(learned.plan)
-        # the same for every row, and most of the work for a few rows
+        # independent of the rows, and most of the work for a few rows
         gram = self._cached(f"gram for {side} on {engine.name}", lambda: engine.gram(fixed, learned.objective))
         return engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)
 
     def transform(self, user_items: Any) -> np.ndarray:
-        """Factors of new rows by the exact solver (fold-in); a training row gets its training factors.
+        """Compute factors of new rows with the exact solver (fold-in); a training row gets its training factors.
 
         Parameters
         ----------
         user_items : Ratings, or sparse or dense matrix, shape (n_rows, n_items)
-            Labelled items go by their labels.
+            Labelled items are aligned by label.
 
         Returns
         -------
         float array, shape (n_rows, factors), or (n_rows, factors + 1) for a model with biases
-            In the dtype of the computation. The last column of a model with biases is the row's bias, so that the
+            In the dtype of the computation. The last column of a model with biases is the row's bias, so the
             predictions of ``rows = model.transform(user_items)`` are ``rows[:, :-1] @ model.item_factors_.T +
             rows[:, -1:] + model.item_bias_ + model.mean_``; without biases, ``rows @ model.item_factors_.T``.
         """
@@ -488,16 +485,16 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return factors.matrix if factors.bias is None else np.column_stack((factors.matrix, factors.bias))
 
     def objective(self, user_items: Any, *, unknown: str = "error") -> float:
-        """The objective that the model minimizes, of its factors on given data, in float64.
+        """Evaluate the objective of the model on given data, in float64.
 
-        The page on methods has the formulas of explicit and implicit feedback.
+        The methods page has the formulas for explicit and implicit feedback.
 
         Parameters
         ----------
         user_items : Ratings, or sparse or dense matrix, shape (n_users, n_items)
-            Labelled ratings go by their labels.
+            Labelled ratings are aligned by label.
         unknown : {"error", "drop"}
-            What becomes of labelled entries of users and items that the model does not have.
+            Treatment of labelled entries whose user or item is unknown to the model.
 
         Returns
         -------
@@ -508,7 +505,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         engine = engine_for(self.plan_)
         try:
             return engine.objective_value(self._learned.objective, matrix, self._learned.state)
-        except DeviceMemoryError as error:  # ratings that were streamed to a GPU do not fit on it
+        except DeviceMemoryError as error:  # ratings that the fit streamed to a GPU do not fit on it
             logger.info("%s; the CPU computes the objective", error)
             on_cpu = engine_for(self.plan_.changed(gpu=None))
             return on_cpu.objective_value(self._learned.objective, matrix, self._learned.state)
@@ -516,16 +513,16 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     # ------------------------------------------------------------------------------------------------ updates
 
     def partial_fit_users(self, ids: Any, rows: Any, *, labels: Any = None) -> Any:
-        """Replace the factors of some users, or add users, by folding in their rows; item factors stay.
+        """Update or add users by folding in their rows; item factors do not change.
 
         Parameters
         ----------
         ids : int or int array, shape (n,)
-            Positions; those from n_users on are new (positions left out in between get zero factors).
+            Positions. Positions >= n_users add users (skipped positions get zero factors).
         rows : Ratings, or sparse or dense matrix, shape (n, n_items)
-            All entries of each of these users, in the order of `ids`; labelled ratings go by their labels.
+            All entries of each of these users, in the order of `ids`; labelled ratings are aligned by label.
         labels : array, shape (n,), optional
-            Labels of new users, needed where the model has labels.
+            Labels of new users, required if the model has labels.
 
         Returns
         -------
@@ -540,16 +537,16 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return self
 
     def partial_fit_items(self, ids: Any, cols: Any, *, labels: Any = None) -> Any:
-        """Replace the factors of some items, or add items, by folding in their columns; user factors stay.
+        """Update or add items by folding in their columns; user factors do not change.
 
         Parameters
         ----------
         ids : int or int array, shape (n,)
-            Positions; those from n_items on are new.
+            Positions. Positions >= n_items add items.
         cols : Ratings, or sparse or dense matrix, shape (n_users, n)
-            All entries of each of these items, as columns in the order of `ids`; labelled ratings go by their labels.
+            All entries of each of these items, as columns in the order of `ids`; labelled ratings are aligned by label.
         labels : array, shape (n,), optional
-            Labels of new items, needed where the model has labels.
+            Labels of new items, required if the model has labels.
 
         Returns
         -------
@@ -586,7 +583,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return positions, _extended_labels(side, old, positions, size, labels)
 
     def _update(self, side: Side, positions: np.ndarray, rows: sp.csr_array, names: np.ndarray | None) -> None:
-        """Fold rows in and put them at their positions; everything is computed before anything is replaced."""
+        """Fold rows in and store them at their positions; nothing is replaced until all results are computed."""
         learned = self._learned
         known = learned.state.side(side)
         size = max(len(known), int(positions.max()) + 1)
@@ -602,7 +599,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     # ------------------------------------------------------------------------------------------------ score
 
     def score(self, user_items: Any, y: Any = None, *, users: str = "auto", unknown: str = "error") -> float:
-        """How well held-out entries are predicted; higher is better.
+        """Score predictions of held-out entries; higher is better.
 
         Parameters
         ----------
@@ -610,13 +607,13 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             Held-out entries.
         y : ignored
         users : {"auto", "training", "new"}
-            "training": row u holds held-out entries of training user u. "new": rows are new users; every fifth entry
-            of a row is hidden (at least one of a row with two or more), the others are folded in, and the hidden ones
-            are predicted, which is what cross-validation over rows needs. "auto": training users if there are n_users
-            rows whose entries are all in the training data or all outside it, else new users. Labelled ratings are
-            those of training users if all their users are; under ``unknown="drop"``, if any of them is.
+            "training": row u holds held-out entries of training user u. "new": rows are new users, as in
+            cross-validation over rows; every fifth entry of a row is hidden (at least one of two or more), the others
+            are folded in, and the hidden entries are predicted. "auto": training users if there are n_users rows and
+            their entries are all inside or all outside the training data, else new users. Labelled ratings belong to
+            training users if all of their users do; under ``unknown="drop"``, if any of them does.
         unknown : {"error", "drop"}
-            What becomes of labelled entries of items, and of training users, that the model does not have.
+            Treatment of labelled entries whose item, or training user, is unknown to the model.
 
         Returns
         -------
@@ -628,7 +625,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         matrix = self._new_rows(user_items, unknown=unknown)
         if users == "training" or (users == "auto" and self._are_training_users(user_items, matrix, unknown)):
             matrix = self._training_rows(user_items, unknown)
-            # entries the model was fitted on are looked for among all items, held-out ones among those not seen
+            # training entries are ranked among all items, held-out entries among unseen items
             fitted_on = self._learned.is_training_data(matrix)
             return self._held_out_score(self, matrix, sp.csr_array(matrix.shape, dtype=np.int8) if fitted_on else None)
         shown, hidden = _hide_every_fifth(matrix)
@@ -644,7 +641,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return learned.is_training_data(matrix) or not learned.overlaps(matrix)
 
     def _serving_for(self, rows: sp.csr_array) -> Any:
-        """A model like this one whose users are the given new rows."""
+        """A copy of this model whose users are the given new rows."""
         model = object.__new__(type(self))
         model.__dict__.update(self.__dict__)
         state = self._learned.state.with_side("user", self._fold_in("user", rows))
@@ -663,7 +660,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
 
 def _itself_first(found: np.ndarray, scores: np.ndarray, positions: np.ndarray) -> None:
-    """Put each query first among its neighbours, in place, where ties or zero factors ranked others before it."""
+    """Move each query to the front of its neighbours, in place, if ties or zero factors ranked others before it."""
     for row in np.flatnonzero(found[:, 0] != positions):
         place = np.flatnonzero(found[row] == positions[row])
         last = int(place[0]) if place.size else found.shape[1] - 1
@@ -684,18 +681,18 @@ def _update_positions(name: str, ids: Any) -> np.ndarray:
 
 
 def _updated_axis(name: str, given: Any, axis: int, positions: np.ndarray, names: np.ndarray | None) -> Any:
-    """Labels to bring the updated rows (axis 0) or columns (axis 1) to; without labels they stay in the order of ids.
+    """Labels to align the updated rows (axis 0) or columns (axis 1) with; without labels they keep the order of ids.
 
     Raises
     ------
     UnknownLabelError
-        Labelled ratings have no row of one of the ids: it would lose its factors without a word.
+        Labelled ratings have no row for one of the ids, which would lose its factors silently.
     """
     have = labels_of(given)
     if have is None or have[axis] is None:
         return IN_ORDER
     if names is None:
-        return None  # which `align` refuses
+        return None  # `align` raises
     wanted = names[positions]
     given_labels = set(have[axis].tolist())
     missing = [label for label in wanted.tolist() if label not in given_labels]
@@ -710,7 +707,7 @@ def _updated_axis(name: str, given: Any, axis: int, positions: np.ndarray, names
 def _updated_counts(
     learned: Learned, side: Side, positions: np.ndarray, rows: sp.csr_array, seen: sp.csr_array | None
 ) -> np.ndarray | None:
-    """Entries of each item after an update; without `seen`, earlier entries of replaced users stay counted."""
+    """Entries of each item after an update; without `seen`, old entries of replaced users still count."""
     if seen is not None:
         return count_items(seen)
     counts = learned.item_counts
@@ -726,7 +723,7 @@ def _updated_counts(
 
 
 def _extended_labels(side: str, known: Any, positions: np.ndarray, size: int, labels: Any) -> np.ndarray | None:
-    """Labels after positions up to `size` were added; each keeps its type."""
+    """Labels after adding positions up to `size`; each label keeps its type."""
     if known is None:
         if labels is not None:
             raise ValueError(f"labels were given, but this model's {side}s have none (it was fitted on positions)")
@@ -759,7 +756,7 @@ def _extended_labels(side: str, known: Any, positions: np.ndarray, size: int, la
 
 
 def _plain_list(labels: Any) -> list[Any]:
-    """Labels as Python objects; a single one, a tuple included, is one label."""
+    """Labels as Python objects; a single value, including a tuple, is one label."""
     if isinstance(labels, np.ndarray):
         return np.atleast_1d(labels).tolist()
     items = list(labels) if isinstance(labels, (list, range)) else [labels]
@@ -767,7 +764,7 @@ def _plain_list(labels: Any) -> list[Any]:
 
 
 def _as_labels(labels: list[Any], like: np.ndarray) -> np.ndarray:
-    """An array of the kind of `like` if that changes no label, else of objects."""
+    """An array with the kind of dtype of `like` if that changes no label, else with dtype object."""
     kinds = {type(label) for label in labels}
     if like.dtype.kind != "O" and len(kinds) == 1:
         array = np.array(labels)
@@ -795,7 +792,7 @@ def _hide_every_fifth(matrix: sp.csr_array) -> tuple[sp.csr_array, sp.csr_array]
     """Split each row's entries into shown and hidden ones: the last of every five, at least one of two or more."""
     indptr, indices, _ = csr_arrays(matrix)
     degrees = np.diff(indptr)
-    # by a fixed shuffle of the columns, not by their order, in which popular items may come first
+    # by a fixed shuffle of the columns, since popular items may come first in their order
     shuffled = np.random.default_rng(0).permutation(matrix.shape[1])[indices]
     rows = np.repeat(np.arange(matrix.shape[0]), degrees)
     order = np.lexsort((shuffled, rows))
@@ -804,5 +801,5 @@ def _hide_every_fifth(matrix: sp.csr_array) -> tuple[sp.csr_array, sp.csr_array]
     length = np.repeat(degrees, degrees)
     hidden = (rank_in_row % 5 == 4) | ((length >= 2) & (length < 5) & (rank_in_row == length - 1))
     if not hidden.any():
-        raise RatingsError("user_items has no row with two or more entries; nothing can be hidden and predicted")
+        raise RatingsError("user_items has no row with two or more entries; no entry can be hidden and predicted")
     return keep_entries(matrix, ~hidden), keep_entries(matrix, hidden)

@@ -67,7 +67,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """Ranges of rows of all ranks, and a grid for each half sweep.
 
     Attributes
@@ -96,7 +96,7 @@ class Layout:
             )
 
     @classmethod
-    def even(cls, degrees: Mapping[Side, np.ndarray], grids: Mapping[Side, Grid], row_cost: float) -> Layout:
+    def even(cls, degrees: Mapping[Side, np.ndarray], grids: Mapping[Side, Grid], row_cost: float) -> RankLayout:
         """Ranges of about equal cost: entries, and a row's own cost as a number of entries."""
         size = grids["user"].size
         bounds = {side: even_bounds(degrees[side], size, row_cost) for side in degrees}

@@ -1,23 +1,23 @@
-"""What a half sweep takes on several GPUs, or with factors that do not stay there: cuMF eq. 8 extended to our memory.
+"""Memory and time of a half sweep on several GPUs or with offloaded factors: cuMF eq. 8 extended to our memory layout.
 
-Pure functions of sizes and of a machine's constants: they plan for machines that are not there. A half sweep cuts the
-fixed side into p parts and the rows to solve into q (cuMF Algorithm 3). p parts lie on as many GPUs of a group as there
-are, else they are loaded one after the other (elasticity, cuMF 4.4); groups take row parts side by side, and each group
-its own one after the other, in waves.
+The functions depend on sizes and machine constants only, so they can plan for hypothetical machines. A half sweep cuts
+the fixed side into p parts and the rows to solve into q parts (cuMF Algorithm 3). The p parts are distributed over the
+GPUs of a group; if there are fewer GPUs than parts, the GPUs load parts in turn (elasticity, cuMF 4.4). Groups process
+different row parts in parallel, and each group processes its row parts sequentially, in waves.
 
 A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 counts ``f`` and ``f^2`` cells instead)
 
-    n/p w i            the part of the fixed side; twice where the next part is loaded meanwhile
-    m/q w i            solutions of the row part, twice where they leave for the host meanwhile, and once more where
-                       approximate solvers begin with the last ones; or all new rows, where they stay on the GPUs
-    nnz/(p q) (4 + i)  entries, as often as they are loaded ahead (a fit: SLAB_BUFFERS); or all of its share, both
-                       orientations
-    systems            a batch (ours are solved batch by batch), or, where parts take turns, those of the whole row part
-                       and as many as are summed before they join those; where they are added up over GPUs, of all rows
-    (m + n)/GPUs w i   its share of both sides, where factors stay on the GPUs
+    n/p w i            a part of the fixed side; twice if the next part is loaded concurrently
+    m/q w i            solutions of the row part; twice if they are copied to the host concurrently, and once more for
+                       the warm start of approximate solvers; or all new rows, if they stay on the GPUs
+    nnz/(p q) (4 + i)  entries, times the number of buffers (a fit: SLAB_BUFFERS); or the GPU's share of the ratings in
+                       both orientations
+    systems            a batch; or, if parts take turns, the systems of the whole row part and those summed before they
+                       are added; or, if sums are reduced over GPUs, the systems of all rows
+    (m + n)/GPUs w i   the GPU's share of both sides, if factors stay on the GPUs
 
-Ratings and factors that do not stay on GPUs are in the memory of the host, or on its disks where they have no room
-there: factors of both sides, old and new, and then ratings in both orientations.
+Ratings and factors that do not stay on GPUs are in host memory, or on disk if they do not fit there: first the factors
+of both sides, old and new, then the ratings in both orientations.
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ from .grid import Grid
 from .machine import H200, Machine
 
 BATCH_BYTES = 2 << 30
-"""Systems in a GPU's memory at a time: enough to fill any GPU, little beside the ratings that need a GPU."""
+"""Systems in a GPU's memory at a time: enough to fill any GPU, but small relative to ratings that need a GPU."""
 
 SLABS = 8
-"""Pieces that data are loaded in, of which nothing runs beside the first one."""
+"""Pieces in which data are loaded; loading the first piece does not overlap with work."""
 
 SLAB_BUFFERS = 3
-"""Row parts of ratings that a fit has on a GPU at a time: one is worked on, one is there, one is on its way."""
+"""Row parts of ratings on a GPU at a time: one in use, one loaded, one being loaded."""
 
 ROW_BYTES = 16
-"""Offset, order and status of a row; its scale comes to that."""
+"""Bytes of offset, order and status of a row, without its scale."""
 
 PIECE_BYTES = 36
-"""A piece of a row that is summed apart: row, first slot, and (slot, begin, end)."""
+"""Bytes of the description of a segment of a row: row, first slot, and (slot, begin, end)."""
 
 CHUNK_BYTES = 64 << 20
-"""Sums that are made at a time where they join those of other parts of the fixed side."""
+"""Bytes of sums computed at a time if they are added to those of other parts of the fixed side."""
 
 PIECES = 3
-"""Systems in memory for each row of a batch whose sums are added up over GPUs: rows are cut so that no thread is left
-with a long one."""
+"""Systems in memory for each row of a batch whose sums are reduced over GPUs: rows are cut to balance the load."""
 
 MOST_PARTS = 1 << 20
 
@@ -59,7 +58,7 @@ Place = Literal["device", "host", "disk"]
 
 
 def fused_or_published(rank: int, itemsize: int) -> str:
-    """Assembly that "auto" stands for on a recent GPU."""
+    """Assembly selected by "auto" on a recent GPU."""
     return "fused" if rank <= fused.MAX_RANK and itemsize == 4 else "sparse_syrk"
 
 
@@ -76,27 +75,27 @@ class Problem:
     itemsize : int
         4 for float32, 8 for float64.
     sums : int
-        Bytes of the sums of a row that wait to be added up or solved; 0: those of our kernels.
+        Bytes of the partial sums of a row before reduction or solution; 0: those of the default kernels.
     segment : int
-        Entries above which a row has more than one of them; 0: never.
+        Entries above which a row has more than one partial sum; 0: never.
     biases : bool
-        Whether rows of factors have a bias beside them.
+        Whether rows of factors have biases.
     implicit : bool
         Whether the Gram matrix of the fixed side is added to each system.
     cg_steps : int
-        Of the approximate solver, which has a warm start; 0: exact.
+        Steps of the approximate solver, which has a warm start; 0: exact.
     assembly : str
-        Kernels of a GPU; "": the fused ones where they serve.
+        Kernels of a GPU; "": the fused kernels if they support the problem.
     precision : str
-        Of their products.
+        Precision of their products.
     l2_bytes : int
-        Cache of a GPU.
+        L2 cache of a GPU.
     on_chip : bool
-        Whether rows of one segment are solved where they are summed, if the fixed side is there as a whole.
+        Whether rows of one segment are summed and solved in one kernel, if the fixed side is complete.
     batch : int
-        Bytes of sums that are made at a time.
+        Bytes of sums computed at a time.
     longest : (int, int)
-        Entries of the longest user and of the longest item, which no row part can be shorter than; 0: not known.
+        Entries of the longest user and of the longest item, a lower bound of row parts; 0: unknown.
     """
 
     shape: tuple[int, int]
@@ -120,11 +119,11 @@ class Problem:
         return self.shape[0] if side == "user" else self.shape[1]
 
     def longest_row(self, side: Side) -> int:
-        """Entries of the longest row of a side; 0: not known."""
+        """Entries of the longest row of a side; 0: unknown."""
         return self.longest[0] if side == "user" else self.longest[1]
 
     def part_entries(self, side: Side, batches: int) -> int:
-        """Most entries of a row part where there are so many: of whole rows."""
+        """Most entries of a row part, made of whole rows, for a number of row parts."""
         return max(-(-self.nnz // batches), self.longest_row(side))
 
     @property
@@ -134,7 +133,7 @@ class Problem:
 
     @property
     def entry_bytes(self) -> int:
-        """Of an entry in one orientation."""
+        """Bytes of an entry in one orientation."""
         return 4 + self.itemsize
 
     @property
@@ -144,7 +143,7 @@ class Problem:
 
     @property
     def system_bytes(self) -> int:
-        """Of the sums of a row that wait to be added up or solved."""
+        """Bytes of the partial sums of a row before reduction or solution."""
         if self.sums:
             return self.sums
         if fused_or_published(self.factors, self.itemsize) == "fused":
@@ -154,29 +153,29 @@ class Problem:
 
 @dataclass(frozen=True)
 class HalfPlan:
-    """One half sweep.
+    """Plan of one half sweep.
 
     Attributes
     ----------
     side : {"user", "item"}
-        Solved.
+        Side to solve.
     parts : int
         p: parts of the fixed side.
     batches : int
         q: parts of the rows to solve.
     gpus : int
     buffers : int
-        Parts of the fixed side in memory where they take turns: 2, or 1 if there is no room to load one meanwhile.
+        Parts of the fixed side in memory if they take turns: 2, or 1 if memory does not allow loading ahead.
     loads : int
-        Row parts of ratings in memory at a time where they are streamed.
+        Row parts of streamed ratings in memory at a time.
     splits : int
-        GPUs that hold different parts at a time; 0: as many as there are parts and GPUs for.
+        GPUs that hold different parts at a time; 0: the smaller of the numbers of parts and GPUs.
     resident : bool
-        Factors stay on the GPUs: one that has several parts has them side by side, as one.
+        Factors stay on the GPUs; a GPU with several parts stores them contiguously, as one.
     bytes : dict of str to int
         Memory of one GPU by purpose.
     seconds : dict of str to float
-        By purpose; they do not add up: loading overlaps with work, and each half sweep has time of its own.
+        Seconds by purpose. They do not add up to `total`: loading overlaps with work, and there are fixed costs.
     total : float
         Seconds of the half sweep.
     """
@@ -201,17 +200,17 @@ class HalfPlan:
 
     @property
     def turns(self) -> int:
-        """Parts of the fixed side that a GPU loads one after the other; 1: it stays."""
+        """Number of parts of the fixed side that a GPU loads in turn; 1: the part stays."""
         return 1 if self.resident else -(-self.parts // self.grid.splits)
 
     @property
     def waves(self) -> int:
-        """Row parts that a group of GPUs solves one after the other."""
+        """Number of row parts that a group of GPUs solves sequentially."""
         return -(-self.batches // self.grid.groups)
 
     @property
     def fixed(self) -> str:
-        """Where the fixed side is: "replicated", "split" or "streamed"."""
+        """Placement of the fixed side: "replicated", "split" or "streamed"."""
         return "streamed" if self.turns > 1 else "split" if self.grid.splits > 1 else "replicated"
 
     def __str__(self) -> str:
@@ -250,7 +249,7 @@ def priced(
 
 @dataclass(frozen=True)
 class Share:
-    """What one GPU has of a half sweep, in rows and entries.
+    """Share of one GPU in a half sweep, in rows and entries.
 
     Attributes
     ----------
@@ -261,7 +260,7 @@ class Share:
     own : int
         Rows of both sides that it owns.
     entries : int
-        On it at a time: of both orientations where ratings stay there.
+        Entries on the GPU at a time, in both orientations if ratings stay there.
     """
 
     fixed: int
@@ -271,7 +270,7 @@ class Share:
 
     @classmethod
     def mean(cls, problem: Problem, half: HalfPlan, ratings: Place) -> Share:
-        """Of GPUs that all have the same."""
+        """The average share of a GPU."""
         rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
         # a fit that takes turns has the entries of all parts meanwhile, and one of parts side by side those of its own
         at_a_time = half.grid.splits if half.resident else half.splits or half.parts
@@ -283,14 +282,14 @@ class Share:
 
 
 def slots(problem: Problem, half: HalfPlan) -> int:
-    """Sums of a row part that go through memory: one for each row, and more for rows longer than a segment."""
+    """Partial sums of a row part in memory: one for each row, and more for rows longer than a segment."""
     rows, entries = -(-problem.rows(half.side) // half.batches), problem.part_entries(half.side, half.batches)
     cuts = entries // problem.segment if problem.segment else 0
     return 2 * cuts + 1 if problem.on_chip and half.fixed == "replicated" else rows + cuts
 
 
 def slots_at_once(problem: Problem, half: HalfPlan) -> int:
-    """Of these, as many as are made at a time."""
+    """Partial sums computed at a time."""
     most = min(CHUNK_BYTES, problem.batch) if half.turns > 1 else problem.batch
     least = 1
     if half.fixed == "split":  # of a row of each GPU twice, and as they are added up
@@ -304,7 +303,7 @@ def slots_at_once(problem: Problem, half: HalfPlan) -> int:
 def half_bytes(
     problem: Problem, half: HalfPlan, ratings: Place, factors: Place, share: Share | None = None
 ) -> dict[str, int]:
-    """Memory of one GPU in a half sweep, by purpose; see the module. `share`: what it has, if not the mean."""
+    """Memory of one GPU in a half sweep, by purpose; see the module. `share`: default is the mean."""
     share = share or Share.mean(problem, half, ratings)
     grid, width, on_device = half.grid, problem.row_bytes, factors == "device"
     if problem.biases and not on_device:  # and what ratings owe to the fixed side's
@@ -354,12 +353,12 @@ def half_seconds(
         crossing = sums * (grid.splits - 1) / grid.splits
         batches = max(4.0, sums / BATCH_BYTES, half.waves)
         seconds["reduce-scatter"] = crossing / links.reduce_rate(grid.splits) + batches * links.collective
-    if half.turns > 1:  # sums of a row part are read and written again in each turn
+    if half.turns > 1:  # each turn reads and writes the sums of a row part again
         again = 2 * half.turns * rows / grid.groups * problem.system_bytes
         seconds["turns"] = again / links.copy_bytes + half.turns * half.waves * links.slab
     elif factors != "device":
         seconds["waves"] = half.waves * links.slab
-    load, loads = 0.0, half.waves if half.turns > 1 else 1  # parts in turns come again for each wave of rows
+    load, loads = 0.0, half.waves if half.turns > 1 else 1  # each wave of rows loads the parts again
     if factors != "device":
         load += loads * half.turns * table + rows / gpus * width
     if ratings != "device":
@@ -367,7 +366,7 @@ def half_seconds(
     if load:
         seconds["from host"] = load / links.pinned_bytes
     read = problem.nnz * problem.entry_bytes if ratings == "disk" else 0.0
-    if factors == "disk":  # which all GPUs share
+    if factors == "disk":  # shared by all GPUs
         read += gpus * loads * half.turns * table + rows * width
     if read:
         seconds["from disk"] = read / links.disk_bytes
@@ -375,10 +374,10 @@ def half_seconds(
 
 
 def _total(half: HalfPlan, seconds: dict[str, float], machine: Machine) -> float:
-    """What overlaps counts once: data are loaded while the last ones are used.
+    """Total seconds; overlapping times count once, since data are loaded while the previous ones are used.
 
-    Sums are sent on a stream beside the one that makes the next ones, but the kernels that make them fill the GPU until
-    they end: on H200s both took as long as one after the other.
+    Sums are sent on a second stream while the next ones are computed, but the computing kernels fill the GPU: on H200s
+    the two took as long as sequential execution.
     """
     work = sum(seconds.get(name, 0.0) for name in ("assembly", "solve", "gram", "turns", "waves", "reduce-scatter"))
     loading = max(seconds.get("from host", 0.0), seconds.get("from disk", 0.0))
@@ -399,10 +398,10 @@ def fewest_batches(
     memory: float,
     least: int = 1,
 ) -> HalfPlan | None:
-    """The half sweep with the smallest q that fits, as cuMF 4.3 wants it; None if none does.
+    """The half sweep with the smallest q that fits (cuMF 4.3); None if none does.
 
-    q grows by doubling from the number of groups, or from `least` in whole multiples of it. Parts that take turns are
-    loaded while the one before is used, if both fit.
+    q starts at `least`, rounded up to a multiple of the number of groups, and doubles. Parts that take turns are loaded
+    while the previous one is used, if both fit.
     """
     rows, groups = problem.rows(half.side), half.grid.groups
     for buffers in (2, 1) if half.turns > 1 else (2,):

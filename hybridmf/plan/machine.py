@@ -1,8 +1,9 @@
-"""What a machine can do: the constants of the cost model, built in or measured, and the file that keeps them.
+"""Constants of the cost model for a machine, built in or measured, and the file that stores them.
 
-Built-in constants are of one core of a recent server (AVX-512) and of an H200. `tools.calibrate` measures those of
-the machine at hand (`hybridmf tune --calibrate`), and `save` keeps them in the user's cache directory, together with
-the hardware they belong to. A file of other hardware, another version or no sense is ignored with one warning.
+Built-in constants describe one core of a recent server (AVX-512) and an H200. `tools.calibrate` measures those of the
+current machine (`hybridmf tune --calibrate`), and `save` writes them to the user's cache directory, together with an
+identification of the hardware. A file of other hardware or another version, or an invalid file, is ignored with one
+warning.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ logger = logging.getLogger("hybridmf")
 
 
 FORMAT = 3
-"""Of the file; a change of its meaning takes the next number."""
+"""Format version of the file; incremented whenever its meaning changes."""
 
 Curve = tuple[tuple[float, float], ...]
 """A rate per second at a few numbers of factors, rising: ``((32, 8e10), (64, 1.1e11))``; see `seconds_at`."""
 
 
 def rate_at(curve: Curve, factors: float) -> float:
-    """Rate at a number of factors: a straight line between the anchors in the logarithms of both.
+    """Rate at a number of factors, interpolated linearly between the anchors in log-log scale.
 
-    Below the first anchor a rate falls in proportion to the factors, as vectors are ever less full; beyond the last one
-    it stays.
+    Below the first anchor the rate is proportional to the factors, as vectors are partly empty; beyond the last anchor
+    it is constant.
     """
     (first, lowest), (last, highest) = curve[0], curve[-1]
     if factors <= first:
@@ -53,15 +54,15 @@ def rate_at(curve: Curve, factors: float) -> float:
 
 
 def seconds_at(curve: Curve, work: Callable[[float], float], factors: float) -> float:
-    """Seconds for ``work(factors)``, never fewer than for the work of an anchor below: rates are measured, with noise.
+    """Seconds for ``work(factors)``, at least those of any lower anchor, since measured rates are noisy.
 
-    Below the first anchor they stay: vectors are padded to a width, and the rest is not arithmetic.
+    Below the first anchor the seconds are constant: vectors are padded, and the remaining time is overhead.
 
     Parameters
     ----------
     curve : Curve
     work : callable
-        Flops or bytes at a number of factors, rising.
+        Flops or bytes as an increasing function of the number of factors.
     factors : float
     """
     factors = max(factors, curve[0][0])
@@ -80,14 +81,14 @@ def solve_flops(f: float) -> float:
 
 @dataclass(frozen=True)
 class CpuRates:
-    """Rates of one core in float32, and how cores add up.
+    """Rates of one core in float32, and scaling over cores.
 
     Attributes
     ----------
     assembly : Curve
         Flop/s of normal equations, f (f + 1) an entry, by our kernels.
     solve : Curve
-        Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row, with all that is done once a row.
+        Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row, including all other work per row.
     cg : Curve
         Flop/s of conjugate gradients, 4 f an entry and pass, also where a row's matrix is formed instead.
     dense : float
@@ -97,7 +98,7 @@ class CpuRates:
     sgd : dict of str to Curve
         Flop/s of an epoch by schedule, in the units of `SgdMethod.flops_per_iteration`.
     sgd_row : float
-        Seconds for a row of an epoch, beside its entries.
+        Seconds for a row of an epoch, without its entries.
     ccd_entry, ccd_row : float
         Seconds for one factor of an entry and of a row of CCD++, one inner iteration.
     slower : dict of str to float
@@ -109,19 +110,19 @@ class CpuRates:
     sweep : float
         Seconds of a half sweep with no work: the Python around it.
     gram : float
-        Seconds that a half sweep of implicit feedback takes beyond that, whatever its size.
+        Additional fixed seconds of a half sweep of implicit feedback.
     fresh : float
-        Seconds, on all cores together, for a factor that is written to new memory, where the cache is too small.
+        Seconds of all cores together to write a factor to newly allocated memory, if the cache is too small.
     draw : float
-        Seconds of one core to draw an initial factor and to keep the learned one.
+        Seconds of one core to draw an initial factor and to store the learned one.
     fit : float
-        Seconds of the Python around a fit of any size.
+        Fixed seconds of Python code around a fit.
     gather_bytes, cached_bytes : float
-        Bytes/s of gathered rows of factors beyond the cache, and within.
+        Bytes/s of gathered rows of factors from memory, and from the cache.
     cache : float
-        Bytes of cache a core counts on.
+        Effective bytes of cache per core.
     memory_bytes : float
-        Bytes/s of memory that all cores together do not pass.
+        Memory bandwidth of all cores together, in bytes/s.
     serial : float
         sigma of ``speedup(T) = T / (1 + sigma (T - 1))``.
     """
@@ -156,18 +157,18 @@ class CpuRates:
     serial: float = 0.02
 
     def speedup(self, threads: int) -> float:
-        """How much faster `threads` cores are than one (Amdahl 1967, the serial share as a constant)."""
+        """Speed-up of `threads` cores over one (Amdahl 1967, with a constant serial share)."""
         return threads / (1.0 + self.serial * (threads - 1))
 
 
 @dataclass(frozen=True)
 class GpuRates:
-    """Rates of one GPU; built in: an H200 with 132 multiprocessors, to be scaled for others.
+    """Rates of one GPU. The built-in ones are of an H200 with 132 multiprocessors and are scaled for other GPUs.
 
     Attributes
     ----------
     multiprocessors : int
-        Of the GPU that was measured.
+        Number of multiprocessors of the measured GPU.
     assembly : Curve
         Flop/s of normal equations by the fused kernels, f (f + 1) an entry.
     solve : Curve
@@ -175,7 +176,7 @@ class GpuRates:
     cg : float
         Flop/s of conjugate gradients, 2 f^2 a row and pass.
     cg_step : float
-        Seconds a row for the sums over threads of a pass, whatever f.
+        Seconds per row for the reductions over threads in a CG step, independent of f.
     published : dict of str to Curve
         Flop/s of the other assemblies.
     precision : dict of str to float
@@ -185,9 +186,9 @@ class GpuRates:
     sgd : dict of str to Curve
         Bytes/s of an epoch by schedule, in the units of `SgdMethod.bytes_per_iteration`.
     serial_update : float
-        Seconds for an update of MSGD that waits for the one before it.
+        Seconds for an update of MSGD that depends on the previous one.
     solved_update : float
-        The same in a row that is solved several entries at a time.
+        Seconds for an update in a row that solves several entries at a time.
     ccd : float
         Bytes/s of CCD++, in the units of `CcdMethod.bytes_per_iteration`.
     ccd_row : float
@@ -197,23 +198,23 @@ class GpuRates:
     sweep : dict of str to float
         Seconds of a half sweep with no work, by kind of method: launches, and the Python around them.
     gram : float
-        Seconds that a half sweep of implicit feedback takes beyond that, whatever its size.
+        Additional fixed seconds of a half sweep of implicit feedback.
     gather_bytes, cached_bytes : float
         Bytes/s of gathered rows of factors from memory, and from the L2 cache.
     upload_bytes : float
         Bytes/s from the caller's arrays to the GPU, through pinned buffers.
     fit : dict of str to float
-        Seconds around a fit of any size beyond the CPU's, by kind of method.
+        Fixed seconds around a fit beyond those on the CPU, by kind of method.
     row_setup, factor_setup : float
-        Seconds on the host for a row and for a factor beyond the CPU's and the bytes that are copied.
+        Seconds on the host for a row and for a factor, beyond those of a fit on the CPU and of copies.
     entry_setup : dict of str to float
-        The same for an entry of SGD or CCD++.
+        Seconds on the host for an entry of SGD or CCD++.
     start : float
         Seconds of the first use in a process: libraries, pinned buffers.
     compile : dict of str to float
-        Seconds to compile the kernels of a new number of factors, by assembly or method.
+        Seconds to compile the kernels for a new number of factors, by assembly or method.
     load : float
-        Seconds to load them where another process has compiled them.
+        Seconds to load kernels that another process has compiled.
     """
 
     multiprocessors: int = 132
@@ -288,14 +289,14 @@ class GpuRates:
         """Seconds to solve the system of a row, exactly or by steps of CG."""
         wider = self._wider(itemsize)
         row = seconds_at(self.solve, solve_flops, rank) * wider
-        if cg_steps:  # exact where its steps cost more than the factorization
+        if cg_steps:  # solved exactly if the steps cost more than the factorization
             row = min(row, (cg_steps + 1) * (2 * rank * rank / self.cg + self.cg_step) * wider)
         if assembly != "fused":  # systems go through memory
             row += 2 * rank * (rank + 1) * itemsize / self.gather_bytes
         return row
 
     def gram_seconds(self, fixed: float, solved: float, rank: int, itemsize: int) -> float:
-        """Seconds of the Gram matrix of implicit feedback: summed over the fixed rows, read for each solved one."""
+        """Seconds of the Gram matrix of implicit feedback: summed over fixed rows, and read for each solved row."""
         summed = 2.0 * rank * rank / rate_at(self.assembly, rank) * self._wider(itemsize)
         return fixed * summed + solved * rank * rank * itemsize / self.cached_bytes
 
@@ -303,7 +304,7 @@ class GpuRates:
         return self.float64 if itemsize == 8 else 1.0
 
     def scaled(self, multiprocessors: int, capability: tuple[int, int]) -> GpuRates:
-        """The rates of another GPU: in proportion to its multiprocessors and to what one of them does.
+        """The rates of another GPU, scaled by the number and the throughput of its multiprocessors.
 
         Multiprocessors of compute capability 7.5 and 8.0 have half the float32 units of later ones (CUDA C++
         Programming Guide, arithmetic throughput).
@@ -335,26 +336,26 @@ class GpuRates:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Rates between memories, files and GPUs; built in: a host of H200s, linked all to all by NVLink.
+    """Rates between memories, files and GPUs. The built-in ones are of a host with H200s linked all to all by NVLink.
 
     Attributes
     ----------
     pinned_bytes : float
-        Bytes/s from page-locked memory to each GPU, all of them at once.
+        Bytes/s from page-locked memory to each GPU, with all GPUs active.
     disk_bytes : float
-        Bytes/s that all GPUs together read from files.
+        Bytes/s from files to all GPUs together.
     copy_bytes : float
         Bytes/s within the memory of a GPU, read and written.
     reduce_scatter : Curve
-        Bytes/s that leave a GPU in a reduce-scatter, by the number of GPUs; between and beyond, that of fewer.
+        Bytes/s sent by each GPU in a reduce-scatter, by number of GPUs; other numbers use the next lower entry.
     all_gather : float
         Size of the whole array over the time of the collective.
     collective : float
-        Seconds of a collective of no size, with its launch.
+        Latency of a collective in seconds, including its launch.
     rank : float
-        Seconds that each of several GPUs adds to a half sweep: work is launched for one after the other.
+        Seconds added to a half sweep by each of several GPUs, since one thread launches for them in turn.
     slab : float
-        Seconds that each row part of a half sweep adds: some kernels end before others begin.
+        Seconds added to a half sweep by each row part, since some kernels end before others start.
     """
 
     pinned_bytes: float = 5.5e10
@@ -371,28 +372,28 @@ class LinkRates:
     slab: float = 3.0e-4
 
     def reduce_rate(self, gpus: int) -> float:
-        """Of `reduce_scatter` for a number of GPUs."""
+        """Rate of `reduce_scatter` for a number of GPUs."""
         return max((count, rate) for count, rate in self.reduce_scatter if count <= max(gpus, 2))[1]
 
 
 INSTRUCTION_SETS = {"avx512": 1.0, "avx2": 0.62, "portable": 0.22}
-"""Share of the built-in rates that other vector kernels reach (ExplicitALS, f = 64, one core of an AMD EPYC)."""
+"""Rates of other vector kernels as a share of the built-in ones (ExplicitALS, f = 64, one core of an AMD EPYC)."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything the cost model needs to know of the hardware.
+    """All hardware constants of the cost model.
 
     Attributes
     ----------
     cpu : CpuRates
     gpu : GpuRates
-        Of the GPU that `gpu_name` names; of an H200 where it is "".
+        Rates of the GPU `gpu_name`, or of an H200 if that is "".
     links : LinkRates
     source : str
-        Where the constants come from, in words.
+        Origin of the constants, as text.
     gpu_name : str
-        Name of the GPU that was measured, or that the constants are scaled to.
+        Name of the GPU that was measured, or to which the constants are scaled.
     """
 
     cpu: CpuRates = field(default_factory=CpuRates)
@@ -402,7 +403,7 @@ class Machine:
     gpu_name: str = ""
 
     def with_gpu(self, spec: DeviceSpec) -> Machine:
-        """The machine with the constants of a GPU: as measured, or scaled from those there are."""
+        """The machine with the constants of a GPU, measured or scaled from the available ones."""
         if spec.name == self.gpu_name:
             return self
         return replace(self, gpu=self.gpu.scaled(spec.multiprocessors, spec.capability), gpu_name=spec.name)
@@ -413,7 +414,7 @@ H200 = Machine()
 
 
 def built_in() -> Machine:
-    """The constants of a machine nobody has measured; rates of arithmetic follow the instruction set."""
+    """Default constants without calibration; rates of arithmetic depend on the instruction set."""
     share, rates = INSTRUCTION_SETS.get(_als.instruction_set(), 1.0), CpuRates()
 
     def times(curve: Curve) -> Curve:
@@ -431,7 +432,7 @@ def built_in() -> Machine:
 
 
 def constants_text(machine: Machine) -> str:
-    """All constants, one a line; those of a GPU if it is this machine's."""
+    """All constants, one per line; those of a GPU only if this machine has it."""
     lines = [f"source {machine.source}"]
     sides: list[tuple[str, Any]] = [("cpu", machine.cpu)]
     if machine.gpu_name:
@@ -453,12 +454,12 @@ def _constant_text(value: Any) -> str:
 
 
 def calibration_file() -> Path:
-    """The file `save` writes and `machine` reads."""
+    """Path of the file written by `save` and read by `machine`."""
     return cache_dir() / "machine.json"
 
 
 def processor() -> str:
-    """Model name of the processor, where the system tells."""
+    """Model name of the processor, if the system reports it."""
     try:
         with open("/proc/cpuinfo") as lines:
             for line in lines:
@@ -470,7 +471,7 @@ def processor() -> str:
 
 
 def identity() -> dict[str, Any]:
-    """The hardware and version that CPU constants belong to."""
+    """Identification of the hardware and version for CPU constants."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -480,12 +481,12 @@ def identity() -> dict[str, Any]:
 
 
 def prepare() -> Path:
-    """Make the folder of the file, and see that it can be written to.
+    """Create the folder of the file and verify that it is writable.
 
     Raises
     ------
     OSError
-        With the way out.
+        The folder is not writable; the message says how to choose another one.
     """
     path = calibration_file()
     try:
@@ -515,7 +516,7 @@ def save(machine: Machine, gpu: Mapping[str, Any] | None = None) -> Path:
     Raises
     ------
     OSError
-        The folder cannot be made or written to.
+        The folder cannot be created or written to.
     """
     path = prepare()
     content = {
@@ -533,7 +534,7 @@ def save(machine: Machine, gpu: Mapping[str, Any] | None = None) -> Path:
 
 
 def machine() -> Machine:
-    """The constants of this machine: measured ones if there are any, else built-in ones."""
+    """The constants of this machine: measured if available, else built in."""
     path = calibration_file()
     try:
         stamp = path.stat().st_mtime_ns
@@ -544,7 +545,7 @@ def machine() -> Machine:
 
 @functools.cache
 def machine_at(path: Path, stamp: int, instruction_set: str) -> Machine:
-    """`machine` of one state of the file, read and judged once; `stamp` 0: there is none."""
+    """`machine` for one version of the file, read and validated once; `stamp` 0: there is no file."""
     if not stamp:
         return built_in()
     try:
@@ -583,7 +584,7 @@ def _read(path: Path) -> Machine:
 
 
 def rates_of(cls: Any, values: Mapping[str, Any]) -> Any:
-    """Constants from JSON, each judged: a wrong one would send work to the wrong device without a word."""
+    """Constants from JSON, each validated: a wrong one would silently select the wrong device."""
     wanted = {one.name for one in fields(cls)}
     if set(values) != wanted:
         raise ValueError(f"its constants are not those of this version ({', '.join(sorted(set(values) ^ wanted))})")

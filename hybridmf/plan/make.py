@@ -16,7 +16,7 @@ from ..native import _als
 from . import dispatch
 from .als import ALS
 from .half_sweep import SLAB_BUFFERS
-from .types import BATCH_FLOPS, VARIANTS, Facts, Kernels, Placement, Plan, Settings, Sizes, instruction_set_notes
+from .types import BATCH_FLOPS, VARIANTS, DegreeFacts, Kernels, Placement, Plan, Settings, Sizes, instruction_set_notes
 
 if TYPE_CHECKING:
     import scipy.sparse as sp
@@ -32,7 +32,7 @@ def make_plan(
     settings: Settings,
     shape: tuple[int, int],
     nnz: int,
-    facts: Facts | None = None,
+    facts: DegreeFacts | None = None,
     slab: int | None = None,
     beside: str | os.PathLike[str] | None = None,
 ) -> Plan:
@@ -84,7 +84,7 @@ def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings:
     beside = None if store is None else store.path.parent
 
     def plan(items: bool) -> Plan:
-        facts = Facts.of(matrix, items=items)
+        facts = DegreeFacts.of(matrix, items=items)
         return make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside)
 
     streams = (settings.method or ALS).streams

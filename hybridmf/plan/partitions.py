@@ -27,20 +27,20 @@ from .machine import Machine
 from .ranks import ScalePlan
 
 HEADROOM = 0.04
-"""Share of a GPU's memory left to what nobody counts (cuMF: 500 MB of 12 GB)."""
+"""Share of a GPU's memory reserved for allocations outside the plan (cuMF: 500 MB of 12 GB)."""
 
 GPU_BYTES, HOST_BYTES = 141 * 10**9, 2 * 10**12
-"""Memory of an H200, and what hosts of several of them have."""
+"""Memory of an H200, and typical memory of a host with several of them."""
 
 NEAR = 1.05
-"""What stays on the GPUs is not moved for a prediction that is better by less."""
+"""Smallest predicted gain for which data are moved off the GPUs."""
 
 MOST_TURNS = 64
-"""Turns that are tried where fewer would do: more of them leave room for more rows, but sums are read again in each."""
+"""Additional numbers of turns to try: more turns leave room for more rows, but each turn reads the sums again."""
 
 
 def _turns(gpus: int, fixed: int) -> Iterator[list[int]]:
-    """Candidates for p by the number of turns: divisors of the number of GPUs stay there; beyond, turns of all GPUs."""
+    """Candidates for p by number of turns: divisors of the number of GPUs (no turns), then multiples of it."""
     yield [d for d in range(1, gpus + 1) if gpus % d == 0]
     parts = 2 * gpus
     while parts <= min(fixed, MOST_PARTS):
@@ -51,7 +51,7 @@ def _turns(gpus: int, fixed: int) -> Iterator[list[int]]:
 def _best_half(
     problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, factors: Place, memory: float
 ) -> HalfPlan | None:
-    """The fastest of those with the fewest turns: what stays on a GPU need not come again (cuMF 4.3)."""
+    """The fastest half sweep with the fewest turns, since parts that stay on a GPU are not loaded again (cuMF 4.3)."""
     resident = factors == "device"
     loads = SLAB_BUFFERS if resident else 2
     for candidates in _turns(gpus, 0 if resident else sum(problem.shape) - problem.rows(side)):
@@ -74,7 +74,7 @@ def _best_half(
 def _best_served(
     problem: Problem, machine: Machine, gpus: int, side: Side, ratings: Place, factors: Place, memory: float
 ) -> HalfPlan | None:
-    """The fastest of those that fits serve in which each GPU solves its own rows."""
+    """The fastest half sweep supported by fits in which each GPU solves its own rows."""
     if factors == "device":
         half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS, splits=1, resident=True)
         return fewest_batches(problem, machine, half, ratings, factors, memory)
@@ -92,25 +92,25 @@ def plan_scale(
     *,
     model_parallel_only: bool = False,
 ) -> ScalePlan:
-    """The fastest partition that fits; of those that are near, the one that moves least.
+    """Find the fastest partition that fits in memory; among similar ones, the one that moves the least data.
 
     Parameters
     ----------
     problem : Problem
     gpus : int
     memory : int, optional
-        Bytes of each GPU. Default: 141 GB.
+        Memory of each GPU in bytes. Default: 141 GB.
     machine : Machine, optional
-        Default: this machine's constants, measured or built in.
+        Default: the constants of this machine, measured or built in.
     host_bytes : int, optional
         Host memory. Default: 2 TB.
     model_parallel_only : bool
-        Each GPU solves its own rows, with all parts of the fixed side: what fits do where factors are not on the GPUs.
+        Each GPU solves its own rows, with all parts of the fixed side, as fits with offloaded factors do.
 
     Raises
     ------
     MemoryBudgetError
-        No partition fits; says what would.
+        No partition fits; the message gives the memory that would suffice.
     """
     machine = machine or machines.machine()
     memory = GPU_BYTES if memory is None else memory
@@ -150,7 +150,7 @@ def _fastest(
 def plan_ranks(
     problem: Problem, gpus: int, memory: int, machine: Machine | None = None, *, model_parallel_only: bool = False
 ) -> ScalePlan:
-    """The fastest grids with everything on the GPUs; if none fits, those that need least memory."""
+    """The fastest grids with all data on the GPUs; if none fits, those that need the least memory."""
     machine = machine or machines.machine()
     halves: dict[Side, HalfPlan] = {}
     for side in SIDES:
@@ -174,11 +174,11 @@ def plan_streamed_ranks(
     *,
     model_parallel_only: bool = False,
 ) -> ScalePlan | None:
-    """The fastest grids with factors on the GPUs and ratings of which each GPU loads at most `slab` entries at a time.
+    """The fastest grids with factors on the GPUs and ratings streamed in at most `slab` entries per GPU at a time.
 
-    Both half sweeps have the same buffers, for as many entries as either of them loads.
+    Both half sweeps share buffers, sized for the larger slab.
 
-    None if not even row parts of a row fit.
+    None if not even single rows fit.
     """
     machine, before = machine or machines.machine(), math.inf
     while True:
@@ -200,7 +200,7 @@ def plan_streamed_ranks(
 def _streamed_halves(
     problem: Problem, gpus: int, memory: int, ratings: Place, slab: int, machine: Machine, model_parallel_only: bool
 ) -> dict[Side, HalfPlan] | None:
-    """The fastest grid of each half sweep, with buffers of its own."""
+    """The fastest grid of each half sweep, with separate buffers."""
     halves: dict[Side, HalfPlan] = {}
     for side in SIDES:
         found = []
@@ -224,14 +224,14 @@ def plan_host_ranks(
     machine: Machine | None = None,
     factors: Place = "host",
 ) -> ScalePlan | None:
-    """Model parallel with factors on the host or its disk, and ratings in row parts of at most `slab` entries.
+    """Model-parallel plan with factors in host memory or on disk, and ratings in row parts of at most `slab` entries.
 
-    Where parts of the fixed side take turns for each row part, row parts may be larger, unless they are a store's.
+    If parts of the fixed side take turns for each row part, row parts may be larger, except for those of a store.
 
     None if not even the smallest parts fit.
     """
     machine, least = machine or machines.machine(), -(-problem.nnz // slab)
-    usable = memory if gpus == 1 else int(memory * (1 - HEADROOM))  # a rank may own more rows than the mean
+    usable = memory if gpus == 1 else int(memory * (1 - HEADROOM))  # a rank may own more rows than average
     halves: dict[Side, HalfPlan] = {}
     for side in SIDES:
         found = _fastest_turns(problem, machine, gpus, side, ratings, factors, usable, least)
@@ -251,9 +251,9 @@ def _fastest_turns(
     memory: float,
     least: int,
 ) -> HalfPlan | None:
-    """The half sweep whose number of turns is predicted to be fastest: more of them leave room for more rows.
+    """The half sweep with the number of turns predicted to be fastest: more turns leave room for more rows.
 
-    `least`: row parts that there have to be, if not parts take turns and ratings are in memory.
+    `least`: minimum number of row parts, unless parts take turns and ratings are in memory.
     """
     best: HalfPlan | None = None
     parts, fixed = 1, sum(problem.shape) - problem.rows(side)

@@ -1,4 +1,4 @@
-"""A partition of ALS over GPUs: its predicted time, the same on other numbers of GPUs, and what ranks need of it."""
+"""Partition of ALS over GPUs: predicted time, the partition on another number of GPUs, and its use by ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..core.objective import SIDES, Side
 from ..core.system import mib
 from ..core.validate import check_int
 from ..errors import DeviceMemoryError, MemoryBudgetError
-from .grid import Grid, Layout
+from .grid import Grid, RankLayout
 from .half_sweep import HalfPlan, Place, Problem, Share, fewest_batches, half_bytes, size_text
 from .machine import Machine
 
 MAX_GPUS = 4096
-"""More than any machine has; a bound for plans."""
+"""Upper bound on the number of GPUs of a plan."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ScalePlan:
     memory : int
         Bytes of each GPU that the plan may use.
     ratings, factors : {"device", "host", "disk"}
-        Where they are between half sweeps.
+        Their location between half sweeps.
     halves : dict of side to HalfPlan
     """
 
@@ -56,11 +56,11 @@ class ScalePlan:
         return {side: half.grid for side, half in self.halves.items()}
 
     def slab(self, side: Side) -> int:
-        """Entries of a row part of a half sweep: what a rank of a fit loads and solves at a time, in each wave."""
+        """Entries of a row part of a half sweep, which a rank loads and solves at a time in each wave."""
         return self.problem.part_entries(side, self.halves[side].batches)
 
     def slab_rows(self, side: Side) -> int | None:
-        """Most rows of such a row part, where memory depends on them: where factors do not stay on the GPUs."""
+        """Most rows of a row part, if memory depends on them, that is, if factors do not stay on the GPUs."""
         if self.factors == "device":
             return None
         return -(-self.problem.rows(side) // self.halves[side].batches)
@@ -71,9 +71,9 @@ class ScalePlan:
         Raises
         ------
         TypeError, ValueError
-            No number of GPUs, none at all, or more than any machine has.
+            `gpus` is not an integer or out of range.
         MemoryBudgetError
-            What stays on the GPUs does not fit on so few.
+            Data that stay on the GPUs do not fit on this number of GPUs.
         """
         gpus = check_int("gpus", gpus, 1, MAX_GPUS)
         halves = {}
@@ -92,12 +92,12 @@ class ScalePlan:
         return replace(self, gpus=gpus, halves=halves)
 
     def check_served(self, gpus: int) -> None:
-        """Refuse what can be planned, but not fitted.
+        """Reject partitions that can be planned, but that fits do not support.
 
         Raises
         ------
         ValueError
-            Another number of GPUs; places or parts that fits do not work with.
+            The number of GPUs differs, or fits do not support the locations or parts.
         """
         if gpus != self.gpus:
             raise ValueError(f"the partition is for {self.gpus} GPUs and the fit has {gpus}; use partition.on({gpus})")
@@ -106,7 +106,7 @@ class ScalePlan:
             raise ValueError(f"{why}: let the fit plan for itself, or use plan_scale(..., model_parallel_only=True)")
 
     def _not_served(self) -> str:
-        """What of the partition fits do not work with; empty if nothing."""
+        """Feature of the partition that fits do not support; empty if there is none."""
         turning = [side for side, half in self.halves.items() if half.turns > 1]
         split = [side for side, half in self.halves.items() if half.grid.splits > 1]
         if self.factors == "disk" and self.gpus > 1:
@@ -138,18 +138,18 @@ class ScalePlan:
         return "\n".join(lines)
 
 
-def check_rank(plan: ScalePlan, layout: Layout, rank: int, entries: int) -> None:
-    """Refuse what a rank has of the ratings where its GPU has no room for it, before anything is brought there.
+def check_rank(plan: ScalePlan, layout: RankLayout, rank: int, entries: int) -> None:
+    """Raise before the transfer if the ratings of a rank do not fit on its GPU.
 
-    A plan is made from sizes; ranges of rows are even in cost, so that one rank may have more entries than another.
+    A plan is made from sizes. Ranges of rows have equal cost, so one rank may have more entries than another.
 
     Parameters
     ----------
     plan : ScalePlan
-    layout : Layout
+    layout : RankLayout
     rank : int
     entries : int
-        On the rank's GPU at a time.
+        Entries on the rank's GPU at a time.
 
     Raises
     ------

@@ -34,8 +34,8 @@ VARIANTS = {
     "mo_als_uncached": ("mo_als", "uncached"),
     "mo_als_plain": ("mo_als", "plain"),
 }
-"""Published ways to run a GPU's assembly, beside the best one: assembly and variant by name. BALS with its sums where
-the paper's mapping to threads puts them; MO-ALS without its registers (fig. 7), read-only path (fig. 8), or both."""
+"""Published variants of GPU assemblies: assembly and variant by name. BALS with the paper's mapping of sums to threads;
+MO-ALS without register accumulators (fig. 7), without the read-only cache (fig. 8), or without both."""
 
 ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1], *VARIANTS)
 
@@ -50,13 +50,13 @@ DTYPES = ("float32", "float64")
 REORDERINGS = ("auto", "none", "rows", "columns", "both")
 
 REDUCTIONS = ("auto", "parallel", "two_phase", "root")
-"""How GPUs add up sums over a split fixed side; "auto" is "parallel"."""
+"""Reductions of partial sums over a split fixed side; "auto" is "parallel"."""
 
 MAX_CG_STEPS = 10_000
-"""Exact arithmetic would need `factors` steps, 2048 at most."""
+"""In exact arithmetic CG converges in `factors` steps, at most 2048."""
 
 BATCH_FLOPS = 1e10
-"""Work of one kernel call per thread, a few tenths of a second: how long Ctrl-C may have to wait."""
+"""Work of one kernel call per thread, a few tenths of a second, which bounds the delay of Ctrl-C."""
 
 T = TypeVar("T")
 
@@ -68,13 +68,13 @@ class CpuWork:
     Attributes
     ----------
     seconds : float
-        Of one core.
+        Core seconds.
     regions : float
-        Parallel regions.
+        Number of parallel regions.
     new_tables : float
-        Factors that are written to new memory, as a share of all.
+        Share of the factors that is written to newly allocated memory.
     longest : float
-        Seconds of the longest chain of updates that no two threads can share.
+        Seconds of the longest sequential chain of updates.
     """
 
     seconds: float
@@ -84,49 +84,49 @@ class CpuWork:
 
 
 class Method(Protocol):
-    """How a model computes; a frozen dataclass of checked hyperparameters, which plans and prices itself."""
+    """Optimization method of a model: a frozen dataclass of validated hyperparameters that plans and prices itself."""
 
     kind: ClassVar[str]
-    """Key of the rates that depend on it in `hybridmf.plan.machine`."""
+    """Key of the rates of the method in `hybridmf.plan.machine`."""
     entry_seconds: ClassVar[float]
-    """Seconds on any device to prepare an entry for the method, beyond its check and transposition."""
+    """Seconds on any device to prepare an entry for the method, beyond validation and transposition."""
     streams: ClassVar[bool]
     """Whether ratings may come slab by slab; memory then depends on the longest rows."""
 
     def names(self, plan: Plan) -> tuple[str, str]:
-        """Assembly, "" where the method has none, and what runs, in a word or two."""
+        """Assembly ("" if the method has none) and short name of the algorithm."""
 
     def describe(self, plan: Plan) -> str:
-        """What runs, in a few words."""
+        """Short description of the algorithm."""
 
     def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
-        """Decide what `base` (sizes, dtype, threads) leaves open. `spec`: the GPU that was found or asked for."""
+        """Complete the plan `base` (sizes, dtype, threads). `spec`: the GPU that was found or requested."""
 
     def flops_per_iteration(self, plan: Plan) -> float:
         """Useful work of one iteration."""
 
     def bytes_per_iteration(self, plan: Plan) -> float:
-        """Factors and residuals that one iteration reads and writes, by count: caches serve part of them."""
+        """Bytes of factors and residuals that one iteration reads and writes; caches serve part of them."""
 
     def cpu_setup(self, plan: Plan, rates: CpuRates) -> dict[str, float]:
-        """Seconds of what is prepared on the CPU before the first iteration, by purpose."""
+        """Seconds of set-up on the CPU before the first iteration, by purpose."""
 
     def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
         """Work of one iteration on the CPU."""
 
     def gpu_setup(self, plan: Plan) -> dict[str, float]:
-        """Seconds of what is prepared for a GPU beyond what all methods need, by purpose."""
+        """Seconds of set-up for a GPU beyond that of all methods, by purpose."""
 
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
-        """Seconds of one iteration on the GPU that `machine` has the rates of."""
+        """Seconds of one iteration on the GPU whose rates `machine` has."""
 
     def row_cost(self, plan: Plan) -> float:
-        """What solving a row costs beside its entries, in entries; ranks get rows of equal cost."""
+        """Cost of solving a row beyond that of its entries, in entries; ranks get ranges of equal cost."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked hyperparameters of how to compute (what to compute is the Objective)."""
+    """Validated hyperparameters of the computation; `Objective` has those of the problem."""
 
     factors: int
     solver: str
@@ -164,7 +164,7 @@ class Settings:
         reduction: Any = "auto",
         method: Method | None = None,
     ) -> Settings:
-        """Judge each hyperparameter by itself; the plan judges combinations. `method` is checked already."""
+        """Validate each hyperparameter; the plan validates combinations. `method` is validated already."""
         if isinstance(reorder, (bool, np.bool_)):
             reorder = "both" if reorder else "none"
         return cls(
@@ -187,7 +187,7 @@ class Settings:
 
 
 def _dtype_name(dtype: Any) -> Any:
-    """Name of a type; what is none (np.dtype(None) would be float64) comes back for `check_choice` to refuse."""
+    """Name of a dtype; other objects are returned unchanged for `check_choice` (np.dtype(None) would be float64)."""
     if isinstance(dtype, (type, np.dtype)):
         with suppress(TypeError):
             return np.dtype(dtype).name
@@ -196,7 +196,7 @@ def _dtype_name(dtype: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is factorized.
+    """Sizes of the problem.
 
     Attributes
     ----------
@@ -205,8 +205,8 @@ class Sizes:
         Columns of the systems that are solved: `factors`, plus one for a bias.
     feedback : {"explicit", "implicit"}
     dtype : {"float32", "float64"}
-    facts : Facts or None
-        What is known of the degrees of the data.
+    facts : DegreeFacts or None
+        Known properties of the degrees.
     """
 
     n_users: int
@@ -216,7 +216,7 @@ class Sizes:
     rank: int
     feedback: str
     dtype: str
-    facts: Facts | None = field(default=None, compare=False, repr=False)
+    facts: DegreeFacts | None = field(default=None, compare=False, repr=False)
 
     @property
     def itemsize(self) -> int:
@@ -225,12 +225,12 @@ class Sizes:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Entries of the longest user and of the longest item; 0 where that is unknown."""
+        """Entries of the longest user and of the longest item; 0 if unknown."""
         return (0, 0) if self.facts is None else (self.facts.longest_user, self.facts.longest_item)
 
     @property
     def filled_rows(self) -> int:
-        """Rows of both sides that have entries: a bound, or their number where degrees are known."""
+        """Rows of both sides with entries: their number if degrees are known, else an upper bound."""
         rows = self.n_users + self.n_items - (0 if self.facts is None else self.facts.empty)
         return min(rows, min(self.n_users, self.nnz) + min(self.n_items, self.nnz))
 
@@ -242,7 +242,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where it runs, and where ratings and factors are between half sweeps; `Plan` describes the attributes."""
+    """Devices, and location of ratings and factors between half sweeps; `Plan` describes the attributes."""
 
     device: str
     reason: str
@@ -263,7 +263,7 @@ class Placement:
 
     @property
     def grids(self) -> dict[Side, Grid]:
-        """How each half sweep spreads over ranks; model parallel if nothing was planned."""
+        """Grid of ranks of each half sweep; model parallel if none was planned."""
         if self.scale is not None:
             return self.scale.grids
         grid = Grid(1, max(1, len(self.devices)))
@@ -271,13 +271,13 @@ class Placement:
 
     @property
     def factors_on(self) -> Place:
-        """Where factors are between half sweeps."""
+        """Location of factors between half sweeps."""
         return "device" if self.scale is None else self.scale.factors
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What runs there; `Plan` describes the attributes."""
+    """Algorithm and kernel configuration; `Plan` describes the attributes."""
 
     method: Method
     solver: str
@@ -298,7 +298,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What it takes; `Plan` describes the attributes."""
+    """Predicted memory and time; `Plan` describes the attributes."""
 
     bytes: dict[str, int] = field(default_factory=dict)
     estimates: tuple[Estimate, ...] = field(default=(), compare=False, repr=False)
@@ -310,7 +310,7 @@ class Prediction:
 
 
 class _Part(Generic[T]):
-    """A public attribute of a plan that one of its parts holds."""
+    """A public attribute of a plan, stored in one of its parts."""
 
     def __init__(self, read: Callable[[Plan], T]) -> None:
         self.read = read
@@ -334,7 +334,7 @@ class Plan:
     problem : Sizes
         Sizes: `n_users`, `n_items`, `nnz`, `factors`, `rank`, `feedback`, `dtype`, `facts`.
     placement : Placement
-        Devices, and where ratings and factors are: `device`, `reason`, `devices`, `gpu`, `num_threads`, `streamed`,
+        Devices, and location of ratings and factors: `device`, `reason`, `devices`, `gpu`, `num_threads`, `streamed`,
         `slab`, `resident`, `scale`, `scratch`.
     kernels : Kernels
         `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `variant`, `reorder`, `precision`, `balance`,
@@ -342,52 +342,52 @@ class Plan:
     estimate : Prediction
         `bytes`, `estimates`.
     notes : tuple of str
-        What a reader should know about the choices.
+        Remarks about the choices.
     device, reason : str
-        Where it runs and why.
+        Device of the fit, and the reason for it.
     n_users, n_items, nnz, factors : int
         Sizes of the problem.
     rank : int
-        Columns of the systems that are solved: `factors`, plus one for a bias.
+        Order of the systems that are solved: `factors`, plus one for a bias.
     solver, assembly, reorder, precision, dtype : str
-        What was decided; never "auto".
+        The choices made; never "auto".
     cg_steps, block_size, num_threads : int
     balance : bool
     instruction_set : str
-        Vector kernels in use.
+        Instruction set of the vector kernels.
     variant : str
-        Of the assembly, as in `VARIANTS`; usually empty.
+        Variant of the assembly, one of `VARIANTS`; usually empty.
     tile_rows, tile_cols : int
         BALS tile (0 for other assemblies).
     batch_flops : float
-        Work of one kernel call; Ctrl-C is answered between calls.
+        Work of one kernel call; Ctrl-C takes effect between calls.
     gpu : DeviceSpec or None
-        The GPU, as it was when the plan was made.
+        Properties of the GPU when the plan was made.
     segment, batch_slots : int
-        On a GPU: entries above which a row is split, and systems (or segments of them) in memory at a time.
+        On a GPU: entries above which a row is split, and number of systems (or segments of them) in memory at a time.
     bytes : dict of str to int
-        Memory by purpose, at the peak.
+        Peak memory by purpose.
     method : Method
-        ALS, SGD or CCD++; `solver`, `assembly` and `reorder` say nothing where it is not ALS.
+        ALS, SGD or CCD++; `solver`, `assembly` and `reorder` apply to ALS only.
     streamed : {"", "host", "disk"}
-        Where ratings come from slab by slab in each half sweep: a store that is not loaded, or, on a GPU, the memory
-        of the host. Empty: they stay where the work is done.
+        Source of ratings that are streamed slab by slab in each half sweep: a store on disk, or host memory for a GPU.
+        Empty if ratings stay in the memory of the device.
     slab : int
-        Entries of the largest slab, or what they are cut to; 0 where nothing is streamed.
+        Entries of the largest slab; 0 if nothing is streamed.
     resident : bool
-        The slabs of a store stay on the GPU once they were read.
+        Whether the slabs of a store stay on the GPU after they are read.
     devices : tuple of str
-        Of each rank, where there are several; `device` is then the first, which serves the fitted model.
+        Devices of the ranks, if there are several; `device` is the first of them and serves the fitted model.
     reduction : {"parallel", "two_phase", "root"}
-        How GPUs add up sums over a split fixed side.
+        Reduction of partial sums over a split fixed side.
     scale : ScalePlan or None
-        How ALS spreads over several GPUs; on one, in which parts factors come that do not stay there.
+        Partition of ALS over several GPUs, or of offloaded factors on one GPU.
     scratch : tuple of str
-        Folders for files of factors that fit neither on a GPU nor in the memory of the host, the one to use first.
-    facts : Facts or None
-        What is known of the degrees of the data.
+        Folders for files of factors that fit neither on a GPU nor in host memory, preferred folder first.
+    facts : DegreeFacts or None
+        Known properties of the degrees.
     estimates : tuple of Estimate
-        What this plan and the other ways to compute are predicted to take; the chosen one first.
+        Predictions for this plan and its alternatives; the chosen one first.
     """
 
     problem: Sizes
@@ -438,7 +438,7 @@ class Plan:
     estimates = _Part(lambda plan: plan.estimate.estimates)
 
     def changed(self, **values: Any) -> Plan:
-        """Return the plan with other values of public attributes, each in the part that holds it."""
+        """Copy of the plan with other values of public attributes, each set in its part."""
         parts: dict[str, Any] = {}
         for name in ("problem", "placement", "kernels", "estimate"):
             part = getattr(self, name)
@@ -449,24 +449,24 @@ class Plan:
 
     @property
     def factors_on_host(self) -> bool:
-        """Whether factors are in the memory of the host, and on a GPU only while they are worked with."""
+        """Whether factors are in host memory, and on a GPU only while they are used."""
         return self.factors_on == "host"
 
     @property
     def offloaded(self) -> bool:
-        """Whether factors are in the memory of the host or in files, and on a GPU only while they are worked with."""
+        """Whether factors are in host memory or in files, and on a GPU only while they are used."""
         return self.factors_on != "device"
 
     def tables_of(self, side: Side) -> int:
-        """Tables of a side's factors that a fit has at a time where they are offloaded: new ones beside the last ones.
+        """Number of tables of a side's offloaded factors that exist at a time: new ones and previous ones.
 
-        To balance makes new ones of both sides, of which the items' are replaced while the last ones are still there.
+        Balancing creates new tables of both sides; item factors are replaced while the previous ones still exist.
         """
         return 3 if self.balance and side == "item" else 2
 
     @property
     def offloaded_bytes(self) -> int:
-        """Of the factors of both sides, new and old, where they are offloaded."""
+        """Bytes of offloaded factors of both sides, new and old."""
         rows = self.tables_of("user") * self.n_users + self.tables_of("item") * self.n_items
         if self.devices:
             rows += len(self.devices) * max(self.n_users, self.n_items)  # gathered by each rank
@@ -474,22 +474,22 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of the host that factors take which stay there: those of a half sweep beside the ones before."""
+        """Host memory of offloaded factors: those of the current half sweep and the previous ones."""
         return self.offloaded_bytes if self.factors_on == "host" else 0
 
     @property
     def disk_bytes(self) -> int:
-        """The same of files, where factors are on disk."""
+        """Bytes of offloaded factors in files."""
         return self.offloaded_bytes if self.factors_on == "disk" else 0
 
     @property
     def row_cost(self) -> float:
-        """What solving a row costs beside its entries, in entries; ranks get rows of equal cost."""
+        """Cost of solving a row beyond that of its entries, in entries; ranks get ranges of equal cost."""
         return self.method.row_cost(self)
 
     @property
     def asks_for_degrees(self) -> bool:
-        """Whether its memory depends on the longest item, whose degree is unknown: ratings come in whole rows."""
+        """Whether memory depends on the unknown degree of the longest item, since slabs hold whole rows."""
         if self.gpu is None or not self.method.streams or self.problem.longest[1]:
             return False
         most = min(self.nnz, self.n_users)
@@ -503,7 +503,7 @@ class Plan:
 
     @property
     def uses_blas(self) -> bool:
-        """Whether assembly and Gram matrix are the published ones, which go through BLAS."""
+        """Whether assembly and Gram matrix use the published algorithms, which call BLAS."""
         return self.assembly in ("rank1", "blas3")
 
     @property
@@ -513,7 +513,7 @@ class Plan:
 
     @property
     def bytes_per_iteration(self) -> float:
-        """Bytes moved by count, whatever caches serve."""
+        """Bytes read and written, including those served by caches."""
         return self.method.bytes_per_iteration(self)
 
     def __str__(self) -> str:
@@ -570,21 +570,21 @@ def instruction_set_notes() -> list[str]:
 
 
 PIECE = 1 << 22
-"""Entries whose columns are counted at a time: NumPy widens what it counts."""
+"""Entries whose columns are counted at a time, since NumPy converts them to a wider type."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of the degrees, where there are data and not only their sizes.
+class DegreeFacts:
+    """Known properties of the degrees of given data.
 
     Attributes
     ----------
     longest_user, longest_item : int
-        Entries of the longest row of either side; 0 where they have not been counted.
+        Entries of the longest row of either side; 0 if not counted.
     empty : int
-        Rows without entries that have been found, which no solver touches.
+        Known rows without entries, which solvers skip.
     positions : (int, int)
-        Which user and which item are the longest; -1 where they have not been counted.
+        Positions of the longest user and the longest item; -1 if not counted.
     """
 
     longest_user: int = 0
@@ -593,16 +593,16 @@ class Facts:
     positions: tuple[int, int] = field(default=(-1, -1), compare=False)
 
     @classmethod
-    def of(cls, matrix: sp.csr_array | StoreMatrix, *, items: bool = False) -> Facts:
-        """Of ratings, shape (n_users, n_items).
+    def of(cls, matrix: sp.csr_array | StoreMatrix, *, items: bool = False) -> DegreeFacts:
+        """Properties of ratings, shape (n_users, n_items).
 
-        The rows' cost nothing, the columns' (`items`) a pass over all entries, unless a store has counted them.
+        Row degrees are free; column degrees (`items`) need a pass over all entries, unless a store has them.
         """
         return cls.of_degrees(np.diff(matrix.indptr), _item_degrees(matrix) if items else None)
 
     @classmethod
-    def of_degrees(cls, users: np.ndarray, items: np.ndarray | None = None) -> Facts:
-        """Of the entries of each user, and of each item where they have been counted."""
+    def of_degrees(cls, users: np.ndarray, items: np.ndarray | None = None) -> DegreeFacts:
+        """Properties from the degrees of users and, if counted, of items."""
         longest, empty, positions = [0, 0], 0, [-1, -1]
         for k, degrees in enumerate((users, items)):
             if degrees is not None and len(degrees):
@@ -624,11 +624,11 @@ def _item_degrees(matrix: sp.csr_array | StoreMatrix) -> np.ndarray:
 DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or a list such as ["cuda:0", "cuda:1"]'
 
 MAX_CPU_RANKS = 64
-"""Most ranks on the CPU: they are there to try out, and each talks to each other."""
+"""Most ranks on the CPU: they are meant for testing, and each communicates with all others."""
 
 
 def check_device(device: object) -> str | tuple[str, ...]:
-    """A device's name, or the names of several (one a rank; the CPU may be named more than once), judged.
+    """Validated name of a device, or names of several (one for each rank; the CPU may occur more than once).
 
     Raises
     ------
@@ -663,21 +663,21 @@ def _check_ranks(devices: list[object] | tuple[object, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one way to compute is predicted to take.
+    """Predicted time and memory of one combination of device, assembly, solver and precision.
 
     Attributes
     ----------
     device, assembly, solver, precision : str
-        `assembly` is "" where the method has none; `solver` then says what runs.
+        `assembly` is "" if the method has none; `solver` then names the algorithm.
     seconds_per_iteration, setup_seconds, total_seconds : float
-        Of the iterations asked for; 0 where it is not feasible.
+        For the requested iterations; 0 if infeasible.
     bytes : int
-        Memory at the peak.
+        Peak memory.
     why_not : str
-        Why it cannot be; "" if it can.
+        Reason why it is infeasible; "" if feasible.
     chosen : bool
     asked : bool
-        Whether it computes what was asked for: the solver and precision of the request.
+        Whether it has the requested solver and precision.
     """
 
     device: str
@@ -694,12 +694,12 @@ class Estimate:
 
     @property
     def feasible(self) -> bool:
-        """Whether it can be done at all."""
+        """Whether the combination can run."""
         return not self.why_not
 
     @property
     def name(self) -> str:
-        """Device, solver, assembly and precision, in a few words."""
+        """Device, solver, assembly and precision as text."""
         words = [self.solver, self.assembly, "" if self.precision == "float32" else self.precision]
         return f"{self.device} " + ", ".join(word for word in words if word)
 
@@ -721,7 +721,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def estimate_lines(estimates: tuple[Estimate, ...]) -> list[str]:
-    """What a printed plan says of its estimates: all that was asked for, and the fastest of the rest."""
+    """Lines of a printed plan about its estimates: all requested combinations, and the fastest of the others."""
     wanted = [one for one in estimates if one.asked or one.chosen]
     rest = [one for one in estimates if one not in wanted and one.feasible]
     lines = [str(one) for one in wanted]

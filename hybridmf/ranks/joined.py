@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.objective import AwayFactors, Factors
+from ..core.objective import Factors, LazyFactors
 
 
-class JoinedFactors(AwayFactors):
+class JoinedFactors(LazyFactors):
     """The rows of all ranks, concatenated on the host on first access.
 
     Parameters

@@ -11,7 +11,7 @@ from ..core.objective import SIDES, Objective, Side, State, part_of
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..data.store import StoreMatrix
 from ..errors import CommunicatorError
-from ..plan.grid import Grid, Layout
+from ..plan.grid import Grid, RankLayout
 from ..plan.ordering import reordered
 from ..plan.solver import Alternating
 from ..plan.types import Plan
@@ -74,7 +74,7 @@ class MultiALS(Alternating):
             plan.scale.check_served(len(plan.devices))
         self.order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
         degrees = {side: np.diff(matrices[side].indptr) for side in SIDES}
-        self.layout = Layout.even(degrees, grids or plan.grids, plan.row_cost)
+        self.layout = RankLayout.even(degrees, grids or plan.grids, plan.row_cost)
         inward = {side: self.order.inward(side, state.side(side).on_host()) for side in SIDES}
         known_topology = self._topology(topology)
         self.group = RankGroup(self.layout.size)
@@ -142,7 +142,7 @@ class MultiALS(Alternating):
         self.group.close()
 
 
-def block_of(layout: Layout, side: Side, rank: int, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> Block:
+def block_of(layout: RankLayout, side: Side, rank: int, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> Block:
     """Entries of a rank while `side` is solved: extracted from ratings in memory, or slabs to read.
 
     Raises

@@ -19,7 +19,7 @@ from ..data.fingerprint import Piece, fingerprint, join_fingerprints, join_piece
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..data.store import Store, StoreMatrix
 from ..errors import CommunicatorError, DuplicateEntriesError
-from ..plan.grid import Grid, Layout
+from ..plan.grid import Grid, RankLayout
 from .su_als import Block
 from .transport.communicator import Communicator, gather
 
@@ -47,8 +47,8 @@ class RankRatings(Protocol):
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
         """Entries of each row of both sides on all ranks, for even shares; repeated pairs may count twice."""
 
-    def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
-        """Entries of this rank while `side` is solved, as extracted by `Layout.cut`."""
+    def block(self, communicator: Communicator, layout: RankLayout, side: Side) -> sp.csr_array:
+        """Entries of this rank while `side` is solved, as extracted by `RankLayout.cut`."""
 
 
 def check_same_data(communicator: Communicator, identity: str) -> None:
@@ -95,7 +95,7 @@ class WholeRatings:
         check_same_data(communicator, fingerprint(self._matrices["user"]))
         return {side: np.diff(self._matrices[side].indptr).astype(np.int64) for side in SIDES}
 
-    def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
+    def block(self, communicator: Communicator, layout: RankLayout, side: Side) -> sp.csr_array:
         """Extract the block from the matrix."""
         return layout.cut(side, communicator.rank, self._matrices[side])
 
@@ -125,7 +125,7 @@ class StoredRatings:
         check_same_data(communicator, self._identity)
         return {side: self._sides[side].degrees for side in SIDES}
 
-    def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
+    def block(self, communicator: Communicator, layout: RankLayout, side: Side) -> sp.csr_array:
         """Read the block from the slabs that contain its rows."""
         matrix, rank = self._sides[side], communicator.rank
         pieces = [RangeSlabs(matrix, *ends).load() for ends in layout.ranges(side, rank)]
@@ -134,14 +134,14 @@ class StoredRatings:
         columns = layout.columns(side, rank)
         return stacked([columns_of(piece, *columns) for piece in pieces])
 
-    def slabs(self, communicator: Communicator, layout: Layout, side: Side) -> RangeSlabs | ColumnSlabs:
+    def slabs(self, communicator: Communicator, layout: RankLayout, side: Side) -> RangeSlabs | ColumnSlabs:
         """The slabs of the entries of `block`."""
         matrix, rank = self._sides[side], communicator.rank
         if layout.grids[side].splits == 1:
             return self.own_rows(communicator, layout, side)
         return ColumnSlabs(matrix, layout.ranges(side, rank), layout.columns(side, rank))
 
-    def own_rows(self, communicator: Communicator, layout: Layout, side: Side) -> RangeSlabs:
+    def own_rows(self, communicator: Communicator, layout: RankLayout, side: Side) -> RangeSlabs:
         """The slabs of this rank's own rows."""
         return RangeSlabs(self._sides[side], *layout.own(side, communicator.rank))
 
@@ -194,7 +194,7 @@ class SharedEntries:
             for side in SIDES
         }
 
-    def block(self, communicator: Communicator, layout: Layout, side: Side) -> sp.csr_array:
+    def block(self, communicator: Communicator, layout: RankLayout, side: Side) -> sp.csr_array:
         """Send entries to the ranks that need them."""
         rank, grid, other = communicator.rank, layout.grids[side], other_side(side)
         rows, columns = self._at[side], self._at[other]
@@ -279,7 +279,7 @@ class RankBlocks:
 
     Attributes
     ----------
-    layout : Layout
+    layout : RankLayout
     blocks : dict of side to csr_array, or to RangeSlabs or ColumnSlabs if they are streamed from a store
     degrees : dict of side to int64 array
         Entries of each row on all ranks, repeated pairs merged.
@@ -299,7 +299,7 @@ class RankBlocks:
         row_cost: float,
         streamed: bool = False,
     ) -> None:
-        self.layout, self._shape = Layout.even(degrees, grids, row_cost), ratings.shape
+        self.layout, self._shape = RankLayout.even(degrees, grids, row_cost), ratings.shape
         self.blocks: dict[Side, Block]
         self._piece: Piece | None = None
         self._squares: float | None = None
@@ -328,7 +328,7 @@ class RankBlocks:
         if self.layout.grids["user"].splits == 1:
             return self.blocks["user"]
         alone = Grid(1, communicator.size)
-        return ratings.block(communicator, Layout(self.layout.bounds, {"user": alone, "item": alone}), "user")
+        return ratings.block(communicator, RankLayout(self.layout.bounds, {"user": alone, "item": alone}), "user")
 
     @staticmethod
     def _slabs(rows: RangeSlabs) -> Iterator[sp.csr_array]:

@@ -22,7 +22,7 @@ from ..core.balance import balancing
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..data.slabs import ColumnSlabs, RangeSlabs, magnitudes, slab_bounds, slab_entries
 from ..errors import CommunicatorError, RatingsError
-from ..plan.grid import Layout
+from ..plan.grid import RankLayout
 from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.ranks import ScalePlan, check_rank
 from ..plan.solver import Alternating
@@ -175,10 +175,10 @@ class RankALS(Alternating):
     Parameters
     ----------
     communicator : Communicator
-    layout : Layout
+    layout : RankLayout
         The same on all ranks.
     blocks : dict of side to csr_array, RangeSlabs or ColumnSlabs
-        `Layout.cut` of either orientation of the ratings, or the slabs of the same rows, and with a split fixed side of
+        `RankLayout.cut` of both orientations of the ratings, or slabs of the same rows, and with a split fixed side of
         the same columns.
     objective : Objective
     plan : Plan
@@ -201,7 +201,7 @@ class RankALS(Alternating):
     def __init__(
         self,
         communicator: Communicator,
-        layout: Layout,
+        layout: RankLayout,
         blocks: Mapping[Side, Block],
         objective: Objective,
         plan: Plan,
@@ -250,7 +250,7 @@ class RankALS(Alternating):
             if blocks[side].shape != (rows, last - first):
                 raise RatingsError(
                     f"the {side} block of rank {self.rank} has shape {blocks[side].shape}, the layout says "
-                    f"{(rows, last - first)}; cut it with Layout.cut"
+                    f"{(rows, last - first)}; cut it with RankLayout.cut"
                 )
         mine = np.array([zlib.crc32(self._description().encode())], dtype=np.int64)
         all_of = self.communicator.allgatherv(mine, [1] * self.layout.size)

@@ -1,4 +1,4 @@
-"""The same program started once a rank, by SLURM or by hand: `fit` finds the other ranks by the environment."""
+"""`hybridmf.scale.fit`, for a program started once per rank; the environment (such as SLURM's) identifies the ranks."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ def fit(
     track_objective: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
-    """Fit ALS by all ranks together; each calls it with equal arguments.
+    """Fit ALS on all ranks together; each rank calls it with the same arguments.
 
     Parameters
     ----------
     model : ImplicitALS or ExplicitALS
-        Each rank computes on the CPU, or with ``device="cuda"`` on the GPU of its number among the ranks of its node;
-        with "auto" on GPUs if every rank has one.
+        With ``device="cuda"`` each rank uses the GPU with its local rank as index; with "auto" ranks use GPUs if every
+        rank has one. Otherwise ranks use the CPU.
     ratings : path, Store, Ratings or matrix
-        A folder is a store, which every rank can read and takes its part of; a file is read whole by every rank.
+        A folder is a store that every rank can read; each rank reads its part. Every rank reads all of a file.
     communicator : Communicator, optional
-        Of NumPy arrays. Default: `SocketCommunicator.from_environment`, closed in the end.
+        Communicator for NumPy arrays. Default: `SocketCommunicator.from_environment`, closed after the fit.
     validation : Ratings or matrix, optional
-        As for ``fit`` of a model. The first rank measures; of implicit feedback it holds the training items of the
-        users of `validation` for it, 5 bytes each.
+        As for ``fit`` of a model, evaluated on the first rank. For implicit feedback, that rank stores the training
+        items of the users of `validation`, 5 bytes each.
     callback : callable, optional
-        As for ``fit`` of a model, called on the first rank; returning True stops all ranks. A validation set or a
-        callback makes the first rank gather all factors after each iteration.
+        As for ``fit`` of a model, called on the first rank; returning True stops all ranks. With a validation set or a
+        callback, the first rank gathers all factors after each iteration.
     show_progress : bool
-        A progress bar of the first rank.
+        Show a progress bar on the first rank.
     checkpoint, resume_from, unknown
         As for ``fit`` of a model; the first rank writes and reads.
     track_objective : bool
-        Put the objective of each iteration into ``history_``, observed or not.
+        Record the objective of each iteration in ``history_``, even without observers.
     timeout : float
-        Seconds a rank waits for another, where no communicator is given.
+        Seconds that a rank waits for another rank, unless a communicator is given.
 
     Returns
     -------
@@ -72,9 +72,9 @@ def fit(
     Raises
     ------
     CommunicatorError
-        Another rank has failed, hangs, was killed, or has other ratings or parameters.
+        Another rank has failed, does not respond, was killed, or has different ratings or parameters.
     Exception
-        What went wrong on this rank.
+        An error on this rank.
     """
     stopwatch = Stopwatch()
     check_model(model)
@@ -106,7 +106,7 @@ def fit(
 
 
 def _share(model: Any, ratings: Any) -> RankRatings:
-    """What a rank has of the ratings."""
+    """The ratings of this rank."""
     settings, implicit = model._settings(), model._objective().is_implicit
     if isinstance(ratings, (str, os.PathLike)):
         ratings = Store.open(ratings) if Path(ratings).is_dir() else Ratings.from_file(os.fspath(ratings))

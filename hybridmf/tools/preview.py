@@ -1,4 +1,4 @@
-"""What a fit would do, without doing it: `hybridmf.plan`."""
+"""`hybridmf.plan`: the plan of a fit without running it."""
 
 from __future__ import annotations
 
@@ -54,38 +54,38 @@ def plan(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
 ) -> Plan | ScalePlan:
-    """What fitting `model` would do: device, kernel, threads, memory, and why, without doing it.
+    """Plan a fit without running it: device, kernels, threads, memory, and the reasons for the choices.
 
-    With `gpus` it plans for a machine of so many GPUs, whether it is there or not: how ALS would be partitioned over
-    them, what would be replicated, split or streamed, and how long an iteration would take.
+    With `gpus`, it plans ALS for a hypothetical machine with that number of GPUs: the partition over the GPUs, which
+    data are replicated, split or streamed, and the predicted time of an iteration.
 
     Parameters
     ----------
     user_items : Ratings, Store or sparse matrix, shape (n_users, n_items), optional
-        The data; or give `shape` and `nnz` for data you do not have.
+        The data. Alternatively, give `shape` and `nnz`.
     model : estimator
         Default: ``ExplicitALS()``.
     shape : (n_users, n_items), optional
     nnz : int, optional
-        Number of entries; a float such as 112e9 if it is whole.
+        Number of entries; a float with an integer value, such as 112e9, is accepted.
     factors : int, optional
-        Rank, in place of the model's.
+        Rank. Default: that of the model.
     gpus : int, optional
-        GPUs of a machine to plan for; they are taken for H200s in all but their memory.
+        Number of GPUs of the machine; except for their memory they are assumed to be H200s.
     gpu_memory : int or str, optional
-        Of each of them, such as "80GB". Default: the model's `gpu_memory_limit`, else 141 GB.
+        Memory of each GPU, such as "80GB". Default: `gpu_memory_limit` of the model, else 141 GB.
     host_memory : int or str, optional
-        Of the machine, which decides between streaming from there and from disk. Default: 2 TB.
+        Memory of the host, which decides between streaming from memory and from disk. Default: 2 TB.
 
     Returns
     -------
     Plan
-        Or with `gpus` a `hybridmf.plan.ranks.ScalePlan`; both print themselves.
+        With `gpus`, a `hybridmf.plan.ranks.ScalePlan`. ``print`` shows either.
 
     Raises
     ------
     MemoryBudgetError
-        No partition fits on the GPUs; says what would.
+        No partition fits on the GPUs; the message gives the memory that would suffice.
 
     Examples
     --------
@@ -119,7 +119,7 @@ def plan(
 
 
 def _plan_machine(model: Any, sizes: tuple[tuple[int, int], int], gpus: int, memory: Any, host: Any) -> ScalePlan:
-    """ALS on GPUs that need not be there."""
+    """Plan ALS for a hypothetical machine with GPUs."""
     objective, settings = model._objective(), model._settings()
     if settings.method is not None:
         raise ValueError(f"gpus={gpus} plans ALS; {type(model).__name__} has no planner: name devices that are there")

@@ -26,10 +26,10 @@ from ..model.base import FactorModel, check_labels, log_empty_rows
 from ..model.learned import Learned
 from ..model.loop import Callback, FitLoop, Observers, Record, check_validation
 from ..model.stopwatch import Stopwatch
-from ..plan.grid import Layout
+from ..plan.grid import RankLayout
 from ..plan.make import check_memory, make_plan
 from ..plan.memory import rank_bytes
-from ..plan.types import Facts, Plan
+from ..plan.types import DegreeFacts, Plan
 from ..ranks.cpu_rank import CpuWorker
 from ..ranks.shares import RankBlocks, RankRatings
 from ..ranks.su_als import RankALS, Worker
@@ -135,7 +135,7 @@ class _Together:
 
     alone = False
 
-    def __init__(self, communicator: Communicator, moves: Communicator, layout: Layout) -> None:
+    def __init__(self, communicator: Communicator, moves: Communicator, layout: RankLayout) -> None:
         self.communicator, self.moves, self.layout = communicator, moves, layout
         self.first = communicator.rank == 0
 
@@ -249,7 +249,7 @@ class _Fit:
                 f"model: {type(self.model).__name__} is not served by ranks; fit ImplicitALS or ExplicitALS"
             )
         ranks = replace(settings, device=(device,) * size)
-        facts, nnz = Facts.of_degrees(degrees["user"], degrees["item"]), int(degrees["user"].sum())
+        facts, nnz = DegreeFacts.of_degrees(degrees["user"], degrees["item"]), int(degrees["user"].sum())
         mapped = self.ratings.slab if device == "cpu" else None
         plan = make_plan(self.objective, ranks, self.ratings.shape, nnz, facts, mapped)
         if plan.streamed and self.ratings.slab is not None:  # what GPUs have no room for need not be on the host either
@@ -278,8 +278,8 @@ class _Fit:
         if sizes != first:
             raise CommunicatorError(
                 f"rank {self.communicator.rank} plans {what.format(sizes)} and rank 0 of {first}: "
-                "their GPUs, or their hosts, have different memory free, or one is calibrated and the other is not; set "
-                "gpu_memory_limit to what the least has, or remove the calibration"
+                "their GPUs or hosts have different free memory, or only one is calibrated; set gpu_memory_limit to "
+                "the smallest free memory, or remove the calibration"
             )
 
     def _start(self, checkpoint: Any, resume_from: Any) -> State:

@@ -16,7 +16,7 @@ from hybridmf.plan import fused as plan_fused
 from hybridmf.plan.als_gpu import STREAM_SLAB
 from hybridmf.plan.half_sweep import SLAB_BUFFERS, HalfPlan, Problem, half_bytes, slots_at_once
 from hybridmf.plan.partitions import plan_host_ranks
-from hybridmf.plan.types import Facts
+from hybridmf.plan.types import DegreeFacts
 from hybridmf.ranks import group
 from support.devices import NETFLIX, Tracked, plan_of
 from support.half_sweeps import FITS
@@ -150,7 +150,7 @@ def test_plans_have_room_for_the_longest_row() -> None:
     entries = NETFLIX[1] // 3
     for free, on_host in ((1300 << 20, False), (1000 << 20, True)):
         even = plan_of(free)
-        skewed_plan = plan_of(free, facts=Facts(10, entries, positions=(0, 5)))
+        skewed_plan = plan_of(free, facts=DegreeFacts(10, entries, positions=(0, 5)))
         assert not even.factors_on_host and skewed_plan.factors_on_host == on_host
         assert skewed_plan.total_bytes <= free
         assert even.slab <= STREAM_SLAB < skewed_plan.slab == entries

@@ -17,7 +17,7 @@ from hybridmf.plan import types
 from hybridmf.plan.cost import Warmth, cost_of
 from hybridmf.plan.machine import GpuRates, Machine, rate_at, seconds_at
 from hybridmf.plan.sgd import LONG_ROW
-from hybridmf.plan.types import Facts
+from hybridmf.plan.types import DegreeFacts
 from support.checkout import ROOT
 from support.cost_model import GIB, H200, LOADED, NETFLIX, WARM, built_in, load_bench, plan_of, recorded
 from support.ratings import planted
@@ -189,32 +189,37 @@ def test_a_longer_column_delays_msgd_and_empty_rows_cost_nothing():
     model = hmf.SGD(32, device="cpu", num_threads=16)
     plan = plan_of(model, shape=(10_000, 1000), nnz=10**6)
     even, uneven = (
-        cost_of(plan.changed(facts=Facts(200, longest)), built_in()).iteration for longest in (2000, 900_000)
+        cost_of(plan.changed(facts=DegreeFacts(200, longest)), built_in()).iteration for longest in (2000, 900_000)
     )
     assert uneven > 4 * even
     on_gpu = plan_of(hmf.SGD(32, device="cuda"), H200, shape=(10_000, 1000), nnz=10**6)
     assert (
-        cost_of(on_gpu.changed(facts=Facts(200, 900_000)), built_in()).iteration
-        > 4 * cost_of(on_gpu.changed(facts=Facts(200, 2000)), built_in()).iteration
+        cost_of(on_gpu.changed(facts=DegreeFacts(200, 900_000)), built_in()).iteration
+        > 4 * cost_of(on_gpu.changed(facts=DegreeFacts(200, 2000)), built_in()).iteration
     )
     # longer rows are solved several entries at a time
     alone, solved = (
-        cost_of(on_gpu.changed(facts=Facts(200, LONG_ROW * times)), built_in()).iteration for times in (1, 10)
+        cost_of(on_gpu.changed(facts=DegreeFacts(200, LONG_ROW * times)), built_in()).iteration for times in (1, 10)
     )
     gained = LONG_ROW * (10 * GpuRates().solved_update - GpuRates().serial_update)
     assert solved - alone == pytest.approx(gained, rel=1e-6)
     sparse = plan_of(hmf.CCD(8, device="cpu"), shape=(10**6, 10**6), nnz=1000)
     assert cost_of(sparse, built_in()).iteration < 0.05  # 1,000 entries are in 2,000 rows at most
     als = plan_of(hmf.ExplicitALS(32, biases=False, device="cpu"), shape=(10**6, 1000), nnz=10**6)
-    assert cost_of(als.changed(facts=Facts(9, 9, 900_000)), built_in()).iteration < cost_of(als, built_in()).iteration
+    assert (
+        cost_of(als.changed(facts=DegreeFacts(9, 9, 900_000)), built_in()).iteration
+        < cost_of(als, built_in()).iteration
+    )
 
 
 def test_degrees_are_counted(monkeypatch):
     monkeypatch.setattr(types, "PIECE", 7)
     matrix = planted()
     users, items = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
-    assert Facts.of(matrix) == Facts(users.max(), 0, np.sum(users == 0))
-    assert Facts.of(matrix, items=True) == Facts(users.max(), items.max(), np.sum(users == 0) + np.sum(items == 0))
+    assert DegreeFacts.of(matrix) == DegreeFacts(users.max(), 0, np.sum(users == 0))
+    assert DegreeFacts.of(matrix, items=True) == DegreeFacts(
+        users.max(), items.max(), np.sum(users == 0) + np.sum(items == 0)
+    )
     assert hmf.plan(matrix, hmf.SGD(device="cpu")).facts.longest_item == items.max()
 
 

@@ -30,7 +30,7 @@ from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.plan import als_ranks
 from hybridmf.plan.als_gpu import slot_bytes
-from hybridmf.plan.grid import Grid, Layout
+from hybridmf.plan.grid import Grid, RankLayout
 from hybridmf.plan.half_sweep import PIECES, SLAB_BUFFERS, HalfPlan, Problem, priced
 from hybridmf.plan.machine import H200
 from hybridmf.plan.make import check_memory
@@ -709,7 +709,7 @@ def test_a_split_is_planned_where_a_whole_side_has_no_room() -> None:
 def test_a_rank_is_checked_by_its_own_grid() -> None:
     """Whatever the partition says of its own: one of whole sides does not count the sums of a split one."""
     shape, grids = (400_000, 300_000), both((2, 1))
-    layout = Layout({side: np.array([0, n // 2, n]) for side, n in zip(SIDES, shape, strict=True)}, grids)
+    layout = RankLayout({side: np.array([0, n // 2, n]) for side, n in zip(SIDES, shape, strict=True)}, grids)
     messages = []
     for parts_of, splits in ((2, 0), (1, 1), (1, 0)):
         half = HalfPlan("user", parts_of, 2, 2, loads=SLAB_BUFFERS, splits=splits, resident=True)

@@ -26,7 +26,7 @@ from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError, RatingsError
 from hybridmf.formats import transpose
-from hybridmf.plan.grid import Grid, Layout
+from hybridmf.plan.grid import Grid, RankLayout
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Plan
 from hybridmf.ranks.batches import BATCH_BYTES, batch_rows
@@ -197,7 +197,7 @@ def test_nan_on_one_rank(ratings_matrix: sp.csr_array) -> None:
         solver.update("user")
 
 
-def rank_of(comm: Any, layout: Layout, matrix: sp.csr_array, columns: int | None = None, **changes: Any) -> RankALS:
+def rank_of(comm: Any, layout: RankLayout, matrix: sp.csr_array, columns: int | None = None, **changes: Any) -> RankALS:
     model, plan, checked, state = problem("explicit", matrix, 2)
     both_ways = {"user": checked, "item": transpose(checked, num_threads=1)}
     own = {}
@@ -211,9 +211,9 @@ def rank_of(comm: Any, layout: Layout, matrix: sp.csr_array, columns: int | None
     return RankALS(comm, layout, blocks, model._objective(), plan, State(own["user"], own["item"]), CpuWorker())
 
 
-def layout_of(matrix: sp.csr_array, grid: tuple[int, int]) -> Layout:
+def layout_of(matrix: sp.csr_array, grid: tuple[int, int]) -> RankLayout:
     degrees = {"user": np.diff(matrix.indptr), "item": np.bincount(matrix.indices, minlength=matrix.shape[1])}
-    return Layout.even(degrees, both(grid), 1.0)
+    return RankLayout.even(degrees, both(grid), 1.0)
 
 
 @pytest.mark.parametrize("grid", [(1, 2), (2, 1)])
@@ -261,10 +261,10 @@ def test_bad_calls(ratings_matrix: sp.csr_array) -> None:
         rank_of(Single(), layout, ratings_matrix)
     with pytest.raises(RatingsError, match=r"by user have shape \(60, 39\), the layout is of \(60, 40\)"):
         run_ranks(2, lambda comm: rank_of(comm, layout, ratings_matrix[:, :-1]))
-    with pytest.raises(RatingsError, match=r"user block of rank . has shape .* cut it with Layout.cut"):
+    with pytest.raises(RatingsError, match=r"user block of rank . has shape .* cut it with RankLayout.cut"):
         run_ranks(2, lambda comm: rank_of(comm, layout, ratings_matrix, columns=-1))
     with pytest.raises(ValueError, match="same number of ranks"):
-        Layout(layout.bounds, {"user": Grid(1, 2), "item": Grid(3, 1)})
+        RankLayout(layout.bounds, {"user": Grid(1, 2), "item": Grid(3, 1)})
     with pytest.raises(ValueError, match="at least 1 x 1"):
         Grid(0, 2)
     with pytest.raises(ValueError, match="'two_phase' needs the socket of each GPU"):

@@ -15,7 +15,7 @@ from hybridmf.errors import DeviceError, DeviceMemoryError
 from hybridmf.plan import types
 from hybridmf.plan.als_gpu import gpu_plan
 from hybridmf.plan.make import make_plan
-from hybridmf.plan.types import Facts, Settings
+from hybridmf.plan.types import DegreeFacts, Settings
 from support import emulated
 
 
@@ -71,7 +71,7 @@ SPECS = {
 NETFLIX = ((480_189, 17_770), 99_072_112)
 
 
-def plan_of(free: int, slab: int | None = None, facts: Facts | None = None, **options: Any) -> types.Plan:
+def plan_of(free: int, slab: int | None = None, facts: DegreeFacts | None = None, **options: Any) -> types.Plan:
     spec = DeviceSpec("H200", 0, (9, 0), 132, 227 * 1024, 60 << 20, 141 << 30, free)
     settings = Settings.check(**({"factors": 64, "dtype": "float32", "num_threads": 1, "device": "cuda"} | options))
     objective = Objective.implicit(0.1, "none", 1.0, 1.0)

@@ -146,7 +146,7 @@ class EmulatedDevice:
         """Largest allocation that succeeds, to act out a device that runs out of memory."""
         self.launches: list[str] = []
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         pass
 
     def active(self) -> AbstractContextManager[None]:

@@ -141,7 +141,7 @@ def test_the_report_says_what_the_tables_mean_and_who_is_ahead():
     best = min(result.runs, key=lambda run: run.scores[-1])
     assert f"Lowest objective: {lowest.method} on cpu, {lowest.objective[-1]:,.6g}." in text
     assert f"Best held-out RMSE: {best.method} on cpu, {best.scores[-1]:.4f}." in text
-    assert "Lower is better for seconds, objective and RMSE" in text and "peak: memory beyond" in text
+    assert "Lower is better for seconds, objective and RMSE" in text and "peak: additional memory" in text
     # nothing differs and nothing is compiled on one CPU
     assert "factors differ" not in text and "compile" not in text
     run = result.runs[0]

@@ -249,7 +249,7 @@ def test_each_worker_is_one_rank(client):
     worker = next(iter(client.nthreads()))
     with pytest.raises(ValueError, match=rf"workers names {worker} more than once; name each worker once"):
         hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL), partitioned(frame()), workers=[worker, worker])
-    with pytest.raises(ValueError, match=r"device=\['cpu', 'cpu'\]: a cluster deals devices out, one a worker"):
+    with pytest.raises(ValueError, match=r"device=\['cpu', 'cpu'\]: each worker has its own device"):
         hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": ["cpu", "cpu"]}), partitioned(frame()))
 
 
@@ -301,7 +301,7 @@ def test_an_interrupted_client_stops_the_ranks(client, monkeypatch):
 
 
 def test_gpus_are_dealt_out_by_the_cluster(client):
-    with pytest.raises(ValueError, match='a cluster deals devices out, one a worker; use "cuda"'):
+    with pytest.raises(ValueError, match='each worker has its own device; use "cuda"'):
         hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "cuda:1"}), partitioned(frame()))
 
 

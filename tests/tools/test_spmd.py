@@ -15,8 +15,7 @@ from hybridmf.cpu.als import HalfSweep
 from hybridmf.data import fingerprint
 from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileError, NonFiniteError, RatingsError
 from hybridmf.model import checkpoint as checkpoints
-from hybridmf.plan.grid import Grid, Layout
-from hybridmf.plan.types import Facts
+from hybridmf.plan.grid import Grid
 from hybridmf.ranks.shares import RankBlocks, SharedEntries, StoredRatings, WholeRatings, check_same_data, exchange
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
@@ -79,7 +78,7 @@ def test_plans_of_ranks_know_the_degrees(share):
     """Of all ranks' entries together: room for the longest row depends on it."""
     matrix = as_csr(planted(), name="matrix")
     facts = fit(3, lambda: KINDS["explicit"](iterations=1), share=share).plan_.facts
-    assert facts == Facts.of(matrix, items=True)
+    assert facts == DegreeFacts.of(matrix, items=True)
     assert facts.positions == (np.diff(matrix.indptr).argmax(), np.bincount(matrix.indices).argmax())
     assert facts.empty == 2
 
@@ -91,7 +90,7 @@ def test_entries_go_where_a_cut_of_the_matrix_would_have_them(grids):
 
     def compare(communicator):
         shared = entries(matrix, communicator.rank, 4)
-        layout = Layout.even(shared.degrees(communicator), both, 1.0)
+        layout = RankLayout.even(shared.degrees(communicator), both, 1.0)
         for side, rows in (("user", matrix), ("item", as_csr(matrix.T, name="matrix"))):
             ours, expected = shared.block(communicator, layout, side), layout.cut(side, communicator.rank, rows)
             assert ours.shape == expected.shape and (ours != expected).nnz == 0
@@ -111,7 +110,7 @@ def test_ranks_read_their_part_of_a_store(grids, drop_zeros, tmp_path):
 
     def compare(communicator):
         stored = StoredRatings(store, np.float32, drop_zeros)
-        layout = Layout.even(stored.degrees(communicator), both, 1.0)
+        layout = RankLayout.even(stored.degrees(communicator), both, 1.0)
         for side, rows in (("user", whole), ("item", as_csr(whole.T, name="matrix"))):
             ours, expected = stored.block(communicator, layout, side), layout.cut(side, communicator.rank, rows)
             assert ours.shape == expected.shape and ours.nnz == expected.nnz and (ours != expected).nnz == 0
