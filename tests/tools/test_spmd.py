@@ -15,7 +15,8 @@ from hybridmf.cpu.als import HalfSweep
 from hybridmf.data import fingerprint
 from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileError, NonFiniteError, RatingsError
 from hybridmf.model import checkpoint as checkpoints
-from hybridmf.plan.grid import Grid
+from hybridmf.plan.grid import Grid, RankLayout
+from hybridmf.plan.types import DegreeFacts
 from hybridmf.ranks.shares import RankBlocks, SharedEntries, StoredRatings, WholeRatings, check_same_data, exchange
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
