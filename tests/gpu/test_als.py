@@ -365,7 +365,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(backend, kind, scali
         kind, backend, iterations=iterations, regularization_scaling=scaling,
         fit_options={"callback": lambda m, r: None},
     )  # fmt: skip
-    objective = model._objective()
+    objective = model._learned.objective
     losses = [record["objective"] for record in model.history_]
     assert all(later <= earlier * (1 + 1e-6) for earlier, later in pairwise(losses))
     start = initial_state(
