@@ -1,7 +1,7 @@
-"""What the tuner runs: for each kernel the work of a real half sweep, pass or epoch, and what its answer must be.
+"""Trials of the tuner: each runs a kernel as in a half sweep, pass or epoch of a fit, and checks its results.
 
-A trial owns arrays on the device and takes any configuration of its kernel. Answers are compared with float64 NumPy on
-a handful of rows, or update by update, before anything is timed.
+A trial owns arrays on the device and takes any configuration of its kernel. Before timing, results are compared with
+float64 NumPy on a few rows, or update by update.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SEGMENT = 2048
 """Entries of a segment of the published assemblies, as in a plan."""
 
 BATCH_BYTES = 2 << 30
-"""Systems of a trial, at most, as in a plan; and a quarter of what is free."""
+"""Maximum size of the systems of a trial, as in a plan; also at most a quarter of the free memory."""
 
 SUMS_TOLERANCE = 2e-5
-"""Largest error of an element of a sum in float32, of the largest one; float64: a millionth of that."""
+"""Tolerated error of a float32 sum, relative to the largest element; a millionth of that for float64."""
 
 RESIDUAL_TOLERANCE = {"float32": 3e-5, "bf16": 2e-2}
-"""Largest |Ax - b| / (|A| |x| + |b|)."""
+"""Tolerated |Ax - b| / (|A| |x| + |b|)."""
 
 REGULARIZATION = 0.05
 
@@ -55,7 +55,7 @@ class Part:
     Attributes
     ----------
     run, prepare : callable
-        What is timed, and what comes before and is not.
+        The timed function, and an untimed one that runs before it.
     flops : float
         Useful multiplications and additions.
     """
@@ -71,10 +71,10 @@ class Trial(Protocol):
     tolerance: float
 
     def parts(self, candidate: Candidate) -> dict[str, Part]:
-        """What is timed with a configuration, by name ("user", "item" where both sides are)."""
+        """Runs to time with a configuration, by name ("user" and "item" if both sides are timed)."""
 
     def error(self, candidate: Candidate) -> float:
-        """How far answers are from float64 NumPy; runs each part at least once."""
+        """Error of the results against float64 NumPy; runs each part at least once."""
 
 
 # ---------------------------------------------------------------------------------------------------- data
@@ -88,7 +88,7 @@ class Sample:
     ----------
     user_items, item_users : csr_array, float32
     name : str
-        For the record.
+        Name in records.
     """
 
     user_items: sp.csr_array
@@ -98,9 +98,9 @@ class Sample:
 
     @classmethod
     def draw(cls, n_users: int = 138_493, n_items: int = 27_278, nnz: int = 12_000_000, seed: int = 0) -> Sample:
-        """Log-normal user degrees, Zipf items: the sides of MovieLens 20M, and entries enough to keep a GPU busy.
+        """Log-normal user degrees, Zipf items: the sizes of MovieLens 20M, and enough entries to keep a GPU busy.
 
-        Pairs that are drawn twice count once.
+        Pairs drawn twice are kept once.
         """
         rng = np.random.default_rng(seed)
         users = np.repeat(np.arange(n_users), _degrees(n_users, nnz, rng))
@@ -114,32 +114,32 @@ class Sample:
         return cls(matrix, transposed(matrix), f"{n_users} x {n_items}, {len(pairs)} entries, seed {seed}")
 
     def side(self, side: Side, itemsize: int = 4) -> sp.csr_array:
-        """By the rows of a side."""
+        """The ratings by the rows of a side."""
         matrix = self.user_items if side == "user" else self.item_users
         return in_dtype(matrix, f"f{itemsize}")
 
 
 def in_dtype(matrix: sp.csr_array, dtype: Any) -> sp.csr_array:
-    """The matrix with values of a type; SciPy's astype would widen the indices too."""
+    """Convert the values of a matrix; SciPy's astype may also widen the indices."""
     indptr, indices, values = csr_arrays(matrix)
     return make_csr(indptr, indices, values.astype(dtype, copy=False), matrix.shape)
 
 
 def random_table(n: int, rank: int, width: int, dtype: Any, seed: int) -> np.ndarray:
-    """Factors as they are after a few iterations: around 1 / sqrt(rank), zeros in the padding."""
+    """Random factors of the size that fits reach: around 1 / sqrt(rank), zeros in the padding."""
     table = np.zeros((n, width), dtype=dtype)
     table[:, :rank] = np.random.default_rng(seed).standard_normal((n, rank), dtype=np.float32) / math.sqrt(rank)
     return table
 
 
 def handful(degrees: np.ndarray, count: int = 5) -> np.ndarray:
-    """Positions of the longest row, the shortest one with entries, and some between."""
+    """Positions of the longest row, of the shortest with entries, and of some between."""
     order = np.argsort(-degrees, kind="stable")[: int(np.count_nonzero(degrees))]
     return np.unique(order[np.linspace(0, len(order) - 1, count).astype(int)])
 
 
 def subset(matrix: sp.csr_array, most: int) -> sp.csr_array:
-    """Every k-th row, so that `most` are left."""
+    """Every k-th row, at most `most` of them."""
     if matrix.shape[0] <= most:
         return matrix
     chosen = matrix[np.linspace(0, matrix.shape[0] - 1, most).astype(int)]
@@ -155,7 +155,7 @@ def system_limit(device: Device, rank: int, itemsize: int) -> int:
 
 
 class AssemblySample:
-    """Rows of one side whose systems a published assembly sums, and where it puts them."""
+    """Rows of one side for a published assembly, and the outputs for their systems."""
 
     def __init__(self, device: Device, matrix: sp.csr_array, rank: int, itemsize: int) -> None:
         self.device, self.rank = device, rank
@@ -174,12 +174,12 @@ class AssemblySample:
 
     @functools.cached_property
     def outputs(self) -> tuple[Array, Array]:
-        """(matrices, rhs), a slot each segment."""
+        """(matrices, rhs), one slot per segment."""
         return self._empty(len(self.pieces.segments))
 
     @functools.cached_property
     def row_outputs(self) -> tuple[Array, Array]:
-        """The same, a slot each row."""
+        """(matrices, rhs), one slot per row."""
         return self._empty(len(self.degrees))
 
     def _empty(self, n: int) -> tuple[Array, Array]:
@@ -187,12 +187,12 @@ class AssemblySample:
         return self.device.empty((n, *shape), self.dtype), self.device.empty((n, self.rank), self.dtype)
 
     def clear(self, outputs: tuple[Array, Array]) -> None:
-        """What another configuration left must not pass for an answer."""
+        """Overwrite results of another configuration, which must not pass the check."""
         for array in outputs:
             array[...] = np.nan
 
     def error(self, outputs: tuple[Array, Array], by_row: bool) -> float:
-        """Largest error of a handful of rows, of the largest element of each."""
+        """Largest error over a few rows, relative to the largest element of each."""
         worst = 0.0
         for row in handful(self.degrees):
             A, b = (self._download(array, row, by_row) for array in outputs)
@@ -246,7 +246,7 @@ class SyrkTrial:
 
 
 class BalsTrial:
-    """`bals` over the rows of both sides, rows and columns by degree, as a fit orders them."""
+    """`bals` over the rows of both sides, ordered by degree as in a fit."""
 
     def __init__(self, device: Device, sample: Sample, facts: Facts) -> None:
         self.device, self.rank = device, facts["rank"]
@@ -272,7 +272,7 @@ class BalsTrial:
         return self._tiles[key]
 
     def parts(self, candidate: Candidate) -> dict[str, Part]:
-        """See `Trial`; tiles are built before, and their time does not count."""
+        """See `Trial`; tiles are built before and not timed."""
         size = bals_tile(candidate)
         return {
             side: Part(functools.partial(self._run, side, size, candidate.config), None, sums.flops)
@@ -343,11 +343,11 @@ class FusedSide:
         kernels.solve_rows(systems, self.factors, entries, self.indptr, self.short)
 
     def clear(self) -> None:
-        """Start anew: what another configuration left must not pass for an answer, nor for a warm start."""
+        """Overwrite results of another configuration, which must not pass the check nor serve as a warm start."""
         self.systems.solutions[...] = 0
 
     def error(self) -> float:
-        """Largest residual of a handful of rows."""
+        """Largest residual over a few rows."""
         worst = 0.0
         for row in handful(self.degrees):
             part = slice(self.matrix.indptr[row], self.matrix.indptr[row + 1])
@@ -374,7 +374,7 @@ class FusedTrial:
         }
 
     def error(self, candidate: Candidate) -> float:
-        """See `Trial`; conjugate gradients go on until they have converged, which shows the same systems."""
+        """See `Trial`; conjugate gradients run to convergence, so that the residual checks the systems."""
         worst = 0.0
         for rows in self.sides.values():
             rows.clear()
@@ -397,7 +397,7 @@ class SystemsTrial:
     """Cholesky or conjugate gradients of a batch of systems in global memory."""
 
     distinct = 1024
-    """Systems that are drawn; the others repeat them, which no kernel can know."""
+    """Number of random systems; the others are copies of them."""
 
     most = 32768
     """Systems of a batch."""
@@ -454,11 +454,11 @@ class SystemsTrial:
 
 
 class BlockedTrial:
-    """MSGD's passes over the longest rows of the items; answers: a walk of shorter rows, update by update."""
+    """MSGD's passes over the longest item rows; the check processes shorter rows, update by update."""
 
     rate = 0.005
     longest = 128
-    """Rows that are timed."""
+    """Number of timed rows."""
 
     def __init__(self, device: Device, sample: Sample, facts: Facts) -> None:
         self.device, self.ld = device, facts["ld"]
@@ -513,8 +513,8 @@ class BlockedTrial:
 class HogwildTrial:
     """Epochs of batch-Hogwild.
 
-    Answers: one worker on a few entries, update by update; and with all workers the squared errors during the third
-    epoch, which may not be more than 2 % above those of the rule's configuration (the first that is tried).
+    The check has two parts: one worker on a few entries, update by update; and all workers, whose squared errors in the
+    third epoch may be at most 2 % above those of the rule's configuration (the first that is tried).
     """
 
     rate = 0.005
@@ -558,7 +558,7 @@ class HogwildTrial:
     def parts(self, candidate: Candidate) -> dict[str, Part]:
         """See `Trial`."""
         flops = 8.0 * self.ld * float(len(self.matrix.data))
-        self.runs(candidate.config.run)  # uploaded before anything is timed
+        self.runs(candidate.config.run)  # uploads runs before timing
         return {"epoch": Part(functools.partial(self._epoch, candidate.config), None, flops)}
 
     def error(self, candidate: Candidate) -> float:
@@ -586,7 +586,7 @@ class HogwildTrial:
         return float(np.max(errors))
 
     def _of_all_workers(self, config: Any) -> float:
-        """The tolerance, scaled by how much of the allowed rise is used."""
+        """The tolerance, scaled by the used part of the allowed rise."""
         self.work = self._start(self.matrix.shape)
         for _ in range(self.epochs):
             errors = self._epoch(config)
@@ -601,7 +601,7 @@ class HogwildTrial:
 
 
 class CcdTrial:
-    """One side's pass of CCD++ over a factor, vectors in shared memory; answers: the ridge regressions of some rows."""
+    """One side's pass of CCD++ over a factor, vectors in shared memory; checks the ridge regressions of some rows."""
 
     def __init__(self, device: Device, sample: Sample, facts: Facts) -> None:
         self.device, self.vectors = device, facts["vectors"]
@@ -611,7 +611,7 @@ class CcdTrial:
         self.degrees = np.diff(self.matrix.indptr)
         self.objective = Objective("explicit", REGULARIZATION, 1.0)
         rng = np.random.default_rng(0)
-        # of the fixed side: factor before, this one, its new values; of the own side: factor before, this one
+        # fixed side: previous factor, this one, its new values; own side: previous factor, this one
         self.fixed = [self._vector(rng, self.matrix.shape[1]) for _ in range(3)]
         if self.vectors == 2:
             self.fixed[2] = self.fixed[1]
@@ -627,11 +627,11 @@ class CcdTrial:
         return vector
 
     def entries(self, config: ccd_gpu.StagedConfig) -> ccd.CcdEntries:
-        """The sample in the layout of a configuration; the residual is the ratings."""
+        """The sample in the layout of a configuration; the residual equals the ratings."""
         layout = ccd_gpu.CcdConfig.staged_as(config, self.matrix.shape[1], self.vectors, self.dtype, self.device.spec)
         if config.segment not in self._entries:
             self._entries[config.segment] = ccd.CcdEntries(self.device, self.matrix, self.objective, layout)
-        entries = copy.copy(self._entries[config.segment])  # threads do not change where entries lie
+        entries = copy.copy(self._entries[config.segment])  # the layout does not depend on threads
         entries.config, entries._kernels = layout, {}
         return entries
 
@@ -646,7 +646,7 @@ class CcdTrial:
         entries.residuals[...] = entries.ratings
 
     def parts(self, candidate: Candidate) -> dict[str, Part]:
-        """See `Trial`; residuals start anew, so that nothing grows over many passes."""
+        """See `Trial`; residuals are reset, so that values do not grow over many passes."""
         config = candidate.config
         flops = 10.0 * float(len(self.matrix.data))
         prepare = functools.partial(self._reset, config)
@@ -672,7 +672,7 @@ class CcdTrial:
 
 
 class TopKTrial:
-    """Top 10 of random users among as many items as the sample has."""
+    """Top 10 of random users among the items of the sample."""
 
     wanted = 10
 

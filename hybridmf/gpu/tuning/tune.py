@@ -1,13 +1,13 @@
 """Times the configurations of kernels on this GPU and finds the fastest (Gates et al., section VIII; BALS 4.3).
 
-One job is one kernel with the facts that its choice depends on. Its configurations (`spaces`) are compiled on all
-cores, those of the rule and of tables first; what spills more registers than the rule's is dropped. Each is run once
-and its answer checked (`trials`) before it is timed. The best three, the rule's and the tables' are then timed in turn,
-and the winner's code for other kinds of entries is looked at.
+A job is a kernel with the facts that its choice depends on. Its configurations (`spaces`) are compiled on all cores,
+those of the rule and of tables first; those that spill more registers than the rule's are dropped. Each runs once, and
+its results are checked (`trials`) before it is timed. The best three, the rule's and the tables' are then timed in
+turn, and the winner's code for other kinds of entries is compiled and checked.
 
-Jobs share the time budget by their weights, and what one leaves is the others'; what a share cuts off is what was
-expected least of. All kernels have their first rank tuned before any has its second. A job that begins looks at a few
-configurations whatever its share is, since less finds nothing; jobs for which no time is left are named.
+Jobs share the time budget by their weights, and later jobs get the time that one leaves. A share cuts off the least
+promising configurations. The first rank of all kernels is tuned before the second of any. A job that starts times a few
+configurations even beyond its share; jobs without time left are reported.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ logger = logging.getLogger("hybridmf")
 
 FACTORS = (32, 64, 100, 128)
 BUDGET = 300.0
-"""Seconds, by default."""
+"""Default time budget in seconds."""
 
 REPEATS = 3
-"""Times that each configuration is timed; once, where the first time is `HOPELESS` times the best so far."""
+"""Runs timed per configuration; only one if the first takes `HOPELESS` times the best so far."""
 
 HOPELESS = 1.3
 FINALISTS = 3
@@ -50,7 +50,7 @@ GAIN = 0.01
 """Part of the time that a configuration must save to replace the rule's or a table's: less is noise."""
 
 FEWEST = 4
-"""Configurations beside the rule's and the tables' that a job looks at while there is time at all."""
+"""Configurations beside the rule's and the tables' that a job times even beyond its share."""
 
 
 Timer = Callable[[Device, Part, int], list[float]]
@@ -58,7 +58,7 @@ Timer = Callable[[Device, Part, int], list[float]]
 
 
 def event_times(device: Device, part: Part, repeats: int) -> list[float]:
-    """Milliseconds of each of `repeats` runs, by CUDA events; by the clock where the device is emulated."""
+    """Milliseconds of each of `repeats` runs, by CUDA events, or by the clock on an emulated device."""
     if not isinstance(device, CudaDevice):
         return [_wall_ms(device, part) for _ in range(repeats)]
     import cupy
@@ -74,7 +74,7 @@ def event_times(device: Device, part: Part, repeats: int) -> list[float]:
             end.record()
             marks.append((start, end))
         marks[-1][1].synchronize()
-        # the first does not count: while it runs the host gets ahead, whose launches would else be timed
+        # not counted: the host launches ahead during the first run, so that launches are not timed
         return [float(cupy.cuda.get_elapsed_time(start, end)) for start, end in marks[1:]]
 
 
@@ -90,7 +90,7 @@ def _wall_ms(device: Device, part: Part) -> float:
 
 @dataclass
 class Measurement:
-    """What became of one configuration.
+    """Result of one configuration.
 
     Attributes
     ----------
@@ -101,11 +101,11 @@ class Measurement:
     ms : dict of str to float
         Milliseconds of each part of the trial, medians.
     gflops : dict of str to float
-        Useful work of each part over its time.
+        Useful operations of each part per time.
     error : float or None
-        What the check found.
+        Error found by the check.
     resources : Resources or None
-        The largest of its kernels.
+        Maximum over its kernels.
     """
 
     candidate: Candidate
@@ -118,7 +118,7 @@ class Measurement:
 
     @property
     def score(self) -> float:
-        """Geometric mean of the parts' milliseconds, as Gates choose the best overall kernel."""
+        """Geometric mean of the milliseconds of all parts, as Gates et al. choose the best overall kernel."""
         if not self.ms:
             return math.inf
         return math.exp(statistics.fmean(math.log(max(value, 1e-9)) for value in self.ms.values()))
@@ -126,7 +126,7 @@ class Measurement:
 
 @dataclass
 class Job:
-    """One kernel with the facts that its choice depends on, and what came of it.
+    """A kernel with the facts that its choice depends on, and the results.
 
     Attributes
     ----------
@@ -134,15 +134,15 @@ class Job:
     factors : int
     facts : dict
     known : list of dict
-        What tables say for these facts.
+        Values of tables for these facts.
     measurements : list of Measurement
         The rule's configuration first, then those of tables.
     winner : Measurement or None
     candidates : int
-        Configurations there are.
+        Number of configurations.
     seconds : float
     reason : str
-        Why there is no winner, or what was cut off.
+        Why there is no winner, or why the search ended early.
     """
 
     space: Space
@@ -157,12 +157,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name in messages."""
         return f"{self.space.kernel}, {', '.join(f'{name} {value}' for name, value in self.facts.items())}"
 
     @property
     def timed(self) -> list[Measurement]:
-        """Those that were timed, fastest first."""
+        """Timed configurations, fastest first."""
         return sorted((one for one in self.measurements if one.status == "timed"), key=lambda one: one.score)
 
     def is_known(self, one: Measurement) -> bool:
@@ -171,14 +171,14 @@ class Job:
 
     @property
     def rule_ms(self) -> float:
-        """Of the rule's configuration; of the winner where the rule's could not be timed."""
+        """Milliseconds of the rule's configuration, or of the winner if the rule's could not be timed."""
         assert self.winner is not None
         rule = self.measurements[0]
         return rule.score if rule.status == "timed" else self.winner.score
 
     @property
     def entry(self) -> Entry | None:
-        """What a tuned table keeps: the winner, if it has beaten anything."""
+        """Entry for a tuned table: the winner, if others were timed."""
         timed = len(self.timed)
         if self.winner is None or timed < LEAST_MEASURED:
             return None
@@ -187,7 +187,7 @@ class Job:
         return Entry(self.space.kernel, self.facts, values, *times, timed, rivals=tuple(self.known))
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """A record of each configuration, what plots are made of."""
+        """A record of each configuration, for plots."""
         for place, one in enumerate(self.measurements):
             resources = one.resources
             yield {
@@ -201,7 +201,7 @@ class Job:
             }  # fmt: skip
 
     def summary(self) -> str:
-        """A line for people."""
+        """One line of text."""
         winner = self.winner
         if winner is None:
             return f"{self.name}: {self.reason}"
@@ -222,8 +222,8 @@ class Job:
 def make_jobs(kernels: Sequence[str] | None, factors: Sequence[int], itemsize: int) -> list[Job]:
     """Each kernel with each combination of facts once.
 
-    The kernels take turns, in the order of `spaces.SPACES`; each has its most usual kind of facts (the first) at all
-    ranks before the next kind.
+    Kernels alternate, in the order of `spaces.SPACES`; the most usual facts of each (the first) come at all ranks
+    before the next ones.
     """
     of_kernels: list[list[Job]] = []
     for name in SPACES if kernels is None else dict.fromkeys(kernels):
@@ -248,7 +248,7 @@ def tune(
     timer: Timer = event_times,
     table: Table | None = None,
 ) -> Iterator[Job]:
-    """Tune kernels on a device; yields each job once it is done, so that what was found is not lost.
+    """Tune kernels on a device; yield each job once it is done, so that its results are not lost.
 
     Parameters
     ----------
@@ -258,26 +258,26 @@ def tune(
     factors : sequence of int
         Ranks.
     dtype : {"float32", "float64"}
-        Of the numbers; kernels that know only one are left out for the other.
+        Dtype of factors; kernels without support for it are left out.
     budget : float
-        Seconds from when the ratings are drawn; the last job that begins may take a little longer.
+        Seconds, from the drawing of ratings; the last job may take slightly longer.
     sample : Sample, optional
         Ratings; default: `Sample.draw()`.
     most : int, optional
-        Configurations of a job at most; those of the rule and of tables are timed whatever it says.
+        Maximum configurations of a job, beside those of the rule and of tables.
     num_threads : int, optional
         Compilations at a time; default: all cores.
     timer : callable
-        For tests.
+        Replaces `event_times` in tests.
     table : Table, optional
-        Where what is found will go, if fits do not look there: its configurations are timed, too.
+        Destination of the results, if fits do not read it: its configurations are timed, too.
 
     Raises
     ------
     ValueError
-        An unknown kernel, a rank or a budget that is none.
+        An unknown kernel, or an invalid rank or budget.
     DeviceError
-        The device does not work any more; jobs that were yielded stand.
+        The device failed; jobs already yielded stay valid.
     """
     for kernel in kernels or ():
         check_choice("kernel", kernel, tuple(SPACES))
@@ -290,13 +290,13 @@ def tune(
 
 
 def table_of(device: Device, jobs: Sequence[Job]) -> Table:
-    """The tuned table that jobs make."""
+    """Make the tuned table from the winners of jobs."""
     entries = (job.entry for job in jobs)
     return Table(Gpu.of(device.spec), tuple(entry for entry in entries if entry is not None))
 
 
 def stamp(device: Device) -> dict[str, Any]:
-    """What every record says of GPU and versions."""
+    """GPU and versions, for every record."""
     spec = device.spec
     gpu: dict[str, Any] = {
         "name": spec.name,
@@ -313,7 +313,7 @@ def stamp(device: Device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the jobs of a run share; see `tune`."""
+    """State shared by the jobs of a run; see `tune`."""
 
     device: Device
     timer: Timer
@@ -330,7 +330,7 @@ def _run_jobs(run: _Run, jobs: list[Job], budget: float, sample: Sample | None, 
     try:
         for place, runner in enumerate(runners):
             _work_through(runner, runners[place + 1 :], sample, end, budget)
-            # its other programs were compiled meanwhile
+            # its variants were compiled meanwhile
             if before is not None:
                 yield before.settled()
             before = runner
@@ -341,7 +341,7 @@ def _run_jobs(run: _Run, jobs: list[Job], budget: float, sample: Sample | None, 
 
 
 def _work_through(runner: _Runner, later: Sequence[_Runner], sample: Sample, end: float, budget: float) -> None:
-    """One job within its share of what is left of the time."""
+    """Run one job within its share of the remaining time."""
     job, started = runner.job, time.monotonic()
     if started >= end:
         job.reason = (
@@ -352,8 +352,8 @@ def _work_through(runner: _Runner, later: Sequence[_Runner], sample: Sample, end
     runner.end, runner.deadline = end, started + (end - started) * job.space.weight / weights
     try:
         runner.prepare()
-        for following in later[:1]:  # ahead of this job's other programs, so that it need not wait for them
-            with contextlib.suppress(ValueError):  # told when it is its turn
+        for following in later[:1]:  # before this job's variants, so that the next job does not wait for them
+            with contextlib.suppress(ValueError):  # reported when it runs
                 following.prepare()
         runner.run(sample)
     except (DeviceMemoryError, ValueError) as error:
@@ -362,7 +362,7 @@ def _work_through(runner: _Runner, later: Sequence[_Runner], sample: Sample, end
 
 
 class _Runner:
-    """Works through one job until its deadline."""
+    """Runs one job until its deadline."""
 
     def __init__(self, run: _Run, job: Job, pool: ThreadPoolExecutor) -> None:
         self.device, self.timer, self.most, self.table = run.device, run.timer, run.most, run.table
@@ -376,12 +376,12 @@ class _Runner:
         self.variants: list[list[Future[Resources]]] = []
 
     def prepare(self) -> None:
-        """Compile the rule's configuration and those of tables, if that was not begun before.
+        """Compile the rule's configuration and those of tables, unless already started.
 
         Raises
         ------
         ValueError
-            Not even the rule finds a configuration that the device can run.
+            The device cannot run even the rule's configuration.
         """
         if self.first:
             return
@@ -390,7 +390,7 @@ class _Runner:
         job.known = known(job.space.kernel, spec, job.facts, job.space.block, beside=self.table)
         first = [rule]
         for values in job.known:
-            with contextlib.suppress(TypeError, ValueError):  # fits cannot use it either
+            with contextlib.suppress(TypeError, ValueError):  # fits ignore it, too
                 one = job.space.named(job.facts, spec, **values)
                 first += [one] if one.values not in [each.values for each in first] else []
         tried = [one.values for one in first]
@@ -399,7 +399,7 @@ class _Runner:
         self.first = {self._submit(one): one for one in first}
 
     def run(self, sample: Sample) -> None:
-        """Compile, check and time; then the finals."""
+        """Compile, check and time all configurations; then run the finals."""
         most = None if self.most is None else max(0, self.most - len(self.first))
         compiling = {self._submit(one): one for one in self.others[:most]}
         (rule, candidate), *tables = self.first.items()
@@ -420,14 +420,14 @@ class _Runner:
         return self.pool.submit(self._compile, self.job.space.builds(self.job.facts, candidate.config))
 
     def _compile(self, builds: Sequence[Build]) -> Resources:
-        """Compile all kernels of some programs; the most that one of them takes."""
+        """Compile all kernels of some programs; return the maximum of their resources."""
         found = []
         for file, kernel, constants in builds:
             found.append(self.device.resources(source_text(file), kernel, constant_texts(constants)))
         return Resources(max(one.registers for one in found), max(one.local_bytes for one in found))
 
     def _completed(self, waiting: list[Future[Resources]]) -> Iterator[Future[Resources]]:
-        """Compilations as they end, of those the most promising first: a few, and more until the deadline."""
+        """Compilations as they end, the most promising first: a few in any case, more until the deadline."""
         for count in itertools.count():
             limit = self.end if count < FEWEST else self.deadline
             done = wait(waiting, max(0.0, limit - time.monotonic()), FIRST_COMPLETED).done if waiting else set()
@@ -438,7 +438,7 @@ class _Runner:
             yield first
 
     def _measure_rule(self, trial: Trial, future: Future[Resources], candidate: Candidate) -> None:
-        """The rule's configuration: what it spills is what others may."""
+        """Measure the rule's configuration; others may spill as much as it does."""
         try:
             self.allowed_bytes = future.result().local_bytes
         except DeviceError as error:
@@ -446,7 +446,7 @@ class _Runner:
         self._measure(trial, future, candidate)
 
     def _measure(self, trial: Trial, future: Future[Resources], candidate: Candidate) -> None:
-        """Check and time one configuration; what fails is recorded with the reason."""
+        """Check and time one configuration; record the reason of a failure."""
         try:
             resources = future.result()
         except DeviceError as error:
@@ -488,7 +488,7 @@ class _Runner:
         self.job.measurements.append(measurement)
 
     def _require_device(self, problem: Exception) -> None:
-        """After an error that stays with the device, nothing that follows would mean anything."""
+        """Raise if an error left the device unusable: later results would be meaningless."""
         try:
             self.device.synchronize()
         except DeviceError as error:
@@ -498,9 +498,9 @@ class _Runner:
             ) from error
 
     def _finals(self, trial: Trial) -> None:
-        """Time the best, the rule's and the tables' in turn, so that drift hits all alike.
+        """Time the best, the rule's and the tables' in turn, so that drift affects all alike.
 
-        What may win has its code for other entries compiled.
+        Also compiles possible winners for other kinds of entries.
         """
         job = self.job
         if not job.timed:
@@ -524,7 +524,7 @@ class _Runner:
         return [self.pool.submit(self._compile, [build]) for build in builds]
 
     def settled(self) -> Job:
-        """The job with its winner: the fastest whose code for other kinds of entries is sound too."""
+        """Return the job with its winner: the fastest whose variants for other kinds of entries also pass."""
         job = self.job
         if not self.contenders:
             return job

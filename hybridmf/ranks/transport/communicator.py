@@ -1,8 +1,8 @@
-"""What distributed algorithms ask of a transport; the algorithms know no other way to reach another rank.
+"""The interface of transports, through which distributed algorithms reach other ranks.
 
-Arrays are NumPy's, or those of the rank's device where the transport moves them directly (NCCL). Collectives are called
-by all ranks of a communicator in the same order, with arrays of the same shape and dtype where nothing else is said.
-They return new arrays and write to none of their arguments.
+Arrays are NumPy's, or those of the rank's device if the transport sends them directly (NCCL). All ranks of a
+communicator call collectives in the same order, with arrays of the same shape and dtype unless stated otherwise.
+Collectives return new arrays and do not modify their arguments.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from ...errors import CommunicatorError
 
 Array = Any
-"""A NumPy array, or one of the device of the rank."""
+"""A NumPy array, or an array on the device of the rank."""
 
 
 TIMEOUT = 600.0
-"""Seconds a rank waits for another, if not told otherwise: as long as ranks may differ in the time of their work."""
+"""Default timeout in seconds: the time by which the work of ranks may differ."""
 
 
 class Communicator(Protocol):
     """One rank of a group; derive from it for the defaults.
 
-    Every method raises CommunicatorError where another rank has aborted, has ended or does not answer within the
-    communicator's timeout; the message holds the first cause. A communicator that has failed stays failed.
+    Every method raises CommunicatorError if another rank has aborted, has ended or does not answer within the
+    communicator's timeout; the message has the first cause. A communicator that has failed stays failed.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Communicator(Protocol):
         0 <= rank < size.
     size : int
     cause : str
-        Why it has failed; empty while it has not. Long computations between two calls may check it.
+        Cause of a failure; empty without one. Long computations between two calls may check it.
     timeout : float
         Seconds a rank waits for another.
     one_process : bool
@@ -54,37 +54,37 @@ class Communicator(Protocol):
 
     @property
     def cause(self) -> str:
-        """Why it has failed."""
+        """Cause of a failure."""
 
     def allreduce(self, array: Array) -> Array:
         """Sum over the ranks, on each rank: the same bits everywhere."""
 
     def reduce_scatter(self, array: Array, counts: Sequence[int]) -> Array:
-        """Sum over the ranks of `array`, shape (sum(counts), ...), of which rank r gets its ``counts[r]`` rows."""
+        """Sum over the ranks of `array`, shape (sum(counts), ...), of which rank r gets ``counts[r]`` rows."""
 
     def allgatherv(self, array: Array, counts: Sequence[int]) -> Array:
         """All ranks' rows one after the other, shape (sum(counts), ...); rank r gives ``counts[r]`` of them."""
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
-        """The root's array; the others give one of its shape and dtype, whose content does not matter."""
+        """The root's array; the others pass an array of its shape and dtype with arbitrary content."""
 
     def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
-        """Send `array` to rank `dest`; return what rank `source` sends, of the shape and dtype of `like`."""
+        """Send `array` to rank `dest`; return the array from rank `source`, of the shape and dtype of `like`."""
 
     def start_sendrecv(
         self, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
     ) -> Callable[[], list[Array]]:
-        """Begin to send arrays to `dest` and to receive others from `source`, while the caller computes.
+        """Start to send arrays to `dest` and to receive others from `source`, while the caller computes.
 
-        By default a thread sends and receives; meanwhile the caller may make every call but another `sendrecv`.
+        By default a thread sends and receives; meanwhile the caller may make any call except another `sendrecv`.
 
         Parameters
         ----------
         arrays : sequence of array
-            Must not change until the answer has been taken; may be read.
+            Must not change until the returned function was called; may be read.
         dest, source : int
         likes : sequence of array
-            Shapes and dtypes of what `source` sends.
+            Arrays with the shapes and dtypes that `source` sends.
 
         Returns
         -------
@@ -101,17 +101,17 @@ class Communicator(Protocol):
         """Wait for all ranks."""
 
     def meet(self, what: str, timeout: float) -> None:
-        """Wait for all ranks if they are threads of one process, else return at once; `what` names the call."""
+        """Wait for all ranks if they are threads of one process, else return immediately; `what` names the call."""
         return None
 
     def split(self, color: int) -> Communicator:
-        """The ranks that give the same color, in the order of their ranks; called by all ranks."""
+        """Communicator of the ranks with the same color, in the order of ranks; called by all ranks."""
 
     def abort(self, cause: str) -> None:
         """Make this and every later call fail on all ranks, with this cause."""
 
     def close(self) -> None:
-        """Give back what the transport holds; the communicator cannot be used again."""
+        """Release the resources of the transport; the communicator cannot be used afterwards."""
 
 
 def gather(communicator: Communicator, array: np.ndarray, counts: Sequence[int]) -> np.ndarray | None:
@@ -128,18 +128,18 @@ def gather(communicator: Communicator, array: np.ndarray, counts: Sequence[int])
 
 
 def check_agreement(communicator: Communicator, facts: dict[str, object]) -> None:
-    """Refuse to go on where ranks were not given the same; called by all ranks.
+    """Raise if ranks have different arguments; called by all ranks.
 
     Parameters
     ----------
     communicator : Communicator
     facts : dict
-        By name what has to be equal, told apart by its repr.
+        Values that must be equal, by name; compared by their repr.
 
     Raises
     ------
     CommunicatorError
-        On all ranks; names the fact and a rank that has another than rank 0.
+        On all ranks; names the fact and a rank that differs from rank 0.
     """
     own = np.array([zlib.crc32(repr(fact).encode()) for fact in facts.values()], dtype=np.int64)
     everyone = communicator.allgatherv(own, [len(own)] * communicator.size).reshape(communicator.size, -1)
@@ -151,17 +151,17 @@ def check_agreement(communicator: Communicator, facts: dict[str, object]) -> Non
 
 
 class LocalCommunicator(Communicator, Protocol):
-    """A communicator whose ranks share a process, so that one thread can call for all of them."""
+    """A communicator whose ranks share a process, so that one thread can make the calls of all."""
 
     @staticmethod
     def allgatherv_together(
         communicators: Sequence[Any], arrays: Sequence[Array], counts: Sequence[int]
     ) -> list[Array]:
-        """`allgatherv` of all ranks by the calling thread, one array each."""
+        """`allgatherv` of all ranks on the calling thread, with one array each."""
 
 
 class Single(Communicator):
-    """The communicator of one rank: nothing moves."""
+    """The communicator of a single rank."""
 
     rank, size = 0, 1
 
@@ -170,7 +170,7 @@ class Single(Communicator):
 
     @property
     def cause(self) -> str:
-        """Why it was aborted; empty if it was not."""
+        """Cause of an abort; empty without one."""
         return self._cause
 
     def _check(self) -> None:
@@ -198,15 +198,15 @@ class Single(Communicator):
         return self._same(array)
 
     def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
-        """A copy of what this rank sends itself."""
+        """A copy of the array, which this rank sends to itself."""
         return self._same(array)
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Only check for an abort."""
         self._check()
 
     def split(self, color: int) -> Communicator:
-        """Itself, once more."""
+        """Another communicator of the single rank."""
         self._check()
         return Single()
 
@@ -215,4 +215,4 @@ class Single(Communicator):
         self._cause = self._cause or cause
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""

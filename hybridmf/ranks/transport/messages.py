@@ -1,7 +1,7 @@
-"""Collectives made of messages between pairs of ranks: threads and sockets differ only in how they carry one.
+"""Collectives over messages between pairs of ranks; threads and sockets implement the messages.
 
-Sums are added in the order of the ranks, whoever adds them, so that they have the same bits on all ranks, in every
-rerun, and over every transport.
+Sums are added in the order of ranks on every rank, so that they have the same bits on all ranks, in every rerun, and
+over every transport.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ...errors import CommunicatorError
 from .communicator import Communicator
 
 SMALL = 1 << 16
-"""Bytes up to which every rank adds the whole of an array by itself: one round of messages instead of two."""
+"""Bytes up to which every rank adds the whole array: one round of messages instead of two."""
 
 KINDS = "biufc"
-"""Kinds of dtypes that travel: numbers."""
+"""Kinds of dtypes that can be sent: numbers."""
 
 
 class Transport(Protocol):
-    """Carries arrays between ranks, in the order they were sent between two ranks under one context.
+    """Sends arrays between ranks; arrays between two ranks under one context keep their order.
 
-    Derive from it for the defaults, which are those of ranks in processes of their own.
+    Derive from it for the defaults, which are for ranks in separate processes.
     """
 
     timeout: float
@@ -37,13 +37,13 @@ class Transport(Protocol):
         return None
 
     def snapshot(self, array: np.ndarray) -> np.ndarray:
-        """What may be sent although the caller changes `array` after the call."""
+        """An array to send that does not change if the caller modifies `array` after the call."""
 
     def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
-        """Send; does not wait for `dest` to receive it."""
+        """Send an array; does not wait for `dest` to receive it."""
 
     def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
-        """(what the source calls, array); waits up to `timeout` seconds, then fails."""
+        """Return (the call of the source, array); waits up to `timeout` seconds, then fails."""
 
     def fail(self, cause: str) -> None:
         """Make every later call on every rank raise a CommunicatorError with the first cause."""
@@ -52,21 +52,21 @@ class Transport(Protocol):
         """Raise the CommunicatorError of a transport that has failed."""
 
     def close(self, rank: int) -> None:
-        """The rank sends and receives nothing more."""
+        """End the messages of a rank."""
 
 
 def even_counts(rows: int, size: int) -> list[int]:
-    """`rows` split among ranks as evenly as can be."""
+    """Split `rows` among ranks as evenly as possible."""
     return [rows * (rank + 1) // size - rows * rank // size for rank in range(size)]
 
 
 def check_counts(counts: Sequence[int], size: int, rows: int, name: str) -> list[int]:
-    """Counts of rows, one a rank, as ints.
+    """Check counts of rows, one per rank; return them as ints.
 
     Raises
     ------
     ValueError
-        Not one a rank, a negative one, or not `rows` together.
+        There is not one count per rank, one is negative, or their sum is not `rows`.
     """
     checked = [int(count) for count in counts]
     if len(checked) != size or min(checked, default=0) < 0:
@@ -77,7 +77,7 @@ def check_counts(counts: Sequence[int], size: int, rows: int, name: str) -> list
 
 
 def check_array(array: Any) -> np.ndarray:
-    """A NumPy array of numbers in C order.
+    """Check for a NumPy array of numbers; return it in C order.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def check_array(array: Any) -> np.ndarray:
 
 
 def check_peer(name: str, rank: int, size: int) -> int:
-    """A rank of the communicator.
+    """Check for a rank of the communicator.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def check_peer(name: str, rank: int, size: int) -> int:
 
 
 def add_in_order(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """``(pieces[0] + pieces[1]) + ...`` in the dtype they have."""
+    """``(pieces[0] + pieces[1]) + ...`` in the dtype of the pieces."""
     total: np.ndarray = pieces[0].copy()
     for piece in pieces[1:]:
         np.add(total, piece, out=total)
@@ -113,9 +113,9 @@ def add_in_order(pieces: Sequence[np.ndarray]) -> np.ndarray:
 class MessageCommunicator(Communicator):
     """One rank of a group whose members send each other messages; see `communicator.Communicator`.
 
-    Ranks that call different things, or with other dtypes, shapes or counts, find out and fail, naming both calls. A
-    failure of a communicator is one of all that were split from it or that it was split from. `sendrecv` may run in
-    another thread beside the other calls.
+    Ranks whose calls differ, or whose dtypes, shapes or counts differ, fail with an error that names both calls. A
+    communicator fails together with all that were split from it or that it was split from. `sendrecv` may run on
+    another thread, concurrently with other calls.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ class MessageCommunicator(Communicator):
     rank : int
         Which of the members this is.
     context : str
-        Tells this group's messages from those of others on the same transport.
+        Distinguishes the messages of this group from others on the same transport.
     """
 
     def __init__(self, transport: Transport, members: Sequence[int], rank: int, context: str = "") -> None:
@@ -160,9 +160,9 @@ class MessageCommunicator(Communicator):
         raise CommunicatorError(cause)
 
     def _exchange(self, what: str, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Give piece r to rank r; what each rank gave to this one. Not to be written to."""
+        """Send piece r to rank r; return the pieces sent to this rank, which are read-only."""
         self._check()
-        for step in range(1, self.size):  # each rank begins with its neighbour, so that not all wait for rank 0
+        for step in range(1, self.size):  # each rank starts with its neighbour, so that not all wait for rank 0
             dest = (self.rank + step) % self.size
             self._send(dest, what, pieces[dest])
         return [pieces[r] if r == self.rank else self._receive(r, what) for r in range(self.size)]
@@ -181,7 +181,7 @@ class MessageCommunicator(Communicator):
         return self._gather(what, self._scatter(what, flat, counts), counts).reshape(array.shape)
 
     def reduce_scatter(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Of the sum over the ranks in their order, the rows of this one."""
+        """Sum over the ranks in their order, of which this rank gets its rows."""
         array = check_array(array)
         checked = check_counts(counts, self.size, len(array), "array")
         return self._scatter(f"reduce_scatter of {array.dtype} {array.shape} by {checked}", array, checked)
@@ -227,7 +227,7 @@ class MessageCommunicator(Communicator):
         array, like = check_array(array), check_array(like)
         dest, source = check_peer("dest", dest, self.size), check_peer("source", source, self.size)
         self._check()
-        # a channel of its own: it may run beside a collective
+        # a separate channel: it may run concurrently with a collective
         self._send(dest, f"sendrecv of {array.dtype} {array.shape}", self.transport.snapshot(array), "~")
         return self._receive(source, f"sendrecv of {like.dtype} {like.shape}", "~")
 
@@ -240,18 +240,18 @@ class MessageCommunicator(Communicator):
         self.transport.meet(self.context, self.members, self.rank, what, timeout)
 
     def split(self, color: int) -> MessageCommunicator:
-        """The ranks that give the same color."""
+        """Communicator of the ranks with the same color."""
         own = np.array([color], dtype=np.int64)
         colors = [int(each[0]) for each in self._exchange("split", [own] * self.size)]
         chosen = [r for r in range(self.size) if colors[r] == color]
         self._splits += 1
-        # groups of other colors share the name and no member
+        # groups of other colors share the name, but no member
         context = f"{self.context}/{self._splits}"
         return MessageCommunicator(self.transport, [self.members[r] for r in chosen], chosen.index(self.rank), context)
 
     @property
     def cause(self) -> str:
-        """Why the communicator has failed; empty while it has not."""
+        """Cause of a failure; empty without one."""
         try:
             self.transport.check()
         except CommunicatorError as error:
@@ -268,14 +268,14 @@ class MessageCommunicator(Communicator):
         self.transport.fail(cause)
 
     def close(self) -> None:
-        """Leave; ranks that wait for this one from now on fail. Nothing where this was split from another."""
+        """Leave: ranks that wait for this one from now on fail. Does nothing if this was split from another."""
         self._closed = True
         if not self.context:
             self.transport.close(self.members[self.rank])
 
 
 def check_timeout(timeout: float) -> float:
-    """Seconds > 0.
+    """Check for a number of seconds > 0.
 
     Raises
     ------

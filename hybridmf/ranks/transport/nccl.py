@@ -1,15 +1,14 @@
 """Ranks that have a GPU each, over NCCL; threads of one process or processes, on one node or several.
 
-NCCL only moves arrays of GPUs. A second communicator, the control, carries what it takes to start, NumPy arrays, and
-the news of a failure: NCCL itself would wait for a lost rank for ever.
+NCCL only moves arrays of GPUs. A second communicator, the control, sends the data for the start, NumPy arrays, and
+failures: NCCL itself would wait forever for a lost rank.
 
 Ranks that are threads of one process meet on the host before each call to NCCL, and after it. A kernel of NCCL waits
-on its GPU for those of the other ranks; meanwhile CUDA may keep another thread of the process from allocating or
-freeing memory on any GPU whose memory they share, and that thread would never come to launch what is waited for. After
-the first meeting all memory is there, and nothing lies between the ranks and their launches. Before the second one no
-rank goes on to what may wait for its GPU with the interpreter locked, as loading a kernel of CuPy's does: others want
-the lock to launch. One thread that calls for all ranks (`allgatherv_together`) has nobody to meet: its calls are one
-group of NCCL's.
+on its GPU for those of the other ranks. Meanwhile CUDA may block another thread of the process that allocates or frees
+memory on any GPU with shared access, and that thread would never launch the kernel that the first one waits for. After
+the first meeting all memory is allocated, and ranks only launch. Before the second one no rank starts an operation that
+waits for its GPU while it holds the interpreter's lock, such as loading a kernel in CuPy: others need the lock to
+launch. One thread that calls for all ranks (`allgatherv_together`) needs no meeting: its calls are one group of NCCL.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ logger = logging.getLogger("hybridmf")
 INSTALL = "pip install nvidia-nccl-cu13 (CUDA 13) or nvidia-nccl-cu12 beside CuPy, or name one device"
 
 POLL = 0.1
-"""Seconds between two looks at whether NCCL, or another rank, has failed."""
+"""Seconds between two checks for a failure of NCCL or another rank."""
 
 CONNECT = "NCCL_RUNTIME_CONNECT"
-"""Whether NCCL connects GPUs at the first call that wants it. Off, unless the user has set this: it allocates memory,
+"""Whether NCCL connects GPUs at the first call that needs it. Off unless set by the user: connecting allocates memory,
 which must not happen while another rank's kernel waits."""
 
 MULTICAST = "NCCL_NVLS_ENABLE"
-"""NVLink multicast, which is left off unless the user has set this: it needs a fabric manager that allows it."""
+"""NVLink multicast. Off unless set by the user: it needs a fabric manager that allows it."""
 
 TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
 
@@ -61,7 +60,7 @@ def _modules() -> tuple[Any, Any]:
     Raises
     ------
     DeviceError
-        One is missing; says what to install.
+        One of them is missing; the message says what to install.
     """
     from ...device.cuda import _cupy
 
@@ -69,7 +68,7 @@ def _modules() -> tuple[Any, Any]:
     try:
         nccl = importlib.import_module("cupy.cuda.nccl")
         nccl.get_version()
-    except Exception as error:  # CuPy has a stand-in for a NCCL that does not load, which raises on use
+    except Exception as error:  # if NCCL does not load, CuPy has a placeholder that raises on use
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise DeviceError(f"several GPUs need NCCL, and CuPy cannot load it ({text}): {INSTALL}") from error
     return cupy, nccl
@@ -78,22 +77,22 @@ def _modules() -> tuple[Any, Any]:
 class NcclCommunicator(Communicator):
     """One rank of a group of GPUs; see `hybridmf.ranks.transport.communicator.Communicator`.
 
-    Made by all ranks of `control` at a time, each in its own thread or process. Arrays are CuPy's on the rank's device;
-    calls are put on the current stream and return before they are done. NumPy arrays go by the control. A failure shows
-    in the next call; `barrier` waits for the current stream and for all ranks, so that what was computed before it is
-    sound where it returns.
+    All ranks of `control` make theirs together, each in its own thread or process. Arrays are CuPy's on the rank's
+    device; calls are launched on the current stream and return before they complete. The control sends NumPy arrays.
+    The next call raises a failure; `barrier` waits for the current stream and for all ranks, so that results computed
+    before it are valid once it returns.
 
     Parameters
     ----------
     control : Communicator
-        Of the same ranks, for NumPy arrays; it is closed and fails together with this one.
+        Communicator of the same ranks for NumPy arrays; it is closed and fails together with this one.
     device : int
-        Index of this rank's GPU; ranks of one process and node have different ones.
+        Index of this rank's GPU; ranks of one process have different ones.
     timeout : float, optional
-        Seconds from the launch to the end of a call; by default that of the control.
+        Seconds from the launch to the end of a call. Default: that of the control.
     ordered : bool
-        Add in the order of the ranks, so that sums have the bits that they have on CPU ranks. Otherwise NCCL adds as it
-        is fastest: the same bits on all ranks and on the same machine in each run.
+        Add in the order of ranks, so that sums have the bits of CPU ranks. Otherwise NCCL chooses the fastest order,
+        with the same bits on all ranks and in each run on the same machine.
 
     Raises
     ------
@@ -109,9 +108,9 @@ class NcclCommunicator(Communicator):
         self.rank, self.size = control.rank, control.size
         self._timeout = check_timeout(control.timeout if timeout is None else timeout)
         self._types = {np.dtype(name): getattr(self._nccl, f"NCCL_{name.upper()}") for name in TYPES}
-        # what the garbage collector ends may abort it once more on the thread that is about to
+        # reentrant: the garbage collector may abort it again on a thread that already does
         self._lock, self._cause, self._closed = threading.RLock(), "", threading.Event()
-        self._in_use = threading.Lock()  # by the watch, or by what gives it back: not both at a time
+        self._in_use = threading.Lock()  # held by the watch or by `_give_back`, never by both
         self._held: Any = None
         self._pending: deque[tuple[str, Any, float]] = deque()
         with self._on_device():
@@ -122,7 +121,7 @@ class NcclCommunicator(Communicator):
         ).start()
 
     def _check_own_gpu(self) -> None:
-        """Two ranks on one GPU would wait for each other; NCCL only says that its usage is invalid."""
+        """Check that no two ranks share a GPU: they would deadlock, and NCCL only reports invalid usage."""
         bus = self._cupy.cuda.runtime.deviceGetPCIBusId(self.device)
         own = hashlib.sha256(f"{_machine()} {bus}".encode()).digest()
         known = self.control.allgatherv(np.frombuffer(own, dtype=np.uint8)[None], [1] * self.size)
@@ -143,7 +142,7 @@ class NcclCommunicator(Communicator):
         if self.rank == 0:
             name[:] = np.frombuffer(self._nccl.get_unique_id(), dtype=np.uint8)
         name = self.control.broadcast(name, 0)
-        self.control.barrier()  # from here on NCCL waits for all, and nothing can wake it
+        self.control.barrier()  # from here on NCCL waits for all ranks and cannot be interrupted
         try:
             return self._nccl.NcclCommunicator(self.size, name.tobytes(), self.rank)
         except self._nccl.NcclError as error:
@@ -158,7 +157,7 @@ class NcclCommunicator(Communicator):
         Raises
         ------
         CommunicatorError
-            It was given back.
+            The communicator was released.
         """
         held = self._held
         if held is None:
@@ -195,7 +194,7 @@ class NcclCommunicator(Communicator):
         return self._timeout
 
     def _stop(self, cause: str) -> None:
-        """Fail, here and on all ranks; kernels of NCCL that wait for others end."""
+        """Fail, here and on all ranks; waiting kernels of NCCL end."""
         self.control.abort(cause)
         with self._lock:
             if self._cause or self._closed.is_set():
@@ -205,7 +204,7 @@ class NcclCommunicator(Communicator):
         self._give_back()
 
     def _find_failure(self) -> str:
-        """What has gone wrong by now; empty if nothing has."""
+        """Cause of a failure so far; empty without one."""
         if self.cause:
             return self.cause
         try:
@@ -223,14 +222,14 @@ class NcclCommunicator(Communicator):
         return ""
 
     def _meet(self, what: str) -> None:
-        """Wait for the ranks of this process, if they are threads: see the top of the module."""
+        """Wait for the other ranks if they are threads of this process; see the top of the module."""
         self._check()
         if self.size > 1:
             self.control.meet(what, self.timeout)
 
     @contextmanager
     def _call(self, what: str) -> Iterator[int]:
-        """The current stream, for NCCL's calls of one operation; all memory for it must be there."""
+        """Yield the current stream for NCCL's calls of one operation; all its memory must be allocated."""
         self._meet(what)
         with self._on_device():
             stream = self._cupy.cuda.get_current_stream()
@@ -243,7 +242,7 @@ class NcclCommunicator(Communicator):
         self._meet(f"{what} after its launch")
 
     def _await(self, what: str) -> None:
-        """Have the watch see that what was launched on the current stream comes to its end."""
+        """Let the watch check that all launches on the current stream complete."""
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(self._cupy.cuda.get_current_stream())
         self._pending.append((what, event, time.monotonic() + self.timeout))
@@ -262,7 +261,7 @@ class NcclCommunicator(Communicator):
         return all(isinstance(array, np.ndarray) and not isinstance(array, self._cupy.ndarray) for array in arrays)
 
     def _ready(self, array: Array) -> tuple[Array, int]:
-        """(the array in C order, NCCL's name of its dtype)."""
+        """Return the array in C order, and NCCL's constant for its dtype."""
         if not isinstance(array, self._cupy.ndarray) or int(array.device.id) != self.device:
             raise TypeError(f"array must be on cuda:{self.device} or a NumPy array, got {type(array).__name__}")
         if array.dtype not in self._types:
@@ -290,7 +289,7 @@ class NcclCommunicator(Communicator):
             return out
 
     def reduce_scatter(self, array: Array, counts: Sequence[int]) -> Array:
-        """Of the sum over the ranks, the rows of this one."""
+        """Sum over the ranks, of which this rank gets its rows."""
         if self._is_host(array):
             return self.control.reduce_scatter(array, counts)
         with self._on_device():
@@ -328,7 +327,7 @@ class NcclCommunicator(Communicator):
     def allgatherv_together(
         communicators: Sequence[NcclCommunicator], arrays: Sequence[Array], counts: Sequence[int]
     ) -> list[Array]:
-        """`allgatherv` of all ranks, by one thread that has them all: one group of calls, for which nobody meets."""
+        """`allgatherv` of all ranks on one thread: one group of calls, without meetings."""
         gathers = []
         for communicator, array in zip(communicators, arrays, strict=True):
             communicator._check()
@@ -339,7 +338,7 @@ class NcclCommunicator(Communicator):
                 for communicator, gather in zip(communicators, gathers, strict=True):
                     with communicator._on_device():
                         gather.launch(communicator._cupy.cuda.get_current_stream().ptr)
-        except BaseException as error:  # what is launched by now would wait for the rest for ever
+        except BaseException as error:  # calls launched so far would wait forever for the rest
             failed = isinstance(error, communicators[0]._nccl.NcclError)
             for communicator in communicators:
                 communicator._stop(f"NCCL failed in allgatherv: {error}" if failed else f"stopped by {error!r}")
@@ -402,7 +401,7 @@ class NcclCommunicator(Communicator):
     def start_sendrecv(
         self, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
     ) -> Callable[[], list[Array]]:
-        """See `communicator.Communicator`; on a stream of its own, after what was launched so far."""
+        """See `communicator.Communicator`; on a separate stream, after all launches so far."""
         if self._is_host(*arrays, *likes):
             return self.control.start_sendrecv(arrays, dest, source, likes)
         with self._on_device():
@@ -410,7 +409,7 @@ class NcclCommunicator(Communicator):
             launched.record(self._cupy.cuda.get_current_stream())
             self._side.wait_event(launched)
             with self._side:
-                # memory of the side stream: given anew only to a later call, which waits for what has read this
+                # memory of the side stream: reused only by a later call, which waits for readers of this one
                 received = self._sendrecv(arrays, dest, source, likes)
             arrived.record(self._side)
 
@@ -418,14 +417,14 @@ class NcclCommunicator(Communicator):
             self._check()
             with self._on_device():
                 self._cupy.cuda.get_current_stream().wait_event(arrived)
-            sent.clear()  # until now: the side stream may still have read them
+            sent.clear()  # not earlier: the side stream may have read them until now
             return received
 
         sent = list(arrays)
         return answer
 
     def barrier(self) -> None:
-        """Wait for what this rank has launched on the current stream, and for all ranks."""
+        """Wait for this rank's launches on the current stream, and for all ranks."""
         self._check()
         with self._on_device():
             self._cupy.cuda.get_current_stream().synchronize()
@@ -436,7 +435,7 @@ class NcclCommunicator(Communicator):
             self.control.barrier()
 
     def split(self, color: int) -> NcclCommunicator:
-        """The ranks that give the same color; they connect anew, which takes some tenths of a second."""
+        """Communicator of the ranks with the same color; connecting takes some tenths of a second."""
         self._check()
         return NcclCommunicator(self.control.split(color), self.device, timeout=self.timeout, ordered=self.ordered)
 
@@ -445,21 +444,21 @@ class NcclCommunicator(Communicator):
         self._stop(cause or "aborted")
 
     def close(self) -> None:
-        """Give the connection back; all ranks do. Work on this rank's device is waited for."""
+        """Release the connection, on all ranks together; waits for the device of this rank."""
         if self._closed.is_set():
             return
         self._closed.set()
         if not self._cause:
             with self._on_device():
                 self._cupy.cuda.Device(self.device).synchronize()
-                with suppress(CommunicatorError):  # others have failed: nothing of theirs is waited for
+                with suppress(CommunicatorError):  # after a failure of others, do not wait for them
                     self.control.barrier()
-            # not destroy, which waits for the other ranks: nothing is under way any more on any of them
+            # not destroy, which waits for the other ranks: none of them has work left
             self._give_back()
         self.control.close()
 
     def __del__(self) -> None:
-        """Not closed, so perhaps amid a failure that the watch has not seen yet: do not wait for the others."""
+        """Release an unclosed communicator; do not wait for others, which may have failed."""
         if hasattr(self, "_held") and not self._closed.is_set():
             self._closed.set()
             if not self._cause:
@@ -473,7 +472,7 @@ class NcclCommunicator(Communicator):
         return [array[bounds[r] : bounds[r + 1]] for r in range(self.size)]
 
     def _exchange(self, what: str, parts: Sequence[Array], counts: Sequence[int], array: Array) -> list[Array]:
-        """Give part r to rank r; what each rank gave to this one."""
+        """Send part r to rank r; return the parts sent to this rank."""
         shape, kind = (counts[self.rank], *array.shape[1:]), self._types[array.dtype]
         received = [parts[r] if r == self.rank else self._empty(shape, array.dtype) for r in range(self.size)]
         size = math.prod(shape)
@@ -496,7 +495,7 @@ class NcclCommunicator(Communicator):
 
 @dataclass(frozen=True)
 class _Gather:
-    """An allgatherv whose memory is there: what is left is to launch it."""
+    """An allgatherv with allocated memory, ready to launch."""
 
     communicator: NcclCommunicator
     array: Array
@@ -522,10 +521,10 @@ class _Gather:
 
 
 def _abort(comm: Any) -> None:
-    """Abort a communicator of CuPy's, without the interpreter's lock, which CuPy keeps.
+    """Abort a communicator of CuPy without holding the interpreter's lock, which CuPy does not release.
 
-    Memory is freed, which may have to wait for kernels of other ranks, and these for threads that want the lock. CuPy's
-    object then holds what is gone, and would give it back once more when it ends: so it must not end.
+    Abort frees memory, which may wait for kernels of other ranks, and these for threads that need the lock. CuPy's
+    object would release the communicator a second time when it is deleted, so it is kept alive.
     """
     handle = getattr(comm, "comm", None)
     library = _library()
@@ -538,7 +537,7 @@ def _abort(comm: Any) -> None:
 
 @functools.cache
 def _machine() -> str:
-    """What tells machines apart, for ranks of which one sees as cuda:0 what another one sees as cuda:1."""
+    """Identity of the machine: one rank may see as cuda:0 the GPU that another sees as cuda:1."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:
@@ -547,7 +546,7 @@ def _machine() -> str:
 
 @functools.cache
 def _library() -> Any:
-    """NCCL as CuPy has loaded it; None where it cannot be found by its name."""
+    """The NCCL library that CuPy has loaded; None if it is not found by name."""
     try:
         return ctypes.CDLL("libnccl.so.2")
     except OSError as error:
@@ -563,7 +562,7 @@ def _watch(reference: Any, closed: threading.Event) -> None:
             return
         try:
             cause = communicator._find_failure()
-        except Exception as error:  # the device itself has failed
+        except Exception as error:  # the device has failed
             cause = f"rank {communicator.rank} lost its GPU: {error}"
         if cause:
             communicator._stop(cause)

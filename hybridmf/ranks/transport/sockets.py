@@ -1,18 +1,18 @@
-"""Ranks that are processes, on one node or several, connected each with each over TCP.
+"""Ranks that are processes on one or several nodes, with a TCP connection between each pair.
 
-Only arrays of numbers and short texts travel; nothing that is received is executed. A token that all ranks know keeps
-other programs out. Traffic is neither encrypted nor signed, so the network has to be private.
+Ranks exchange only arrays of numbers and short texts; received data are never executed. A token shared by all ranks
+excludes other programs. Traffic is neither encrypted nor signed, so the network must be private.
 
 Handshake, with key = scrypt(token, salt), all of it within one deadline:
 
-    who accepts    MAGIC, salt, nonce
-    who connects   nonce, greeting, HMAC-SHA256(key, "connects", salt, both nonces, greeting)
-    who accepts    ACCEPTED, greeting, HMAC-SHA256(key, "accepts", salt, both nonces, greeting); or REFUSED
+    acceptor     MAGIC, salt, nonce
+    connector    nonce, greeting, HMAC-SHA256(key, "connects", salt, both nonces, greeting)
+    acceptor     ACCEPTED, greeting, HMAC-SHA256(key, "accepts", salt, both nonces, greeting); or REFUSED
 
-A greeting is 2 bytes with the length of a JSON object and the object; it is parsed after its proof has held. scrypt
-makes each guess at the token of a recorded handshake cost a tenth of a second.
+A greeting is 2 bytes with the length of a JSON object and the object; it is parsed once its proof is verified. With
+scrypt, each guess at the token of a recorded handshake costs a tenth of a second.
 
-Frame after that: 4 bytes with the length of a JSON object, the object, and the bytes of the array if it announces one.
+Frames after that: 4 bytes with the length of a JSON object, the object, and the bytes of the array if it announces one.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ RANK, WORLD_SIZE, LOCAL_RANK = "HYBRIDMF_RANK", "HYBRIDMF_WORLD_SIZE", "HYBRIDMF
 MASTER_ADDR, MASTER_PORT, TOKEN = "HYBRIDMF_MASTER_ADDR", "HYBRIDMF_MASTER_PORT", "HYBRIDMF_TOKEN"
 
 SLURM = {RANK: "SLURM_PROCID", WORLD_SIZE: "SLURM_NTASKS", LOCAL_RANK: "SLURM_LOCALID"}
-"""What stands in for a variable that is not set."""
+"""Fallbacks of unset environment variables."""
 
 PORT = 29477
-"""Where rank 0 listens if HYBRIDMF_MASTER_PORT does not say."""
+"""Port of rank 0 if HYBRIDMF_MASTER_PORT is not set."""
 
 MAGIC = b"hybridm2"
 SALT, NONCE, PROOF = 16, 32, 32
@@ -60,26 +60,26 @@ SALT, NONCE, PROOF = 16, 32, 32
 ACCEPTED, REFUSED = b"\1", b"\0"
 
 SCRYPT = {"n": 1 << 15, "r": 8, "p": 1}
-"""Cost of a guess at the token: 0.13 s on a Zen 4 core, and 32 MiB."""
+"""Cost of one guess at the token: 0.13 s on a Zen 4 core, and 32 MiB."""
 
 SHORT_TOKEN = 16
-"""Characters; a shorter token draws a warning."""
+"""Minimum characters of a token; a shorter one causes a warning."""
 
 LONGEST_HEADER = 1 << 20
 
 LONGEST_GREETING = 1 << 12
 
 HANDSHAKE = 10.0
-"""Seconds from the start of a connection to the proof that the other end knows the token."""
+"""Timeout of a handshake in seconds, up to the proof that the other end knows the token."""
 
 STRANGERS = 64
-"""Connections without a proof that are held at a time, beside one for each expected rank; then the oldest goes."""
+"""Open connections without a proof, beside one per expected rank; beyond that the oldest is dropped."""
 
 REPORTED = 20
-"""Refused connections that are logged one by one."""
+"""Number of refused connections that are logged individually."""
 
 FAREWELL = 0.5
-"""Seconds that a failing rank tries to tell another why."""
+"""Seconds that a failing rank tries to send the cause to another."""
 
 
 # ---------------------------------------------------------------------------------------------- frames
@@ -92,7 +92,7 @@ def _read(connection: socket.socket, size: int, deadline: float | None = None) -
 
 
 def _read_into(connection: socket.socket, view: memoryview, deadline: float | None = None) -> None:
-    """Fill a buffer by a deadline; without one the connection's timeout holds for each part."""
+    """Fill a buffer by a deadline; without one, the connection's timeout applies to each part."""
     while len(view):
         if deadline is not None:
             _hurry(connection, deadline)
@@ -103,7 +103,7 @@ def _read_into(connection: socket.socket, view: memoryview, deadline: float | No
 
 
 def _hurry(connection: socket.socket, deadline: float) -> None:
-    """Let the next operation of a connection end at the deadline."""
+    """Make the next operation of a connection time out at the deadline."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
@@ -130,7 +130,7 @@ def _object(text: bytes | bytearray, what: str) -> dict[str, Any]:
 
 
 def _announced(header: dict[str, Any]) -> np.ndarray:
-    """Room for the array that a header announces."""
+    """Allocate the array that a header announces."""
     dtype, shape = np.dtype(str(header["dtype"])), tuple(int(size) for size in header["shape"])
     if dtype.kind not in KINDS or min(shape, default=0) < 0:
         raise ValueError(f"an array of {dtype} {shape}")
@@ -149,7 +149,7 @@ class _UnprovenError(ValueError):
 
 
 def _prove(key: bytes, role: bytes, nonces: bytes, said: bytes) -> bytes:
-    """That the one in this role knows the key; the parts before the greeting have fixed lengths."""
+    """Proof that the end in this role knows the key; the parts before the greeting have fixed lengths."""
     return hmac.new(key, role + nonces + said, hashlib.sha256).digest()
 
 
@@ -159,7 +159,7 @@ def _greeting(key: bytes, role: bytes, nonces: bytes, said: dict[str, Any]) -> b
 
 
 def _length(packed: bytes | bytearray) -> int:
-    """Bytes of a greeting, from the two before it."""
+    """Length of a greeting, from the two bytes before it."""
     (length,) = struct.unpack(">H", packed)
     if length > LONGEST_GREETING:
         raise ValueError(f"a greeting of {length} bytes")
@@ -167,21 +167,21 @@ def _length(packed: bytes | bytearray) -> int:
 
 
 def _checked_greeting(key: bytes, role: bytes, nonces: bytes, text: bytes, proof: bytes) -> dict[str, Any]:
-    """The greeting of a text, which is parsed after its proof has held."""
+    """Verify the proof of a greeting, then parse it."""
     if not hmac.compare_digest(proof, _prove(key, role, nonces, text)):
         raise _UnprovenError(f"the other end does not know the token ({TOKEN})")
     return _object(text, "a greeting")
 
 
 class _Keys:
-    """The token, made expensive to guess: a key for each salt."""
+    """Keys derived from the token, one per salt; expensive to guess."""
 
     def __init__(self, token: str) -> None:
         self.token, self.salt = token, secrets.token_bytes(SALT)
         self._known: dict[bytes, bytes] = {}
 
     def of(self, salt: bytes) -> bytes:
-        """Key of a salt, which becomes the one that this end gives to others."""
+        """Key of a salt, which this end then uses as its own."""
         self.salt = salt
         if salt not in self._known:
             token = self.token.encode(errors="surrogatepass")
@@ -190,14 +190,14 @@ class _Keys:
 
 
 def _introduce(connection: socket.socket, keys: _Keys, said: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """The handshake of the one who connects; the greeting of the other.
+    """Handshake of the connecting end; returns the greeting of the other.
 
     Raises
     ------
     PermissionError
-        The other end refuses this one's token.
+        The other end refuses the token.
     OSError, EOFError, ValueError
-        The other is no rank, or gone, or slow.
+        The other end is not a rank, has closed the connection, or is too slow.
     """
     hello = bytes(_read(connection, len(MAGIC) + SALT + NONCE, deadline))
     if not hello.startswith(MAGIC):
@@ -216,7 +216,7 @@ def _introduce(connection: socket.socket, keys: _Keys, said: dict[str, Any], dea
 
 
 class _Guest:
-    """A connection without a proof yet that the other end knows the token."""
+    """A connection whose other end has not yet proved that it knows the token."""
 
     def __init__(self, connection: socket.socket, source: str, salt: bytes, deadline: float) -> None:
         self.connection, self.source, self.deadline = connection, source, deadline
@@ -225,12 +225,12 @@ class _Guest:
         self.say(MAGIC + self.challenge)
 
     def say(self, content: bytes) -> None:
-        """Send what the buffers of a new connection have room for, without blocking."""
+        """Send without blocking; a message fits in the buffers of a new connection."""
         if self.connection.send(content) < len(content):
             raise ValueError("it does not read")
 
     def hear(self, key: bytes) -> dict[str, Any] | None:
-        """Take what has come; the greeting once it is there with its proof."""
+        """Read available bytes; return the greeting once it is complete with its proof."""
         part = self.connection.recv(NONCE + 2 + LONGEST_GREETING + PROOF)
         if not part:
             raise EOFError
@@ -253,9 +253,9 @@ class _Guest:
 
 
 class _Door:
-    """Takes in the connections of those who know the token: all handshakes go on at the same time, in one thread.
+    """Accepts connections from peers that know the token: all handshakes run concurrently, in one thread.
 
-    A peer that proves nothing costs a connection and a few KB for `HANDSHAKE` seconds at most. Beyond the limit of
+    A peer without a proof costs a connection and a few KB for at most `HANDSHAKE` seconds. Beyond the limit of
     unproven connections the oldest one is dropped; a rank whose connection is dropped tries again.
 
     Parameters
@@ -265,9 +265,9 @@ class _Door:
     said : dict
         This end's greeting.
     deadline : float
-        When to stop.
+        Time to stop.
     expected : int
-        Number of ranks that may come at the same time.
+        Number of ranks that may connect at the same time.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class _Door:
         self.listener, self.said, self.deadline = listener, said, deadline
         self.salt, self.key = keys.salt, keys.of(keys.salt)
         self.places = STRANGERS + expected
-        self.guests: dict[socket.socket, _Guest] = {}  # the oldest first
+        self.guests: dict[socket.socket, _Guest] = {}  # oldest first
         self.proved: deque[tuple[socket.socket, dict[str, Any]]] = deque()
         self.refused = 0
 
@@ -292,7 +292,7 @@ class _Door:
             connection.close()
 
     def next(self) -> tuple[socket.socket, dict[str, Any]] | None:
-        """(connection, greeting) of the next one who knows the token; None when the time is up."""
+        """Return (connection, greeting) of the next peer that knows the token; None after the deadline."""
         while not self.proved:
             now = time.monotonic()
             for guest in [guest for guest in self.guests.values() if guest.deadline <= now]:
@@ -311,7 +311,7 @@ class _Door:
         try:
             connection, address = self.listener.accept()
         except OSError as error:
-            if not isinstance(error, (BlockingIOError, ConnectionError)):  # as many files are open as may be
+            if not isinstance(error, (BlockingIOError, ConnectionError)):  # too many open files
                 self._make_room()
                 time.sleep(0.01)
             return
@@ -320,7 +320,7 @@ class _Door:
         try:
             deadline = min(self.deadline, time.monotonic() + HANDSHAKE)
             guest = _Guest(connection, str(address[0]), self.salt, deadline)
-        except (OSError, ValueError):  # gone already
+        except (OSError, ValueError):  # closed already
             connection.close()
             return
         self.guests[connection] = guest
@@ -340,7 +340,7 @@ class _Door:
             with suppress(OSError, ValueError):
                 guest.say(REFUSED)
             self._refuse(guest, str(error))
-        except EOFError:  # such as a rank that came before this door was open, and tries again
+        except EOFError:  # for example a rank that connected too early and tries again
             self._refuse(guest, "it left", expected=not guest.received)
         except (OSError, ValueError, RecursionError) as error:
             self._refuse(guest, str(error))
@@ -376,7 +376,7 @@ Found = TypeVar("Found")
 
 
 class _Rendezvous:
-    """How the ranks find each other: all come to rank 0, which tells each where the others listen."""
+    """Rendezvous of ranks: all connect to rank 0, which sends each the addresses of the others."""
 
     def __init__(self, rank: int, size: int, address: Address, token: str, timeout: float) -> None:
         self.rank, self.size, self.address, self.keys = rank, size, address, _Keys(token)
@@ -387,7 +387,7 @@ class _Rendezvous:
         self.waits = False
 
     def host(self, listener: socket.socket | None) -> dict[int, socket.socket]:
-        """Rank 0."""
+        """Connect all ranks, as rank 0."""
         with listener or _listen(*self.address) as open_listener:
             self._let_in(open_listener, range(1, self.size))
         where = {rank: greeting["listens"] for rank, greeting in self.greetings.items()}
@@ -400,7 +400,7 @@ class _Rendezvous:
         return self.peers
 
     def join(self) -> dict[int, socket.socket]:
-        """Any other rank."""
+        """Connect with all ranks, as any rank but 0."""
         listener, where = self._try(0, self.address, self._come)
         with listener:
             for rank in range(1, self.rank):
@@ -409,7 +409,7 @@ class _Rendezvous:
         return self.peers
 
     def _let_in(self, listener: socket.socket, expected: Collection[int]) -> None:
-        """Wait for those who connect with this rank."""
+        """Wait for the ranks that connect to this one."""
         with _Door(listener, self.keys, self.said, self.deadline, len(expected)) as door:
             while missing := [rank for rank in expected if rank not in self.peers]:
                 came = door.next()
@@ -434,12 +434,12 @@ class _Rendezvous:
         if problem:
             _say_goodbye(connection, problem)
             raise CommunicatorError(problem)
-        if rank in self.peers:  # its first connection was lost before it had the answer
+        if rank in self.peers:  # its first connection was lost before the answer
             self.peers[rank].close()
         self.peers[rank], self.greetings[rank] = connection, greeting
 
     def _try(self, rank: int, address: Address, call: Callable[[socket.socket], Found]) -> Found:
-        """Connect with a rank and `call` it: again and again until that succeeds or the time is up."""
+        """Connect to a rank and `call` it; retry until that succeeds or the deadline has passed."""
         pause = 0.02
         while True:
             reached = False
@@ -463,7 +463,7 @@ class _Rendezvous:
             pause = min(1.0, 2 * pause)
 
     def _why(self, rank: int, address: Address, reached: bool, error: BaseException) -> str:
-        """Why a rank was not met."""
+        """Reason why a rank was not reached."""
         if self.waits:
             return "rank 0 ended, or waits for ranks that do not come"
         what = "completes no handshake" if reached else "does not answer"
@@ -474,9 +474,9 @@ class _Rendezvous:
         )
 
     def _come(self, connection: socket.socket) -> tuple[socket.socket, dict[int, Address]]:
-        """To rank 0: say where this rank listens, and learn where the others do."""
+        """Send this rank's address to rank 0, and receive those of the others."""
         with ExitStack() as opened:
-            # the interface that reaches rank 0 also reaches the others; on one node it is the loopback
+            # listen on the interface that reaches rank 0, on one node the loopback; it reaches the others, too
             listener = opened.enter_context(_listen(connection.getsockname()[0], 0))
             self._call(0, connection, {"listens": listener.getsockname()[:2]})
             self.waits = True
@@ -490,7 +490,7 @@ class _Rendezvous:
         return listener, where
 
     def _call(self, rank: int, connection: socket.socket, said: dict[str, Any] | None = None) -> socket.socket:
-        """The connection, once both ends have proved that they know the token."""
+        """Return the connection once both ends have proved that they know the token."""
         deadline = min(self.deadline, time.monotonic() + HANDSHAKE)
         other = _introduce(connection, self.keys, self.said | (said or {}), deadline)
         if other.get("rank") != rank:
@@ -498,7 +498,7 @@ class _Rendezvous:
         return connection
 
     def leave(self, cause: str) -> None:
-        """Hang up on those who came: they must not wait for a meeting that has failed."""
+        """Close all connections, so that ranks do not wait for a failed rendezvous."""
         for connection in self.peers.values():
             _say_goodbye(connection, cause)
 
@@ -514,7 +514,7 @@ def _say_goodbye(connection: socket.socket, cause: str) -> None:
 
 
 class Mesh(Transport):
-    """Connections to all other ranks, as `messages.Transport`; a thread for each reads what comes.
+    """A `messages.Transport` over connections to all other ranks; one thread per connection receives.
 
     Parameters
     ----------
@@ -541,11 +541,11 @@ class Mesh(Transport):
             ).start()
 
     def snapshot(self, array: np.ndarray) -> np.ndarray:
-        """The array itself: it has left when `send` returns."""
+        """Return the array itself: `send` returns after it is sent."""
         return array
 
     def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
-        """Send; the other end reads whatever it is about, so this takes no longer than the network does."""
+        """Send an array; the other end always receives, so this waits only for the network."""
         self.check()
         if dest == self.rank:
             self._put(context, dest, what, array.copy())
@@ -563,7 +563,7 @@ class Mesh(Transport):
             self.check()
 
     def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
-        """Take the oldest array of a rank."""
+        """Take the oldest array from a rank."""
         deadline = time.monotonic() + self.timeout
         with self.changed:
             while True:
@@ -583,17 +583,17 @@ class Mesh(Transport):
         raise CommunicatorError(self._cause)
 
     def check(self) -> None:
-        """Raise what made it fail."""
+        """Raise the cause of a failure."""
         if self._cause:
             raise CommunicatorError(self._cause)
 
     def fail(self, cause: str) -> None:
-        """Fail, and tell the others."""
+        """Fail, and send the cause to the others."""
         if not self._take(cause or "aborted"):
             return
         for peer, connection in self.peers.items():
             if not self.locks[peer].acquire(timeout=FAREWELL):
-                self._hang_up(connection)  # amid an array: the end of the connection has to do
+                self._hang_up(connection)  # within an array: only closing the connection can tell the other end
                 continue
             try:
                 _, writable, _ = select.select([], [connection], [], FAREWELL)
@@ -608,7 +608,7 @@ class Mesh(Transport):
                 self.locks[peer].release()
 
     def _take(self, cause: str) -> bool:
-        """Whether this is the first cause."""
+        """Record the cause; return whether it is the first."""
         with self.changed:
             first = not self._cause and not self._closed
             if first:
@@ -626,7 +626,7 @@ class Mesh(Transport):
             self.changed.notify_all()
 
     def _listen_to(self, peer: int, connection: socket.socket) -> None:
-        """A thread: what one rank sends, until it says goodbye or the connection ends."""
+        """Thread that receives from one rank until its goodbye or the end of the connection."""
         try:
             while True:
                 try:
@@ -657,14 +657,14 @@ class Mesh(Transport):
         while not begun:
             try:
                 begun = connection.recv(1, socket.MSG_PEEK)
-            except TimeoutError:  # nothing has to come for as long as ranks compute
+            except TimeoutError:  # no message is due while ranks compute
                 continue
             if not begun:
                 raise EOFError
-        return _read_header(connection)  # what has begun must come on
+        return _read_header(connection)  # the rest of a started message must arrive in time
 
     def _release(self, peer: int) -> None:
-        """Nothing comes from the rank any more; once nothing goes to it either, the connection is closed."""
+        """Mark the end of a rank's messages; close the connection once both directions have ended."""
         with self.changed:
             self.silent.add(peer)
             self.changed.notify_all()
@@ -672,7 +672,7 @@ class Mesh(Transport):
                 self.peers[peer].close()
 
     def close(self, rank: int) -> None:
-        """Say goodbye."""
+        """Send goodbye to all ranks."""
         with self.changed:
             if self._closed:
                 return
@@ -690,7 +690,7 @@ class Mesh(Transport):
 
 
 class SocketCommunicator(MessageCommunicator):
-    """A rank among processes; NumPy arrays, sums in the order of the ranks as between threads."""
+    """A rank in its own process; NumPy arrays, sums in the order of ranks as between threads."""
 
     @classmethod
     def connect(
@@ -703,24 +703,24 @@ class SocketCommunicator(MessageCommunicator):
         timeout: float = TIMEOUT,
         listener: socket.socket | None = None,
     ) -> SocketCommunicator:
-        """Meet the other ranks at rank 0 and connect with each.
+        """Find the other ranks through rank 0 and connect with each.
 
         Parameters
         ----------
         rank, size : int
         address : (host, port)
-            Where rank 0 listens; it binds to this address and no other.
+            Address on which rank 0 listens; it binds to no other.
         token : str
-            The same secret for all ranks; of fewer than 16 characters it draws a warning, because it may be guessed.
+            Shared secret of all ranks; fewer than 16 characters cause a warning, because it may be guessed.
         timeout : float
             Seconds that ranks wait for each other, here and later.
         listener : socket, optional
-            Of rank 0, where it listens already.
+            The socket of rank 0, if it already listens.
 
         Raises
         ------
         CommunicatorError
-            A rank does not come, comes twice, or does not know the token.
+            A rank does not connect in time, connects twice, or does not know the token.
         """
         size = check_int("size", size, 1)
         rank = check_int("rank", rank, 0, size - 1)
@@ -739,7 +739,7 @@ class SocketCommunicator(MessageCommunicator):
 
     @classmethod
     def from_environment(cls, *, timeout: float = TIMEOUT) -> SocketCommunicator:
-        """Connect as the environment says, the same program being started once a rank.
+        """Connect by environment variables; the same program is started once per rank.
 
         HYBRIDMF_RANK and HYBRIDMF_WORLD_SIZE (else SLURM_PROCID and SLURM_NTASKS); HYBRIDMF_MASTER_ADDR and
         HYBRIDMF_MASTER_PORT, where rank 0 listens (127.0.0.1 and 29477 if not set); HYBRIDMF_TOKEN.
@@ -747,9 +747,9 @@ class SocketCommunicator(MessageCommunicator):
         Raises
         ------
         CommunicatorError
-            As `connect`.
+            See `connect`.
         ValueError
-            A variable is missing or no number.
+            A variable is missing or not a number.
         """
         rank, size = _number(RANK), _number(WORLD_SIZE)
         check_int(RANK, rank, 0, check_int(WORLD_SIZE, size, 1) - 1)
@@ -765,7 +765,7 @@ class SocketCommunicator(MessageCommunicator):
 
 
 def _check_token(token: Any) -> str:
-    """A secret text."""
+    """Check for a nonempty secret text."""
     if not isinstance(token, str) or not token:
         raise ValueError(
             f"token must be a secret text that all ranks share ({TOKEN}), for example of `openssl rand -hex 16`"
@@ -786,7 +786,7 @@ def local_rank() -> int:
     Raises
     ------
     ValueError
-        No variable tells.
+        No variable is set.
     """
     return _number(LOCAL_RANK if _find(LOCAL_RANK) else RANK)
 
@@ -796,7 +796,7 @@ def _find(name: str) -> str:
 
 
 def _number(name: str, default: int | None = None) -> int:
-    """A variable of the environment, or what stands in for it."""
+    """An integer from an environment variable or its fallback."""
     text = _find(name)
     if not text and default is not None:
         return default

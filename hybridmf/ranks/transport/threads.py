@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, and what drives them: the first failure stops all and comes out unchanged."""
+"""Ranks that are threads of one process, and their driver: the first failure stops all and is raised unchanged."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ logger = logging.getLogger("hybridmf")
 Result = TypeVar("Result")
 
 SWITCH_INTERVAL = 1e-4
-"""Seconds a rank computes in Python before another gets its turn.
+"""Switch interval of threads in Python, in seconds.
 
-With Python's 5 ms, a rank that has to launch a kernel may leave its GPU idle for about as long as the kernels of a half
-sweep take on several GPUs."""
+With the default of 5 ms, a rank waiting to launch a kernel may leave its GPU idle for about as long as the kernels of
+a half sweep take on several GPUs."""
 
 PATIENCE = 10.0
-"""Seconds that ranks get to notice that another has failed; who then still computes is left behind."""
+"""Seconds for ranks to notice that another has failed; ranks that still compute after that are abandoned."""
 
 
 class Meeting:
-    """Ranks that wait for each other, and what for.
+    """A meeting of ranks that wait for each other, with its purpose.
 
     Parameters
     ----------
     what : str
     first : int
-        The rank that came first.
+        The first rank to arrive.
     """
 
     def __init__(self, what: str, first: int) -> None:
@@ -50,7 +50,7 @@ class Meeting:
 
 
 class Hub(Transport):
-    """Mailboxes between the threads of a process, as `hybridmf.ranks.transport.messages.Transport`.
+    """Mailboxes between threads: a `hybridmf.ranks.transport.messages.Transport` within one process.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Hub(Transport):
         self._cause = ""
 
     def snapshot(self, array: np.ndarray) -> np.ndarray:
-        """A copy: receivers read it whenever they come to it."""
+        """Return a copy: receivers may read it at any later time."""
         return array.copy()
 
     def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
@@ -101,18 +101,18 @@ class Hub(Transport):
                 self.changed.wait(rest)
 
     def meet(self, context: str, members: Sequence[int], rank: int, what: str, timeout: float) -> None:
-        """Wait until all members have come here, for the same.
+        """Wait until all members have made the same call.
 
         Parameters
         ----------
         context : str
-            Of the communicator.
+            Context of the communicator.
         members : sequence of int
-            Ranks of its members here.
+            Its members, as ranks of this transport.
         rank : int
             Which of the members this is.
         what : str
-            What they meet for.
+            Name of the call.
         timeout : float
             Seconds.
         """
@@ -146,14 +146,14 @@ class Hub(Transport):
                 self._raise_failure()
 
     def fail(self, cause: str) -> None:
-        """Wake all who wait, with the first cause."""
+        """Fail with the first cause, and wake all waiting ranks."""
         with self.changed:
             self._cause = self._cause or cause or "aborted"
             self.failed.set()
             self.changed.notify_all()
 
     def check(self) -> None:
-        """Raise what made it fail."""
+        """Raise the cause of a failure."""
         if self.failed.is_set():
             self._raise_failure()
 
@@ -162,7 +162,7 @@ class Hub(Transport):
             raise CommunicatorError(self._cause)
 
     def leave(self, rank: int, how: str) -> None:
-        """Who waits for the rank from now on, fails; what it has sent can still be received."""
+        """Ranks that wait for this one from now on fail; its sent arrays can still be received."""
         with self.changed:
             self.left[rank] = how
             self.changed.notify_all()
@@ -172,16 +172,16 @@ class Hub(Transport):
         self.leave(rank, "has closed its communicator")
 
     def unread(self) -> str:
-        """An array that was sent and never received, in words; empty if there is none."""
+        """Description of an array that was sent and never received; empty without one."""
         with self.changed:
             waiting = [(key, box[0][0]) for key, box in self.boxes.items() if box]
         return "".join(f"rank {key[2]} never received what rank {key[1]} sent in {what}" for key, what in waiting[:1])
 
 
 class ThreadCommunicator(MessageCommunicator):
-    """A rank among threads of this process; NumPy arrays, sums in the order of the ranks.
+    """A rank on a thread of this process; NumPy arrays, sums in the order of ranks.
 
-    `group` makes the ranks; each is used by one thread (and `sendrecv` by one more).
+    `group` makes the ranks; one thread uses each of them (and another one for `sendrecv`).
     """
 
     @classmethod
@@ -201,7 +201,7 @@ class ThreadCommunicator(MessageCommunicator):
     def allgatherv_together(
         communicators: Sequence[ThreadCommunicator], arrays: Sequence[np.ndarray], counts: Sequence[int]
     ) -> list[np.ndarray]:
-        """`allgatherv` of all ranks, by one thread that has them all."""
+        """`allgatherv` of all ranks on one thread."""
         checked = check_counts(counts, len(arrays), sum(map(len, arrays)), "all ranks")
         if checked != [len(array) for array in arrays]:
             raise ValueError(f"arrays must have {checked} rows, got {[len(array) for array in arrays]}")
@@ -211,7 +211,7 @@ class ThreadCommunicator(MessageCommunicator):
 
 
 class _Outcome:
-    """What the ranks have returned or raised so far."""
+    """Results and errors of the ranks in one run."""
 
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()
@@ -223,14 +223,14 @@ class _Outcome:
         with self.changed:
             self.results[rank] = result
             own = error is not None and not isinstance(error, CommunicatorError)
-            # a rank that tells the others before it ends may end after them; theirs are consequences
+            # a failing rank may end after the ranks that it has stopped: their errors are consequences
             if self.error is None or (own and isinstance(self.error, CommunicatorError)):
                 self.error = error
             self.pending.discard(rank)
             self.changed.notify_all()
 
     def wait(self, until: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Wait until something holds; in steps, which Ctrl-C interrupts on every system."""
+        """Wait for a condition, in steps, so that Ctrl-C works on every system."""
         deadline = time.monotonic() + seconds
         with self.changed:
             while not until() and time.monotonic() < deadline:
@@ -238,7 +238,7 @@ class _Outcome:
 
 
 _Tasks: TypeAlias = "queue.SimpleQueue[tuple[_Outcome, Callable[..., Any]] | None]"
-"""What a rank is to do, one after the other; None: to end."""
+"""Tasks of a rank in order; None ends its thread."""
 
 
 class _SwitchInterval:
@@ -271,9 +271,9 @@ def _short_switch_interval() -> Iterator[None]:
 
 
 class RankThreads:
-    """Threads that stay, one a rank: functions run on all of them, one function after the other.
+    """Persistent threads, one per rank: functions run on all of them, one function after the other.
 
-    What belongs to a thread (its OpenMP team, the current device and handles of CUDA) lives as long. Use it as a
+    Thread state (the OpenMP team, the current device and handles of CUDA) persists, too. Use it as a
     context manager, or `close` it.
 
     Parameters
@@ -287,7 +287,7 @@ class RankThreads:
     communicators : list of ThreadCommunicator
         By rank.
     stopping : threading.Event
-        Set once the ranks are to stop; long computations between two calls of a communicator may look at it.
+        Set to stop the ranks; long computations between two calls of a communicator may check it.
     """
 
     def __init__(self, size: int, *, timeout: float = TIMEOUT) -> None:
@@ -300,20 +300,20 @@ class RankThreads:
         for communicator in self.communicators:
             work: _Tasks = queue.SimpleQueue()
             self._work.append(work)
-            # daemons: a rank that hangs must not keep the interpreter from ending
+            # daemon threads: a hanging rank must not keep the interpreter alive
             name = f"hybridmf rank {communicator.rank}"
             threading.Thread(target=_serve, args=(self._hub, communicator, work), name=name, daemon=True).start()
 
     def run(self, function: Callable[[ThreadCommunicator], Result]) -> list[Result]:
         """``function(communicator)`` on every rank; the results in the order of the ranks.
 
-        The first failure, or Ctrl-C in the thread that calls this, makes the communicators of all ranks fail, and is
-        raised here as it is. After that the ranks cannot be used again.
+        The first failure, or Ctrl-C on the calling thread, makes the communicators of all ranks fail and is raised
+        unchanged. Afterwards the ranks cannot be used again.
 
         Raises
         ------
         CommunicatorError
-            The ranks have failed before; or what one sent was never received.
+            The ranks have failed before, or an array was sent and never received.
         """
         self._hub.check()
         results = self._do(function, self._work)
@@ -326,7 +326,7 @@ class RankThreads:
     def _do(
         self, function: Callable[[ThreadCommunicator], Result], ranks: Sequence[_Tasks], *, wait: bool = True
     ) -> list[Result]:
-        """Give the ranks something to do; if `wait`, what all return, or raise what the first that fails has raised."""
+        """Run a function on the ranks; if `wait`, return all results, or raise the first failure."""
         run = _Outcome(len(ranks))
         self._hub.left.clear()
         try:
@@ -345,7 +345,7 @@ class RankThreads:
 
     @contextmanager
     def in_their_place(self) -> Iterator[None]:
-        """The thread that calls does what the ranks would do: what ends it early stops them all, as in `run`.
+        """Run this context in place of the ranks: an exception stops them all, as in `run`.
 
         Raises
         ------
@@ -361,15 +361,15 @@ class RankThreads:
             raise
 
     def close(self, last: Callable[[ThreadCommunicator], object] | None = None, *, wait: bool = False) -> None:
-        """End the threads; they must not be at work. Closing once more does nothing.
+        """End the threads, which must be idle. A second call does nothing.
 
         Parameters
         ----------
         last : callable, optional
-            What each rank does before it ends.
+            Function that each rank runs before it ends.
         wait : bool
-            Return when all have done so, or raise what the first that failed has raised. Not for what the garbage
-            collector calls: it may do so on one of the threads.
+            Wait for that, and raise the first failure. Not for calls from the garbage collector, which may run on one
+            of the threads.
         """
         ranks, self._work = self._work, []
         try:
@@ -392,28 +392,28 @@ class RankThreads:
 
 
 def _serve(hub: Hub, communicator: ThreadCommunicator, work: _Tasks) -> None:
-    """A rank's thread."""
+    """Loop of a rank's thread."""
     while (task := work.get()) is not None:
         run, function = task
         result, failure = None, None
         with _short_switch_interval():
             try:
                 result = function(communicator)
-            except BaseException as error:  # whatever it is, the others must not wait
+            except BaseException as error:  # every error must stop the others
                 failure = error
         if failure is not None:
             with run.changed:
-                if run.error is None:  # what the others raise are consequences
+                if run.error is None:  # later errors are consequences
                     run.error = failure
                     hub.fail(f"rank {communicator.rank} failed: {type(failure).__name__}: {failure}")
         else:
             hub.leave(communicator.rank, "has ended")
         run.finish(communicator.rank, result, failure)
-        del task, run, function, result, failure  # nothing outlives its run
+        del task, run, function, result, failure  # releases all objects of the run
 
 
 def _let_go(run: _Outcome) -> None:
-    """Wait for ranks that are about to fail, but not for ever."""
+    """Wait up to `PATIENCE` seconds for ranks that are about to fail."""
     run.wait(lambda: not run.pending, PATIENCE)
     if run.pending:
         logger.warning("ranks %s are still at work %g s after the others have stopped", sorted(run.pending), PATIENCE)
@@ -437,7 +437,7 @@ def run_ranks(size: int, function: Callable[[ThreadCommunicator], Result], *, ti
     Raises
     ------
     Exception
-        The first that a rank raised, as it was raised; the other ranks are stopped.
+        The first error of a rank, unchanged; the other ranks are stopped.
     KeyboardInterrupt
         All ranks are stopped.
     """
