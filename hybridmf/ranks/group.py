@@ -116,7 +116,7 @@ def _close_rank(communicators: dict[int, LocalCommunicator], ranks: dict[int, An
         ranks[control.rank].close()
         communicators[control.rank].close()
     except Exception as error:
-        logger.warning("rank %d did not end well: %s", control.rank, error)
+        logger.warning("rank %d did not close cleanly: %s", control.rank, error)
         if not isinstance(error, CommunicatorError):  # otherwise another rank reports the cause
             raise
 

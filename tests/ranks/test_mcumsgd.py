@@ -488,7 +488,7 @@ def test_a_rank_that_does_not_end_well_is_told(error, monkeypatch, caplog, ratin
     monkeypatch.setattr(solver.group.communicators[1], "close", refuse)
     with nullcontext() if isinstance(error, CommunicatorError) else pytest.raises(DeviceError, match="no answer"):
         solver.close()
-    assert "rank 1 did not end well: no answer" in caplog.text
+    assert "rank 1 did not close cleanly: no answer" in caplog.text
     solver.close()
 
 

@@ -345,7 +345,7 @@ def _work_through(runner: _Runner, later: Sequence[_Runner], sample: Sample, end
     job, started = runner.job, time.monotonic()
     if started >= end:
         job.reason = (
-            f"not tuned: the budget of {budget:g} s is spent; --budget gives more, --kernel and --factors leave out"
+            f"not tuned: the budget of {budget:g} s is spent; raise --budget, or restrict --kernel and --factors"
         )
         return
     weights = sum(each.job.space.weight for each in (runner, *later))
@@ -493,7 +493,7 @@ class _Runner:
             self.device.synchronize()
         except DeviceError as error:
             raise DeviceError(
-                f"{self.device.spec.name} does not work any more after {self.job.name} ({_short(problem)}): start "
+                f"{self.device.spec.name} stopped working after {self.job.name} ({_short(problem)}): start "
                 f"again; kernels that were tuned before are kept. {error}"
             ) from error
 

@@ -215,7 +215,7 @@ def _introduce(connection: socket.socket, keys: _Keys, said: dict[str, Any], dea
     return _checked_greeting(key, b"accepts", nonces, text, bytes(_read(connection, PROOF, deadline)))
 
 
-class _Guest:
+class _PendingPeer:
     """A connection whose other end has not yet proved that it knows the token."""
 
     def __init__(self, connection: socket.socket, source: str, salt: bytes, deadline: float) -> None:
@@ -252,7 +252,7 @@ class _Guest:
         return self.challenge + bytes(self.received[:NONCE])
 
 
-class _Door:
+class _Acceptor:
     """Accepts connections from peers that know the token: all handshakes run concurrently, in one thread.
 
     A peer without a proof costs a connection and a few KB for at most `HANDSHAKE` seconds. Beyond the limit of
@@ -276,11 +276,11 @@ class _Door:
         self.listener, self.said, self.deadline = listener, said, deadline
         self.salt, self.key = keys.salt, keys.of(keys.salt)
         self.places = STRANGERS + expected
-        self.guests: dict[socket.socket, _Guest] = {}  # oldest first
+        self.pending: dict[socket.socket, _PendingPeer] = {}  # oldest first
         self.proved: deque[tuple[socket.socket, dict[str, Any]]] = deque()
         self.refused = 0
 
-    def __enter__(self) -> _Door:
+    def __enter__(self) -> _Acceptor:
         self.selector = selectors.DefaultSelector()
         self.listener.setblocking(False)
         self.selector.register(self.listener, selectors.EVENT_READ)
@@ -288,23 +288,23 @@ class _Door:
 
     def __exit__(self, *_: Any) -> None:
         self.selector.close()
-        for connection in [*self.guests, *(connection for connection, _ in self.proved)]:
+        for connection in [*self.pending, *(connection for connection, _ in self.proved)]:
             connection.close()
 
     def next(self) -> tuple[socket.socket, dict[str, Any]] | None:
         """Return (connection, greeting) of the next peer that knows the token; None after the deadline."""
         while not self.proved:
             now = time.monotonic()
-            for guest in [guest for guest in self.guests.values() if guest.deadline <= now]:
-                self._refuse(guest, "no proof that it knows the token in time")
-            left = min([self.deadline, *(guest.deadline for guest in self.guests.values())]) - now
+            for peer in [peer for peer in self.pending.values() if peer.deadline <= now]:
+                self._refuse(peer, "no proof that it knows the token in time")
+            left = min([self.deadline, *(peer.deadline for peer in self.pending.values())]) - now
             if self.deadline <= now:
                 return None
             for ready, _ in self.selector.select(max(left, 0)):
                 if ready.fileobj is self.listener:
                     self._open()
-                elif guest := self.guests.get(ready.fileobj):  # type: ignore[call-overload]
-                    self._hear(guest)
+                elif peer := self.pending.get(ready.fileobj):  # type: ignore[call-overload]
+                    self._hear(peer)
         return self.proved.popleft()
 
     def _open(self) -> None:
@@ -315,51 +315,51 @@ class _Door:
                 self._make_room()
                 time.sleep(0.01)
             return
-        if len(self.guests) >= self.places:
+        if len(self.pending) >= self.places:
             self._make_room()
         try:
             deadline = min(self.deadline, time.monotonic() + HANDSHAKE)
-            guest = _Guest(connection, str(address[0]), self.salt, deadline)
+            peer = _PendingPeer(connection, str(address[0]), self.salt, deadline)
         except (OSError, ValueError):  # closed already
             connection.close()
             return
-        self.guests[connection] = guest
+        self.pending[connection] = peer
         self.selector.register(connection, selectors.EVENT_READ)
 
     def _make_room(self) -> None:
-        for oldest in list(self.guests.values())[:1]:
+        for oldest in list(self.pending.values())[:1]:
             self._refuse(oldest, "too many connections without a proof that they know the token")
 
-    def _hear(self, guest: _Guest) -> None:
+    def _hear(self, peer: _PendingPeer) -> None:
         try:
-            greeting = guest.hear(self.key)
+            greeting = peer.hear(self.key)
             if greeting is None:
                 return
-            guest.say(ACCEPTED + _greeting(self.key, b"accepts", guest.nonces, self.said))
+            peer.say(ACCEPTED + _greeting(self.key, b"accepts", peer.nonces, self.said))
         except _UnprovenError as error:
             with suppress(OSError, ValueError):
-                guest.say(REFUSED)
-            self._refuse(guest, str(error))
+                peer.say(REFUSED)
+            self._refuse(peer, str(error))
         except EOFError:  # for example a rank that connected too early and tries again
-            self._refuse(guest, "it left", expected=not guest.received)
+            self._refuse(peer, "it left", expected=not peer.received)
         except (OSError, ValueError, RecursionError) as error:
-            self._refuse(guest, str(error))
+            self._refuse(peer, str(error))
         else:
-            self._forget(guest)
-            self.proved.append((guest.connection, greeting))
+            self._forget(peer)
+            self.proved.append((peer.connection, greeting))
 
-    def _forget(self, guest: _Guest) -> None:
-        self.selector.unregister(guest.connection)
-        del self.guests[guest.connection]
+    def _forget(self, peer: _PendingPeer) -> None:
+        self.selector.unregister(peer.connection)
+        del self.pending[peer.connection]
 
-    def _refuse(self, guest: _Guest, why: str, *, expected: bool = False) -> None:
-        self._forget(guest)
-        guest.connection.close()
+    def _refuse(self, peer: _PendingPeer, why: str, *, expected: bool = False) -> None:
+        self._forget(peer)
+        peer.connection.close()
         if expected:
             return
         self.refused += 1
         level = logging.WARNING if self.refused <= REPORTED else logging.DEBUG
-        logger.log(level, "a connection from %s was refused: %s", guest.source, why)
+        logger.log(level, "a connection from %s was refused: %s", peer.source, why)
         if self.refused == REPORTED:
             logger.warning("further connections that are refused are logged at level DEBUG")
 
@@ -396,7 +396,7 @@ class _Rendezvous:
                 _hurry(connection, self.deadline)
                 _write_header(connection, {"where": where})
             except OSError as error:
-                raise CommunicatorError(f"rank {rank} left before all ranks had come ({error})") from error
+                raise CommunicatorError(f"rank {rank} left before all ranks had connected ({error})") from error
         return self.peers
 
     def join(self) -> dict[int, socket.socket]:
@@ -410,12 +410,12 @@ class _Rendezvous:
 
     def _let_in(self, listener: socket.socket, expected: Collection[int]) -> None:
         """Wait for the ranks that connect to this one."""
-        with _Door(listener, self.keys, self.said, self.deadline, len(expected)) as door:
+        with _Acceptor(listener, self.keys, self.said, self.deadline, len(expected)) as acceptor:
             while missing := [rank for rank in expected if rank not in self.peers]:
-                came = door.next()
+                came = acceptor.next()
                 if came is None:
                     raise CommunicatorError(
-                        f"ranks {missing} did not come within {self.timeout:g} s; all {self.size} must be started, "
+                        f"ranks {missing} did not connect within {self.timeout:g} s; all {self.size} must be started, "
                         f"with the same {MASTER_ADDR}, {MASTER_PORT} and {TOKEN}; timeout= lets rank {self.rank} wait "
                         "longer"
                     )
@@ -465,7 +465,7 @@ class _Rendezvous:
     def _why(self, rank: int, address: Address, reached: bool, error: BaseException) -> str:
         """Reason why a rank was not reached."""
         if self.waits:
-            return "rank 0 ended, or waits for ranks that do not come"
+            return "rank 0 ended, or waits for ranks that do not connect"
         what = "completes no handshake" if reached else "does not answer"
         other = ", and nothing else listen there" if reached else ""
         return (
@@ -646,7 +646,7 @@ class Mesh(Transport):
                     _read_into(connection, _bytes_of(array))
                     self._put(str(header["context"]), peer, str(header["what"]), array)
         except (OSError, EOFError):
-            self.fail(f"rank {peer} ended amid an array (was it killed?)")
+            self.fail(f"rank {peer} ended in the middle of an array (was it killed?)")
         except Exception as error:
             self.fail(f"rank {peer} sends what is no message: {error}")
         finally:

@@ -138,7 +138,7 @@ def test_a_failed_launch_is_recorded(acted: Any) -> None:
 
 
 def test_a_device_that_does_not_recover_ends_it(acted: Any) -> None:
-    with pytest.raises(DeviceError, match="does not work any more after sparse_syrk, rank 64"):
+    with pytest.raises(DeviceError, match="stopped working after sparse_syrk, rank 64"):
         acted(Acted(dies=True), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1}, raises=(8,))
 
 

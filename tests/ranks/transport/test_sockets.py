@@ -1,4 +1,4 @@
-"""Ranks over sockets: the laws of the collectives, failures, strangers at the door."""
+"""Ranks over sockets: the laws of the collectives, failures, strangers."""
 
 from __future__ import annotations
 
@@ -149,7 +149,9 @@ def test_what_is_no_message_stops_all(frame):
 
 def test_who_does_not_know_the_token_stays_out(caplog):
     answers = texts(over_sockets(2, laws, timeout=[0.5, 20], tokens=["secret", "guess"]))
-    assert answers[0].startswith("ranks [1] did not come within 0.5 s; all 2 must be started, with the same HYBRIDMF_")
+    assert answers[0].startswith(
+        "ranks [1] did not connect within 0.5 s; all 2 must be started, with the same HYBRIDMF_"
+    )
     assert answers[1] == "rank 0 refused rank 1: it has another token (HYBRIDMF_TOKEN must be the same everywhere)"
     assert "a connection from 127.0.0.1 was refused: the other end does not know the token" in caplog.text
 
@@ -161,11 +163,11 @@ def test_who_came_to_a_meeting_that_failed_is_let_go(monkeypatch):
         sockets._Rendezvous, "host", lambda self, listener: meetings.append(self) or meet(self, listener)
     )
     answers = texts(over_sockets(2, laws, timeout=[0.5, 20], sizes=[3, 3]))
-    assert answers[0].startswith("ranks [2] did not come within 0.5 s; all 3 must be started")
+    assert answers[0].startswith("ranks [2] did not connect within 0.5 s; all 3 must be started")
     assert answers[1] == answers[0]
     assert [connection.fileno() for connection in meetings[0].peers.values()] == [-1]
     answers = texts(over_sockets(2, laws, timeout=[2, 0.5], sizes=[3, 3]))
-    assert answers[1] == "rank 0 ended, or waits for ranks that do not come"
+    assert answers[1] == "rank 0 ended, or waits for ranks that do not connect"
 
 
 def test_a_message_that_stops_in_its_header_stops_all():
@@ -218,28 +220,28 @@ def test_strangers_are_turned_away(caplog):
 
 
 class Meeting:
-    """Rank 0's door on the loopback, and strangers before it; `admitted` is what came through."""
+    """Rank 0's acceptor on the loopback, and strangers that connect; `admitted` is the accepted one."""
 
     def __init__(self, seconds: float = 20.0) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()[:2]
         self.keys = sockets._Keys("secret")
         deadline = time.monotonic() + seconds
-        self.door = sockets._Door(self.listener, self.keys, {"rank": 0, "size": 2}, deadline, 1)
+        self.acceptor = sockets._Acceptor(self.listener, self.keys, {"rank": 0, "size": 2}, deadline, 1)
         self.strangers: list[socket.socket] = []
 
     def __enter__(self) -> Meeting:
-        self.door.__enter__()
+        self.acceptor.__enter__()
         self.waiter = threading.Thread(target=self._wait, daemon=True)
         self.waiter.start()
         return self
 
     def _wait(self) -> None:
-        self.admitted = self.door.next()
+        self.admitted = self.acceptor.next()
 
     def __exit__(self, *_) -> None:
         self.waiter.join(30)
-        self.door.__exit__()
+        self.acceptor.__exit__()
         for connection in [self.listener, *self.strangers, *(self.admitted or ())[:1]]:
             connection.close()
 
@@ -297,12 +299,12 @@ def test_a_stranger_who_drips_bytes_has_one_deadline(monkeypatch, caplog):
     assert "127.0.0.1 was refused: no proof that it knows the token in time" in caplog.text
 
 
-def test_no_door_is_open_for_ever(caplog):
+def test_no_acceptor_is_open_for_ever(caplog):
     with Meeting(seconds=0.2) as meeting:
         meeting.stranger()
         meeting.stranger().close()  # as a rank that comes too early does
     assert meeting.admitted is None
-    assert not meeting.door.proved
+    assert not meeting.acceptor.proved
     assert "it left" not in caplog.text
 
 
@@ -356,14 +358,14 @@ def test_the_number_of_strangers_is_bounded(monkeypatch, caplog):
     with Meeting() as meeting:
         crowd = [meeting.stranger() for _ in range(12)]
         assert all(everything(stranger) == b"" for stranger in crowd[:8])
-        wait_until(lambda: len(meeting.door.guests) == 4)
+        wait_until(lambda: len(meeting.acceptor.pending) == 4)
         meeting.rank()  # the oldest goes for it, too
     refusals = [record for record in caplog.records if "too many connections" in record.getMessage()]
     assert [record.levelname for record in refusals] == ["WARNING"] * 2 + ["DEBUG"] * 7
     assert "further connections that are refused are logged at level DEBUG" in caplog.text
 
 
-def test_a_door_goes_on_where_no_file_can_be_opened(caplog):
+def test_an_acceptor_continues_where_no_file_can_be_opened(caplog):
     class Full:
         def accept(self):
             raise OSError(24, "Too many open files")
@@ -372,17 +374,17 @@ def test_a_door_goes_on_where_no_file_can_be_opened(caplog):
     with meeting:
         meeting.stranger()
         meeting.waiter.join(10)
-        meeting.door.deadline += 10
+        meeting.acceptor.deadline += 10
         other = socket.create_connection(meeting.address)
-        meeting.door._open()
-        meeting.door.listener = Full()
-        meeting.door._open()
-        meeting.door._open()
+        meeting.acceptor._open()
+        meeting.acceptor.listener = Full()
+        meeting.acceptor._open()
+        meeting.acceptor._open()
     assert "too many connections without a proof" in caplog.text
     other.close()
 
 
-def test_who_does_not_read_is_no_guest():
+def test_who_does_not_read_is_not_accepted():
     class Deaf:
         def setblocking(self, blocks):
             pass
@@ -391,7 +393,7 @@ def test_who_does_not_read_is_no_guest():
             return 1
 
     with pytest.raises(ValueError, match="it does not read"):
-        sockets._Guest(Deaf(), "there", b"salt", 0)
+        sockets._PendingPeer(Deaf(), "there", b"salt", 0)
 
 
 def test_join_tries_again_where_it_is_dropped():
@@ -404,8 +406,8 @@ def test_join_tries_again_where_it_is_dropped():
             with listener.accept()[0] as dropped:
                 dropped.sendall(said)
         keys = sockets._Keys("secret")
-        with sockets._Door(listener, keys, {"rank": 0, "size": 2}, time.monotonic() + 20, 1) as door:
-            door.next()[0].close()
+        with sockets._Acceptor(listener, keys, {"rank": 0, "size": 2}, time.monotonic() + 20, 1) as acceptor:
+            acceptor.next()[0].close()
         first = pool.submit(SocketCommunicator.connect, 0, 2, address, token="secret", timeout=30, listener=listener)
         ranks = [first.result(40), second.result(40)]
     for rank in ranks:
@@ -473,7 +475,7 @@ def test_a_rank_that_is_gone_when_all_have_come(monkeypatch):
     write = sockets._write_header
     monkeypatch.setattr(sockets, "_write_header", gone)
     answers = texts(over_sockets(2, laws))
-    assert answers[0] == "rank 1 left before all ranks had come ([Errno 32] Broken pipe)"
+    assert answers[0] == "rank 1 left before all ranks had connected ([Errno 32] Broken pipe)"
     assert answers[1] == answers[0]
 
 
