@@ -211,7 +211,7 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
     sizes = {
         # both orientations; offsets, order, scale and status of each row
         "ratings": 2 * nnz * (4 + itemsize) + (m + n) * (8 + 4 + itemsize + 4),
-        # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
+        # old and new factors of the side being solved, so that an interrupted half sweep has no effect
         "factors": (m + n + max(m, n)) * width * itemsize,
     }
     if not plan.tile_rows:
