@@ -1,4 +1,4 @@
-"""Copies between the host and a device that go on while kernels run."""
+"""Copies between the host and a device, concurrent with kernels."""
 
 from __future__ import annotations
 
@@ -25,59 +25,59 @@ COPY_CHUNK = 32 << 20
 
 
 class Owner(Protocol):
-    """The device on whose streams a copier works."""
+    """Device whose streams a copier uses."""
 
     def active(self) -> AbstractContextManager[None]:
         """Make it the current device."""
 
     def synchronize(self) -> None:
-        """Wait until its work is done."""
+        """Wait for its work."""
 
 
 class Copier(Protocol):
-    """Copies between the host and a device that go on while kernels run; for one thread at a time."""
+    """Copies between the host and a device, concurrent with kernels; for use by one thread at a time."""
 
     def pin(self, array: np.ndarray) -> bool:
-        """Hold an array where the device reads it directly, while both live; whether that is possible."""
+        """Page-lock an array for direct access by the device, while both exist; returns whether it succeeded."""
 
     def after(self, mark: Any) -> None:
-        """Have copies from here on wait for a mark of `Device.record`."""
+        """Make later copies wait for a mark of `Device.record`."""
 
     def copy(self, target: Array, source: np.ndarray) -> None:
-        """Begin to copy `source` to the beginning of `target`, a vector of the same dtype; `source` must stay as is."""
+        """Start copying `source` to the start of `target`, a vector of the same dtype; `source` must not change."""
 
     def fetch(self, target: np.ndarray, source: Array) -> None:
         """Copy an array of the device to `target`, C order and of the same size and dtype; complete on return."""
 
     def mark(self) -> Any:
-        """A mark behind the copies begun so far."""
+        """A mark after the copies started so far."""
 
     def synchronize(self) -> None:
         """Wait for all copies."""
 
     def twin(self) -> Copier:
-        """A copier for another thread, to which what was pinned here is pinned, too."""
+        """A copier for another thread that shares the pinned memory of this one."""
 
 
 STAGES = 4
 """Pinned buffers of a copier, of COPY_CHUNK bytes each."""
 
 STAGING_THREADS = 8
-"""Threads that fill a pinned buffer: one reads a file in the page cache at 4 to 8 GB/s, a bus of today takes 50."""
+"""Threads that fill a pinned buffer: one reads a file in the page cache at 4 to 8 GB/s, a PCIe 5 bus moves 50."""
 
 STAGING_PART = 1 << 20
-"""Bytes that a thread fills at a time, at least."""
+"""Minimum bytes per thread."""
 
 
 class CudaCopier:
-    """Copies on a stream of their own: directly from and to pinned memory, for other memory through pinned buffers.
+    """Copies on a separate stream: directly for pinned memory, through pinned buffers for other memory.
 
     Parameters
     ----------
     device : Owner
     cupy : module
     first : CudaCopier, optional
-        Whose pinned memory this one may use; it lives as long.
+        Copier whose pinned memory this one shares and keeps alive.
     """
 
     def __init__(self, device: Owner, cupy: Any, first: CudaCopier | None = None) -> None:
@@ -90,13 +90,13 @@ class CudaCopier:
             self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def pin(self, array: np.ndarray) -> bool:
-        """Page-lock an array; it is released when this copier goes, and lives as long."""
+        """Page-lock an array until this copier is deleted; the copier keeps the array alive."""
         if self._first is not None:
             return self._first.pin(array)
         if not array.nbytes:
             return True
         start, stop, page = array.ctypes.data, array.ctypes.data + array.nbytes, mmap.PAGESIZE
-        # the pages at its ends may be locked for a neighbour: ranks have parts of one array
+        # the pages at its ends may be locked already, since ranks hold parts of one array
         inside = (-(-start // page) * page, stop // page * page)
         for first, last in ((start, stop), inside):
             try:
@@ -105,22 +105,22 @@ class CudaCopier:
                 with self._device.active():
                     self._cupy.cuda.runtime.hostRegister(first, last - first, 0)
             except DeviceError as error:  # a limit on locked memory, memory that is locked already, a file
-                # as text: whoever keeps the record would keep this copier by the traceback
+                # as text: a kept log record would keep this copier alive through the traceback
                 logger.info("memory of the host cannot be page-locked, copies take a detour: %s", str(error))
                 continue
             self._pinned.append((first, last))
             released = weakref.finalize(self, _unpin, self._device, self._cupy, array, first)
-            released.atexit = False  # CUDA may be gone by then, and the process's memory goes anyway
+            released.atexit = False  # CUDA may be shut down by then, and the process frees its memory anyway
             return True
         return False
 
     def after(self, mark: Any) -> None:
-        """Have copies from here on wait for an event."""
+        """Make later copies wait for an event."""
         with self._device.active():
             self._stream.wait_event(mark)
 
     def copy(self, target: Array, source: np.ndarray) -> None:
-        """Begin a copy; see `Copier.copy`."""
+        """Start a copy; see `Copier.copy`."""
         source = np.ascontiguousarray(source)
         if source.dtype != target.dtype or source.size > target.size:
             raise ValueError(f"cannot copy {source.size} {source.dtype} to {target.size} {target.dtype}")
@@ -143,14 +143,14 @@ class CudaCopier:
         with reader_of(raw) as read:
             for start in range(0, raw.nbytes, COPY_CHUNK):
                 buffer, event = self._stage()
-                event.synchronize()  # what it held before has left
+                event.synchronize()  # its previous copy is complete
                 size = min(COPY_CHUNK, raw.nbytes - start)
                 self._fill(buffer[:size], read, start)
                 self._send(target, start, buffer.ctypes.data, size)
                 event.record(self._stream)
 
     def _stage(self) -> tuple[np.ndarray, Any]:
-        """The next pinned buffer, and the event behind its last use."""
+        """The next pinned buffer, and the event of its last use."""
         if not self._stages:
             cuda = self._cupy.cuda
             for _ in range(STAGES):
@@ -164,14 +164,14 @@ class CudaCopier:
         self._share(len(buffer), lambda k, end: read(buffer[k:end], start + k))
 
     def _share(self, size: int, work: Callable[[int, int], None]) -> None:
-        """``work(first, last)`` on parts of `size` bytes, by several threads; by this one where it is a single part."""
+        """Run ``work(first, last)`` on parts of `size` bytes in several threads; a single part runs in this thread."""
         part = max(STAGING_PART, -(-size // STAGING_THREADS))
         if size <= part:
             work(0, size)
             return
         assert self._pool is not None
         jobs = [self._pool.submit(work, k, min(k + part, size)) for k in range(0, size, part)]
-        wait(jobs)  # all, before one that has failed ends what the others work with: a file, a buffer
+        wait(jobs)  # wait for all: an error of one must not close the file or free the buffer of the others
         for job in jobs:
             job.result()
 
@@ -212,7 +212,7 @@ class CudaCopier:
         self._share(size, lambda k, end: write(buffer[k:end], start + k))
 
     def mark(self) -> Any:
-        """An event behind the copies begun so far."""
+        """An event after the copies started so far."""
         with self._device.active():
             event = self._cupy.cuda.Event(disable_timing=True)
             event.record(self._stream)
@@ -229,10 +229,10 @@ class CudaCopier:
 
 
 def _unpin(device: Owner, cupy: Any, array: np.ndarray, first: int) -> None:
-    """Release what was locked from address `first` on; `array` has lived until now."""
+    """Unlock the memory from address `first` on; the argument keeps `array` alive until then."""
     try:
         with device.active():
             device.synchronize()
             cupy.cuda.runtime.hostUnregister(first)
-    except DeviceError as error:  # a device that has failed before
+    except DeviceError as error:  # the device has failed before
         logger.info("memory of the host stays page-locked: %s", error)

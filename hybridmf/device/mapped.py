@@ -1,7 +1,7 @@
-"""Arrays that are mapped from files, read and written as files.
+"""Reads and writes arrays mapped from files through the files.
 
-That takes no page fault every few pages, and gives an error that can be caught where a file has become shorter or its
-disk fails: to touch its mapped pages would end the process.
+This avoids page faults, and raises an exception if a file was truncated or its disk fails, where access to the mapped
+pages would terminate the process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..errors import StoreError
 
 
 def file_behind(array: np.ndarray) -> tuple[str, int] | None:
-    """Path of the file that an array is mapped from, and where in it the array begins; None for other arrays.
+    """Path of the file behind a mapped array, and the offset of the array in it; None for other arrays.
 
     Parameters
     ----------
     array : ndarray
-        A `numpy.memmap` whose memory is what its file holds, or a view of one; C order.
+        A `numpy.memmap` that shares its memory with the file, or a view of one; C order.
     """
     base = array
     while not isinstance(base, np.memmap):
@@ -32,7 +32,7 @@ def file_behind(array: np.ndarray) -> tuple[str, int] | None:
     while isinstance(base.base, np.memmap):  # views of a memmap carry an offset that may not be theirs
         base = base.base
     if base.filename is None or base.mode == "c" or not array.flags.c_contiguous:
-        return None  # what is written to a mapping of mode "c" is not in its file
+        return None  # a mapping of mode "c" may differ from its file
     return os.fspath(base.filename), int(base.offset + array.ctypes.data - base.ctypes.data)
 
 
@@ -45,12 +45,12 @@ def read_into(buffer: np.ndarray, handle: int, begin: int) -> None:
     handle : int
         Descriptor of the file; threads may share it.
     begin : int
-        Where in the file the bytes are.
+        Offset in the file.
 
     Raises
     ------
     StoreError
-        The file ends before.
+        The file is too short.
     """
     rest = buffer.data
     while len(rest):
@@ -69,7 +69,7 @@ def write_from(buffer: np.ndarray, handle: int, begin: int) -> None:
     handle : int
         Descriptor of the file; threads may share it.
     begin : int
-        Where in the file the bytes go.
+        Offset in the file.
     """
     rest = buffer.data
     while len(rest):
@@ -78,23 +78,23 @@ def write_from(buffer: np.ndarray, handle: int, begin: int) -> None:
 
 
 def _opened(path: str) -> int | None:
-    """Descriptor of a file that can be read at any place by several threads; None where there is none."""
+    """Descriptor for positioned reads by several threads; None if the file or the system call does not exist."""
     if not path or not hasattr(os, "preadv"):  # as on Windows
         return None
     try:
         return os.open(path, os.O_RDONLY)
-    except FileNotFoundError:  # a file that was removed lives on where it is mapped
+    except FileNotFoundError:  # a removed file stays accessible through its mapping
         return None
 
 
 @contextmanager
 def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]:
-    """``read(buffer, start)``, which fills a buffer with the bytes of an array from `start` on.
+    """A function ``read(buffer, start)`` that fills a buffer with the bytes of an array from `start` on.
 
     Parameters
     ----------
     source : uint8 array, C order
-        Where it is mapped from a file that still has its name, or from one of `core.scratch`, the file is read.
+        If it is mapped from a file that still exists by name, or from a file of `core.scratch`, the file is read.
     """
     scratch = scratch_file(source)
     if scratch is not None and hasattr(os, "preadv"):
@@ -112,12 +112,12 @@ def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]
 
 
 def writer_of(target: np.ndarray) -> Callable[[np.ndarray, int], None]:
-    """``write(buffer, start)``, which puts the bytes of a buffer into an array from `start` on.
+    """A function ``write(buffer, start)`` that writes the bytes of a buffer to an array from `start` on.
 
     Parameters
     ----------
     target : uint8 array, C order
-        Where it is mapped from a file of `hybridmf.core.scratch`, the file is written to.
+        If it is mapped from a file of `hybridmf.core.scratch`, the file is written.
     """
     scratch = scratch_file(target)
     if scratch is None or not hasattr(os, "pwrite"):  # as on Windows

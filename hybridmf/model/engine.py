@@ -1,4 +1,4 @@
-"""What serving asks of a backend, and which backend serves a plan."""
+"""Serving interface of backends, and the choice of a backend for a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..plan.types import Plan
 logger = logging.getLogger("hybridmf")
 
 GPU_SCORES = 2e10
-"""Multiply-adds of scores from which a GPU serves top-N: below, the CPU answers before the items are uploaded."""
+"""Multiply-adds of scores from which a GPU serves top-N; for less, the CPU is faster than the upload of the items."""
 
 
 class Engine(Protocol):
@@ -24,15 +24,15 @@ class Engine(Protocol):
     name: str
 
     def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> Any:
-        """Items in the layout `top_k` reads, made once; shape (n_items, rank). Only `candidates` take part."""
+        """Items, shape (n_items, rank), in the layout of `top_k`; computed once. Default `candidates`: all items."""
 
     def top_k(
         self, users: np.ndarray, packed: Any, n: int, seen: sp.csr_array | None, candidates: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and scores, shape (n_users, n), of the `n` best items; -1 and -inf where fewer are left."""
+        """Ids and scores, shape (n_users, n), of the `n` best items; -1 and -inf if fewer are left."""
 
     def gram(self, fixed: Factors, objective: Objective) -> Any:
-        """What `fold_in` needs of the fixed side whatever the rows are."""
+        """The part of `fold_in` that depends on the fixed side only."""
 
     def fold_in(
         self, side: Side, matrix: sp.csr_array, objective: Objective, fixed: Factors, mean: float, gram: Any
@@ -44,15 +44,15 @@ class Engine(Protocol):
 
 
 def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
-    """The backend that serves a model fitted by `plan`: its GPU if it is there and the work is worth it, else the CPU.
+    """The backend for a model fitted by `plan`: its GPU if available and worthwhile for the work, else the CPU.
 
-    Factors that had no room on the GPU during the fit have none while they are served: the CPU takes them as they are.
+    The CPU serves factors that did not fit on the GPU during the fit.
 
     Parameters
     ----------
     plan : Plan
     scores : float
-        Multiply-adds of the scores that are asked for.
+        Multiply-adds of the requested scores.
     """
     from ..cpu.engine import CpuEngine
 
@@ -70,5 +70,5 @@ def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
 
 
 def on_cpu(plan: Plan) -> Plan:
-    """The plan of serving on the CPU what a GPU has fitted."""
+    """Plan for serving on the CPU a model fitted on a GPU."""
     return plan.changed(device="cpu", gpu=None, assembly="simd", variant="", reorder="none", tile_rows=0, tile_cols=0)

@@ -1,11 +1,11 @@
-"""Model files: safetensors with a JSON header, written atomically, judged when read.
+"""Model files: safetensors with a JSON header, written atomically and validated when read.
 
 Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biased models); ``user_squares``,
 ``item_squares``, ``user_bias_squares``, ``item_bias_squares`` (checkpoints of AdaGrad); ``seen_indptr``,
-``seen_indices`` (what users have seen); ``item_counts`` (training entries of each item); ``user_ids``, ``item_ids``
+``seen_indices`` (items seen by users); ``item_counts`` (training entries of each item); ``user_ids``, ``item_ids``
 (labels: integers as int64 or uint64, others as the UTF-8 bytes of a JSON list). Metadata: ``format``, ``version``,
-``model`` (class name), ``params``, ``state`` and ``checksums``, the last three JSON objects. Kernels trust a loaded
-model, so a file that contradicts itself anywhere is refused.
+``model`` (class name), ``params``, ``state`` and ``checksums``, the last three JSON objects. Kernels do not validate a
+loaded model, so an inconsistent file raises an error.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ TENSORS = frozenset(
     ]
 ) | set(SQUARES)
 DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "int32": "I32", "uint8": "U8"}
-"""NumPy's names of dtypes, and those of safetensors."""
+"""Names of dtypes in NumPy and in safetensors."""
 
 LARGE = frozenset(["user_factors", "item_factors"])
 """Tensors that may be larger than memory."""
 
 CHECKED_ROWS = 65536
-"""Rows of a tensor that are looked at together."""
+"""Rows of a tensor that are checked at a time."""
 
 MAX_COUNT = int(np.iinfo(np.int64).max)
 
 
 def jsonable(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters as JSON can hold them; a Generator cannot be stored and becomes None."""
+    """Parameters as JSON values; a Generator cannot be stored and becomes None."""
     plain: dict[str, Any] = {}
     for key, value in params.items():
         if isinstance(value, np.generic):
@@ -70,7 +70,7 @@ def jsonable(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_default(value: Any) -> Any:
-    """NumPy scalars and arrays, such as callbacks put into records, as Python has them."""
+    """Convert NumPy scalars and arrays, which callbacks may put into records, to Python objects."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     raise TypeError(
@@ -80,13 +80,13 @@ def _json_default(value: Any) -> Any:
 
 
 def _tensor_params(state: State) -> dict[str, Any]:
-    """Parameters that the tensors themselves tell."""
+    """Parameters that the tensors determine."""
     matrix = state.user.matrix
     return {"factors": matrix.shape[1], "dtype": matrix.dtype.name, "biases": state.user.bias is not None}
 
 
 def _squares(state: State) -> dict[str, np.ndarray]:
-    """AdaGrad's sums of squares as tensors; none where the state has none."""
+    """AdaGrad's sums of squares as tensors; empty if the state has none."""
     tensors: dict[str, np.ndarray] = {}
     for side, factors in (("user", state.user), ("item", state.item)):
         if factors.squares is not None:
@@ -97,7 +97,7 @@ def _squares(state: State) -> dict[str, np.ndarray]:
 
 
 def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str, str]:
-    """What a model file says of a fitted model beside its tensors; `extra` goes into its state."""
+    """Metadata of a fitted model; `extra` is added to its state."""
     summary = {
         "mean": model._learned.state.mean,
         "n_iter": model.n_iter_,
@@ -118,7 +118,7 @@ def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str,
 
 
 def state_tensors(state: State, *, resumable: bool = False) -> dict[str, np.ndarray]:
-    """Tensors that change while a fit goes on; `resumable` adds what only the fit needs."""
+    """Tensors that change during a fit; `resumable` adds those needed to resume it."""
     tensors = {"user_factors": state.user.matrix, "item_factors": state.item.matrix}
     if state.user.bias is not None and state.item.bias is not None:
         tensors |= {"user_bias": state.user.bias, "item_bias": state.item.bias}
@@ -126,7 +126,7 @@ def state_tensors(state: State, *, resumable: bool = False) -> dict[str, np.ndar
 
 
 def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.ndarray]:
-    """Tensors that stay the same while a fit goes on: labels, entries of items, and what users have seen."""
+    """Tensors that do not change during a fit: labels, counts of items, and items seen by users."""
     tensors: dict[str, np.ndarray] = {}
     if include_seen and model._learned.seen is not None:
         seen = model._learned.seen_matrix()
@@ -140,10 +140,10 @@ def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.nd
 
 
 def write_model(file: BinaryIO, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
-    """Write a model file: safetensors, laid out here so that tensors go to the file without a copy of them all.
+    """Write a model file in safetensors format, tensor by tensor, without a copy of all tensors in memory.
 
-    One model, one file: names and metadata are in order, which the library leaves to a hash map. The widest elements
-    come first, so that every tensor is aligned.
+    Output is deterministic: names and metadata are sorted, whereas the safetensors library uses the order of a hash
+    map. Tensors with the widest elements come first, so that every tensor is aligned.
     """
     tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     metadata = metadata | {"checksums": json.dumps(_checksums(metadata, tensors), sort_keys=True)}
@@ -166,28 +166,28 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _checksums(metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> dict[str, int]:
-    """CRC-32 of each tensor, and of what the metadata say, under the name ""."""
+    """CRC-32 of each tensor, and of the metadata under the name ""."""
     said = "\0".join(metadata[name] for name in ("model", "params", "state"))
     return {"": zlib.crc32(said.encode())} | {name: zlib.crc32(_bytes_of(array)) for name, array in tensors.items()}
 
 
 def _all_finite(array: np.ndarray) -> bool:
-    """Whether no value is infinite or NaN; of integers none is."""
+    """Whether all values are finite; integers always are."""
     if array.dtype.kind != "f":
         return True
     return all(bool(np.isfinite(array[k : k + CHECKED_ROWS]).all()) for k in range(0, len(array), CHECKED_ROWS))
 
 
 class ModelFile:
-    """A model file whose content was checked.
+    """The validated content of a model file.
 
     Attributes
     ----------
     model : str
         Class name.
     params, summary : dict
-        Constructor parameters; ``mean``, ``n_iter``, ``nnz``, ``total``, ``value_range``, ``history`` and what else was
-        stored.
+        Constructor parameters; ``mean``, ``n_iter``, ``nnz``, ``total``, ``value_range``, ``history`` and any other
+        stored fields.
     value_range : (float, float) or None
     state : State
     seen : csr_array or None
@@ -198,7 +198,7 @@ class ModelFile:
     ----------
     path : path-like
     mapped : bool
-        Factors are mapped from the file, not read into memory; it must not be written to while they are used.
+        Map factors from the file instead of reading them; the file must not change while they are used.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, mapped: bool = False) -> None:
@@ -252,7 +252,7 @@ class ModelFile:
             ) from error
 
     def _mapped(self, name: str) -> np.ndarray:
-        """A tensor as it is in the file, whose header the library has checked."""
+        """A tensor mapped from the file, whose header the library has validated."""
         with open(self.path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             found = json.loads(file.read(size))[name]
@@ -293,7 +293,7 @@ class ModelFile:
         self._require(records, "history is not a list of records")
 
     def objective(self, by_params: Objective) -> Objective:
-        """The objective of the fit: `by_params`, with the bias penalty that the training ratings led to."""
+        """The objective of the fit: `by_params`, with the bias penalty derived from the training ratings."""
         found = self.summary.get("bias_regularization")  # files of earlier versions have none
         if found is None or self.params.get("bias_regularization") is not None:
             return by_params
@@ -328,7 +328,7 @@ class ModelFile:
         )
 
     def _squares(self, tensors: dict[str, np.ndarray]) -> dict[str, Factors]:
-        """Sums of squares of both sides: laid out as the factors and biases are, or two a row; {} without any."""
+        """Sums of squares of both sides, shaped like the factors and biases, or two per row; {} if there are none."""
         if not tensors.keys() & set(SQUARES):
             return {}
         for name in SQUARES:
@@ -354,7 +354,7 @@ class ModelFile:
         return make_csr(indptr.astype(np.int64), indices.astype(np.int32), np.ones(len(indices), np.int8), shape)
 
     def _item_counts(self, tensors: dict[str, np.ndarray]) -> np.ndarray | None:
-        """Training entries of each item; of a file without them, by what users have seen."""
+        """Training entries of each item; if the file has no counts, computed from the items seen by users."""
         counted = None if self.seen is None else np.bincount(self.seen.indices, minlength=self.seen.shape[1])
         counts = tensors.get("item_counts")
         if counts is None:
@@ -377,7 +377,7 @@ class ModelFile:
         return labels
 
     def check_model(self, model: Any) -> None:
-        """Raise unless the parameters of `model` describe the tensors: kernels get both and compare nothing."""
+        """Raise unless the parameters of `model` match the tensors, since kernels do not check this."""
         params = {"biases": False} | jsonable(model.get_params(deep=False))
         for name, found in _tensor_params(self.state).items():
             problem = f"its tensors are those of a model with {name}={found!r}, not {name}={params[name]!r}"
@@ -385,14 +385,14 @@ class ModelFile:
 
 
 def _with_bias_regularization(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of a file; those written before biases had a penalty were fitted without one."""
+    """Parameters of a file; files written before biases had a penalty get a penalty of zero."""
     if "biases" in params and "bias_regularization" not in params:
         return params | {"bias_regularization": 0.0 if params["biases"] else None}
     return params
 
 
 def _is_canonical(indptr: np.ndarray, indices: np.ndarray, shape: tuple[int, int]) -> bool:
-    """Whether these are the arrays of a CSR matrix whose columns ascend strictly within each row."""
+    """Whether the arrays are a CSR matrix with strictly ascending columns in each row."""
     if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (indptr, indices)):
         return False
     indptr = indptr.astype(np.int64)  # unsigned differences would wrap around
@@ -407,7 +407,7 @@ def _is_canonical(indptr: np.ndarray, indices: np.ndarray, shape: tuple[int, int
 
 
 def stored_iteration(path: str | os.PathLike[str]) -> int | None:
-    """Iterations behind the model of a file by its header, which alone is read; None where it does not tell."""
+    """Completed iterations according to the header of a file, which alone is read; None if the header has none."""
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             found = json.loads((file.metadata() or {})["state"])["n_iter"]

@@ -1,4 +1,4 @@
-"""What a fit has learned, as one value: models replace it as a whole, so a failure half way leaves the old one."""
+"""The result of a fit as one value, which models replace atomically: a failure leaves the previous result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..plan.types import Plan
 
 @dataclass(frozen=True)
 class Learned:
-    """Everything a fitted model knows, hyperparameters as they were at the fit included.
+    """Complete state of a fitted model, including the hyperparameters of the fit.
 
     Attributes
     ----------
@@ -25,18 +25,18 @@ class Learned:
     plan : Plan
     state : State
     seen : csr_array or StoredSeen, shape (n_users, n_items), or None
-        int8 ones where a user has an entry, or where to read them; None in a model saved without them.
+        int8 ones for the training entries, or a reference to a store; None in a model saved without them.
     total : float or None
-        Sum of the training values: with `seen`, enough to tell the training data from other data.
+        Sum of the training values; with `seen`, it identifies the training data.
     user_ids, item_ids : array or None
         Labels.
     params : dict
         The constructor's parameters at the fit, as a model file stores them.
     item_counts : int64 array, shape (n_items,), or None
-        Training entries of each item; None in a model whose file has neither them nor `seen`.
+        Training entries of each item; None if the model file has neither these counts nor `seen`.
     value_range : (float, float) or None
-        Smallest and largest training value of explicit feedback, which predictions are clipped to; None where it is
-        unknown (files of earlier versions) and for implicit feedback.
+        Smallest and largest training value of explicit feedback, to which predictions are clipped; None if unknown
+        (files of earlier versions) and for implicit feedback.
     """
 
     objective: Objective
@@ -63,12 +63,12 @@ class Learned:
         labels: np.ndarray | None,
         item_counts: np.ndarray | None,
     ) -> Learned:
-        """A copy in which one side has other rows."""
+        """A copy with other rows on one side."""
         copy = replace(self, state=self.state.with_side(side, factors), seen=seen, total=None, item_counts=item_counts)
         return replace(copy, user_ids=labels) if side == "user" else replace(copy, item_ids=labels)
 
     def widened(self, values: np.ndarray) -> Learned:
-        """A copy whose range of values, where it is known, includes `values`."""
+        """A copy whose range of values, if known, includes `values`."""
         if self.value_range is None:
             return self
         return replace(self, value_range=value_range([np.array(self.value_range), values]))
@@ -78,7 +78,7 @@ class Learned:
         return self.seen.load() if isinstance(self.seen, StoredSeen) else self.seen
 
     def is_training_data(self, matrix: sp.csr_array) -> bool:
-        """Whether `matrix` is what the model was fitted on."""
+        """Whether `matrix` is the training data of the model."""
         if self.seen is None or self.total is None or matrix.shape != self.seen.shape or matrix.nnz != self.seen.nnz:
             return False
         seen = self.seen_matrix()
@@ -90,7 +90,7 @@ class Learned:
         )
 
     def overlaps(self, matrix: sp.csr_array) -> bool:
-        """Whether `matrix`, of the training shape, has an entry that the training data have."""
+        """Whether `matrix`, of the training shape, shares an entry with the training data."""
         seen = self.seen_matrix()
         if seen is None:
             return False
@@ -118,7 +118,7 @@ def range_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> tuple[
 
 
 def scale_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> float:
-    """What standardizes the ratings of an explicit model; see `hybridmf.core.objective.rating_scale`."""
+    """Scale that standardizes the ratings of an explicit model; see `hybridmf.core.objective.rating_scale`."""
     if objective.is_implicit:
         return 1.0
     squares = matrix.squares if isinstance(matrix, StoreMatrix) else entry_squares([matrix.data])
@@ -126,7 +126,7 @@ def scale_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> float:
 
 
 def pattern(matrix: Any) -> Any:
-    """The entries of a matrix as int8 ones, their positions shared; of a store, where to read them."""
+    """The entries of a matrix as int8 ones that share its index arrays; for a store, a reference to it."""
     return StoredSeen(matrix) if isinstance(matrix, StoreMatrix) else frozen_csr(as_ones(matrix, np.int8))
 
 

@@ -1,8 +1,7 @@
-"""The iterations of a fit, and everything that follows each of them: one loop for local fits and for ranks.
+"""The iterations of a fit and the work after each of them: one loop for local and for distributed fits.
 
-A fit in one process runs a `FitLoop`, on whatever devices its solver uses. In a fit by several processes each rank
-runs one; `Ranks` is the interface to the others. All but the first rank only compute: the first has the model, the
-observers and the checkpoints.
+A fit in one process runs one `FitLoop`, for all devices of its solver. In a fit by several processes each rank runs
+one; `Ranks` is the interface to the other ranks. Only the first rank has the model, the observers and the checkpoints.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ Callback: TypeAlias = Callable[[Any, Record], Any]
 
 
 class Ranks(Protocol):
-    """The processes of a fit as one of them sees them. All call the methods together."""
+    """Interface of one process to the other processes of a fit; its methods are collective."""
 
     first: bool
     """Whether this process has the model, its observers and its checkpoints."""
 
     alone: bool
-    """Whether it is the only one: its model follows every half sweep and stays usable whatever ends the fit."""
+    """Whether it is the only process: it updates the model after every half sweep, so the model is always usable."""
 
     def agreed(self, answer: bool) -> bool:
         """The answer of the first rank, on all ranks."""
 
     def complete(self) -> None:
-        """Wait until all ranks have done their part of the iteration."""
+        """Wait until all ranks have finished the iteration."""
 
     def gather(self, solver: Any) -> State | None:
         """The factors of all rows on the first rank; None on the others."""
@@ -67,24 +66,24 @@ class OneProcess:
         """No other rank to wait for."""
 
     def gather(self, solver: Solver) -> State:
-        """The factors as the solver has them."""
+        """The state of the solver."""
         return solver.state
 
 
 @dataclass(frozen=True)
 class Observers:
-    """What is computed and called after each iteration.
+    """Evaluations and callbacks after each iteration.
 
     Attributes
     ----------
     validation : csr_array, shape (n_users, n_items), or None
         Held-out entries, in the positions of the training data.
     seen : csr_array, shape (n_users, n_items), or None
-        Training entries of the users of `validation`, where the model does not have them.
+        Training entries of the users of `validation`, if the model does not have them.
     callback : callable or None
     show_progress : bool
     track_objective : bool
-        Compute the objective, observed or not.
+        Compute the objective even without observers.
 
     Raises
     ------
@@ -105,12 +104,12 @@ class Observers:
 
     @property
     def need_model(self) -> bool:
-        """Whether the model has to be usable after each iteration."""
+        """Whether observers use the model after each iteration."""
         return self.validation is not None or self.callback is not None
 
     @property
     def need_objective(self) -> bool:
-        """Whether each record has the objective."""
+        """Whether records contain the objective."""
         return self.track_objective or self.show_progress or self.need_model
 
 
@@ -122,19 +121,19 @@ class FitLoop:
     model : FactorModel
     solver : Solver
     learn : callable
-        `Learned` from a state.
+        Function from a state to `Learned`.
     columns : array or data frame
-        What scikit-learn takes the number of features and their names from.
+        Object that scikit-learn reads the number and names of features from.
     observers : Observers
-        Those of the first rank count.
+        Only those of the first rank are used.
     stopwatch : Stopwatch
     ranks : Ranks
     writer : Writer, optional
-        Of checkpoints, on the first rank.
+        Writer of checkpoints, on the first rank.
     completed : int
         Iterations of the checkpoint that the fit resumes from.
     history : list of dict
-        Their records.
+        Records of these iterations.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class FitLoop:
         self.ranks: Ranks = OneProcess() if ranks is None else ranks
         self.completed, self.history = completed, [] if history is None else history
         self.learned: Learned | None = None
-        self.updated = -1  # iteration whose final factors the model has; the same on all ranks
+        self.updated = -1  # last iteration whose final factors are in the model; the same on all ranks
         agreed = self.ranks.agreed
         self.needs_model, self.needs_objective = agreed(observers.need_model), agreed(observers.need_objective)
         self.saves, self.calls_back = agreed(writer is not None), agreed(observers.callback is not None)
@@ -174,7 +173,7 @@ class FitLoop:
                     self.stopwatch.lap("observe")
                     for _ in self.solver.sweep():
                         self.updated = -1
-                        if self.ranks.alone:  # an interruption or a failure from here on finds the model usable
+                        if self.ranks.alone:  # keeps the model usable after an interruption or failure
                             self._update_model()
                     self.ranks.complete()
                     self.completed = iteration
@@ -191,7 +190,7 @@ class FitLoop:
                     self._finish()
 
     def _observe(self, record: Record, bar: Any) -> None:
-        """All that follows an iteration, but for the callback."""
+        """Run all work after an iteration except the callback."""
         if self._model_is_needed():
             self._complete_model()
         if self.needs_objective:
@@ -205,7 +204,7 @@ class FitLoop:
             self.writer.offer(self.model)
 
     def _model_is_needed(self) -> bool:
-        """Whether the model gets the factors of this iteration; the same on all ranks."""
+        """Whether to update the model after this iteration; the same on all ranks."""
         if self.ranks.alone or self.needs_model:
             return True
         due = self.writer is not None and self.writer.due(self.completed)
@@ -232,23 +231,23 @@ class FitLoop:
         return stops
 
     def _complete_model(self) -> None:
-        """Give the model the factors that the last iteration ended with."""
+        """Update the model with the final factors of the last iteration."""
         self._update_model()
         self.updated = self.completed
 
     def _update_model(self) -> None:
-        """Give the model the factors as they are; the first time, with all else that it learns."""
+        """Update the model with the current factors; the first time, create its `Learned`."""
         state = self.ranks.gather(self.solver)
         if state is None:
             return
         if self.learned is None:
             validate_data(self.model, self.columns, skip_check_array=True, reset=True)
-        self.learned = self.learn(state)  # the state before it may go
+        self.learned = self.learn(state)  # releases the previous state
         self.model._learn(self.learned)
         self.model.n_iter_, self.model.history_ = self.completed, self.history
 
     def _finish(self) -> None:
-        """Bring the factors to the host, where a fitted model has them, and write the last checkpoint."""
+        """Copy the factors to the host and write the last checkpoint."""
         if not self.ranks.alone and self.updated != self.completed:
             self._complete_model()
         if self.learned is not None and self.model._learned is self.learned:
@@ -261,18 +260,18 @@ class FitLoop:
 def check_validation(
     validation: Any, labels: Labels | None, shape: tuple[int, int], objective: Objective, unknown: str
 ) -> sp.csr_array | None:
-    """Held-out entries over the training rows and columns, by label where both have labels.
+    """Held-out entries in the positions of the training data, aligned by label if both have labels.
 
     Parameters
     ----------
     validation : Ratings or matrix or None
     labels : (array, array) or None
-        Of the training data.
+        Labels of the training data.
     shape : (n_users, n_items)
-        Of the training data.
+        Shape of the training data.
     objective : Objective
     unknown : {"error", "drop"}
-        What becomes of entries whose user or item the training data do not have.
+        Treatment of entries whose user or item is not in the training data.
 
     Raises
     ------

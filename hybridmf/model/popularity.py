@@ -1,4 +1,4 @@
-"""A baseline without personal taste: what most users have is recommended to everybody."""
+"""A non-personalized baseline that recommends the most popular items to all users."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ..plan.memory import check_answer
 
 
 class PopularityRecommender:
-    """Baseline without personal taste: recommends the items most users have, predicts each item's damped mean.
+    """Non-personalized baseline: recommends the most popular items and predicts each item's damped mean.
 
-    Whatever a factor model is worth, it has to beat this one under the same `evaluate`.
+    A useful factor model must beat this baseline under the same `evaluate`.
 
     Parameters
     ----------
     damping : float
-        Number of imaginary ratings of each item at the global mean; at least 0.
+        Number of virtual ratings at the global mean added to each item; at least 0.
 
     Attributes
     ----------
     n_users, n_items : int
     user_ids_, item_ids_ : array or None
-        Labels of the `Ratings` it was fitted on.
+        Labels of the training `Ratings`.
     item_counts_ : int64 array, shape (n_items,)
         Entries (users) of each item.
     item_means_ : float64 array, shape (n_items,)
-        ``(sum + damping * global_mean) / (count + damping)``; the global mean for an item with neither.
+        ``(sum + damping * global_mean) / (count + damping)``; the global mean if the denominator is 0.
     global_mean_ : float
     user_factors, item_factors : float32 array, shape (n, 1)
-        1 and the count: their product is the score, which is what ``auc`` asks for.
+        1 and the count, whose product is the score, for ``auc``.
     """
 
     def __init__(self, *, damping: float = 5.0) -> None:
@@ -55,9 +55,9 @@ class PopularityRecommender:
         Raises
         ------
         RatingsError
-            No user, no item or no entry; or what `as_csr` refuses.
+            There is no user, no item or no entry, or the matrix is invalid.
         TypeError, ValueError
-            `damping` is no real number >= 0.
+            `damping` is not a real number >= 0.
         """
         damping = check_real("damping", self.damping, 0.0)
         matrix = as_csr(user_items)
@@ -86,28 +86,28 @@ class PopularityRecommender:
         filter_items: Any = None,
         items: Any = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rank the items a user may be shown by their number of entries; the lower position first in ties.
+        """Rank candidate items by their number of entries; ties by lower position.
 
         Parameters
         ----------
         userid : int or integer array, shape (n,)
             Positions of users.
         user_items : Ratings or sparse matrix, shape (n, n_items), optional
-            Row j holds what ``userid[j]`` has seen; labelled ratings go by their labels. None takes the rows of the
-            fitted matrix.
+            Row j holds the items seen by ``userid[j]``; labelled ratings are aligned by label. Default: the rows of the
+            training matrix.
         N : int
             At least 1.
         filter_already_liked_items : bool
-            Leave out the entries of `user_items`.
+            Exclude the entries of `user_items`.
         filter_items : integer array, optional
-            Items nobody is shown.
+            Items to exclude for all users.
         items : integer array, optional
-            Only these may be shown.
+            Candidates; default: all items.
 
         Returns
         -------
         ids : int32 array, shape (n, N), or (N,) for a single user
-            -1 where fewer than N items are left.
+            -1 if fewer than N items are left.
         scores : float32 array of the same shape
             Entry counts; -inf where the id is -1.
 
@@ -118,7 +118,7 @@ class PopularityRecommender:
         TypeError, ValueError
             A position is out of range, N < 1, or `user_items` does not have a row for each user.
         MemoryBudgetError
-            N places for each user do not fit in memory.
+            N results for each user do not fit in memory.
         """
         self._check_fitted()
         users = check_ids("userid", userid, self.n_users, "n_users")
@@ -137,7 +137,7 @@ class PopularityRecommender:
         Parameters
         ----------
         users, items : integer array, shape (n,)
-            Positions; the users only have to exist.
+            Positions; predictions do not depend on the user.
 
         Raises
         ------
@@ -173,7 +173,7 @@ class PopularityRecommender:
 
 
 def allowed_items(n_items: int, items: Any, filter_items: Any) -> np.ndarray:
-    """Mask of the items that take part: those of `items` (None: all) without those of `filter_items`."""
+    """Mask of the candidates: `items` (None: all) without `filter_items`."""
     allowed = np.full(n_items, items is None)
     if items is not None:
         allowed[check_ids("items", items, n_items, "n_items")] = True
@@ -185,15 +185,15 @@ def allowed_items(n_items: int, items: Any, filter_items: Any) -> np.ndarray:
 def rank_by_count(
     counts: np.ndarray, allowed: np.ndarray, seen: sp.csr_array | None, n_users: int, N: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rank items by falling count, for users of whom no taste is known.
+    """Rank items by descending count, for users without factors.
 
     Parameters
     ----------
     counts : integer array, shape (n_items,)
     allowed : bool array, shape (n_items,)
-        Items that may be shown.
+        Candidates.
     seen : csr_array, shape (n_users, n_items), or None
-        Entries are left out.
+        Entries to exclude.
     n_users, N : int
 
     Returns
@@ -231,10 +231,10 @@ def _count_seen_before(order: np.ndarray, seen: sp.csr_array, N: int, n_items: i
     place_of = np.full(n_items, -1, dtype=np.int64)
     place_of[order] = np.arange(len(order))
     rows, places = entry_rows(seen), place_of[seen.indices]
-    rows, places = rows[places >= 0], places[places >= 0]  # seen items that are no candidates stand in nobody's way
+    rows, places = rows[places >= 0], places[places >= 0]  # seen items that are not candidates do not matter
     start = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=seen.shape[0]))))
     stride = n_items + N
     keys = np.sort(rows * stride + places)
-    keys -= np.arange(len(keys)) - start[rows]  # the rows stay where they were: only places within a row were sorted
+    keys -= np.arange(len(keys)) - start[rows]  # sorting changed the order within rows only
     wanted = np.arange(seen.shape[0], dtype=np.int64)[:, None] * stride + np.arange(N)
     return np.searchsorted(keys, wanted, side="right") - start[:-1, None]

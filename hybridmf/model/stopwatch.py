@@ -1,4 +1,4 @@
-"""Where the time of a fit goes: ``timings_``."""
+"""Time of each part of a fit: ``timings_``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ BEFORE = ("check", "plan", "convert", "set up")
 """Parts before the first iteration."""
 
 PARTS = (*BEFORE, "iterations", "observe", "finish")
-"""All parts of a fit, in the order in which they begin."""
+"""All parts of a fit, in order."""
 
 
 class Stopwatch:
-    """Seconds of each part of a fit; every second since the start belongs to one part, so that the parts sum up.
+    """Seconds of each part of a fit; the parts add up to the time since the start.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class Stopwatch:
         return elapsed
 
     def split(self, part: str, measured: Mapping[str, float]) -> None:
-        """Move what another process has measured within a part to the parts that it belongs to."""
+        """Distribute time measured by another process within one part over the parts that it belongs to."""
         self.seconds[part] -= sum(measured.values())
         for name, seconds in measured.items():
             self.seconds[name] += seconds

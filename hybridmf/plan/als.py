@@ -1,4 +1,4 @@
-"""ALS as a `Method`: where it runs, and what it takes there."""
+"""ALS as a `Method`: devices, kernels, memory and cost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class AlsMethod:
         Raises
         ------
         DeviceError, ValueError
-            What was asked for does not run where it was asked for.
+            The requested device does not support the request.
         """
         if base.streamed:
             if base.reorder not in ("auto", "none"):
@@ -79,7 +79,7 @@ class AlsMethod:
     def _request(
         self, plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None
     ) -> dispatch.Request:
-        """What a fit asks of the dispatcher."""
+        """Request of the fit for the dispatcher."""
 
         def on_gpu(undecided: Plan) -> Plan:
             assert spec is not None
@@ -118,7 +118,7 @@ class AlsMethod:
         return 2.0 * plan.nnz * f * (f + 1) + rows * (f**3 / 3 + 2.0 * f * f)
 
     def bytes_per_iteration(self, plan: Plan) -> float:
-        """A row of factors is gathered for each entry of either side."""
+        """Each entry gathers a row of factors in both half sweeps."""
         return 2.0 * plan.nnz * plan.rank * plan.problem.itemsize
 
     # ----------------------------------------------------------------------------------------------- costs
@@ -133,7 +133,7 @@ class AlsMethod:
         return setup
 
     def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
-        """Sums over entries at the roofline, and systems at a rate of their own; see `hybridmf.plan.cost`."""
+        """Sums over entries at the roofline, and systems at a separate rate; see `hybridmf.plan.cost`."""
         f, rows, entries = plan.rank, plan.problem.filled_rows, 2 * plan.nnz
         implicit = plan.feedback == "implicit"
         gram = rows * f * f / rate_at(rates.assembly, f) if implicit else 0.0
@@ -152,11 +152,11 @@ class AlsMethod:
         return CpuWork(max(entries * entry, floor) + rows * row + gram, REGIONS)
 
     def gpu_setup(self, plan: Plan) -> dict[str, float]:
-        """Tiles of both orientations, which the host makes."""
+        """Tiles of both orientations, built on the host."""
         return {"tiles": 2 * plan.nnz * TILE_ENTRY} if plan.tile_rows else {}
 
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
-        """Both half sweeps, and copies that go on beside them."""
+        """Both half sweeps, and concurrent copies."""
         if plan.scale is not None:
             return plan.scale.seconds
         rates, problem = machine.gpu, plan.problem
@@ -173,7 +173,7 @@ class AlsMethod:
         return max(seconds + gpu_idle(plan, rates), copies_beside(plan, machine))
 
     def row_cost(self, plan: Plan) -> float:
-        """By built-in constants, alike on all ranks; none for approximate solvers, whose rows cost next to nothing."""
+        """From built-in constants, so that all ranks agree; 0 for approximate solvers, whose rows cost little."""
         if plan.solver != "cholesky":
             return 0.0
         if plan.gpu is None:
@@ -187,7 +187,7 @@ ALS = AlsMethod()
 
 
 def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
-    """Every assembly, solver and precision there is for the sizes of a plan."""
+    """Plans with all other assemblies, solvers and precisions for the same sizes."""
     ways = [("simd", solver, "float32") for solver in SOLVERS]
     ways += [(assembly, "cholesky", "float32") for assembly in CPU_ASSEMBLIES[1:]]
     if spec is not None:
@@ -198,8 +198,8 @@ def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
 
 
 def for_fold_in(plan: Plan) -> Plan:
-    """The plan of an exact solve of new rows in the order they come."""
-    # rows that come alone have no tiles to share; sparse_syrk serves any rank, type and weight
+    """The plan for solving new rows exactly, in the given order."""
+    # few rows cannot share tiles; sparse_syrk supports any rank, dtype and weight
     without_tiles = "simd" if plan.gpu is None else "sparse_syrk"
     if plan.method != ALS:
         exact = plan.changed(method=ALS, solver="cholesky", assembly=without_tiles, precision="float32")

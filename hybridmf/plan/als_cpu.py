@@ -1,4 +1,4 @@
-"""What ALS runs on the CPU: assembly, tiles, order and memory."""
+"""Plan of ALS on the CPU: assembly, tiles, order and memory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ L2_TILE = 128 * 1024
 """Bytes of factor rows one BALS tile stages."""
 
 REORDER_BYTES = 4 << 20
-"""Factors of both sides from which degree order helps BALS tiles on the CPU: smaller ones lie in its cache anyway."""
+"""Size of the factors of both sides from which degree order helps BALS tiles on the CPU: smaller ones fit in cache."""
 
 REORDER_DEGREE = 16
-"""Mean entries of a row of either side from which it does: in sparser tiles no two rows share a column, in any order.
+"""Mean entries of a row of either side from which degree order helps: in sparser tiles, rows do not share columns.
 
 Both bounds divide what bench/layouts.py measures (docs/performance.md): BALS gains 3 to 15 % by degree order beyond
 both (ML-10M's shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M's shape below f = 128, Epinions')."""
 
 
 def cpu_plan(plan: Plan, settings: Settings) -> Plan:
-    """What runs how on the CPU."""
+    """Complete a plan for the CPU."""
     notes = instruction_set_notes()
     if plan.precision != "float32":
         if settings.device == "cpu":

@@ -1,4 +1,4 @@
-"""What ALS runs on one GPU, and where its ratings and factors stay: kernels, batches, slabs, and memory."""
+"""Plan of ALS on one GPU: kernels, batches, slabs, memory, and the location of ratings and factors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .ranks import ScalePlan
 from .types import GPU_ASSEMBLIES, GPU_SOLVERS, Plan, Settings
 
 GPU_SEGMENT = 16384
-"""Entries above which the published assemblies split a row (ours: `hybridmf.plan.fused.SEGMENT`)."""
+"""Entries above which the published assemblies split a row (fused kernels: `hybridmf.plan.fused.SEGMENT`)."""
 
 HOST_BATCH_BYTES = 256 << 20
-"""`BATCH_BYTES` where factors come from the host: rows that are there together save loads, these only launches."""
+"""`BATCH_BYTES` for offloaded factors, where memory is better used for more rows, which save loads of factors."""
 
 STREAM_SLAB = 16 << 20
-"""Entries of a slab that ratings in memory are cut to: its copy takes 2.4 ms on a PCIe 5 bus. With each slab some
-kernels end before others begin: on an H200 that costs 0.25 ms."""
+"""Entries of a slab of streamed in-memory ratings: its copy takes 2.4 ms on a PCIe 5 bus. At each slab boundary some
+kernels end before others start, which costs 0.25 ms on an H200."""
 
 
 def gpu_segment(assembly: str) -> int:
@@ -36,7 +36,7 @@ def gpu_segment(assembly: str) -> int:
 
 
 def slot_bytes(plan: Plan) -> int:
-    """Bytes of one system, or of one segment of a row, that waits to be solved."""
+    """Bytes of one system, or of the partial sums of one segment of a row."""
     if plan.assembly == "fused":
         return 4 * fused.partial_floats(plan.rank)
     return (plan.rank + 1) * plan.rank * plan.problem.itemsize
@@ -50,12 +50,12 @@ def _gpu_reordering(asked: str, assembly: str) -> str:
 
 
 def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
-    """What runs how on a GPU; a pure function of sizes and of what the GPU is.
+    """Complete a plan for a GPU; a pure function of sizes and of the properties of the GPU.
 
     Raises
     ------
     ValueError
-        A combination that GPUs do not serve.
+        GPUs do not support the combination.
     """
     plan = choices(plan, settings, objective, spec)
     assert plan.gpu is not None
@@ -72,7 +72,7 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
 
 
 def _offloaded(plan: Plan, spec: DeviceSpec) -> Plan | None:
-    """The plan with factors in the memory of the host or in files; None if not even their parts fit on the GPU."""
+    """The plan with offloaded factors, in host memory or in files; None if not even parts of them fit on the GPU."""
     folder = _folder_for_factors(plan)
     factors: Place = "disk" if folder else "host"
     beside = 0 if folder else plan.offloaded_bytes
@@ -90,13 +90,13 @@ def _offloaded(plan: Plan, spec: DeviceSpec) -> Plan | None:
 
 
 def _folder_for_factors(plan: Plan) -> str:
-    """Where files of factors go that the memory of the host has no room for; empty if it has, or if nothing has."""
+    """Folder for files of factors that do not fit in host memory; empty if they do, or if no folder has room."""
     free, needed = system.available_memory(), plan.offloaded_bytes
     return "" if free is None or needed <= free else find_room(plan.scratch, needed)[0]
 
 
 def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
-    """Kernels and the memory there is; not yet where the ratings are."""
+    """Choose kernels and record free memory; the location of the ratings is decided later."""
     if plan.solver not in GPU_SOLVERS:
         raise ValueError(f"solver={plan.solver!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_SOLVERS)}")
     limit = settings.gpu_memory_limit
@@ -140,7 +140,7 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
 
 
 def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
-    """Where the slabs of a store stay: on the GPU, in the memory of the host, or on the disk; the first that fits."""
+    """Place the slabs of a store on the GPU, in host memory, or on disk, whichever fits first."""
     if not dispatch.memory_lacks(whole):
         return whole.changed(streamed="disk", slab=plan.slab, resident=True)
     where: Place = "host" if host_has_room(plan) else "disk"
@@ -151,21 +151,21 @@ def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
 
 
 def host_has_room(plan: Plan, beside: int = 0) -> bool:
-    """Whether all ratings of a store may be in the memory of the host, both orientations, beside so many bytes."""
+    """Whether all ratings of a store, in both orientations, fit in host memory together with `beside` bytes."""
     loaded = 2 * plan.nnz * (4 + plan.problem.itemsize) + 8 * (plan.n_users + plan.n_items)
     free = system.available_memory()
-    # room for the user's other things, and for what page-locking takes away from the system
+    # leaves room for other programs, and for the system, which cannot page out locked memory
     return free is not None and 2 * loaded + beside < free
 
 
 def streaming_note(plan: Plan, where: str) -> str:
-    """What a plan says of ratings in memory that it streams."""
+    """Note of a plan that streams ratings in memory."""
     moved = 2 * plan.nnz * (4 + plan.problem.itemsize)
     return f"the ratings do not fit on the {where}: {mib(moved)} come from the memory of the host in each iteration"
 
 
 def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
-    """The plan of streaming ratings that are in the memory of the host, in slabs that fit."""
+    """The plan that streams ratings from host memory, in slabs that fit."""
     itemsize = plan.problem.itemsize
     left = spec.free_bytes - sum(_streamed_bytes(plan).values())
     # half of it for the buffers, the other half for batches
@@ -183,7 +183,7 @@ def _streamed_bytes(plan: Plan) -> dict[str, int]:
 
 
 def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
-    """The plan with as many systems at a time as memory allows."""
+    """The plan with the largest batch of systems that memory allows."""
     each = slot_bytes(plan)
     most = _most_slots(plan, max(plan.n_users, plan.n_items))
     left = min(BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
@@ -194,15 +194,15 @@ def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
 
 
 def _most_slots(plan: Plan, rows: int) -> int:
-    """Systems and segments of them that so many rows of a side may have."""
-    # a row has one slot, and one more for each segment it is cut into; solved at once, only long rows need any
+    """Upper bound on the systems and segments of a number of rows of a side."""
+    # a row has one slot, and one more for each segment; rows solved in one kernel need slots only if they are long
     cuts = plan.nnz // plan.segment
     at_once = plan.assembly == "fused" and plan.rank < fused.SOLVED_APART
     return cuts + (cuts if at_once else rows) + 1
 
 
 def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
-    """Memory by purpose that does not depend on the size of batches."""
+    """Memory by purpose, without batches."""
     m, n, nnz = plan.n_users, plan.n_items, plan.nnz
     itemsize = plan.problem.itemsize
     width = fused.table_width(plan.rank, plan.dtype)
@@ -211,7 +211,7 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
     sizes = {
         # both orientations; offsets, order, scale and status of each row
         "ratings": 2 * nnz * (4 + itemsize) + (m + n) * (8 + 4 + itemsize + 4),
-        # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
+        # old and new factors of the side being solved, so that an interrupted half sweep has no effect
         "factors": (m + n + max(m, n)) * width * itemsize,
     }
     if not plan.tile_rows:
@@ -222,7 +222,7 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
 
 
 def with_scale(plan: Plan, scale: ScalePlan) -> Plan:
-    """The plan with factors that do not stay on GPUs."""
+    """The plan with offloaded factors."""
     fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
     sizes = {name: size for name, size in fullest.bytes.items() if size}
     slots = min(slots_at_once(scale.problem, half) for half in scale.halves.values())
@@ -230,12 +230,12 @@ def with_scale(plan: Plan, scale: ScalePlan) -> Plan:
 
 
 def host_slab(plan: Plan, place: Place) -> int:
-    """Entries of a slab where factors are on the host: of the store that is read, or what copies and launches want."""
+    """Entries of a slab with offloaded factors: that of the store, or a size efficient for copies and launches."""
     return plan.slab if place == "disk" else STREAM_SLAB
 
 
 def gpu_problem(plan: Plan) -> Problem:
-    """Sizes and kernels that a partition depends on where factors stay on GPUs."""
+    """Sizes and kernels that determine a partition with factors on GPUs."""
     assert plan.gpu is not None
     return Problem(
         (plan.n_users, plan.n_items),
@@ -252,7 +252,7 @@ def gpu_problem(plan: Plan) -> Problem:
 
 
 def host_problem(plan: Plan) -> Problem:
-    """Sizes that decide in which parts factors come from the host."""
+    """Sizes that determine the parts in which offloaded factors are loaded."""
     assert plan.gpu is not None
     return replace(
         gpu_problem(plan),

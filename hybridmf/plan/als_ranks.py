@@ -1,4 +1,4 @@
-"""How ALS spreads over several devices: the partition, and where ratings and factors are."""
+"""Plan of ALS on several devices: the partition, and the location of ratings and factors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .types import Plan, Settings
 
 
 def find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
-    """The first of several devices, with the memory of the one that has least free; and the reason."""
+    """The first of several devices, with the smallest free memory of all of them; and the reason."""
     specs = []
     for name in names:
         spec, reason = dispatch.find_gpu(name)
@@ -40,7 +40,7 @@ def find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
 
 
 def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
-    """ALS on several devices: each computes as it would alone, on its part."""
+    """Complete a plan of ALS for several devices, each of which solves its part."""
     if spec is None:
         plan = cpu_plan(plan, settings)
         # the ranks share memory: all of them together need the gathered side, and each the slab it reads
@@ -65,10 +65,10 @@ def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: Devic
 
 
 def _spread(plan: Plan, free: int) -> ScalePlan:
-    """How ALS spreads over GPUs of so much memory.
+    """Partition ALS over GPUs with `free` bytes of memory each.
 
-    With its ratings on them or, if those do not fit, streamed to GPUs that solve their own rows; if these have no room
-    for a whole fixed side, it is split over them or comes from the host, whichever is predicted to be faster.
+    Ratings stay on the GPUs or, if they do not fit, are streamed to GPUs that solve their own rows. If a complete fixed
+    side does not fit, it is split over the GPUs or loaded from the host, whichever is predicted to be faster.
     """
     assert plan.gpu is not None
     problem, machine = gpu_problem(plan), machines.machine().with_gpu(plan.gpu)
@@ -92,14 +92,14 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
 
 
 def _room_for_copies(scale: ScalePlan) -> bool:
-    """Whether the host has room for what ranks cut out of ratings in memory, where they share rows."""
+    """Whether the host has memory for the copies of in-memory ratings that ranks make if they share rows."""
     copied = sum(half.fixed == "split" for half in scale.halves.values()) * scale.problem.nnz
     free = system.available_memory()
     return free is None or copied * scale.problem.entry_bytes < free
 
 
 def _placed(plan: Plan, scale: ScalePlan) -> Plan:
-    """The plan with its ratings where `scale` has them between half sweeps."""
+    """The plan with ratings located as in `scale`."""
     if scale.ratings == "device":
         return plan.changed(resident=bool(plan.streamed))
     notes = list(plan.notes)

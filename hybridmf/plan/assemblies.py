@@ -71,7 +71,7 @@ def require_registers(sums: int, operands: int, threads: int, itemsize: int, blo
 
 
 def tuned(make: Callable[..., Config], kernel: str, rank: int, itemsize: int, spec: DeviceSpec) -> Config | None:
-    """What the tuned tables say, if it fits in the device's shared memory."""
+    """The tuned configuration, if it fits in the device's shared memory."""
     found = tables.best(make, kernel, spec, {"rank": rank, "itemsize": itemsize})
     config: Any = found[0] if isinstance(found, tuple) else found
     return found if config is None or config.shared_bytes <= spec.shared_bytes else None
@@ -127,7 +127,7 @@ class BalsConfig:
     Raises
     ------
     ValueError
-        Says which constraint is broken.
+        A constraint is violated; the message names it.
     """
 
     rank: int
@@ -158,7 +158,7 @@ class BalsConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_cols: int = 1) -> BalsConfig:
-        """The tuned choice for a device where it holds tiles of `tile_cols` columns, or what the rule says.
+        """The tuned configuration for a device if it holds tiles of `tile_cols` columns, else that of `rule`.
 
         Raises
         ------
@@ -172,7 +172,7 @@ class BalsConfig:
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_cols: int = 1) -> BalsConfig:
-        """The choice where no table knows better: two blocks a multiprocessor and two buffers where tiles fit so.
+        """The configuration without a tuned one: two blocks per multiprocessor and two buffers if tiles fit.
 
         Raises
         ------
@@ -233,7 +233,7 @@ class BalsConfig:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for."""
+        """Compile-time constants of the kernel."""
         return {
             "ACCUMULATORS": "chip",
             "RANK": self.rank,
@@ -272,6 +272,6 @@ def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec, *, local: bool =
 
 
 def _bals_and_height(*, height: int, **fields: int) -> tuple[BalsConfig, int]:
-    """What an entry of a table says: the configuration, and how many times its rows a matrix tile has."""
+    """Parse an entry of a table: the configuration, and the height of a matrix tile in multiples of its rows."""
     require(height >= 1, f"height must be at least 1, got {height}")
     return BalsConfig(**fields), height

@@ -1,4 +1,4 @@
-"""CCD++ as a `Method`: its checked hyperparameters, where it runs, and what it takes there."""
+"""CCD++ as a `Method`: validated hyperparameters, device, memory and cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .types import CpuWork, Plan, Settings, instruction_set_notes
 logger = logging.getLogger("hybridmf")
 
 MAX_INNER_ITERATIONS = 1000
-"""A rank-one problem has converged long before."""
+"""Upper bound; a rank-one problem converges long before."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class CcdMethod:
     Attributes
     ----------
     inner_iterations : int
-        Times an item and a user vector are solved for each other before the residual moves on to the next factor.
+        Alternations between the item and the user vector before the residual is updated for the next factor.
     nonnegative : bool
-        Coordinates are projected to max(0, .), each the exact minimizer under that constraint.
+        Project coordinates to max(0, .), which gives the exact minimizer under that constraint.
     """
 
     kind: ClassVar[str] = "ccd"
@@ -45,19 +45,19 @@ class CcdMethod:
     nonnegative: bool = False
 
     def names(self, plan: Plan) -> tuple[str, str]:
-        """No assembly, and its name."""
+        """No assembly, and the name of the method."""
         return "", "ccd++"
 
     @classmethod
     def check(cls, *, inner_iterations: Any, nonnegative: Any) -> CcdMethod:
-        """Judge each hyperparameter by itself."""
+        """Validate each hyperparameter."""
         return cls(
             check_int("inner_iterations", inner_iterations, 1, MAX_INNER_ITERATIONS),
             check_bool("nonnegative", nonnegative),
         )
 
     def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
-        """Device and bytes. With device="auto", the GPU that was found where the work is worth its start.
+        """Decide device and memory. With device="auto", use the GPU found if the work outweighs its start-up time.
 
         Parameters
         ----------
@@ -66,7 +66,7 @@ class CcdMethod:
         settings : Settings
         objective : Objective
         spec : DeviceSpec or None
-            The GPU found or asked for.
+            The GPU found or requested.
 
         Raises
         ------
@@ -90,11 +90,11 @@ class CcdMethod:
 
     @staticmethod
     def bias_columns(plan: Plan) -> tuple[Side, ...]:
-        """Sides whose biases the first columns of coordinates hold, where the other side has ones; factors follow."""
+        """Sides whose biases are stored in the first columns of coordinates, with ones on the other side."""
         return SWEEP_ORDER if plan.rank > plan.factors else ()
 
     def columns_of_work(self, plan: Plan) -> float:
-        """Factors that one inner iteration each would take as long with; each column of biases has one."""
+        """Equivalent number of factors with one inner iteration each; each column of biases counts as one."""
         return plan.factors * (4.0 * self.inner_iterations + 6.0) / 10.0 + len(self.bias_columns(plan))
 
     def flops_per_iteration(self, plan: Plan) -> float:
@@ -130,7 +130,7 @@ class CcdMethod:
         return {}
 
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
-        """Bytes over their rate, and the launches, of which each factor has several."""
+        """Bytes divided by their rate, and several launches for each factor."""
         rates, biases = machine.gpu, len(self.bias_columns(plan))
         launches = plan.factors * (2.0 * self.inner_iterations + 4.0) + biases * 6.0
         rows = plan.problem.filled_rows * (plan.factors + biases) * rates.ccd_row
@@ -166,7 +166,7 @@ def _on_cpu(plan: Plan) -> Plan:
         # the kernels' int64 pointers are copies where those of the matrices are int32
         "ratings": 2 * nnz * (itemsize + 4) + (m + n) * (pointer + 8),
         "residual": 2 * nnz * itemsize,
-        # by column; and by row, old and new, so that an interrupted iteration leaves no trace
+        # by column; and by row, old and new, so that an interrupted iteration has no effect
         "factors": 3 * (m + n) * (plan.factors + len(CcdMethod.bias_columns(plan))) * itemsize,
         "vectors": (m + n) * (2 * itemsize + 8 * (1 + plan.rank - plan.factors)),
         "workspace": plan.num_threads * _ccd.LONG_ROW * itemsize,

@@ -39,7 +39,7 @@ VECTORS: dict[Side, int] = {"item": 2, "user": 3}
 
 @dataclass(frozen=True)
 class StagedConfig:
-    """What is tuned of passes whose vectors lie in shared memory.
+    """Tuned parameters of passes with vectors in shared memory.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class StagedConfig:
     Raises
     ------
     ValueError
-        A combination that the kernels cannot work with.
+        The kernels do not support the combination.
     """
 
     threads: int
@@ -59,7 +59,7 @@ class StagedConfig:
 
     @classmethod
     def rule(cls, dtype: Any) -> StagedConfig:
-        """The choice where no table knows better."""
+        """The configuration without a tuned one."""
         return cls(STAGED_THREADS[np.dtype(dtype).itemsize], SEGMENT)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class StagedConfig:
 
 @dataclass(frozen=True)
 class CcdConfig:
-    """How one side's entries are laid out and its passes launched.
+    """Layout of one side's entries, and launch configuration of its passes.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ class CcdConfig:
         return cls(True, tile, n_tiles, staged.segment, spec.multiprocessors, staged.threads)
 
     def constants(self, vectors: int, dtype: Any) -> dict[str, Any]:
-        """What a pass is compiled for; `vectors` is what it gathers."""
+        """Compile-time constants of a pass that gathers `vectors` vectors."""
         roomy = np.dtype(dtype).itemsize == 4 and vectors < 3
         return {
             "REAL": np.dtype(dtype),
@@ -141,7 +141,7 @@ def padded(n: int, dtype: Any) -> int:
 def memory_bytes(
     n_users: int, n_items: int, nnz: int, factors: int, dtype: Any, spec: DeviceSpec, biases: bool = False
 ) -> dict[str, int]:
-    """Most memory a fit takes on a device, by purpose; what it takes depends on how the entries lie."""
+    """Upper bound on the memory of a fit on a device, by purpose; actual use depends on the entries."""
     itemsize = np.dtype(dtype).itemsize
     sizes = {"ratings": 0, "residual": 0, "pieces": 0}
     counts: dict[Side, int] = {"user": n_users, "item": n_items}

@@ -6,10 +6,10 @@ One iteration of ALS on either kind of device is, for each side of ``rows`` rows
 
 where a core's assembly and solve rates are shared by ``speedup(threads)`` cores (`hybridmf.plan.machine`): the roofline
 (Williams, Waterman and Patterson 2009) for the sums over entries, and a rate that depends on the rank for the systems.
-Half sweeps on several GPUs, and with factors that do not stay there, take the same and what moves between memories
-(`hybridmf.plan.half_sweep`). CG, subspaces, SGD and CCD++ have their own counts: each method prices itself
-(`hybridmf.plan.als`, `.sgd`, `.ccd`) with what is here. Set-up is what a backend does before the first iteration:
-copies to a GPU, kernels compiled or loaded, libraries started. All functions are pure.
+Half sweeps on several GPUs or with offloaded factors add the time of transfers (`hybridmf.plan.half_sweep`). CG,
+subspaces, SGD and CCD++ have their own counts: each method prices itself (`hybridmf.plan.als`, `.sgd`, `.ccd`) with the
+functions of this module. Set-up is the work of a backend before the first iteration: copies to a GPU, compiling or
+loading kernels, starting libraries. All functions are pure.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from .machine import CpuRates, GpuRates, Machine
 from .types import Plan
 
 CHECK_ENTRY = 6e-9
-"""Seconds of one core to check an entry of the input, on any device (as_csr, 18 million entries)."""
+"""Seconds of one core to validate an entry of the input, on any device (as_csr, 18 million entries)."""
 
 TRANSPOSE_ENTRY = 9e-9
-"""Seconds of one core to transpose one (bench/layouts.py)."""
+"""Seconds of one core to transpose an entry (bench/layouts.py)."""
 
 
 @dataclass(frozen=True)
 class Warmth:
-    """What a process has behind it on its GPU.
+    """Set-up that is already done for a GPU.
 
     Attributes
     ----------
     started : bool
-        The GPU has worked in this process.
+        The GPU has been used in this process.
     compiled : bool
-        The kernels of this plan lie compiled on disk.
+        The compiled kernels of this plan are cached on disk.
     loaded : bool
-        They have run in this process.
+        The kernels have run in this process.
     """
 
     started: bool = False
@@ -70,7 +70,7 @@ def cost_of(plan: Plan, machine: Machine, warmth: Warmth | None = None) -> Cost:
     Parameters
     ----------
     plan : Plan
-        With everything decided; its `facts` may be None.
+        Complete plan; its `facts` may be None.
     machine : Machine
     warmth : Warmth, optional
         Default: a fresh process whose kernels have been compiled before.
@@ -110,7 +110,7 @@ def gather_seconds(plan: Plan, rates: CpuRates) -> float:
 
 
 def memory_floor(moved: float, plan: Plan, rates: CpuRates) -> float:
-    """Core seconds below which the memory, which all cores share, does not let `moved` bytes pass."""
+    """Core seconds to move `moved` bytes at the memory bandwidth shared by all cores, a lower bound."""
     if max(plan.problem.table_bytes) <= rates.cache:
         return 0.0
     return moved / rates.memory_bytes * rates.speedup(plan.num_threads)
@@ -144,7 +144,7 @@ def gpu_idle(plan: Plan, rates: GpuRates) -> float:
 
 
 def copies_beside(plan: Plan, machine: Machine) -> float:
-    """Seconds of the copies of ratings that are streamed, which go on beside the kernels; 0 where they stay."""
+    """Seconds of copies of streamed ratings, concurrent with the kernels; 0 if ratings stay on the GPU."""
     if not plan.streamed or plan.resident:
         return 0.0
     rate = machine.links.pinned_bytes if plan.streamed == "host" else machine.links.disk_bytes

@@ -1,4 +1,4 @@
-"""Which device serves a request, and why: what is there, what it would take, and the choice between them."""
+"""Choice of the device for a fit: available devices, their predicted times, and the reason for the choice."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ logger = logging.getLogger("hybridmf")
 
 
 def gpu_status() -> tuple[bool, str]:
-    """Whether a CUDA GPU can be used, and the reason in words.
+    """Whether a CUDA GPU can be used, and the reason.
 
-    Imports CuPy if it is installed; never raises.
+    Imports CuPy if it is installed. Never raises.
 
     Returns
     -------
     usable : bool
     reason : str
-        The GPUs with their compute capability and free memory, or what is missing and how to get it.
+        The GPUs with their compute capability and free memory, or the missing component and how to install it.
     """
     from ..device.cuda import device_count, open_device
 
@@ -46,7 +46,7 @@ def gpu_status() -> tuple[bool, str]:
         try:
             reasons.append(str(open_device(f"cuda:{index}").spec))
             usable = True
-        except (DeviceError, ValueError) as error:  # a GPU that is too old; a memory limit that is no size
+        except (DeviceError, ValueError) as error:  # the GPU is too old, or the memory limit is invalid
             reasons.append(str(error))
     return usable, "; ".join(dict.fromkeys(reasons))
 
@@ -61,7 +61,7 @@ def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:
     Raises
     ------
     DeviceError
-        A GPU was asked for by name and cannot be used; the message says what to install or change.
+        The requested GPU cannot be used; the message says what to install or change.
     """
     if device == "cpu":
         return None, "asked for"
@@ -81,7 +81,7 @@ def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:
 
 
 def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate:
-    """Predict what a plan takes in this process, as it is now.
+    """Predict the cost of a plan in the current state of this process.
 
     Parameters
     ----------
@@ -101,29 +101,29 @@ def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate
 # ------------------------------------------------------------------------------------------------------ the choice
 
 Build = Callable[["Plan"], "Plan"]
-"""Decides on one device what a plan leaves open; ValueError or DeviceError where the device does not serve it."""
+"""Completes a plan for one device; raises ValueError or DeviceError if the device does not support it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be served, and how a plan for either device is made.
+    """A fit to plan, and functions that plan it for either device.
 
     Attributes
     ----------
     base : Plan
-        Sizes and what was asked for.
+        Sizes and requested settings.
     settings : Settings
     spec : DeviceSpec or None
-        The GPU that was found or asked for.
+        The GPU that was found or requested.
     on_cpu, on_gpu : callable
     cpu_only : str
-        Why only the CPU serves it; "" if a GPU might.
+        Why only the CPU supports it; "" if a GPU may.
     gpu_only : bool
-        Whether it asks for something that only GPUs have.
+        Whether it requests a feature of GPUs only.
     others : tuple of Plan
-        The same fit by other means, to be estimated beside; undecided like `base`.
+        Alternatives to estimate for comparison; incomplete like `base`.
     machine : Machine
-        The constants that estimates go by.
+        The constants for estimates.
     """
 
     base: Plan
@@ -137,17 +137,17 @@ class Request:
     machine: _machine.Machine = field(default_factory=_machine.machine)
 
     def estimate(self, plan: Plan) -> Estimate:
-        """Of the iterations that are asked for."""
+        """Estimate for the requested iterations."""
         return estimate(plan, self.settings.iterations, self.machine)
 
 
 def choose(request: Request) -> Plan:
-    """The plan of the device that is asked for or, with "auto", predicted to be done first; with all estimates.
+    """The plan for the requested device or, with "auto", for the one with the shortest predicted time; with estimates.
 
     Raises
     ------
     DeviceError, ValueError
-        No device serves it, or not the one that was asked for.
+        No device, or not the requested one, supports the fit.
     """
     base, settings, spec = request.base, request.settings, request.spec
     if spec is None:
@@ -172,7 +172,7 @@ def choose(request: Request) -> Plan:
 
 
 def _on_cpu(request: Request, why: str, on_gpu: Plan | None) -> Plan:
-    """The CPU's plan, where a GPU was found and does not get the work."""
+    """The CPU's plan, if a GPU was found but is not used."""
     assert request.spec is not None
     logger.info("device='auto' chose the CPU: %s", why)
     plan = request.on_cpu(request.base.changed(reason=f"{why} ({request.spec.name} was found)"))
@@ -180,7 +180,7 @@ def _on_cpu(request: Request, why: str, on_gpu: Plan | None) -> Plan:
 
 
 def _faster(request: Request, on_cpu: Plan, on_gpu: Plan) -> Plan:
-    """The plan that is predicted to be done first."""
+    """The plan with the shorter predicted time."""
     iterations = request.settings.iterations
     cpu, gpu = request.estimate(on_cpu), request.estimate(on_gpu)
     here = f"{seconds_text(cpu.total_seconds)} on the CPU"
@@ -193,7 +193,7 @@ def _faster(request: Request, on_cpu: Plan, on_gpu: Plan) -> Plan:
 
 
 def memory_lacks(plan: Plan) -> str:
-    """How much memory a plan needs and its GPU has, if that is too little; empty if it is enough."""
+    """Message if the plan needs more memory than its GPU has free; empty if it fits."""
     if plan.gpu is None or plan.total_bytes <= plan.gpu.free_bytes:
         return ""
     parts = ", ".join(f"{name} {mib(size)}" for name, size in plan.bytes.items())
@@ -204,7 +204,7 @@ def memory_lacks(plan: Plan) -> str:
 
 
 def _with_estimates(plan: Plan, request: Request, rejected: Plan | None = None) -> Plan:
-    """`plan` with its own estimate, that of the other device, and those of the other ways to compute it."""
+    """`plan` with its own estimate and those of the other device and of the alternatives."""
     found = [replace(request.estimate(plan), chosen=True)]
     if rejected is not None:
         found.append(replace(request.estimate(rejected), why_not=memory_lacks(rejected)))
@@ -221,7 +221,7 @@ def _rank(one: Estimate) -> tuple[bool, bool, bool, float]:
 
 
 def _estimates_of(other: Plan, request: Request) -> Iterable[Estimate]:
-    """One way to compute on each device that has it."""
+    """Estimates of one alternative on each device that supports it."""
     base, wanted = request.base, request.settings.device
     asked = (other.solver, other.precision) == (base.solver, base.precision)
     asked = asked and base.assembly_name in ("auto", other.assembly_name)
@@ -231,7 +231,7 @@ def _estimates_of(other: Plan, request: Request) -> Iterable[Estimate]:
     ):
         if not serves:
             continue
-        with suppress(DeviceError, ValueError):  # this device has no such thing: nothing to estimate
+        with suppress(DeviceError, ValueError):  # not supported on this device
             plan = build(other)
             yield replace(request.estimate(plan), asked=asked, why_not=memory_lacks(plan))
 
@@ -243,7 +243,7 @@ _loaded: set[str] = set()
 
 
 def _signature(plan: Plan) -> str:
-    """Names the kernels that a plan compiles, so that a later process knows whether they lie on disk."""
+    """Key of the kernels that a plan compiles, so that a later process knows whether they are cached on disk."""
     assert plan.gpu is not None
     method = " ".join(plan.kernels.method.names(plan)).strip()
     parts = (__version__, plan.gpu.capability, plan.rank, plan.feedback, plan.dtype, plan.precision, method)
@@ -260,7 +260,7 @@ def _warmth(plan: Plan) -> _cost.Warmth:
 
 
 def remember(plan: Plan) -> None:
-    """Note that a plan has run on its GPU: its kernels lie compiled in CuPy's cache. Never raises."""
+    """Record that a plan has run on its GPU, so its compiled kernels are in CuPy's cache. Never raises."""
     if plan.gpu is None:
         return
     _started.add(plan.device)

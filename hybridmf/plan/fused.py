@@ -1,4 +1,4 @@
-"""Sizes of our fused kernels: the configuration for a rank, its shared memory, and what the kernels cannot serve."""
+"""Sizes of the fused kernels: the configuration for a rank, its shared memory, and limits of the kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FusedConfig:
     Raises
     ------
     ValueError
-        A combination that the kernels cannot work with.
+        The kernels do not support the combination.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class FusedConfig:
 
     @classmethod
     def default(cls, rank: int, spec: DeviceSpec, precision: str = "float32", solver: str = "cholesky") -> FusedConfig:
-        """The tuned choice for a device, or what the rule says."""
+        """The tuned configuration for a device, else that of `rule`."""
         facts = {"rank": rank, "precision": precision, "solver": solver}
         found = tables.best(cls, "fused", spec, facts, given={"rank": rank}, block=BLOCK)
         if found is not None and found.shared_bytes(solver) <= spec.shared_bytes:
@@ -86,7 +86,7 @@ class FusedConfig:
 
     @classmethod
     def rule(cls, rank: int) -> FusedConfig:
-        """The choice for a rank where no table knows better."""
+        """The configuration for a rank without a tuned one."""
         blocks = ceil_div(rank, BLOCK)
         warps, teams, stages, blocks_per_sm = {
             1: (1, 4, 4, 6),
@@ -129,7 +129,7 @@ class FusedConfig:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the kernels are compiled for."""
+        """Compile-time constants of the kernels."""
         return {
             "RANK": self.rank,
             "LD": self.width,
@@ -142,7 +142,7 @@ class FusedConfig:
 
 
 def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float = 0.0) -> str:
-    """Why the fused kernels cannot serve a problem; empty if they can."""
+    """Reason why the fused kernels do not support a problem; empty if they do."""
     if rank > MAX_RANK:
         return f"rank {rank} is beyond {MAX_RANK}"
     if np.dtype(dtype) != np.float32:

@@ -1,4 +1,4 @@
-"""Who owns which rows, and who sums what: the partitions of SU-ALS (cuMF Algorithm 3, lines 2-4).
+"""Ownership of rows and distribution of sums over ranks: the partitions of SU-ALS (cuMF Algorithm 3, lines 2-4).
 
 Each of R ranks owns one range of rows of either side. A half sweep uses a grid of p x q = R ranks: the fixed side is
 split over p of them (data parallelism), the rows to solve over q groups (model parallelism). Rank ``r = j q + i`` holds
@@ -22,7 +22,7 @@ from .partition import even_bounds
 
 @dataclass(frozen=True)
 class Grid:
-    """How one half sweep spreads over ranks.
+    """Distribution of one half sweep over ranks.
 
     Attributes
     ----------
@@ -45,11 +45,11 @@ class Grid:
         return self.splits * self.groups
 
     def split_of(self, rank: int) -> int:
-        """j, the part of the fixed side that a rank holds."""
+        """j, the part of the fixed side held by a rank."""
         return rank // self.groups
 
     def group_of(self, rank: int) -> int:
-        """i, the group of rows that a rank sums."""
+        """i, the group of rows summed by a rank."""
         return rank % self.groups
 
     def members(self, group: int) -> range:
@@ -62,7 +62,7 @@ class Grid:
 
     @classmethod
     def all_of(cls, size: int) -> list[Grid]:
-        """Every grid of so many ranks, model parallelism first."""
+        """All grids of a number of ranks, model parallelism first."""
         return [cls(p, size // p) for p in range(1, size + 1) if size % p == 0]
 
 
@@ -80,7 +80,7 @@ class RankLayout:
     Raises
     ------
     ValueError
-        Bounds and grids of different numbers of ranks.
+        Bounds and grids have different numbers of ranks.
     """
 
     bounds: Mapping[Side, np.ndarray]
@@ -97,7 +97,7 @@ class RankLayout:
 
     @classmethod
     def even(cls, degrees: Mapping[Side, np.ndarray], grids: Mapping[Side, Grid], row_cost: float) -> RankLayout:
-        """Ranges of about equal cost: entries, and a row's own cost as a number of entries."""
+        """Ranges of about equal cost: the entries, plus `row_cost` entries for each row."""
         size = grids["user"].size
         bounds = {side: even_bounds(degrees[side], size, row_cost) for side in degrees}
         return cls(bounds, grids)
@@ -113,11 +113,11 @@ class RankLayout:
         return int(self.bounds["user"][-1]), int(self.bounds["item"][-1])
 
     def own(self, side: Side, rank: int) -> tuple[int, int]:
-        """First row a rank owns, and the one after its last."""
+        """First row owned by a rank, and the row after its last one."""
         return int(self.bounds[side][rank]), int(self.bounds[side][rank + 1])
 
     def counts(self, side: Side, ranks: range) -> list[int]:
-        """Rows that each of some ranks owns."""
+        """Number of rows owned by each of the given ranks."""
         return [int(self.bounds[side][rank + 1] - self.bounds[side][rank]) for rank in ranks]
 
     def columns(self, side: Side, rank: int) -> tuple[int, int]:
@@ -133,7 +133,7 @@ class RankLayout:
         return [self.own(side, member) for member in grid.members(grid.group_of(rank))]
 
     def cut(self, side: Side, rank: int, matrix: sp.csr_array) -> sp.csr_array:
-        """A rank's entries while `side` is solved.
+        """Extract the entries of a rank for solving `side`.
 
         Parameters
         ----------
@@ -150,7 +150,7 @@ class RankLayout:
         Raises
         ------
         RatingsError
-            The matrix has another shape than the layout.
+            The shape of the matrix does not match the layout.
         """
         shape = (int(self.bounds[side][-1]), int(self.bounds[other_side(side)][-1]))
         if matrix.shape != shape:

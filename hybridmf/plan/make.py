@@ -1,4 +1,4 @@
-"""Plan: every size and choice of one run, decided before any work, by pure functions; printable."""
+"""Makes the plan of a fit: every size and choice, decided by pure functions before any work."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def make_plan(
     slab: int | None = None,
     beside: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Decide everything about a fit from its sizes, and from what is known of the degrees, before any work.
+    """Plan a fit from its sizes and the known properties of the degrees.
 
-    `slab`: entries of the largest slab of a store, None for ratings in memory. `beside`: folder that the store is in,
-    the first choice for files of factors that have no room in memory.
+    `slab`: entries of the largest slab of a store, None for ratings in memory. `beside`: folder of the store, the first
+    choice for files of factors that do not fit in memory.
 
     Raises
     ------
     DeviceError
-        The device cannot be served.
+        The device cannot be used.
     ValueError
-        A combination that makes no sense on this device, or a weight too large for the type of the computation.
+        The device does not support the combination, or a weight is too large for the dtype.
     """
     objective.check_finite_in(np.dtype(settings.dtype))
     method = settings.method or ALS
     devices: tuple[str, ...] = ()
     if isinstance(settings.device, tuple):
-        spec, reason = None, "asked for"  # the method looks at each
+        spec, reason = None, "asked for"  # the method validates each device
         devices = settings.device if len(settings.device) > 1 else ()
     else:
         spec, reason = dispatch.find_gpu(settings.device)
@@ -69,7 +69,7 @@ def make_plan(
 
 
 def _with_reduction(plan: Plan, reduction: str) -> Plan:
-    """The plan with the reduction that was asked for by name."""
+    """The plan with the requested reduction."""
     if all(grid.splits == 1 for grid in plan.grids.values()):
         raise ValueError(
             f"reduction={reduction!r} is a way for several GPUs to add up sums over a fixed side that is split over "
@@ -79,7 +79,7 @@ def _with_reduction(plan: Plan, reduction: str) -> Plan:
 
 
 def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings: Settings) -> Plan:
-    """`make_plan` for ratings that are there, whose degrees are counted as far as the plan depends on them."""
+    """`make_plan` for given ratings; degrees are counted only if the plan depends on them."""
     slab, store = getattr(matrix, "largest_slab", None), getattr(matrix, "store", None)
     beside = None if store is None else store.path.parent
 
@@ -88,13 +88,13 @@ def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings:
         return make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside)
 
     streams = (settings.method or ALS).streams
-    # counting the items costs a pass: else only where the plan's memory depends on them
+    # counting items needs a pass over the entries, so it is done only if the memory of the plan depends on it
     found = plan(items=slab is not None or not streams or settings.reduction != "auto")
     return plan(items=True) if found.asks_for_degrees else found
 
 
 def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
-    """What was asked for, "auto" included."""
+    """The requested settings, including "auto"."""
     rank = settings.factors + (1 if objective.biases else 0)
     assembly, variant = VARIANTS.get(settings.assembly, (settings.assembly, ""))
     problem = Sizes(
@@ -123,7 +123,7 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
 
 
 def check_memory(plan: Plan) -> None:
-    """Refuse a plan that cannot fit before it allocates anything."""
+    """Raise if a plan does not fit in memory, before anything is allocated."""
     if plan.gpu is not None:
         lack = dispatch.memory_lacks(plan)
         if lack:
@@ -143,7 +143,7 @@ def check_memory(plan: Plan) -> None:
 
 
 def _needs_all(plan: Plan) -> str:
-    """What of a plan keeps ratings and factors on the GPU, and what to do about it; empty if nothing."""
+    """Setting that keeps ratings and factors on the GPU, and its alternative; empty if there is none."""
     if not plan.kernels.method.streams:
         return ""
     if plan.tile_rows:
@@ -156,7 +156,7 @@ def _needs_all(plan: Plan) -> str:
 
 
 def _long_row(plan: Plan) -> str:
-    """What the longest row keeps a plan from, and what to do about it; empty if it is not in the way."""
+    """Remedy if the longest row is the reason why a plan does not fit; empty if it is not."""
     entries = max(plan.problem.longest)
     size = SLAB_BUFFERS * entries * (4 + np.dtype(plan.dtype).itemsize)
     if plan.gpu is None or plan.facts is None or not plan.kernels.method.streams or _needs_all(plan):
@@ -172,7 +172,7 @@ def _long_row(plan: Plan) -> str:
 
 
 def _check_host(plan: Plan) -> None:
-    """Refuse factors that are to stay on the host and do not fit there."""
+    """Raise if offloaded factors do not fit on the host."""
     free = system.available_memory()
     if free is None or plan.host_bytes <= free:
         return

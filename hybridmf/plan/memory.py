@@ -1,4 +1,4 @@
-"""Memory: what solvers on the CPU take, by counts, and what the system has left."""
+"""Memory of solvers on the CPU."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ GRAM_ROWS = 512
 
 
 ANSWER_BYTES = 1 << 28
-"""Size of ids and scores from which memory is looked at before they are allocated."""
+"""Size of ids and scores from which free memory is checked before they are allocated."""
 
 
 def check_answer(n_rows: int, N: int, found: int, itemsize: int) -> None:
-    """Refuse an `N` whose ids and scores do not fit in memory.
+    """Raise if the ids and scores of `N` results per row do not fit in memory.
 
     Parameters
     ----------
     n_rows, N : int
         Shape of the answer.
     found : int
-        Columns that can hold results; those beyond are gaps.
+        Columns that can hold results; the others are padding.
     itemsize : int
         Bytes of a score.
 
@@ -38,7 +38,7 @@ def check_answer(n_rows: int, N: int, found: int, itemsize: int) -> None:
     ------
     MemoryBudgetError
     """
-    columns = N if found >= N else N + found  # results are computed without gaps, and copied
+    columns = N if found >= N else N + found  # results are computed without padding, and copied
     needed = n_rows * columns * (4 + itemsize)
     free = available_memory() if needed > ANSWER_BYTES else None
     if free is not None and needed > free:
@@ -58,7 +58,7 @@ def cpu_bytes(plan: Plan) -> dict[str, int]:
     layouts = (2 if plan.streamed else 3) + (0 if plan.reorder == "none" else 2)
     sizes = {
         "ratings": layouts * (plan.slab if plan.streamed else nnz) * (itemsize + 4) + (m + n) * (pointer + 8),
-        # old and new factors of the side being solved, so that an interrupted half sweep leaves no trace
+        # old and new factors of the side being solved, so that an interrupted half sweep has no effect
         "factors": (m + n + max(m, n)) * rank * itemsize,
         # one after the other: the Gram matrix is there before the rows are solved
         "workspace": max(
@@ -73,7 +73,7 @@ def cpu_bytes(plan: Plan) -> dict[str, int]:
 
 
 def rank_bytes(plan: Plan, ranks: int) -> dict[str, int]:
-    """Memory by purpose of one of several ranks on the CPU that share no memory."""
+    """Memory by purpose of one of several ranks on the CPU that do not share memory."""
     m, n = plan.n_users, plan.n_items
     itemsize = np.dtype(plan.dtype).itemsize
     row = plan.rank * itemsize

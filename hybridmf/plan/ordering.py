@@ -1,4 +1,4 @@
-"""The order in which a solver has users and items: that of the input, or by degree (BALS 4.4)."""
+"""Order of users and items in a solver: that of the input, or by degree (BALS 4.4)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..formats import reorder
 
 @dataclass(frozen=True)
 class Ordering:
-    """The row of the input at each position of a solver's matrices.
+    """Map from positions in a solver's matrices to rows of the input.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class Ordering:
     rows: dict[Side, np.ndarray] = field(default_factory=dict)
 
     def names(self, side: Side) -> np.ndarray | None:
-        """Row of the input at each position; None if it is the position."""
+        """Row of the input at each position; None if nothing is reordered."""
         return self.rows.get(side)
 
     def inward(self, side: Side, factors: Factors) -> Factors:
@@ -44,7 +44,7 @@ class Ordering:
 
 
 def reordered(user_items: Any, item_users: Any, axes: str, num_threads: int) -> tuple[Ordering, dict[Side, Any]]:
-    """The ordering that a plan asks for, and both orientations of the ratings in it.
+    """The ordering of a plan, and both orientations of the ratings in that order.
 
     Parameters
     ----------

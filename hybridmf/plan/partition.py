@@ -1,4 +1,4 @@
-"""Contiguous ranges of rows for ranks and slabs, even in entries rather than in rows (cuMF 4.3)."""
+"""Contiguous ranges of rows for ranks and slabs, balanced by entries rather than rows (cuMF 4.3)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def even_bounds(degrees: np.ndarray, parts: int, row_cost: float = 0.0) -> np.nd
         Entries of each row.
     parts : int
     row_cost : float
-        What a row costs beside its entries, in entries: a solve takes f / 6 or so of exact ALS.
+        Cost of a row beyond that of its entries, in entries: about f / 6 for the solve of exact ALS.
 
     Returns
     -------
     int64 array, shape (parts + 1,)
-        From 0 to n, never falling.
+        Nondecreasing, from 0 to n.
     """
     cost = np.cumsum(degrees + row_cost)
     total = cost[-1] if len(cost) else 0.0

@@ -25,19 +25,19 @@ SCHEDULES = ("msgd", "hogwild", "blocks", "batch_hogwild")
 CPU_SCHEDULES = ("msgd", "hogwild", "blocks")
 GPU_SCHEDULES = ("msgd", "batch_hogwild")
 ORDERS = ("passes", "blocks")
-"""What ranks move between steps; see `hybridmf.ranks.mcumsgd`."""
+"""Orders of updates on several ranks; see `hybridmf.ranks.mcumsgd`."""
 
 ORDERINGS = ("user", "item", "mixed", "crossed")
 RATE_SCHEDULES = ("power", "geometric", "constant", "rpcs", "adagrad")
 
 GPU_RATE_SCHEDULES = ("power", "geometric", "constant")
-"""Sums of squares are the CPU's: on a GPU AdaGrad's would double the traffic that bounds it."""
+"""Rate schedules with sums of squares run on the CPU only: on a GPU, AdaGrad's would double the memory traffic."""
 
 DEFAULT_RATES = {"power": 0.12, "geometric": 0.11, "constant": 0.038, "rpcs": 0.08, "adagrad": 0.08}
-"""Of standardized ratings, without biases."""
+"""Default learning rates for standardized ratings, without biases."""
 
 BIASED_RATES = {"power": 0.04, "geometric": 0.035, "constant": 0.015, "rpcs": 0.05, "adagrad": 0.05}
-"""The same with biases, where factors explain what deviates from the mean, of which more is noise."""
+"""Default learning rates with biases, where factors explain residuals, which contain more noise."""
 
 DEFAULT_DECAYS = {"power": 0.1, "geometric": 0.9}
 """At rank 32 and 20 epochs every schedule reaches a test RMSE below 0.87 on MovieLens 1M, 0.855 with biases."""
@@ -46,16 +46,16 @@ MAX_LEARNING_RATE = 10.0
 """Steps on standardized ratings are stable up to about 2 / |y|^2, and factors are of length about 1."""
 
 SCALES = {"float16": (1e-4, 1e6), "float32": (1e-9, 1e9), "float64": (1e-25, 1e25)}
-"""Scales of ratings that arithmetic and storage allow: factors grow with the root, AdaGrad's sums with the cube."""
+"""Scales of ratings without overflow: factors grow with the square root, AdaGrad's sums with the cube of the scale."""
 
 LONG_ROW = 32768
-"""Entries of a row from which MSGD gives it a block of a GPU of its own, which solves several entries at a time, beside
-the others. All warps together are bound by the memory, so that one advances by an entry in some 600 cycles: rows of up
-to this length end with the rest of the pass. An epoch of Netflix's shape, f = 128, took 19.2 ms on an H200, 20.3 with
+"""Entries of a row from which MSGD on a GPU processes it in a separate block, several entries at a time, concurrently
+with the other rows. All warps together are memory-bound, so a warp advances one entry in about 600 cycles: rows up to
+this length end with the rest of the pass. An epoch of Netflix's shape, f = 128, took 19.2 ms on an H200, 20.3 with
 16,384 and 21.6 with 8,192; f = 64 11.4, 11.6 and 12.9. On two H200s, 10.9 ms, 11.0 with 16,384 and 11.7 with 8,192."""
 
 TRIPLET_ENTRY = 3e-8
-"""Seconds of one core to bring an entry into the order of a schedule on the CPU."""
+"""Seconds of one core to sort an entry into the order of a schedule on the CPU."""
 
 GPU_MAX_FACTORS = 512
 """A warp holds a row of factors in registers: 16 a lane."""
@@ -69,19 +69,19 @@ class SgdMethod:
     ----------
     schedule : {"msgd", "hogwild", "blocks", "batch_hogwild"}
     ordering : {"user", "item", "mixed", "crossed"}
-        Which orientations of the ratings MSGD walks on a GPU.
+        Orientations of the ratings in the passes of MSGD on a GPU.
     rate_schedule : {"power", "geometric", "constant", "rpcs", "adagrad"}
     learning_rate, decay : float
         See `learning_rate_at`; `decay` is 0 where the schedule has none.
     deterministic : bool
         Whether `blocks` are visited in an order that does not depend on the threads.
     order : {"passes", "blocks"}
-        Of several ranks; see `hybridmf.ranks.mcumsgd`.
+        Order of updates on several ranks; see `hybridmf.ranks.mcumsgd`.
     seed_bits : int
-        What shuffles are drawn from, with the number of the epoch; set when a fit begins.
+        Seed of the shuffles, together with the number of the epoch; set at the start of a fit.
     scale : float
-        What standardizes the ratings (`hybridmf.core.objective.rating_scale`), to which the learning rate refers; set
-        when a fit begins.
+        Scale that standardizes the ratings (`hybridmf.core.objective.rating_scale`), to which the learning rate refers;
+        set at the start of a fit.
     """
 
     kind: ClassVar[str] = "sgd"
@@ -114,7 +114,7 @@ class SgdMethod:
         biases: bool = False,
         order: Any = "passes",
     ) -> SgdMethod:
-        """Judge the hyperparameters; None stands for the default that goes with the rate schedule and biases.
+        """Validate the hyperparameters; None selects the default for the rate schedule and biases.
 
         Raises
         ------
@@ -146,14 +146,14 @@ class SgdMethod:
         )
 
     def standardized(self, objective: Objective, scale: float, number: str) -> SgdMethod:
-        """The method of a fit on ratings of a scale, computed and stored in numbers of a dtype.
+        """The method for a fit on ratings of a given scale, in the number format `number`.
 
         Raises
         ------
         ValueError
-            Steps that would turn factors or biases around.
+            Steps would reverse the sign of factors or biases.
         RatingsError
-            A scale that the numbers have no room for.
+            The scale is out of range for the number format.
         """
         least, most = SCALES[number]
         if not least <= scale <= most:
@@ -174,19 +174,19 @@ class SgdMethod:
         return replace(self, scale=scale)
 
     def rng(self, epoch: int | None = None) -> np.random.Generator:
-        """What epoch `epoch` (0, 1, ...) draws from; None: what is drawn once, before the first."""
+        """Generator of epoch `epoch` (0, 1, ...); None: generator for draws before the first epoch."""
         return np.random.default_rng(np.random.SeedSequence([self.seed_bits, 0 if epoch is None else epoch + 1]))
 
     def flops_per_iteration(self, plan: Plan) -> float:
-        """Useful work of an epoch: 2 f for the error of an entry and 3 f for each row it moves.
+        """Useful work of an epoch: 2 f for the error of an entry and 3 f for each row it updates.
 
-        MSGD moves one row at a time, so that it computes each error twice.
+        MSGD updates one row at a time, so it computes each error twice.
         """
         return self._flops * plan.nnz * plan.rank
 
     @property
     def _flops(self) -> float:
-        """Of an entry and a factor."""
+        """Flops per entry and factor."""
         return 10.0 if self.schedule == "msgd" else 8.0
 
     def bytes_per_iteration(self, plan: Plan) -> float:
@@ -198,13 +198,13 @@ class SgdMethod:
         return {} if self.schedule == "msgd" else {"schedule": plan.nnz * TRIPLET_ENTRY}
 
     def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
-        """Updates of entries at the rate of the schedule; with MSGD no row is done before its last update."""
+        """Updates of entries at the rate of the schedule; with MSGD the updates of a row are sequential."""
         flops = self._flops
         entry = seconds_at(rates.sgd[self.schedule], lambda f: flops * f, plan.rank)
         if self.rate_schedule in ("rpcs", "adagrad"):
             entry *= 3.0  # a square root and a division for each row or coordinate that moves
         moved = self.bytes_per_iteration(plan) * 4 / plan.problem.itemsize
-        # blocks keep the rows they move in a core's cache
+        # blocks keep the rows they update in a core's cache
         near = self.schedule == "blocks"
         floor = 0.0 if near else max(gather_seconds(plan, rates), memory_floor(moved, plan, rates))
         seconds = max(plan.nnz * entry, floor) + plan.problem.filled_rows * rates.sgd_row
@@ -244,7 +244,7 @@ class SgdMethod:
         Raises
         ------
         DeviceError, ValueError
-            What was asked for does not run where it was asked for.
+            The requested device does not support the request.
         """
         base = base.changed(assembly="simd", reorder="none")
         if base.precision not in ("float32", "float16"):
@@ -272,7 +272,7 @@ class SgdMethod:
         )
 
     def _ranks_plan(self, base: Plan, settings: Settings, devices: tuple[str, ...]) -> Plan:
-        """A rank on each device: each owns users, and the items travel (MSGD Alg. 4)."""
+        """One rank on each device: each owns users, and items move between ranks (MSGD Alg. 4)."""
         if self.schedule != "msgd":
             raise ValueError(
                 f"schedule={self.schedule!r} runs on one device, got device={list(devices)!r}; "
@@ -293,17 +293,17 @@ class SgdMethod:
         return plan.changed(devices=devices, notes=(*plan.notes, note))
 
     def _rank_bytes(self, plan: Plan, ranks: int) -> dict[str, int]:
-        """Of one of several GPUs, if they have equal shares."""
+        """Memory of one of several GPUs, for equal shares."""
         m, n, itemsize = plan.n_users, plan.n_items, np.dtype(plan.dtype).itemsize
         shared = self._gpu_bytes(plan)
         width = -(-plan.rank // 8) * 8 * itemsize
-        # each block of ratings has tables of its own for this rank's users and the block's items: bounds, order, sums
+        # each block of ratings has separate tables for this rank's users and the block's items: bounds, order, sums
         tables = (m + n) * (8 + 4 + 8) + self._range_bytes(plan)
         travelling = 2 * -(-n // ranks) * width
         return {"ratings": shared["ratings"] // ranks + tables, "factors": shared["factors"] // ranks + travelling}
 
     def _why_not_gpu(self, base: Plan) -> str:
-        """What a GPU does not serve; empty if it serves everything."""
+        """Setting that a GPU does not support; empty if it supports all."""
         if self.schedule not in GPU_SCHEDULES:
             return f"schedule={self.schedule!r} runs on the CPU only"
         if self.rate_schedule not in GPU_RATE_SCHEDULES:
@@ -338,7 +338,7 @@ class SgdMethod:
         return {"ratings": layouts * nnz * (4 + itemsize) + tables, "factors": copies * rows}
 
     def _range_bytes(self, plan: Plan) -> int:
-        """Bounds and sums of the ranges in which rows are walked, beyond the first of each."""
+        """Bytes of bounds and sums of the ranges of rows, beyond the first range of each row."""
         assert plan.gpu is not None
         row_bytes = stored_width(plan.factors, plan.dtype) * np.dtype(plan.dtype).itemsize
         shapes = ((plan.n_users, plan.n_items), (plan.n_items, plan.n_users))
@@ -376,7 +376,7 @@ class SgdMethod:
         width = -(-plan.rank // line) * line
         return {
             "ratings": 2 * nnz * (itemsize + 4) + (m + n) * (pointer + 8) + entries,
-            # an epoch works on a copy, so that an interrupted one leaves no trace
+            # an epoch works on a copy, so that an interrupted one has no effect
             "factors": copies * (m + n) * width * itemsize,
             # a permutation of the entries, while triplets are brought into order
             "workspace": nnz * 8 if self.schedule == "hogwild" else (m + n) * 8,
@@ -384,7 +384,7 @@ class SgdMethod:
 
 
 def chain_seconds(longest: int, rates: GpuRates) -> float:
-    """Seconds of the longest row of a pass of MSGD on a GPU, whose updates wait for each other."""
+    """Seconds of the longest row of a pass of MSGD on a GPU, whose updates are sequential."""
     return max(min(longest, LONG_ROW) * rates.serial_update, longest * rates.solved_update)
 
 
@@ -422,12 +422,12 @@ def learning_rate_at(method: SgdMethod, epoch: int) -> float:
 
 
 def terms_at(method: SgdMethod, objective: Objective, mean: float, epoch: int) -> Terms:
-    """What updates of epoch t = 0, 1, ... take, in the units of the ratings.
+    """Constants of the updates in epoch t = 0, 1, ..., in the units of the ratings.
 
     The learning rate refers to standardized ratings: with c their scale, to ratings, mean and biases divided by c,
     factors by sqrt(c) and lambda by c, whose objective is the given one divided by c^2. There errors are ``e / c``,
     steps of factors ``e y - lambda x`` are divided by ``c^1.5`` and steps of biases ``e - lambda_b b`` by c. Back in
-    the given units, what is left of c are constants:
+    the given units, c remains in constants only:
 
     - factors move by ``sqrt(c) gamma s / c^1.5 = (gamma / c) s``, biases by ``c gamma s / c = gamma s``;
     - with AdaGrad and RPCS, whose sums of squared steps G are divided by ``c^3`` (factors) and ``c^2`` (biases), by
@@ -442,11 +442,11 @@ def terms_at(method: SgdMethod, objective: Objective, mean: float, epoch: int) -
 
 
 RISE = 2.0
-"""Training loss of an epoch, relative to the best one before, from which a run has diverged."""
+"""Training loss of an epoch, relative to the lowest previous one, above which the fit has diverged."""
 
 
 def diverged(what: str, method: SgdMethod, epoch: int) -> DivergedError:
-    """The error of a run whose steps were too long in epoch 0, 1, ...; `what` is how that showed."""
+    """The error for divergence in epoch 0, 1, ...; `what` describes the symptom."""
     now = learning_rate_at(method, epoch)
     rate = f"learning_rate={method.learning_rate:g}"
     if now != method.learning_rate:
@@ -465,10 +465,10 @@ took 17.9 ms instead of 19.0 on an H200 (f = 128, 31 MB a range), 10.0 instead o
 (32)."""
 
 MOST_RANGES = 8
-"""Ranges wait for each other: more of them were slower (f = 128: 12 took 18.0 ms)."""
+"""Most ranges: they are processed sequentially, and more of them were slower (f = 128: 12 took 18.0 ms)."""
 
 RANGE_ENTRIES = 64
-"""Entries that a row has in a range, on average, at least: to begin a row takes as long as some of its updates."""
+"""Minimum average entries of a row in a range, since starting a row takes as long as some updates."""
 
 RUN = 8
 """Entries of one row that batch-Hogwild keeps together, while the row stays in registers, where no tuned table says
@@ -478,12 +478,12 @@ blocks on a multiprocessor there, which is for `hybridmf tune` to find."""
 
 
 def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int, most: int = MOST_RANGES) -> int:
-    """In how many ranges of columns rows walk their entries; see `RANGE_OF_L2`.
+    """Number of column ranges in which rows process their entries; see `RANGE_OF_L2`.
 
     Parameters
     ----------
     shape : (int, int)
-        Rows that are moved and rows that are fixed.
+        Numbers of updated rows and of fixed rows.
     nnz, row_bytes, l2_bytes, most : int
     """
     moved, fixed = shape

@@ -1,4 +1,4 @@
-"""What the fit loop asks of a backend: iterations over a state the backend owns."""
+"""Interface of solvers for the fit loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..core.objective import Side, State
 from .types import Plan
 
 SWEEP_ORDER: tuple[Side, Side] = ("item", "user")
-"""Items first: the user factors a fit ends with are then exact for its item factors, so fold-in reproduces them."""
+"""Items first: the final user factors are then exact given the item factors, so fold-in reproduces them."""
 
 
 class Solver(Protocol):
@@ -17,27 +17,27 @@ class Solver(Protocol):
 
     @property
     def state(self) -> State:
-        """Factors a model can keep; replaced as a whole, never written to."""
+        """Current factors; replaced as a whole, never modified."""
 
     def sweep(self) -> Iterator[None]:
-        """One iteration; yields whenever `state` has changed. Whatever ends it early, `state` is whole."""
+        """Run one iteration; yields whenever `state` has changed. `state` is consistent even if it ends early."""
 
     def objective_value(self) -> float:
         """The objective at the current state."""
 
     def close(self) -> None:
-        """End threads and connections; `state` stays readable. The fit loop calls it whatever has ended the fit."""
+        """End threads and connections; `state` stays readable. Called at the end of every fit, even a failed one."""
 
 
 class Unconnected:
-    """A solver that has no threads and connections."""
+    """A solver without threads or connections."""
 
     def close(self) -> None:
         """Nothing to end."""
 
 
 class Alternating(Unconnected):
-    """An iteration that is made of half sweeps."""
+    """A solver whose iteration consists of two half sweeps."""
 
     plan: Plan
 
@@ -46,7 +46,7 @@ class Alternating(Unconnected):
         raise NotImplementedError
 
     def balance(self) -> None:
-        """Bring the factors to the basis of least penalty; see `hybridmf.core.balance`."""
+        """Transform the factors to the basis with the smallest penalty; see `hybridmf.core.balance`."""
         raise NotImplementedError
 
     def sweep(self) -> Iterator[None]:

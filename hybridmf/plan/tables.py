@@ -4,7 +4,7 @@ A table belongs to one kind of GPU. Its entries say, for a kernel and the facts 
 ...), which configuration was fastest. `hybridmf tune` writes them; where all tables are silent a rule decides, which
 each configuration class has as its `rule`.
 
-What is looked at, first match wins: the user's entry for exactly these facts; a shipped one; the user's entry for the
+Order of lookup, first match wins: the user's entry for exactly these facts; a shipped one; the user's entry for the
 nearest rank with as many blocks of 8 (16 for the fused kernels: the size of their tiles); a shipped one of that kind.
 """
 
@@ -29,10 +29,10 @@ logger = logging.getLogger("hybridmf")
 FORMAT = "hybridmf tuned kernels"
 VERSION = 1
 SHIPPED = Path(__file__).with_name("tuned")
-"""Folder of the tables that ship, one for each kind of GPU."""
+"""Folder of the shipped tables, one for each kind of GPU."""
 
 LEAST_MEASURED = 2
-"""Configurations that must have been timed for the fastest of them to mean anything."""
+"""Minimum number of timed configurations for a meaningful choice."""
 
 Config = TypeVar("Config")
 Facts = dict[str, Any]
@@ -40,7 +40,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Gpu:
-    """What tells kinds of GPUs apart.
+    """Identification of a kind of GPU.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Gpu:
         return cls(spec.name, spec.capability, spec.multiprocessors, spec.shared_bytes)
 
     def alike(self, other: Gpu) -> bool:
-        """Whether one's measurements serve the other: the same name, or the same multiprocessors and as many."""
+        """Whether measurements of one GPU apply to the other: same name, or same kind and number of multiprocessors."""
         return self.name == other.name or vars(self) | {"name": ""} == vars(other) | {"name": ""}
 
     @property
@@ -78,15 +78,15 @@ class Entry:
     ----------
     kernel : str
     facts : dict
-        What the choice depends on; "rank" may be near instead of equal.
+        Parameters of the choice; "rank" may match approximately.
     config : dict
         Fields of its configuration class, beside the facts.
     ms, rule_ms : float
-        Milliseconds of the trial: of this configuration, and of what the rule takes.
+        Milliseconds of the trial with this configuration, and with that of the rule.
     measured : int
         Configurations that were timed.
     rivals : tuple of dict
-        What tables had for these facts: tried in the same run as this configuration.
+        Configurations of existing tables for these facts, timed in the same run as this configuration.
     """
 
     kernel: str
@@ -99,14 +99,14 @@ class Entry:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the rule's choice, which every run times."""
+        """Speed-up over the configuration of the rule, which every run times."""
         return self.rule_ms / self.ms if self.ms > 0 else 0.0
 
     def better_of(self, newer: Entry) -> Entry:
-        """Which of two entries for the same facts a table keeps.
+        """The better of two entries for the same facts, which a table keeps.
 
-        One that was timed alone has beaten nothing. The newer one has tried this one's configuration if that is among
-        its rivals; times of different runs are otherwise compared by what both have been timed beside, the rule's.
+        An entry timed alone loses. If this configuration is among the rivals of the newer entry, the newer one wins, as
+        both were timed in one run; otherwise entries of different runs are compared by their gains over the rule.
         """
         if newer.measured < LEAST_MEASURED:
             return self
@@ -115,7 +115,7 @@ class Entry:
         return self if self.gain > newer.gain else newer
 
     def distance(self, kernel: str, facts: Facts, block: int) -> int | None:
-        """How far its rank is from the one in `facts`; None where the entry does not serve."""
+        """Distance between its rank and the one in `facts`; None if the entry does not apply."""
         if kernel != self.kernel or self.facts.keys() != facts.keys():
             return None
         if any(self.facts[name] != value for name, value in facts.items() if name != "rank"):
@@ -133,7 +133,7 @@ class Table:
     gpu : Gpu
     entries : tuple of Entry
     version : str
-        Of the hybridmf that measured them.
+        Version of hybridmf that measured them.
     """
 
     gpu: Gpu
@@ -141,13 +141,13 @@ class Table:
     version: str = __version__
 
     def find(self, kernel: str, facts: Facts, block: int) -> tuple[int, Entry] | None:
-        """The nearest entry and how far it is."""
+        """The nearest entry and its distance."""
         distances = ((entry.distance(kernel, facts, block), entry) for entry in self.entries)
         near = [(distance, entry) for distance, entry in distances if distance is not None]
         return min(near, key=lambda pair: pair[0], default=None)
 
     def merged(self, newer: Table) -> Table:
-        """Both tables' entries; where both have one for the same facts, what `Entry.better_of` says."""
+        """Entries of both tables; for the same facts, the one selected by `Entry.better_of`."""
         found: dict[tuple[Any, ...], Entry] = {}
         for entry in (*self.entries, *newer.entries):
             key = (entry.kernel, *sorted(entry.facts.items()))
@@ -155,19 +155,19 @@ class Table:
         return Table(newer.gpu, tuple(found.values()), newer.version)
 
     def to_json(self) -> str:
-        """The text of a file, an entry a line."""
+        """Text of the file, one entry per line."""
         head = {"format": FORMAT, "version": VERSION, "hybridmf": self.version, "gpu": asdict(self.gpu)}
         lines = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in self.entries)
         return f'{json.dumps(head)[:-1]},\n "entries": [\n{lines}\n]}}\n'
 
 
 def read_table(path: Path) -> Table:
-    """A table from its file.
+    """Read a table from its file.
 
     Raises
     ------
     ValueError
-        It is none; the message says why.
+        The file is not a valid table; the message says why.
     OSError
     """
     try:
@@ -203,12 +203,12 @@ def _check_entry(entry: Entry) -> None:
 
 
 def user_file(spec: DeviceSpec) -> Path:
-    """Where this user's measurements of a kind of GPU are."""
+    """Path of this user's measurements for a kind of GPU."""
     return cache_dir() / "tuned" / Gpu.of(spec).file_name
 
 
 def user_table(spec: DeviceSpec) -> Table | None:
-    """What this user has measured of a kind of GPU; None where there are none that serve."""
+    """The user's measurements for a kind of GPU; None if there are no valid ones."""
     path = user_file(spec)
     table = _loaded(path)
     if table is None:
@@ -225,19 +225,19 @@ def user_table(spec: DeviceSpec) -> Table | None:
 
 
 def shipped_tables(spec: DeviceSpec) -> Iterator[Table]:
-    """Tables that ship for a kind of GPU, those of its name first."""
+    """Shipped tables for a kind of GPU, those with its name first."""
     tables = [table for path in sorted(SHIPPED.glob("*.json")) if (table := _loaded(path)) is not None]
     gpu = Gpu.of(spec)
     yield from sorted((table for table in tables if table.gpu.alike(gpu)), key=lambda table: table.gpu.name != gpu.name)
 
 
 def store(table: Table, path: Path, *, merge: bool = True) -> None:
-    """Write a table; what the file has for the same kind of GPU and version stays if it is better (`Table.merged`).
+    """Write a table; better entries in the file for the same kind of GPU and version are kept (`Table.merged`).
 
     Raises
     ------
     OSError
-        The file or its folder cannot be written.
+        The file or its folder cannot be written to.
     """
     old = stored(path, table.gpu) if merge else None
     if old is not None and old.version == table.version:
@@ -253,7 +253,7 @@ def stored(path: Path, gpu: Gpu) -> Table | None:
 
 
 def _loaded(path: Path) -> Table | None:
-    """A table, read again when its file changes; None, and a warning, where the file is none."""
+    """A table, reloaded when its file changes; None, with a warning, if the file is invalid."""
     try:
         stamp = path.stat()
     except OSError:  # most users have none
@@ -276,7 +276,7 @@ def _warn_once(message: str) -> None:
 
 
 def tuned(kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8) -> tuple[dict[str, Any], bool] | None:
-    """The fields of the fastest configuration, and whether they are for exactly these facts; None where all is silent.
+    """Fields of the fastest configuration, and whether they match the facts exactly; None if no table has any.
 
     Parameters
     ----------
@@ -284,7 +284,7 @@ def tuned(kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8) -> tuple[
     spec : DeviceSpec
     facts : dict
     block : int
-        Ranks with as many blocks of this size may share an entry.
+        Ranks with the same number of blocks of this size may share an entry.
     """
     found = _hits(kernel, spec, facts, block)
     return (dict(found[0][1].config), found[0][0] == 0) if found else None
@@ -293,14 +293,14 @@ def tuned(kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8) -> tuple[
 def known(
     kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8, *, beside: Table | None = None
 ) -> list[dict[str, Any]]:
-    """What tables say for these facts, each configuration once; first what fits take.
+    """Configurations of all tables for these facts, without duplicates; the one used by fits first.
 
     Parameters
     ----------
     kernel, spec, facts, block
         As for `tuned`.
     beside : Table, optional
-        Another one than those that fits look into.
+        A table in addition to those used by fits.
     """
     entries = [entry for _, entry in _hits(kernel, spec, facts, block)]
     other = beside.find(kernel, facts, block) if beside is not None else None
@@ -312,7 +312,7 @@ def known(
 
 
 def _hits(kernel: str, spec: DeviceSpec, facts: Facts, block: int) -> list[tuple[int, Entry]]:
-    """The entry of each table that serves, and how far it is; exact ones first, then the user's."""
+    """The applicable entry of each table and its distance; exact ones first, then the user's."""
     own = user_table(spec)
     tables = [*([own] if own is not None else []), *shipped_tables(spec)]
     found = [hit for table in tables if (hit := table.find(kernel, facts, block)) is not None]
@@ -323,12 +323,12 @@ def best(
     make: Callable[..., Config], kernel: str, spec: DeviceSpec, facts: Facts, *, given: Facts | None = None,
     block: int = 8,
 ) -> Config | None:  # fmt: skip
-    """The tuned configuration; None where the tables are silent or say what cannot work here.
+    """The tuned configuration; None if the tables have none or an unusable one.
 
     Parameters
     ----------
     make : callable
-        Takes `given` and the fields of the entry as keyword arguments; ValueError or TypeError where they do not fit.
+        Takes `given` and the fields of the entry as keyword arguments; raises ValueError or TypeError if invalid.
     kernel, spec, facts, block
         As for `tuned`.
     given : dict, optional
@@ -341,6 +341,6 @@ def best(
     try:
         return make(**(facts if given is None else given), **config)
     except (TypeError, ValueError) as error:
-        if exact:  # what serves one rank need not serve its neighbour
+        if exact:  # an entry for another rank need not be valid for this one
             _warn_once(f"the tuned {kernel} {config} for {facts} cannot be used ({error}); a rule chooses instead")
         return None

@@ -1,8 +1,8 @@
 """Measures the constants of the cost model on this machine: fits of small synthetic problems by our own kernels.
 
-Two kinds of problem tell entries from rows: one whose rows are long, one whose rows have 4 entries. Their two times
-give the seconds of an entry and of a row, by elimination. Each is the fastest of a few iterations. Whole fits, the
-fastest of a few again, give what a fit takes beside its iterations.
+Two kinds of problem separate the cost of entries from that of rows: one with long rows, one with 4 entries per row. The
+seconds of an entry and of a row are the solution of two linear equations. Each time is the fastest of a few iterations.
+The fastest of a few whole fits gives the overhead of a fit outside of its iterations.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SPARSE_RANKS = (32, 100)
 TINY_ITERATIONS = 50
 
 REPEATS = 3
-"""Iterations of each fit after the first, which warms up; the fastest counts."""
+"""Iterations of each fit after the first, which is a warm-up; the fastest counts."""
 
 Say = Callable[[str], Any]
 
@@ -114,7 +114,7 @@ class Fit:
 
 
 def time_fits(model: FactorModel, matrix: sp.csr_array, enough: Callable[[list[float]], bool]) -> Fit:
-    """Fit until it is enough; several times, because on a shared machine some of the threads wait now and then.
+    """Fit repeatedly until `enough` returns True, since threads may be delayed on a shared machine.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def time_fits(model: FactorModel, matrix: sp.csr_array, enough: Callable[[list[f
         With two iterations or more.
     matrix : csr_array
     enough : callable
-        Told the seconds of each fit so far.
+        Called with the seconds of each fit so far.
     """
     totals: list[float] = []
     firsts, others, around, before = [], [], [], 0.0
@@ -163,7 +163,7 @@ def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dic
     gpu : bool
         Look for a GPU.
     say : callable, optional
-        Told what is measured.
+        Called with a description of each measurement.
 
     Returns
     -------
@@ -182,7 +182,7 @@ def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dic
 
 
 def calibrate_and_save(say: Say | None = None, *, gpu: bool = True) -> tuple[Machine, os.PathLike[str]]:
-    """Measure, and keep the constants for every fit to come.
+    """Measure the constants and save them for later fits.
 
     Returns
     -------
@@ -370,7 +370,7 @@ def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
     again = [_fit(ExplicitALS(40, biases=False, assembly="sparse_syrk", **options), tiny) for _ in range(2)]
     compile_seconds, loads = dict(rates.compile), []
     fused = _has_fused(device)
-    # a rank nobody asks for: its kernels are not in this process yet
+    # an unusual rank, whose kernels are not loaded in this process yet
     for name, model in (
         ("fused", ExplicitALS(61, biases=False, **options)),
         ("sparse_syrk", ExplicitALS(61, biases=False, assembly="sparse_syrk", **options)),

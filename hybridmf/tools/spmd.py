@@ -1,7 +1,7 @@
-"""One fit by many processes: each rank runs this with its share of the ratings (cuMF 4.2 over nodes).
+"""One fit by several processes: each rank runs `fit_rank` with its share of the ratings (cuMF 4.2 over nodes).
 
-What a fit on several devices of one process does by threads (`multi_als`) is here a program for each rank: whoever
-starts the ranks (a batch system, Dask) gives each a communicator.
+It corresponds to a fit on several devices of one process by threads (`multi_als`). The launcher of the ranks (a batch
+system, Dask) provides a communicator for each.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ def fit_rank(
     track_objective: bool = False,
     stopwatch: Stopwatch | None = None,
 ) -> Any:
-    """Fit a model together with the other ranks; all call it with equal arguments.
+    """Fit a model together with the other ranks; all ranks call it with the same arguments.
 
     Parameters
     ----------
     model : ImplicitALS or ExplicitALS
-        Unfitted, with the same parameters on all ranks; its `device` is not looked at.
+        Unfitted, with the same parameters on all ranks; its `device` is ignored.
     ratings : RankRatings
-        What this rank has of them.
+        The ratings of this rank.
     communicator : Communicator
-        For NumPy arrays.
+        Communicator for NumPy arrays.
     device : {"cpu", "cuda:N"}
-        Where this rank computes.
+        Device of this rank.
     num_threads : int, optional
-        Of this rank. Default: what the model says, each rank.
+        Threads of this rank. Default: the parameter of the model.
     validation, callback, show_progress, checkpoint, resume_from, unknown
-        As for ``fit`` of a model. Those of the first rank count: it has the model, writes and reads.
+        As for ``fit`` of a model. Only those of the first rank are used.
     track_objective : bool
-        Put the objective of each iteration into ``history_``.
+        Record the objective of each iteration in ``history_``.
     stopwatch : Stopwatch, optional
-        Started earlier, where a fit has a part before this.
+        A running stopwatch, if the fit has an earlier part.
 
     Returns
     -------
@@ -83,11 +83,11 @@ def fit_rank(
     Raises
     ------
     Exception
-        What went wrong on this rank, unchanged.
+        An error on this rank, unchanged.
     DeviceMemoryError, MemoryBudgetError
-        Before any work, on a rank that has no room for its part.
+        The part of this rank does not fit in memory; raised before any work.
     CommunicatorError
-        Something went wrong on another; the message has it.
+        Another rank has failed; the message names the cause.
     """
     stopwatch = Stopwatch() if stopwatch is None else stopwatch
     first = communicator.rank == 0
@@ -119,7 +119,7 @@ def fit_rank(
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no estimator before ranks are started for it.
+    """Reject objects other than estimators before ranks are started.
 
     Raises
     ------
@@ -144,11 +144,11 @@ class _Together:
         return bool(self.communicator.broadcast(np.array([answer], dtype=np.int64))[0])
 
     def complete(self) -> None:
-        """Wait for all ranks: an iteration counts once it is complete on all of them."""
+        """Wait for all ranks: an iteration is complete once all ranks have finished it."""
         self.moves.barrier()
 
     def gather(self, solver: RankALS) -> State | None:
-        """All factors on the first rank, from who owns them."""
+        """Gather all factors on the first rank from their owners."""
         users, items = (self._gather_side(side, solver.own[side].on_host()) for side in SIDES)
         return None if users is None or items is None else State(users, items, solver.mean)
 
@@ -224,7 +224,7 @@ class _Fit:
             self.moves.close()
 
     def run(self) -> None:
-        """The iterations that are left."""
+        """Run the remaining iterations."""
         columns = np.broadcast_to(np.float32(0), self.ratings.shape)
         FitLoop(
             self.model,
@@ -283,7 +283,7 @@ class _Fit:
             )
 
     def _start(self, checkpoint: Any, resume_from: Any) -> State:
-        """Where to start: initial factors, or those of the checkpoint that the first rank reads."""
+        """Initial state: drawn factors, or those of the checkpoint read by the first rank."""
         communicator = self.communicator
         data = self.cut.fingerprint(communicator) if checkpoint is not None or resume_from is not None else ""
         resumed = None
@@ -301,7 +301,7 @@ class _Fit:
         return self._broadcast_state(resumed.state if resumed else None)
 
     def _initial_state(self) -> State:
-        """The factors that a fit in one process starts from; all ranks draw the same."""
+        """Initial factors, the same as in a fit by one process; all ranks draw them alike."""
         seed = self.model.random_state
         if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
             drawn = check_rng(seed).integers(np.iinfo(np.int64).max) if self.first else 0
@@ -332,12 +332,12 @@ class _Fit:
         return State(sides[0], sides[1], float(self.communicator.broadcast(mean)[0]))
 
     def _own(self, side: Side, state: State) -> Factors:
-        """Copies of the rows that this rank owns: the other rows of the state may go."""
+        """Copies of the rows owned by this rank, so that the rest of the state can be freed."""
         own = part_of(state.side(side), *self.cut.layout.own(side, self.communicator.rank))
         return Factors(own.matrix.copy(), None if own.bias is None else own.bias.copy())
 
     def _seen(self, held_out: sp.csr_array | None) -> sp.csr_array | None:
-        """Training entries of the users who are ranked after each iteration, on the first rank."""
+        """Training entries of the users evaluated after each iteration, on the first rank."""
         if not self.ranks.agreed(held_out is not None and self.objective.is_implicit):
             return None
         wanted = np.zeros(self.ratings.shape[0], dtype=np.int64)
@@ -347,7 +347,7 @@ class _Fit:
         return self.cut.rows_of_users(self.communicator, self.ratings, wanted.astype(bool))
 
     def _learner(self) -> Callable[[State], Learned]:
-        """What the model learns with a state."""
+        """Function from a state to `Learned`."""
         return partial(
             Learned,
             self.objective,
@@ -363,7 +363,7 @@ class _Fit:
 
 
 def _worker(plan: Plan, device: str, communicator: Communicator) -> tuple[Communicator, Worker]:
-    """What moves arrays and where they are computed with; all ranks call it together."""
+    """Communicator for arrays and worker on the device; all ranks call it together."""
     if plan.gpu is None:
 
         def check() -> None:
