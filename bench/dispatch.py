@@ -247,7 +247,7 @@ def machine_of(line: dict[str, Any]) -> Machine:
     return Machine(
         cpu=_machine.rates_of(_machine.CpuRates, line["cpu"]),
         gpu=_machine.rates_of(_machine.GpuRates, line["gpu"]),
-        links=_machine.rates_of(_machine.LinkRates, line.get("links", asdict(_machine.LinkRates()))),
+        links=_machine.rates_of(_machine.LinkRates, line["links"]) if "links" in line else _machine.LinkRates(),
         source="recorded",
         gpu_name=line["gpu_identity"].get("name", ""),
     )

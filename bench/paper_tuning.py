@@ -28,8 +28,8 @@ from typing import Any
 
 import click
 import numpy as np
-from common import RESULTS, ROOT, median, record
-from paper_common import Line, Recorder, compile_bals
+from common import ROOT, median, record
+from paper_common import Line, Recorder, compile_bals, read_lines
 
 from hybridmf._version import __version__
 from hybridmf.datasets import SHAPES
@@ -328,13 +328,55 @@ def small(figure: Any) -> Any:
     return figure
 
 
+def heat_maps(lines: Iterable[Line]) -> dict[str, Any]:
+    """GFLOP/s over height and width of BALS tiles, one figure for each data set, kernel and rank (BALS figs. 13, 14).
+
+    Rows and columns as they come and by degree stand beside each other on one scale; what Gates' kernel reaches on the
+    same data is named.
+    """
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        if line.get("bench") == "tiles":
+            groups.setdefault(f"tiles-{line['variant']}-{line['shape']}-{line['factors']}", []).append(line)
+    return {name: _heat_map(name, group) for name, group in groups.items()}
+
+
+def _heat_map(name: str, lines: list[Line]) -> Any:
+    orders = list(dict.fromkeys(line["order"] for line in lines))
+    rates = [line["gflops"] for line in lines]
+    figure = tune_plots.make_figure(5.2 * len(orders), 4.2)
+    image = None
+    for axes, order in zip(np.atleast_1d(figure.subplots(1, len(orders))), orders, strict=True):
+        group = [line for line in lines if line["order"] == order]
+        heights, widths, grid = as_grid(group)
+        image = axes.imshow(grid, origin="lower", aspect="auto", cmap="jet", vmin=min(rates), vmax=max(rates))
+        axes.set_xticks(range(len(heights)), [str(value) for value in heights], rotation=90, fontsize=6)
+        axes.set_yticks(range(len(widths)), [str(value) for value in widths], fontsize=6)
+        gates = group[0].get("gates_gflops")
+        beside = f"; Gates' kernel {gates:,.0f}" if gates else ""
+        axes.set(title=f"{order}: best {np.nanmax(grid):,.0f}{beside}", xlabel="xb (rows)", ylabel="yb (columns)")
+    figure.colorbar(image, ax=figure.axes, label="GFLOP/s")
+    figure.suptitle(name)
+    return figure
+
+
+def as_grid(lines: Sequence[Line]) -> tuple[list[int], list[int], np.ndarray]:
+    """(heights, widths, GFLOP/s of shape (n_widths, n_heights)); NaN where nothing was measured."""
+    heights = sorted({line["tile_rows"] for line in lines})
+    widths = sorted({line["tile_cols"] for line in lines})
+    grid = np.full((len(widths), len(heights)), np.nan)
+    for line in lines:
+        grid[widths.index(line["tile_cols"]), heights.index(line["tile_rows"])] = line["gflops"]
+    return heights, widths, grid
+
+
 def report(lines: Sequence[dict[str, Any]]) -> None:
     """Draw all figures and put all tables into the page."""
     lines = latest([line for line in lines if line.get("kernel") in (None, "sparse_syrk")])
     page = PAGE.read_text(encoding="utf-8")
     for name, table, figures in (
         ("cloud", cloud_table, tune_plots.clouds),
-        ("tiles", tile_table, tune_plots.heat_maps),
+        ("tiles", tile_table, heat_maps),
     ):
         drawn = tune_plots.save_all({name: small(figure) for name, figure in figures(lines).items()}, FIGURES)
         machine = sorted({line["gpu"]["name"] for line in lines})
@@ -447,8 +489,7 @@ def entry_of(group: Sequence[Line]) -> Entry:
 @click.option("--ship", "only_ship", is_flag=True, help="Measure nothing; winners go into the tables that ship.")
 def main(profile: str, task: tuple[str, ...], budget: float | None, only_report: bool, only_ship: bool) -> None:
     if only_report or only_ship:
-        path = RESULTS / f"{FILE}.jsonl"
-        lines = unpack(tune_plots.read_lines(path)) if path.is_file() else []
+        lines = unpack(read_lines(FILE))
         if only_report:
             report(lines)
         if only_ship:

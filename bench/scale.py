@@ -121,7 +121,8 @@ class Case:
         if gpus == 1:
             return GpuALS(open_device("cuda:0"), *arguments)
         topology = [k * 2 // gpus for k in range(gpus)] if reduction == "two_phase" else None
-        return MultiALS(*arguments, grids=grids, reduction=reduction, topology=topology)
+        plan = arguments[3].changed(reduction="parallel" if reduction == "scatter" else reduction)
+        return MultiALS(*arguments[:3], plan, *arguments[4:], grids=grids, topology=topology)
 
     def run(self, gpus: int, sweeps: int, **more: Any) -> dict[str, Any]:
         """Sweeps, timed one half at a time and then as a whole; users first."""

@@ -35,6 +35,7 @@ class _ALS(FactorModel):
             device=self.device,
             block_size=self.block_size,
             balance=self.balance,
+            reduction=self.reduction,
             gpu_memory_limit=self.gpu_memory_limit,
             iterations=self.iterations,
         )
@@ -120,6 +121,10 @@ class ImplicitALS(_ALS):
         Before each iteration, change to the basis that has the least penalty at the same predictions. The objective
         comes near its minimum in a few iterations instead of tens; the first ones are then no longer those of the
         papers.
+    reduction : {"auto", "parallel", "two_phase", "root"}
+        How several GPUs add up sums over a fixed side that the plan splits over them (cuMF 4.2): in parallel, first
+        within sockets and then across, or on one GPU, which solves. "auto" is "parallel"; the others are refused where
+        nothing is split.
     gpu_memory_limit : int or str, optional
         Bytes of a GPU's memory the plan may count on, such as "6GB". Default: what is free, within the environment
         variable HYBRIDMF_GPU_MEMORY_LIMIT.
@@ -170,6 +175,7 @@ class ImplicitALS(_ALS):
         random_state: Any = None,
         block_size: int = 32,
         balance: bool = False,
+        reduction: str = "auto",
         gpu_memory_limit: str | int | None = None,
     ) -> None:
         self.factors = factors
@@ -189,6 +195,7 @@ class ImplicitALS(_ALS):
         self.random_state = random_state
         self.block_size = block_size
         self.balance = balance
+        self.reduction = reduction
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self, spread: float = 1.0) -> Objective:
@@ -219,7 +226,7 @@ class ExplicitALS(_ALS):
         lists of recommendations rather than predicted ratings, take about twenty times as much with
         ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
-block_size, balance, gpu_memory_limit
+block_size, balance, reduction, gpu_memory_limit
         As for `ImplicitALS`.
 
     Attributes
@@ -260,6 +267,7 @@ item_ids_
         random_state: Any = None,
         block_size: int = 32,
         balance: bool = False,
+        reduction: str = "auto",
         gpu_memory_limit: str | int | None = None,
     ) -> None:
         self.factors = factors
@@ -279,6 +287,7 @@ item_ids_
         self.random_state = random_state
         self.block_size = block_size
         self.balance = balance
+        self.reduction = reduction
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self, spread: float = 1.0) -> Objective:

@@ -46,7 +46,7 @@ RACING = ("hogwild", "batch_hogwild")
 RACING_TOLERANCE = 2e-2
 
 CPU_PRODUCT, GPU_PRODUCT = 1536, 8192
-"""Rows and columns of the matrices whose product says what a device can do."""
+"""Rows and columns of the matrices whose product measures the peak rate of a device."""
 
 LEGEND = """\
 Lower is better for seconds, objective and RMSE; higher for NDCG. An iteration of one method is not the work of another:
@@ -197,7 +197,7 @@ class Comparison:
         return "\n\n".join(part for part in parts if part)
 
     def _verdict(self) -> str:
-        """What a reader looks for in the tables, in sentences."""
+        """The best methods of the tables, in sentences."""
         fastest = min(self.runs, key=lambda run: run.per_iteration)
         lowest = min(self.runs, key=lambda run: run.objective[-1])
         lines = [
@@ -590,7 +590,7 @@ def compare(
     tolerance: float = TOLERANCE,
     show_progress: bool = False,
 ) -> Comparison:
-    """Fit each model on each device from the same initial factors and tell what each took and reached.
+    """Fit each model on each device from the same initial factors; report the time and quality of each.
 
     Parameters
     ----------
@@ -668,7 +668,7 @@ def compare(
 def _cases(
     named: dict[str, FactorModel], devices: Sequence[str], iterations: int | None, seed: int, train: Ratings
 ) -> tuple[list[tuple[str, str, FactorModel]], list[str]]:
-    """(what runs, what does not and why); judged by plans, before any work."""
+    """(runs, reasons why others do not run), decided from plans before any work."""
     from .tools.preview import plan as make
 
     cases, skipped = [], []

@@ -1,7 +1,7 @@
 """Synthetic ratings in the shapes of published data sets, drawn from a seed: for comparisons and benchmarks.
 
 Two distributions of entries over users and items: one for all shapes (log-normal users, Zipf items), and one fitted to
-what is published of each shape (`PUBLISHED`): its longest row and column, how many of its users and items occur at all.
+the published properties of each shape (`PUBLISHED`): its longest row and column, how many users and items occur.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ROUNDS = 20
 
 @dataclass(frozen=True)
 class Degrees:
-    """What is published of the entries that rows, or columns, have.
+    """Published degrees of rows or columns.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Published:
-    """What is published of a data set beyond its shape.
+    """Published properties of a data set beyond its shape.
 
     Attributes
     ----------

@@ -190,14 +190,14 @@ def mean_over_users(values: Any) -> float:
 
 @dataclass(frozen=True)
 class _Judged:
-    """Recommendations with what each was worth.
+    """Recommendations with their gains.
 
     Attributes
     ----------
     gains : float64 array, shape (n_users, n_columns)
         Gain of the item at each rank, 0 where it is not relevant.
     counts : float64 array, shape (n_users,)
-        Number of relevant items; NaN for none, so that whatever is divided by it becomes NaN.
+        Number of relevant items; NaN for none, so that quotients become NaN.
     relevant : csr_array, shape (n_users, n_items)
         The relevant items only, with their gains.
     """
@@ -331,7 +331,7 @@ def auc(
         Every entry is an item left out for that user, relevant or not. None leaves nothing out.
     item_bias : float array, shape (n_items,), optional
     block_bytes : int
-        Memory for one block of scores; at least one user is taken whatever it says.
+        Memory for one block of scores; a block has at least one user.
 
     Returns
     -------
@@ -379,11 +379,11 @@ def _checked_factors(
 
 
 def _scores(users: np.ndarray, items: np.ndarray, bias: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):  # judged just below, with a message that names the user
+    with np.errstate(over="ignore", invalid="ignore"):  # checked just below, with a message that names the user
         scores = users @ items.T
         if bias is not None:
             scores += bias
-    # The sum of a row is not finite if one of its scores is not; only then it is worth looking at each.
+    # The sum of a row is not finite if one of its scores is not; only then each is checked.
     with np.errstate(over="ignore", invalid="ignore"):
         suspects = np.flatnonzero(~np.isfinite(scores.sum(axis=1)))
     for k in suspects:
@@ -484,7 +484,7 @@ def evaluate(
         perhaps `item_bias_` (for ``auc``). `user_ids_` and `item_ids_` are its labels, `cold_users_` masks its users
         without training entries, where it has them.
     test : Ratings or sparse matrix, shape (n_users, n_items)
-        Held-out entries. Labelled ratings go by the labels of the model, whatever their order; a plain matrix is in
+        Held-out entries. Labelled ratings are matched by the labels of the model, in any order; a plain matrix is in
         the positions of the model.
     train : Ratings or sparse matrix, shape (n_users, n_items), optional
         What the users have seen: such items are not recommended, and ``auc`` leaves them out. None: `recommend`
@@ -516,7 +516,7 @@ def evaluate(
         `model` is no fitted model, or lacks what the metrics need; or an argument has the wrong type.
     ValueError
         Unknown metric, shapes that do not fit the model, labels on one side only, no relevant test item or no test
-        entry for these users, ``auc`` without `train`, or ``users="warm"`` where nothing says who is cold.
+        entry for these users, ``auc`` without `train`, or ``users="warm"`` if it is unknown who is cold.
     """
     names = _checked_names(metrics)
     _check_model(model, names)
@@ -565,7 +565,7 @@ def _measure(
 
 
 def _check_model(model: Any, names: Sequence[str]) -> None:
-    """Refuse what is no fitted model, and one that lacks the methods that the metrics need."""
+    """Refuse objects that are no fitted model or lack methods that the metrics need."""
     if isinstance(model, type):
         raise TypeError(f"model is the class {model.__name__}; make one and fit it: {model.__name__}().fit(train)")
     needed = ["n_users", "n_items"]
@@ -583,7 +583,7 @@ def _check_model(model: Any, names: Sequence[str]) -> None:
 def _has(model: Any, name: str) -> bool:
     try:
         getattr(model, name)
-    except NotFittedError:  # an AttributeError too, but it says what to do
+    except NotFittedError:  # also an AttributeError, but its message has a remedy
         raise
     except AttributeError:
         return False

@@ -244,7 +244,7 @@ class Ratings:
             Text and MatrixMarket files may be gzipped.
         format : {"auto", "text", "csv", "tsv", "lists", "mtx", "npz", "parquet"}
             "text" is delimited text with any separator. "lists" is text whose lines hold a user, then all items of the
-            user, between commas or white space (or `separator`); it is never found out. "npz" is what `save` and
+            user, between commas or white space (or `separator`); it is never detected. "npz" is what `save` and
             ``scipy.sparse.save_npz`` write.
         separator : str, optional
             Between the fields of text: ``","``, ``"::"``, ...; ``" "`` is any run of white space. None finds out.
@@ -258,7 +258,7 @@ class Ratings:
             names in a usual way ("user_id", "movieId", "asin", ...), wherever they are; without such names the first
             and the second. A header that names one of them so that the other stays unclear is refused.
         value : int, str or None
-            Column of values; "auto" again goes by usual names ("rating", "plays", ...), else takes the third. None
+            Column of values; "auto" again uses recognized names ("rating", "plays", ...), otherwise the third. None
             makes every entry 1, and so does "auto" where nothing is left but times.
         duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once.

@@ -33,21 +33,21 @@ from .sources import ratings_options, read_ratings, refuse_reading_options
 )  # fmt: skip
 @click.option(
     "--method", "methods", multiple=True, metavar="NAME",
-    help="One of those above; repeat it for several.  [default: all that serve the feedback]",
+    help="One of those above; repeat it for several.  [default: all for the feedback]",
 )  # fmt: skip
 @click.option(
     "--device", "devices", multiple=True,
     help="cpu, cuda, cuda:N, or several as cuda:0,cuda:1; repeat it.  [default: cpu and cuda]",
 )  # fmt: skip
 @click.option("--factors", type=int, default=64, show_default=True, help="Rank.")
-@click.option("--iterations", type=int, default=10, show_default=True, help="Of each method.")
-@click.option("--test-size", type=float, default=0.1, show_default=True, help="Share held out to measure on; 0: none.")
+@click.option("--iterations", type=int, default=10, show_default=True, help="Iterations of each method.")
+@click.option("--test-size", type=float, default=0.1, show_default=True, help="Share held out to evaluate; 0: none.")
 @click.option(
     "--scale",
     type=float,
     default=1.0,
     show_default=True,
-    help="Of the sides of a synthetic shape, up to 1: 0.1 draws a hundredth of its ratings.",
+    help="Scale of the sides of a synthetic shape, up to 1: 0.1 draws a hundredth of its ratings.",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), callback=check_folder, help="Report as JSON.")

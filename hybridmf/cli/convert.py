@@ -41,8 +41,8 @@ from .sources import columns_text, open_store, ratings_options, read_ratings, re
     help="Format of OUT; bals-stats writes the statistics as JSON.  [default: by the ending of OUT; store: a folder]",
 )  # fmt: skip
 @click.option("--slab-bytes", default="64MiB", show_default=True, help="Size of a slab of a store.")
-@click.option("--memory-limit", default="1GiB", show_default=True, help="For ratings on their way into a store.")
-@click.option("--overwrite", is_flag=True, help="Replace a store that is there.")
+@click.option("--memory-limit", default="1GiB", show_default=True, help="Memory for a conversion to a store.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing store.")
 @click.option("--tile-rows", type=int, default=256, show_default=True, help="Height of a BALS tile.")
 @click.option("--tile-cols", type=int, default=192, show_default=True, help="Width of a BALS tile.")
 @click.option("--num-threads", type=int, help="[default: all cores]")

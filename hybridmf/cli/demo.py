@@ -9,7 +9,7 @@ from .options import debug_option, examples
 
 
 @click.command("demo", epilog=examples("hybridmf demo --seed 7"))
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the data and the models; at least 0.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the data and the models; at least 0.")
 @click.option("--quick", is_flag=True, help="Fewer people and films.")
 @debug_option
 def command(seed: int, quick: bool) -> None:

@@ -58,9 +58,9 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 )  # fmt: skip
 @click.option("--iterations", type=int, help="Full sweeps.  [default: 15]")
 @click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")
-@click.option("--assembly", metavar="|".join(ASSEMBLIES), help="How equations are built.  [default: auto]")
+@click.option("--assembly", metavar="|".join(ASSEMBLIES), help="Kernels that build the equations.  [default: auto]")
 @click.option(
-    "--balance", is_flag=True, default=None, help="Near the minimum in fewer sweeps: change basis before each."
+    "--balance", is_flag=True, default=None, help="Change basis before each sweep: fewer sweeps to the minimum."
 )
 @click.option(
     "--device", metavar="auto|cpu|cuda|cuda:N", help="Where to compute; several: cuda:0,cuda:1.  [default: auto]"
@@ -68,14 +68,14 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option("--precision", metavar="|".join(PRECISIONS), help="Products on a GPU.  [default: float32]")
 @click.option("--dtype", metavar="|".join(DTYPES), help="Precision of the factors.  [default: float32]")
 @click.option("--num-threads", type=int, help="[default: all cores]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the split and the initial factors.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the split and the initial factors.")
 @click.option(
     "--test-size", type=float, default=0.1, show_default=True,
-    help="Share (below 1) or number of ratings held out to measure with; 0 trains on everything.",
+    help="Share (below 1) or number of ratings held out for the evaluation; 0 trains on everything.",
 )  # fmt: skip
-@click.option("--checkpoint", metavar="DIR", help="Folder that gets a checkpoint after each iteration.")
+@click.option("--checkpoint", metavar="DIR", help="Folder for a checkpoint after each iteration.")
 @click.option("--checkpoint-every", type=int, metavar="N", help="After every N iterations.  [default: 1]")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one.")
+@click.option("--resume", is_flag=True, help="Resume from the newest checkpoint, if there is one.")
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No progress bar and no plan: results only.")
 @debug_option

@@ -36,16 +36,16 @@ Recommendations = Iterator[tuple[Any, list[tuple[Any, float]]]]
     ),
 )
 @click.argument("model_file", metavar="MODEL", type=existing_file)
-@click.option("--user", "users", multiple=True, metavar="LABEL", help="Whom to recommend to; may be repeated.")
-@click.option("--all-users", is_flag=True, help="Everybody the model knows.")
+@click.option("--user", "users", multiple=True, metavar="LABEL", help="User to recommend to; may be repeated.")
+@click.option("--all-users", is_flag=True, help="All users of the model.")
 @click.option("-N", "count", type=int, default=10, show_default=True, help="Recommendations for each user.")
-@click.option("--include-seen", is_flag=True, help="Also recommend what a user already has.")
+@click.option("--include-seen", is_flag=True, help="Also recommend seen items.")
 @click.option(
     "--ratings", "ratings_file", type=click.Path(exists=True),
-    help="What users have seen (file or store), in place of the ratings the model was trained on.",
+    help="Ratings with the seen items (file or store), instead of the training ratings.",
 )  # fmt: skip
 @click.option("--titles", "titles_file", type=existing_file, help="Text file of item id, title, ...; may be gzipped.")
-@click.option("--titles-separator", help='Between its fields: ",", "::", "|", "tab".  [default: found out]')
+@click.option("--titles-separator", help='Between its fields: ",", "::", "|", "tab".  [default: detected]')
 @click.option("--titles-encoding", help="[default: UTF-8, else latin-1]")
 @click.option("--format", "layout", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
 @output_option("Write there, not to the terminal.")

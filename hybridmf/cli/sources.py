@@ -30,8 +30,8 @@ def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help='Of RATINGS; "lists": each line has a user, then all items of the user.',
         ),
-        click.option("--separator", help='Between fields: ",", "::", "\\t" or "tab", ...  [default: found out]'),
-        click.option("--header/--no-header", default=None, help="Whether line 1 has names.  [default: found out]"),
+        click.option("--separator", help='Between fields: ",", "::", "\\t" or "tab", ...  [default: detected]'),
+        click.option("--header/--no-header", default=None, help="Whether line 1 has names.  [default: detected]"),
         click.option(
             "--user",
             "user_column",

@@ -22,14 +22,16 @@ from .options import check_folder, debug_option, examples, output_option
 @click.option(
     "--calibrate", is_flag=True, help="Measure this machine for the cost model instead; a minute or two with a GPU."
 )
-@click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="Only this one; repeat it.  [default: all]")
-@click.option("--factors", default="32,64,100,128", show_default=True, help="Ranks, with commas between.")
+@click.option(
+    "--kernel", "kernels", multiple=True, metavar="NAME", help="Only this kernel; repeatable.  [default: all]"
+)
+@click.option("--factors", default="32,64,100,128", show_default=True, help="Ranks, separated by commas.")
 @click.option("--dtype", metavar="|".join(DTYPES), default="float32", show_default=True)
-@click.option("--budget", type=float, default=300.0, show_default=True, help="Seconds, for all together.")
+@click.option("--budget", type=float, default=300.0, show_default=True, help="Seconds for all kernels together.")
 @click.option("--most", type=int, help="Configurations of each kernel and rank.  [default: as the budget allows]")
 @output_option("Table of the fastest (JSON).  [default: where fits look for it, in the user's cache folder]")
 @click.option("--lines", type=click.Path(dir_okay=False), callback=check_folder, help="Append all measurements there.")
-@click.option("--plot", type=click.Path(file_okay=False), help="Folder for figures of them (needs matplotlib).")
+@click.option("--plot", type=click.Path(file_okay=False), help="Folder for plots of them (needs matplotlib).")
 @debug_option
 def command(calibrate: bool, **options: Any) -> None:
     """Measure this machine and keep what is found in the user's cache directory.

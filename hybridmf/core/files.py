@@ -1,4 +1,4 @@
-"""Files as bytes: told apart, opened through gzip, what is wrong with them put into words; and replaced atomically.
+"""Detect formats of files, open them through gzip, explain their errors, and replace files atomically.
 
 A file that is being written has a temporary name, ``PREFIX HOST-RANDOM.tmp``, and its writer holds an advisory lock on
 it. The system releases the lock when the process ends, however it ends: a temporary file whose lock can be taken has no
@@ -45,12 +45,12 @@ ABANDONED = 24 * 3600.0
 """Seconds without a write after which a temporary file of unknown ownership is an orphan."""
 
 HEAD_BYTES = 4096
-"""Start of a file that its format and encoding are told by."""
+"""Bytes at the start of a file from which its format and encoding are detected."""
 
 
 @contextlib.contextmanager
 def reading(path: str, encoding: str = "utf-8") -> Iterator[None]:
-    """Errors of gzip and of the decoder in words that say what to do."""
+    """Turn errors of gzip and of the decoder into messages with a remedy."""
     try:
         yield
     except EOFError as error:
@@ -82,7 +82,7 @@ def _undecodable_line(path: str, encoding: str) -> str:
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """Open for reading; gzip is told by its first two bytes, whatever the name says."""
+    """Open for reading; the first two bytes, not the name, identify gzip."""
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "expected a file of ratings, got a directory", path)
     stream = open(path, "rb")  # noqa: SIM115
@@ -147,7 +147,7 @@ def write_atomically(
         remove_orphans(path.parent, prefix)
     try:
         _write_and_rename(path, content, prefix)
-    except OSError as error:  # a full disk names no file, and nobody knows the temporary one
+    except OSError as error:  # a full disk names no file, and the temporary name is unknown to the user
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -258,7 +258,7 @@ def _remove_orphan(path: Path, ours: bool, abandoned: float) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in the folder outlast a power failure, where the file system knows how."""
+    """Make a rename in the folder survive a power failure, if the file system supports that."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

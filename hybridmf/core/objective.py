@@ -15,7 +15,7 @@ Side = Literal["user", "item"]
 SIDES: tuple[Side, Side] = ("user", "item")
 
 SCALES = (1e-30, 1e30)
-"""Bounds of `rating_scale`: initial factors are drawn in float32, whatever the ratings are."""
+"""Bounds of `rating_scale`: initial factors are drawn in float32 for any ratings."""
 
 LEAST_SPREAD = 1e-6
 """Standard deviation of ratings, relative to their root mean square, below which it is rounding: they are equal."""
@@ -173,7 +173,7 @@ class Factors:
         return len(self.matrix)
 
     def on_host(self) -> Factors:
-        """The factors in NumPy arrays; other backends keep theirs on a device until somebody looks."""
+        """The factors as NumPy arrays; other backends keep theirs on a device until they are read."""
         return self
 
     def blank_rows(self, rows: np.ndarray | None = None) -> np.ndarray:

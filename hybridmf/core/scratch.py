@@ -106,7 +106,7 @@ def mapped(shape: tuple[int, ...], dtype: Any, folder: str) -> np.ndarray:
     Raises
     ------
     OSError
-        The disk has no room for it, or the folder cannot be used; says what to do.
+        The disk has no room for it, or the folder cannot be used; the message contains a remedy.
     """
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -146,7 +146,7 @@ def _reserve(handle: int, size: int) -> None:
 
 
 def _refusal(error: Exception, folder: str, size: int) -> OSError:
-    """An error in words that say what to do."""
+    """An error whose message contains a remedy."""
     code = getattr(error, "errno", None) or errno.EIO
     try:
         free = f"{mib(shutil.disk_usage(folder).free)} are free"

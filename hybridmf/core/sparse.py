@@ -1,4 +1,4 @@
-"""Parts of canonical CSR matrices, canonical again, with int32 indices whatever the dtype of indptr."""
+"""Parts of canonical CSR matrices, canonical again, with int32 indices for any dtype of indptr."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The only judge of input: hyperparameters, identifiers, rating matrices.
+"""Validation of all input: hyperparameters, identifiers, rating matrices.
 
-Every message names the argument, what came, what is wanted and the way out. Kernels trust what passed here, so the
-arrays of a judged matrix belong to the library (`owned`): no caller, callback or thread can change them afterwards.
+Every message names the argument, the value, the accepted values and the remedy. Kernels trust validated input, so the
+arrays of a validated matrix belong to the library (`owned`): no caller, callback or thread can change them afterwards.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MAX_FACTORS = 2048
 """Largest rank: a rank-2048 system is 32 MB in float64, one per thread."""
 
 INT32_LIMIT = 2**31 - 1
-"""Entries (nnz) from which index pointers become int64; the one place that says so. Tests lower it."""
+"""Entries (nnz) from which index pointers become int64; defined here only. Tests lower it."""
 
 MAX_AXIS = 2**31 - 1
-"""Most rows and most columns: indices are int32 whatever nnz is."""
+"""Most rows and most columns: indices are int32 for any nnz."""
 
 MANY_POSITIONS = 10**7
-"""Users and items together from which memory is looked at before they are counted."""
+"""Number of users and items from which the available memory is checked before they are counted."""
 
 ROW_BYTES = 64
 """Memory of a row or column while entries are counted."""
@@ -92,7 +92,7 @@ def check_range(name: str, value: Any, expected: str = "a pair (low, high)") -> 
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Return `value` as bool; TypeError for anything that merely looks true."""
+    """Return `value` as bool; TypeError for other truthy values."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
     return bool(value)
@@ -142,7 +142,7 @@ def check_rng(random_state: Any) -> np.random.Generator:
 
 
 def _omp_threads() -> int:
-    """What OMP_NUM_THREADS asks for at the outermost level; 0 where it says nothing of use."""
+    """Threads that OMP_NUM_THREADS requests at the outermost level; 0 if it is unset or invalid."""
     try:
         return int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0])
     except ValueError:
@@ -475,7 +475,7 @@ def _check_lists(matrix: Any, name: str) -> None:
 
 
 def _own_compressed(matrix: Any, name: str, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Give indptr (int64), indices (int32) and data of a CSR or CSC matrix; `_check_compressed` judges the indices.
+    """Give indptr (int64), indices (int32) and data of a CSR or CSC matrix; `_check_compressed` checks the indices.
 
     The index arrays are `owned`, and so are values of `dtype`; others are shared, and converted by the caller.
     """

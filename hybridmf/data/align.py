@@ -1,7 +1,7 @@
-"""Labelled ratings brought to the positions of a model, or of other ratings: the one place that decides how.
+"""Map labelled ratings to the positions of a model, or of other ratings.
 
-A plain matrix is in positions already, whatever the model has. Labelled `Ratings` go by their labels. Where only one of
-the two has labels, nothing says that equal positions mean the same user or item, so they are refused.
+A plain matrix already uses positions. Labelled `Ratings` are matched by label. If only one of the two has labels, equal
+positions may mean different users or items, so the combination is refused.
 """
 
 from __future__ import annotations

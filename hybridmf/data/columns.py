@@ -70,10 +70,10 @@ def resolve_columns(
         Number of columns.
     user, item, value : "auto", int or str
         A number counted from 0 or a name overrides everything. "auto" takes the column with a recognized name
-        (`_column_names.ROLES`), whatever its place. `value` may be None: every entry is 1.
+        (`core.column_names.ROLES`) in any place. `value` may be None: every entry is 1.
     by_place : bool
         Without a recognized name take columns 0, 1 and 2. A column there that is named as something else is refused.
-        False refuses whatever no name decides.
+        False refuses columns that no name decides.
 
     Returns
     -------
@@ -169,7 +169,7 @@ class _Table:
         return place
 
     def named(self, role: str, places: dict[str, int | None]) -> int | None:
-        """The one free column whose name says that role; None if there is none."""
+        """The only free column with a name of that role; None if there is none."""
         free = [k for k, found in enumerate(self.roles) if found == role and k not in places.values()]
         if len(free) > 1:
             assert self.names is not None
@@ -180,7 +180,7 @@ class _Table:
         return free[0] if free else None
 
     def at_default(self, role: str, places: dict[str, int | None]) -> int:
-        """Column in the usual place of users or items, unless its name says something else."""
+        """Column in the usual place of users or items, unless its name has another role."""
         place = DEFAULT_PLACES[role]
         if self.names is None:
             found = self.place(role, place)

@@ -1,13 +1,13 @@
-"""From ratings of any size to a `Store`, in bounded memory: an external bucket sort, first by user, then by item.
+"""Convert ratings of any size to a `Store` in bounded memory: an external bucket sort, first by user, then by item.
 
     source ──chunks──> work/*.bin ──positions──> work/user-K.bin ──sort, merge──> user slabs
        labels in memory   (raw ids)                (16 bytes an entry)                │
                                                    work/item-K.bin <──────────────────┘
                                                         └──sort──> item slabs ──> manifest.json
 
-Each arrow is a stage; unfinished.json says which are complete, so a conversion that was killed goes on with the next
-one (and, within the sorting, with the next slab). The manifest comes last: a folder without it is no store. Slabs,
-labels and values are those of `Ratings.from_file`: pairs that repeat are merged in input order.
+Each arrow is a stage; unfinished.json records the complete ones, so a killed conversion continues with the next stage
+(and, within the sorting, with the next slab). The manifest is written last: a folder without it is no store. Slabs,
+labels and values equal those of `Ratings.from_file`: repeated pairs are merged in input order.
 """
 
 from __future__ import annotations
@@ -180,10 +180,10 @@ def convert(
     if reader is not None:
         identity = json.loads(json.dumps({"source": _identity(source), "slab_entries": entries, "options": options}))
     with folder.alone():
-        goes_on = folder.judge(check_bool("overwrite", overwrite), identity)
-        ratings = _in_memory(source, options) if reader is None else None  # a bad one costs no store that is there
+        resumes = folder.check_target(check_bool("overwrite", overwrite), identity)
+        ratings = _in_memory(source, options) if reader is None else None  # before the old store is removed
         with folder.cleaning_up():
-            if not goes_on:
+            if not resumes:
                 folder.begin(identity)
             if reader is None:
                 assert ratings is not None
@@ -194,7 +194,7 @@ def convert(
 
 
 def _refuse_itself(source: Any, path: Path) -> None:
-    """A store that is replaced is removed first: it cannot be read meanwhile."""
+    """Refuse to replace the source: `overwrite` removes the old store before it reads the source."""
     if isinstance(source, Store) and path.exists() and path.samefile(source.path):
         raise ValueError(
             f"path {str(path)!r} is the store that is converted; give another folder, or convert source.to_ratings()"
@@ -202,7 +202,7 @@ def _refuse_itself(source: Any, path: Path) -> None:
 
 
 def _identity(source: str | Store) -> list[Any]:
-    """What tells a file or a store from another one, or from what it was before."""
+    """Identifies a file or store, and distinguishes it from an earlier state."""
     if isinstance(source, Store):
         return [os.path.abspath(source.path), source.checksum]
     found = os.stat(source)
@@ -223,7 +223,7 @@ _write = functools.partial(write_atomically, clean=False)
 """Into a folder that `_Folder.alone` has cleaned: to list it for each of its many files takes time."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a system says where there is no room: on the disk, in a quota, for a file."""
+"""Error codes of a full disk, an exhausted quota, and a file that is too large."""
 
 
 @contextlib.contextmanager
@@ -267,8 +267,8 @@ class _Folder:
                 for each in made:
                     each.rmdir()
 
-    def judge(self, overwrite: bool, identity: dict[str, Any] | None) -> bool:
-        """Refuse folders that are not ours; tell whether there is an unfinished conversion of the same source."""
+    def check_target(self, overwrite: bool, identity: dict[str, Any] | None) -> bool:
+        """Refuse folders with other files; return whether they hold an unfinished conversion of the same source."""
         path = self.path
         finished = (path / MANIFEST).exists()
         if finished and not overwrite:
@@ -297,7 +297,7 @@ class _Folder:
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
         _write(path / UNFINISHED, b"{}")
-        (path / MANIFEST).unlink(missing_ok=True)  # first: without it, nobody opens what is being removed
+        (path / MANIFEST).unlink(missing_ok=True)  # first: without a manifest, the folder is no store
         self._remove(keep=(UNFINISHED,))
         self.work.mkdir()
         self.state = {"format": FORMAT, "version": VERSION, "identity": identity}
@@ -325,7 +325,7 @@ class _Folder:
 
     @contextlib.contextmanager
     def cleaning_up(self) -> Iterator[None]:
-        """Leave nothing behind after an error; after Ctrl-C or a kill, what is there is good for going on."""
+        """Remove all files after an error; after Ctrl-C or a kill, keep them so that the conversion can resume."""
         try:
             yield
         except Exception as error:
@@ -359,7 +359,7 @@ class _Folder:
         return array.view(np.ndarray)
 
     def save_slab(self, side: Side, slab: int, matrix: sp.csr_array) -> None:
-        """Write the three files of a slab; the values last, which say that it is complete."""
+        """Write the three files of a slab; the values last, because they mark it as complete."""
         arrays = {"indptr": matrix.indptr, "indices": matrix.indices, "values": matrix.data}
         for name, dtype in ARRAYS.items():
             self.save(slab_file(side, slab, name), arrays[name].astype(dtype, copy=False))
@@ -386,7 +386,7 @@ class _Folder:
 
 
 class _Checksum:
-    """A file that counts and sums what is written to it."""
+    """A file with the size and the checksum of the bytes written to it."""
 
     def __init__(self) -> None:
         self.size, self.crc = 0, 0
@@ -428,7 +428,7 @@ def _save_labels(folder: _Folder, user_ids: np.ndarray | None, item_ids: np.ndar
 
 @dataclass
 class _Counts:
-    """What the manifest says of all entries; collected while slabs of users go by."""
+    """Statistics of all entries for the manifest, collected over the slabs of users."""
 
     n_users: int
     n_items: int
@@ -488,16 +488,16 @@ Chunk = tuple[Ids, Ids, np.ndarray]
 
 @dataclass
 class _Reader:
-    """A source of chunks of raw ids and values, and how ids become positions once all were seen.
+    """A source of chunks of raw ids and values, and the mapping of ids to positions.
 
     Attributes
     ----------
     chunks : iterator of (users, items, values)
         Ids are integers: labels themselves, codes of labels, or positions.
     sides : (_Ids, _Ids)
-        What is known of the users' and the items' ids.
+        Ids of users and items found so far.
     where : callable
-        Says in the source's words where two entries stand.
+        Describes where two entries are in the source.
     source : str
         What messages call it.
     others : iterator of _Reader
@@ -771,7 +771,7 @@ class _Streamed:
         self._tables: dict[int, tuple[Any, np.ndarray | None]] = {}
 
     def run(self) -> None:
-        """What is left to do."""
+        """Stages that remain."""
         folder = self.folder
         for stage, work in zip(
             STAGES[1:], (self._read, self._user_buckets, self._user_slabs, self._item_buckets, self._item_slabs),

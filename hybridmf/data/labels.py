@@ -22,7 +22,7 @@ MAX_VALUE = float(np.finfo(np.float32).max)
 
 @dataclass
 class Entries:
-    """Triplets on their way to a matrix; `where` says in the source's words where entries stand."""
+    """Triplets before they become a matrix; `where` describes where entries are in the source."""
 
     users: np.ndarray  # (nnz,) positions
     items: np.ndarray  # (nnz,) positions

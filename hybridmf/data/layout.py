@@ -1,4 +1,4 @@
-"""What is known of delimited text before it is read: encoding, separator, header and columns."""
+"""Properties of delimited text that are detected before it is read: encoding, separator, header and columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Layout:
-    """What is known of a text file before it is read."""
+    """Properties of a text file that are detected before it is read."""
 
     path: str
     encoding: str

@@ -61,7 +61,7 @@ def list_layout(
     encoding: str | None,
     comment: str | None,
 ) -> ListLayout:
-    """Judge the options of a file of lists.
+    """Check the options of a file of lists.
 
     Raises
     ------

@@ -61,7 +61,7 @@ def seal(manifest: dict[str, Any]) -> str:
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
-    """Raise unless a manifest says what a conversion writes, without a contradiction.
+    """Raise unless a manifest has the fields that a conversion writes, without a contradiction.
 
     Raises
     ------

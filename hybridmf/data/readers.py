@@ -137,7 +137,7 @@ def parquet_chunks(
 
 @contextlib.contextmanager
 def _parquet(path: str) -> Iterator[Any]:
-    """The open file; what pyarrow has to say of it in our words."""
+    """Open a Parquet file; errors of pyarrow become errors of ratings."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -209,7 +209,7 @@ def _npz_sizes(path: str) -> dict[str, int]:
 
 
 class MarketHeader(NamedTuple):
-    """What a MatrixMarket file says of itself; an "array" has all its entries, row by column."""
+    """Header of a MatrixMarket file; an "array" has all its entries, row by column."""
 
     layout: str
     field: str
@@ -220,7 +220,7 @@ class MarketHeader(NamedTuple):
 
 
 def market_header(path: str, head: bytes) -> MarketHeader | None:
-    """First lines of a MatrixMarket file; None where they say too little for the sizes to be known.
+    """Parse the first lines of a MatrixMarket file; None if they do not contain the sizes.
 
     Raises
     ------
@@ -326,7 +326,7 @@ def file_columns(
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Put the path in front of what the block has to say of a matrix that was read from it."""
+    """Put the path in front of error messages about a matrix that was read from it."""
     try:
         yield
     except (ValueError, TypeError) as error:

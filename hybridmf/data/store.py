@@ -65,7 +65,7 @@ CHUNK = 1 << 22
 """Bytes read at a time to check a file."""
 
 PARSING = threading.Lock()
-"""Held while NumPy reads what is written before an array."""
+"""Held while NumPy reads the header of an array."""
 
 AGAIN = "convert the ratings again (hybridmf convert RATINGS STORE --overwrite)"
 
@@ -104,7 +104,7 @@ class Slab:
         Raises
         ------
         StoreError
-            A file is not what was written; looked at when it is read for the first time.
+            A file differs from what was written; checked at its first read.
         """
         return self.store._slab_matrix(self)
 
@@ -112,7 +112,7 @@ class Slab:
 class Store:
     """Ratings in a folder; `Store.open` reads what `convert` wrote. Estimators take it in place of `Ratings`.
 
-    Nothing of the size of the ratings is held in memory: slabs are mapped when somebody asks for them.
+    Nothing of the size of the ratings is held in memory: slabs are memory-mapped on demand.
 
     Attributes
     ----------
@@ -298,7 +298,7 @@ class Store:
         self._check_content(name)
         try:
             if name not in self._layouts:
-                # NumPy has Python parse what is written before an array, which not every Python can do in two threads
+                # NumPy parses the header with Python's parser, which not every Python can run in two threads
                 with PARSING:
                     self._layouts[name] = _layout(self.path / name)
             dtype, shape, offset = self._layouts[name]
@@ -430,7 +430,7 @@ def _layout(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
             raise ValueError(f"version {version} of .npy")
         try:
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        except Exception as error:  # whatever Python's tokenizer and parser raise for text that is no dictionary
+        except Exception as error:  # any error of Python's tokenizer and parser
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return dtype, shape, file.tell()
 

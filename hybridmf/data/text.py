@@ -1,7 +1,7 @@
-"""Delimited text: find out its layout from the first lines, then read it.
+"""Delimited text: detect the layout from the first lines, then read it.
 
-Regular text goes through pyarrow where that is installed (`arrow_text`), else through ``numpy.loadtxt`` while ids are
-integers. Anything else, mistakes included, goes through the csv module line by line, which is slower and knows line
+pyarrow reads regular text where it is installed (`arrow_text`); otherwise ``numpy.loadtxt`` reads it while ids are
+integers. The csv module reads all other text, including invalid text, line by line, which is slower and gives line
 numbers.
 """
 
@@ -40,7 +40,7 @@ SEPARATORS = ("::", "\t", ",", ";", "|", " ")
 """What a text file is tried with, in this order, when no separator is given; a blank means any run of white space."""
 
 BLOCK_CHARS = 1 << 24
-"""Text parsed at a time on the fast path: bounds memory whatever the file's size."""
+"""Text parsed at a time on the fast path: bounds memory for files of any size."""
 
 BLOCK_RECORDS = 1 << 20
 """Records gathered at a time on the slow path."""
@@ -72,7 +72,7 @@ def find_layout(
     encoding: str | None,
     comment: str | None,
 ) -> Layout:
-    """Look at the first lines and settle separator, header and columns."""
+    """Detect separator, header and columns from the first lines."""
     codec = text_encoding(path, head, encoding)
     check_text_options(separator, comment)
     lines = first_lines(path, codec, comment)
@@ -95,7 +95,7 @@ def find_layout(
 
 
 def text_separator(format: str, separator: str | None) -> str | None:
-    """Separator of text in that format; None where it has to be found out."""
+    """Separator of text in that format; None if it must be detected."""
     return {"csv": ",", "tsv": "\t"}.get(format) if separator is None else separator
 
 

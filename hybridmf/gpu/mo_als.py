@@ -20,7 +20,6 @@ from ..plan.assemblies import (
     require_threads,
     resident_warps,
     tile_size,
-    tuned,
 )
 from . import assembly
 from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
@@ -78,13 +77,7 @@ class MoAlsConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
-        """The tuned choice for a device, or what the rule says (always without `registers`)."""
-        found = tuned(cls, "mo_als", rank, itemsize, spec) if registers else None
-        return found or cls.rule(rank, itemsize, spec, registers=registers)
-
-    @classmethod
-    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
-        """The choice where no table knows better: the fewest idle lanes with enough warps on a multiprocessor."""
+        """The fewest idle lanes with enough warps on a multiprocessor."""
         tile = tile_size(rank, itemsize)
         tiles, chunks = lower_tiles(rank, tile), ceil_div(rank, tile) * tile * itemsize // 16
         resident = resident_warps(tile, itemsize)

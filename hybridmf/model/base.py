@@ -333,6 +333,7 @@ def _root_mean_square(factors: np.ndarray) -> float:
 
 def _plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
     """The plan of a fit that may not be possible here: a model fitted on a GPU is of use without one."""
+    settings = replace(settings, reduction="auto")  # nothing is added up any more
     try:
         return make_plan(objective, settings, shape, nnz)
     except DeviceError as error:

@@ -38,6 +38,7 @@ FREE_PARAMS = frozenset(
     "schedule",
     "ordering",
     "order",
+    "reduction",
     "deterministic",
 }
 """Parameters that may differ between the run that stopped and the one that resumes: the objective is the same."""

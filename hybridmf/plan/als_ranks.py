@@ -22,13 +22,9 @@ from .als_gpu import (
     with_scale,
 )
 from .half_sweep import BATCH_BYTES, Place
-from .memory import system_bytes
 from .partitions import plan_host_ranks, plan_ranks, plan_streamed_ranks
 from .ranks import ScalePlan
 from .types import Plan, Settings
-
-CPU_PARTIAL_BYTES = 256 << 20
-"""Systems that a rank on the CPU sums at a time where several ranks share them."""
 
 
 def find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
@@ -53,8 +49,7 @@ def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: Devic
         sizes["gathered"] = ranks * max(plan.n_users, plan.n_items) * plan.rank * itemsize
         if plan.streamed:
             sizes["ratings"] += 2 * (ranks - 1) * plan.slab * (itemsize + 4)
-        slots = max(1, CPU_PARTIAL_BYTES // system_bytes(plan))
-        return plan.changed(bytes=sizes, batch_slots=slots)
+        return plan.changed(bytes=sizes)
     plan = choices(plan, settings, objective, spec)
     assert plan.gpu is not None
     free = plan.gpu.free_bytes

@@ -65,7 +65,17 @@ def make_plan(
     for note in instruction_set_notes():
         if note in decided.notes:
             logger.warning(note)
-    return decided
+    return decided if settings.reduction == "auto" else _with_reduction(decided, settings.reduction)
+
+
+def _with_reduction(plan: Plan, reduction: str) -> Plan:
+    """The plan with the reduction that was asked for by name."""
+    if all(grid.splits == 1 for grid in plan.grids.values()):
+        raise ValueError(
+            f"reduction={reduction!r} is a way for several GPUs to add up sums over a fixed side that is split over "
+            f'them, and the plan splits none on {plan.device_name}; use reduction="auto"'
+        )
+    return plan.changed(reduction=reduction)
 
 
 def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings: Settings) -> Plan:
@@ -78,7 +88,8 @@ def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings:
         return make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside)
 
     streams = (settings.method or ALS).streams
-    found = plan(items=slab is not None or not streams)  # else where its memory depends on them: they cost a pass
+    # counting the items costs a pass: else only where the plan's memory depends on them
+    found = plan(items=slab is not None or not streams or settings.reduction != "auto")
     return plan(items=True) if found.asks_for_degrees else found
 
 

@@ -49,6 +49,9 @@ DTYPES = ("float32", "float64")
 
 REORDERINGS = ("auto", "none", "rows", "columns", "both")
 
+REDUCTIONS = ("auto", "parallel", "two_phase", "root")
+"""How GPUs add up sums over a split fixed side; "auto" is "parallel"."""
+
 MAX_CG_STEPS = 10_000
 """Exact arithmetic would need `factors` steps, 2048 at most."""
 
@@ -136,6 +139,7 @@ class Settings:
     device: str | tuple[str, ...]
     block_size: int
     balance: bool
+    reduction: str
     gpu_memory_limit: int | None
     iterations: int
     method: Method | None = None
@@ -157,6 +161,7 @@ class Settings:
         reorder: Any = "none",
         block_size: Any = 32,
         balance: Any = False,
+        reduction: Any = "auto",
         method: Method | None = None,
     ) -> Settings:
         """Judge each hyperparameter by itself; the plan judges combinations. `method` is checked already."""
@@ -174,6 +179,7 @@ class Settings:
             device=check_device(device),
             block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
             balance=check_bool("balance", balance),
+            reduction=check_choice("reduction", reduction, REDUCTIONS),
             gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
             iterations=check_int("iterations", iterations, 1),
             method=method,
@@ -243,6 +249,7 @@ class Placement:
     num_threads: int
     gpu: DeviceSpec | None = None
     devices: tuple[str, ...] = ()
+    reduction: str = "parallel"
     streamed: str = ""
     slab: int = 0
     resident: bool = False
@@ -371,6 +378,8 @@ class Plan:
         The slabs of a store stay on the GPU once they were read.
     devices : tuple of str
         Of each rank, where there are several; `device` is then the first, which serves the fitted model.
+    reduction : {"parallel", "two_phase", "root"}
+        How GPUs add up sums over a split fixed side.
     scale : ScalePlan or None
         How ALS spreads over several GPUs; on one, in which parts factors come that do not stay there.
     scratch : tuple of str
@@ -399,6 +408,7 @@ class Plan:
     device_name = _Part(lambda plan: plan.placement.device_name)
     reason = _Part(lambda plan: plan.placement.reason)
     devices = _Part(lambda plan: plan.placement.devices)
+    reduction = _Part(lambda plan: plan.placement.reduction)
     gpu = _Part(lambda plan: plan.placement.gpu)
     num_threads = _Part(lambda plan: plan.placement.num_threads)
     streamed = _Part(lambda plan: plan.placement.streamed)
@@ -531,6 +541,8 @@ class Plan:
             )
         if self.scale is not None:
             lines += [str(half) for half in self.scale.halves.values()]
+            if self.reduction != "parallel":
+                lines.append(f"reduction {self.reduction}")
             lines.append(f"predicted {self.scale.seconds:.3g} s per iteration")
         elif self.devices and self.method.streams:
             grid = self.grids["user"]

@@ -19,7 +19,7 @@ from . import gpu_rank
 from .cpu_rank import CpuWorker
 from .group import RankGroup
 from .joined import JoinedFactors
-from .su_als import Block, RankALS, ReductionName, Worker, rank_plan
+from .su_als import Block, RankALS, Worker, rank_plan
 from .transport.communicator import Communicator, LocalCommunicator
 from .transport.threads import RankThreads
 
@@ -42,8 +42,6 @@ class MultiALS(Alternating):
         Where to start.
     grids : dict of side to Grid, optional
         Default: those of the plan.
-    reduction : {"scatter", "two_phase", "root"}
-        How partial systems are added up.
     make_worker : callable, optional
         Default: what the names of the devices say.
     topology : sequence of int, optional
@@ -68,7 +66,6 @@ class MultiALS(Alternating):
         state: State,
         *,
         grids: Mapping[Side, Grid] | None = None,
-        reduction: ReductionName = "scatter",
         make_worker: MakeWorker | None = None,
         topology: Sequence[int] | None = None,
     ) -> None:
@@ -79,7 +76,7 @@ class MultiALS(Alternating):
         degrees = {side: np.diff(matrices[side].indptr) for side in SIDES}
         self.layout = Layout.even(degrees, grids or plan.grids, plan.row_cost)
         inward = {side: self.order.inward(side, state.side(side).on_host()) for side in SIDES}
-        known_topology = self._topology(reduction, topology)
+        known_topology = self._topology(topology)
         self.group = RankGroup(self.layout.size)
         to_worker = make_worker or worker_maker(plan, self.group.threads)
 
@@ -97,7 +94,6 @@ class MultiALS(Alternating):
                 State(own["user"], own["item"], state.mean),
                 worker,
                 names={side: self._names(side, rank) for side in SIDES},
-                reduction=reduction,
                 topology=known_topology,
             )
 
@@ -113,8 +109,8 @@ class MultiALS(Alternating):
         order = self.order.names(side)
         return np.arange(first, last, dtype=np.int64) if order is None else order[first:last].astype(np.int64)
 
-    def _topology(self, reduction: str, given: Sequence[int] | None) -> list[int] | None:
-        if given is not None or reduction != "two_phase":
+    def _topology(self, given: Sequence[int] | None) -> list[int] | None:
+        if given is not None or self.plan.reduction != "two_phase":
             return None if given is None else list(given)
         return gpu_rank.sockets(self.plan.devices)
 

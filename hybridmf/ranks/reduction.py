@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..core.validate import check_choice
 from .transport.communicator import Array, Communicator
 
-REDUCTIONS = ("scatter", "two_phase", "root")
+REDUCTIONS = ("parallel", "two_phase", "root")
 
 
 class Reduction:
@@ -111,7 +111,10 @@ def make_reduction(name: str, members: Communicator, sockets: Sequence[int] | No
         return RootReduction(members)
     if name == "two_phase":
         if sockets is None:
-            raise ValueError("reduction='two_phase' needs to know the socket of each rank: pass topology, or 'scatter'")
+            raise ValueError(
+                "reduction='two_phase' needs the socket of each GPU, which a fit by several processes does not know; "
+                "use 'parallel'"
+            )
         if 1 < len(set(sockets)) < members.size:
             return TwoPhaseReduction(members, sockets)
     return Reduction(members)

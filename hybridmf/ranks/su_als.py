@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -42,8 +42,6 @@ Block: TypeAlias = "sp.csr_array | RangeSlabs | ColumnSlabs"
 
 Owned: TypeAlias = "tuple[tuple[int, int], Any]"
 """Some rows of a rank's block, the first and the one after the last, and their factors."""
-
-ReductionName = Literal["scatter", "two_phase", "root"]
 
 
 class Whole(Protocol):
@@ -184,13 +182,11 @@ class RankALS(Alternating):
         the same columns.
     objective : Objective
     plan : Plan
-        The same on all ranks, but for `num_threads` and `gpu`.
+        The same on all ranks, but for `num_threads` and `gpu`. Its `reduction` is one of `hybridmf.ranks.reduction`.
     state : State
         Where to start; factors of the rows this rank owns, on the host.
     worker : Worker
         Where to compute.
-    reduction : {"scatter", "two_phase", "root"}
-        How partial systems are added up; see `hybridmf.ranks.reduction`.
     names : dict of side to int64 array, optional
         What errors call each row that this rank owns, if not by its position.
     topology : sequence of int, optional
@@ -212,7 +208,6 @@ class RankALS(Alternating):
         state: State,
         worker: Worker,
         *,
-        reduction: ReductionName = "scatter",
         names: Mapping[Side, np.ndarray] | None = None,
         topology: list[int] | None = None,
     ) -> None:
@@ -228,7 +223,7 @@ class RankALS(Alternating):
             )
         with worker.active():
             self._check_alike(blocks)
-            self._split_communicators(reduction, topology)
+            self._split_communicators(topology)
             self.degrees = {side: self._whole_degrees(side, blocks[side]) for side in SIDES}
             self._pieces = {side: self._pieces_of(side) for side in SIDES}
             self.batches = {side: self._batches(side) for side in SIDES}
@@ -283,6 +278,7 @@ class RankALS(Alternating):
             plan.assembly,
             plan.precision,
             plan.batch_slots,
+            plan.reduction,
             *(plan.scale.slab(side) for side in SIDES if plan.scale and self._splits_streamed(side)),
         )
         return repr((bounds, [layout.grids[side] for side in SIDES], asdict(self.objective), choices, self.mean))
@@ -307,7 +303,7 @@ class RankALS(Alternating):
     def _all_agree(self, mine: bool) -> bool:
         return bool(self.communicator.allreduce(np.array([mine], dtype=np.int64))[0] == self.layout.size)
 
-    def _split_communicators(self, reduction: ReductionName, topology: list[int] | None) -> None:
+    def _split_communicators(self, topology: list[int] | None) -> None:
         """Communicators of the ranks that hold the same part of a fixed side, and of those that sum the same rows."""
         self._made: list[Communicator] = []
         self._holders: dict[Side, Communicator | None] = {}
@@ -324,7 +320,7 @@ class RankALS(Alternating):
             members = self._members[side]
             if members is not None:
                 sockets = None if topology is None else [topology[r] for r in grid.members(grid.group_of(self.rank))]
-                self._reductions[side] = make_reduction(reduction, members, sockets)
+                self._reductions[side] = make_reduction(self.plan.reduction, members, sockets)
 
     def _group(self, size: int, color: int) -> Communicator | None:
         """The ranks of one color, `size` of them; None for a rank alone."""

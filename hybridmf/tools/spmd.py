@@ -278,7 +278,8 @@ class _Fit:
         if sizes != first:
             raise CommunicatorError(
                 f"rank {self.communicator.rank} plans {what.format(sizes)} and rank 0 of {first}: "
-                "their GPUs, or their hosts, have different memory free; set gpu_memory_limit to what the least has"
+                "their GPUs, or their hosts, have different memory free, or one is calibrated and the other is not; set "
+                "gpu_memory_limit to what the least has, or remove the calibration"
             )
 
     def _start(self, checkpoint: Any, resume_from: Any) -> State:

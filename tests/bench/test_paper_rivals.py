@@ -168,12 +168,12 @@ def test_switches_change_nothing_but_time(device, monkeypatch):
     data = paper_race.Split.of("ml-1m", 0.02)
     profile = replace(paper_cumf.PROFILES["cuda", "quick"], factors=8, iterations=2, repeats=1)
     reference: list[float] = []
-    fast = paper_cumf.measure_switch(device, data, profile, True, True, reference)
+    fast = paper_cumf.measure_switch(device, data, profile, "mo_als", reference)
     assert len(reference) == len(fast["seconds"]) == 2
-    slow = paper_cumf.measure_switch(device, data, profile, False, False, reference)
+    slow = paper_cumf.measure_switch(device, data, profile, "mo_als_plain", reference)
     assert slow["rmse"] == pytest.approx(fast["rmse"][:1], rel=1e-4)
     assert 0 < slow["assembly_ms"] < 1e3 * slow["seconds"][0]
     with pytest.raises(RuntimeError, match="where the first combination has"):
-        paper_cumf.measure_switch(device, data, profile, True, False, [9.0, 9.0])
+        paper_cumf.measure_switch(device, data, profile, "mo_als_uncached", [9.0, 9.0])
     phases = paper_cumf.measure_phases_gpu(device, data, 8, "item", 1, None)
     assert phases["hermitian_ms"] > 0 and phases["solve_ms"] > 0 and phases["planned_batch_bytes"] > 0

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -40,6 +41,22 @@ def paper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(module, "PAGE", page)
     monkeypatch.setattr(module, "FIGURES", tmp_path / "figures")
     return module
+
+
+def test_heat_maps_have_a_cell_for_each_tile(paper: Any, tmp_path: Path) -> None:
+    lines = [
+        {"bench": "tiles", "variant": "chip", "shape": "ml-1m", "factors": 32, "order": order, "gates_gflops": 9.0,
+         "tile_rows": rows, "tile_cols": columns, "gflops": float(rows + columns)}
+        for order in ("given", "by degree") for rows in (256, 768) for columns in (144, 160, 176)
+        if (rows, columns) != (768, 160)
+    ]  # fmt: skip
+    heights, widths, grid = paper.as_grid(lines)
+    assert (heights, widths) == ([256, 768], [144, 160, 176])
+    np.testing.assert_array_equal(grid, [[400, 912], [416, np.nan], [432, 944]])
+    pytest.importorskip("matplotlib")
+    paths = tune_plots.save_all(paper.heat_maps(lines), tmp_path / "figures")
+    assert [path.name for path in paths] == ["tiles-chip-ml-1m-32.svg"]
+    assert paths[0].read_text() == tune_plots.save_all(paper.heat_maps(lines), tmp_path)[0].read_text()
 
 
 def test_the_page_is_made_from_the_lines(paper: Any, tmp_path: Path) -> None:
@@ -132,7 +149,7 @@ def test_winners_of_a_run_ship(paper: Any, monkeypatch: pytest.MonkeyPatch, tmp_
         *none,
         {"bench": "tiles", "variant": "chip"},
     ]
-    monkeypatch.setattr(paper, "RESULTS", tmp_path)
+    monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
     (tmp_path / "tuning.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     for _ in range(2):  # again: the same
         done = CliRunner().invoke(paper.main, ["--ship"], catch_exceptions=False)
@@ -169,7 +186,7 @@ def test_what_cannot_ship_is_refused(
     tables.store(table([]), tables.SHIPPED / "h200.json")
     with pytest.raises(ValueError, match=message):
         paper.ship(rank_lines(8, 0.5, 0.5, **changes))
-    monkeypatch.setattr(paper, "RESULTS", tmp_path)
+    monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
     done = CliRunner().invoke(paper.main, ["--ship"])
     assert done.exit_code == 1 and "Error: tuning.jsonl has no lines" in done.output
 
@@ -225,12 +242,11 @@ def test_the_script_measures_both_and_the_page_takes_its_lines(
     tiny_papers(paper, monkeypatch)
     monkeypatch.setattr(Sample, "draw", lambda *_: SAMPLE)
     monkeypatch.setattr(paper, "tune", functools.partial(tune.tune, most=1))
-    for module in (paper, importlib.import_module("common")):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
     paper.report([])
     done = CliRunner().invoke(paper.main, ["--budget", "600"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    packed = tune_plots.read_lines(tmp_path / "tuning.jsonl")
+    packed = [json.loads(text) for text in (tmp_path / "tuning.jsonl").read_text().splitlines()]
     assert [line["bench"] for line in packed] == ["tune", "tiles", "tiles"]
     lines = paper.unpack(packed)
     assert {line["factors"] for line in lines if line["bench"] == "tune"} == {5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from hybridmf._version import __version__
 from hybridmf.cli import main
 from hybridmf.errors import DeviceError
 from hybridmf.gpu.sparse_syrk import SyrkConfig
-from hybridmf.gpu.tuning import plots as tune_plots
 from hybridmf.gpu.tuning import tune
 from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.gpu.tuning.trials import Sample
@@ -52,7 +52,7 @@ def test_the_command_keeps_what_it_finds(gpu: Any, tmp_path: Path) -> None:
     (kept,) = tables.read_table(path).entries
     assert kept.facts == {"rank": 5, "itemsize": 4}
     assert vars(SyrkConfig.default(5, 4, gpu.spec)) == kept.facts | kept.config
-    measured = tune_plots.read_lines(lines)
+    measured = [json.loads(text) for text in lines.read_text().splitlines()]
     assert len(measured) == 2 and measured[0]["gpu"]["name"] == "emulated"
     assert measured[0]["versions"] == {"hybridmf": __version__}
     assert [plot.suffix for plot in plots.iterdir()] == [".svg"]
@@ -62,7 +62,9 @@ def test_the_command_keeps_what_it_finds(gpu: Any, tmp_path: Path) -> None:
     (kept,) = tables.read_table(mine).entries
     result = invoke("--kernel", "sparse_syrk", "--factors", "5", "--most", "1", "-o", str(mine), "--lines", str(lines))
     assert result.exit_code == 0, result.output
-    assert kept.config in [line["config"] for line in tune_plots.read_lines(lines)[2:]]  # the file's entry is timed
+    assert kept.config in [
+        json.loads(text)["config"] for text in lines.read_text().splitlines()[2:]
+    ]  # the file's entry is timed
     assert len(tables.read_table(mine).entries) == 1
 
 

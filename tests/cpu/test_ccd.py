@@ -671,7 +671,7 @@ def test_plan_prints_and_counts():
     assert plan.flops_per_iteration == 2 * planted().nnz * 8 * (4 * 2 + 6)
     assert set(plan.bytes) == {"ratings", "residual", "factors", "vectors", "workspace"}
     assert plan.reorder == "none" and for_fold_in(plan).method == ALS
-    assert "1 inner iteration of" in str(CcdMethod())
+    assert "1 inner iteration of" in CcdMethod().describe(plan)
     biased = hmf.plan(planted(), hmf.CCD(factors=8, inner_iterations=2, biases=True, device="cpu"))
     assert (biased.factors, biased.rank) == (8, 9)
     assert biased.flops_per_iteration == plan.flops_per_iteration + 2 * planted().nnz * 2 * 10

@@ -443,7 +443,7 @@ def test_configurations_too_large_for_a_device():
 
 
 def emulated():
-    from emulated import EmulatedDevice
+    from support.emulated import EmulatedDevice
 
     return EmulatedDevice()
 

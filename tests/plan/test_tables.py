@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, TilesConfig
-from hybridmf.gpu.mo_als import MoAlsConfig
 from hybridmf.gpu.sgd import BlockedConfig, HogwildConfig
 from hybridmf.gpu.sparse_syrk import SyrkConfig
 from hybridmf.gpu.topk import GroupMaxConfig
@@ -231,7 +230,6 @@ def test_every_kernel_takes_its_table() -> None:
     found = {
         "fused": FusedConfig.default(64, H200),
         "sparse_syrk": SyrkConfig.default(64, 4, H200),
-        "mo_als": MoAlsConfig.default(64, 4, H200),
         "bals": BalsConfig.default(64, 4, H200),
         "cholesky_tiles": TilesConfig.default(64, H200),
         "cholesky_any": CholeskyConfig.default(100, 4, H200),

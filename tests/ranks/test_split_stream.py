@@ -28,6 +28,7 @@ from hybridmf.errors import (
 )
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
+from hybridmf.plan import als_ranks
 from hybridmf.plan.als_gpu import slot_bytes
 from hybridmf.plan.grid import Grid, Layout
 from hybridmf.plan.half_sweep import PIECES, SLAB_BUFFERS, HalfPlan, Problem, priced
@@ -40,6 +41,7 @@ from hybridmf.ranks import gpu_rank, group, multi_als
 from hybridmf.ranks.batches import batch_entries, bounded_batches, even_batches
 from hybridmf.ranks.gpu_rank import Cut, PartialRows, StreamedPartialRows
 from hybridmf.ranks.multi_als import MultiALS
+from hybridmf.ranks.reduction import Reduction, RootReduction, TwoPhaseReduction
 from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
@@ -228,8 +230,9 @@ def test_each_side_has_its_grid(grids: dict[Side, Grid], gpus: Machine) -> None:
 def test_reductions_give_the_same(reduction: Any, grid: tuple[int, int], gpus: Machine) -> None:
     grids = both(grid)
     arguments = changed(parts("biases", gpus(4), MATRIX), batch_slots=80)
-    here = MultiALS(*streamed(arguments, grids), reduction=reduction, topology=[0, 0, 1, 1])
-    there = MultiALS(*arguments, grids=grids, reduction=reduction, topology=[0, 0, 1, 1])
+    arguments = changed(arguments, reduction=reduction)
+    here = MultiALS(*streamed(arguments, grids), topology=[0, 0, 1, 1])
+    there = MultiALS(*arguments, grids=grids, topology=[0, 0, 1, 1])
     assert len(here.ranks[0].batches["user"]) > 1
     assert_same(sweeps(here, 1), sweeps(there, 1))
     assert here.objective_value() == pytest.approx(there.objective_value(), rel=1e-10)
@@ -483,6 +486,39 @@ def test_a_fit_splits_what_has_no_room_on_one_gpu(gpus: Machine, tmp_path: Any) 
     back = hmf.ExplicitALS(biases=False, device=names, gpu_memory_limit=LIMIT, **options | {"iterations": 4})
     back.fit(MANY_USERS, resume_from=tmp_path / "other")
     assert back.n_iter_ == 4 and back.plan_.grids["item"] == Grid(2, 1)
+
+
+@pytest.mark.parametrize("reduction", ["auto", "parallel", "two_phase", "root"])
+def test_a_fit_takes_the_reduction_by_name(reduction: str, gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items are those of the float64 reference; their sums were added up as asked for."""
+    used: set[type] = set()
+    for kind in (Reduction, RootReduction, TwoPhaseReduction):
+
+        def reduce(self: Any, *arguments: Any, original: Any = kind.reduce) -> Any:
+            used.add(type(self))
+            return original(self, *arguments)
+
+        monkeypatch.setattr(kind, "reduce", reduce)
+    monkeypatch.setattr(gpu_rank, "sockets", lambda names: [0, 0, 1, 1])
+    *_, objective, _, start = parts("explicit", "cpu", MANY_USERS)
+    # sockets matter from four GPUs on, for which the planner finds better than to split so few users
+    monkeypatch.setattr(als_ranks, "_spread", lambda plan, free: partition(MANY_USERS, both((4, 1)), 3))
+    options = {"factors": 7, "iterations": 1, "random_state": 0, "reduction": reduction}
+    model = hmf.ExplicitALS(biases=False, device=gpus(4), **options).fit(MANY_USERS)
+    assert model.plan_.grids == both((4, 1))
+    assert used == {{"root": RootReduction, "two_phase": TwoPhaseReduction}.get(reduction, Reduction)}
+    assert model.plan_.reduction == ("parallel" if reduction == "auto" else reduction)
+    assert ("reduction root" in str(model.plan_)) == (reduction == "root")
+    users = Factors(start.user.matrix.astype(np.float64))
+    exact = reference.half_sweep(MANY_USERS.T.tocsr(), users, 0.0, objective)
+    np.testing.assert_allclose(model.item_factors, exact.matrix, atol=1e-3 * np.abs(exact.matrix).max())
+
+
+def test_a_reduction_needs_a_split_side(gpus: Machine) -> None:
+    """Nothing is added up on one device, on CPU ranks, or on GPUs that hold whole sides."""
+    for devices in ("cpu", ["cpu", "cpu"], "cuda:0", gpus(2)):
+        with pytest.raises(ValueError, match=r"reduction='root' is a way for several GPUs .* plan splits none on c"):
+            hmf.ExplicitALS(biases=False, factors=7, device=devices, reduction="root").fit(MATRIX)
 
 
 def test_more_memory_and_less_of_it_are_other_plans(gpus: Machine) -> None:

@@ -267,7 +267,7 @@ def test_bad_calls(ratings_matrix: sp.csr_array) -> None:
         Layout(layout.bounds, {"user": Grid(1, 2), "item": Grid(3, 1)})
     with pytest.raises(ValueError, match="at least 1 x 1"):
         Grid(0, 2)
-    with pytest.raises(ValueError, match="'two_phase' needs to know the socket"):
+    with pytest.raises(ValueError, match="'two_phase' needs the socket of each GPU"):
         make_reduction("two_phase", Single(), None)
     with pytest.raises(ValueError, match="reduction must be"):
         make_reduction("three", Single(), None)  # type: ignore[arg-type]

@@ -1,8 +1,7 @@
-"""Figures of what the tuner measured, from its JSON lines alone: Gates fig. 13, BALS figs. 13 and 14."""
+"""Figures of what the tuner measured, from its records alone (Gates fig. 13)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,6 @@ Line = dict[str, Any]
 
 COLORS = ("#c03a2b", "#2c6fad", "#3a8f4d", "#b8860b", "#7a4fa3", "#2aa198", "#d0689a", "#5b5b5b")
 MARKERS = "oDs^vP*X"
-
-
-def read_lines(path: Path) -> list[Line]:
-    """Lines of a JSON lines file.
-
-    Raises
-    ------
-    ValueError
-        A line is no JSON object; the message says which.
-    """
-    lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        if not isinstance(line, dict):
-            raise ValueError(f"{path}, line {number}: no JSON object")
-        lines.append(line)
-    return lines
 
 
 def make_figure(width: float, height: float) -> Any:
@@ -107,48 +86,6 @@ def best_at_some_rank(lines: Iterable[Line], part: str) -> list[str]:
         if known is None or line["gflops"][part] > known["gflops"][part]:
             best[line["factors"]] = line
     return list(dict.fromkeys(config_text(best[f]["config"]) for f in sorted(best)))
-
-
-def heat_maps(lines: Iterable[Line]) -> dict[str, Any]:
-    """GFLOP/s over height and width of BALS tiles, one figure for each data set, kernel and rank (BALS figs. 13, 14).
-
-    Rows and columns as they come and by degree stand beside each other on one scale; what Gates' kernel reaches on the
-    same data is named.
-    """
-    groups: dict[str, list[Line]] = {}
-    for line in lines:
-        if line.get("bench") == "tiles":
-            groups.setdefault(f"tiles-{line['variant']}-{line['shape']}-{line['factors']}", []).append(line)
-    return {name: _heat_map(name, group) for name, group in groups.items()}
-
-
-def _heat_map(name: str, lines: list[Line]) -> Any:
-    orders = list(dict.fromkeys(line["order"] for line in lines))
-    rates = [line["gflops"] for line in lines]
-    figure = make_figure(5.2 * len(orders), 4.2)
-    image = None
-    for axes, order in zip(np.atleast_1d(figure.subplots(1, len(orders))), orders, strict=True):
-        group = [line for line in lines if line["order"] == order]
-        heights, widths, grid = as_grid(group)
-        image = axes.imshow(grid, origin="lower", aspect="auto", cmap="jet", vmin=min(rates), vmax=max(rates))
-        axes.set_xticks(range(len(heights)), [str(value) for value in heights], rotation=90, fontsize=6)
-        axes.set_yticks(range(len(widths)), [str(value) for value in widths], fontsize=6)
-        gates = group[0].get("gates_gflops")
-        beside = f"; Gates' kernel {gates:,.0f}" if gates else ""
-        axes.set(title=f"{order}: best {np.nanmax(grid):,.0f}{beside}", xlabel="xb (rows)", ylabel="yb (columns)")
-    figure.colorbar(image, ax=figure.axes, label="GFLOP/s")
-    figure.suptitle(name)
-    return figure
-
-
-def as_grid(lines: Sequence[Line]) -> tuple[list[int], list[int], np.ndarray]:
-    """(heights, widths, GFLOP/s of shape (n_widths, n_heights)); NaN where nothing was measured."""
-    heights = sorted({line["tile_rows"] for line in lines})
-    widths = sorted({line["tile_cols"] for line in lines})
-    grid = np.full((len(widths), len(heights)), np.nan)
-    for line in lines:
-        grid[widths.index(line["tile_cols"]), heights.index(line["tile_rows"])] = line["gflops"]
-    return heights, widths, grid
 
 
 def save_all(figures: dict[str, Any], folder: Path) -> list[Path]:

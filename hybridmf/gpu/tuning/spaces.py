@@ -32,7 +32,6 @@ from ...plan.assemblies import REGISTERS, RESERVED, WARP, BalsConfig
 from ...plan.fused import FusedConfig
 from .. import cholesky_any, fused, sgd, topk
 from ..cholesky_any import CgConfig, CholeskyConfig, TilesConfig
-from ..mo_als import MoAlsConfig
 from ..sgd import BlockedConfig, HogwildConfig
 from ..sparse_syrk import SyrkConfig
 from ..topk import GroupMaxConfig
@@ -237,47 +236,20 @@ def _entry_constants(itemsize: int, implicit: bool = False, offsets: bool = Fals
     return {"REAL": np.dtype(f"f{itemsize}"), "IMPLICIT": implicit, "HAS_OFFSETS": offsets}
 
 
-def _assembly_builds(kernel: str, **switches: bool) -> Callable[[Facts, Any], list[Build]]:
+def _assembly_builds(kernel: str) -> Callable[[Facts, Any], list[Build]]:
     def builds(facts: Facts, config: Any) -> list[Build]:
-        return [(f"{kernel}.cu", kernel, config.constants | _entry_constants(facts["itemsize"]) | switches)]
+        return [(f"{kernel}.cu", kernel, config.constants | _entry_constants(facts["itemsize"]))]
 
     return builds
 
 
-def _assembly_variants(kernel: str, **switches: bool) -> Callable[[Facts, Any], list[Build]]:
+def _assembly_variants(kernel: str) -> Callable[[Facts, Any], list[Build]]:
     def builds(facts: Facts, config: Any) -> list[Build]:
         kinds = ((True, False), (False, True))
         entries = (_entry_constants(facts["itemsize"], *kind) for kind in kinds)
-        return [(f"{kernel}.cu", kernel, config.constants | each | switches) for each in entries]
+        return [(f"{kernel}.cu", kernel, config.constants | each) for each in entries]
 
     return builds
-
-
-# ---------------------------------------------------------------------------------------------------- MO-ALS
-
-
-def _mo_als(config: MoAlsConfig, spec: DeviceSpec) -> Candidate:
-    idle = config.part_tiles * config.parts * config.groups / (config.parts * config.threads)  # lanes with work
-    useful = min(1.0, _lower_share(config.rank, config.tile, config.tiles) * idle * 2)
-    family = (config.tile, config.groups, config.parts)
-    values = _values(config, "rank", "itemsize")
-    return Candidate(config, values, _resident(config, spec), config.tile / 2, useful, family, config.parts)
-
-
-def _enumerate_mo_als(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    rank, itemsize = facts["rank"], facts["itemsize"]
-    for tile, groups, parts in itertools.product((2, 4, 8), (1, 2, 3, 4, 6, 8), range(1, 9)):
-        tiles = plan_assemblies.lower_tiles(rank, tile)
-        part_tiles = ceil_div(tiles, parts)
-        if ceil_div(tiles, part_tiles) != parts:
-            continue
-        for size in (4, 6, 8, 12, 16, 24, 32):
-
-            def make(blocks: int, shape: Any = (tile, size, groups, part_tiles)) -> Any:
-                return MoAlsConfig(*(rank, itemsize, *shape, blocks))
-
-            for config in _block_counts(make, spec):
-                yield _mo_als(config, spec)
 
 
 # ---------------------------------------------------------------------------------------------------- BALS
@@ -632,8 +604,6 @@ def _bals_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
     return _bals(BalsConfig.rule(facts["rank"], facts["itemsize"], spec), 1, spec)
 
 
-_READ_ONLY = {"READ_ONLY": True, "REGISTERS": True}
-
 SPACES = {
     space.kernel: space
     for space in (
@@ -645,11 +615,6 @@ SPACES = {
             "sparse_syrk", _syrk_facts, _rank_and_size(SyrkConfig.rule, _syrk), _enumerate_syrk,
             _named(SyrkConfig, _syrk, "rank", "itemsize"), _assembly_builds("sparse_syrk"),
             _assembly_variants("sparse_syrk"), weight=2.0,
-        ),
-        Space(
-            "mo_als", _syrk_facts, _rank_and_size(MoAlsConfig.rule, _mo_als), _enumerate_mo_als,
-            _named(MoAlsConfig, _mo_als, "rank", "itemsize"), _assembly_builds("mo_als", **_READ_ONLY),
-            _assembly_variants("mo_als", **_READ_ONLY),
         ),
         Space(
             "bals", _syrk_facts, _bals_rule, _enumerate_bals, _bals_named, _assembly_builds("bals"),

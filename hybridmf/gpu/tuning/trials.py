@@ -30,7 +30,6 @@ from .. import bals, ccd, cholesky_any, fused, sgd, topk
 from ..assembly import Systems
 from ..half import Pieces
 from ..launch import Entries
-from ..mo_als import mo_als
 from ..sparse_syrk import sparse_syrk
 from .spaces import Candidate, Facts, bals_tile
 
@@ -216,11 +215,11 @@ class Sums:
         return self.device.download(array[first:last]).sum(axis=0, dtype=np.float64)
 
 
-class SegmentTrial:
-    """`sparse_syrk` or `mo_als` over the rows of both sides."""
+class SyrkTrial:
+    """`sparse_syrk` over the rows of both sides."""
 
-    def __init__(self, launch: Callable[..., None], device: Device, sample: Sample, facts: Facts) -> None:
-        self.launch, self.device = launch, device
+    def __init__(self, device: Device, sample: Sample, facts: Facts) -> None:
+        self.device = device
         self.rank, itemsize = facts["rank"], facts["itemsize"]
         self.sides = {side: Sums(device, sample.side(side, itemsize), self.rank, itemsize) for side in SIDES}
         self.tolerance = SUMS_TOLERANCE * (1 if itemsize == 4 else 1e-6)
@@ -233,7 +232,8 @@ class SegmentTrial:
         }
 
     def _run(self, sums: Sums, config: Any) -> None:
-        self.launch(self.device, *sums.outputs, sums.factors, sums.entries, sums.segments, self.rank, config)
+        arrays = (*sums.outputs, sums.factors, sums.entries, sums.segments)
+        sparse_syrk(self.device, *arrays, self.rank, config)
 
     def error(self, candidate: Candidate) -> float:
         """See `Trial`."""
@@ -710,8 +710,7 @@ class TopKTrial:
 
 MAKERS: dict[str, Callable[[Device, Sample, Facts], Trial]] = {
     "fused": FusedTrial,
-    "sparse_syrk": functools.partial(SegmentTrial, sparse_syrk),
-    "mo_als": functools.partial(SegmentTrial, mo_als),
+    "sparse_syrk": SyrkTrial,
     "bals": BalsTrial,
     "cholesky_tiles": functools.partial(SystemsTrial, "cholesky_tiles"),
     "cholesky_any": functools.partial(SystemsTrial, "cholesky_any"),

@@ -156,8 +156,8 @@ def test_memory_that_does_not_suffice_skips_a_job(acted: Any, monkeypatch: pytes
     def full(*_: Any) -> None:
         raise DeviceMemoryError("out of memory")
 
-    monkeypatch.setitem(trials.MAKERS, "mo_als", full)
-    (job,) = tune.tune(emulated.EmulatedDevice(), ["mo_als"], [4], sample=SAMPLE, most=1)
+    monkeypatch.setitem(trials.MAKERS, "bals", full)
+    (job,) = tune.tune(emulated.EmulatedDevice(), ["bals"], [4], sample=SAMPLE, most=1)
     assert job.reason == "not tuned: out of memory"
 
 
@@ -198,7 +198,7 @@ def test_a_table_that_is_slow_by_now_is_in_the_finals_and_loses(acted: Any) -> N
 
 def test_entries_that_no_class_takes_are_passed_over(acted: Any) -> None:
     spec = emulated.EmulatedDevice().spec
-    broken = entry(facts=FACTS, **SYRK | {"nb": 30}), entry("mo_als", FACTS, **SYRK)
+    broken = entry(facts=FACTS, **SYRK | {"nb": 30}), entry("bals", FACTS, **SYRK)
     tables.store(table(list(broken), spec), tables.user_file(spec))
     job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1})
     assert list(statuses(job)) == [32, 4, 8, 16] and job.entry.rivals == (broken[0].config,)
@@ -239,25 +239,25 @@ def timetable(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_budget_is_shared_by_weight_and_what_is_left_passes_on(timetable: Any) -> None:
-    jobs = timetable(["sparse_syrk", "mo_als"], 300.0, ranks=[16])
+    jobs = timetable(["sparse_syrk", "bals"], 300.0, ranks=[16])
     finals = 2.0 * tune.FINAL_ROUNDS * (tune.FINALISTS + 1)  # which begin within a share, and may end after it
-    assert [job.seconds for job in jobs] == [pytest.approx(200.0, abs=finals), pytest.approx(100.0, abs=finals)]
+    assert [job.seconds for job in jobs] == [pytest.approx(100.0, abs=finals), pytest.approx(200.0, abs=finals)]
     assert all(len(job.timed) < job.candidates for job in jobs)
-    few, many = timetable(["msgd", "mo_als"], 300.0, ranks=[16])
+    few, many = timetable(["msgd", "bals"], 300.0, ranks=[16])
     assert len(few.timed) == few.candidates and few.seconds < 0.9 * 300.0 * 0.5 / 1.5
     assert many.seconds == pytest.approx(300.0 - few.seconds, abs=finals)
 
 
 def test_a_short_budget_gives_each_kernel_something(timetable: Any) -> None:
-    jobs = timetable(["sparse_syrk", "mo_als", "msgd"], 120.0)
+    jobs = timetable(["sparse_syrk", "bals", "msgd"], 120.0)
     assert [(job.space.kernel, job.factors) for job in jobs] == [
-        (kernel, rank) for rank in (16, 32) for kernel in ("sparse_syrk", "mo_als", "msgd")
+        (kernel, rank) for rank in (16, 32) for kernel in ("sparse_syrk", "bals", "msgd")
     ]
     assert all(len(job.timed) >= 1 + tune.FEWEST for job in jobs[:3])
 
 
 def test_jobs_that_come_too_late_are_named(timetable: Any) -> None:
-    first, *others = timetable(["sparse_syrk", "mo_als", "msgd"], 5.0)
+    first, *others = timetable(["sparse_syrk", "bals", "msgd"], 5.0)
     assert 1 <= len(first.timed) < 1 + tune.FEWEST
     for job in others:
         assert not job.measurements and job.entry is None
@@ -272,13 +272,13 @@ def test_the_next_rule_is_compiled_ahead_of_other_configurations(monkeypatch: py
             compiled.append(name)
             return Resources(64, 0)
 
-    for kernel in ("sparse_syrk", "mo_als"):
+    for kernel in ("sparse_syrk", "bals"):
         monkeypatch.setitem(trials.MAKERS, kernel, lambda *_: ActedTrial())
     monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": Part(lambda: None)})
     monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
     timer = Clock(monkeypatch).timer(1.0)
-    list(tune.tune(Watched(), ["sparse_syrk", "mo_als"], [16], sample=SAMPLE, timer=timer, num_threads=1, most=3))
-    assert compiled[:4] == ["sparse_syrk", "mo_als", "sparse_syrk", "sparse_syrk"]
+    list(tune.tune(Watched(), ["sparse_syrk", "bals"], [16], sample=SAMPLE, timer=timer, num_threads=1, most=3))
+    assert compiled[:4] == ["sparse_syrk", "bals", "sparse_syrk", "sparse_syrk"]
 
 
 def test_what_was_timed_alone_is_not_kept(timetable: Any) -> None:
