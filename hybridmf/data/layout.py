@@ -1,4 +1,4 @@
-"""The layout of delimited text, detected before it is read: encoding, separator, header and columns."""
+"""Properties of delimited text that are detected before it is read: encoding, separator, header and columns."""
 
 from __future__ import annotations
 

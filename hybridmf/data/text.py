@@ -1,7 +1,7 @@
 """Delimited text: detect the layout from the first lines, then read it.
 
-Regular text goes through pyarrow where that is installed (`arrow_text`), else through ``numpy.loadtxt`` while ids are
-integers. Anything else, mistakes included, goes through the csv module line by line, which is slower and knows line
+pyarrow reads regular text where it is installed (`arrow_text`); otherwise ``numpy.loadtxt`` reads it while ids are
+integers. The csv module reads all other text, including invalid text, line by line, which is slower and gives line
 numbers.
 """
 
@@ -20,7 +20,6 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -269,9 +268,7 @@ def _read_any(layout: TextLayout) -> Columnar:
 
 
 def _with_integer_labels(chunk: Chunk) -> Columnar:
-    with ThreadPoolExecutor(2) as pool:
-        users, items = pool.map(factorize_integers, chunk[:2])
-    return users, items, chunk[2]
+    return factorize_integers(chunk[0]), factorize_integers(chunk[1]), chunk[2]
 
 
 def _with_sorted_labels(chunk: Chunk, user_table: dict[str, int], item_table: dict[str, int]) -> Columnar:
