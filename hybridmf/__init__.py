@@ -18,9 +18,13 @@ from ._version import __version__ as __version__
 _public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
+_MODULES = ("als", "ccd", "dask", "ratings", "sgd")
+"""Public modules that are no public names: what they hold is, and Dask need not be installed."""
+
+
 def __getattr__(name: str) -> object:
-    """A public name, or ``hybridmf.dask``, which needs Dask and so is not among them."""
-    return import_module("hybridmf.dask") if name == "dask" else _public(name)
+    """A public name, or a public module, on first use."""
+    return import_module(f"hybridmf.{name}") if name in _MODULES else _public(name)
 
 
 class _Package(ModuleType):
