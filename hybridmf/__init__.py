@@ -15,14 +15,22 @@ import lazy_loader
 
 from ._version import __version__ as __version__
 
-_public, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_public, _, _names = lazy_loader.attach_stub(__name__, __file__)
+__all__ = ["__version__", *_names]
+
+_MODULES = ("als", "ccd", "dask", "ratings", "sgd")
+"""Public modules that are no public names: what they hold is, and Dask need not be installed."""
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def __getattr__(name: str) -> object:
-    """A public name, or ``hybridmf.dask``, which needs Dask and so is not among them."""
-    if name == "dask":
-        return import_module("hybridmf.dask")
-    if name not in __all__:
+    """A public name, or a public module, on first use."""
+    if name in _MODULES:
+        return import_module(f"hybridmf.{name}")
+    if name not in _names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _public(name)
 

@@ -23,6 +23,9 @@ from .layout import Chunk, TextLayout
 BLOCK_BYTES = 1 << 24
 """Text parsed at a time: bounds memory whatever the file's size."""
 
+MEMORY = 256 << 20
+"""Memory limit of a conversion from which pyarrow reads: its library, its pool and its blocks take about 100 MiB."""
+
 TASK_BYTES = 1 << 21
 """Text that one thread parses at a time."""
 

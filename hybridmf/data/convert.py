@@ -658,10 +658,10 @@ def _text_readers(layout: TextLayout, limit: int) -> Iterator[_Reader]:
     """Readers to try one after the other; the last one reads everything, or says what is wrong."""
     where = functools.partial(lines_of, layout)
     size = min(BLOCK_CHARS, limit // 32)
-    for integers, labels, length in (
-        (arrow_text.integer_chunks, arrow_text.label_chunks, size),
-        (integer_chunks, record_chunks, max(1, min(BLOCK_RECORDS, limit // 256))),
-    ):
+    readers: list[Any] = [(integer_chunks, record_chunks, max(1, min(BLOCK_RECORDS, limit // 256)))]
+    if limit >= arrow_text.MEMORY:
+        readers.insert(0, (arrow_text.integer_chunks, arrow_text.label_chunks, size))
+    for integers, labels, length in readers:
         if layout.integer_ids:
             yield _Reader(integers(layout, size), (_Integers(), _Integers()), where, layout.path)
         users, items = _Codes(sorted_labels), _Codes(sorted_labels)

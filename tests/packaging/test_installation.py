@@ -92,6 +92,12 @@ def test_public_names_are_those_of_the_stub(tmp_path):
     assert {"ExplicitALS", "Ratings", "compare", "load", "metrics", "plan", "scale"} <= set(hybridmf.__all__)
 
 
+@pytest.mark.parametrize("name", ["als", "ccd", "ratings", "sgd"])
+def test_public_modules_are_attributes(name, tmp_path):
+    code = f"import hybridmf; print(hybridmf.{name}.__name__)"
+    assert run_python("-c", code, cwd=tmp_path).stdout.strip() == f"hybridmf.{name}"
+
+
 @pytest.mark.parametrize("name", ["compare", "plan"])
 def test_functions_named_like_modules_stay_functions(name, tmp_path):
     """The import system binds a module's name in its package, in whatever order names are used."""
