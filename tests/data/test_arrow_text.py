@@ -184,3 +184,11 @@ def test_conversions_read_by_pyarrow(tmp_path, kind, monkeypatch):
     assert np.array_equal(expected.user_items.toarray(), store.to_ratings().user_items.toarray())
     assert store.user_ids.tolist() == expected.user_ids.tolist() and store.user_ids.dtype == expected.user_ids.dtype
     assert store.item_ids.tolist() == expected.item_ids.tolist()
+
+
+def test_conversions_of_little_memory_do_without_pyarrow(tmp_path, monkeypatch):
+    path = write(tmp_path, next(iter(REGULAR.values())))
+    expected = hmf.Ratings.from_file(path)
+    monkeypatch.setattr(arrow_text, "_parse", None)
+    store = hmf.convert(path, tmp_path / "store", memory_limit="64MiB")
+    assert np.array_equal(expected.user_items.toarray(), store.to_ratings().user_items.toarray())
