@@ -320,6 +320,10 @@ class ModelFile:
                 )
         for name, array in tensors.items():
             self._require(_all_finite(array), f"{name} has values that are not finite")
+        largest = float(np.finfo(users.dtype).max)
+        self._require(
+            abs(self.summary["mean"]) <= largest, f"its mean is beyond {largest:g}, the largest {users.dtype}"
+        )
         squares = self._squares(tensors)
         return State(
             Factors(users, user_bias, squares.get("user")),

@@ -517,6 +517,10 @@ ALTERED = {
     "no mean": ({"state": {"mean": None}}, "is corrupt: KeyError: 'mean'"),
     "mean of text": ({"state": {"mean": "x"}}, "is corrupt: TypeError: mean must be a real number, got 'x'"),
     "mean too large": ({"state": {"mean": 10**400}}, "is corrupt: ValueError: mean must be finite"),
+    "mean beyond float32": (
+        {"kind": "biases", "state": {"mean": 1e300}},
+        "is corrupt: its mean is beyond 3.40282e+38, the largest float32",
+    ),
     "mean of NaN": ({"kind": "biases", "state": {"mean": float("nan")}}, "is corrupt: ValueError: mean must be finite"),
     "no n_iter": ({"state": {"n_iter": None}}, "is corrupt: KeyError: 'n_iter'"),
     "infinite n_iter": ({"state": {"n_iter": float("inf")}}, "is corrupt: TypeError: n_iter must be an integer"),
