@@ -224,6 +224,7 @@ def large_fit(monkeypatch: pytest.MonkeyPatch, device: Any) -> sp.csr_array:
     return matrix
 
 
+@pytest.mark.exhaustive  # a minute: small sizes do not tell a side from a step's own memory
 def test_no_step_has_a_side_in_memory(gpu, folder, monkeypatch, tmp_path):
     """Initial factors, balancing, objective, checkpoints, resuming from one, and what padded rows are copied to."""
     if gpu.spec.name != "emulated":
