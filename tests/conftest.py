@@ -94,7 +94,7 @@ def backend(request, monkeypatch):
 
 @pytest.fixture
 def forget_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Devices are opened once; and no test sees the limit of whoever runs it."""
+    """Forget devices opened by other tests, and the memory limit of the caller's environment."""
     monkeypatch.delenv(MEMORY_LIMIT, raising=False)
     devices._open.cache_clear()
     yield

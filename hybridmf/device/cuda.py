@@ -395,7 +395,7 @@ class CudaDevice:
             target = np.frombuffer(cuda.alloc_pinned_memory(max(1, source.nbytes)), source.dtype, source.size)
             cuda.runtime.memcpyAsync(target.ctypes.data, source.data.ptr, source.nbytes, 2, stream.ptr)
             arrived = self.record()
-            # the buffer must outlive the copy even if nobody waits for it: CuPy would reuse its memory
+            # keep the buffer until the copy is complete, waited for or not: CuPy would reuse its memory
             with self._arriving_lock:
                 while self._arriving and self._arriving[0][1].done:
                     self._arriving.popleft()

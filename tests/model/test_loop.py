@@ -85,7 +85,7 @@ def test_a_callback_stops_all_ranks(size):
 
 
 def test_only_the_first_rank_is_observed():
-    """Whatever the others are given: nobody waits for an answer that does not come."""
+    """The observers of the other ranks do not count: no rank waits for an answer that never comes."""
     called = []
 
     def run(ranks):
@@ -173,7 +173,7 @@ def test_ranks_that_have_nothing_left_to_do_return_the_checkpoint(tmp_path):
 
 
 class Clock:
-    """Time stands still but for the steps that are told to take some."""
+    """A fake clock that advances only in the named steps."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, self.patch = 0.0, patch

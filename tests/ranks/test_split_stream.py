@@ -125,7 +125,7 @@ def test_batches_are_bounded_and_cover_all_rows(degrees: list[list[int]], most: 
 
 
 def test_batches_of_rows_that_are_long_on_their_own() -> None:
-    """Each of two members begins with a long row: they are not summed together, and nobody waits for the end."""
+    """Each of two members begins with a long row: they are not summed together, and neither member waits forever."""
     bounds, sizes = [np.array([0, 1, 4, 7])] * 2, [np.array([10, 5, 5])] * 2
     assert bounded_batches(bounds, sizes, 10) == [
         [(0, 1), (0, 0)],

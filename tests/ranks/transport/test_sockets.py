@@ -44,7 +44,7 @@ def test_sockets_add_the_bits_that_threads_add():
 
 
 def test_large_arrays_in_both_directions():
-    """More than the buffers of a connection hold: nobody waits for the other to read first."""
+    """More than the buffers of a connection hold: neither side waits for the other to read first."""
 
     def rank(communicator):
         array = np.full(1 << 21, float(communicator.rank))
