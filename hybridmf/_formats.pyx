@@ -145,6 +145,62 @@ def row_order_status(const int64_t[::1] indptr, const int32_t[::1] indices, num_
                 return SORTED_DUPLICATES, k
 
 
+# ---------------------------------------------------------------------------------------------------------- values
+
+
+cdef void _summarize(const value_t* values, Py_ssize_t n, double* out) noexcept nogil:
+    """out[0 ... 5] <- sum, sum of squares, smallest, largest value, smallest, largest magnitude; n >= 1."""
+    cdef double[4] sums
+    cdef double[4] squares
+    cdef value_t low = values[0], high = values[0], least, largest, value, size
+    cdef double wide
+    cdef Py_ssize_t k
+    cdef int lane
+    least = largest = values[0] if values[0] > 0 else -values[0]
+    for lane in range(4):
+        sums[lane] = squares[lane] = 0
+    # four sums: one would wait for the latency of each addition
+    for k in range(n):
+        value = values[k]
+        wide = value
+        lane = k & 3
+        sums[lane] += wide
+        squares[lane] += wide * wide
+        low = value if value < low else low
+        high = value if value > high else high
+        size = value if value > 0 else -value
+        least = size if size < least else least
+        largest = size if size > largest else largest
+    out[0] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+    out[1] = (squares[0] + squares[1]) + (squares[2] + squares[3])
+    out[2], out[3], out[4], out[5] = low, high, least, largest
+
+
+def summarize(const value_t[::1] values, Py_ssize_t piece, num_threads=None):
+    """Sums and ranges of consecutive pieces of values; the same bits for any number of threads.
+
+    Parameters
+    ----------
+    values : float32 or float64 array, shape (n,)
+    piece : int
+        Values of each piece; the last one may be shorter.
+    num_threads : int, optional
+
+    Returns
+    -------
+    float64 array, shape (n_pieces, 6)
+        Of each piece: the sum and the sum of squares in float64, the smallest and the largest value, the smallest and
+        the largest absolute value.
+    """
+    cdef Py_ssize_t n = values.shape[0], k
+    found = np.empty(((n + piece - 1) // piece, 6))
+    cdef double[:, ::1] out = found
+    cdef int threads = _threads(num_threads, n)
+    for k in prange(out.shape[0], nogil=True, schedule="static", num_threads=threads):
+        _summarize(&values[k * piece], min(piece, n - k * piece), &out[k, 0])
+    return found
+
+
 # --------------------------------------------------------------------------------------------------- transposition
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .core.objective import Objective, Side, State
+from .core.objective import Objective, State
 from .core.validate import check_rng
 from .cpu.als import CpuALS
 from .cpu.stream import StreamedCpuALS
 from .model.base import FactorModel
-from .model.learned import scale_of, total_of
+from .model.training import TrainingData
 from .plan.solver import Solver
 from .plan.types import Plan, Settings
 
@@ -40,23 +40,21 @@ class _ALS(FactorModel):
             iterations=self.iterations,
         )
 
-    def _initial_state(
-        self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
-    ) -> State:
+    def _training_data(self, matrix: Any, plan: Plan) -> TrainingData:
+        if plan.ratings_on_device:
+            return TrainingData.on_device(matrix, plan)
+        return super()._training_data(matrix, plan)
+
+    def _initial_state(self, ratings: TrainingData, plan: Plan, objective: Objective) -> State:
         if not plan.offloaded or plan.devices:
-            return super()._initial_state(matrix, item_users, plan, objective, scale)
+            return super()._initial_state(ratings, plan, objective)
         from .gpu.factors import first_state
 
-        degrees: dict[Side, np.ndarray] = {"user": np.diff(matrix.indptr), "item": np.diff(item_users.indptr)}
-        mean, rng = total_of(matrix) / matrix.nnz, check_rng(self.random_state)
-        scale = scale_of(matrix, objective) if scale is None else scale
-        square = self._first_length(objective, scale)
-        return first_state(degrees, plan, matrix.dtype.type, objective, mean, rng, square)
+        square, rng = self._first_length(objective, ratings.scale(objective)), check_rng(self.random_state)
+        return first_state(ratings.degrees, plan, np.dtype(plan.dtype).type, objective, ratings.mean, rng, square)
 
-    def _solver(
-        self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
-    ) -> Solver:
-        arguments = (user_items, item_users, objective, plan, state)
+    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+        arguments = (ratings.user_items, ratings.item_users, objective, plan, state)
         if plan.devices:
             from .ranks.multi_als import MultiALS
 

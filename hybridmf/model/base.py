@@ -18,7 +18,6 @@ from sklearn.utils import Tags, check_array
 from sklearn.utils.validation import check_is_fitted
 
 from ..core.objective import Objective, State, initial_state
-from ..core.sparse import transposed
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
     as_csr,
@@ -40,10 +39,11 @@ from ..plan.types import Plan, Settings
 from ..ratings import Ratings
 from . import checkpoint as checkpoints
 from . import files as _io
-from .learned import Learned, pattern, range_of, scale_of, total_of
+from .learned import Learned, pattern
 from .loop import FitLoop, Observers, Record, check_validation
 from .serving import ServingMixin
 from .stopwatch import Stopwatch
+from .training import TrainingData
 
 logger = logging.getLogger("hybridmf")
 
@@ -81,9 +81,7 @@ class FactorModel(ServingMixin, BaseEstimator):
     def _settings(self) -> Settings:
         raise NotImplementedError
 
-    def _solver(
-        self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
-    ) -> Solver:
+    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         """The solver; `state` is the result of `completed` iterations."""
         raise NotImplementedError
 
@@ -154,9 +152,9 @@ class FactorModel(ServingMixin, BaseEstimator):
             Attribute ``history_`` has one dict for each iteration with ``iteration`` and ``seconds``, and, given a
             validation set, a callback or a progress bar, ``objective`` and the validation metric. ``timings_`` has the
             seconds of each part of the fit, which add up to its total time: "check" (input, checkpoint to resume from),
-            "plan", "convert" (transpose), "set up" (layouts, initial factors, transfer to a GPU), "iterations",
-            "observe" (objective, validation, callback, queueing checkpoints) and "finish" (factors to the host, last
-            checkpoint).
+            "plan", "convert" (transpose, and transfer to a GPU that does it), "set up" (layouts, initial factors),
+            "iterations", "observe" (objective, validation, callback, queueing checkpoints) and "finish" (factors to the
+            host, last checkpoint).
 
         Raises
         ------
@@ -187,16 +185,14 @@ class FactorModel(ServingMixin, BaseEstimator):
         stopwatch.lap("check")
 
         logger.info("plan:\n%s", plan)
-        item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
+        ratings = self._training_data(matrix, plan)
         stopwatch.lap("convert")
-        user_counts, item_counts = np.diff(matrix.indptr), np.diff(item_users.indptr).astype(np.int64)
-        log_empty_rows(user_counts, item_counts)
-        scale = scale_of(matrix, objective)
-        objective = self._objective(scale)
-        state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective, scale)
+        log_empty_rows(*ratings.degrees.values())
+        objective = self._objective(ratings.scale(objective))
+        state = resumed.state if resumed else self._initial_state(ratings, plan, objective)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
-        solver = self._solver(_seeded(plan, seed_bits), objective, matrix, item_users, state, completed)
+        solver = self._solver(_seeded(plan, seed_bits), objective, ratings, state, completed)
         with closing(solver):  # ends threads and connections of ranks, however the fit ends
             writer = None
             if where is not None:
@@ -204,7 +200,7 @@ class FactorModel(ServingMixin, BaseEstimator):
             loop = FitLoop(
                 self,
                 solver,
-                self._learner(user_items, matrix, objective, plan, item_counts),
+                self._learner(user_items, matrix, objective, plan, ratings),
                 _columns(user_items, matrix.shape),
                 replace(observers, validation=held_out),
                 stopwatch,
@@ -216,14 +212,14 @@ class FactorModel(ServingMixin, BaseEstimator):
             stopwatch.lap("set up")
             loop.run(iterations)
         if not objective.is_implicit:
-            _warn_of_collapse(self._learned, scale, matrix.nnz)
+            _warn_of_collapse(self._learned, ratings.scale(objective), matrix.nnz)
         dispatch.remember(plan)
         stopwatch.lap("finish")
         self.timings_ = stopwatch.seconds
         return self
 
     def _learner(
-        self, given: Any, matrix: Any, objective: Objective, plan: Plan, item_counts: np.ndarray
+        self, given: Any, matrix: Any, objective: Objective, plan: Plan, ratings: TrainingData
     ) -> Callable[[State], Learned]:
         """Function from a state to `Learned`, for a fit on `given`, validated as `matrix`."""
         user_ids, item_ids = labels_of(given) or (None, None)
@@ -232,32 +228,33 @@ class FactorModel(ServingMixin, BaseEstimator):
             objective,
             plan,
             seen=pattern(matrix),
-            total=total_of(matrix),
+            total=ratings.values.total,
             user_ids=user_ids,
             item_ids=item_ids,
             params=_io.jsonable(self.get_params(deep=False)),
-            item_counts=item_counts,
-            value_range=range_of(matrix, objective),
+            item_counts=ratings.degrees["item"],
+            value_range=None if objective.is_implicit else ratings.values.value_range,
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
         """Seed of random numbers in iterations: from a checkpoint, else by `random_state`; None if none are drawn."""
         return None
 
-    def _initial_state(
-        self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
-    ) -> State:
-        """Initial state of a fit; `scale` is that of the ratings, computed if not given."""
-        scale = scale_of(matrix, objective) if scale is None else scale
+    def _training_data(self, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> TrainingData:
+        """The ratings in both orientations, where the solver of the plan reads them."""
+        return TrainingData.on_host(matrix, plan)
+
+    def _initial_state(self, ratings: TrainingData, plan: Plan, objective: Objective) -> State:
+        """Initial state of a fit."""
         return initial_state(
-            np.diff(matrix.indptr),
-            np.diff(item_users.indptr),
+            ratings.degrees["user"],
+            ratings.degrees["item"],
             plan.factors,
-            matrix.dtype.type,
+            np.dtype(plan.dtype).type,
             objective,
-            total_of(matrix) / matrix.nnz,
+            ratings.mean,
             check_rng(self.random_state),
-            self._first_length(objective, scale),
+            self._first_length(objective, ratings.scale(objective)),
         )
 
     def _first_length(self, objective: Objective, scale: float) -> float:

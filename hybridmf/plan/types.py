@@ -457,6 +457,13 @@ class Plan:
         """Whether factors are in host memory or in files, and on a GPU only while they are used."""
         return self.factors_on != "device"
 
+    @property
+    def ratings_on_device(self) -> bool:
+        """Whether one GPU has all ratings in memory, in the order of the input, and needs them nowhere else."""
+        alone = self.gpu is not None and not self.devices and not self.streamed and not self.offloaded
+        # the layout of BALS is built on the host
+        return alone and self.reorder == "none" and self.assembly != "bals"
+
     def tables_of(self, side: Side) -> int:
         """Number of tables of a side's offloaded factors that exist at a time: new ones and previous ones.
 

@@ -48,7 +48,7 @@ def test_an_unfitted_model_says_so(cls, tmp_path):
 
 def test_the_base_class_has_no_objective_settings_or_solver():
     base = FactorModel()
-    for call in (base._objective, base._settings, lambda: base._solver(*[None] * 6)):
+    for call in (base._objective, base._settings, lambda: base._solver(*[None] * 5)):
         with pytest.raises(NotImplementedError):
             call()
 
