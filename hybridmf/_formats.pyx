@@ -24,7 +24,7 @@ segments); only the offsets of ``tile_colidx`` need a prefix sum over tiles afte
 import numpy as np
 
 from cython.parallel cimport prange
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from hybridmf._openmp cimport hmf_max_threads, hmf_thread_id, hmf_usable_threads
@@ -34,6 +34,11 @@ SORTED_DUPLICATES = 1   # ascending, with repeats
 UNSORTED = 2
 
 ctypedef fused value_t:
+    float
+    double
+
+ctypedef fused any_t:
+    int8_t
     float
     double
 
@@ -356,7 +361,7 @@ def degree_order(const int64_t[::1] indptr):
     return order
 
 
-def take_rows(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data,
+def take_rows(const int64_t[::1] indptr, const int32_t[::1] indices, const any_t[::1] data,
               const int64_t[::1] order, num_threads=None):
     """CSR whose k-th row is row ``order[k]`` of the input; `order` may repeat or leave out rows.
 
@@ -372,13 +377,13 @@ def take_rows(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     out_indices = np.empty(out_indptr[n_out], dtype=np.int32)
     out_data = np.empty(out_indptr[n_out], dtype=np.asarray(data).dtype)
     cdef int32_t[::1] out_indices_view = out_indices
-    cdef value_t[::1] out_data_view = out_data
+    cdef any_t[::1] out_data_view = out_data
     cdef int n = _threads(num_threads, out_indices.shape[0])
     for k in prange(n_out, nogil=True, schedule="dynamic", chunksize=64, num_threads=n):
         length = start[k + 1] - start[k]
         if length > 0:
             memcpy(&out_indices_view[start[k]], &indices[indptr[order[k]]], length * sizeof(int32_t))
-            memcpy(&out_data_view[start[k]], &data[indptr[order[k]]], length * sizeof(value_t))
+            memcpy(&out_data_view[start[k]], &data[indptr[order[k]]], length * sizeof(any_t))
     return out_indptr, out_indices, out_data
 
 

@@ -119,7 +119,7 @@ def open_bytes(path: str, on_read: Callable[[int], object] | None = None) -> Bin
 class _Unpacked(gzip.GzipFile):
     """A gzip file that closes the file it unpacks."""
 
-    def __init__(self, packed: io.BufferedReader) -> None:
+    def __init__(self, packed: BinaryIO) -> None:
         super().__init__(fileobj=packed, mode="rb")
         self.packed = packed
 

@@ -61,6 +61,7 @@ def _normalized(factors: np.ndarray) -> np.ndarray:
 class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     """Recommendations, similarities, predictions, fold-in and updates of a fitted factor model."""
 
+    _recommends_in_blocks = True  # `recommend` never holds the scores of all items for all users
     _learned: Learned  # set by fit and load
     _cache: dict[str, Any]  # arrays derived from it
     n_features_in_: int
