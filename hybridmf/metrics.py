@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.exceptions import NotFittedError
 
 from .core.sparse import as_ones, entry_rows, keep_entries, take_rows
 from .core.validate import (
@@ -552,9 +551,9 @@ def _check_model(model: Any, names: Sequence[str]) -> None:
 def _has(model: Any, name: str) -> bool:
     try:
         getattr(model, name)
-    except NotFittedError:  # also an AttributeError, but its message says how to fix it
-        raise
-    except AttributeError:
+    except AttributeError as error:
+        if isinstance(error, ValueError):  # scikit-learn's NotFittedError, whose message says how to fix it
+            raise
         return False
     return True
 
