@@ -28,11 +28,18 @@ def keep_entries(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:
     return make_csr(before[matrix.indptr], matrix.indices[mask], matrix.data[mask], matrix.shape)
 
 
+FEW_ROWS = 16
+"""Share of the rows, one in so many, from which compiled code takes them out of a matrix."""
+
+
 def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
-    """matrix[rows] for integer positions >= 0, repeats included."""
-    if matrix.indptr.dtype == matrix.indices.dtype:
-        return matrix[rows]
-    # SciPy would first widen all indices of the matrix to the int64 of its indptr.
+    """matrix[rows] for integer positions >= 0, repeats included; `matrix` itself where these are all, in order."""
+    if len(rows) == matrix.shape[0] and np.array_equal(rows, np.arange(len(rows))):
+        return matrix
+    if len(rows) >= matrix.shape[0] // FEW_ROWS:
+        taken = _formats.take_rows(*csr_arrays(matrix), np.asarray(rows, dtype=np.int64))
+        return make_csr(*taken, (len(rows), matrix.shape[1]))
+    # Nothing that takes as long as the matrix has rows.
     starts = matrix.indptr[rows]
     pointer = np.concatenate(([0], np.cumsum(matrix.indptr[rows + 1] - starts)))
     entries = np.arange(pointer[-1]) + np.repeat(starts - pointer[:-1], np.diff(pointer))

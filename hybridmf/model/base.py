@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.base import BaseEstimator
-from sklearn.utils import Tags, check_array
-from sklearn.utils.validation import check_is_fitted
 
 from ..core.objective import Objective, State, initial_state
 from ..core.triplets import refuse_triplets
@@ -39,6 +36,7 @@ from ..plan.types import Plan, Settings
 from ..ratings import Ratings
 from . import checkpoint as checkpoints
 from . import files as _io
+from .estimator import check_is_fitted, numeric_matrix
 from .learned import Learned, pattern
 from .loop import FitLoop, Observers, Record, check_validation
 from .serving import ServingMixin
@@ -54,7 +52,7 @@ USUAL_RATIO = {False: 0.0135, True: 0.045}
 """The default lambda of 0.05 divided by the scale of ratings of 1 to 5 stars, without and with biases."""
 
 
-class FactorModel(ServingMixin, BaseEstimator):
+class FactorModel(ServingMixin):
     """Base of the estimators. Subclasses define the objective, the settings and the solver."""
 
     iterations: int
@@ -85,12 +83,6 @@ class FactorModel(ServingMixin, BaseEstimator):
         """The solver; `state` is the result of `completed` iterations."""
         raise NotImplementedError
 
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        tags.transformer_tags.preserves_dtype = []  # factors have the dtype of the model, not of the input
-        return tags
-
     # ------------------------------------------------------------------------------------------------ input
 
     def _check_matrix(self, matrix: Any, name: str = "user_items") -> sp.csr_array | StoreMatrix:
@@ -100,7 +92,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         if not sp.issparse(matrix) and not isinstance(matrix, (Ratings, Store)):
             refuse_triplets(matrix, name)  # by names of columns, which check_array drops
             plain = without_mask(matrix, name)
-            matrix = check_array(plain, dtype="numeric", input_name=name, estimator=self)
+            matrix = numeric_matrix(self, plain, name)
         return as_csr(matrix, name=name, dtype=self._settings().dtype, drop_zeros=self._objective().is_implicit)
 
     # ------------------------------------------------------------------------------------------------ fit
