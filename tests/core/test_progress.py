@@ -64,11 +64,11 @@ def test_without_standard_error_nothing_is_drawn(monkeypatch, closed):
 def test_compare_draws_nothing_into_a_pipe():
     program = (
         "import hybridmf as hmf, sys; from hybridmf.compare import compare\n"
-        "sys.stderr = None if sys.argv[1] == 'none' else sys.stderr\n"
-        "models = {'als': hmf.ExplicitALS(factors=2, iterations=2)}\n"
-        "compare('demo', models, devices='cpu', scale=0.1, show_progress=True)\n"
+        "for stream in (sys.stderr, None):\n"
+        "    sys.stderr = stream\n"
+        "    models = {'als': hmf.ExplicitALS(factors=2, iterations=2)}\n"
+        "    compare('demo', models, devices='cpu', scale=0.1, show_progress=True)\n"
     )
-    for stream in ("pipe", "none"):
-        done = subprocess.run([sys.executable, "-c", program, stream], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "%" not in done.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "%" not in done.stderr
