@@ -60,7 +60,7 @@ def _folder() -> Path:
 
 
 def _command(optimization: str = "-Og") -> list[str]:
-    """The compiler. Most kernels are compiled for longer than they run, and more is optimized where tests wait for it."""
+    """The compiler: most kernels take it longer than they run."""
     return [compiler() or "c++", "-std=c++17", optimization, "-fPIC", "-w"]
 
 
