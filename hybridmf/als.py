@@ -10,7 +10,6 @@ import numpy as np
 from .core.objective import Objective, Side, State
 from .core.validate import check_rng
 from .cpu.als import CpuALS
-from .cpu.stream import StreamedCpuALS
 from .model.base import FactorModel
 from .model.learned import scale_of, total_of
 from .plan.solver import Solver
@@ -62,7 +61,7 @@ class _ALS(FactorModel):
 
             return MultiALS(*arguments)
         if plan.gpu is None:
-            return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
+            return CpuALS(*arguments)
         from .device.cuda import open_device
         from .gpu.als import GpuALS
 

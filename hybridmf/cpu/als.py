@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from threadpoolctl import ThreadpoolController
 
 from .. import _formats
 from ..core.balance import balancing
-from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.objective import SIDES, Factors, Objective, Side, State, other_side, part_of
 from ..core.validate import MAX_AXIS, csr_arrays
+from ..data.slabs import Slabs
 from ..formats import BalsMatrix, tiled
 from ..native import _als
 from ..native.status import SINGULAR_PIVOT, check_status
+from ..native.systems import Rows, Systems, Tiles
 from ..plan.ordering import reordered
 from ..plan.solver import Alternating
 from ..plan.types import Plan
@@ -30,9 +33,6 @@ CG_FORMS_PER_STEP = 9
 
 Measured on ML-10M's shape, 2 cores, both kinds of feedback: forming A is faster up to f = 16 to 32 at 2 steps,
 32 to 48 at 3 and 64 at 6: 1.1 to 1.6 times at f = 32; 0.8 times at f = 48 and 3 steps."""
-
-KernelArguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Offsets, Gram matrix, ridge and scale, which every kernel takes in this order."""
 
 CACHE_LINE = 64
 
@@ -179,8 +179,17 @@ class HalfSweep:
         with single_threaded_blas() if blas else nullcontext():
             design, gram = self._design_and_gram(fixed, gram)
             out, status = self._first_rows(start, design.dtype), np.zeros(len(self), dtype=np.int32)
-            systems = (_offsets(fixed, mean, self.objective), gram, self.ridge, self.scale)
-            for solve_batch in self._kernel_calls(out, design, systems, status):
+            systems = Systems(
+                design,
+                _offsets(fixed, mean, self.objective),
+                gram,
+                self.ridge,
+                self.objective.is_implicit,
+                self.objective.alpha,
+                self.objective.unobserved_weight,
+                SINGULAR_PIVOT * float(np.finfo(design.dtype).eps),
+            )
+            for solve_batch in self._kernel_calls(out, systems, status):
                 solve_batch()
         check_status(status, self.side, self.objective, self.names)
         if not self.objective.biases:
@@ -205,107 +214,72 @@ class HalfSweep:
                 out[:, self.plan.factors] = start.bias
         return out
 
-    def _kernel_calls(
-        self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray
-    ) -> Iterator[Callable[[], None]]:
+    def _kernel_calls(self, out: np.ndarray, systems: Systems, status: np.ndarray) -> Iterator[Callable[[], None]]:
         """Calls of the kernel of the plan's solver and assembly, one for each batch of rows."""
         if not len(self.indices):
             return
         calls = self._row_calls if self.bals is None else self._bals_calls
-        yield from calls(out, design, arguments, status)
+        yield from calls(out, systems, status)
 
-    def _row_calls(
-        self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray
-    ) -> Iterator[Callable[[], None]]:
-        plan, objective, threads = self.plan, self.objective, self.plan.num_threads
-        csr = (self.indptr, self.indices, self.ratings)
-        weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
+    def _row_calls(self, out: np.ndarray, systems: Systems, status: np.ndarray) -> Iterator[Callable[[], None]]:
+        plan, threads = self.plan, self.plan.num_threads
+        rows = Rows(self.indptr, self.indices, self.ratings, self.scale)
         size = _als.workspace_size(plan.rank, out.itemsize)
         if plan.solver == "subspace":
             longest = int(self.degrees.max(initial=0))
             size = _als.subspace_workspace_size(plan.rank, plan.block_size, out.itemsize, longest)
         workspace = workspaces(threads, size, out.dtype)
-        epsilon = self._epsilon(out.dtype)
         order = self.order
         if plan.solver == "cholesky" and plan.assembly == "simd":
             n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # they come first in `order`
-            yield from self._long_row_calls(order[:n_long], out, design, arguments, status, workspace)
+            yield from self._long_row_calls(out, systems, rows, order[:n_long], status, workspace)
             order = order[n_long:]
-        for rows in self._batches(order, self.degrees):
-            common = (out, design, *csr, *arguments, rows, status, workspace, *weights)
+        for batch in self._batches(order, self.degrees):
+            common = (out, systems, rows, batch, status, workspace)
             if plan.solver == "cg":
                 yield partial(_als.cg_rows, *common, plan.cg_steps, _cg_forms_from(plan), threads)
             elif plan.solver == "subspace":
-                yield partial(_als.subspace_rows, *common, plan.block_size, epsilon, threads)
+                yield partial(_als.subspace_rows, *common, plan.block_size, threads)
             else:
-                yield partial(_als.cholesky_rows, *common, ASSEMBLY_CODES[plan.assembly], epsilon, threads)
+                yield partial(_als.cholesky_rows, *common, ASSEMBLY_CODES[plan.assembly], threads)
 
     def _long_row_calls(
         self,
-        rows: np.ndarray,
         out: np.ndarray,
-        design: np.ndarray,
-        arguments: KernelArguments,
+        systems: Systems,
+        rows: Rows,
+        order: np.ndarray,
         status: np.ndarray,
         workspace: np.ndarray,
     ) -> Iterator[Callable[[], None]]:
-        if not len(rows):
+        if not len(order):
             return
-        plan, objective = self.plan, self.objective
-        ld = _als.padded_rank(plan.rank)
+        ld = _als.padded_rank(self.plan.rank)
         sums = aligned_zeros((_als.SEGMENTS, (ld + 1) * ld), out.dtype)
-        for segments in _als.long_row_waves(self.indptr, rows):
-            yield partial(
-                _als.cholesky_long_rows,
-                out,
-                design,
-                self.indices,
-                self.ratings,
-                *arguments,
-                rows,
-                segments,
-                status,
-                sums,
-                workspace,
-                objective.is_implicit,
-                objective.alpha,
-                objective.unobserved_weight,
-                self._epsilon(out.dtype),
-                plan.num_threads,
-            )
+        for segments in _als.long_row_waves(self.indptr, order):
+            common = (out, systems, rows, order, segments, status, sums, workspace)
+            yield partial(_als.cholesky_long_rows, *common, self.plan.num_threads)
 
-    def _bals_calls(
-        self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray
-    ) -> Iterator[Callable[[], None]]:
-        plan, objective, bals = self.plan, self.objective, self.bals
+    def _bals_calls(self, out: np.ndarray, systems: Systems, status: np.ndarray) -> Iterator[Callable[[], None]]:
+        plan, bals = self.plan, self.bals
         assert bals is not None
+        tiles = Tiles(
+            bals.values,
+            bals.tile_colidx,
+            self.tile_ptr,
+            bals.seg_colidx,
+            self.seg_ptr,
+            plan.tile_rows,
+            plan.tile_cols,
+            self.scale,
+        )
         starts = np.arange(0, len(self), plan.tile_rows)
         entries = np.add.reduceat(self.degrees, starts)
         blocks = np.argsort(-entries, kind="stable")
         size = _als.bals_workspace_size(plan.rank, out.itemsize, plan.tile_rows, plan.tile_cols)
         workspace = workspaces(plan.num_threads, size, out.dtype)
         for batch in self._batches(blocks, entries):
-            yield partial(
-                _als.cholesky_bals,
-                out,
-                design,
-                bals.values,
-                bals.tile_colidx,
-                self.tile_ptr,
-                bals.seg_colidx,
-                self.seg_ptr,
-                *arguments,
-                batch,
-                plan.tile_rows,
-                plan.tile_cols,
-                status,
-                workspace,
-                objective.is_implicit,
-                objective.alpha,
-                objective.unobserved_weight,
-                self._epsilon(out.dtype),
-                plan.num_threads,
-            )
+            yield partial(_als.cholesky_bals, out, systems, tiles, batch, status, workspace, plan.num_threads)
 
     def _batches(self, order: np.ndarray, entries: np.ndarray) -> Iterator[np.ndarray]:
         """Split `order` into batches of about ``plan.batch_flops`` each: Python handles Ctrl-C between two of them."""
@@ -319,9 +293,6 @@ class HalfSweep:
             if len(piece):
                 yield piece
 
-    def _epsilon(self, dtype: np.dtype) -> float:
-        return SINGULAR_PIVOT * float(np.finfo(dtype).eps)
-
 
 def _cg_forms_from(plan: Plan) -> int:
     """Row length from which CG forms A: n f^2 once and f^2 per step, instead of 4 n f per step."""
@@ -329,12 +300,75 @@ def _cg_forms_from(plan: Plan) -> int:
     return plan.rank + 1 if pays else MAX_AXIS
 
 
+class StreamedHalf:
+    """One half of a sweep over slabs: one `HalfSweep` after the other.
+
+    Rows are independent, and in no kernel do a row's bits depend on neighbouring rows. So results do not depend on
+    the bounds of slabs.
+
+    Parameters
+    ----------
+    side : {"user", "item"}
+        The side to solve.
+    slabs : Slabs
+        One row for each row of the side.
+    objective : Objective
+    plan : Plan
+    names : int64 array, shape (n_rows,), optional
+        As for `HalfSweep`.
+    """
+
+    one_thread = False
+
+    def __init__(
+        self,
+        side: Side,
+        slabs: Slabs,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None = None,
+    ) -> None:
+        self.side, self.slabs, self.objective, self.plan = side, slabs, objective, plan
+        self.check: Callable[[], None] | None = None  # as in `HalfSweep`
+        self.names = np.arange(len(slabs.degrees)) if names is None else names
+        self.degrees = slabs.degrees
+        self.scale = objective.row_scale(self.degrees)
+
+    def solve(self, fixed: Factors, mean: float, start: Factors | None = None) -> Factors:
+        """New factors of the side; see `HalfSweep.solve`."""
+        plan, bounds = self.plan, self.slabs.bounds
+        gram = weighted_gram(np.ascontiguousarray(fixed.matrix), self.objective, plan.num_threads, blas=plan.uses_blas)
+        out = aligned_zeros((len(self.degrees), plan.factors), fixed.matrix.dtype)
+        bias = np.zeros(len(out), dtype=out.dtype) if self.objective.biases else None
+        for k, (first, last) in enumerate(pairwise(bounds.tolist())):
+            self.slabs.prefetch(k + 1)
+            rows = slice(first, last)
+            half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, self.names[rows])
+            half.check = self.check
+            before = None if start is None else part_of(start, first, last)
+            solved = half.solve(fixed, mean, before, gram)
+            out[rows] = solved.matrix
+            if bias is not None and solved.bias is not None:
+                bias[rows] = solved.bias
+        return Factors(out, bias)
+
+    def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
+        """See `HalfSweep`."""
+        losses = np.zeros(len(self.degrees))
+        for k, (first, last) in enumerate(pairwise(self.slabs.bounds.tolist())):
+            self.slabs.prefetch(k + 1)
+            part = State(part_of(users, first, last), items, mean)
+            csr = csr_arrays(self.slabs.matrix(k))
+            losses[first:last] = losses_of_rows(self.objective, csr, part, self.plan.num_threads)
+        return losses
+
+
 class CpuALS(Alternating):
     """Alternating least squares on the CPU (Gates et al. fig. 4): owns the layouts and the current factors.
 
     Parameters
     ----------
-    user_items, item_users : csr_array
+    user_items, item_users : csr_array, or Slabs where ratings are streamed
         The ratings in both orientations.
     objective : Objective
     plan : Plan
@@ -342,14 +376,20 @@ class CpuALS(Alternating):
         Initial factors and mean.
     """
 
-    halves: dict[Side, Any]
+    halves: dict[Side, HalfSweep | StreamedHalf]
 
     def __init__(
-        self, user_items: sp.csr_array, item_users: sp.csr_array, objective: Objective, plan: Plan, state: State
+        self,
+        user_items: sp.csr_array | Slabs,
+        item_users: sp.csr_array | Slabs,
+        objective: Objective,
+        plan: Plan,
+        state: State,
     ) -> None:
         self.objective, self.plan, self.state = objective, plan, state
-        self.order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
-        self.halves = {side: HalfSweep(side, matrices[side], objective, plan, self.order.names(side)) for side in SIDES}
+        self.order, ratings = reordered(user_items, item_users, plan.reorder, plan.num_threads)
+        half = StreamedHalf if plan.streamed else HalfSweep
+        self.halves = {side: half(side, ratings[side], objective, plan, self.order.names(side)) for side in SIDES}
 
     def _inward(self, side: Side) -> Factors:
         """Current factors of a side in the order the layouts use."""
