@@ -37,6 +37,16 @@ def cholesky_rows(
     assembly: int,
     n_threads: int,
 ) -> None: ...
+def inverse_root(matrix: NDArray[np.float64], epsilon: float) -> NDArray[np.float64] | None: ...
+def panels(matrix: NDArray[_Real]) -> tuple[NDArray[_Real], NDArray[np.int64]]: ...
+def times_panels(
+    out: NDArray[_Real],
+    rows: NDArray[_Real],
+    packed: NDArray[_Real],
+    spans: NDArray[np.int64],
+    status: NDArray[np.int32],
+    n_threads: int,
+) -> None: ...
 def long_row_waves(indptr: NDArray[np.int64], rows: NDArray[np.int64]) -> list[NDArray[np.int64]]: ...
 def cholesky_long_rows(
     out: NDArray[_Real],

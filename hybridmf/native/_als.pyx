@@ -11,8 +11,18 @@ For each row u of the target side, with entries k = (row u, fixed row i_k, ratin
 rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
 blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per workspace filled
 simd    ours: rows gathered with prefetching into an L1-sized workspace, b in the same pass; register-blocked symmetric
-        update of the needed triangle; our own Cholesky, while A is still in cache (kernels_impl.h)
+        update of the needed triangle; our own Cholesky, while A is still in cache (kernels_impl.h). Rows of at most
+        `dual_up_to` entries take the dual form
 bals    over BALS tiles: a tile's distinct rows are copied once and serve all segments of the tile; kernels of simd
+
+The dual form of a row with n entries solves n equations in place of `rank` (docs/methods.md derives it). With Y the
+rows of its entries,
+
+    explicit   K = Y Y^T + lambda s_u I    x = Y^T v,        K v = t
+               a bias with penalty lambda_b adds lambda / lambda_b to all elements of Y Y^T
+    implicit   K = I + S Y Y^T S           x = Y^T (S q),    K q = S^-1 t,  S^2 = diag(w)
+               in the basis in which G + lambda I is the unit matrix, which the caller changes to and back from
+               (`times_panels`). There the primal form of longer rows has G = I and no ridge.
 
 Parallel over rows (bals: row blocks) with dynamic scheduling, because rows differ in degree; longest first, so that
 no thread is left with a long row at the end. One thread owns a row from assembly to solution and calls BLAS and
@@ -33,6 +43,8 @@ from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
 from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
 from hybridmf.native.kernels cimport (
     HMF_PAD,
+    HMF_PANEL,
+    HMF_PREFETCH,
     HMF_SYSTEMS,
     apply_rows,
     axpy,
@@ -44,11 +56,15 @@ from hybridmf.native.kernels cimport (
     hmf_kernel_table,
     hmf_kernels,
     hmf_kernels_named,
+    prefetch_rows,
+    products,
     real,
+    sum_rows,
     syr,
     syrk_upper,
     weigh,
 )
+from hybridmf.native.kernels cimport score as times_panel
 
 # Assemblies, as the plan names them.
 RANK1 = 0
@@ -91,6 +107,11 @@ cdef enum:
     ROW_CHUNK = 8
 
 
+# Rows of a product with a small matrix that a thread takes at a time.
+cdef enum:
+    PRODUCT_ROWS = 48
+
+
 cdef struct Weights:
     # what turns a rating into a weight and a target; see the module docstring
     bint implicit
@@ -107,6 +128,8 @@ cdef struct Systems:
     const void* offsets         # (n_fixed,) subtracted from the ratings, or NULL
     const void* gram            # times the unobserved weight: (rank, rank), simd and bals (ld, ld) zero-padded; or NULL
     const void* ridge           # (rank,) lambda, lambda_b for a bias
+    Py_ssize_t dual_up_to       # entries of the longest row that takes the dual form
+    double bias_square          # lambda / lambda_b where the last column of `fixed` is a bias's, else 0
     double epsilon              # pivots up to this share of their diagonal element count as zero
 
 
@@ -146,7 +169,7 @@ cdef Systems _systems(given, const real[:, ::1] out):
     cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
     cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
     return Systems(hmf_kernels(), Weights(given.implicit, given.alpha, given.unobserved), fixed.shape[1], &fixed[0, 0],
-                   offset_pointer, gram_pointer, &ridge[0], given.epsilon)
+                   offset_pointer, gram_pointer, &ridge[0], given.dual_up_to, given.bias_square, given.epsilon)
 
 
 cdef Rows _rows(given, const real[:, ::1] out):
@@ -559,9 +582,123 @@ cdef void _solve_side_by_side(const hmf_kernel_table* table, int count, Py_ssize
         memcpy(x[k], b[k], rank * sizeof(real))
 
 
+cdef void _dual_group(const Systems* systems, const RowEntries* entries, const int64_t* rows, int count, real* work,
+                      int32_t* status, real* out) noexcept nogil:
+    """The dual form of `count` rows; side by side where their systems are of one padded size."""
+    cdef Py_ssize_t ld = _padded(entries[0].n), size = ld * ld + 4 * ld, n = entries[0].n
+    cdef real* a[HMF_SYSTEMS]
+    cdef real* b[HMF_SYSTEMS]
+    cdef real* x[HMF_SYSTEMS]
+    cdef Py_ssize_t codes[HMF_SYSTEMS]
+    cdef real* scratch = work + HMF_SYSTEMS * (size + 3 * ld)
+    cdef int k
+    for k in range(1, count):
+        if _padded(entries[k].n) != ld:
+            _dual_group(systems, entries, rows, k, work, status, out)
+            _dual_group(systems, entries + k, rows + k, count - k, work, status, out)
+            return
+        n = max(n, entries[k].n)
+    for k in range(count):
+        a[k] = work + k * size
+        b[k] = a[k] + ld * ld
+        x[k] = b[k] + ld
+        _start_dual(systems, &entries[k], n, ld, scratch, a[k], b[k], x[k] + ld)
+    _solve_side_by_side(systems.table, count, n, a, b, <real> systems.epsilon, work + HMF_SYSTEMS * size, x, codes)
+    for k in range(count):
+        if codes[k] == 0:
+            _finish_dual(systems, &entries[k], <const real*> x[k], x[k] + ld, scratch)
+        status[rows[k]] = _store(<int32_t> codes[k], systems.rank, <const real*> scratch,
+                                 out + rows[k] * systems.rank)
+
+
+cdef void _start_dual(
+        const Systems* systems, const RowEntries* entries,
+        Py_ssize_t size, Py_ssize_t ld,        # rows of K to write, at least n, and its leading dimension
+        real* scratch,                         # (rank,)
+        real* a, real* b,                      # OUT  (ld, ld), (ld,)
+        real* root) noexcept nogil:            # OUT  (2 * ld,) S, and targets left out of b
+    """K and its right side.
+
+    b = S^-1 t where the weight is at least the unobserved one; other targets t stay, and contribute -S Y Y^T t: their
+    roots may be too small to divide by (zero for confidences equal to the unobserved weight), and the difference
+    would cancel for large weights (docs/methods.md).
+    """
+    cdef const hmf_kernel_table* table = systems.table
+    cdef Weights how = systems.how
+    cdef const real* fixed = <const real*> systems.fixed
+    cdef const real* ratings = <const real*> entries.ratings
+    cdef const real* offsets = <const real*> systems.offsets
+    cdef Py_ssize_t rank = systems.rank, n = entries.n, k
+    cdef Py_ssize_t width = rank - (1 if systems.bias_square > 0 else 0)
+    cdef real* rest = root + ld
+    cdef real ridge = 1
+    cdef bint any_rest = False
+    memset(b, 0, ld * sizeof(real))
+    if how.implicit:
+        weigh(table, n, ratings, <real> how.alpha, <real> how.unobserved, <real> 1.0, root, rest)
+        for k in range(n):
+            if root[k] > 0 and root[k] * root[k] >= <real> how.unobserved:
+                b[k] = rest[k] / root[k]
+                rest[k] = 0
+            elif rest[k] != 0:
+                any_rest = True
+    else:
+        ridge = <real> (entries.scale * (<const real*> systems.ridge)[0])
+        for k in range(n):
+            root[k] = 1
+            b[k] = ratings[k] - (offsets[entries.columns[k]] if offsets != NULL else <real> 0.0)
+    memset(root + n, 0, (ld - n) * sizeof(real))
+    products(table, n, size, width, rank, fixed, entries.columns, <const real*> root, <real> systems.bias_square, ridge,
+             ld, a)
+    if any_rest:
+        sum_rows(table, n, rank, rank, fixed, entries.columns, <const real*> rest, scratch)
+        for k in range(n):
+            b[k] -= root[k] * dot(table, rank, fixed + entries.columns[k] * rank, <const real*> scratch)
+
+
+cdef void _finish_dual(
+        const Systems* systems, const RowEntries* entries,
+        const real* q,                         # IN   (ld,) K^-1 b
+        real* root,                            # IN   (2 * ld,) as `_start_dual` left it; destroyed
+        real* x) noexcept nogil:               # OUT  (rank,)
+    cdef Py_ssize_t rank = systems.rank, n = entries.n, k, ld = _padded(n)
+    cdef real* rest = root + ld
+    cdef double total = 0
+    for k in range(n):
+        root[k] *= q[k]
+        if systems.how.implicit:
+            root[k] += rest[k]
+        total += root[k]
+    sum_rows(systems.table, n, rank, rank, <const real*> systems.fixed, entries.columns, <const real*> root, x)
+    if systems.bias_square > 0:
+        x[rank - 1] = <real> (systems.bias_square * total)
+
+
+cdef void _prefetch_dual(const Systems* systems, const Rows* rows, const int64_t* order, Py_ssize_t n_left,
+                         const real* kind) noexcept nogil:
+    """Prefetch what the next groups of short rows will read; `kind`: any pointer to the type of the factors.
+
+    Consecutive rows of `order` lie anywhere in memory, and a short row is solved in the time of a few cache misses.
+    """
+    cdef Py_ssize_t k, row
+    for k in range(HMF_SYSTEMS):
+        if 3 * HMF_SYSTEMS + k < n_left:
+            HMF_PREFETCH(rows.indptr + order[3 * HMF_SYSTEMS + k])
+        if 2 * HMF_SYSTEMS + k < n_left:
+            row = order[2 * HMF_SYSTEMS + k]
+            HMF_PREFETCH(rows.indices + rows.indptr[row])
+            HMF_PREFETCH(rows.ratings + rows.indptr[row] * rows.itemsize)
+            HMF_PREFETCH(rows.scale + row)
+        if HMF_SYSTEMS + k < n_left:
+            row = order[HMF_SYSTEMS + k]
+            if rows.indptr[row + 1] - rows.indptr[row] <= systems.dual_up_to:
+                prefetch_rows(systems.table, rows.indptr[row + 1] - rows.indptr[row], systems.rank, systems.rank,
+                              <const real*> systems.fixed, rows.indices + rows.indptr[row])
+
+
 cdef void _simd_group(
         const Systems* systems, const Rows* rows,
-        const int64_t* order, int n_rows,    # IN   at most HMF_SYSTEMS rows
+        const int64_t* order, Py_ssize_t n_left,    # IN   rows from here on, of which HMF_SYSTEMS are solved
         real* work,                # scratch (workspace_size(rank),)
         int32_t* status, real* out) noexcept nogil:
     """ALS_CORE of fig. 6 with our own kernels from gathering to solution, for rows that are solved side by side."""
@@ -573,14 +710,23 @@ cdef void _simd_group(
     cdef real* x[HMF_SYSTEMS]
     cdef int64_t used[HMF_SYSTEMS]
     cdef Py_ssize_t codes[HMF_SYSTEMS]
-    cdef int k, count = 0
+    cdef int k, count = 0, n_dual = 0, n_rows = <int> min(HMF_SYSTEMS, n_left)
     cdef RowEntries entries
+    cdef RowEntries dual[HMF_SYSTEMS]
+    cdef int64_t dual_rows[HMF_SYSTEMS]
+    if systems.dual_up_to:
+        _prefetch_dual(systems, rows, order, n_left, <const real*> out)
     for k in range(n_rows):
         row = order[k]
         entries = _entries(rows, row)
         if entries.n == 0:
             memset(out + row * rank, 0, rank * sizeof(real))
             status[row] = 0
+            continue
+        if entries.n <= systems.dual_up_to:
+            dual[n_dual] = entries
+            dual_rows[n_dual] = row
+            n_dual += 1
             continue
         a[count] = work + count * system
         b[count] = a[count] + ld * ld
@@ -594,6 +740,8 @@ cdef void _simd_group(
                             codes)
     for k in range(count):
         status[used[k]] = _store(<int32_t> codes[k], rank, <const real*> x[k], out + used[k] * rank)
+    if n_dual:
+        _dual_group(systems, dual, dual_rows, n_dual, work, status, out)
 
 
 cdef inline int32_t _store(int32_t status, Py_ssize_t rank, const real* x, real* out) noexcept nogil:
@@ -682,8 +830,8 @@ def cholesky_rows(
         for position in prange((n_rows + HMF_SYSTEMS - 1) // HMF_SYSTEMS, nogil=True, schedule="dynamic",
                                chunksize=ROW_CHUNK // HMF_SYSTEMS, num_threads=n_threads):
             _simd_group(
-                &its, &all_rows, &order[position * HMF_SYSTEMS],
-                <int> min(HMF_SYSTEMS, n_rows - position * HMF_SYSTEMS), &workspace[hmf_thread_id(), 0], &status[0], &out[0, 0])
+                &its, &all_rows, &order[position * HMF_SYSTEMS], n_rows - position * HMF_SYSTEMS,
+                &workspace[hmf_thread_id(), 0], &status[0], &out[0, 0])
         return
     for position in prange(n_rows, nogil=True, schedule="dynamic", chunksize=ROW_CHUNK, num_threads=n_threads):
         status[order[position]] = _cholesky_row(
@@ -832,6 +980,95 @@ cdef int32_t _subspace_or_zero(const Systems* systems, const Rows* rows, Py_ssiz
         memset(out, 0, systems.rank * sizeof(real))
         return 0
     return _subspace_row(systems, &entries, block, work, out)
+
+
+def inverse_root(const double[:, ::1] matrix, double epsilon):
+    """L^-1 of matrix = L L^T, in one thread; None if the matrix is not positive definite to working precision.
+
+    Parameters
+    ----------
+    matrix : float64 array, shape (rank, rank)
+        Symmetric.
+    epsilon : float
+        Pivots at or below this share of their diagonal element count as zero.
+
+    Returns
+    -------
+    float64 array, shape (rank, rank), or None
+        Lower triangular.
+    """
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Py_ssize_t rank = matrix.shape[0], i, j
+    cdef double pivot
+    cdef double[:, ::1] lower = np.zeros((rank, rank)), inverse = np.zeros((rank, rank))
+    for i in range(rank):
+        for j in range(i):
+            lower[i, j] = (matrix[i, j] - dot[double](table, j, &lower[i, 0], &lower[j, 0])) / lower[j, j]
+        pivot = matrix[i, i] - dot[double](table, i, &lower[i, 0], &lower[i, 0])
+        if not (pivot > epsilon * matrix[i, i] and isfinite(pivot)):
+            return None
+        lower[i, i] = sqrt(pivot)
+        combine[double](table, i, rank, &inverse[0, 0], &lower[i, 0], &inverse[i, 0])
+        for j in range(i):
+            inverse[i, j] /= -lower[i, i]
+        inverse[i, i] = 1 / lower[i, i]
+    return np.asarray(inverse)
+
+
+def panels(const real[:, ::1] matrix):
+    """A square matrix packed for `times_panels`.
+
+    Returns
+    -------
+    array, shape (n_panels, rank, HMF_PANEL)
+        HMF_PANEL columns each, zero-padded.
+    spans : int64 array, shape (n_panels, 2)
+        First row of each panel that is not zero, and the row behind the last one.
+    """
+    cdef Py_ssize_t rank = matrix.shape[0], n_panels = (rank + HMF_PANEL - 1) // HMF_PANEL
+    padded = np.pad(np.asarray(matrix), ((0, 0), (0, n_panels * HMF_PANEL - rank)))
+    packed = np.ascontiguousarray(padded.reshape(rank, n_panels, HMF_PANEL).transpose(1, 0, 2))
+    spans = np.zeros((n_panels, 2), dtype=np.int64)
+    for panel in range(n_panels):
+        filled = np.flatnonzero(packed[panel].any(axis=1))
+        if len(filled):
+            spans[panel] = filled[0], filled[len(filled) - 1] + 1
+    return packed, spans
+
+
+def times_panels(
+        real[:, ::1] out,                    # OUT  (n_rows, rank), may be `rows`
+        const real[:, ::1] rows,             # IN   (n_rows, rank)
+        const real[:, :, ::1] packed, const int64_t[:, ::1] spans,    # IN   of `panels`
+        int32_t[::1] status,                 # IN OUT (n_rows,) NON_FINITE where a row of the product is not finite
+        int n_threads):
+    """out = rows @ matrix; a row's bits depend on no other row."""
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Py_ssize_t n_rows = rows.shape[0], n_blocks = (n_rows + PRODUCT_ROWS - 1) // PRODUCT_ROWS, block
+    n_threads = hmf_usable_threads(n_threads)
+    cdef real[:, ::1] scratch = np.empty((n_threads, PRODUCT_ROWS * packed.shape[0] * HMF_PANEL),
+                                         dtype=np.asarray(rows).dtype)
+    for block in prange(n_blocks, nogil=True, schedule="static", num_threads=n_threads):
+        _times_panels(table, min(PRODUCT_ROWS, n_rows - block * PRODUCT_ROWS), rows.shape[1], packed.shape[0],
+                      &rows[block * PRODUCT_ROWS, 0], &packed[0, 0, 0], &spans[0, 0], &scratch[hmf_thread_id(), 0],
+                      &out[block * PRODUCT_ROWS, 0], &status[block * PRODUCT_ROWS])
+
+
+cdef void _times_panels(
+        const hmf_kernel_table* table, Py_ssize_t n_rows, Py_ssize_t rank, Py_ssize_t n_panels, const real* rows,
+        const real* packed, const int64_t* spans, real* scratch, real* out, int32_t* status) noexcept nogil:
+    cdef Py_ssize_t panel, row, j, ld = n_panels * HMF_PANEL
+    cdef bint finite
+    for panel in range(n_panels):
+        times_panel(table, n_rows, spans[2 * panel + 1] - spans[2 * panel], rows + spans[2 * panel], rank,
+                    packed + (panel * rank + spans[2 * panel]) * HMF_PANEL, scratch + panel * HMF_PANEL, ld)
+    for row in range(n_rows):
+        finite = True
+        for j in range(rank):
+            finite &= isfinite(scratch[row * ld + j])
+        if not finite and status[row] == 0:
+            status[row] = _NON_FINITE
+        memcpy(out + row * rank, scratch + row * ld, rank * sizeof(real))
 
 
 # ---------------------------------------------------------------------------------------------------------- BALS

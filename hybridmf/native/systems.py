@@ -24,6 +24,10 @@ class Systems(NamedTuple):
     implicit : bool
     alpha, unobserved : float
         Confidence per unit of feedback, and of pairs without an entry.
+    dual_up_to : int
+        Entries of the longest row that is solved in the dual form; 0 for none.
+    bias_square : float
+        lambda / lambda_b where the last column of `fixed` is that of a bias, else 0; the dual form needs it.
     epsilon : float
         Pivots at or below this share of their diagonal element count as zero.
     """
@@ -35,6 +39,8 @@ class Systems(NamedTuple):
     implicit: bool
     alpha: float
     unobserved: float
+    dual_up_to: int
+    bias_square: float
     epsilon: float
 
 
