@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from .core.objective import Objective, Side, State
-from .core.validate import check_rng
+from .core.objective import Objective, State
 from .cpu.als import CpuALS
 from .cpu.stream import StreamedCpuALS
 from .model.base import FactorModel
-from .model.learned import scale_of, total_of
 from .plan.solver import Solver
+from .plan.start import Start
 from .plan.types import Plan, Settings
 
 
@@ -40,18 +38,9 @@ class _ALS(FactorModel):
             iterations=self.iterations,
         )
 
-    def _initial_state(
-        self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
-    ) -> State:
-        if not plan.offloaded or plan.devices:
-            return super()._initial_state(matrix, item_users, plan, objective, scale)
-        from .gpu.factors import first_state
-
-        degrees: dict[Side, np.ndarray] = {"user": np.diff(matrix.indptr), "item": np.diff(item_users.indptr)}
-        mean, rng = total_of(matrix) / matrix.nnz, check_rng(self.random_state)
-        scale = scale_of(matrix, objective) if scale is None else scale
-        square = self._first_length(objective, scale)
-        return first_state(degrees, plan, matrix.dtype.type, objective, mean, rng, square)
+    def _start(self, objective: Objective, scale: float) -> Start:
+        """Users only: items are solved first, and their first factors do not matter or are best zero."""
+        return replace(super()._start(objective, scale), sides=("user",))
 
     def _solver(
         self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int

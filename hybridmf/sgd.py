@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import scipy.sparse as sp
 
 from .core.objective import Objective, State
-from .core.validate import check_int, check_rng
+from .core.validate import check_int, seed_of
 from .model.base import FactorModel
 from .model.learned import scale_of
 from .plan.sgd import SgdMethod
@@ -191,7 +190,7 @@ item_ids_
         )
 
     def _seed_bits(self, kept: int | None) -> int:
-        return _shuffle_seed(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
+        return seed_of(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
 
     def _standardized(self, plan: Plan, objective: Objective, user_items: sp.csr_array) -> Plan:
         """The plan with the learning rate scaled to these ratings."""
@@ -222,8 +221,3 @@ item_ids_
         from .gpu.sgd import GpuSGD
 
         return GpuSGD(open_device(plan.device), user_items, item_users, objective, plan, state, completed)
-
-
-def _shuffle_seed(random_state: Any) -> int:
-    """63 bits for the shuffles; an integer always gives the same ones, so that a resumed fit repeats the shuffles."""
-    return int(check_rng(random_state).integers(np.iinfo(np.int64).max))

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..core.objective import SIDES, Factors, Objective, Side, State, part_of
+from ..core.objective import SIDES, Factors, Objective, Side, State
 from ..core.validate import csr_arrays
 from ..data.slabs import Slabs
 from ..plan.ordering import Ordering
@@ -62,7 +62,7 @@ class StreamedHalf:
             rows = slice(first, last)
             half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, self.names[rows])
             half.check = self.check
-            before = None if start is None else part_of(start, first, last)
+            before = None if start is None else start.part(rows)
             solved = half.solve(fixed, mean, before, gram)
             out[rows] = solved.matrix
             if bias is not None and solved.bias is not None:
@@ -74,7 +74,7 @@ class StreamedHalf:
         losses = np.zeros(len(self.degrees))
         for k, (first, last) in enumerate(pairwise(self.slabs.bounds.tolist())):
             self.slabs.prefetch(k + 1)
-            part = State(part_of(users, first, last), items, mean)
+            part = State(users.part(slice(first, last)), items, mean)
             csr = csr_arrays(self.slabs.matrix(k))
             losses[first:last] = losses_of_rows(self.objective, csr, part, self.plan.num_threads)
         return losses

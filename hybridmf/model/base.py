@@ -17,7 +17,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import Tags, check_array
 from sklearn.utils.validation import check_is_fitted
 
-from ..core.objective import Objective, State, initial_state
+from ..core.objective import Objective, State
 from ..core.sparse import transposed
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
@@ -25,7 +25,7 @@ from ..core.validate import (
     check_bool,
     check_int,
     check_nonempty,
-    check_rng,
+    seed_of,
     without_mask,
 )
 from ..data import fingerprint
@@ -36,6 +36,7 @@ from ..errors import DeviceError
 from ..plan import dispatch
 from ..plan.make import check_memory, make_plan, plan_for
 from ..plan.solver import Solver
+from ..plan.start import Start, initial_state
 from ..plan.types import Plan, Settings
 from ..ratings import Ratings
 from . import checkpoint as checkpoints
@@ -63,8 +64,8 @@ class FactorModel(ServingMixin, BaseEstimator):
     _reads_slabs = False
     """Whether the solvers read a `Store` slab by slab; for other solvers it is loaded into memory."""
 
-    _first_square = 0.25
-    """Mean squared length of initial factors, relative to the scale of explicit ratings. Longer factors leave noise in
+    _first_length = 0.5
+    """Length of initial factors, relative to the root of the scale of explicit ratings. Longer factors leave noise in
     rows with few entries; with shorter ones, the first pass makes item factors so long that SGD steps overshoot."""
 
     n_iter_: int
@@ -256,13 +257,14 @@ class FactorModel(ServingMixin, BaseEstimator):
             matrix.dtype.type,
             objective,
             total_of(matrix) / matrix.nnz,
-            check_rng(self.random_state),
-            self._first_length(objective, scale),
+            seed_of(self.random_state),
+            self._start(objective, scale),
+            plan.num_threads,
         )
 
-    def _first_length(self, objective: Objective, scale: float) -> float:
-        """Mean squared length of initial factors: in proportion to explicit ratings, about 1 for implicit feedback."""
-        return 1.0 if objective.is_implicit else self._first_square * scale
+    def _start(self, objective: Objective, scale: float) -> Start:
+        """How initial factors are distributed; factors of explicit ratings grow with the root of their scale."""
+        return Start(1.0 if objective.is_implicit else self._first_length * math.sqrt(scale))
 
     # ------------------------------------------------------------------------------------------------ files
 

@@ -11,11 +11,12 @@ import scipy.sparse as sp
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import Objective, initial_state
-from hybridmf.core.validate import as_csr
+from hybridmf.core.objective import Objective
+from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.data.store import Store
 from hybridmf.errors import ModelFileError
 from hybridmf.model.learned import scale_of
+from hybridmf.plan.start import initial_state
 from hybridmf.ranks.shares import SharedEntries, StoredRatings, WholeRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
@@ -63,8 +64,7 @@ def test_a_fit_is_the_references(backend, scaling, penalty, several):
     objective = Objective("explicit", 0.1, scaling, biases=True, bias_regularization=penalty)
     start = initial_state(
         np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=16), 3, np.float64, objective,
-        float(matrix.data.mean()), np.random.default_rng(3),
-        model._first_length(objective, scale_of(matrix, objective)),
+        float(matrix.data.mean()), seed_of(3), model._start(objective, scale_of(matrix, objective)),
     )  # fmt: skip
     expected = reference.fit(matrix, start, objective, 3)
     for side in ("user", "item"):
