@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .core.objective import Objective, State
+from .core.objective import SIDES, Objective, Side, State
 from .cpu.als import CpuALS
 from .cpu.stream import StreamedCpuALS
 from .model.base import FactorModel
 from .plan.solver import Solver
-from .plan.start import Start
+from .plan.start import Init, Start
 from .plan.types import Plan, Settings
 
 
@@ -39,8 +39,21 @@ class _ALS(FactorModel):
         )
 
     def _start(self, objective: Objective, scale: float) -> Start:
-        """Users only: items are solved first, and their first factors do not matter or are best zero."""
+        """Of the users: items are solved first. Their drawn factors would help no solver that starts from them."""
         return replace(super()._start(objective, scale), sides=("user",))
+
+    def _sides_read(self) -> tuple[Side, ...]:
+        """Exact solvers overwrite the items' factors; a change of basis reads them before."""
+        return ("user",) if self.solver == "cholesky" and not self.balance else SIDES
+
+    def _init(self, shape: tuple[int, int]) -> Init:
+        """See `FactorModel`; refuses factors that would have no effect."""
+        init = super()._init(shape)
+        if init.given and not set(init.given) & set(self._sides_read()):
+            raise ValueError(
+                "init has item_factors only, which the exact solver replaces before it reads them; give user_factors"
+            )
+        return init
 
     def _solver(
         self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
@@ -107,6 +120,13 @@ class ImplicitALS(_ALS):
         Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
     random_state : int, Generator or None
         Seed of the initial factors.
+    init : {"nonnegative", "signed"} or tuple of arrays, optional
+        Initial factors. "nonnegative" (the default) and "signed" draw them from a uniform distribution. Arrays
+        ``(user_factors, item_factors)``, of shape (n_users, factors) and (n_items, factors), continue from earlier
+        factors; models with biases also accept ``(user_factors, item_factors, user_bias, item_bias)``. Rows follow the
+        rows and columns of the ratings. Items are solved first, from the user factors: the exact solver ignores
+        `item_factors` (unless ``balance=True``), which may be None; "cg" and "subspace" start from them. Model files
+        do not contain these arrays.
     block_size : int
         Coordinates in each block of ``solver="subspace"``. With ``block_size >= factors`` the solver is exact.
     balance : bool
@@ -165,6 +185,7 @@ class ImplicitALS(_ALS):
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        init: Any = None,
         block_size: int = 32,
         balance: bool = False,
         reduction: str = "auto",
@@ -185,6 +206,7 @@ class ImplicitALS(_ALS):
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.init = init
         self.block_size = block_size
         self.balance = balance
         self.reduction = reduction
@@ -218,7 +240,7 @@ class ExplicitALS(_ALS):
         For ranking rather than rating prediction, use about twenty times the default together with
         ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
-block_size, balance, reduction, gpu_memory_limit
+init, block_size, balance, reduction, gpu_memory_limit
         As for `ImplicitALS`.
 
     Attributes
@@ -257,6 +279,7 @@ item_ids_
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        init: Any = None,
         block_size: int = 32,
         balance: bool = False,
         reduction: str = "auto",
@@ -277,6 +300,7 @@ item_ids_
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.init = init
         self.block_size = block_size
         self.balance = balance
         self.reduction = reduction

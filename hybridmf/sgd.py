@@ -95,6 +95,8 @@ class SGD(FactorModel):
     random_state : int, Generator or None
         Seed of the initial factors and of every shuffle. A fit resumed from a checkpoint repeats the shuffles of the
         uninterrupted fit, since the checkpoint stores their seed.
+    init : {"nonnegative", "signed"} or tuple of arrays, optional
+        As for `ImplicitALS`; factors and biases of both sides are used, and None for one of them draws it.
     gpu_memory_limit : int or str, optional
         As for `ImplicitALS`.
 
@@ -143,6 +145,7 @@ item_ids_
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        init: Any = None,
         gpu_memory_limit: str | int | None = None,
     ) -> None:
         self.factors = factors
@@ -162,6 +165,7 @@ item_ids_
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.init = init
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self, spread: float = 1.0) -> Objective:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import Tags, check_array
 from sklearn.utils.validation import check_is_fitted
 
-from ..core.objective import Objective, State
+from ..core.objective import SIDES, Objective, Side, State
 from ..core.sparse import transposed
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
@@ -36,7 +36,7 @@ from ..errors import DeviceError
 from ..plan import dispatch
 from ..plan.make import check_memory, make_plan, plan_for
 from ..plan.solver import Solver
-from ..plan.start import Start, initial_state
+from ..plan.start import Init, Start, check_init, initial_state
 from ..plan.types import Plan, Settings
 from ..ratings import Ratings
 from . import checkpoint as checkpoints
@@ -60,6 +60,7 @@ class FactorModel(ServingMixin, BaseEstimator):
 
     iterations: int
     random_state: Any
+    init: Any
 
     _reads_slabs = False
     """Whether the solvers read a `Store` slab by slab; for other solvers it is loaded into memory."""
@@ -175,6 +176,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         check_labels(labels_of(user_items))
         matrix = self._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
+        init = self._init(matrix.shape)
         stopwatch.lap("check")
         plan = plan_for(matrix, objective, settings)
         check_memory(plan)
@@ -194,7 +196,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         log_empty_rows(user_counts, item_counts)
         scale = scale_of(matrix, objective)
         objective = self._objective(scale)
-        state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective, scale)
+        state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective, scale, init)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
         solver = self._solver(_seeded(plan, seed_bits), objective, matrix, item_users, state, completed)
@@ -213,7 +215,7 @@ class FactorModel(ServingMixin, BaseEstimator):
                 completed=completed,
                 history=list(resumed.summary["history"]) if resumed else None,
             )
-            del state, resumed  # frees the initial factors after the first sweep
+            del state, resumed, init  # frees the initial factors after the first sweep
             stopwatch.lap("set up")
             loop.run(iterations)
         if not objective.is_implicit:
@@ -246,21 +248,44 @@ class FactorModel(ServingMixin, BaseEstimator):
         return None
 
     def _initial_state(
-        self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
+        self,
+        matrix: Any,
+        item_users: Any,
+        plan: Plan,
+        objective: Objective,
+        scale: float | None = None,
+        init: Init | None = None,
     ) -> State:
-        """Initial state of a fit; `scale` is that of the ratings, computed if not given."""
+        """Initial state of a fit; the scale of the ratings and the checked `init` are computed if not given."""
+        degrees: dict[Side, np.ndarray] = {"user": np.diff(matrix.indptr), "item": np.diff(item_users.indptr)}
+        mean, seed = total_of(matrix) / matrix.nnz, seed_of(self.random_state)
         scale = scale_of(matrix, objective) if scale is None else scale
-        return initial_state(
-            np.diff(matrix.indptr),
-            np.diff(item_users.indptr),
-            plan.factors,
-            matrix.dtype.type,
-            objective,
-            total_of(matrix) / matrix.nnz,
-            seed_of(self.random_state),
-            self._start(objective, scale),
-            plan.num_threads,
-        )
+        return self._first_state(degrees, plan, objective, mean, scale, seed, init or self._init(matrix.shape))
+
+    def _first_state(
+        self,
+        degrees: Mapping[Side, np.ndarray],
+        plan: Plan,
+        objective: Objective,
+        mean: float,
+        scale: float,
+        seed: int,
+        init: Init,
+    ) -> State:
+        """Initial state for ratings of these degrees, this mean and this scale."""
+        start = replace(self._start(objective, scale), signed=init.signed)
+        counts = (degrees["user"], degrees["item"])
+        drawn = initial_state(*counts, plan.factors, plan.dtype, objective, mean, seed, start, plan.num_threads)
+        return init.placed(drawn, degrees, self._sides_read())
+
+    def _init(self, shape: tuple[int, int]) -> Init:
+        """The checked `init` for ratings of this shape."""
+        settings, biases = self._settings(), self._objective().biases
+        return check_init(self.init, shape, settings.factors, settings.dtype, biases=biases)
+
+    def _sides_read(self) -> tuple[Side, ...]:
+        """Sides whose initial factors the first iteration reads."""
+        return SIDES
 
     def _start(self, objective: Objective, scale: float) -> Start:
         """How initial factors are distributed; factors of explicit ratings grow with the root of their scale."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..core.objective import SIDES, Factors, LazyFactors, Objective, Side, State
+from ..core.validate import check_choice
 from ..native import _draw
 
 
@@ -170,3 +171,106 @@ def initial_state(
         return DrawnFactors(scales, rank, dtype, side, seed, start.signed, objective.biases, num_threads)
 
     return State(drawn("user", user_degrees), drawn("item", item_degrees), mean if objective.biases else 0.0)
+
+
+STARTS = ("nonnegative", "signed")
+"""Named values of `init`."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """A checked `init`.
+
+    Attributes
+    ----------
+    signed : bool
+        Whether drawn factors are signed.
+    given : dict of side to Factors
+        Factors that are not drawn; copies.
+    """
+
+    signed: bool = False
+    given: Mapping[Side, Factors] = field(default_factory=dict)
+
+    def placed(self, state: State, degrees: Mapping[Side, np.ndarray], sides: Sequence[Side] = SIDES) -> State:
+        """The state with the given factors of `sides`; rows without entries are zero."""
+        for side in sides:
+            factors = self.given.get(side)
+            if factors is not None:
+                empty = np.asarray(degrees[side]) == 0
+                for array in factors.arrays:
+                    array[empty] = 0
+                state = state.with_side(side, factors)
+        return state
+
+
+def check_init(
+    init: Any, shape: tuple[int, int], factors: int, dtype: Any, *, biases: bool = False, nonnegative: bool = False
+) -> Init:
+    """Initial factors that a user asks for.
+
+    Parameters
+    ----------
+    init : None, str or sequence of arrays
+        Name in `STARTS`, or factors of users and items, of which one may be None; then, optionally, their biases.
+    shape : (n_users, n_items)
+    factors : int
+    dtype : float32 or float64
+    biases : bool
+        Whether the model has biases.
+    nonnegative : bool
+        Whether factors have to be nonnegative.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if init is None or isinstance(init, str):
+        name = check_choice("init", init or STARTS[0], STARTS)
+        if nonnegative and name == "signed":
+            raise ValueError('init="signed" contradicts nonnegative=True; use init="nonnegative"')
+        return Init(name == "signed")
+    if not isinstance(init, (tuple, list)) or len(init) not in (2, 4):
+        what = f"{len(init)} values" if isinstance(init, (tuple, list)) else f"a value of type {type(init).__name__}"
+        raise TypeError(
+            f"init must be None, {', '.join(map(repr, STARTS))} or a tuple (user_factors, item_factors), of models "
+            f"with biases also (user_factors, item_factors, user_bias, item_bias); got {what}"
+        )
+    if len(init) == 4 and not biases:
+        raise ValueError("init has biases, and the model has none; give (user_factors, item_factors), or fit biases")
+    if init[0] is None and init[1] is None:
+        raise ValueError("init has neither user_factors nor item_factors; give one of them, or init=None")
+    given: dict[Side, Factors] = {}
+    for place, (side, n) in enumerate(zip(SIDES, shape, strict=True)):
+        matrix = init[place]
+        bias = init[place + 2] if len(init) == 4 else None
+        if matrix is None:
+            if bias is not None:
+                raise ValueError(f"init has {side}_bias without {side}_factors; give both, or None for both")
+            continue
+        rows = _check_given(f"{side}_factors", matrix, (n, factors), dtype)
+        if nonnegative and rows.min(initial=0) < 0:
+            raise ValueError(f"init: {side}_factors has negative elements, and nonnegative=True; clip them at 0")
+        known = None
+        if biases:
+            known = np.zeros(n, dtype) if bias is None else _check_given(f"{side}_bias", bias, (n,), dtype)
+        given[side] = Factors(rows, known)
+    return Init(given=given)
+
+
+def _check_given(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A copy in the type of the computation."""
+    found = np.asarray(array)
+    if found.dtype.kind not in "fiu":
+        raise TypeError(f"init: {name} must be an array of real numbers, got {type(array).__name__} of {found.dtype}")
+    if found.shape != shape:
+        raise ValueError(f"init: {name} has shape {found.shape}, expected {shape} for these ratings and `factors`")
+    with np.errstate(over="ignore"):
+        copy = np.array(found, dtype=dtype, order="C")
+    finite = np.isfinite(copy)
+    if not finite.all():
+        at = tuple(int(k) for k in np.argwhere(~finite)[0])
+        raise ValueError(
+            f"init: {name} has the value {found[at]} at {list(at)}; expected numbers that are finite in {copy.dtype}"
+        )
+    return copy

@@ -29,7 +29,7 @@ from ..model.stopwatch import Stopwatch
 from ..plan.grid import RankLayout
 from ..plan.make import check_memory, make_plan
 from ..plan.memory import rank_bytes
-from ..plan.start import DrawnFactors, initial_state
+from ..plan.start import DrawnFactors
 from ..plan.types import DegreeFacts, Plan
 from ..ranks.cpu_rank import CpuWorker
 from ..ranks.shares import RankBlocks, RankRatings
@@ -184,6 +184,7 @@ class _Fit:
         self.iterations = check_int("iterations", model.iterations, 1)
         labels = (ratings.user_ids, ratings.item_ids)
         check_labels(labels)
+        self.init = model._init(ratings.shape)
         held_out = check_validation(validation, labels, ratings.shape, self.objective, unknown)
         degrees = ratings.degrees(communicator)
         stopwatch.lap("check")
@@ -304,16 +305,14 @@ class _Fit:
     def _initial_state(self) -> State:
         """Initial factors, the same as in a fit by one process; each rank draws its own rows."""
         seed = np.array([seed_of(self.model.random_state) if self.first else 0], dtype=np.int64)
-        return initial_state(
-            self.cut.degrees["user"],
-            self.cut.degrees["item"],
-            self.plan.factors,
-            np.dtype(self.plan.dtype).type,
+        return self.model._first_state(
+            self.cut.degrees,
+            self.plan,
             self.objective,
             self.cut.total / self.cut.nnz,
+            self.scale,
             int(self.communicator.broadcast(seed)[0]),
-            self.model._start(self.objective, self.scale),
-            self.plan.num_threads,
+            self.init,
         )
 
     def _broadcast_state(self, state: State | None) -> State:
