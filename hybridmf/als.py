@@ -173,7 +173,7 @@ class ImplicitALS(_ALS):
         *,
         regularization: float = 0.01,
         alpha: float = 1.0,
-        iterations: int = 15,
+        iterations: int = 10,
         solver: str = "cholesky",
         device: str | Sequence[str] = "auto",
         regularization_scaling: str | float = "none",

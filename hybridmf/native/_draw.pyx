@@ -9,6 +9,7 @@ from cython.parallel cimport prange, threadid
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
+from hybridmf._openmp cimport hmf_usable_threads
 from hybridmf.native.kernels cimport hmf_kernel_table, hmf_kernels, hmf_kernels_named, real
 
 
@@ -40,6 +41,7 @@ def draw_rows(
     cdef Py_ssize_t n = out.shape[0], rank = out.shape[1], k
     cdef const hmf_kernel_table* table = hmf_kernels() if isa is None else hmf_kernels_named(isa.encode())
     cdef float* work
+    n_threads = hmf_usable_threads(n_threads)
     if table == NULL:
         raise ValueError(f"this processor has no kernels for {isa!r}")
     if not n or not rank:
