@@ -20,6 +20,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .core.files import FORMATS, read_head, sniff_format, write_atomically
+from .core.frames import kind_of
 from .core.sparse import keep_entries, transposed
 from .core.validate import (
     MERGE_RULES,
@@ -66,6 +67,8 @@ class Ratings:
         float32 values, int32 indices, columns sorted within rows, no duplicate pairs. An explicit zero is an entry. The
         three arrays are read-only; ``user_items.copy()`` is writable.
     user_ids, item_ids : ndarray or None
+    frame_kind : {"pandas", "polars", "pyarrow"} or None
+        Library of the data frame that the ratings came from; tables are returned in it.
 
     Raises
     ------
@@ -79,6 +82,7 @@ class Ratings:
         self.user_items: sp.csr_array = as_csr(user_items, name="user_items")
         self.user_ids = label_array("user_ids", user_ids, self.n_users)
         self.item_ids = label_array("item_ids", item_ids, self.n_items)
+        self.frame_kind: str | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -219,7 +223,9 @@ class Ratings:
             `frame` is no data frame, or a column has a type that cannot be used.
         """
         check_choice("duplicates", duplicates, MERGE_RULES)
-        return _from_entries(frame_entries(frame, "frame", user, item, value), duplicates)
+        ratings = _from_entries(frame_entries(frame, "frame", user, item, value), duplicates)
+        ratings.frame_kind = kind_of(frame)
+        return ratings
 
     @classmethod
     def from_file(
@@ -397,6 +403,12 @@ class Ratings:
                 content[name] = storable(name, labels)
         write_atomically(os.fsdecode(path), lambda stream: np.savez(stream, **cast(Any, content)))
 
+    def _with_matrix(self, matrix: sp.csr_array) -> Ratings:
+        """Ratings with the same rows and columns, of a matrix that only the library holds."""
+        ratings = Ratings(matrix, self.user_ids, self.item_ids)
+        ratings.frame_kind = self.frame_kind
+        return ratings
+
     def __repr__(self) -> str:
         text = f"Ratings({self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries"
         if self.nnz:
@@ -442,7 +454,7 @@ def split(ratings: Any, test_size: float | int = 0.1, random_state: Any = None) 
     train, test = keep_entries(matrix, ~chosen), keep_entries(matrix, chosen)
     if isinstance(ratings, Ratings):
         parts = map(frozen_csr, (train, test))
-        return tuple(Ratings(part, ratings.user_ids, ratings.item_ids) for part in parts)  # type: ignore[return-value]
+        return tuple(map(ratings._with_matrix, parts))  # type: ignore[return-value]
     return train, test
 
 

@@ -14,7 +14,7 @@ def progress_bar(total: int, shown: bool, **options: Any) -> tqdm:
     Parameters
     ----------
     total : int
-        Iterations.
+        Iterations, or what `unit` names.
     shown : bool
         Whether one is asked for.
     **options
@@ -23,4 +23,4 @@ def progress_bar(total: int, shown: bool, **options: Any) -> tqdm:
     stream = sys.stderr  # None under pythonw and in some services
     drawable = shown and stream is not None and not getattr(stream, "closed", False)
     # None leaves it to tqdm, which draws in notebooks and on terminals only
-    return tqdm(total=total, disable=None if drawable else True, unit="iteration", **options)
+    return tqdm(total=total, disable=None if drawable else True, **({"unit": "iteration"} | options))

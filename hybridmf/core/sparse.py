@@ -27,6 +27,11 @@ def keep_entries(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:
     return make_csr(before[matrix.indptr], matrix.indices[mask], matrix.data[mask], matrix.shape)
 
 
+def without_zeros(matrix: sp.csr_array) -> sp.csr_array:
+    """The matrix without explicit zeros."""
+    return keep_entries(matrix, matrix.data != 0)
+
+
 def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
     """matrix[rows] for integer positions >= 0, repeats included."""
     if matrix.indptr.dtype == matrix.indices.dtype:

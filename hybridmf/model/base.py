@@ -238,6 +238,7 @@ class FactorModel(ServingMixin, BaseEstimator):
             params=_io.jsonable(self.get_params(deep=False)),
             item_counts=item_counts,
             value_range=range_of(matrix, objective),
+            frame_kind=getattr(given, "frame_kind", None),
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
@@ -299,6 +300,7 @@ class FactorModel(ServingMixin, BaseEstimator):
                 _io.jsonable(self.get_params(deep=False)),
                 content.item_counts,
                 content.value_range,
+                content.frame_kind,
             )
         )
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])

@@ -22,8 +22,9 @@ import safetensors
 
 from .. import _formats
 from ..core.files import write_atomically as write_atomically
+from ..core.frames import KINDS
 from ..core.objective import Factors, Objective, State
-from ..core.validate import check_int, check_range, check_real, make_csr
+from ..core.validate import check_choice, check_int, check_range, check_real, make_csr
 from ..data.labels import LABEL_DTYPES, decode_labels, encode_labels
 from ..errors import ModelFileError
 
@@ -105,6 +106,7 @@ def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str,
         "nnz": model.plan_.nnz,
         "total": model._learned.total,
         "value_range": model._learned.value_range,
+        "frame_kind": model._learned.frame_kind,
     } | (extra or {})
     if model._learned.objective.biases:  # a default depends on the ratings
         summary["bias_regularization"] = model._learned.objective.bias_regularization
@@ -189,6 +191,7 @@ class ModelFile:
         Constructor parameters; ``mean``, ``n_iter``, ``nnz``, ``total``, ``value_range``, ``history`` and any other
         stored fields.
     value_range : (float, float) or None
+    frame_kind : str or None
     state : State
     seen : csr_array or None
     item_counts : int64 array or None
@@ -286,6 +289,8 @@ class ModelFile:
             check_real("total", summary["total"])
         found = summary.setdefault("value_range", None)  # files of earlier versions have none
         self.value_range = None if found is None else check_range("value_range", found)
+        kind = summary.setdefault("frame_kind", None)  # files of earlier versions have none
+        self.frame_kind: str | None = None if kind is None else check_choice("frame_kind", kind, KINDS)
         if "bias_regularization" in summary:
             check_real("bias_regularization", summary["bias_regularization"], 0.0)
         history = summary["history"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import scipy.sparse as sp
 from ..core.objective import Factors, Objective, Side, State, rating_scale
 from ..core.sparse import as_ones, entry_rows, entry_squares, entry_sum, transposed, value_range
 from ..core.validate import frozen_csr
+from ..data.labels import label_table
 from ..data.store import StoredSeen, StoreMatrix
 from ..plan.types import Plan
 
@@ -37,6 +39,11 @@ class Learned:
     value_range : (float, float) or None
         Smallest and largest training value of explicit feedback, to which predictions are clipped; None if unknown
         (files of earlier versions) and for implicit feedback.
+    frame_kind : str or None
+        Library of the data frame that the ratings came from, in which tables are returned.
+    derived : dict
+        What serving has computed of the other attributes. A copy starts without, so nothing outlives its factors, also
+        where another thread replaces the result of a fit while a call goes on.
     """
 
     objective: Objective
@@ -49,6 +56,26 @@ class Learned:
     params: dict[str, Any] = field(default_factory=dict)
     item_counts: np.ndarray | None = None
     value_range: tuple[float, float] | None = None
+    frame_kind: str | None = None
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"derived": {}}
+
+    def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """What `compute` returns, computed at first use."""
+        if key not in self.derived:
+            self.derived[key] = compute()
+        return self.derived[key]
+
+    def labels(self, side: Side) -> np.ndarray | None:
+        """Labels of one side."""
+        return self.user_ids if side == "user" else self.item_ids
+
+    def label_table(self, side: Side) -> dict[Any, int]:
+        """Position of each label of one side."""
+        table: dict[Any, int] = self.cached(("labels", side), lambda: label_table(self.labels(side)))
+        return table
 
     @property
     def shape(self) -> tuple[int, int]:

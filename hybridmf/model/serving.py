@@ -6,7 +6,7 @@ It depends on positions and on `Learned` only, so all estimators and backends sh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from ..core.objective import SIDES, Factors, Side, scoring_rows
-from ..core.sparse import keep_entries, take_rows, transposed
+from ..core.frames import check_kind, kind_of
+from ..core.objective import SIDES, Side
+from ..core.sparse import keep_entries, take_rows, transposed, without_zeros
 from ..core.system import available_memory
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
@@ -34,16 +35,17 @@ from ..core.validate import (
     without_mask,
 )
 from ..data.align import IN_ORDER, align, align_rows, labels_of
-from ..data.labels import check_storable_labels
+from ..data.labels import check_storable_labels, look_up
 from ..data.store import Store, StoredSeen
 from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError, UnknownLabelError
 from ..native import _als
-from ..plan.memory import check_answer
 from ..plan.types import Plan
 from ..ratings import Ratings
-from .engine import Engine, engine_for
+from .engine import engine_for
 from .learned import Learned, count_items, pattern, transposed_pattern
-from .popularity import allowed_items, rank_by_count
+from .ranking import blank_mask, fold_in, neighbours, rank
+from .requests import History, is_history, is_single, labelled, positions_of, read_candidates, read_history
+from .tables import Request, file_format, to_file, to_frame
 
 logger = logging.getLogger("hybridmf")
 
@@ -51,18 +53,10 @@ COLD_USERS = ("popular", "mask")
 """Values of ``cold_users=`` of `recommend`."""
 
 
-def _normalized(factors: np.ndarray) -> np.ndarray:
-    """Rows of length 1; zero rows stay zero. In float64: squares of small float32 factors underflow."""
-    wide = factors.astype(np.float64)
-    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
-    return np.ascontiguousarray(wide / np.where(lengths == 0, 1, lengths), dtype=factors.dtype)
-
-
 class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     """Recommendations, similarities, predictions, fold-in and updates of a fitted factor model."""
 
     _learned: Learned  # set by fit and load
-    _cache: dict[str, Any]  # arrays derived from it
     n_features_in_: int
 
     # ------------------------------------------------------------------------------------------- what was learned
@@ -139,21 +133,40 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return self._learned.item_ids
 
     @property
+    def user_ids(self) -> np.ndarray | None:
+        """Label of each user, or None for a model fitted on positions; as of `Ratings`."""
+        return self.user_ids_
+
+    @property
+    def item_ids(self) -> np.ndarray | None:
+        """Label of each item, or None for a model fitted on positions; as of `Ratings`."""
+        return self.item_ids_
+
+    def user_index(self, labels: Any) -> Any:
+        """Positions of users; see `Ratings.user_index`."""
+        return self._index("user", labels)
+
+    def item_index(self, labels: Any) -> Any:
+        """Positions of items; see `Ratings.item_index`."""
+        return self._index("item", labels)
+
+    def _index(self, side: Side, labels: Any) -> Any:
+        check_is_fitted(self)
+        learned = self._learned
+        ids = learned.labels(side)
+        return look_up(side, labels, ids, learned.label_table(side), len(learned.state.side(side)))
+
+    @property
     def cold_users_(self) -> np.ndarray:
         """Users without factors, usually because they have no training entries: bool array, shape (n_users,)."""
-        return self._blank_rows("user")
+        check_is_fitted(self)
+        return blank_mask(self._learned, "user")
 
     @property
     def cold_items_(self) -> np.ndarray:
         """Items without factors, usually because they have no training entries: bool array, shape (n_items,)."""
-        return self._blank_rows("item")
-
-    def _blank_rows(self, side: Side) -> np.ndarray:
         check_is_fitted(self)
-        factors = self._learned.state.side(side)
-        blank = np.zeros(len(factors), dtype=bool)
-        blank[factors.blank_rows()] = True
-        return blank
+        return blank_mask(self._learned, "item")
 
     @property
     def n_users(self) -> int:
@@ -170,20 +183,10 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return self.item_factors_.shape[1] + (self.user_bias_ is not None)
 
     def _learn(self, learned: Learned) -> None:
-        """Replace the learned state and discard everything derived from the old one."""
-        self._learned, self._cache = learned, {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__())
-        return state | {"_cache": {}} if "_cache" in state else state
+        """Replace the learned state, and with it everything derived from the old one."""
+        self._learned = learned
 
     # ------------------------------------------------------------------------------------------------ top N
-
-    def _scoring_factors(self, side: Side, rows: np.ndarray | None = None) -> np.ndarray:
-        """Rows whose inner products are the scores, all of them or those given; see `scoring_rows`."""
-        state = self._learned.state
-        factors = state.side(side)
-        return scoring_rows(factors if rows is None else factors.take(rows), side, state.mean)
 
     def recommend(
         self,
@@ -194,6 +197,9 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         filter_items: Any = None,
         items: Any = None,
         cold_users: str = "popular",
+        *,
+        recalculate_user: bool = False,
+        labels: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Recommend the N items with the highest scores to each user.
 
@@ -202,7 +208,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         Parameters
         ----------
         userid : int or int array, shape (n,)
-            Positions of users (``Ratings.user_index`` maps labels to positions).
+            Positions of users, or with ``labels=True`` their labels.
         user_items : Ratings or sparse matrix, shape (n, n_items), optional
             Items seen by each user of `userid`, one row per user in the same order. A matrix with all n_users rows is
             indexed by `userid`; labelled ratings are aligned by label. Default: the training entries of the model.
@@ -217,11 +223,18 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         cold_users : {"popular", "mask"}
             Result for users without training entries, whose factors are zero (`cold_users_`). "popular" ranks by the
             item biases of a model with biases, else by the number of training entries. "mask" returns no items.
+        recalculate_user : bool
+            Rank by factors computed of the rows of `user_items` (fold-in) in place of those that were trained. The
+            model does not change. `userid` may then have positions >= n_users, of users who are not in the model.
+        labels : bool
+            `userid`, `items` and `filter_items` are labels, and labels are returned. A side without labels has
+            positions.
 
         Returns
         -------
         ids : int32 array, shape (N,) for one user, (n, N) for several
-            Best first, ties by lower position; -1 if fewer than N items are left.
+            Best first, ties by lower position; -1 if fewer than N items are left. With ``labels=True`` an object array
+            of labels, with None in place of -1.
         scores : float array, same shape
             For cold users of a model without biases, the numbers of training entries; -inf where ids is -1.
 
@@ -232,129 +245,222 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             N results for each user do not fit in memory.
         """
         check_is_fitted(self)
-        users = check_ids("userid", userid, self.n_users, "n_users")
+        learned = self._learned
+        by_label = check_bool("labels", labels)
+        recalculated = check_bool("recalculate_user", recalculate_user)
+        if recalculated and user_items is None:
+            raise ValueError("recalculate_user=True computes factors of rows of user_items; pass user_items")
+        if recalculated and not by_label and (labels_of(user_items) or (None,))[0] is None:
+            users = check_ids("userid", userid, 2**31 - 1, "2**31 - 1")
+        else:
+            users = positions_of(learned, "user", "userid", userid, by_label)
         N = check_int("N", N, 1, MAX_N)
-        seen = None
-        if check_bool("filter_already_liked_items", filter_already_liked_items):
-            seen = self._seen_rows(users, user_items)
-        elif user_items is not None:
-            self._seen_rows(users, user_items)  # validated even if unused
+        liked = check_bool("filter_already_liked_items", filter_already_liked_items)
         check_choice("cold_users", cold_users, COLD_USERS)
-        allowed = None if items is None and filter_items is None else allowed_items(self.n_items, items, filter_items)
-        n_allowed = self.n_items if allowed is None else int(np.count_nonzero(allowed))
-        check_answer(len(users), N, n_allowed, self.item_factors_.itemsize)
-        engine = engine_for(self.plan_, float(len(users)) * self.n_items * self.plan_.rank)
-        candidates = None if allowed is None else self._with_factors(allowed)
-        ids, scores = engine.top_k(
-            self._scoring_factors("user", users), self._packed_items(engine), N, seen, candidates
-        )
-        cold = self._learned.state.user.blank_rows(users)
-        if len(cold):
-            self._rank_cold(ids, scores, cold, None if seen is None else take_rows(seen, cold), allowed, cold_users)
-        return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
+        candidates = read_candidates(learned, items, filter_items, by_label)
+        rows = None
+        if user_items is not None:
+            rows = _rows_of_users(learned, users, user_items)  # validated even if unused
+        elif liked:
+            rows = _seen_in_training(learned, users)
+        if recalculated:
+            assert rows is not None
+            factors = fold_in(learned, "user", without_zeros(rows) if learned.objective.is_implicit else rows)
+        else:
+            factors = learned.state.user.take(users)
+        ids, scores = rank(learned, factors, N, rows if liked else None, candidates, cold_users)
+        found = labelled(learned, "item", ids) if by_label else ids
+        return (found[0], scores[0]) if is_single(userid, by_label) else (found, scores)
 
-    def _rank_cold(
+    def recommend_table(
         self,
-        ids: np.ndarray,
-        scores: np.ndarray,
-        cold: np.ndarray,
-        seen: sp.csr_array | None,
-        allowed: np.ndarray | None,
-        cold_users: str,
-    ) -> None:
-        """Replace rows `cold` of a result in place: zero factors give no ranking, biases do."""
-        biased = self._learned.state.user.bias is not None
-        if cold_users == "popular" and biased:
-            return
-        ids[cold], scores[cold] = -1, -np.inf
-        counts = self._learned.item_counts
-        if cold_users == "mask":
-            return
-        if counts is None:
-            logger.warning(
-                "the model was saved without the number of entries of its items, so users without factors get no "
-                "recommendations (%d here); fit it again",
-                len(cold),
-            )
-            return
-        shown = counts > 0 if allowed is None else allowed & (counts > 0)
-        kept = min(ids.shape[1], self.n_items)
-        ids[cold, :kept], scores[cold, :kept] = rank_by_count(counts, shown, seen, len(cold), kept)
+        userid: Any = None,
+        user_items: Any = None,
+        N: int = 10,
+        filter_already_liked_items: bool = True,
+        filter_items: Any = None,
+        items: Any = None,
+        cold_users: str = "popular",
+        *,
+        labels: bool = True,
+        backend: str | None = None,
+        show_progress: bool = False,
+    ) -> Any:
+        """Recommendations as a data frame with one row for each of them.
 
-    def _packed_items(self, engine: Engine) -> Any:
-        """Items with factors, in the layout of `engine`."""
+        Users are served block by block, so no users x items matrix exists.
 
-        def pack() -> Any:
-            return engine.pack(self._scoring_factors("item"), self._with_factors())
+        Parameters
+        ----------
+        userid : label or vector of labels, optional
+            Default: all users. A pandas or polars Series gets a frame of its library.
+        user_items, N, filter_already_liked_items, filter_items, items, cold_users
+            As for `recommend`.
+        labels : bool
+            Users and items are labels, in the arguments and in the frame; False: positions.
+        backend : {"pandas", "polars", "pyarrow"}, optional
+            Library of the frame. Default: that of `userid`, else of the frame that the ratings of the fit came from,
+            else the first of the three that is installed.
+        show_progress : bool
+            Show a progress bar on standard error if that is a terminal, or in a notebook.
 
-        return self._cached(f"scoring_items on {engine.name}", pack)
+        Returns
+        -------
+        frame
+            Columns ``user``, ``rank`` (from 1), ``item`` and ``score``; users with fewer than N items have fewer rows.
 
-    def _with_factors(self, allowed: np.ndarray | None = None) -> np.ndarray | None:
-        """Positions of the allowed items that have factors; None if these are all items."""
-        warm = self._cached("warm items", lambda: ~self.cold_items_)
-        return None if allowed is None and warm.all() else np.flatnonzero(warm if allowed is None else warm & allowed)
+        Raises
+        ------
+        NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, MemoryBudgetError
+        """
+        check_is_fitted(self)
+        learned, by_label = self._learned, check_bool("labels", labels)
+        kind = check_kind("backend", backend, kind_of(userid), learned.frame_kind)
+        users = None if userid is None else positions_of(learned, "user", "userid", userid, by_label)
+        request = _request(
+            learned, users, user_items, N, filter_already_liked_items, filter_items, items, cold_users, by_label
+        )
+        return to_frame(request, by_label, kind, check_bool("show_progress", show_progress))
 
-    def _seen_rows(self, users: np.ndarray, user_items: Any) -> sp.csr_array:
-        if user_items is None:
-            if self._learned.seen is None:
-                raise ValueError(
-                    "this model was saved without what its users have seen: pass user_items, "
-                    "or filter_already_liked_items=False"
-                )
-            seen = self._learned.seen
-            return seen.take_rows(users) if isinstance(seen, StoredSeen) else take_rows(seen, users)
-        labels = (self.user_ids_, self.item_ids_)
-        matrix = align_rows(as_csr(user_items, dtype=np.float32), user_items, users, labels, self.n_users)
-        check_shape("user_items", matrix, (len(users), self.n_items), ("n_userids", "n_items"))
-        return matrix
+    def recommend_all(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        user_items: Any = None,
+        N: int = 10,
+        filter_already_liked_items: bool = True,
+        filter_items: Any = None,
+        items: Any = None,
+        cold_users: str = "popular",
+        *,
+        labels: bool = True,
+        backend: str | None = None,
+        show_progress: bool = False,
+    ) -> Any:
+        """Recommendations for all users, to a Parquet or Arrow file, or as the data frame of `recommend_table`.
 
-    def similar_items(self, itemid: Any, N: int = 10) -> tuple[np.ndarray, np.ndarray]:
+        Parameters
+        ----------
+        path : path-like, optional
+            File that ends in ``.parquet`` or ``.pq``; or, for Arrow's IPC format, in ``.arrow``, ``.feather`` or
+            ``.ipc``. It is written block by block under a temporary name and appears when it is complete. Default: a
+            frame is returned.
+        user_items, N, filter_already_liked_items, filter_items, items, cold_users
+            As for `recommend`.
+        labels, backend, show_progress
+            As for `recommend_table`.
+
+        Returns
+        -------
+        frame, or None if a file was written
+
+        Raises
+        ------
+        NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, OSError, MemoryBudgetError
+        """
+        check_is_fitted(self)
+        learned, by_label, shown = (
+            self._learned,
+            check_bool("labels", labels),
+            check_bool("show_progress", show_progress),
+        )
+        kind = None if path is not None else check_kind("backend", backend, learned.frame_kind)
+        if path is not None:
+            file_format(path)
+        request = _request(
+            learned, None, user_items, N, filter_already_liked_items, filter_items, items, cold_users, by_label
+        )
+        if kind is not None:
+            return to_frame(request, by_label, kind, shown)
+        to_file(request, by_label, path, shown)
+        return None
+
+    def recommend_new(
+        self,
+        rows: Any,
+        N: int = 10,
+        filter_already_liked_items: bool = True,
+        filter_items: Any = None,
+        items: Any = None,
+        cold_users: str = "popular",
+        *,
+        labels: bool = False,
+        unknown: str = "error",
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Recommend the N best items to users who are not in the model, from their history.
+
+        Their factors are computed with the exact solver (fold-in). The model does not change, so any number of threads
+        may call this method.
+
+        Parameters
+        ----------
+        rows : sequence of items, mapping {item: value}, a list of these, or a matrix, shape (n, n_items)
+            One user's items; a list of them for several users; or Ratings or a sparse or dense matrix with one row for
+            each user. Labelled ratings are aligned by label. Models of explicit feedback need values.
+        N, filter_already_liked_items, filter_items, items, cold_users
+            As for `recommend`; an empty history is that of a cold user.
+        labels : bool
+            Items of `rows`, `items` and `filter_items` are labels, and labels are returned. Default: positions.
+        unknown : {"error", "drop"}
+            Treatment of labelled items that the model does not have.
+
+        Returns
+        -------
+        ids : int32 array, shape (N,) for the items of one user, (n, N) for a list or a matrix
+            Best first; -1 if fewer than N items are left. With ``labels=True`` an object array of labels, with None
+            in place of -1.
+        scores : float array, same shape
+
+        Raises
+        ------
+        NotFittedError, TypeError, ValueError, RatingsError, UnknownLabelError, MemoryBudgetError
+        """
+        check_is_fitted(self)
+        learned = self._learned
+        N = check_int("N", N, 1, MAX_N)
+        liked = check_bool("filter_already_liked_items", filter_already_liked_items)
+        check_choice("cold_users", cold_users, COLD_USERS)
+        by_label = check_bool("labels", labels)
+        candidates = read_candidates(learned, items, filter_items, by_label)
+        if is_history(rows):
+            history = read_history(learned, rows, by_label, unknown)
+        else:
+            history = History(self._new_rows(rows, "rows", unknown=unknown), single=False)
+        factors = fold_in(learned, "user", history.matrix)
+        ids, scores = rank(learned, factors, N, history.matrix if liked else None, candidates, cold_users)
+        found = labelled(learned, "item", ids) if by_label else ids
+        return (found[0], scores[0]) if history.single else (found, scores)
+
+    def similar_items(self, itemid: Any, N: int = 10, *, labels: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Find the N items with the highest cosine similarity of factors to `itemid`, which comes first itself.
 
         Parameters
         ----------
         itemid : int or int array, shape (n,)
         N : int
+        labels : bool
+            `itemid` is a label or a vector of labels, and labels are returned.
 
         Returns
         -------
         ids : int32 array, shape (N,) or (n, N)
             Items with factors only; -1 if fewer than N are left, and for an item without factors (no training entries).
+            With ``labels=True`` an object array of labels, with None in place of -1.
         scores : float array, same shape
             Cosine similarities; -inf where ids is -1.
         """
-        return self._similar("item", "itemid", itemid, N)
+        return self._similar("item", "itemid", itemid, N, labels)
 
-    def similar_users(self, userid: Any, N: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    def similar_users(self, userid: Any, N: int = 10, *, labels: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Find the N users with the highest cosine similarity of factors to `userid`; see `similar_items`."""
-        return self._similar("user", "userid", userid, N)
+        return self._similar("user", "userid", userid, N, labels)
 
-    def _similar(self, side: Side, name: str, ids: Any, N: int) -> tuple[np.ndarray, np.ndarray]:
+    def _similar(self, side: Side, name: str, ids: Any, N: int, labels: bool) -> tuple[np.ndarray, np.ndarray]:
         check_is_fitted(self)
-        factors = Factors(self._learned.state.side(side).matrix)  # biases do not measure similarity
-        normalized = self._cached(f"normalized {side} factors", lambda: _normalized(factors.matrix))
-        positions = check_ids(name, ids, len(normalized), f"n_{side}s")
-        N = check_int("N", N, 1, MAX_N)
-        check_answer(len(positions), N, len(normalized), normalized.itemsize)
-        engine = engine_for(self.plan_, float(len(positions)) * normalized.size)
-
-        def pack() -> Any:
-            blank = factors.blank_rows()
-            return engine.pack(normalized, np.setdiff1d(np.arange(len(factors)), blank) if len(blank) else None)
-
-        packed = self._cached(f"normalized {side} factors on {engine.name}", pack)
-        found, scores = engine.top_k(normalized[positions], packed, N, None, None)
-        _itself_first(found, scores, positions)
-        blank = factors.blank_rows(positions)
-        found[blank], scores[blank] = -1, -np.inf
-        return (found[0], scores[0]) if np.ndim(ids) == 0 else (found, scores)
-
-    def _cached(self, key: str, compute: Callable[[], Any]) -> Any:
-        """A derived array, computed at first use."""
-        cache = self._cache
-        if key not in cache:
-            cache[key] = compute()
-        return cache[key]
+        learned, by_label = self._learned, check_bool("labels", labels)
+        queries = positions_of(learned, side, name, ids, by_label)
+        found, scores = neighbours(learned, side, queries, check_int("N", N, 1, MAX_N))
+        found = labelled(learned, side, found) if by_label else found
+        return (found[0], scores[0]) if is_single(ids, by_label) else (found, scores)
 
     # ------------------------------------------------------------------------------------------------ predictions
 
@@ -456,15 +562,6 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         check_shape("user_items", matrix, (self.n_users, self.n_items), ("n_users", "n_items"))
         return matrix
 
-    def _fold_in(self, side: Side, matrix: sp.csr_array) -> Factors:
-        """Exact factors of new rows of `side`, given the factors of the other side."""
-        learned = self._learned
-        fixed = learned.state.side("item" if side == "user" else "user")
-        engine = engine_for(learned.plan)
-        # independent of the rows, and most of the work for a few rows
-        gram = self._cached(f"gram for {side} on {engine.name}", lambda: engine.gram(fixed, learned.objective))
-        return engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)
-
     def transform(self, user_items: Any) -> np.ndarray:
         """Compute factors of new rows with the exact solver (fold-in); a training row gets its training factors.
 
@@ -481,7 +578,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             rows[:, -1:] + model.item_bias_ + model.mean_``; without biases, ``rows @ model.item_factors_.T``.
         """
         check_is_fitted(self)
-        factors = self._fold_in("user", self._new_rows(user_items))
+        factors = fold_in(self._learned, "user", self._new_rows(user_items))
         return factors.matrix if factors.bias is None else np.column_stack((factors.matrix, factors.bias))
 
     def objective(self, user_items: Any, *, unknown: str = "error") -> float:
@@ -587,7 +684,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         learned = self._learned
         known = learned.state.side(side)
         size = max(len(known), int(positions.max()) + 1)
-        factors = known.put(positions, self._fold_in(side, rows), size)
+        factors = known.put(positions, fold_in(learned, side, rows), size)
         seen = learned.seen_matrix()
         if seen is not None:
             by_row = seen if side == "user" else transposed_pattern(seen)
@@ -644,7 +741,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         """A copy of this model whose users are the given new rows."""
         model = object.__new__(type(self))
         model.__dict__.update(self.__dict__)
-        state = self._learned.state.with_side("user", self._fold_in("user", rows))
+        state = self._learned.state.with_side("user", fold_in(self._learned, "user", rows))
         model._learn(replace(self._learned, state=state, seen=pattern(rows), total=None, user_ids=None))
         return model
 
@@ -659,15 +756,50 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         return "ndcg@10" if self._learned.objective.is_implicit else "rmse"
 
 
-def _itself_first(found: np.ndarray, scores: np.ndarray, positions: np.ndarray) -> None:
-    """Move each query to the front of its neighbours, in place, if ties or zero factors ranked others before it."""
-    for row in np.flatnonzero(found[:, 0] != positions):
-        place = np.flatnonzero(found[row] == positions[row])
-        last = int(place[0]) if place.size else found.shape[1] - 1
-        own = scores[row, last] if place.size else 0
-        found[row, 1 : last + 1] = found[row, :last].copy()
-        scores[row, 1 : last + 1] = scores[row, :last].copy()
-        found[row, 0], scores[row, 0] = positions[row], own
+def _request(
+    learned: Learned,
+    users: np.ndarray | None,
+    user_items: Any,
+    N: int,
+    filter_already_liked_items: bool,
+    filter_items: Any,
+    items: Any,
+    cold_users: str,
+    by_label: bool,
+) -> Request:
+    """Checked arguments of a table; `users` None means all."""
+    N = check_int("N", N, 1, MAX_N)
+    liked = check_bool("filter_already_liked_items", filter_already_liked_items)
+    check_choice("cold_users", cold_users, COLD_USERS)
+    candidates = read_candidates(learned, items, filter_items, by_label)
+    users = np.arange(learned.shape[0]) if users is None else users
+    seen: Any = None
+    if user_items is not None:
+        seen = _rows_of_users(learned, users, user_items)
+    elif liked:
+        seen = learned.seen if learned.seen is not None else _seen_in_training(learned, users)
+    return Request(learned, users, N, seen if liked else None, candidates, cold_users)
+
+
+def _rows_of_users(learned: Learned, users: np.ndarray, user_items: Any) -> sp.csr_array:
+    """Rows of given ratings, one for each of `users`."""
+    labels, n_users = (learned.user_ids, learned.item_ids), learned.shape[0]
+    given = as_csr(user_items, dtype=learned.state.user.matrix.dtype)
+    if given.shape[0] == n_users != len(users):
+        check_ids("userid", users, n_users, "n_users")
+    matrix = align_rows(given, user_items, users, labels, n_users)
+    check_shape("user_items", matrix, (len(users), learned.shape[1]), ("n_userids", "n_items"))
+    return matrix
+
+
+def _seen_in_training(learned: Learned, users: np.ndarray) -> sp.csr_array:
+    if learned.seen is None:
+        raise ValueError(
+            "this model was saved without what its users have seen: pass user_items, "
+            "or filter_already_liked_items=False"
+        )
+    seen = learned.seen
+    return seen.take_rows(users) if isinstance(seen, StoredSeen) else take_rows(seen, users)
 
 
 def _update_positions(name: str, ids: Any) -> np.ndarray:
