@@ -39,4 +39,5 @@ def make_frame(columns: dict[str, np.ndarray], kind: str) -> Any:
     """A frame of the library `kind`."""
     import narwhals as nw
 
-    return nw.from_dict(columns, backend=kind).to_native()
+    library: Any = kind
+    return nw.from_dict(columns, backend=library).to_native()

@@ -37,7 +37,7 @@ from ..plan import dispatch
 from ..plan.make import check_memory, make_plan, plan_for
 from ..plan.solver import Solver
 from ..plan.types import Plan, Settings
-from ..ratings import Ratings
+from ..ratings import Ratings, as_ratings
 from . import checkpoint as checkpoints
 from . import files as _io
 from .learned import Learned, pattern, range_of, scale_of, total_of
@@ -123,7 +123,8 @@ class FactorModel(ServingMixin, BaseEstimator):
 
         Parameters
         ----------
-        user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items)
+        user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items); or a data frame
+            A frame with columns of users and items is read by `Ratings.from_frame`, here and in all other methods.
             Zeros and masked cells of a dense matrix are absent entries. The fit copies a matrix, so later changes to it
             have no effect; Ratings are read-only and not copied. ALS reads a store slab by slab, with the same result
             as in memory; other models load it.
@@ -171,6 +172,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         objective, settings = self._objective(), self._settings()
         iterations = check_int("iterations", self.iterations, 1)
         observers = Observers(callback=callback, show_progress=show_progress)
+        user_items, validation = as_ratings(user_items), as_ratings(validation)
         check_labels(labels_of(user_items))
         matrix = self._check_matrix(user_items)
         check_nonempty(matrix, "user_items")

@@ -12,6 +12,7 @@ from ..core.sparse import entry_rows, take_rows
 from ..core.validate import MAX_N, as_csr, check_bool, check_ids, check_int, check_nonempty, check_real, check_shape
 from ..data.align import align_rows, labels_of
 from ..plan.memory import check_answer
+from ..ratings import as_ratings
 
 
 class PopularityRecommender:
@@ -60,6 +61,7 @@ class PopularityRecommender:
             `damping` is not a real number >= 0.
         """
         damping = check_real("damping", self.damping, 0.0)
+        user_items = as_ratings(user_items)
         matrix = as_csr(user_items)
         check_nonempty(matrix, "user_items")
         self.n_users, self.n_items = matrix.shape

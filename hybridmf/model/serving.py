@@ -40,7 +40,7 @@ from ..data.store import Store, StoredSeen
 from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError, UnknownLabelError
 from ..native import _als
 from ..plan.types import Plan
-from ..ratings import Ratings
+from ..ratings import Ratings, as_ratings
 from .engine import engine_for
 from .learned import Learned, count_items, pattern, transposed_pattern
 from .ranking import blank_mask, fold_in, neighbours, rank
@@ -246,7 +246,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         """
         check_is_fitted(self)
         learned = self._learned
-        by_label = check_bool("labels", labels)
+        by_label, user_items = check_bool("labels", labels), as_ratings(user_items)
         recalculated = check_bool("recalculate_user", recalculate_user)
         if recalculated and user_items is None:
             raise ValueError("recalculate_user=True computes factors of rows of user_items; pass user_items")
@@ -532,7 +532,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
     ) -> sp.csr_array:
         """A matrix for the kernels of the fitted model: in its dtype, with labelled ratings in the order of `users`."""
         learned = self._learned
-        matrix = rows
+        matrix = rows = as_ratings(rows)
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
             refuse_triplets(rows, name)  # by column names, which check_array drops
             plain = without_mask(rows, name)
@@ -544,6 +544,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     def _new_rows(self, rows: Any, name: str = "user_items", **options: Any) -> sp.csr_array:
         """Rows over the model's items, validated; messages name both axes. `options` are those of `_rows`."""
+        rows = as_ratings(rows)
         matrix = self._rows(rows, name, **options)
         if matrix.shape[1] != self.n_items:
             n, shape = self.n_items, matrix.shape
@@ -626,6 +627,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         self
         """
         check_is_fitted(self)
+        rows = as_ratings(rows)
         positions, names = self._updated_labels("user", ids, labels)
         wanted = _updated_axis("rows", rows, 0, positions, names)
         matrix = self._new_rows(rows, "rows", users=wanted, owner="the model or to ids")
@@ -650,6 +652,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         self
         """
         check_is_fitted(self)
+        cols = as_ratings(cols)
         positions, names = self._updated_labels("item", ids, labels)
         learned = self._learned
         matrix = as_csr(
@@ -719,6 +722,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         """
         check_is_fitted(self)
         check_choice("users", users, ("auto", "training", "new"))
+        user_items = as_ratings(user_items)
         matrix = self._new_rows(user_items, unknown=unknown)
         if users == "training" or (users == "auto" and self._are_training_users(user_items, matrix, unknown)):
             matrix = self._training_rows(user_items, unknown)
@@ -784,6 +788,7 @@ def _request(
 def _rows_of_users(learned: Learned, users: np.ndarray, user_items: Any) -> sp.csr_array:
     """Rows of given ratings, one for each of `users`."""
     labels, n_users = (learned.user_ids, learned.item_ids), learned.shape[0]
+    user_items = as_ratings(user_items)
     given = as_csr(user_items, dtype=learned.state.user.matrix.dtype)
     if given.shape[0] == n_users != len(users):
         check_ids("userid", users, n_users, "n_users")
