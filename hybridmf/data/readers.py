@@ -156,7 +156,9 @@ def read_parquet(path: str, columns: Selectors, timestamp: Any = None, where: Wh
         filters = [names[column_place("where", path, names, column)] for column in where or {}]
         table = file.read(columns=list(dict.fromkeys(name for name in (*used, time, *filters) if name is not None)))
     kept = None if where is None else dict(zip(filters, where.values(), strict=True))
-    return frame_entries(table, path, *used, timestamp=AUTO if timestamp == AUTO and time else time, where=kept)
+    user, item, value = used
+    timestamp = AUTO if timestamp == AUTO and time is not None else time
+    return frame_entries(table, path, user, item, value, timestamp, kept)
 
 
 def column_place(

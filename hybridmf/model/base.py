@@ -241,6 +241,7 @@ class FactorModel(ServingMixin, BaseEstimator):
             item_counts=item_counts,
             value_range=range_of(matrix, objective),
             frame_kind=getattr(given, "frame_kind", None),
+            values=None if isinstance(matrix, StoreMatrix) else matrix.data,
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
@@ -276,7 +277,8 @@ class FactorModel(ServingMixin, BaseEstimator):
         ----------
         path : path-like
         include_seen : bool
-            Store the items seen by each user (4 bytes an entry), so that ``recommend`` can exclude them.
+            Store the items seen by each user (4 bytes an entry), so that ``recommend`` can exclude them, and their
+            values (none if all are equal, a byte for up to 256 distinct ones, else 4 or 8), for ``explain``.
         """
         check_is_fitted(self)
         metadata = _io.model_metadata(self)
@@ -303,6 +305,7 @@ class FactorModel(ServingMixin, BaseEstimator):
                 content.item_counts,
                 content.value_range,
                 content.frame_kind,
+                content.values,
             )
         )
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])

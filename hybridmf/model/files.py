@@ -2,10 +2,11 @@
 
 Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biased models); ``user_squares``,
 ``item_squares``, ``user_bias_squares``, ``item_bias_squares`` (checkpoints of AdaGrad); ``seen_indptr``,
-``seen_indices`` (items seen by users); ``item_counts`` (training entries of each item); ``user_ids``, ``item_ids``
-(labels: integers as int64 or uint64, others as the UTF-8 bytes of a JSON list). Metadata: ``format``, ``version``,
-``model`` (class name), ``params``, ``state`` and ``checksums``, the last three JSON objects. Kernels do not validate a
-loaded model, so an inconsistent file raises an error.
+``seen_indices`` (items seen by users); ``seen_values`` (their values, or one value if all are equal; or, for up to 256
+distinct values, a table of which ``seen_codes`` has the places); ``item_counts`` (training entries of each item);
+``user_ids``, ``item_ids`` (labels: integers as int64 or uint64, others as the UTF-8 bytes of a JSON list). Metadata:
+``format``, ``version``, ``model`` (class name), ``params``, ``state`` and ``checksums``, the last three JSON objects.
+Kernels do not validate a loaded model, so an inconsistent file raises an error.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ TENSORS = frozenset(
         "item_bias",
         "seen_indptr",
         "seen_indices",
+        "seen_values",
+        "seen_codes",
         "item_counts",
         "user_ids",
         "item_ids",
@@ -133,12 +136,48 @@ def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.nd
     if include_seen and model._learned.seen is not None:
         seen = model._learned.seen_matrix()
         tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
+        if model._learned.values is not None:
+            tensors |= _encode_values(model._learned.values)
     if model._learned.item_counts is not None:
         tensors["item_counts"] = model._learned.item_counts
     for name, labels in (("user_ids", model.user_ids_), ("item_ids", model.item_ids_)):
         if labels is not None:
             tensors[name] = encode_labels(name, labels)
     return tensors
+
+
+def _encode_values(values: np.ndarray) -> dict[str, np.ndarray]:
+    """Values of entries as tensors: all of them, or one, or a byte for each and a table."""
+    table = np.unique(values[:CHECKED_ROWS])
+    while len(table) <= 256:
+        places = np.minimum(np.searchsorted(table, values), len(table) - 1)
+        new = values[table[places] != values]
+        if not len(new):
+            return {"seen_values": table} | ({"seen_codes": places.astype(np.uint8)} if len(table) > 1 else {})
+        table = np.union1d(table, new[:CHECKED_ROWS])
+    return {"seen_values": values}
+
+
+def _decode_values(tensors: dict[str, np.ndarray], nnz: int) -> np.ndarray | None:
+    """What `_encode_values` encoded; None if there is nothing.
+
+    Raises
+    ------
+    ValueError
+    """
+    if "seen_values" not in tensors:
+        return None
+    values, codes = tensors["seen_values"], tensors.get("seen_codes")
+    if values.ndim != 1 or values.dtype.kind != "f" or not len(values):
+        raise ValueError(f"seen_values has shape {values.shape} and dtype {values.dtype}")
+    if codes is not None:
+        if codes.dtype != np.uint8 or codes.shape != (nnz,) or codes.max(initial=0) >= len(values):
+            raise ValueError(f"seen_codes has shape {codes.shape} and dtype {codes.dtype} for {nnz} entries")
+        return np.asarray(values[codes])
+    values = np.full(nnz, values[0]) if len(values) == 1 else values
+    if len(values) != nnz:
+        raise ValueError(f"seen_values has {len(values)} values for {nnz} entries")
+    return values
 
 
 def write_model(file: BinaryIO, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
@@ -194,6 +233,8 @@ class ModelFile:
     frame_kind : str or None
     state : State
     seen : csr_array or None
+    values : array or None
+        Values of the entries of `seen`.
     item_counts : int64 array or None
     user_ids, item_ids : array or None
 
@@ -227,6 +268,7 @@ class ModelFile:
             self._require(tensors.keys() <= TENSORS, f"unknown tensors {sorted(tensors.keys() - TENSORS)}")
             self.state = self._state(tensors)
             self.seen = self._seen(tensors)
+            self.values = None if self.seen is None else _decode_values(tensors, self.seen.nnz)
             self.item_counts = self._item_counts(tensors)
             self.user_ids = self._labels("user_ids", tensors, len(self.state.user))
             self.item_ids = self._labels("item_ids", tensors, len(self.state.item))

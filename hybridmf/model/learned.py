@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State, rating_scale
-from ..core.sparse import as_ones, entry_rows, entry_squares, entry_sum, transposed, value_range
+from ..core.sparse import as_ones, entries_in, entry_squares, entry_sum, transposed, value_range
 from ..core.validate import frozen_csr
 from ..data.labels import label_table
 from ..data.store import StoredSeen, StoreMatrix
@@ -41,6 +41,8 @@ class Learned:
         (files of earlier versions) and for implicit feedback.
     frame_kind : str or None
         Library of the data frame that the ratings came from, in which tables are returned.
+    values : array, shape (nnz,), or None
+        Values of the training entries, in the order of `seen`; None for a store, and for files of earlier versions.
     derived : dict
         What serving has computed of the other attributes. A copy starts without, so nothing outlives its factors, also
         where another thread replaces the result of a fit while a call goes on.
@@ -57,6 +59,7 @@ class Learned:
     item_counts: np.ndarray | None = None
     value_range: tuple[float, float] | None = None
     frame_kind: str | None = None
+    values: np.ndarray | None = None
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,9 +92,11 @@ class Learned:
         seen: sp.csr_array | None,
         labels: np.ndarray | None,
         item_counts: np.ndarray | None,
+        values: np.ndarray | None,
     ) -> Learned:
         """A copy with other rows on one side."""
-        copy = replace(self, state=self.state.with_side(side, factors), seen=seen, total=None, item_counts=item_counts)
+        state = self.state.with_side(side, factors)
+        copy = replace(self, state=state, seen=seen, total=None, item_counts=item_counts, values=values)
         return replace(copy, user_ids=labels) if side == "user" else replace(copy, item_ids=labels)
 
     def widened(self, values: np.ndarray) -> Learned:
@@ -119,12 +124,7 @@ class Learned:
     def overlaps(self, matrix: sp.csr_array) -> bool:
         """Whether `matrix`, of the training shape, shares an entry with the training data."""
         seen = self.seen_matrix()
-        if seen is None:
-            return False
-        # keys ascend in canonical CSR, so a merge finds common ones
-        mine, theirs = (entry_rows(part) * matrix.shape[1] + part.indices for part in (matrix, seen))
-        place = np.minimum(np.searchsorted(theirs, mine), max(len(theirs) - 1, 0))
-        return bool(len(theirs)) and bool(np.any(theirs[place] == mine))
+        return seen is not None and bool(np.any(entries_in(matrix, seen)))
 
 
 def total_of(matrix: sp.csr_array | StoreMatrix) -> float:

@@ -13,7 +13,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Side, other_side, scoring_rows
-from ..core.sparse import take_rows
+from ..core.sparse import entries_in, entry_rows, keep_entries, take_rows
+from ..core.validate import from_triplets
+from ..native import _als
 from ..plan.memory import check_answer
 from .engine import Engine, engine_for
 from .learned import Learned
@@ -48,6 +50,10 @@ def rank(
     ------
     MemoryBudgetError
     """
+    if candidates.allowed is not None:
+        return _rank_lists(learned, users, N, seen, candidates, cold_users)
+    if candidates.denied is not None:
+        seen = candidates.denied if seen is None else _union(seen, candidates.denied)
     n_items, allowed = len(learned.state.item), candidates.shared
     n_allowed = n_items if allowed is None else int(np.count_nonzero(allowed))
     check_answer(len(users), N, n_allowed, learned.state.item.matrix.itemsize)
@@ -63,6 +69,49 @@ def rank(
     if len(cold):
         _rank_cold(learned, ids, scores, cold, None if seen is None else take_rows(seen, cold), allowed, cold_users)
     return ids, scores
+
+
+def _union(left: sp.csr_array, right: sp.csr_array) -> sp.csr_array:
+    """All entries of both matrices."""
+    rows = np.concatenate([entry_rows(part) for part in (left, right)])
+    columns = np.concatenate([part.indices for part in (left, right)])
+    return from_triplets(rows, columns, np.ones(len(rows)), left.shape, duplicates="first")
+
+
+def _rank_lists(
+    learned: Learned, users: Factors, N: int, seen: sp.csr_array | None, candidates: Candidates, cold_users: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """`rank` among a list of candidates for each user, whose scores alone are computed, on the CPU."""
+    assert candidates.allowed is not None
+    pairs = candidates.allowed
+    dtype, longest = learned.state.item.matrix.dtype, int(np.diff(pairs.indptr).max(initial=0))
+    check_answer(len(users), N, longest, dtype.itemsize)
+    for excluded in (seen, candidates.denied):
+        if excluded is not None:
+            pairs = keep_entries(pairs, ~entries_in(pairs, excluded))
+    rows, items = entry_rows(pairs), pairs.indices.astype(np.int64)
+    scored = _scoring_items(learned)
+    user_rows = scoring_rows(users, "user", learned.state.mean)
+    scores = _als.predict_pairs(user_rows, scored, rows, items, learned.plan.num_threads).astype(dtype)
+    shown = ~_blank_items(learned)[items]
+    by_count = np.zeros(len(users), dtype=bool)
+    if cold_users == "mask" or learned.state.user.bias is None:
+        by_count[users.blank_rows()] = True
+    if by_count.any():
+        cold = by_count[rows]
+        counts = np.zeros(len(scored)) if learned.item_counts is None or cold_users == "mask" else learned.item_counts
+        scores[cold], shown[cold] = counts[items[cold]], counts[items[cold]] > 0
+    if candidates.shared is not None:
+        shown &= candidates.shared[items]
+    rows, items, scores = rows[shown], items[shown], scores[shown]
+    order = np.lexsort((items, -scores, rows))
+    rows, items, scores = rows[order], items[order], scores[order]
+    place = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    best = place < N
+    ids: np.ndarray = np.full((len(users), N), -1, dtype=np.int32)
+    values: np.ndarray = np.full((len(users), N), -np.inf, dtype=dtype)
+    ids[rows[best], place[best]], values[rows[best], place[best]] = items[best], scores[best]
+    return ids, values
 
 
 def _rank_cold(
@@ -97,14 +146,26 @@ def _packed_items(learned: Learned, engine: Engine) -> Any:
     """Items with factors, in the layout of `engine`."""
 
     def pack() -> Any:
-        return engine.pack(scoring_rows(learned.state.item, "item", learned.state.mean), _with_factors(learned))
+        return engine.pack(_scoring_items(learned), _with_factors(learned))
 
     return learned.cached(("scoring items", engine.name), pack)
 
 
+def _scoring_items(learned: Learned) -> np.ndarray:
+    items: np.ndarray = learned.cached(
+        "scoring rows of items", lambda: scoring_rows(learned.state.item, "item", learned.state.mean)
+    )
+    return items
+
+
+def _blank_items(learned: Learned) -> np.ndarray:
+    blank: np.ndarray = learned.cached("blank items", lambda: blank_mask(learned, "item"))
+    return blank
+
+
 def _with_factors(learned: Learned, allowed: np.ndarray | None = None) -> np.ndarray | None:
     """Positions of the allowed items that have factors; None if these are all items."""
-    warm = learned.cached("warm items", lambda: ~blank_mask(learned, "item"))
+    warm = ~_blank_items(learned)
     return None if allowed is None and warm.all() else np.flatnonzero(warm if allowed is None else warm & allowed)
 
 
@@ -119,8 +180,13 @@ def blank_mask(learned: Learned, side: Side) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------- neighbours
 
 
-def neighbours(learned: Learned, side: Side, positions: np.ndarray, N: int) -> tuple[np.ndarray, np.ndarray]:
-    """The N rows of a side whose factors have the highest cosine with each row of `positions`, itself first."""
+def neighbours(
+    learned: Learned, side: Side, positions: np.ndarray, N: int, allowed: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The N rows of a side whose factors have the highest cosine with each row of `positions`, itself first.
+
+    Under a mask of `allowed` rows, a row comes first itself only if it is allowed.
+    """
     factors = Factors(learned.state.side(side).matrix)  # biases do not measure similarity
     normalized = learned.cached(("normalized", side), lambda: _normalized(factors.matrix))
     check_answer(len(positions), N, len(normalized), normalized.itemsize)
@@ -131,8 +197,12 @@ def neighbours(learned: Learned, side: Side, positions: np.ndarray, N: int) -> t
         return engine.pack(normalized, np.setdiff1d(np.arange(len(factors)), blank) if len(blank) else None)
 
     packed = learned.cached(("normalized", side, engine.name), pack)
-    found, scores = engine.top_k(normalized[positions], packed, N, None, None)
-    _itself_first(found, scores, positions)
+    candidates = None if allowed is None else np.setdiff1d(np.flatnonzero(allowed), factors.blank_rows())
+    found, scores = engine.top_k(normalized[positions], packed, N, None, candidates)
+    inside = np.arange(len(positions)) if allowed is None else np.flatnonzero(allowed[positions])
+    own, values = found[inside], scores[inside]
+    _itself_first(own, values, positions[inside])
+    found[inside], scores[inside] = own, values
     blank = factors.blank_rows(positions)
     found[blank], scores[blank] = -1, -np.inf
     return found, scores

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Side
+from ..core.sparse import take_rows
 from ..core.validate import check_choice, check_ids, from_triplets
 from ..data.align import UNKNOWN
 from ..data.labels import look_up
@@ -159,19 +160,66 @@ class Candidates:
     ----------
     shared : bool array, shape (n_items,), or None
         Candidates of all users; None: all items.
+    allowed, denied : csr_array, shape (n, n_items), or None
+        Candidates of each user, and items to exclude for each user.
     """
 
     shared: np.ndarray | None = None
+    allowed: sp.csr_array | None = None
+    denied: sp.csr_array | None = None
+
+    def of_users(self, start: int, stop: int) -> Candidates:
+        """Candidates of some of the users."""
+        rows = np.arange(start, stop)
+        allowed, denied = (None if part is None else take_rows(part, rows) for part in (self.allowed, self.denied))
+        return Candidates(self.shared, allowed, denied)
 
 
-def read_candidates(learned: Learned, items: Any, filter_items: Any, by_label: bool) -> Candidates:
-    """Candidates from the arguments `items` and `filter_items`."""
-    if items is None and filter_items is None:
-        return Candidates()
-    n_items = len(learned.state.item)
-    shared = np.full(n_items, items is None)
-    if items is not None:
-        shared[positions_of(learned, "item", "items", items, by_label)] = True
-    if filter_items is not None:
-        shared[positions_of(learned, "item", "filter_items", filter_items, by_label)] = False
-    return Candidates(shared)
+def read_candidates(
+    learned: Learned,
+    items: Any,
+    filter_items: Any,
+    by_label: bool,
+    n_users: int,
+    rows_of: Callable[[str, Any], sp.csr_array],
+) -> Candidates:
+    """Candidates from the arguments `items` and `filter_items`.
+
+    Parameters
+    ----------
+    learned : Learned
+    items, filter_items : vector of items for all users; list of such vectors, or matrix, for each; or None
+    by_label : bool
+        Whether items are labels.
+    n_users : int
+        Number of users asked for.
+    rows_of : callable
+        Function of an argument's name and a matrix: the rows of the users.
+    """
+    shared: np.ndarray | None = None
+    lists: dict[str, sp.csr_array | None] = {"items": None, "filter_items": None}
+    for name, given in (("items", items), ("filter_items", filter_items)):
+        if given is None:
+            continue
+        if sp.issparse(given) or hasattr(given, "user_items"):
+            lists[name] = rows_of(name, given)
+        elif _are_several(given) or (isinstance(given, np.ndarray) and given.ndim == 2):
+            lists[name] = _lists(learned, name, given, by_label, n_users)
+        else:
+            shared = np.full(len(learned.state.item), name != "items") if shared is None else shared
+            shared[positions_of(learned, "item", name, given, by_label)] = name == "items"
+    return Candidates(shared, lists["items"], lists["filter_items"])
+
+
+def _lists(learned: Learned, name: str, given: Any, by_label: bool, n_users: int) -> sp.csr_array:
+    """Items of each user as a matrix."""
+    if len(given) != n_users:
+        raise ValueError(
+            f"{name} has {len(given)} lists of items; expected one for each of {n_users} users, or one list"
+        )
+    counts = [len(one) for one in given]
+    flat = [item for one in given for item in (one.tolist() if isinstance(one, np.ndarray) else one)]
+    columns = positions_of(learned, "item", name, flat, by_label)
+    shape = (n_users, len(learned.state.item))
+    rows = np.repeat(np.arange(n_users), counts)
+    return from_triplets(rows, columns, np.ones(len(columns)), shape, name=name, duplicates="first")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +43,7 @@ from ..native import _als
 from ..plan.types import Plan
 from ..ratings import Ratings, as_ratings
 from .engine import engine_for
+from .explain import Explanation, contributions, training_row
 from .learned import Learned, count_items, pattern, transposed_pattern
 from .ranking import blank_mask, fold_in, neighbours, rank
 from .requests import History, is_history, is_single, labelled, positions_of, read_candidates, read_history
@@ -216,10 +218,10 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             Number of items for each user.
         filter_already_liked_items : bool
             Exclude the items that the user has seen.
-        filter_items : int array, optional
-            Items to exclude for all users.
-        items : int array, optional
-            Candidates; default: all items.
+        filter_items : int array; or list of n of them, or matrix, shape (n, n_items), optional
+            Items to exclude for all users; or for each user, as lists or as the entries of rows.
+        items : int array; or list of n of them, or matrix, shape (n, n_items), optional
+            Candidates of all users, or of each user; default: all items. Lists for each user are scored alone.
         cold_users : {"popular", "mask"}
             Result for users without training entries, whose factors are zero (`cold_users_`). "popular" ranks by the
             item biases of a model with biases, else by the number of training entries. "mask" returns no items.
@@ -257,10 +259,12 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         N = check_int("N", N, 1, MAX_N)
         liked = check_bool("filter_already_liked_items", filter_already_liked_items)
         check_choice("cold_users", cold_users, COLD_USERS)
-        candidates = read_candidates(learned, items, filter_items, by_label)
+        candidates = read_candidates(
+            learned, items, filter_items, by_label, len(users), partial(_rows_of_users, learned, users)
+        )
         rows = None
         if user_items is not None:
-            rows = _rows_of_users(learned, users, user_items)  # validated even if unused
+            rows = _rows_of_users(learned, users, "user_items", user_items)  # validated even if unused
         elif liked:
             rows = _seen_in_training(learned, users)
         if recalculated:
@@ -420,25 +424,34 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         liked = check_bool("filter_already_liked_items", filter_already_liked_items)
         check_choice("cold_users", cold_users, COLD_USERS)
         by_label = check_bool("labels", labels)
-        candidates = read_candidates(learned, items, filter_items, by_label)
         if is_history(rows):
             history = read_history(learned, rows, by_label, unknown)
         else:
             history = History(self._new_rows(rows, "rows", unknown=unknown), single=False)
+        n_rows = history.matrix.shape[0]
+        candidates = read_candidates(
+            learned, items, filter_items, by_label, n_rows, partial(_rows_of_strangers, learned, n_rows)
+        )
         factors = fold_in(learned, "user", history.matrix)
         ids, scores = rank(learned, factors, N, history.matrix if liked else None, candidates, cold_users)
         found = labelled(learned, "item", ids) if by_label else ids
         return (found[0], scores[0]) if history.single else (found, scores)
 
-    def similar_items(self, itemid: Any, N: int = 10, *, labels: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def similar_items(
+        self, itemid: Any, N: int = 10, *, items: Any = None, filter_items: Any = None, labels: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Find the N items with the highest cosine similarity of factors to `itemid`, which comes first itself.
 
         Parameters
         ----------
         itemid : int or int array, shape (n,)
         N : int
+        items : int array, optional
+            Candidates; default: all items. `itemid` comes first only if it is one of them.
+        filter_items : int array, optional
+            Items to exclude.
         labels : bool
-            `itemid` is a label or a vector of labels, and labels are returned.
+            `itemid`, `items` and `filter_items` are labels, and labels are returned.
 
         Returns
         -------
@@ -448,19 +461,75 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         scores : float array, same shape
             Cosine similarities; -inf where ids is -1.
         """
-        return self._similar("item", "itemid", itemid, N, labels)
+        return self._similar("item", itemid, N, {"items": items, "filter_items": filter_items}, labels)
 
-    def similar_users(self, userid: Any, N: int = 10, *, labels: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def similar_users(
+        self, userid: Any, N: int = 10, *, users: Any = None, filter_users: Any = None, labels: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Find the N users with the highest cosine similarity of factors to `userid`; see `similar_items`."""
-        return self._similar("user", "userid", userid, N, labels)
+        return self._similar("user", userid, N, {"users": users, "filter_users": filter_users}, labels)
 
-    def _similar(self, side: Side, name: str, ids: Any, N: int, labels: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _similar(
+        self, side: Side, ids: Any, N: int, chosen: dict[str, Any], labels: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`chosen` are the candidates and what to exclude, by the names of their arguments."""
         check_is_fitted(self)
         learned, by_label = self._learned, check_bool("labels", labels)
-        queries = positions_of(learned, side, name, ids, by_label)
-        found, scores = neighbours(learned, side, queries, check_int("N", N, 1, MAX_N))
+        queries = positions_of(learned, side, f"{side}id", ids, by_label)
+        allowed: np.ndarray | None = None
+        for name, given in chosen.items():
+            if given is not None:
+                keep = not name.startswith("filter_")
+                allowed = np.full(len(learned.state.side(side)), not keep) if allowed is None else allowed
+                allowed[positions_of(learned, side, name, given, by_label)] = keep
+        found, scores = neighbours(learned, side, queries, check_int("N", N, 1, MAX_N), allowed)
         found = labelled(learned, side, found) if by_label else found
         return (found[0], scores[0]) if is_single(ids, by_label) else (found, scores)
+
+    def explain(
+        self, userid: Any, itemid: Any, user_items: Any = None, N: int = 10, *, labels: bool = False
+    ) -> Explanation:
+        """What of a user's history speaks for an item: the score as a sum over the entries of the user.
+
+        Given the item factors, the factors of a user are a linear function of the user's entries, and so is each score
+        (Hu, Koren and Volinsky 2008, section 5).
+
+        Parameters
+        ----------
+        userid, itemid : int
+            Positions, or with ``labels=True`` labels.
+        user_items : Ratings or matrix, optional
+            Row of the user, or ratings of all users. Default: the training entries.
+        N : int
+            Number of entries to return.
+        labels : bool
+            `userid` and `itemid` are labels, and labels are returned.
+
+        Returns
+        -------
+        Explanation
+            ``score``, of which ``baseline`` is the mean and the item's bias of a model with biases; ``ids``, the N
+            items of the history with the largest contributions, best first, and ``contributions``. Fewer than N where
+            the history is shorter. The sum of all contributions and the baseline is the score; it is that of
+            ``recommend`` and ``predict(clip=False)`` where the user's factors are the exact solution for these entries.
+
+        Raises
+        ------
+        NotFittedError, TypeError, ValueError, UnknownLabelError
+        """
+        check_is_fitted(self)
+        learned, by_label = self._learned, check_bool("labels", labels)
+        user = positions_of(learned, "user", "userid", userid, by_label)
+        item = positions_of(learned, "item", "itemid", itemid, by_label)
+        if not is_single(userid, by_label) or not is_single(itemid, by_label):
+            raise ValueError("explain takes one user and one item; call it for each pair")
+        N = check_int("N", N, 1, MAX_N)
+        if user_items is not None:
+            row = _rows_of_users(learned, user, "user_items", user_items)
+        else:
+            row = training_row(learned, int(user[0]))
+        found = contributions(learned, row, int(item[0]), N)
+        return found._replace(ids=labelled(learned, "item", found.ids)) if by_label else found
 
     # ------------------------------------------------------------------------------------------------ predictions
 
@@ -688,13 +757,16 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         known = learned.state.side(side)
         size = max(len(known), int(positions.max()) + 1)
         factors = known.put(positions, fold_in(learned, side, rows), size)
-        seen = learned.seen_matrix()
+        seen, values = learned.seen_matrix(), learned.values
         if seen is not None:
-            by_row = seen if side == "user" else transposed_pattern(seen)
-            by_row = _replace_rows(by_row, positions, rows, size)
-            seen = by_row if side == "user" else transposed_pattern(by_row)
+            history = seen if values is None else make_csr(seen.indptr, seen.indices, values, seen.shape)
+            if side == "user":
+                history = _replace_rows(history, positions, rows, size)
+            else:
+                history = _turned(_replace_rows(_turned(history), positions, rows, size))
+            seen, values = pattern(history), None if values is None else history.data
         counts = _updated_counts(learned, side, positions, rows, seen)
-        self._learn(learned.with_side(side, factors, seen, names, counts).widened(rows.data))
+        self._learn(learned.with_side(side, factors, seen, names, counts, values).widened(rows.data))
 
     # ------------------------------------------------------------------------------------------------ score
 
@@ -746,7 +818,9 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         model = object.__new__(type(self))
         model.__dict__.update(self.__dict__)
         state = self._learned.state.with_side("user", fold_in(self._learned, "user", rows))
-        model._learn(replace(self._learned, state=state, seen=pattern(rows), total=None, user_ids=None))
+        model._learn(
+            replace(self._learned, state=state, seen=pattern(rows), total=None, user_ids=None, values=rows.data)
+        )
         return model
 
     def _held_out_score(self, model: Any, held_out: sp.csr_array, seen: sp.csr_array | None = None) -> float:
@@ -775,25 +849,35 @@ def _request(
     N = check_int("N", N, 1, MAX_N)
     liked = check_bool("filter_already_liked_items", filter_already_liked_items)
     check_choice("cold_users", cold_users, COLD_USERS)
-    candidates = read_candidates(learned, items, filter_items, by_label)
     users = np.arange(learned.shape[0]) if users is None else users
+    rows_of = partial(_rows_of_users, learned, users)
+    candidates = read_candidates(learned, items, filter_items, by_label, len(users), rows_of)
     seen: Any = None
     if user_items is not None:
-        seen = _rows_of_users(learned, users, user_items)
+        seen = rows_of("user_items", user_items)
     elif liked:
         seen = learned.seen if learned.seen is not None else _seen_in_training(learned, users)
     return Request(learned, users, N, seen if liked else None, candidates, cold_users)
 
 
-def _rows_of_users(learned: Learned, users: np.ndarray, user_items: Any) -> sp.csr_array:
-    """Rows of given ratings, one for each of `users`."""
+def _rows_of_users(learned: Learned, users: np.ndarray, name: str, given: Any) -> sp.csr_array:
+    """Rows of an argument, one for each of `users`."""
     labels, n_users = (learned.user_ids, learned.item_ids), learned.shape[0]
-    user_items = as_ratings(user_items)
-    given = as_csr(user_items, dtype=learned.state.user.matrix.dtype)
-    if given.shape[0] == n_users != len(users):
+    given = as_ratings(given)
+    matrix = as_csr(given, name=name, dtype=learned.state.user.matrix.dtype)
+    if matrix.shape[0] == n_users != len(users):
         check_ids("userid", users, n_users, "n_users")
-    matrix = align_rows(given, user_items, users, labels, n_users)
-    check_shape("user_items", matrix, (len(users), learned.shape[1]), ("n_userids", "n_items"))
+    matrix = align_rows(matrix, given, users, labels, n_users, name)
+    check_shape(name, matrix, (len(users), learned.shape[1]), ("n_userids", "n_items"))
+    return matrix
+
+
+def _rows_of_strangers(learned: Learned, n_rows: int, name: str, given: Any) -> sp.csr_array:
+    """Rows of an argument, one for each new user, in their order."""
+    given = as_ratings(given)
+    matrix = as_csr(given, name=name, dtype=learned.state.user.matrix.dtype)
+    matrix, _ = align(matrix, labels_of(given), (IN_ORDER, learned.item_ids), name=name, unknown=None)
+    check_shape(name, matrix, (n_rows, learned.shape[1]), ("n_rows", "n_items"))
     return matrix
 
 
@@ -912,17 +996,24 @@ def _as_labels(labels: list[Any], like: np.ndarray) -> np.ndarray:
     return array
 
 
-def _replace_rows(seen: sp.csr_array, positions: np.ndarray, rows: sp.csr_array, size: int) -> sp.csr_array:
-    """`seen` with `size` rows, those at `positions` replaced by the entries of `rows`; gaps are empty."""
-    old_ptr, old_ids, _ = csr_arrays(seen)
-    new_ptr, new_ids, _ = csr_arrays(rows)
+def _turned(history: sp.csr_array) -> sp.csr_array:
+    """The transpose of a pattern, or of one with values."""
+    return transposed_pattern(history) if history.dtype == np.int8 else transposed(history)
+
+
+def _replace_rows(history: sp.csr_array, positions: np.ndarray, rows: sp.csr_array, size: int) -> sp.csr_array:
+    """`history` with `size` rows, those at `positions` replaced by the entries of `rows`; gaps are empty."""
+    old_ptr, old_ids, old_values = csr_arrays(history)
+    new_ptr, new_ids, new_values = csr_arrays(rows)
     indices = np.concatenate((old_ids, new_ids))
+    new_values = np.ones_like(new_ids, dtype=np.int8) if history.dtype == np.int8 else new_values
+    values = np.concatenate((old_values, new_values.astype(history.dtype, copy=False)))
     pointer = np.concatenate((old_ptr, new_ptr[1:] + old_ptr[-1], [len(indices)]))  # the last row is empty
-    stacked = make_csr(pointer, indices, np.ones(len(indices), dtype=np.int8), (len(pointer) - 1, seen.shape[1]))
+    stacked = make_csr(pointer, indices, values, (len(pointer) - 1, history.shape[1]))
     source = np.full(size, len(pointer) - 2, dtype=np.int64)
-    source[: seen.shape[0]] = np.arange(seen.shape[0])
-    source[positions] = seen.shape[0] + np.arange(len(positions))
-    return pattern(take_rows(stacked, source))
+    source[: history.shape[0]] = np.arange(history.shape[0])
+    source[positions] = history.shape[0] + np.arange(len(positions))
+    return take_rows(stacked, source)
 
 
 def _hide_every_fifth(matrix: sp.csr_array) -> tuple[sp.csr_array, sp.csr_array]:

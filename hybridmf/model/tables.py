@@ -74,7 +74,8 @@ class Request:
         elif seen is not None:
             seen = take_rows(seen, users if seen is learned.seen else np.arange(start, stop))
         factors = learned.state.user.take(users)
-        ids, scores = rank(learned, factors, self.N, seen, self.candidates, self.cold_users)
+        candidates = self.candidates.of_users(start, stop)
+        ids, scores = rank(learned, factors, self.N, seen, candidates, self.cold_users)
         found = ids >= 0
         ranks = np.broadcast_to(np.arange(1, self.N + 1, dtype=np.int32), ids.shape)
         return Block(np.repeat(users, np.count_nonzero(found, axis=1)), ranks[found], ids[found], scores[found])

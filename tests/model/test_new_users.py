@@ -110,7 +110,7 @@ def test_items_that_the_model_does_not_have():
         ([N_ITEMS], {}, ValueError, (f"rows has {N_ITEMS} at position 0",)),
         ([3, 3], {}, RatingsError, ("rows has more than one entry for the pair",)),
         (np.ones((1, 3)), {}, RatingsError, ("rows has shape (1, 3), expected (n_rows, n_items=40)",)),
-        ([3], {"items": ["i99"], "labels": True}, UnknownLabelError, ("items: unknown item label 'i99'",)),
+        (["i3"], {"items": ["i99"], "labels": True}, UnknownLabelError, ("items: unknown item label 'i99'",)),
         ([3], {"unknown": "skip"}, ValueError, ("unknown must be one of 'error', 'drop'",)),
         ([3], {"labels": 1}, TypeError, ("labels must be True or False",)),
     ],
