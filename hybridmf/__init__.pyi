@@ -12,6 +12,7 @@ from .data.convert import convert as convert
 from .data.store import Store as Store
 from .metrics import evaluate as evaluate
 from .model.checkpoint import Checkpoint as Checkpoint
+from .model.early_stopping import EarlyStopping as EarlyStopping
 from .model.load import load as load
 from .plan.types import Plan as Plan
 from .ratings import Ratings as Ratings

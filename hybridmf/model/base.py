@@ -40,6 +40,7 @@ from ..plan.types import Plan, Settings
 from ..ratings import Ratings, as_ratings
 from . import checkpoint as checkpoints
 from . import files as _io
+from .early_stopping import EarlyStopping, check_early_stopping
 from .learned import Learned, pattern, range_of, scale_of, total_of
 from .loop import FitLoop, Observers, Record, check_validation
 from .serving import ServingMixin
@@ -118,6 +119,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         checkpoint: str | os.PathLike[str] | checkpoints.Checkpoint | None = None,
         resume_from: str | os.PathLike[str] | None = None,
         unknown: str = "error",
+        early_stopping: EarlyStopping | int | bool | None = None,
     ) -> Any:
         """Learn user and item factors.
 
@@ -148,6 +150,11 @@ class FactorModel(ServingMixin, BaseEstimator):
             includes the iterations of the checkpoint; if the checkpoint has more, its model is returned with a warning.
         unknown : {"error", "drop"}
             Treatment of labelled entries of `validation` whose user or item is not in `user_items`.
+        early_stopping : EarlyStopping, int or bool, optional
+            Stop when a metric of `validation` has not improved for some iterations (an integer: that many; True: 3),
+            and restore the factors of the best iteration, also if all iterations were run. ``n_iter_`` is then the best
+            iteration, and ``history_`` has all of them. Checkpoints hold the last iteration, not the best; a resumed
+            fit looks for the best one among its own.
 
         Returns
         -------
@@ -171,7 +178,11 @@ class FactorModel(ServingMixin, BaseEstimator):
         stopwatch = Stopwatch()
         objective, settings = self._objective(), self._settings()
         iterations = check_int("iterations", self.iterations, 1)
-        observers = Observers(callback=callback, show_progress=show_progress)
+        observers = Observers(
+            callback=callback, show_progress=show_progress, early_stopping=check_early_stopping(early_stopping)
+        )
+        if observers.early_stopping is not None and validation is None:
+            raise ValueError("early_stopping measures held-out entries: pass them as validation")
         user_items, validation = as_ratings(user_items), as_ratings(validation)
         check_labels(labels_of(user_items))
         matrix = self._check_matrix(user_items)
