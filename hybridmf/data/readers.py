@@ -226,7 +226,16 @@ def _matches(column: Any, fields: np.ndarray, wanted: Any) -> np.ndarray:
     values = list(wanted) if isinstance(wanted, (list, tuple, set, frozenset, np.ndarray)) else [wanted]
     if any(isinstance(value, (int, float, np.number)) and not isinstance(value, bool) for value in values):
         fields = _numbers_if_possible(fields)
+    if fields.dtype.kind in "iuf":  # the command line passes numbers as text
+        values = [value for value in map(_number_of, values) if value is not None]
     return np.isin(fields, np.array(values, dtype=fields.dtype if fields.dtype.kind in "OU" else None))
+
+
+def _number_of(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _numbers_if_possible(fields: np.ndarray) -> np.ndarray:
