@@ -26,6 +26,7 @@ from .core.triplets import frame_names, named_like_entries
 from .core.validate import (
     MERGE_RULES,
     as_csr,
+    check_bool,
     check_choice,
     check_int,
     check_rng,
@@ -279,6 +280,7 @@ class Ratings(Transforms):
         comment: str | None = "#",
         timestamp: int | str | None = "auto",
         where: Mapping[Any, Any] | None = None,
+        show_progress: bool = False,
     ) -> Ratings:
         """Ratings from a file: delimited text, MatrixMarket, .npz or Parquet, recognized by content, then by name.
 
@@ -318,6 +320,8 @@ class Ratings(Transforms):
             Row filters of text and Parquet, such as ``{"behavior": "play"}``: for each column, by name or number, a
             value, a collection of values, or a function of the column as an array that returns a mask. Ids without a
             row that is kept disappear.
+        show_progress : bool
+            Draw a progress bar while text is read, if that takes longer than a second.
 
         Returns
         -------
@@ -342,6 +346,7 @@ class Ratings(Transforms):
         check_choice("format", format, FORMATS)
         check_choice("duplicates", duplicates, MERGE_RULES)
         check_choice("header", header, ("auto", True, False))
+        check_bool("show_progress", show_progress)
         name, columns, where = os.fsdecode(path), (user, item, value), check_where(where)
         head = read_head(name)
         if format == "auto":
@@ -361,7 +366,7 @@ class Ratings(Transforms):
             )
         separator = text_separator(format, separator)
         layout = find_layout(name, head, separator, header, columns, encoding, comment, timestamp, where or ())
-        entries = read_text(layout)
+        entries = read_text(layout, show_progress)
         if where is not None:
             names, n_fields = layout.columns.names, layout.n_fields
             places = {column: column_place("where", name, names, column, n_fields) for column in where}

@@ -169,7 +169,7 @@ def command(
             raise click.UsageError(f"--where filters rows of a file, and {ratings_file} is a store; leave it out")
         ratings = _open_and_say(ratings_file, load=test_size != 0 or share is not None, say=say)
     else:
-        ratings = _read_and_say(ratings_file, options, where, say)
+        ratings = _read_and_say(ratings_file, options, where, say, quiet)
     held: dict[str, Any] = {"random_state": seed, "by": split_by}
     train, test = (ratings, None) if test_size == 0 else split(ratings, test_size, **held)
     if test is not None:
@@ -269,9 +269,11 @@ def _early_stopping(validation: str | None, patience: int | None, metric: str | 
     return {"early_stopping": EarlyStopping(patience, metric)}
 
 
-def _read_and_say(path: str, options: dict[str, Any], where: tuple[str, ...], say: Callable[[str], Any]) -> Ratings:
+def _read_and_say(
+    path: str, options: dict[str, Any], where: tuple[str, ...], say: Callable[[str], Any], quiet: bool
+) -> Ratings:
     started = time.perf_counter()
-    ratings = read_ratings(path, where, **options)
+    ratings = read_ratings(path, where, show_progress=not quiet, **options)
     seconds = time.perf_counter() - started
     n_users, n_items = ratings.shape
     say(f"Read {path} in {seconds:.2f} s: {n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings.")

@@ -62,13 +62,14 @@ def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def read_ratings(path: str, where: tuple[str, ...] = (), **options: Any) -> Ratings:
+def read_ratings(path: str, where: tuple[str, ...] = (), *, show_progress: bool = True, **options: Any) -> Ratings:
     """Ratings in memory: of a file, read as options of the command line say; or of a store."""
     if os.path.isdir(path):
         if where:
             raise click.UsageError(f"--where filters rows of a file, and {path} is a store; convert the rows you need")
         return open_store(path).to_ratings()
-    return Ratings.from_file(path, where=row_filters(where), **reading_arguments(**options))
+    filters = row_filters(where)
+    return Ratings.from_file(path, where=filters, show_progress=show_progress, **reading_arguments(**options))
 
 
 where_option = click.option(

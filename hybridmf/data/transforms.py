@@ -264,5 +264,5 @@ def _axis_key(key: Any) -> Any:
 
 def _entries_of_rows(matrix: sp.csr_array, rows: np.ndarray) -> np.ndarray:
     """Places of the entries of `rows`, row by row."""
-    places = make_csr(matrix.indptr, matrix.indices, np.arange(matrix.nnz, dtype=np.int64), matrix.shape)
-    return np.asarray(take_rows(places, rows).data)
+    places = make_csr(matrix.indptr, matrix.indices, np.arange(matrix.nnz, dtype=np.float64), matrix.shape)  # exact
+    return take_rows(places, rows).data.astype(np.int64)

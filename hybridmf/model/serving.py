@@ -13,12 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import check_array
-from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ..core.frames import check_kind, kind_of
-from ..core.objective import SIDES, Side
+from ..core.objective import Side
 from ..core.sparse import keep_entries, take_rows, transposed, without_zeros
 from ..core.system import available_memory
 from ..core.triplets import refuse_triplets
@@ -36,18 +33,20 @@ from ..core.validate import (
     without_mask,
 )
 from ..data.align import IN_ORDER, align, align_rows, labels_of
-from ..data.labels import check_storable_labels, look_up
+from ..data.labels import look_up
 from ..data.store import Store, StoredSeen
-from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError, UnknownLabelError
+from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError
 from ..native import _als
 from ..plan.types import Plan
 from ..ratings import Ratings, as_ratings
 from .engine import engine_for
+from .estimator import Estimator, check_columns, check_is_fitted, numeric_matrix
 from .explain import Explanation, contributions, training_row
-from .learned import Learned, count_items, pattern, transposed_pattern
+from .learned import Learned, pattern
 from .ranking import blank_mask, fold_in, neighbours, rank
 from .requests import History, is_history, is_single, labelled, positions_of, read_candidates, read_history
 from .tables import Request, file_format, to_file, to_frame
+from .updates import check_positions, extended_labels, replace_rows, turned, updated_axis, updated_counts
 
 logger = logging.getLogger("hybridmf")
 
@@ -55,9 +54,10 @@ COLD_USERS = ("popular", "mask")
 """Values of ``cold_users=`` of `recommend`."""
 
 
-class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
+class ServingMixin(Estimator):
     """Recommendations, similarities, predictions, fold-in and updates of a fitted factor model."""
 
+    _recommends_in_blocks = True  # `recommend` never holds the scores of all items for all users
     _learned: Learned  # set by fit and load
     n_features_in_: int
 
@@ -605,7 +605,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
             refuse_triplets(rows, name)  # by column names, which check_array drops
             plain = without_mask(rows, name)
-            matrix = check_array(plain, dtype="numeric", input_name=name, estimator=self)
+            matrix = numeric_matrix(self, plain, name)
         matrix = as_csr(
             matrix, name=name, dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
         )
@@ -623,7 +623,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
                 f"{name} has shape {shape}, expected (n_rows, n_items={n}){hint}"
             )
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
-            validate_data(self, rows, skip_check_array=True, reset=False)  # column names of a frame
+            check_columns(self, rows)
         return matrix
 
     def _training_rows(self, rows: Any, unknown: str) -> sp.csr_array:
@@ -647,6 +647,9 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             predictions of ``rows = model.transform(user_items)`` are ``rows[:, :-1] @ model.item_factors_.T +
             rows[:, -1:] + model.item_bias_ + model.mean_``; without biases, ``rows @ model.item_factors_.T``.
         """
+        return super().transform(user_items)
+
+    def _factors_of(self, user_items: Any) -> np.ndarray:
         check_is_fitted(self)
         factors = fold_in(self._learned, "user", self._new_rows(user_items))
         return factors.matrix if factors.bias is None else np.column_stack((factors.matrix, factors.bias))
@@ -698,7 +701,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         check_is_fitted(self)
         rows = as_ratings(rows)
         positions, names = self._updated_labels("user", ids, labels)
-        wanted = _updated_axis("rows", rows, 0, positions, names)
+        wanted = updated_axis("rows", rows, 0, positions, names)
         matrix = self._new_rows(rows, "rows", users=wanted, owner="the model or to ids")
         check_shape("rows", matrix, (len(positions), self.n_items), ("n_ids", "n_items"))
         self._update("user", positions, matrix, names)
@@ -727,7 +730,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         matrix = as_csr(
             cols, name="cols", dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
         )
-        want = (learned.user_ids, _updated_axis("cols", cols, 1, positions, names))
+        want = (learned.user_ids, updated_axis("cols", cols, 1, positions, names))
         matrix, _ = align(matrix, labels_of(cols), want, name="cols", unknown=None, owner="the model or to ids")
         check_shape("cols", matrix, (self.n_users, len(positions)), ("n_users", "n_ids"))
         grown = positions.max() >= self.n_items
@@ -739,7 +742,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
 
     def _updated_labels(self, side: Side, ids: Any, labels: Any) -> tuple[np.ndarray, np.ndarray | None]:
         """Positions of an update, and the labels of all rows after it."""
-        positions = _update_positions("ids", ids)
+        positions = check_positions("ids", ids)
         known = self._learned.state.side(side)
         size = max(len(known), int(positions.max()) + 1)
         free, needed = available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
@@ -749,7 +752,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
                 f"{free / 2**20:,.0f} MiB are free. Positions are counted from 0: is the id a label?"
             )
         old = self._learned.user_ids if side == "user" else self._learned.item_ids
-        return positions, _extended_labels(side, old, positions, size, labels)
+        return positions, extended_labels(side, old, positions, size, labels)
 
     def _update(self, side: Side, positions: np.ndarray, rows: sp.csr_array, names: np.ndarray | None) -> None:
         """Fold rows in and store them at their positions; nothing is replaced until all results are computed."""
@@ -761,11 +764,11 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         if seen is not None:
             history = seen if values is None else make_csr(seen.indptr, seen.indices, values, seen.shape)
             if side == "user":
-                history = _replace_rows(history, positions, rows, size)
+                history = replace_rows(history, positions, rows, size)
             else:
-                history = _turned(_replace_rows(_turned(history), positions, rows, size))
+                history = turned(replace_rows(turned(history), positions, rows, size))
             seen, values = pattern(history), None if values is None else history.data
-        counts = _updated_counts(learned, side, positions, rows, seen)
+        counts = updated_counts(learned, side, positions, rows, seen)
         self._learn(learned.with_side(side, factors, seen, names, counts, values).widened(rows.data))
 
     # ------------------------------------------------------------------------------------------------ score
@@ -889,131 +892,6 @@ def _seen_in_training(learned: Learned, users: np.ndarray) -> sp.csr_array:
         )
     seen = learned.seen
     return seen.take_rows(users) if isinstance(seen, StoredSeen) else take_rows(seen, users)
-
-
-def _update_positions(name: str, ids: Any) -> np.ndarray:
-    positions = check_ids(name, ids, 2**31 - 1, "2**31 - 1")
-    if positions.size == 0:
-        raise ValueError(f"{name} is empty; give at least one position")
-    values, counts = np.unique(positions, return_counts=True)
-    if np.any(counts > 1):
-        raise ValueError(f"{name} has {values[counts > 1][0]} more than once; give each position once")
-    return positions
-
-
-def _updated_axis(name: str, given: Any, axis: int, positions: np.ndarray, names: np.ndarray | None) -> Any:
-    """Labels to align the updated rows (axis 0) or columns (axis 1) with; without labels they keep the order of ids.
-
-    Raises
-    ------
-    UnknownLabelError
-        Labelled ratings have no row for one of the ids, which would lose its factors silently.
-    """
-    have = labels_of(given)
-    if have is None or have[axis] is None:
-        return IN_ORDER
-    if names is None:
-        return None  # `align` raises
-    wanted = names[positions]
-    given_labels = set(have[axis].tolist())
-    missing = [label for label in wanted.tolist() if label not in given_labels]
-    if missing:
-        raise UnknownLabelError(
-            f"{name} does not have {len(missing)} of {len(positions)} {SIDES[axis]}s that ids names, such as "
-            f"{missing[0]!r}; give entries of each of them, or leave it out of ids"
-        )
-    return wanted
-
-
-def _updated_counts(
-    learned: Learned, side: Side, positions: np.ndarray, rows: sp.csr_array, seen: sp.csr_array | None
-) -> np.ndarray | None:
-    """Entries of each item after an update; without `seen`, old entries of replaced users still count."""
-    if seen is not None:
-        return count_items(seen)
-    counts = learned.item_counts
-    if counts is None:
-        return None
-    if side == "user":
-        added = take_rows(rows, np.flatnonzero(positions >= len(learned.state.user)))
-        return counts + count_items(added)
-    grown = np.zeros(max(len(counts), int(positions.max()) + 1), dtype=np.int64)
-    grown[: len(counts)] = counts
-    grown[positions] = np.diff(rows.indptr)
-    return grown
-
-
-def _extended_labels(side: str, known: Any, positions: np.ndarray, size: int, labels: Any) -> np.ndarray | None:
-    """Labels after adding positions up to `size`; each label keeps its type."""
-    if known is None:
-        if labels is not None:
-            raise ValueError(f"labels were given, but this model's {side}s have none (it was fitted on positions)")
-        return None
-    plain = known.tolist()
-    if labels is None:
-        if size == len(plain):
-            return known
-        raise ValueError(
-            f"ids adds {side}s up to position {size - 1} and this model's {side}s have labels; pass labels= for them"
-        )
-    given = _plain_list(labels)
-    if len(given) != len(positions):
-        raise ValueError(f"labels has {len(given)} elements; expected one for each of {len(positions)} ids")
-    missing = sorted(set(range(len(plain), size)) - set(positions.tolist()))
-    if missing:
-        raise ValueError(f"ids skips position {missing[0]}, which would have no label; add positions without gaps")
-    check_storable_labels("labels", given)
-    extended = plain + [None] * (size - len(plain))
-    for position, label in zip(positions.tolist(), given, strict=True):
-        if position < len(plain) and label != plain[position]:
-            raise ValueError(
-                f"labels says {label!r} for position {position}, whose label is {plain[position]!r}; "
-                "labels of known positions cannot change"
-            )
-        extended[position] = label
-    if len(set(extended)) != size:
-        raise ValueError("labels repeats a label; each position needs a label of its own")
-    return _as_labels(extended, known)
-
-
-def _plain_list(labels: Any) -> list[Any]:
-    """Labels as Python objects; a single value, including a tuple, is one label."""
-    if isinstance(labels, np.ndarray):
-        return np.atleast_1d(labels).tolist()
-    items = list(labels) if isinstance(labels, (list, range)) else [labels]
-    return [item.item() if isinstance(item, np.generic) else item for item in items]
-
-
-def _as_labels(labels: list[Any], like: np.ndarray) -> np.ndarray:
-    """An array with the kind of dtype of `like` if that changes no label, else with dtype object."""
-    kinds = {type(label) for label in labels}
-    if like.dtype.kind != "O" and len(kinds) == 1:
-        array = np.array(labels)
-        if array.ndim == 1 and array.tolist() == labels:
-            return array
-    array = np.empty(len(labels), dtype=object)
-    array[:] = labels
-    return array
-
-
-def _turned(history: sp.csr_array) -> sp.csr_array:
-    """The transpose of a pattern, or of one with values."""
-    return transposed_pattern(history) if history.dtype == np.int8 else transposed(history)
-
-
-def _replace_rows(history: sp.csr_array, positions: np.ndarray, rows: sp.csr_array, size: int) -> sp.csr_array:
-    """`history` with `size` rows, those at `positions` replaced by the entries of `rows`; gaps are empty."""
-    old_ptr, old_ids, old_values = csr_arrays(history)
-    new_ptr, new_ids, new_values = csr_arrays(rows)
-    indices = np.concatenate((old_ids, new_ids))
-    new_values = np.ones_like(new_ids, dtype=np.int8) if history.dtype == np.int8 else new_values
-    values = np.concatenate((old_values, new_values.astype(history.dtype, copy=False)))
-    pointer = np.concatenate((old_ptr, new_ptr[1:] + old_ptr[-1], [len(indices)]))  # the last row is empty
-    stacked = make_csr(pointer, indices, values, (len(pointer) - 1, history.shape[1]))
-    source = np.full(size, len(pointer) - 2, dtype=np.int64)
-    source[: history.shape[0]] = np.arange(history.shape[0])
-    source[positions] = history.shape[0] + np.arange(len(positions))
-    return take_rows(stacked, source)
 
 
 def _hide_every_fifth(matrix: sp.csr_array) -> tuple[sp.csr_array, sp.csr_array]:

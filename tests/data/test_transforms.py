@@ -173,6 +173,8 @@ def test_a_frame_goes_into_every_method():
         if name == "recommend":
             np.testing.assert_array_equal(mine[0], theirs[0])
     np.testing.assert_array_equal(model.user_factors, same.user_factors)
+    metrics = ("rmse", "recall@1")
+    assert hmf.evaluate(model, frame, metrics=metrics) == hmf.evaluate(same, ratings, metrics=metrics)
     popular = hmf.metrics.PopularityRecommender().fit(frame)
     assert popular.item_ids_.tolist() == ["x", "y", "z"]
     assert sp.issparse(hmf.split(ratings.user_items, 1)[0])

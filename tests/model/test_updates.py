@@ -168,7 +168,7 @@ def test_an_update_is_all_or_nothing(method, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(_serving, "_replace_rows", fail)
+    monkeypatch.setattr(_serving, "replace_rows", fail)
     rows = np.ones((1, N_ITEMS)) if method == "users" else np.ones((M, 1))
     with pytest.raises(MemoryError):
         getattr(model, f"partial_fit_{method}")([M if method == "users" else N_ITEMS], rows)
