@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from .core.objective import Objective, State
-from .core.validate import check_rng
+from .core.objective import SIDES, Objective, Side, State
 from .cpu.als import CpuALS
 from .model.base import FactorModel
 from .model.training import TrainingData
 from .plan.solver import Solver
+from .plan.start import Init, Start
 from .plan.types import Plan, Settings
 
 
@@ -45,13 +44,22 @@ class _ALS(FactorModel):
             return TrainingData.on_device(matrix, plan)
         return super()._training_data(matrix, plan)
 
-    def _initial_state(self, ratings: TrainingData, plan: Plan, objective: Objective) -> State:
-        if not plan.offloaded or plan.devices:
-            return super()._initial_state(ratings, plan, objective)
-        from .gpu.factors import first_state
+    def _start(self, objective: Objective, scale: float) -> Start:
+        """Of the users: items are solved first. Their drawn factors would help no solver that starts from them."""
+        return replace(super()._start(objective, scale), sides=("user",))
 
-        square, rng = self._first_length(objective, ratings.scale(objective)), check_rng(self.random_state)
-        return first_state(ratings.degrees, plan, np.dtype(plan.dtype).type, objective, ratings.mean, rng, square)
+    def _sides_read(self) -> tuple[Side, ...]:
+        """Exact solvers overwrite the items' factors; a change of basis reads them before."""
+        return ("user",) if self.solver == "cholesky" and not self.balance else SIDES
+
+    def _init(self, shape: tuple[int, int]) -> Init:
+        """See `FactorModel`; refuses factors that would have no effect."""
+        init = super()._init(shape)
+        if init.given and not set(init.given) & set(self._sides_read()):
+            raise ValueError(
+                "init has item_factors only, which the exact solver replaces before it reads them; give user_factors"
+            )
+        return init
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)
@@ -116,6 +124,13 @@ class ImplicitALS(_ALS):
         Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
     random_state : int, Generator or None
         Seed of the initial factors.
+    init : {"nonnegative", "signed"} or tuple of arrays, optional
+        Initial factors. "nonnegative" (the default) and "signed" draw them from a uniform distribution. Arrays
+        ``(user_factors, item_factors)``, of shape (n_users, factors) and (n_items, factors), continue from earlier
+        factors; models with biases also accept ``(user_factors, item_factors, user_bias, item_bias)``. Rows follow the
+        rows and columns of the ratings. Items are solved first, from the user factors: the exact solver ignores
+        `item_factors` (unless ``balance=True``), which may be None; "cg" and "subspace" start from them. Model files
+        do not contain these arrays.
     block_size : int
         Coordinates in each block of ``solver="subspace"``. With ``block_size >= factors`` the solver is exact.
     balance : bool
@@ -169,7 +184,7 @@ class ImplicitALS(_ALS):
         *,
         regularization: float = 0.01,
         alpha: float = 1.0,
-        iterations: int = 15,
+        iterations: int = 10,
         solver: str = "cholesky",
         device: str | Sequence[str] = "auto",
         regularization_scaling: str | float = "none",
@@ -181,6 +196,7 @@ class ImplicitALS(_ALS):
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        init: Any = None,
         block_size: int = 32,
         balance: bool = False,
         row_form: str = "auto",
@@ -202,6 +218,7 @@ class ImplicitALS(_ALS):
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.init = init
         self.block_size = block_size
         self.balance = balance
         self.row_form = row_form
@@ -236,7 +253,7 @@ class ExplicitALS(_ALS):
         For ranking rather than rating prediction, use about twenty times the default together with
         ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
-block_size, balance, row_form, reduction, gpu_memory_limit
+init, block_size, balance, row_form, reduction, gpu_memory_limit
         As for `ImplicitALS`.
 
     Attributes
@@ -275,6 +292,7 @@ item_ids_
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        init: Any = None,
         block_size: int = 32,
         balance: bool = False,
         row_form: str = "auto",
@@ -296,6 +314,7 @@ item_ids_
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.init = init
         self.block_size = block_size
         self.balance = balance
         self.row_form = row_form

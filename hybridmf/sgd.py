@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from .core.objective import Objective, State
-from .core.validate import check_int, check_rng
+from .core.validate import check_int, seed_of
 from .model.base import FactorModel
 from .model.training import TrainingData
 from .plan.sgd import SgdMethod
@@ -95,6 +93,8 @@ class SGD(FactorModel):
     random_state : int, Generator or None
         Seed of the initial factors and of every shuffle. A fit resumed from a checkpoint repeats the shuffles of the
         uninterrupted fit, since the checkpoint stores their seed.
+    init : {"nonnegative", "signed"} or tuple of arrays, optional
+        As for `ImplicitALS`; factors and biases of both sides are used, and None for one of them draws it.
     gpu_memory_limit : int or str, optional
         As for `ImplicitALS`.
 
@@ -143,6 +143,7 @@ item_ids_
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        init: Any = None,
         gpu_memory_limit: str | int | None = None,
     ) -> None:
         self.factors = factors
@@ -162,6 +163,7 @@ item_ids_
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.init = init
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self, spread: float = 1.0) -> Objective:
@@ -190,7 +192,7 @@ item_ids_
         )
 
     def _seed_bits(self, kept: int | None) -> int:
-        return _shuffle_seed(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
+        return seed_of(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
 
     def _standardized(self, plan: Plan, objective: Objective, scale: float) -> Plan:
         """The plan with the learning rate scaled to these ratings."""
@@ -214,8 +216,3 @@ item_ids_
         from .gpu.sgd import GpuSGD
 
         return GpuSGD(open_device(plan.device), *arguments)
-
-
-def _shuffle_seed(random_state: Any) -> int:
-    """63 bits for the shuffles; an integer always gives the same ones, so that a resumed fit repeats the shuffles."""
-    return int(check_rng(random_state).integers(np.iinfo(np.int64).max))

@@ -81,7 +81,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
     "--bias-regularization", type=float, metavar="LAMBDA_B",
     help="Penalty of squared biases (explicit only); 0: none.  [default: Lambda / std of the ratings]",
 )  # fmt: skip
-@click.option("--iterations", type=int, help="Full sweeps.  [default: 15]")
+@click.option("--iterations", type=int, help="Full sweeps.  [default: 15 explicit, 10 implicit]")
 @click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")
 @click.option("--cg-steps", type=int, help="Steps of --solver cg.  [default: 3]")
 @click.option("--block-size", type=int, help="Coordinates in a block of --solver subspace.  [default: 32]")

@@ -141,6 +141,11 @@ def check_rng(random_state: Any) -> np.random.Generator:
     )
 
 
+def seed_of(random_state: Any) -> int:
+    """63 bits by `random_state`: of an integer the same ones every time, of a generator the next ones."""
+    return int(check_rng(random_state).integers(np.iinfo(np.int64).max))
+
+
 def _omp_threads() -> int:
     """Threads that OMP_NUM_THREADS requests at the outermost level; 0 if it is unset or invalid."""
     try:

@@ -15,7 +15,7 @@ from threadpoolctl import ThreadpoolController
 
 from .. import _formats
 from ..core.balance import balancing
-from ..core.objective import SIDES, Factors, Objective, Side, State, other_side, part_of
+from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..core.validate import MAX_AXIS, csr_arrays
 from ..data.slabs import Slabs
 from ..formats import BalsMatrix, tiled
@@ -440,7 +440,7 @@ class StreamedHalf:
             rows = slice(first, last)
             half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, self.names[rows])
             half.check = self.check
-            before = None if start is None else part_of(start, first, last)
+            before = None if start is None else start.part(slice(first, last))
             solved = half.solve_for(prepared, before)
             out[rows] = solved.matrix
             if bias is not None and solved.bias is not None:
@@ -452,7 +452,7 @@ class StreamedHalf:
         losses = np.zeros(len(self.degrees))
         for k, (first, last) in enumerate(pairwise(self.slabs.bounds.tolist())):
             self.slabs.prefetch(k + 1)
-            part = State(part_of(users, first, last), items, mean)
+            part = State(users.part(slice(first, last)), items, mean)
             csr = csr_arrays(self.slabs.matrix(k))
             losses[first:last] = losses_of_rows(self.objective, csr, part, self.plan.num_threads)
         return losses

@@ -16,7 +16,7 @@ from ..plan.fused import table_width
 from ..plan.ordering import reordered
 from ..plan.solver import Alternating
 from ..plan.types import Plan
-from .factors import Copiers, GpuFactors, HostFactors, HostTables, to_device, to_host
+from .factors import Copiers, GpuFactors, HostTables, to_device, to_host
 from .half import HalfSweep, objective_value, range_of_roots
 from .matrix import DeviceMatrix
 from .offloaded import HostHalf
@@ -111,7 +111,7 @@ class GpuALS(Alternating):
     objective : Objective
     plan : Plan
     state : State
-        Initial factors and mean. A state of `hybridmf.gpu.factors.first_state` has its own tables.
+        Initial factors and mean.
     """
 
     def __init__(
@@ -129,12 +129,11 @@ class GpuALS(Alternating):
         self.halves: dict[Side, Any] = {}
         self.inward: dict[Side, Any] = {}
         for side in SIDES:
-            given = state.side(side)
-            tables = _tables_for(given, side, plan)
+            tables = HostTables.of(side, plan, plan.dtype) if plan.offloaded else None
             self.halves[side] = self._half_sweeps.make(
                 side, matrices[side], objective, plan, self.order.names(side), tables=tables
             )
-            self.inward[side] = self._half_sweeps.factors(self.order.inward(side, given), plan, tables)
+            self.inward[side] = self._half_sweeps.factors(self.order.inward(side, state.side(side)), plan, tables)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -177,11 +176,3 @@ class GpuALS(Alternating):
     def close(self) -> None:
         """Stop loading; `state` stays readable."""
         self._half_sweeps.close()
-
-
-def _tables_for(factors: Factors, side: Side, plan: Plan) -> HostTables | None:
-    """Tables of a side whose factors are offloaded: those of its initial factors, or new ones."""
-    if not plan.offloaded:
-        return None
-    known = factors.tables if isinstance(factors, HostFactors) else None
-    return known or HostTables.of(side, plan, plan.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import Objective, State, initial_state
+from ..core.objective import SIDES, Objective, Side, State
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
     as_csr,
     check_bool,
     check_int,
     check_nonempty,
-    check_rng,
+    seed_of,
     without_mask,
 )
 from ..data import fingerprint
@@ -32,6 +32,7 @@ from ..errors import DeviceError
 from ..plan import dispatch
 from ..plan.make import check_memory, make_plan, plan_for
 from ..plan.solver import Solver
+from ..plan.start import Init, Start, check_init, initial_state
 from ..plan.types import Plan, Settings
 from ..ratings import Ratings, as_ratings
 from . import checkpoint as checkpoints
@@ -58,12 +59,13 @@ class FactorModel(ServingMixin):
 
     iterations: int
     random_state: Any
+    init: Any
 
     _reads_slabs = False
     """Whether the solvers read a `Store` slab by slab; for other solvers it is loaded into memory."""
 
-    _first_square = 0.25
-    """Mean squared length of initial factors, relative to the scale of explicit ratings. Longer factors leave noise in
+    _first_length = 0.5
+    """Length of initial factors, relative to the root of the scale of explicit ratings. Longer factors leave noise in
     rows with few entries; with shorter ones, the first pass makes item factors so long that SGD steps overshoot."""
 
     n_iter_: int
@@ -177,6 +179,7 @@ class FactorModel(ServingMixin):
         check_labels(labels_of(user_items))
         matrix = self._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
+        init = self._init(matrix.shape)
         stopwatch.lap("check")
         plan = plan_for(matrix, objective, settings)
         check_memory(plan)
@@ -194,7 +197,7 @@ class FactorModel(ServingMixin):
         stopwatch.lap("convert")
         log_empty_rows(*ratings.degrees.values())
         objective = self._objective(ratings.scale(objective))
-        state = resumed.state if resumed else self._initial_state(ratings, plan, objective)
+        state = resumed.state if resumed else self._initial_state(ratings, plan, objective, init)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
         solver = self._solver(_seeded(plan, seed_bits), objective, ratings, state, completed)
@@ -213,7 +216,7 @@ class FactorModel(ServingMixin):
                 completed=completed,
                 history=list(resumed.summary["history"]) if resumed else None,
             )
-            del state, resumed  # frees the initial factors after the first sweep
+            del state, resumed, init  # frees the initial factors after the first sweep
             stopwatch.lap("set up")
             loop.run(iterations)
         if not objective.is_implicit:
@@ -251,22 +254,42 @@ class FactorModel(ServingMixin):
         """The ratings in both orientations, where the solver of the plan reads them."""
         return TrainingData.on_host(matrix, plan)
 
-    def _initial_state(self, ratings: TrainingData, plan: Plan, objective: Objective) -> State:
-        """Initial state of a fit."""
-        return initial_state(
-            ratings.degrees["user"],
-            ratings.degrees["item"],
-            plan.factors,
-            np.dtype(plan.dtype).type,
-            objective,
-            ratings.mean,
-            check_rng(self.random_state),
-            self._first_length(objective, ratings.scale(objective)),
-        )
+    def _initial_state(
+        self, ratings: TrainingData, plan: Plan, objective: Objective, init: Init | None = None
+    ) -> State:
+        """Initial state of a fit; `init`, as checked, is computed if not given."""
+        scale, seed = ratings.scale(objective), seed_of(self.random_state)
+        init = init or self._init(ratings.shape)
+        return self._first_state(ratings.degrees, plan, objective, ratings.mean, scale, seed, init)
 
-    def _first_length(self, objective: Objective, scale: float) -> float:
-        """Mean squared length of initial factors: in proportion to explicit ratings, about 1 for implicit feedback."""
-        return 1.0 if objective.is_implicit else self._first_square * scale
+    def _first_state(
+        self,
+        degrees: Mapping[Side, np.ndarray],
+        plan: Plan,
+        objective: Objective,
+        mean: float,
+        scale: float,
+        seed: int,
+        init: Init,
+    ) -> State:
+        """Initial state for ratings of these degrees, this mean and this scale."""
+        start = replace(self._start(objective, scale), signed=init.signed)
+        counts = (degrees["user"], degrees["item"])
+        drawn = initial_state(*counts, plan.factors, plan.dtype, objective, mean, seed, start, plan.num_threads)
+        return init.placed(drawn, degrees, self._sides_read())
+
+    def _init(self, shape: tuple[int, int]) -> Init:
+        """The checked `init` for ratings of this shape."""
+        settings, biases = self._settings(), self._objective().biases
+        return check_init(self.init, shape, settings.factors, settings.dtype, biases=biases)
+
+    def _sides_read(self) -> tuple[Side, ...]:
+        """Sides whose initial factors the first iteration reads."""
+        return SIDES
+
+    def _start(self, objective: Objective, scale: float) -> Start:
+        """How initial factors are distributed; factors of explicit ratings grow with the root of their scale."""
+        return Start(1.0 if objective.is_implicit else self._first_length * math.sqrt(scale))
 
     # ------------------------------------------------------------------------------------------------ files
 

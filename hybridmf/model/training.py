@@ -36,7 +36,12 @@ class TrainingData:
     def on_host(cls, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> TrainingData:
         """Both orientations in memory or in a store."""
         item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
-        return cls(matrix, item_users, summary_of(matrix, plan.num_threads))
+        return cls.of(matrix, item_users, plan)
+
+    @classmethod
+    def of(cls, user_items: Any, item_users: Any, plan: Plan) -> TrainingData:
+        """Both orientations as given, csr_array or StoreMatrix."""
+        return cls(user_items, item_users, summary_of(user_items, plan.num_threads))
 
     @classmethod
     def on_device(cls, matrix: sp.csr_array, plan: Plan) -> TrainingData:
@@ -59,6 +64,12 @@ class TrainingData:
             "user": np.diff(self.user_items.indptr).astype(np.int64, copy=False),
             "item": np.diff(self.item_users.indptr).astype(np.int64, copy=False),
         }
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_users, n_items)."""
+        users, items = self.user_items.shape
+        return users, items
 
     @property
     def nnz(self) -> int:

@@ -94,6 +94,9 @@ typedef struct {
     /* out += sum_k coefficient[k] * row k of a row-major n x rank matrix */
     void (*combine_f)(ptrdiff_t n, ptrdiff_t rank, const float *rows, const float *coefficient, float *out);
     void (*combine_d)(ptrdiff_t n, ptrdiff_t rank, const double *rows, const double *coefficient, double *out);
+    /* out[column] = scale * z, z uniform between `low` (0 or -1, exclusive) and 1, from word column % 4 of Philox4x32-10
+     * with the counter (column / 4, row, side) and the key; n columns. Every table gives the same bits. */
+    void (*draw)(ptrdiff_t n, uint64_t key, uint64_t row, uint32_t side, int low, float scale, float *out);
     /* first i >= start with scores[i] >= threshold, or n */
     ptrdiff_t (*first_at_least_f)(ptrdiff_t n, const float *scores, float threshold, ptrdiff_t start);
     ptrdiff_t (*first_at_least_d)(ptrdiff_t n, const double *scores, double threshold, ptrdiff_t start);

@@ -5,7 +5,7 @@ ctypedef fused real:
     double
 
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 
 cdef extern from "kernels.h" nogil:
@@ -69,6 +69,8 @@ cdef extern from "kernels.h" nogil:
                           float* out) noexcept nogil
         void (*combine_d)(Py_ssize_t n, Py_ssize_t rank, const double* rows, const double* coefficient,
                           double* out) noexcept nogil
+        void (*draw)(Py_ssize_t n, uint64_t key, uint64_t row, uint32_t side, int low, float scale,
+                     float* out) noexcept nogil
         Py_ssize_t (*first_at_least_f)(Py_ssize_t n, const float* scores, float threshold,
                                        Py_ssize_t start) noexcept nogil
         Py_ssize_t (*first_at_least_d)(Py_ssize_t n, const double* scores, double threshold,

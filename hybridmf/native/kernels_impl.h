@@ -31,6 +31,47 @@ static double dot_fd(ptrdiff_t n, const float *a, const float *b) {
     for (; k < n; k++) sum[0] += (double)a[k] * (double)b[k];
     return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
 }
+
+/* Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011): four words for each of HMF_DRAWN counters that differ in their
+ * first word; loops of constant length, which the compiler puts into vectors */
+enum { HMF_DRAWN = 16, HMF_ROUNDS = 10, HMF_BITS = 24 /* of a float32's mantissa */ };
+
+static void philox(uint64_t key, uint32_t first, uint64_t row, uint32_t side, uint32_t words[4][HMF_DRAWN]) {
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int i = 0; i < HMF_DRAWN; i++) {
+        words[0][i] = first + (uint32_t)i;
+        words[1][i] = (uint32_t)row;
+        words[2][i] = (uint32_t)(row >> 32);
+        words[3][i] = side;
+    }
+    for (int round = 0; round < HMF_ROUNDS; round++) {
+        for (int i = 0; i < HMF_DRAWN; i++) {
+            const uint64_t a = (uint64_t)0xD2511F53u * words[0][i], b = (uint64_t)0xCD9E8D57u * words[2][i];
+            const uint32_t one = words[1][i], three = words[3][i];
+            words[0][i] = (uint32_t)(b >> 32) ^ one ^ k0;
+            words[1][i] = (uint32_t)b;
+            words[2][i] = (uint32_t)(a >> 32) ^ three ^ k1;
+            words[3][i] = (uint32_t)a;
+        }
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+}
+
+/* The upper bits of a word as an odd number below 2^24: exact in float32, and never zero. */
+static void draw(ptrdiff_t n, uint64_t key, uint64_t row, uint32_t side, int low, float scale, float *out) {
+    uint32_t words[4][HMF_DRAWN];
+    float drawn[HMF_DRAWN][4];
+    const int32_t shift = low ? 1 << (HMF_BITS - 1) : 0;
+    const float unit = scale / (float)(low ? 1 << (HMF_BITS - 1) : 1 << HMF_BITS); /* a power of two: exact */
+    for (ptrdiff_t column = 0; column < n; column += 4 * HMF_DRAWN) {
+        philox(key, (uint32_t)(column / 4), row, side, words);
+        for (int i = 0; i < HMF_DRAWN; i++)
+            for (int w = 0; w < 4; w++) drawn[i][w] = (float)((int32_t)(words[w][i] >> 8 | 1) - shift) * unit;
+        const ptrdiff_t left = n - column;
+        memcpy(out + column, drawn, (size_t)(left < 4 * HMF_DRAWN ? left : 4 * HMF_DRAWN) * sizeof(float));
+    }
+}
 #endif
 
 #define FN(name) HMF_CAT(HMF_CAT(name, _), TYPE)

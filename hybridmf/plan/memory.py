@@ -86,7 +86,7 @@ def rank_bytes(plan: Plan, ranks: int) -> dict[str, int]:
     if not plan.streamed:
         pointers = (m + n) * (np.dtype(index_pointer_dtype(plan.nnz)).itemsize + 8)
         sizes["ratings"] = 3 * -(-plan.nnz // ranks) * (itemsize + 4) + pointers
-    # all that a fit starts from, which every rank draws; then old and new rows of its own beside the fixed side
+    # all that a resumed fit continues from, which every rank receives; then old and new rows of its own
     sizes["factors"] = (m + n + 2 * -(-(m + n) // ranks)) * row
     sizes["gathered"] = max(m, n) * row
     return sizes

@@ -86,6 +86,7 @@ def test_rows_count_as_the_penalty_counts_them():
             3, biases=False, regularization_scaling=scaling, device="cpu", dtype="float64", random_state=0
         )
         solver = solver_of(model, matrix)
+        solver.update("item")
         solver.balance()
         grams = [
             (state.matrix * model._objective().row_scale(degrees)[:, None]).T @ state.matrix

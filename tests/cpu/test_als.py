@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import Factors, Objective, State, initial_state
-from hybridmf.core.validate import as_csr
+from hybridmf.core.objective import Factors, Objective, State
+from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu.als import HalfSweep, WeightedGram, objective_value
 from hybridmf.errors import NonFiniteError, NotPositiveDefiniteError
 from hybridmf.model.learned import scale_of
 from hybridmf.native import _als
 from hybridmf.native.status import check_status
+from hybridmf.plan.start import initial_state
 from support.half_sweeps import OBJECTIVES, dense_system, plan_for, random_factors, relative_error
 from support.marks import exhaustive, mostly_exhaustive
 from support.ratings import planted
@@ -345,8 +346,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(name, assembly):
     exact = as_csr(matrix, dtype=np.float64)
     start = initial_state(
         np.diff(exact.indptr), np.bincount(exact.indices, minlength=40), 4, np.float64, objective,
-        float(exact.data.mean()), np.random.default_rng(3),
-        model._first_length(objective, scale_of(exact, objective)),
+        float(exact.data.mean()), seed_of(3), model._start(objective, scale_of(exact, objective)),
     )  # fmt: skip
     expected = reference.fit(exact, start, objective, 6)
     assert relative_error(model.user_factors_, expected.user.matrix) < 1e-7

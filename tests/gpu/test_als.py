@@ -12,8 +12,8 @@ import pytest
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import Factors, Objective, State, initial_state
-from hybridmf.core.validate import as_csr
+from hybridmf.core.objective import Factors, Objective, State
+from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
 from hybridmf.gpu import fused, launch
@@ -22,6 +22,7 @@ from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
 from hybridmf.plan.fused import table_width
+from hybridmf.plan.start import initial_state
 from support.devices import limit_memory, on_a_gpu
 from support.half_sweeps import (
     BACKWARD_ERROR,
@@ -372,8 +373,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(backend, kind, scali
     assert all(later <= earlier * (1 + 1e-6) for earlier, later in pairwise(losses))
     start = initial_state(
         np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=16), model.factors, np.float32, objective,
-        float(matrix.data.mean()), np.random.default_rng(3),
-        model._first_length(objective, scale_of(matrix, objective)),
+        float(matrix.data.mean()), seed_of(3), model._start(objective, scale_of(matrix, objective)),
     )  # fmt: skip
     expected = reference.fit(matrix.astype(np.float64), start, objective, iterations)
     assert relative_error(model.user_factors, expected.user.matrix) < 1e-3
@@ -389,7 +389,7 @@ def test_float64_and_low_unobserved_weight(backend):
     matrix = as_csr(SMALL, dtype=np.float64)
     start = initial_state(
         np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=16), RANK, np.float64, model._objective(), 0.0,
-        np.random.default_rng(3),
+        seed_of(3), model._start(model._objective(), 1.0),
     )  # fmt: skip
     expected = reference.fit(matrix, start, model._objective(), 3)
     assert relative_error(model.user_factors_, expected.user.matrix) < 1e-8

@@ -228,7 +228,7 @@ def test_every_second_of_a_rank_belongs_to_a_part(monkeypatch):
         (WholeRatings, "degrees", 4.0),
         (spmd, "make_plan", 10.0),
         (spmd, "RankBlocks", 100.0),
-        (spmd, "initial_state", 200.0),
+        (hmf.ExplicitALS, "_first_state", 200.0),
         (RankALS, "__init__", 400.0),
         (RankALS, "update", 1e3),
         (RankALS, "objective_value", 1e4),

@@ -29,6 +29,7 @@ from hybridmf.formats import transpose
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid, RankLayout
 from hybridmf.plan.make import make_plan
+from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Plan
 from hybridmf.ranks.batches import BATCH_BYTES, batch_rows
 from hybridmf.ranks.cpu_rank import CpuWorker
@@ -174,6 +175,8 @@ def test_row_that_fails_is_named_and_stops_all_ranks(ratings_matrix: sp.csr_arra
     matrix = ratings_matrix.copy()
     model, plan, checked, state = problem("explicit", matrix, 3)
     objective = replace(model._objective(), regularization=0.0)
+    degrees = np.diff(checked.indptr), np.bincount(checked.indices, minlength=checked.shape[1])
+    state = initial_state(*degrees, plan.factors, np.float32, objective, state.mean, 0)  # both sides: users come first
     solver = MultiALS(checked, transpose(checked, num_threads=1), objective, plan, state)
     alone_plan = plan.changed(devices=())
     alone = CpuALS(checked, transpose(checked, num_threads=1), objective, alone_plan, state)
