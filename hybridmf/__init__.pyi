@@ -12,9 +12,12 @@ from .data.convert import convert as convert
 from .data.store import Store as Store
 from .metrics import evaluate as evaluate
 from .model.checkpoint import Checkpoint as Checkpoint
+from .model.early_stopping import EarlyStopping as EarlyStopping
 from .model.load import load as load
 from .plan.types import Plan as Plan
 from .ratings import Ratings as Ratings
+from .ratings import k_fold as k_fold
+from .ratings import leave_k_out as leave_k_out
 from .ratings import split as split
 from .sgd import SGD as SGD
 from .tools.config import config as config

@@ -30,6 +30,7 @@ from .data.align import align, labels_of
 from .errors import NonFiniteError
 from .model.popularity import PopularityRecommender as PopularityRecommender
 from .native import _rankings
+from .ratings import as_ratings
 
 BLOCK_USERS = 16_384
 """Users in each call of `recommend` of a model that may hold the scores of all its items for each of them."""
@@ -593,6 +594,7 @@ def _checked_names(metrics: Sequence[str]) -> tuple[str, ...]:
 
 def _checked_like(model: Any, given: Any, name: str, unknown: str) -> tuple[sp.csr_array, int]:
     """A matrix in the positions of the model, aligned by label if it has labels, and the number of dropped entries."""
+    given = as_ratings(given)
     labels = getattr(model, "user_ids_", None), getattr(model, "item_ids_", None)
     matrix, dropped = align(as_csr(given, name=name), labels_of(given), labels, name=name, unknown=unknown)
     check_shape(name, matrix, (model.n_users, model.n_items), _AXES)

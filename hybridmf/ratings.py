@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
@@ -20,22 +20,26 @@ import numpy as np
 import scipy.sparse as sp
 
 from .core.files import FORMATS, read_head, sniff_format, write_atomically
-from .core.sparse import keep_entries, transposed
+from .core.frames import kind_of
+from .core.sparse import entry_rows, keep_entries, transposed
+from .core.triplets import frame_names, named_like_entries
 from .core.validate import (
     MERGE_RULES,
     as_csr,
     check_bool,
     check_choice,
     check_int,
-    check_real,
     check_rng,
     check_threads,
     frozen_csr,
 )
+from .data.columns import AUTO
 from .data.labels import (
     Entries,
+    as_times,
     as_vector,
     axis_sizes,
+    joined_axis,
     label_array,
     label_kind,
     label_table,
@@ -44,12 +48,23 @@ from .data.labels import (
     storable,
 )
 from .data.lists import list_layout, read_lists
-from .data.readers import frame_entries, naming, read_matrix_market, read_npz, read_parquet
-from .data.text import find_layout, read_text, text_separator
+from .data.readers import (
+    check_where,
+    column_place,
+    frame_entries,
+    naming,
+    read_matrix_market,
+    read_npz,
+    read_parquet,
+    row_mask,
+)
+from .data.splits import WAYS, entries_of_users, fold_of_entries, last_of_each_user, latest_entries, random_entries
+from .data.text import find_layout, read_fields, read_text, text_separator
+from .data.transforms import EntryView, Transforms
 from .errors import DuplicateEntriesError, RatingsError
 
 
-class Ratings:
+class Ratings(Transforms):
     """A sparse user x item matrix with labels of its rows and columns; read-only.
 
     Parameters
@@ -67,6 +82,11 @@ class Ratings:
         float32 values, int32 indices, columns sorted within rows, no duplicate pairs. An explicit zero is an entry. The
         three arrays are read-only; ``user_items.copy()`` is writable.
     user_ids, item_ids : ndarray or None
+    timestamps : array, shape (nnz,), or None
+        Time of each entry, in the order of ``user_items.data``: int64, float64 or datetime64. Kept by `from_coo`,
+        `from_frame` and `from_file`.
+    frame_kind : {"pandas", "polars", "pyarrow"} or None
+        Library of the data frame that the ratings came from; tables are returned in it.
 
     Raises
     ------
@@ -80,6 +100,8 @@ class Ratings:
         self.user_items: sp.csr_array = as_csr(user_items, name="user_items")
         self.user_ids = label_array("user_ids", user_ids, self.n_users)
         self.item_ids = label_array("item_ids", item_ids, self.n_items)
+        self.timestamps: np.ndarray | None = None
+        self.frame_kind: str | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -98,6 +120,7 @@ class Ratings:
         user_ids: Iterable[Any] | None = None,
         item_ids: Iterable[Any] | None = None,
         duplicates: str = "error",
+        timestamps: Any = None,
     ) -> Ratings:
         """Ratings from coordinate triplets.
 
@@ -114,7 +137,9 @@ class Ratings:
         user_ids, item_ids : sequence, optional
             Label of each row and of each column.
         duplicates : {"error", "sum", "mean", "first", "last", "max"}
-            What to do with a pair that occurs more than once.
+            What to do with a pair that occurs more than once. A merged entry has the latest time of its pair; under
+            "first" and "last", that of the entry kept.
+        timestamps : array of numbers or datetime64, shape (nnz,), optional
 
         Returns
         -------
@@ -140,6 +165,12 @@ class Ratings:
         rows, user_ids, n_users = resolve("users", users, "user_ids", user_ids, n_users)
         columns, item_ids, n_items = resolve("items", items, "item_ids", item_ids, n_items)
         entries = Entries(rows, columns, values, user_ids, item_ids, (n_users, n_items))
+        if timestamps is not None:
+            entries.times = as_times(timestamps)
+            if len(entries.times) != len(values):
+                raise RatingsError(
+                    f"timestamps has {len(entries.times)} elements; expected one for each of {len(values)}"
+                )
         return _from_entries(entries, duplicates)
 
     @classmethod
@@ -190,6 +221,8 @@ class Ratings:
         item: int | str = "auto",
         value: int | str | None = "auto",
         duplicates: str = "error",
+        timestamp: int | str | None = "auto",
+        where: Mapping[Any, Any] | None = None,
     ) -> Ratings:
         """Ratings from a data frame with one row for each entry.
 
@@ -204,6 +237,12 @@ class Ratings:
             timestamps.
         duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once.
+        timestamp : str, int or None
+            Column of times (numbers, dates, or text in ISO 8601), kept as `timestamps`. "auto" takes the only column
+            with a name of times, if its values can be used; None keeps none.
+        where : mapping, optional
+            Row filters, such as ``{"behavior": "play"}``: for each column a value, a collection of values, or a
+            function of the column as an array that returns a mask. Other rows are left out before anything is checked.
 
         Returns
         -------
@@ -220,7 +259,10 @@ class Ratings:
             `frame` is no data frame, or a column has a type that cannot be used.
         """
         check_choice("duplicates", duplicates, MERGE_RULES)
-        return _from_entries(frame_entries(frame, "frame", user, item, value), duplicates)
+        entries = frame_entries(frame, "frame", user, item, value, timestamp, check_where(where))
+        ratings = _from_entries(entries, duplicates)
+        ratings.frame_kind = kind_of(frame)
+        return ratings
 
     @classmethod
     def from_file(
@@ -236,6 +278,8 @@ class Ratings:
         duplicates: str = "error",
         encoding: str | None = None,
         comment: str | None = "#",
+        timestamp: int | str | None = "auto",
+        where: Mapping[Any, Any] | None = None,
         show_progress: bool = False,
     ) -> Ratings:
         """Ratings from a file: delimited text, MatrixMarket, .npz or Parquet, recognized by content, then by name.
@@ -268,6 +312,14 @@ class Ratings:
             Encoding of text; None is UTF-8, or UTF-16 after a byte order mark.
         comment : str or None
             Lines of text that start with this string are skipped; None skips no lines.
+        timestamp : int, str or None
+            Column of times (numbers, or dates in ISO 8601) of text and Parquet, kept as `timestamps`. "auto" takes the
+            only column with a name of times, and without a header the fourth of four columns if it holds Unix times, as
+            in the files of MovieLens. None keeps none.
+        where : mapping, optional
+            Row filters of text and Parquet, such as ``{"behavior": "play"}``: for each column, by name or number, a
+            value, a collection of values, or a function of the column as an array that returns a mask. Ids without a
+            row that is kept disappear.
         show_progress : bool
             Draw a progress bar while text is read, if that takes longer than a second.
 
@@ -295,24 +347,69 @@ class Ratings:
         check_choice("duplicates", duplicates, MERGE_RULES)
         check_choice("header", header, ("auto", True, False))
         check_bool("show_progress", show_progress)
-        name, columns = os.fsdecode(path), (user, item, value)
+        name, columns, where = os.fsdecode(path), (user, item, value), check_where(where)
         head = read_head(name)
         if format == "auto":
             format = sniff_format(name, head)
+        if format in ("npz", "mtx", "lists"):
+            _refuse_columns(name, format, timestamp, where)
         if format in ("npz", "mtx"):
             read = read_npz if format == "npz" else read_matrix_market
             matrix, labels = read(name, head)
             with naming(name):
-                return Ratings.from_matrix(matrix, duplicates=duplicates, **labels)
+                return _from_saved(matrix, labels, duplicates)
         if format == "parquet":
-            return _from_entries(read_parquet(name, columns), duplicates)
+            return _from_entries(read_parquet(name, columns, timestamp, where), duplicates)
         if format == "lists":
             return _from_entries(
                 read_lists(list_layout(name, head, separator, header, columns, encoding, comment)), duplicates
             )
         separator = text_separator(format, separator)
-        layout = find_layout(name, head, separator, header, columns, encoding, comment)
-        return _from_entries(read_text(layout, show_progress), duplicates)
+        layout = find_layout(name, head, separator, header, columns, encoding, comment, timestamp, where or ())
+        entries = read_text(layout, show_progress)
+        if where is not None:
+            names, n_fields = layout.columns.names, layout.n_fields
+            places = {column: column_place("where", name, names, column, n_fields) for column in where}
+            fields = {column: read_fields(layout, place) for column, place in places.items()}
+            entries = entries.keep(row_mask(name, where, fields))
+        return _from_entries(entries, duplicates)
+
+    @classmethod
+    def concat(cls, parts: Iterable[Ratings], *, duplicates: str = "error") -> Ratings:
+        """All entries of several ratings, whose users and items are matched by label.
+
+        Parameters
+        ----------
+        parts : iterable of Ratings
+            A side has labels in all of them, or in none: then positions mean the same in all.
+        duplicates : {"error", "sum", "mean", "first", "last", "max"}
+            What to do with a pair that occurs in several parts.
+
+        Returns
+        -------
+        Ratings
+            With the timestamps if all parts have them.
+
+        Raises
+        ------
+        RatingsError, DuplicateEntriesError, TypeError, ValueError
+        """
+        given = list(parts)
+        if not given or not all(isinstance(part, Ratings) for part in given):
+            kinds = ", ".join(type(part).__name__ for part in given) or "nothing"
+            raise TypeError(f"concat takes one or more Ratings, got {kinds}; make them with Ratings.from_frame")
+        users, user_ids, n_users = joined_axis("user", [(part.user_ids, part.n_users) for part in given])
+        items, item_ids, n_items = joined_axis("item", [(part.item_ids, part.n_items) for part in given])
+        rows = [users[k][entry_rows(part.user_items)] for k, part in enumerate(given)]
+        columns = [items[k][part.user_items.indices] for k, part in enumerate(given)]
+        values = np.concatenate([part.user_items.data for part in given])
+        entries = Entries(np.concatenate(rows), np.concatenate(columns), values, user_ids, item_ids, (n_users, n_items))
+        times = [part.timestamps for part in given if part.timestamps is not None]
+        if len(times) == len(given):
+            entries.times = np.concatenate(times)
+        ratings = _from_entries(entries, check_choice("duplicates", duplicates, MERGE_RULES))
+        ratings.frame_kind = given[0].frame_kind
+        return ratings
 
     # -------------------------------------------------------------------------------------------------- properties
 
@@ -376,9 +473,11 @@ class Ratings:
         """Positions of items; the same rules as `user_index`."""
         return look_up("item", labels, self.item_ids, self._item_table, self.n_items)
 
-    def split(self, test_size: float | int = 0.1, random_state: Any = None) -> tuple[Ratings, Ratings]:
-        """Random split of the entries into (train, test); see `hybridmf.split`."""
-        train, test = split(self, test_size, random_state)
+    def split(
+        self, test_size: float | int = 0.1, random_state: Any = None, *, by: str = "random"
+    ) -> tuple[Ratings, Ratings]:
+        """(train, test); see `hybridmf.split`."""
+        train, test = split(self, test_size, random_state, by=by)
         return train, test
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -400,7 +499,25 @@ class Ratings:
         for name, labels in (("user_ids", self.user_ids), ("item_ids", self.item_ids)):
             if labels is not None:
                 content[name] = storable(name, labels)
+        if self.timestamps is not None:
+            content["timestamps"] = self.timestamps
         write_atomically(os.fsdecode(path), lambda stream: np.savez(stream, **cast(Any, content)))
+
+    def _of(
+        self,
+        matrix: sp.csr_array,
+        timestamps: np.ndarray | None,
+        user_ids: np.ndarray | None = None,
+        item_ids: np.ndarray | None = None,
+    ) -> Ratings:
+        """Ratings of a canonical matrix that only the library holds; labels by default those of these ratings."""
+        ratings = Ratings(
+            frozen_csr(matrix),
+            self.user_ids if user_ids is None else user_ids,
+            self.item_ids if item_ids is None else item_ids,
+        )
+        ratings.timestamps, ratings.frame_kind = timestamps, self.frame_kind
+        return ratings
 
     def __repr__(self) -> str:
         text = f"Ratings({self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries"
@@ -411,22 +528,51 @@ class Ratings:
 
 
 def _from_entries(entries: Entries, duplicates: str) -> Ratings:
-    return Ratings(entries.to_matrix(duplicates), entries.user_ids, entries.item_ids)
+    ratings = Ratings(entries.to_matrix(duplicates), entries.user_ids, entries.item_ids)
+    ratings.timestamps = entries.times_of(duplicates)
+    return ratings
+
+
+def _from_saved(matrix: Any, labels: dict[str, np.ndarray], duplicates: str) -> Ratings:
+    """Ratings of a matrix that was read from a file, with labels and times as far as the file has them."""
+    times = labels.pop("timestamps", None)
+    ratings = Ratings.from_matrix(matrix, duplicates=duplicates, **labels)
+    if times is not None:
+        if times.shape != (ratings.nnz,) or matrix.nnz != ratings.nnz:
+            raise RatingsError(f"timestamps has shape {times.shape}; expected one for each of {ratings.nnz} entries")
+        ratings.timestamps = as_times(times)
+    return ratings
+
+
+def _refuse_columns(path: str, format: str, timestamp: Any, where: Any) -> None:
+    """Refuse arguments that name columns of a file that has none."""
+    for argument, value in (("timestamp", None if timestamp == AUTO else timestamp), ("where", where)):
+        if value is not None:
+            raise ValueError(
+                f"{path} is read as {format!r}, which has no columns that {argument}= could name: leave it out"
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------- the split
 
 
-def split(ratings: Any, test_size: float | int = 0.1, random_state: Any = None) -> tuple[Any, Any]:
-    """Random split of the entries into a training and a test part of the same shape.
+def split(
+    ratings: Any, test_size: float | int = 0.1, random_state: Any = None, *, by: str = "random"
+) -> tuple[Any, Any]:
+    """Split the entries into a training and a test part of the same shape.
 
     Parameters
     ----------
-    ratings : Ratings, or matrix of shape (n_users, n_items)
+    ratings : Ratings, data frame (as for `Ratings.from_frame`), or matrix of shape (n_users, n_items)
     test_size : float or int
-        Share of the entries, 0 < test_size < 1 (``round(nnz * test_size)`` entries, at least 1), or their number.
+        Share, 0 < test_size < 1, or number (at least 1) of what is held out: see `by`.
     random_state : None, int, Generator or RandomState
         The same seed gives the same split.
+    by : {"random", "user", "time", "last"}
+        "random" draws entries. "user" draws users and holds out all of their entries: `recommend_new` serves them from
+        a part of these. "time" holds out the latest entries of all. "last" holds out the last entries of each user: a
+        number, or a share rounded down; at least one stays, and users with too few entries for the number keep all. The
+        last two need `timestamps`.
 
     Returns
     -------
@@ -437,18 +583,104 @@ def split(ratings: Any, test_size: float | int = 0.1, random_state: Any = None) 
     Raises
     ------
     ValueError, TypeError
-        `test_size` out of range or not a number.
+        `test_size` out of range or not a number, or no timestamps.
     RatingsError
         `ratings` is invalid, or the training part would be empty.
     """
+    check_choice("by", by, WAYS)
+    ratings = as_ratings(ratings)
+    matrix = _matrix_of(ratings)
+    if by == "random":
+        mask = random_entries(matrix.nnz, test_size, check_rng(random_state))
+    elif by == "user":
+        mask = entries_of_users(matrix, test_size, check_rng(random_state))
+    elif by == "time":
+        mask = latest_entries(_times_of(ratings, by), test_size)
+    else:
+        mask = last_of_each_user(matrix, _times_of(ratings, by), test_size)
+    return _parts(ratings, matrix, mask)
+
+
+def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any, Any]:
+    """Hold out k random entries of each user who has more than k; others keep all of theirs.
+
+    ``split(ratings, k, by="last")`` holds out the last k by time.
+
+    Parameters
+    ----------
+    ratings : Ratings, data frame, or matrix of shape (n_users, n_items)
+    k : int
+    random_state : None, int, Generator or RandomState
+
+    Returns
+    -------
+    train, test
+        As for `split`.
+
+    Raises
+    ------
+    ValueError, TypeError, RatingsError
+    """
+    ratings = as_ratings(ratings)
+    matrix, count = _matrix_of(ratings), check_int("k", k, 1)
+    return _parts(ratings, matrix, last_of_each_user(matrix, check_rng(random_state).random(matrix.nnz), count))
+
+
+def k_fold(ratings: Any, n_splits: int = 5, random_state: Any = None) -> Iterator[tuple[Any, Any]]:
+    """Folds over the entries: each entry is in one test part.
+
+    For `sklearn.model_selection.GridSearchCV` see `Ratings.entries`.
+
+    Parameters
+    ----------
+    ratings : Ratings, data frame, or matrix of shape (n_users, n_items)
+    n_splits : int
+        At least 2.
+    random_state : None, int, Generator or RandomState
+
+    Yields
+    ------
+    train, test
+        As for `split`.
+
+    Raises
+    ------
+    ValueError, TypeError, RatingsError
+    """
+    ratings = as_ratings(ratings)
+    matrix, n_splits = _matrix_of(ratings), check_int("n_splits", n_splits, 2)
+    folds = fold_of_entries(matrix.nnz, n_splits, check_rng(random_state))
+    return (_parts(ratings, matrix, folds == fold) for fold in range(n_splits))
+
+
+def as_ratings(given: Any) -> Any:
+    """Ratings of a data frame with columns of users and items, or of a view of entries; anything else as it is."""
+    if isinstance(given, EntryView):
+        return given.ratings
+    names = frame_names(given)
+    return Ratings.from_frame(given) if names is not None and named_like_entries(names) else given
+
+
+def _matrix_of(ratings: Any) -> sp.csr_array:
     dtype = np.float32 if isinstance(ratings, Ratings) else _exact_dtype(ratings)
-    matrix = as_csr(ratings, name="ratings", dtype=dtype)
-    chosen = _choose(matrix.nnz, test_size, check_rng(random_state))
-    train, test = keep_entries(matrix, ~chosen), keep_entries(matrix, chosen)
+    return as_csr(ratings, name="ratings", dtype=dtype)
+
+
+def _times_of(ratings: Any, by: str) -> np.ndarray:
+    times = getattr(ratings, "timestamps", None)
+    if times is None:
+        raise ValueError(
+            f"by={by!r} needs the time of each entry, and ratings has none; read them with timestamp= (from_file, "
+            "from_frame) or timestamps= (from_coo)"
+        )
+    return np.asarray(times)
+
+
+def _parts(ratings: Any, matrix: sp.csr_array, mask: np.ndarray) -> tuple[Any, Any]:
+    """(train, test), where `mask` marks the entries of the test part."""
     if isinstance(ratings, Ratings):
-        parts = map(frozen_csr, (train, test))
-        return tuple(Ratings(part, ratings.user_ids, ratings.item_ids) for part in parts)  # type: ignore[return-value]
-    return train, test
+        return ratings._keep(~mask), ratings._keep(mask)
+    return keep_entries(matrix, ~mask), keep_entries(matrix, mask)
 
 
 def _exact_dtype(matrix: Any) -> type:
@@ -456,19 +688,3 @@ def _exact_dtype(matrix: Any) -> type:
     given = getattr(matrix, "dtype", np.dtype(np.float64))
     narrow = given.kind in "biuf" and np.promote_types(given, np.float32) == np.float32
     return np.float32 if narrow else np.float64
-
-
-def _choose(nnz: int, test_size: float | int, rng: np.random.Generator) -> np.ndarray:
-    """Mask over the entries, True for those of the test part."""
-    if isinstance(test_size, (int, np.integer)):
-        count = check_int("test_size", test_size, 1)
-    else:
-        share = check_real("test_size", test_size, 0, strict=True)
-        if share >= 1:
-            raise ValueError(f"test_size must be a share below 1 or an integer number of entries, got {test_size!r}")
-        count = max(1, round(nnz * share))
-    if count >= nnz:
-        raise RatingsError(f"test_size={test_size} takes {count} of {nnz} entries and leaves none to train on")
-    mask = np.zeros(nnz, dtype=bool)
-    mask[rng.choice(nnz, count, replace=False, shuffle=False)] = True
-    return mask

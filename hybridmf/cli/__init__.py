@@ -1,4 +1,4 @@
-"""The command line: ``hybridmf demo | compare | fit | recommend | info | tune | convert``.
+"""The command line: ``hybridmf demo | compare | fit | evaluate | recommend | similar | info | tune | convert``.
 
 A module a command; `options`, `sources` and `report` are what they share. Commands are thin: they turn options into
 calls of the library and results into text. A command's module, and NumPy and SciPy with it, is imported when the
@@ -19,9 +19,11 @@ COMMANDS = {
     "compare": "Compare methods and devices on the same ratings, from the same initial factors.",
     "convert": "Convert ratings to another format and print statistics.",
     "demo": "Train on invented film ratings and show what comes out.",
+    "evaluate": "Evaluate a trained model on ratings that it has not seen.",
     "fit": "Train a model on a file of ratings and save it.",
     "info": "Describe this installation, a model, a file of ratings or a store.",
     "recommend": "Recommend items to users of a trained model.",
+    "similar": "Find the items, or users, that are most similar to others by the cosine of their factors.",
     "tune": "Measure this machine and keep what is found in the user's cache directory.",
 }
 """First sentence of each command's help: the group shows it without importing the command."""

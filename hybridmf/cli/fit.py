@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
+from click.core import ParameterSource
 
 from ..als import ExplicitALS, ImplicitALS
+from ..ccd import CCD
 from ..core import validate as _validate
 from ..core.table import format_table
+from ..data.splits import WAYS
 from ..data.store import Store
 from ..errors import MemoryBudgetError
-from ..metrics import PopularityRecommender, evaluate
+from ..metrics import Evaluation, PopularityRecommender, evaluate
 from ..model.checkpoint import Checkpoint, has_checkpoints
+from ..model.early_stopping import EarlyStopping
+from ..plan.sgd import RATE_SCHEDULES, SCHEDULES
 from ..plan.types import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS
 from ..ratings import Ratings, split
+from ..sgd import SGD
 from ..tools.preview import plan
-from .options import debug_option, device_list, examples, output_option, refuse_overwriting
+from .options import debug_option, device_list, examples, output_option, refuse_overwriting, share_or_number
 from .report import file_size
-from .sources import columns_text, open_store, ratings_options, read_ratings
+from .sources import columns_text, open_store, ratings_options, read_ratings, where_option
 
-MODELS: dict[str, type[ExplicitALS] | type[ImplicitALS]] = {"explicit": ExplicitALS, "implicit": ImplicitALS}
+Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD
+MODELS: dict[tuple[str, str], type[Model]] = {
+    ("explicit", "als"): ExplicitALS,
+    ("implicit", "als"): ImplicitALS,
+    ("explicit", "sgd"): SGD,
+    ("explicit", "ccd"): CCD,
+}
 METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
 HYPERPARAMETERS = (
-    "factors", "regularization", "iterations", "solver", "assembly", "balance", "device", "precision", "dtype",
+    "factors", "regularization", "regularization_scaling", "alpha", "unobserved_weight", "biases",
+    "bias_regularization", "iterations", "solver", "cg_steps", "block_size", "assembly", "balance", "learning_rate",
+    "decay", "rate_schedule", "schedule", "inner_iterations", "nonnegative", "device", "precision", "dtype",
     "num_threads",
 )  # fmt: skip
 BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular items"}
@@ -45,12 +61,21 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.argument("ratings_file", metavar="RATINGS", type=click.Path(exists=True))
 @output_option("Where the model goes (safetensors).", required=True)
 @click.option(
-    "--model", "kind", type=click.Choice(list(MODELS)), default="explicit", show_default=True,
+    "--model", "kind", type=click.Choice(list(METRICS)), default="explicit", show_default=True,
     help="explicit: values are ratings to predict. implicit: values are counts or likes, items are ranked.",
+)  # fmt: skip
+@click.option(
+    "--method", type=click.Choice(["als", "sgd", "ccd"]), default="als", show_default=True,
+    help="Alternating least squares, stochastic gradient descent or CCD++; the last two are explicit.",
 )  # fmt: skip
 @click.option("--factors", type=int, help="Rank.  [default: 64]")
 @click.option("--regularization", type=float, help="Lambda.  [default: 0.05 explicit, 0.01 implicit]")
+@click.option(
+    "--regularization-scaling", metavar="none|count|POWER",
+    help="What lambda of a row is multiplied by: 1, its ratings, or a power of their number.",
+)  # fmt: skip
 @click.option("--alpha", type=float, help="Confidence per unit of feedback (implicit only).  [default: 1]")
+@click.option("--unobserved-weight", type=float, help="Confidence of all other pairs (implicit only).  [default: 1]")
 @click.option("--biases/--no-biases", default=None, help="User and item biases (explicit only).  [default: --biases]")
 @click.option(
     "--bias-regularization", type=float, metavar="LAMBDA_B",
@@ -58,6 +83,14 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 )  # fmt: skip
 @click.option("--iterations", type=int, help="Full sweeps.  [default: 15 explicit, 10 implicit]")
 @click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")
+@click.option("--cg-steps", type=int, help="Steps of --solver cg.  [default: 3]")
+@click.option("--block-size", type=int, help="Coordinates in a block of --solver subspace.  [default: 32]")
+@click.option("--learning-rate", type=float, help="Of the first epoch (sgd).  [default: by the schedules]")
+@click.option("--decay", type=float, help="Of the learning rate (sgd).")
+@click.option("--rate-schedule", metavar="|".join(RATE_SCHEDULES), help="Learning rates (sgd).  [default: power]")
+@click.option("--schedule", metavar="|".join(SCHEDULES), help="Order of the updates (sgd).  [default: msgd]")
+@click.option("--inner-iterations", type=int, help="Updates of each coordinate (ccd).  [default: 1]")
+@click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (ccd).")
 @click.option("--assembly", metavar="|".join(ASSEMBLIES), help="Kernels that build the equations.  [default: auto]")
 @click.option(
     "--balance", is_flag=True, default=None, help="Change basis before each sweep: fewer sweeps to the minimum."
@@ -73,6 +106,23 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
     "--test-size", type=float, default=0.1, show_default=True,
     help="Share (below 1) or number of ratings held out for the evaluation; 0 trains on everything.",
 )  # fmt: skip
+@click.option(
+    "--test", "test_file", type=click.Path(exists=True), help="Ratings to evaluate on, in place of --test-size."
+)
+@click.option(
+    "--validation", metavar="SHARE|NUMBER|FILE",
+    help="Ratings to measure after each iteration: held out of the training, or of a file.",
+)  # fmt: skip
+@click.option(
+    "--split-by", type=click.Choice(WAYS), default="random", show_default=True,
+    help="What is held out: any ratings, all of some users, the latest, or the last of each user.",
+)  # fmt: skip
+@click.option(
+    "--patience", type=int, metavar="N", help="Stop after N iterations without a better --validation; keep the best."
+)
+@click.option("--metric", metavar="NAME", help="Of --patience: rmse, mae, ndcg@K, recall@K, ...")
+@where_option
+@click.option("--json", "as_json", is_flag=True, help="Print results as one JSON object, and nothing else.")
 @click.option("--checkpoint", metavar="DIR", help="Folder for a checkpoint after each iteration.")
 @click.option("--checkpoint-every", type=int, metavar="N", help="After every N iterations.  [default: 1]")
 @click.option("--resume", is_flag=True, help="Resume from the newest checkpoint, if there is one.")
@@ -83,11 +133,16 @@ def command(
     ratings_file: str,
     output: str,
     kind: str,
-    alpha: float | None,
-    biases: bool | None,
-    bias_regularization: float | None,
+    method: str,
     seed: int,
     test_size: float,
+    test_file: str | None,
+    validation: str | None,
+    split_by: str,
+    patience: int | None,
+    metric: str | None,
+    where: tuple[str, ...],
+    as_json: bool,
     checkpoint: str | None,
     checkpoint_every: int | None,
     resume: bool,
@@ -100,29 +155,49 @@ def command(
     that "hybridmf convert" made, which is read slab by slab with --test-size 0 and loaded into memory otherwise. The
     model file is written only if all went well.
     """
-    refuse_overwriting(output, ratings_file)
+    refuse_overwriting(output, ratings_file, test_file)
+    quiet = quiet or as_json
     say = _silent if quiet else click.echo
     saving = _checkpoint_options(checkpoint, checkpoint_every, resume)
-    hyperparameters = {name: options.pop(name) for name in HYPERPARAMETERS}
-    hyperparameters |= {"alpha": alpha, "biases": biases, "bias_regularization": bias_regularization}
-    model = _make_model(kind, hyperparameters, seed)
+    model = _make_model(kind, method, {name: options.pop(name) for name in HYPERPARAMETERS}, seed)
+    test_size = _test_size(test_file, test_size)
+    share = _share_of(validation)
+    watching = _early_stopping(validation, patience, metric)
     ratings: Any
     if os.path.isdir(ratings_file):
-        ratings = _open_and_say(ratings_file, load=test_size != 0, say=say)
+        if where:
+            raise click.UsageError(f"--where filters rows of a file, and {ratings_file} is a store; leave it out")
+        ratings = _open_and_say(ratings_file, load=test_size != 0 or share is not None, say=say)
     else:
-        ratings = _read_and_say(ratings_file, options, say, quiet)
-    train, test = (ratings, None) if test_size == 0 else split(ratings, _share_or_number(test_size), random_state=seed)
+        ratings = _read_and_say(ratings_file, options, where, say, quiet)
+    held: dict[str, Any] = {"random_state": seed, "by": split_by}
+    train, test = (ratings, None) if test_size == 0 else split(ratings, test_size, **held)
     if test is not None:
         say(f"Held out {test.nnz:,} ratings, training on {train.nnz:,}.")
+    elif test_file is not None:
+        test = read_ratings(test_file, where, **options)
+        say(f"Read {test_file}: {test.nnz:,} ratings to evaluate on.")
+    if share is not None:
+        train, watching["validation"] = split(train, share, **held)
+        say(f"Held out {watching['validation'].nnz:,} ratings for validation, training on {train.nnz:,}.")
+    elif validation is not None:
+        watching |= {"validation": read_ratings(validation, where, **options), "unknown": "drop"}
     say(f"\nPlan\n{textwrap.indent(str(plan(train, model)), '  ')}\n")
     if resume:
         say(f"Going on from {checkpoint}.\n" if "resume_from" in saving else f"No checkpoint in {checkpoint} yet.\n")
-    model.fit(train, show_progress=not quiet, **saving)
-    click.echo(_training_summary(model))
-    if test is not None:
-        click.echo(_held_out_summary(kind, model, train, test))
+    model.fit(train, show_progress=not quiet, **saving, **watching)
+    if not as_json:
+        click.echo(_training_summary(model))
+    found = None if test is None else _evaluations(kind, model, train, test)
+    if found is not None and not as_json:
+        click.echo(found if isinstance(found, str) else _held_out_summary(kind, found))
     _save(model, output)
-    whole = "" if test is None else f", trained on {train.nnz:,} of {ratings.nnz:,} ratings (--test-size 0 takes all)"
+    if as_json:
+        click.echo(json.dumps(_report(model, train, found, output), indent=2))
+        return
+    whole = (
+        "" if train is ratings else f", trained on {train.nnz:,} of {ratings.nnz:,} ratings (--test-size 0 takes all)"
+    )
     click.echo(f"Saved {output} ({file_size(output)}){whole}.")
 
 
@@ -130,24 +205,75 @@ def _silent(_: str) -> None:
     pass
 
 
-def _make_model(kind: str, given: dict[str, Any], seed: int) -> ExplicitALS | ImplicitALS:
+def _make_model(kind: str, method: str, given: dict[str, Any], seed: int) -> Model:
     """Make the estimator; its options are judged here, before a large file is read."""
+    if (kind, method) not in MODELS:
+        raise click.UsageError(
+            f"--method {method} is for explicit ratings; leave out --model {kind}, or take --method als"
+        )
     for name, owner in (("alpha", "implicit"), ("biases", "explicit"), ("bias_regularization", "explicit")):
         if given[name] is not None and kind != owner:
             option = name.replace("_", "-")
             raise click.UsageError(f"--{option} belongs to --model {owner}; this is --model {kind}")
     chosen = {name: value for name, value in given.items() if value is not None}
+    for name in chosen.keys() - inspect.signature(MODELS[kind, method]).parameters.keys():
+        raise click.UsageError(
+            f"--{name.replace('_', '-')} is no parameter of {MODELS[kind, method].__name__} (--model {kind} --method "
+            f"{method}); leave it out"
+        )
     if "device" in chosen:
         chosen["device"] = device_list(chosen["device"])
-    model = MODELS[kind](random_state=_validate.check_int("--seed", seed, 0), **chosen)
+    if chosen.get("regularization_scaling") not in (None, "none", "count"):
+        chosen["regularization_scaling"] = _power(chosen["regularization_scaling"])
+    model = MODELS[kind, method](random_state=_validate.check_int("--seed", seed, 0), **chosen)
     _validate.check_int("iterations", model.iterations, 1)
     plan(shape=(1, 1), nnz=1, model=model)
     return model
 
 
-def _read_and_say(path: str, options: dict[str, Any], say: Callable[[str], Any], quiet: bool) -> Ratings:
+def _power(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise click.UsageError(f"--regularization-scaling must be none, count or a number, got {text!r}") from None
+
+
+def _test_size(test_file: str | None, test_size: float) -> float | int:
+    """Share or number to hold out; 0 for none."""
+    source = click.get_current_context().get_parameter_source("test_size")
+    if test_file is not None:
+        if source is not ParameterSource.DEFAULT:
+            raise click.UsageError("--test FILE and --test-size both say what to evaluate on; choose one of them")
+        return 0
+    return share_or_number("--test-size", test_size)
+
+
+def _share_of(validation: str | None) -> float | int | None:
+    """Share or number of ratings for validation; None where a file is named, or nothing."""
+    if validation is None:
+        return None
+    try:
+        value = float(validation)
+    except ValueError:
+        if not os.path.exists(validation):
+            raise click.UsageError(f"--validation {validation!r} is neither a number nor a file") from None
+        return None
+    return share_or_number("--validation", value)
+
+
+def _early_stopping(validation: str | None, patience: int | None, metric: str | None) -> dict[str, Any]:
+    if patience is None and metric is None:
+        return {}
+    if validation is None or patience is None:
+        raise click.UsageError("--patience needs --validation, and --metric needs --patience")
+    return {"early_stopping": EarlyStopping(patience, metric)}
+
+
+def _read_and_say(
+    path: str, options: dict[str, Any], where: tuple[str, ...], say: Callable[[str], Any], quiet: bool
+) -> Ratings:
     started = time.perf_counter()
-    ratings = read_ratings(path, show_progress=not quiet, **options)
+    ratings = read_ratings(path, where, show_progress=not quiet, **options)
     seconds = time.perf_counter() - started
     n_users, n_items = ratings.shape
     say(f"Read {path} in {seconds:.2f} s: {n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings.")
@@ -180,35 +306,37 @@ def _save_what_fits(model: Any, output: str) -> None:
     try:
         model.save(output)
     except MemoryBudgetError as error:
-        click.echo(f"Saved without what users have seen: {error}")
+        click.echo(f"Saved without what users have seen: {error}", err=True)
         model.save(output, include_seen=False)
 
 
-def _share_or_number(test_size: float) -> float | int:
-    return int(test_size) if test_size >= 1 and test_size.is_integer() else test_size
-
-
-def _training_summary(model: ExplicitALS | ImplicitALS) -> str:
+def _training_summary(model: Model) -> str:
     seconds = sum(record["seconds"] for record in model.history_)
-    text = f"{model.n_iter_} iterations in {seconds:.2f} s, {seconds / model.n_iter_:.3g} s each"
-    objective = model.history_[-1].get("objective")
-    return text + ("." if objective is None else f"; objective {objective:,.6g}.")
+    text = f"{len(model.history_)} iterations in {seconds:.2f} s, {seconds / len(model.history_):.3g} s each"
+    objective = model.history_[model.n_iter_ - 1].get("objective")
+    text += "." if objective is None else f"; objective {objective:,.6g}."
+    return text if model.n_iter_ == len(model.history_) else f"{text} The best iteration is {model.n_iter_}."
 
 
-def _held_out_summary(kind: str, model: Any, train: Ratings, test: Ratings) -> str:
-    """Compare the model with the baseline on held-out ratings, as a table."""
+def _evaluations(kind: str, model: Any, train: Any, test: Ratings) -> dict[str, Evaluation] | str:
+    """Metrics of the model and of the baseline on held-out ratings; or why there are none."""
+    seen = train.to_ratings() if isinstance(train, Store) else train
+    both = {type(model).__name__: model, BASELINES[kind]: PopularityRecommender().fit(seen)}
     try:
-        ours, baseline = (
-            evaluate(each, test, train=train, metrics=METRICS[kind])
-            for each in (model, PopularityRecommender().fit(train))
-        )
+        return {
+            name: evaluate(each, test, train=seen, metrics=METRICS[kind], unknown="drop") for name, each in both.items()
+        }
     except ValueError as error:  # a test part nothing can be measured with is no reason to lose the model
         return f"Not evaluated: {error}"
-    cold = f"{ours.n_cold_users:,} of these users have no training ratings.\n" if ours.n_cold_users else ""
-    rows = [
-        [name, *(f"{value:.4f}" for value in values.values())]
-        for name, values in ((type(model).__name__, ours), (BASELINES[kind], baseline))
-    ]
+
+
+def _held_out_summary(kind: str, found: dict[str, Evaluation]) -> str:
+    """The model beside the baseline, as a table."""
+    ours = next(iter(found.values()))
+    notes = f"{ours.n_cold_users:,} of these users have no training ratings.\n" if ours.n_cold_users else ""
+    if ours.n_dropped:
+        notes += f"{ours.n_dropped:,} ratings of users or items without training ratings are left out.\n"
+    rows = [[name, *(f"{value:.4f}" for value in values.values())] for name, values in found.items()]
     better = "lower" if kind == "explicit" else "higher"
     return (
         f"\nOn the held-out ratings ({better} is better)\n\n"
@@ -217,8 +345,27 @@ def _held_out_summary(kind: str, model: Any, train: Ratings, test: Ratings) -> s
             rows,
             "<" + ">" * len(METRICS[kind]),
         )
-        + f"\n{cold}"
+        + f"\n{notes}"
     )
+
+
+def _report(model: Model, train: Any, found: dict[str, Evaluation] | str | None, output: str) -> dict[str, Any]:
+    """Results for scripts."""
+    facts: dict[str, Any] = {
+        "model": type(model).__name__,
+        "file": output,
+        "users": model.n_users,
+        "items": model.n_items,
+        "ratings": train.nnz,
+        "iterations": model.n_iter_,
+        "seconds": sum(record["seconds"] for record in model.history_),
+        "history": model.history_,
+    }
+    if isinstance(found, dict):
+        facts["metrics"], facts["baseline"] = (dict(values) for values in found.values())
+    elif found is not None:
+        facts["metrics"] = None
+    return facts
 
 
 def _checkpoint_options(folder: str | None, every: int | None, resume: bool) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def _model_facts(model: Any, path: str) -> dict[str, Any]:
         "items": f"{model.n_items:,}, {label_text(model.item_ids_)}",
         "trained on": f"{model.plan_.nnz:,} ratings, {model.n_iter_} iterations",
     }
-    record = model.history_[-1] if model.history_ else {}
+    record = model.history_[model.n_iter_ - 1] if len(model.history_) >= model.n_iter_ else {}
     facts |= {name: f"{value:,.6g}" for name, value in record.items() if name not in ("iteration", "seconds")}
     facts["seen items"] = "stored" if model._learned.seen is not None else "not stored (recommend needs --ratings)"
     return facts | {name: value for name, value in model.get_params().items() if value is not None}

@@ -90,6 +90,13 @@ def output_option(text: str, *, required: bool = False) -> Callable[..., Any]:
     return click.option("-o", "--output", type=kind, callback=check_folder, required=required, help=text)
 
 
+def share_or_number(name: str, value: float) -> float | int:
+    """A share below 1, or a whole number."""
+    if value >= 1 and not float(value).is_integer():
+        raise click.UsageError(f"{name} must be a share below 1 or a whole number, got {value:g}")
+    return int(value) if value >= 1 else value
+
+
 def device_list(text: str) -> str | list[str]:
     """One device, or several with commas between them."""
     return text.split(",") if "," in text else text

@@ -1,9 +1,10 @@
-"""``hybridmf recommend``: the best items of users of a saved model, as a table, CSV or JSON."""
+"""``hybridmf recommend``: the best items of users of a saved model, as a table, CSV, JSON, Parquet or Arrow."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
@@ -12,9 +13,11 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core import validate as _validate
+from ..core.objective import Side
 from ..core.table import format_table
 from ..data.align import align
 from ..model.load import load
+from ..model.tables import FILES
 from ..ratings import Ratings
 from .options import debug_option, examples, output_option, refuse_overwriting
 from .report import names_of, with_output
@@ -32,12 +35,13 @@ Recommendations = Iterator[tuple[Any, list[tuple[Any, float]]]]
     "recommend",
     epilog=examples(
         "hybridmf recommend model.safetensors --user 42 --user 7 --titles movies.dat",
-        "hybridmf recommend model.safetensors --all-users -N 20 --format csv -o top20.csv",
+        "hybridmf recommend model.safetensors --all -N 20 -o top20.parquet",
+        "hybridmf recommend model.safetensors --all --titles movies.dat -o top10.csv",
     ),
 )
 @click.argument("model_file", metavar="MODEL", type=existing_file)
 @click.option("--user", "users", multiple=True, metavar="LABEL", help="User to recommend to; may be repeated.")
-@click.option("--all-users", is_flag=True, help="All users of the model.")
+@click.option("--all", "--all-users", "all_users", is_flag=True, help="All users of the model.")
 @click.option("-N", "count", type=int, default=10, show_default=True, help="Recommendations for each user.")
 @click.option("--include-seen", is_flag=True, help="Also recommend seen items.")
 @click.option(
@@ -47,7 +51,11 @@ Recommendations = Iterator[tuple[Any, list[tuple[Any, float]]]]
 @click.option("--titles", "titles_file", type=existing_file, help="Text file of item id, title, ...; may be gzipped.")
 @click.option("--titles-separator", help='Between its fields: ",", "::", "|", "tab".  [default: detected]')
 @click.option("--titles-encoding", help="[default: UTF-8, else latin-1]")
-@click.option("--format", "layout", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
+@click.option(
+    "--format", "layout", type=click.Choice(["table", "csv", "json"]),
+    help="[default: by the ending of the output, else table; .parquet and .arrow with --all]",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @output_option("Write there, not to the terminal.")
 @debug_option
 def command(
@@ -60,7 +68,8 @@ def command(
     titles_file: str | None,
     titles_separator: str | None,
     titles_encoding: str | None,
-    layout: str,
+    layout: str | None,
+    as_json: bool,
     output: str | None,
 ) -> None:
     """Recommend items to users of a trained model.
@@ -73,26 +82,38 @@ def command(
     if include_seen and ratings_file:
         raise click.UsageError("--include-seen leaves nothing out, so --ratings has no use; choose one of them")
     refuse_overwriting(output, model_file, ratings_file, titles_file)
+    if as_json and layout not in (None, "json"):
+        raise click.UsageError(f"--json and --format {layout} contradict each other; choose one of them")
+    ending = os.path.splitext(output or "")[1].lower()
+    binary = layout is None and not as_json and ending in FILES
+    if binary and (not all_users or titles_file is not None):
+        raise click.UsageError(f"a {ending} file takes --all and no --titles; choose --format csv or json for these")
+    layout = "json" if as_json else layout or {".csv": "csv", ".json": "json"}.get(ending, "table")
     model = load(model_file)
-    positions = np.arange(model.n_users) if all_users else find_users(model, users)
+    positions = np.arange(model.n_users) if all_users else find_rows(model, "user", users)
     seen = None if ratings_file is None else seen_matrix(model, read_ratings(ratings_file), ratings_file)
     titles = None
     if titles_file is not None:
         titles = read_titles(titles_file, spelled_separator(titles_separator), titles_encoding)
         warn_if_strangers(titles, model, titles_file)
+    if binary:
+        liked = not include_seen
+        model.recommend_all(output, seen, count, filter_already_liked_items=liked, show_progress=True)
+        return
     found = recommendations(model, positions, _validate.check_int("-N", count, 1), include_seen, seen)
     with_output(output, lambda stream: WRITERS[layout](stream, found, titles))
 
 
-def find_users(model: Any, labels: Iterable[str]) -> np.ndarray:
-    """Positions of users given as text, whatever type their labels have."""
-    names = names_of(model.user_ids_, model.n_users)
+def find_rows(model: Any, side: Side, labels: Iterable[str]) -> np.ndarray:
+    """Positions of users or items given as text, whatever type their labels have."""
+    ids, count = (model.user_ids, model.n_users) if side == "user" else (model.item_ids, model.n_items)
+    names = names_of(ids, count)
     table = {str(name): position for position, name in enumerate(names)}
     unknown = [label for label in labels if label not in table]
     if unknown:
-        what = "users" if model.user_ids_ is not None else "users by position (it has no labels)"
+        what = f"{side}s" if ids is not None else f"{side}s by position (it has no labels)"
         some = ", ".join(map(str, names[:3]))
-        raise ValueError(f"unknown user {', '.join(unknown)}; the model knows {len(names):,} {what}, such as {some}")
+        raise ValueError(f"unknown {side} {', '.join(unknown)}; the model knows {len(names):,} {what}, such as {some}")
     return np.array([table[label] for label in labels], dtype=np.int64)
 
 

@@ -62,11 +62,31 @@ def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def read_ratings(path: str, *, show_progress: bool = True, **options: Any) -> Ratings:
+def read_ratings(path: str, where: tuple[str, ...] = (), *, show_progress: bool = True, **options: Any) -> Ratings:
     """Ratings in memory: of a file, read as options of the command line say; or of a store."""
     if os.path.isdir(path):
+        if where:
+            raise click.UsageError(f"--where filters rows of a file, and {path} is a store; convert the rows you need")
         return open_store(path).to_ratings()
-    return Ratings.from_file(path, show_progress=show_progress, **reading_arguments(**options))
+    filters = row_filters(where)
+    return Ratings.from_file(path, where=filters, show_progress=show_progress, **reading_arguments(**options))
+
+
+where_option = click.option(
+    "--where", multiple=True, metavar="COLUMN=VALUE[,VALUE...]",
+    help="Read only rows with this value, or one of these, in a column (name, or number from 0); may be repeated.",
+)  # fmt: skip
+
+
+def row_filters(given: tuple[str, ...]) -> dict[int | str, list[str]] | None:
+    """Argument ``where=`` of `Ratings.from_file`."""
+    filters: dict[int | str, list[str]] = {}
+    for text in given:
+        column, equals, values = text.partition("=")
+        if not equals or not column:
+            raise click.UsageError(f"--where takes COLUMN=VALUE, got {text!r}")
+        filters.setdefault(_column(column), []).extend(value.strip() for value in values.split(","))
+    return filters or None
 
 
 def columns_text(path: str, **options: Any) -> str | None:

@@ -28,6 +28,20 @@ def keep_entries(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:
     return make_csr(before[matrix.indptr], matrix.indices[mask], matrix.data[mask], matrix.shape)
 
 
+def entries_in(matrix: sp.csr_array, other: sp.csr_array) -> np.ndarray:
+    """Which entries of a canonical matrix are entries of another one of the same shape, bool of shape (nnz,)."""
+    # keys ascend in canonical CSR, so a merge finds common ones
+    mine, theirs = (entry_rows(part) * matrix.shape[1] + part.indices for part in (matrix, other))
+    if not len(theirs):
+        return np.zeros(len(mine), dtype=bool)
+    return np.asarray(theirs[np.minimum(np.searchsorted(theirs, mine), len(theirs) - 1)] == mine)
+
+
+def without_zeros(matrix: sp.csr_array) -> sp.csr_array:
+    """The matrix without explicit zeros."""
+    return keep_entries(matrix, matrix.data != 0)
+
+
 FEW_ROWS = 16
 """Share of the rows, one in so many, from which compiled code takes them out of a matrix."""
 

@@ -63,8 +63,12 @@ def frame_names(frame: Any) -> list[Any] | None:
 
 
 def named_like_entries(names: Sequence[Any]) -> bool:
-    """Whether there are 2 to 4 columns, one of them named as users and one as items."""
-    return 2 <= len(names) <= 4 and {"user", "item"} <= set(map(role_of, names))
+    """Whether one of 2 to 4 columns is named as users and one as items; of more columns, as ids of them."""
+    roles = list(map(role_of, names))
+    if len(names) <= 4:
+        return {"user", "item"} <= set(roles)
+    ids = [role for role, name in zip(roles, names, strict=True) if str(name).lower().endswith("id")]
+    return {"user", "item"} <= set(ids)
 
 
 def are_entries(array: np.ndarray) -> bool:

@@ -98,7 +98,9 @@ def align(
     return from_triplets(rows, columns, values, (shape[0], shape[1]), name=name, dtype=matrix.dtype), dropped
 
 
-def align_rows(matrix: sp.csr_array, given: Any, users: np.ndarray, want: Labels, n_users: int) -> sp.csr_array:
+def align_rows(
+    matrix: sp.csr_array, given: Any, users: np.ndarray, want: Labels, n_users: int, name: str = "user_items"
+) -> sp.csr_array:
     """What some users have seen, row by row in the order of `users`.
 
     Parameters
@@ -113,12 +115,14 @@ def align_rows(matrix: sp.csr_array, given: Any, users: np.ndarray, want: Labels
         Those of the model.
     n_users : int
         Users of the model.
+    name : str
+        Argument name for messages.
     """
     have = labels_of(given)
     labelled = have is not None and have[0] is not None
-    matrix, _ = align(matrix, have, (want[0] if labelled else IN_ORDER, want[1]), name="user_items", unknown=None)
+    matrix, _ = align(matrix, have, (want[0] if labelled else IN_ORDER, want[1]), name=name, unknown=None)
     if labelled:
-        check_shape("user_items", matrix, (n_users, None), ("n_users", "n_items"))
+        check_shape(name, matrix, (n_users, None), ("n_users", "n_items"))
     return take_rows(matrix, users) if labelled or matrix.shape[0] == n_users != len(users) else matrix
 
 

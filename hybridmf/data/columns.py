@@ -31,15 +31,18 @@ _IDENTIFIER = re.compile(r"(?:^|[\W_])(?:id|ID|Id)$|[a-z]I[Dd]$|(?:transaction|s
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a table; `names` is None where it has no header."""
+    """Columns of a table; `names` is None where it has no header, `time` where times are not read."""
 
     user: int
     item: int
     value: int | None
     names: tuple[Any, ...] | None
+    time: int | None = None
 
     def __str__(self) -> str:
         places = {"user": self.user, "item": self.item, "value": self.value}
+        if self.time is not None:
+            places["time"] = self.time
         return ", ".join(f"{role} = {self._label(place)}" for role, place in places.items())
 
     def _label(self, place: int | None) -> str:
@@ -56,6 +59,7 @@ def resolve_columns(
     item: Any = AUTO,
     value: Any = AUTO,
     *,
+    timestamp: Any = None,
     by_place: bool = True,
 ) -> Columns:
     """Find the columns of users, items and values.
@@ -71,6 +75,8 @@ def resolve_columns(
     user, item, value : "auto", int or str
         A number counted from 0 or a name overrides everything. "auto" takes the column with a recognized name
         (`core.column_names.ROLES`) in any place. `value` may be None: every entry is 1.
+    timestamp : "auto", int, str or None
+        Column of times. "auto" takes the only free column with a name of times, else none.
     by_place : bool
         Without a recognized name take columns 0, 1 and 2. A column there that is named as something else is refused.
         False refuses columns that no name decides.
@@ -100,7 +106,11 @@ def resolve_columns(
     if "value" not in places:
         places["value"] = table.find_value(places)
     _check_distinct(places)
-    found = Columns(places["user"], places["item"], places["value"], table.names)  # type: ignore[arg-type]
+    time = table.times(places) if _is_auto(timestamp) else None
+    if timestamp is not None and not _is_auto(timestamp):
+        time = places["timestamp"] = table.place("timestamp", timestamp)
+        _check_distinct(places)
+    found = Columns(places["user"], places["item"], places["value"], table.names, time)  # type: ignore[arg-type]
     if table.names is not None:
         logger.info("%s has a header; %s", source, found)
     return found
@@ -129,7 +139,7 @@ def _is_auto(selector: Any) -> bool:
 def _check_distinct(places: dict[str, int | None]) -> None:
     taken = {role: place for role, place in places.items() if place is not None}
     if len(set(taken.values())) < len(taken):
-        raise ValueError(f"user, item and value must be different columns, got columns {taken}")
+        raise ValueError(f"{_words(taken)} must be different columns, got columns {taken}")
 
 
 @dataclass(frozen=True)
@@ -179,6 +189,11 @@ class _Table:
             )
         return free[0] if free else None
 
+    def times(self, places: dict[str, int | None]) -> int | None:
+        """The only free column with a name of times; None if there are several or none."""
+        free = [k for k, role in enumerate(self.roles) if role == "time" and k not in places.values()]
+        return free[0] if len(free) == 1 else None
+
     def at_default(self, role: str, places: dict[str, int | None]) -> int:
         """Column in the usual place of users or items, unless its name has another role."""
         place = DEFAULT_PLACES[role]
@@ -225,6 +240,11 @@ class _Table:
             f"{self.source}: which column holds the {role}s is unclear: {why}. Its columns are {_listed(names)}; "
             f"pass {pass_on} (a name, or a number from 0){hint}"
         )
+
+
+def _words(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}"
 
 
 def _listed(names: Iterable[Any]) -> str:

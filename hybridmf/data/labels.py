@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +32,37 @@ class Entries:
     shape: tuple[int, int]
     source: str = "ratings"
     where: Callable[[int, int], str] = lambda first, second: f"entries {first} and {second}"
+    times: np.ndarray | None = None  # (nnz,)
+
+    def keep(self, mask: np.ndarray) -> Entries:
+        """Entries where `mask` is true; labels without entries disappear."""
+        kept = np.flatnonzero(mask)
+        users, user_ids = _used(self.users[kept], self.user_ids)
+        items, item_ids = _used(self.items[kept], self.item_ids)
+        shape = [size if ids is None else len(ids) for size, ids in zip(self.shape, (user_ids, item_ids), strict=True)]
+        return replace(
+            self,
+            users=users,
+            items=items,
+            values=self.values[kept],
+            user_ids=user_ids,
+            item_ids=item_ids,
+            shape=(shape[0], shape[1]),
+            where=lambda first, second: self.where(int(kept[first]), int(kept[second])),
+            times=None if self.times is None else self.times[kept],
+        )
+
+    def times_of(self, duplicates: str) -> np.ndarray | None:
+        """Time of each entry of `to_matrix`, in its order; of a merged entry the latest, or that of the entry kept."""
+        if self.times is None:
+            return None
+        order, rule = np.arange(len(self.times)), duplicates
+        if duplicates not in ("error", "first", "last"):
+            order, rule = np.argsort(self.times, kind="stable"), "max"
+        places = np.empty(len(order))
+        places[order] = np.arange(len(order))  # exact in float64
+        kept = from_triplets(self.users, self.items, places, self.shape, dtype=np.float64, duplicates=rule)
+        return np.ascontiguousarray(self.times[order[kept.data.astype(np.int64)]])
 
     def to_matrix(self, duplicates: str) -> sp.csr_array:
         """Check positions and values and bring them to canonical CSR, float32."""
@@ -49,6 +80,15 @@ class Entries:
             self.source, user, item, self.where(first, second), self.values[[first, second]],
             repeats(pairs, self.values),
         )  # fmt: skip
+
+
+def _used(positions: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Positions among the labels that occur, and these labels."""
+    if ids is None:
+        return positions, None
+    used = np.zeros(len(ids), dtype=bool)
+    used[positions] = True
+    return (np.cumsum(used, dtype=np.int32) - 1)[positions], ids[used]
 
 
 def first_repeat(pairs: np.ndarray) -> tuple[int, int]:
@@ -77,6 +117,27 @@ def label_kind(ids: np.ndarray | None) -> str:
 def label_of(ids: np.ndarray | None, position: int) -> str:
     """A row in messages: its label, or its position where there are none."""
     return f"at position {position}" if ids is None else repr(ids[position : position + 1].tolist()[0])
+
+
+def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
+    """Times as int64 (whole numbers), float64 or datetime64.
+
+    Raises
+    ------
+    TypeError
+        Neither numbers nor times.
+    RatingsError
+        A missing or infinite time.
+    """
+    times = as_vector(name, given)
+    if times.dtype.kind not in "iufM":
+        raise TypeError(f"{name} must be numbers or datetime64, got dtype {times.dtype}")
+    bad = np.flatnonzero(~np.isfinite(times))
+    if bad.size:
+        raise RatingsError(f"{name} has no time at entry {bad[0]} ({times[bad[0]]}); remove or fill such entries")
+    if times.dtype.kind == "f" and len(times) and np.all(times == np.floor(times)) and np.abs(times).max() < 2**63:
+        return times.astype(np.int64)
+    return times.astype(np.int64) if times.dtype.kind in "iu" else times
 
 
 # ------------------------------------------------------------------------------------------------- labels and positions
@@ -185,6 +246,38 @@ def _known_codes(name: str, ids: np.ndarray, ids_name: str, labels: np.ndarray) 
             f"{len(labels)} {ids_name}"
         )
     return codes
+
+
+def joined_axis(
+    side: str, parts: Sequence[tuple[np.ndarray | None, int]]
+) -> tuple[list[np.ndarray], np.ndarray | None, int]:
+    """One axis for several: the new positions of each part's rows, the labels in order of appearance, their number.
+
+    Parameters
+    ----------
+    side : str
+        For messages.
+    parts : sequence of (labels or None, number of rows)
+
+    Raises
+    ------
+    RatingsError
+        Labels in some parts only.
+    """
+    labelled = [ids is not None for ids, _ in parts]
+    if not any(labelled):
+        return [np.arange(count) for _, count in parts], None, max(count for _, count in parts)
+    if not all(labelled):
+        raise RatingsError(
+            f"{side}s have labels in part {labelled.index(True)} and only positions in part {labelled.index(False)}; "
+            "give all parts labels, or none"
+        )
+    table: dict[Any, int] = {}
+    places = [
+        np.array([table.setdefault(label, len(table)) for label in cast(np.ndarray, ids).tolist()], dtype=np.int64)
+        for ids, _ in parts
+    ]
+    return places, plain_array(list(table)), len(table)
 
 
 # -------------------------------------------------------------------------------------------------------- factorization

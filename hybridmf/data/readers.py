@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,37 +17,63 @@ import scipy.sparse as sp
 from ..core.files import open_bytes, read_head, reading, sniff_format
 from ..core.system import available_memory
 from ..core.triplets import frame_names
-from ..core.validate import ROW_BYTES
+from ..core.validate import ROW_BYTES, check_int
 from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 from .columns import AUTO, Columns, check_distinct_names, resolve_columns
-from .labels import MAX_VALUE, Entries, factorize
+from .labels import MAX_VALUE, Entries, as_times, factorize
 from .lines import numbered_lines
 from .text import find_layout, text_separator
 
-Labels = dict[str, np.ndarray]
-"""``user_ids`` and ``item_ids``, as far as a file has them."""
+logger = logging.getLogger("hybridmf")
 
-NPZ_ARRAYS = ("user_ids", "item_ids", "indptr", "indices", "data", "row", "col", "coords", "offsets")
+Labels = dict[str, np.ndarray]
+"""``user_ids``, ``item_ids`` and ``timestamps``, as far as a file has them."""
+
+NPZ_ARRAYS = ("user_ids", "item_ids", "timestamps", "indptr", "indices", "data", "row", "col", "coords", "offsets")
 """Arrays that are loaded of an archive; the others are left where they are."""
 
 Selectors = tuple[Any, Any, Any]
 """``user=``, ``item=`` and ``value=``; see `_columns.resolve_columns`."""
 
+Where = Mapping[Any, Any]
+"""Row filters: a value, several, or a function, by column."""
 
-def frame_entries(frame: Any, source: str, user: Any = AUTO, item: Any = AUTO, value: Any = AUTO) -> Entries:
+
+def frame_entries(
+    frame: Any,
+    source: str,
+    user: Any = AUTO,
+    item: Any = AUTO,
+    value: Any = AUTO,
+    timestamp: Any = None,
+    where: Where | None = None,
+) -> Entries:
     """Entries of any frame narwhals knows; `source` is what messages call it. See `Ratings.from_frame`."""
     import narwhals as nw
 
     table, names = _frame(frame, source)
-    columns = resolve_columns(source, names, len(names), user, item, value, by_place=False)
+    columns = resolve_columns(source, names, len(names), user, item, value, timestamp=timestamp, by_place=False)
     taken = [names[place] for place in (columns.user, columns.item, columns.value) if place is not None]
-    table = table.select(*map(nw.col, taken))
+    filters = {column: names[column_place("where", source, names, column)] for column in where or {}}
+    time = None if columns.time is None else names[columns.time]
+    used = [*taken, *filters.values()] if time is None else [*taken, time, *filters.values()]
+    table = table.select(*map(nw.col, dict.fromkeys(used)))
     eager = table.collect() if isinstance(table, nw.LazyFrame) else table
+    rows: np.ndarray | None = None
+    if where:
+        fields = {column: eager.get_column(name).to_numpy() for column, name in filters.items()}
+        mask = row_mask(source, where, fields)
+        eager, rows, source = eager.filter(mask.tolist()), np.flatnonzero(mask), f"{source} (rows that where= keeps)"
     users, user_ids = factorize(f"column {taken[0]!r} of {source}", _frame_ids(source, eager, taken[0]), "row")
     items, item_ids = factorize(f"column {taken[1]!r} of {source}", _frame_ids(source, eager, taken[1]), "row")
     values = np.ones(len(users), np.float32) if len(taken) == 2 else _frame_values(source, eager, taken[2])
+    times = None if time is None else _frame_times(source, eager, time, required=timestamp != AUTO)
+
+    def place(first: int, second: int) -> str:
+        return f"rows {first} and {second}" if rows is None else f"rows {rows[first]} and {rows[second]}"
+
     shape = (len(user_ids), len(item_ids))
-    return Entries(users, items, values, user_ids, item_ids, shape, source, lambda a, b: f"rows {a} and {b}")
+    return Entries(users, items, values, user_ids, item_ids, shape, source, place, times)
 
 
 def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
@@ -103,12 +130,121 @@ def _frame_values(source: str, table: Any, column: Any, first_row: int = 0) -> n
     return values
 
 
-def read_parquet(path: str, columns: Selectors) -> Entries:
+def _frame_times(source: str, table: Any, column: Any, required: bool) -> np.ndarray | None:
+    """Times of a column; None if they are not required and cannot be used."""
+    try:
+        series = _frame_column(source, table, column)
+        given = series.to_numpy()
+        if given.dtype.kind in "OU":
+            given = given.astype("datetime64[ns]")
+        return as_times(given, f"column {column!r} of {source}")
+    except (RatingsError, TypeError, ValueError) as error:
+        if required:
+            raise
+        logger.info("column %r of %s is not kept as times: %s", column, source, error)
+        return None
+
+
+def read_parquet(path: str, columns: Selectors, timestamp: Any = None, where: Where | None = None) -> Entries:
     """Entries of a Parquet file, of which only the columns that are needed are read."""
     with _parquet(path) as file:
-        selected = _parquet_columns(path, file, columns)
-        table = file.read(columns=[name for name in selected if name is not None])
-    return frame_entries(table, path, *selected)
+        names = file.schema_arrow.names
+        check_distinct_names(path, names)
+        found = resolve_columns(path, names, len(names), *columns, timestamp=timestamp)
+        used = [None if k is None else names[k] for k in (found.user, found.item, found.value)]
+        time = None if found.time is None else names[found.time]
+        filters = [names[column_place("where", path, names, column)] for column in where or {}]
+        table = file.read(columns=list(dict.fromkeys(name for name in (*used, time, *filters) if name is not None)))
+    kept = None if where is None else dict(zip(filters, where.values(), strict=True))
+    user, item, value = used
+    timestamp = AUTO if timestamp == AUTO and time is not None else time
+    return frame_entries(table, path, user, item, value, timestamp, kept)
+
+
+def column_place(
+    argument: str, source: str, names: Iterable[Any] | None, column: Any, n_fields: int | None = None
+) -> int:
+    """Place of a column that an argument names or numbers.
+
+    Raises
+    ------
+    RatingsError, TypeError, ValueError
+    """
+    listed = list(names or ())
+    if column in listed:
+        return listed.index(column)
+    if isinstance(column, str):
+        known = ", ".join(map(repr, listed)) or "without names"
+        raise RatingsError(f"{source} has no column {column!r} ({argument}=); its columns are {known}")
+    return check_int(argument, column, 0, (n_fields or len(listed)) - 1)
+
+
+def row_mask(source: str, where: Where, fields: dict[Any, np.ndarray]) -> np.ndarray:
+    """Which rows have the values that `where` asks for; see `Ratings.from_file`.
+
+    Raises
+    ------
+    RatingsError
+        None has.
+    """
+    mask = np.ones(len(next(iter(fields.values()))), dtype=bool)
+    for column, wanted in where.items():
+        mask &= _matches(column, fields[column], wanted)
+        if not mask.any():
+            some = ", ".join(map(repr, sorted(set(fields[column][:1000].tolist()), key=str)[:5]))
+            raise RatingsError(
+                f"{source}: where= keeps none of {len(mask)} rows; column {column!r} has values such as {some}"
+            )
+    return mask
+
+
+def check_where(where: Any) -> Where | None:
+    """Row filters, None if there are none.
+
+    Raises
+    ------
+    TypeError
+    """
+    if where is not None and not isinstance(where, Mapping):
+        raise TypeError(
+            f'where must be a mapping from columns to values, such as {{"behavior": "play"}}, got {where!r} of type '
+            f"{type(where).__name__}"
+        )
+    return where or None
+
+
+def _matches(column: Any, fields: np.ndarray, wanted: Any) -> np.ndarray:
+    """Mask of the fields that are `wanted`: a value, one of several, or as a function of the column says."""
+    if callable(wanted):
+        mask = np.asarray(wanted(_numbers_if_possible(fields)))
+        if mask.dtype != bool or mask.shape != fields.shape:
+            raise TypeError(
+                f"where[{column!r}] must return one True or False for each of {len(fields)} entries, got dtype "
+                f"{mask.dtype} and shape {mask.shape}"
+            )
+        return mask
+    values = list(wanted) if isinstance(wanted, (list, tuple, set, frozenset, np.ndarray)) else [wanted]
+    if any(isinstance(value, (int, float, np.number)) and not isinstance(value, bool) for value in values):
+        fields = _numbers_if_possible(fields)
+    if fields.dtype.kind in "iuf":  # the command line passes numbers as text
+        values = [value for value in map(_number_of, values) if value is not None]
+    return np.isin(fields, np.array(values, dtype=fields.dtype if fields.dtype.kind in "OU" else None))
+
+
+def _number_of(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _numbers_if_possible(fields: np.ndarray) -> np.ndarray:
+    if fields.dtype.kind != "O":
+        return fields
+    try:
+        return fields.astype(np.float64)
+    except (TypeError, ValueError):
+        return fields
 
 
 def parquet_layout(path: str, columns: Selectors) -> Columns:
@@ -169,7 +305,7 @@ def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             names = archive.files
-            ids = {name: archive[name] for name in ("user_ids", "item_ids") if name in names}
+            ids = {name: archive[name] for name in ("user_ids", "item_ids", "timestamps") if name in names}
         matrix = sp.load_npz(path) if "format" in names else None
     except Exception as error:  # a damaged archive fails in zipfile, zlib, NumPy or SciPy, each in several ways
         raise RatingsError(f"{path} cannot be read as .npz ({error}); it is damaged or not one of ours") from error

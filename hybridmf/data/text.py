@@ -31,8 +31,8 @@ from ..core.progress import reading_progress
 from ..core.validate import check_bool
 from ..errors import RatingsError
 from . import arrow_text
-from .columns import AUTO, DEFAULT_PLACES, resolve_columns
-from .labels import MAX_POSITION, MAX_VALUE, Entries, factorize_integers, factorize_objects
+from .columns import AUTO, DEFAULT_PLACES, Columns, resolve_columns
+from .labels import MAX_POSITION, MAX_VALUE, Entries, as_times, factorize_integers, factorize_objects
 from .layout import Chunk, TextLayout, open_text
 from .lines import Lines, line_blocks
 
@@ -55,6 +55,7 @@ UNEQUAL = "unequal numbers of fields"
 LISTS_HINT = '; a file whose lines hold a user and then all items of that user is read by format="lists"'
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")  # -0, 007 and +7 are labels of their own, not the numbers 0 and 7
 _ID_NAME = re.compile(r"(?i)ids?$|^users?$|^items?$")  # other names of users and items, such as "song", may be labels
+_UNIX_TIME = re.compile(r"[0-9]{9,13}")  # seconds since 1973, or milliseconds
 _ITEM_LIST = re.compile(r"[0-9]+(?:[ ,;|]+[0-9]+)+")
 Columnar = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]
 """(positions, labels) of users, the same of items, and values."""
@@ -73,8 +74,10 @@ def find_layout(
     selectors: tuple[int | str, int | str, int | str | None],
     encoding: str | None,
     comment: str | None,
+    timestamp: int | str | None = None,
+    others: Iterable[int | str] = (),
 ) -> TextLayout:
-    """Detect separator, header and columns from the first lines."""
+    """Detect separator, header and columns from the first lines; `others` are further columns that are named."""
     codec = text_encoding(path, head, encoding)
     check_text_options(separator, comment)
     lines = first_lines(path, codec, comment)
@@ -83,17 +86,48 @@ def find_layout(
     rows = _sample(lines, separator)
     n_fields = _usual_width(rows)[0]
     first = [field.strip() for field in rows[0]]
-    has_header = _has_header(rows, n_fields, header, selectors)
+    has_header = _has_header(rows, n_fields, header, selectors, (timestamp, *others))
     if has_header and len(first) != n_fields:
         raise RatingsError(f"{path}: the header has {len(first)} fields, {first}, but the lines below have {n_fields}")
-    columns = resolve_columns(path, first if has_header else None, n_fields, *selectors)
+    columns = resolve_columns(path, first if has_header else None, n_fields, *selectors, timestamp=timestamp)
     user, item, value = columns.user, columns.item, columns.value
     whole = [row for row in rows[has_header:] if len(row) == n_fields]
+    if timestamp == AUTO:
+        columns = replace(columns, time=_time_column(columns, whole))
     if found and n_fields == 2 and any(_ITEM_LIST.fullmatch(row[item].strip()) for row in whole):
         raise RatingsError(f"{path} has several items in a field, such as {_cut(lines[-1])}{LISTS_HINT}")
     sample = whole[0] if whole else rows[0]
     integer_ids = all(INTEGER.fullmatch(sample[column].strip()) for column in (user, item))
     return TextLayout(path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids, columns)
+
+
+def _time_column(columns: Columns, rows: list[list[str]]) -> int | None:
+    """Column of times by its name; without a header, by the digits of Unix times in the fourth, as in MovieLens."""
+    place = columns.time
+    if columns.names is None and rows and len(rows[0]) == 4 and 3 not in (columns.user, columns.item, columns.value):
+        place = 3 if all(_UNIX_TIME.fullmatch(row[3].strip()) for row in rows) else None
+    if place is None or not rows:
+        return None
+    try:
+        parse_times([row[place].strip() for row in rows])
+    except ValueError:
+        return None
+    return place
+
+
+def parse_times(fields: list[str]) -> np.ndarray:
+    """Numbers as int64 or float64, dates and times of ISO 8601 as datetime64.
+
+    Raises
+    ------
+    ValueError
+    """
+    numbers = [_number(field) for field in fields]
+    if None not in numbers:
+        return as_times(np.array(numbers, dtype=np.float64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a time zone, which NumPy applies
+        return as_times(np.array(fields, dtype="datetime64[ns]"))
 
 
 def text_separator(format: str, separator: str | None) -> str | None:
@@ -215,8 +249,14 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _has_header(rows: list[list[str]], n_fields: int, header: bool | str, selectors: tuple[Any, Any, Any]) -> bool:
-    named = [selector for selector in selectors if isinstance(selector, str) and selector != AUTO]
+def _has_header(
+    rows: list[list[str]],
+    n_fields: int,
+    header: bool | str,
+    selectors: tuple[Any, Any, Any],
+    others: Iterable[Any] = (),
+) -> bool:
+    named = [selector for selector in (*selectors, *others) if isinstance(selector, str) and selector != AUTO]
     if named and header is False:
         raise ValueError(f"column {named[0]!r} is given by name, but header=False says there are none; give its number")
     if header != "auto" or named:
@@ -251,7 +291,37 @@ def read_text(layout: TextLayout, show_progress: bool = False) -> Entries:
 
     shape = (len(user_ids), len(item_ids))
     where = functools.partial(lines_of, layout)
-    return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where)
+    times = None if layout.columns.time is None else _read_times(layout, layout.columns.time)
+    return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where, times)
+
+
+def _read_times(layout: TextLayout, place: int) -> np.ndarray:
+    """Times of all entries: numbers as fast as values are read, dates line by line.
+
+    Raises
+    ------
+    RatingsError
+    """
+    if layout.integer_ids:
+        alone = replace(layout, user=place, item=place, value=place)
+        found = _join(arrow_text.integer_chunks(alone)) or _join(integer_chunks(alone))
+    else:
+        found = _join(arrow_text.label_chunks(replace(layout, value=place), {}, {}))
+    if found is not None:
+        return as_times(found[2])
+    fields = [row[place].strip() for _, row in _records(layout)]
+    try:
+        return parse_times(fields)
+    except ValueError as error:
+        raise RatingsError(
+            f"{layout.path}, column {place} (timestamp) is neither numbers nor dates as 2026-11-23T12:00:00 ({error}); "
+            "timestamp=None leaves it out"
+        ) from error
+
+
+def read_fields(layout: TextLayout, place: int) -> np.ndarray:
+    """One column of all records as text, without white space around it."""
+    return np.array([row[place].strip() for _, row in _records(layout)], dtype=object)
 
 
 def _read_regular(layout: TextLayout) -> Columnar | None:

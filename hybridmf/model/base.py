@@ -34,9 +34,10 @@ from ..plan.make import check_memory, make_plan, plan_for
 from ..plan.solver import Solver
 from ..plan.start import Init, Start, check_init, initial_state
 from ..plan.types import Plan, Settings
-from ..ratings import Ratings
+from ..ratings import Ratings, as_ratings
 from . import checkpoint as checkpoints
 from . import files as _io
+from .early_stopping import EarlyStopping, check_early_stopping
 from .estimator import check_is_fitted, numeric_matrix
 from .learned import Learned, pattern
 from .loop import FitLoop, Observers, Record, check_validation
@@ -110,12 +111,14 @@ class FactorModel(ServingMixin):
         checkpoint: str | os.PathLike[str] | checkpoints.Checkpoint | None = None,
         resume_from: str | os.PathLike[str] | None = None,
         unknown: str = "error",
+        early_stopping: EarlyStopping | int | bool | None = None,
     ) -> Any:
         """Learn user and item factors.
 
         Parameters
         ----------
-        user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items)
+        user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items); or a data frame
+            A frame with columns of users and items is read by `Ratings.from_frame`, here and in all other methods.
             Zeros and masked cells of a dense matrix are absent entries. The fit copies a matrix, so later changes to it
             have no effect; Ratings are read-only and not copied. ALS reads a store slab by slab, with the same result
             as in memory; other models load it.
@@ -139,6 +142,11 @@ class FactorModel(ServingMixin):
             includes the iterations of the checkpoint; if the checkpoint has more, its model is returned with a warning.
         unknown : {"error", "drop"}
             Treatment of labelled entries of `validation` whose user or item is not in `user_items`.
+        early_stopping : EarlyStopping, int or bool, optional
+            Stop when a metric of `validation` has not improved for some iterations (an integer: that many; True: 3),
+            and restore the factors of the best iteration, also if all iterations were run. ``n_iter_`` is then the best
+            iteration, and ``history_`` has all of them. Checkpoints hold the last iteration, not the best; a resumed
+            fit looks for the best one among its own.
 
         Returns
         -------
@@ -162,7 +170,12 @@ class FactorModel(ServingMixin):
         stopwatch = Stopwatch()
         objective, settings = self._objective(), self._settings()
         iterations = check_int("iterations", self.iterations, 1)
-        observers = Observers(callback=callback, show_progress=show_progress)
+        observers = Observers(
+            callback=callback, show_progress=show_progress, early_stopping=check_early_stopping(early_stopping)
+        )
+        if observers.early_stopping is not None and validation is None:
+            raise ValueError("early_stopping measures held-out entries: pass them as validation")
+        user_items, validation = as_ratings(user_items), as_ratings(validation)
         check_labels(labels_of(user_items))
         matrix = self._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
@@ -229,6 +242,8 @@ class FactorModel(ServingMixin):
             params=_io.jsonable(self.get_params(deep=False)),
             item_counts=ratings.degrees["item"],
             value_range=None if objective.is_implicit else ratings.values.value_range,
+            frame_kind=getattr(given, "frame_kind", None),
+            values=None if isinstance(matrix, StoreMatrix) else matrix.data,
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
@@ -285,7 +300,8 @@ class FactorModel(ServingMixin):
         ----------
         path : path-like
         include_seen : bool
-            Store the items seen by each user (4 bytes an entry), so that ``recommend`` can exclude them.
+            Store the items seen by each user (4 bytes an entry), so that ``recommend`` can exclude them, and their
+            values (none if all are equal, a byte for up to 256 distinct ones, else 4 or 8), for ``explain``.
         """
         check_is_fitted(self)
         metadata = _io.model_metadata(self)
@@ -311,6 +327,8 @@ class FactorModel(ServingMixin):
                 _io.jsonable(self.get_params(deep=False)),
                 content.item_counts,
                 content.value_range,
+                content.frame_kind,
+                content.values,
             )
         )
         self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])

@@ -65,8 +65,8 @@ class Checkpoint:
     keep : int
         Number of newest checkpoints to keep.
     include_seen : bool
-        Store the items seen by each user (4 bytes an entry), so that a checkpoint loaded as a model excludes them from
-        recommendations. Resuming does not need them.
+        Store the items seen by each user (4 bytes an entry, and up to 8 for its value), so that a checkpoint loaded as
+        a model excludes them from recommendations. Resuming does not need them.
 
     Examples
     --------

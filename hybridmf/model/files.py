@@ -2,10 +2,11 @@
 
 Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biased models); ``user_squares``,
 ``item_squares``, ``user_bias_squares``, ``item_bias_squares`` (checkpoints of AdaGrad); ``seen_indptr``,
-``seen_indices`` (items seen by users); ``item_counts`` (training entries of each item); ``user_ids``, ``item_ids``
-(labels: integers as int64 or uint64, others as the UTF-8 bytes of a JSON list). Metadata: ``format``, ``version``,
-``model`` (class name), ``params``, ``state`` and ``checksums``, the last three JSON objects. Kernels do not validate a
-loaded model, so an inconsistent file raises an error.
+``seen_indices`` (items seen by users); ``seen_values`` (their values, or one value if all are equal; or, for up to 256
+distinct values, a table of which ``seen_codes`` has the places); ``item_counts`` (training entries of each item);
+``user_ids``, ``item_ids`` (labels: integers as int64 or uint64, others as the UTF-8 bytes of a JSON list). Metadata:
+``format``, ``version``, ``model`` (class name), ``params``, ``state`` and ``checksums``, the last three JSON objects.
+Kernels do not validate a loaded model, so an inconsistent file raises an error.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import safetensors
 
 from .. import _formats
 from ..core.files import write_atomically as write_atomically
+from ..core.frames import KINDS
 from ..core.objective import Factors, Objective, State
-from ..core.validate import check_int, check_range, check_real, make_csr
+from ..core.validate import check_choice, check_int, check_range, check_real, make_csr
 from ..data.labels import LABEL_DTYPES, decode_labels, encode_labels
 from ..errors import ModelFileError
 
@@ -38,6 +40,8 @@ TENSORS = frozenset(
         "item_bias",
         "seen_indptr",
         "seen_indices",
+        "seen_values",
+        "seen_codes",
         "item_counts",
         "user_ids",
         "item_ids",
@@ -105,6 +109,7 @@ def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str,
         "nnz": model.plan_.nnz,
         "total": model._learned.total,
         "value_range": model._learned.value_range,
+        "frame_kind": model._learned.frame_kind,
     } | (extra or {})
     if model._learned.objective.biases:  # a default depends on the ratings
         summary["bias_regularization"] = model._learned.objective.bias_regularization
@@ -131,12 +136,48 @@ def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.nd
     if include_seen and model._learned.seen is not None:
         seen = model._learned.seen_matrix()
         tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
+        if model._learned.values is not None:
+            tensors |= _encode_values(model._learned.values)
     if model._learned.item_counts is not None:
         tensors["item_counts"] = model._learned.item_counts
     for name, labels in (("user_ids", model.user_ids_), ("item_ids", model.item_ids_)):
         if labels is not None:
             tensors[name] = encode_labels(name, labels)
     return tensors
+
+
+def _encode_values(values: np.ndarray) -> dict[str, np.ndarray]:
+    """Values of entries as tensors: all of them, or one, or a byte for each and a table."""
+    table = np.unique(values[:CHECKED_ROWS])
+    while len(table) <= 256:
+        places = np.minimum(np.searchsorted(table, values), len(table) - 1)
+        new = values[table[places] != values]
+        if not len(new):
+            return {"seen_values": table} | ({"seen_codes": places.astype(np.uint8)} if len(table) > 1 else {})
+        table = np.union1d(table, new[:CHECKED_ROWS])
+    return {"seen_values": values}
+
+
+def _decode_values(tensors: dict[str, np.ndarray], nnz: int) -> np.ndarray | None:
+    """What `_encode_values` encoded; None if there is nothing.
+
+    Raises
+    ------
+    ValueError
+    """
+    if "seen_values" not in tensors:
+        return None
+    values, codes = tensors["seen_values"], tensors.get("seen_codes")
+    if values.ndim != 1 or values.dtype.kind != "f" or not len(values):
+        raise ValueError(f"seen_values has shape {values.shape} and dtype {values.dtype}")
+    if codes is not None:
+        if codes.dtype != np.uint8 or codes.shape != (nnz,) or codes.max(initial=0) >= len(values):
+            raise ValueError(f"seen_codes has shape {codes.shape} and dtype {codes.dtype} for {nnz} entries")
+        return np.asarray(values[codes])
+    values = np.full(nnz, values[0]) if len(values) == 1 else values
+    if len(values) != nnz:
+        raise ValueError(f"seen_values has {len(values)} values for {nnz} entries")
+    return values
 
 
 def write_model(file: BinaryIO, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
@@ -189,8 +230,11 @@ class ModelFile:
         Constructor parameters; ``mean``, ``n_iter``, ``nnz``, ``total``, ``value_range``, ``history`` and any other
         stored fields.
     value_range : (float, float) or None
+    frame_kind : str or None
     state : State
     seen : csr_array or None
+    values : array or None
+        Values of the entries of `seen`.
     item_counts : int64 array or None
     user_ids, item_ids : array or None
 
@@ -224,6 +268,7 @@ class ModelFile:
             self._require(tensors.keys() <= TENSORS, f"unknown tensors {sorted(tensors.keys() - TENSORS)}")
             self.state = self._state(tensors)
             self.seen = self._seen(tensors)
+            self.values = None if self.seen is None else _decode_values(tensors, self.seen.nnz)
             self.item_counts = self._item_counts(tensors)
             self.user_ids = self._labels("user_ids", tensors, len(self.state.user))
             self.item_ids = self._labels("item_ids", tensors, len(self.state.item))
@@ -286,6 +331,8 @@ class ModelFile:
             check_real("total", summary["total"])
         found = summary.setdefault("value_range", None)  # files of earlier versions have none
         self.value_range = None if found is None else check_range("value_range", found)
+        kind = summary.setdefault("frame_kind", None)  # files of earlier versions have none
+        self.frame_kind: str | None = None if kind is None else check_choice("frame_kind", kind, KINDS)
         if "bias_regularization" in summary:
             check_real("bias_regularization", summary["bias_regularization"], 0.0)
         history = summary["history"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State, rating_scale
-from ..core.sparse import ValueSummary, as_ones, entry_rows, transposed
+from ..core.sparse import ValueSummary, as_ones, entries_in, transposed
 from ..core.validate import frozen_csr
+from ..data.labels import label_table
 from ..data.store import StoredSeen, StoreMatrix
 from ..plan.types import Plan
 
@@ -37,6 +39,13 @@ class Learned:
     value_range : (float, float) or None
         Smallest and largest training value of explicit feedback, to which predictions are clipped; None if unknown
         (files of earlier versions) and for implicit feedback.
+    frame_kind : str or None
+        Library of the data frame that the ratings came from, in which tables are returned.
+    values : array, shape (nnz,), or None
+        Values of the training entries, in the order of `seen`; None for a store, and for files of earlier versions.
+    derived : dict
+        What serving has computed of the other attributes. A copy starts without, so nothing outlives its factors, also
+        where another thread replaces the result of a fit while a call goes on.
     """
 
     objective: Objective
@@ -49,6 +58,27 @@ class Learned:
     params: dict[str, Any] = field(default_factory=dict)
     item_counts: np.ndarray | None = None
     value_range: tuple[float, float] | None = None
+    frame_kind: str | None = None
+    values: np.ndarray | None = None
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"derived": {}}
+
+    def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """What `compute` returns, computed at first use."""
+        if key not in self.derived:
+            self.derived[key] = compute()
+        return self.derived[key]
+
+    def labels(self, side: Side) -> np.ndarray | None:
+        """Labels of one side."""
+        return self.user_ids if side == "user" else self.item_ids
+
+    def label_table(self, side: Side) -> dict[Any, int]:
+        """Position of each label of one side."""
+        table: dict[Any, int] = self.cached(("labels", side), lambda: label_table(self.labels(side)))
+        return table
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,9 +92,11 @@ class Learned:
         seen: sp.csr_array | None,
         labels: np.ndarray | None,
         item_counts: np.ndarray | None,
+        values: np.ndarray | None,
     ) -> Learned:
         """A copy with other rows on one side."""
-        copy = replace(self, state=self.state.with_side(side, factors), seen=seen, total=None, item_counts=item_counts)
+        state = self.state.with_side(side, factors)
+        copy = replace(self, state=state, seen=seen, total=None, item_counts=item_counts, values=values)
         return replace(copy, user_ids=labels) if side == "user" else replace(copy, item_ids=labels)
 
     def widened(self, values: np.ndarray) -> Learned:
@@ -93,12 +125,7 @@ class Learned:
     def overlaps(self, matrix: sp.csr_array) -> bool:
         """Whether `matrix`, of the training shape, shares an entry with the training data."""
         seen = self.seen_matrix()
-        if seen is None:
-            return False
-        # keys ascend in canonical CSR, so a merge finds common ones
-        mine, theirs = (entry_rows(part) * matrix.shape[1] + part.indices for part in (matrix, seen))
-        place = np.minimum(np.searchsorted(theirs, mine), max(len(theirs) - 1, 0))
-        return bool(len(theirs)) and bool(np.any(theirs[place] == mine))
+        return seen is not None and bool(np.any(entries_in(matrix, seen)))
 
 
 def summary_of(matrix: sp.csr_array | StoreMatrix, num_threads: int | None = None) -> ValueSummary | StoreMatrix:

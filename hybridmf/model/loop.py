@@ -22,6 +22,7 @@ from ..errors import RatingsError
 from ..metrics import _measure
 from ..plan.solver import Solver
 from . import checkpoint as checkpoints
+from .early_stopping import EarlyStopping, Watch
 from .estimator import take_columns
 from .learned import Learned
 from .stopwatch import Stopwatch
@@ -84,6 +85,8 @@ class Observers:
     show_progress : bool
     track_objective : bool
         Compute the objective even without observers.
+    early_stopping : EarlyStopping or None
+        Needs `validation`.
 
     Raises
     ------
@@ -95,6 +98,7 @@ class Observers:
     callback: Callback | None = None
     show_progress: bool = False
     track_objective: bool = False
+    early_stopping: EarlyStopping | None = None
 
     def __post_init__(self) -> None:
         check_bool("show_progress", self.show_progress)
@@ -155,6 +159,8 @@ class FitLoop:
         self.ranks: Ranks = OneProcess() if ranks is None else ranks
         self.completed, self.history = completed, [] if history is None else history
         self.learned: Learned | None = None
+        rule = observers.early_stopping
+        self.watch = None if rule is None else Watch(rule)
         self.updated = -1  # last iteration whose final factors are in the model; the same on all ranks
         agreed = self.ranks.agreed
         self.needs_model, self.needs_objective = agreed(observers.need_model), agreed(observers.need_objective)
@@ -188,6 +194,8 @@ class FitLoop:
                 self.stopwatch.lap("observe")
                 if ended or self.ranks.alone:
                     self._finish()
+        if self.watch is not None:
+            self._restore_best(self.watch)
 
     def _observe(self, record: Record, bar: Any) -> None:
         """Run all work after an iteration except the callback."""
@@ -211,8 +219,11 @@ class FitLoop:
         return self.saves and self.ranks.agreed(due)
 
     def _validate(self, validation: sp.csr_array) -> Record:
-        metric, everybody = self.model._validation_metric(), np.arange(validation.shape[0])
-        return {metric: _measure(self.model, validation, self.observers.seen, (metric,), everybody)[metric]}
+        names, everybody = [self.model._validation_metric()], np.arange(validation.shape[0])
+        if self.watch is not None:
+            self.watch.metric = self.watch.rule.metric or names[0]
+            names += [self.watch.metric] if self.watch.metric not in names else []
+        return dict(_measure(self.model, validation, self.observers.seen, tuple(names), everybody))
 
     def _report(self, record: Record, bar: Any) -> None:
         values = {name: f"{value:.5g}" for name, value in record.items() if name not in ("iteration", "seconds")}
@@ -222,6 +233,11 @@ class FitLoop:
             logger.info("iteration %d of %d: %s", self.completed, bar.total, said)
 
     def _asked_to_stop(self, record: Record) -> bool:
+        if self.watch is not None and self.learned is not None:
+            stops = self.watch.see(self.completed, record[self.watch.metric], self.learned)
+            if stops:
+                logger.info("no better %s for %d iterations", self.watch.metric, self.completed - self.watch.iteration)
+                return True
         if not self.calls_back:
             return False
         answer = None if self.observers.callback is None else self.observers.callback(self.model, record)
@@ -229,6 +245,16 @@ class FitLoop:
         if stops and self.ranks.first:
             logger.info("callback stopped the fit after iteration %d", self.completed)
         return stops
+
+    def _restore_best(self, watch: Watch) -> None:
+        """Give the model the factors of the best iteration."""
+        if watch.learned is not None and watch.iteration < self.completed:
+            logger.info(
+                "factors of iteration %d of %d: %s %.5g", watch.iteration, self.completed, watch.metric, watch.value
+            )
+            self.learned = watch.learned
+            self.model._learn(watch.learned)
+            self.model.n_iter_ = watch.iteration
 
     def _complete_model(self) -> None:
         """Update the model with the final factors of the last iteration."""

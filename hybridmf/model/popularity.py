@@ -8,14 +8,25 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.sparse import entry_rows, take_rows
-from ..core.validate import MAX_N, as_csr, check_bool, check_ids, check_int, check_nonempty, check_real, check_shape
+from ..core.validate import (
+    MAX_N,
+    as_csr,
+    check_bool,
+    check_choice,
+    check_ids,
+    check_int,
+    check_nonempty,
+    check_real,
+    check_shape,
+)
 from ..data.align import align_rows, labels_of
 from ..plan.memory import check_answer
+from ..ratings import as_ratings
 from .estimator import not_fitted
 
 
 class PopularityRecommender:
-    """Non-personalized baseline: recommends the most popular items and predicts each item's damped mean.
+    """Non-personalized baseline: recommends the same items to all users and predicts each item's damped mean.
 
     A useful factor model must beat this baseline under the same `evaluate`.
 
@@ -23,6 +34,8 @@ class PopularityRecommender:
     ----------
     damping : float
         Number of virtual ratings at the global mean added to each item; at least 0.
+    rank_by : {"count", "mean"}
+        Recommend the items with the most entries, or with the highest damped mean.
 
     Attributes
     ----------
@@ -35,11 +48,12 @@ class PopularityRecommender:
         ``(sum + damping * global_mean) / (count + damping)``; the global mean if the denominator is 0.
     global_mean_ : float
     user_factors, item_factors : float32 array, shape (n, 1)
-        1 and the count, whose product is the score, for ``auc``.
+        1 and the count or the mean, whose product is the score, for ``auc``.
     """
 
-    def __init__(self, *, damping: float = 5.0) -> None:
+    def __init__(self, *, damping: float = 5.0, rank_by: str = "count") -> None:
         self.damping = damping
+        self.rank_by = rank_by
 
     def fit(self, user_items: Any) -> PopularityRecommender:
         """Count the entries of each item and average their values.
@@ -57,9 +71,11 @@ class PopularityRecommender:
         RatingsError
             There is no user, no item or no entry, or the matrix is invalid.
         TypeError, ValueError
-            `damping` is not a real number >= 0.
+            `damping` is not a real number >= 0, or `rank_by` is unknown.
         """
+        by_mean = check_choice("rank_by", self.rank_by, ("count", "mean")) == "mean"
         damping = check_real("damping", self.damping, 0.0)
+        user_items = as_ratings(user_items)
         matrix = as_csr(user_items)
         check_nonempty(matrix, "user_items")
         self.n_users, self.n_items = matrix.shape
@@ -74,7 +90,8 @@ class PopularityRecommender:
         self.item_means_ = np.full(self.n_items, self.global_mean_)
         np.divide(sums + damping * self.global_mean_, weight, out=self.item_means_, where=weight > 0)
         self.user_factors = np.ones((self.n_users, 1), dtype=np.float32)
-        self.item_factors = self.item_counts_.astype(np.float32)[:, None]
+        self._item_scores = self.item_means_ if by_mean else self.item_counts_
+        self.item_factors = self._item_scores.astype(np.float32)[:, None]
         return self
 
     def recommend(
@@ -86,7 +103,7 @@ class PopularityRecommender:
         filter_items: Any = None,
         items: Any = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rank candidate items by their number of entries; ties by lower position.
+        """Rank candidate items by their number of entries, or their mean; ties by lower position.
 
         Parameters
         ----------
@@ -109,7 +126,7 @@ class PopularityRecommender:
         ids : int32 array, shape (n, N), or (N,) for a single user
             -1 if fewer than N items are left.
         scores : float32 array of the same shape
-            Entry counts; -inf where the id is -1.
+            Entry counts, or means; -inf where the id is -1.
 
         Raises
         ------
@@ -128,7 +145,7 @@ class PopularityRecommender:
         if check_bool("filter_already_liked_items", filter_already_liked_items):
             seen = self._rows_seen(user_items, users)
         check_answer(len(users), N, int(np.count_nonzero(allowed)), np.dtype(np.float32).itemsize)
-        ids, scores = rank_by_count(self.item_counts_, allowed, seen, len(users), N)
+        ids, scores = rank_by_count(self._item_scores, allowed, seen, len(users), N)
         return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
 
     def predict(self, users: Any, items: Any) -> np.ndarray:
@@ -189,7 +206,7 @@ def rank_by_count(
 
     Parameters
     ----------
-    counts : integer array, shape (n_items,)
+    counts : array of numbers, shape (n_items,)
     allowed : bool array, shape (n_items,)
         Candidates.
     seen : csr_array, shape (n_users, n_items), or None

@@ -6,15 +6,17 @@ It depends on positions and on `Learned` only, so all estimators and backends sh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Side, scoring_rows
-from ..core.sparse import keep_entries, take_rows, transposed
+from ..core.frames import check_kind, kind_of
+from ..core.objective import Side
+from ..core.sparse import keep_entries, take_rows, transposed, without_zeros
 from ..core.system import available_memory
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
@@ -31,17 +33,20 @@ from ..core.validate import (
     without_mask,
 )
 from ..data.align import IN_ORDER, align, align_rows, labels_of
-from ..data.labels import check_storable_labels
+from ..data.labels import look_up
 from ..data.store import Store, StoredSeen
-from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError, UnknownLabelError
+from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError
 from ..native import _als
-from ..plan.memory import check_answer
 from ..plan.types import Plan
-from ..ratings import Ratings
-from .engine import Engine, engine_for
+from ..ratings import Ratings, as_ratings
+from .engine import engine_for
 from .estimator import Estimator, check_columns, check_is_fitted, numeric_matrix
-from .learned import Learned, count_items, pattern, transposed_pattern
-from .popularity import allowed_items, rank_by_count
+from .explain import Explanation, contributions, training_row
+from .learned import Learned, pattern
+from .ranking import blank_mask, fold_in, neighbours, rank
+from .requests import History, is_history, is_single, labelled, positions_of, read_candidates, read_history
+from .tables import Request, file_format, to_file, to_frame
+from .updates import check_positions, extended_labels, replace_rows, turned, updated_axis, updated_counts
 
 logger = logging.getLogger("hybridmf")
 
@@ -49,19 +54,11 @@ COLD_USERS = ("popular", "mask")
 """Values of ``cold_users=`` of `recommend`."""
 
 
-def _normalized(factors: np.ndarray) -> np.ndarray:
-    """Rows of length 1; zero rows stay zero. In float64: squares of small float32 factors underflow."""
-    wide = factors.astype(np.float64)
-    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
-    return np.ascontiguousarray(wide / np.where(lengths == 0, 1, lengths), dtype=factors.dtype)
-
-
 class ServingMixin(Estimator):
     """Recommendations, similarities, predictions, fold-in and updates of a fitted factor model."""
 
     _recommends_in_blocks = True  # `recommend` never holds the scores of all items for all users
     _learned: Learned  # set by fit and load
-    _cache: dict[str, Any]  # arrays derived from it
     n_features_in_: int
 
     # ------------------------------------------------------------------------------------------- what was learned
@@ -138,21 +135,40 @@ class ServingMixin(Estimator):
         return self._learned.item_ids
 
     @property
+    def user_ids(self) -> np.ndarray | None:
+        """Label of each user, or None for a model fitted on positions; as of `Ratings`."""
+        return self.user_ids_
+
+    @property
+    def item_ids(self) -> np.ndarray | None:
+        """Label of each item, or None for a model fitted on positions; as of `Ratings`."""
+        return self.item_ids_
+
+    def user_index(self, labels: Any) -> Any:
+        """Positions of users; see `Ratings.user_index`."""
+        return self._index("user", labels)
+
+    def item_index(self, labels: Any) -> Any:
+        """Positions of items; see `Ratings.item_index`."""
+        return self._index("item", labels)
+
+    def _index(self, side: Side, labels: Any) -> Any:
+        check_is_fitted(self)
+        learned = self._learned
+        ids = learned.labels(side)
+        return look_up(side, labels, ids, learned.label_table(side), len(learned.state.side(side)))
+
+    @property
     def cold_users_(self) -> np.ndarray:
         """Users without factors, usually because they have no training entries: bool array, shape (n_users,)."""
-        return self._blank_rows("user")
+        check_is_fitted(self)
+        return blank_mask(self._learned, "user")
 
     @property
     def cold_items_(self) -> np.ndarray:
         """Items without factors, usually because they have no training entries: bool array, shape (n_items,)."""
-        return self._blank_rows("item")
-
-    def _blank_rows(self, side: Side) -> np.ndarray:
         check_is_fitted(self)
-        factors = self._learned.state.side(side)
-        blank = np.zeros(len(factors), dtype=bool)
-        blank[factors.blank_rows()] = True
-        return blank
+        return blank_mask(self._learned, "item")
 
     @property
     def n_users(self) -> int:
@@ -169,20 +185,10 @@ class ServingMixin(Estimator):
         return self.item_factors_.shape[1] + (self.user_bias_ is not None)
 
     def _learn(self, learned: Learned) -> None:
-        """Replace the learned state and discard everything derived from the old one."""
-        self._learned, self._cache = learned, {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__())
-        return state | {"_cache": {}} if "_cache" in state else state
+        """Replace the learned state, and with it everything derived from the old one."""
+        self._learned = learned
 
     # ------------------------------------------------------------------------------------------------ top N
-
-    def _scoring_factors(self, side: Side, rows: np.ndarray | None = None) -> np.ndarray:
-        """Rows whose inner products are the scores, all of them or those given; see `scoring_rows`."""
-        state = self._learned.state
-        factors = state.side(side)
-        return scoring_rows(factors if rows is None else factors.take(rows), side, state.mean)
 
     def recommend(
         self,
@@ -193,6 +199,9 @@ class ServingMixin(Estimator):
         filter_items: Any = None,
         items: Any = None,
         cold_users: str = "popular",
+        *,
+        recalculate_user: bool = False,
+        labels: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Recommend the N items with the highest scores to each user.
 
@@ -201,7 +210,7 @@ class ServingMixin(Estimator):
         Parameters
         ----------
         userid : int or int array, shape (n,)
-            Positions of users (``Ratings.user_index`` maps labels to positions).
+            Positions of users, or with ``labels=True`` their labels.
         user_items : Ratings or sparse matrix, shape (n, n_items), optional
             Items seen by each user of `userid`, one row per user in the same order. A matrix with all n_users rows is
             indexed by `userid`; labelled ratings are aligned by label. Default: the training entries of the model.
@@ -209,18 +218,25 @@ class ServingMixin(Estimator):
             Number of items for each user.
         filter_already_liked_items : bool
             Exclude the items that the user has seen.
-        filter_items : int array, optional
-            Items to exclude for all users.
-        items : int array, optional
-            Candidates; default: all items.
+        filter_items : int array; or list of n of them, or matrix, shape (n, n_items), optional
+            Items to exclude for all users; or for each user, as lists or as the entries of rows.
+        items : int array; or list of n of them, or matrix, shape (n, n_items), optional
+            Candidates of all users, or of each user; default: all items. Lists for each user are scored alone.
         cold_users : {"popular", "mask"}
             Result for users without training entries, whose factors are zero (`cold_users_`). "popular" ranks by the
             item biases of a model with biases, else by the number of training entries. "mask" returns no items.
+        recalculate_user : bool
+            Rank by factors computed of the rows of `user_items` (fold-in) in place of those that were trained. The
+            model does not change. `userid` may then have positions >= n_users, of users who are not in the model.
+        labels : bool
+            `userid`, `items` and `filter_items` are labels, and labels are returned. A side without labels has
+            positions.
 
         Returns
         -------
         ids : int32 array, shape (N,) for one user, (n, N) for several
-            Best first, ties by lower position; -1 if fewer than N items are left.
+            Best first, ties by lower position; -1 if fewer than N items are left. With ``labels=True`` an object array
+            of labels, with None in place of -1.
         scores : float array, same shape
             For cold users of a model without biases, the numbers of training entries; -inf where ids is -1.
 
@@ -231,129 +247,289 @@ class ServingMixin(Estimator):
             N results for each user do not fit in memory.
         """
         check_is_fitted(self)
-        users = check_ids("userid", userid, self.n_users, "n_users")
+        learned = self._learned
+        by_label, user_items = check_bool("labels", labels), as_ratings(user_items)
+        recalculated = check_bool("recalculate_user", recalculate_user)
+        if recalculated and user_items is None:
+            raise ValueError("recalculate_user=True computes factors of rows of user_items; pass user_items")
+        if recalculated and not by_label and (labels_of(user_items) or (None,))[0] is None:
+            users = check_ids("userid", userid, 2**31 - 1, "2**31 - 1")
+        else:
+            users = positions_of(learned, "user", "userid", userid, by_label)
         N = check_int("N", N, 1, MAX_N)
-        seen = None
-        if check_bool("filter_already_liked_items", filter_already_liked_items):
-            seen = self._seen_rows(users, user_items)
-        elif user_items is not None:
-            self._seen_rows(users, user_items)  # validated even if unused
+        liked = check_bool("filter_already_liked_items", filter_already_liked_items)
         check_choice("cold_users", cold_users, COLD_USERS)
-        allowed = None if items is None and filter_items is None else allowed_items(self.n_items, items, filter_items)
-        n_allowed = self.n_items if allowed is None else int(np.count_nonzero(allowed))
-        check_answer(len(users), N, n_allowed, self.item_factors_.itemsize)
-        engine = engine_for(self.plan_, float(len(users)) * self.n_items * self.plan_.rank)
-        candidates = None if allowed is None else self._with_factors(allowed)
-        ids, scores = engine.top_k(
-            self._scoring_factors("user", users), self._packed_items(engine), N, seen, candidates
+        candidates = read_candidates(
+            learned, items, filter_items, by_label, len(users), partial(_rows_of_users, learned, users)
         )
-        cold = self._learned.state.user.blank_rows(users)
-        if len(cold):
-            self._rank_cold(ids, scores, cold, None if seen is None else take_rows(seen, cold), allowed, cold_users)
-        return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
+        rows = None
+        if user_items is not None:
+            rows = _rows_of_users(learned, users, "user_items", user_items)  # validated even if unused
+        elif liked:
+            rows = _seen_in_training(learned, users)
+        if recalculated:
+            assert rows is not None
+            factors = fold_in(learned, "user", without_zeros(rows) if learned.objective.is_implicit else rows)
+        else:
+            factors = learned.state.user.take(users)
+        ids, scores = rank(learned, factors, N, rows if liked else None, candidates, cold_users)
+        found = labelled(learned, "item", ids) if by_label else ids
+        return (found[0], scores[0]) if is_single(userid, by_label) else (found, scores)
 
-    def _rank_cold(
+    def recommend_table(
         self,
-        ids: np.ndarray,
-        scores: np.ndarray,
-        cold: np.ndarray,
-        seen: sp.csr_array | None,
-        allowed: np.ndarray | None,
-        cold_users: str,
-    ) -> None:
-        """Replace rows `cold` of a result in place: zero factors give no ranking, biases do."""
-        biased = self._learned.state.user.bias is not None
-        if cold_users == "popular" and biased:
-            return
-        ids[cold], scores[cold] = -1, -np.inf
-        counts = self._learned.item_counts
-        if cold_users == "mask":
-            return
-        if counts is None:
-            logger.warning(
-                "the model was saved without the number of entries of its items, so users without factors get no "
-                "recommendations (%d here); fit it again",
-                len(cold),
-            )
-            return
-        shown = counts > 0 if allowed is None else allowed & (counts > 0)
-        kept = min(ids.shape[1], self.n_items)
-        ids[cold, :kept], scores[cold, :kept] = rank_by_count(counts, shown, seen, len(cold), kept)
+        userid: Any = None,
+        user_items: Any = None,
+        N: int = 10,
+        filter_already_liked_items: bool = True,
+        filter_items: Any = None,
+        items: Any = None,
+        cold_users: str = "popular",
+        *,
+        labels: bool = True,
+        backend: str | None = None,
+        show_progress: bool = False,
+    ) -> Any:
+        """Recommendations as a data frame with one row for each of them.
 
-    def _packed_items(self, engine: Engine) -> Any:
-        """Items with factors, in the layout of `engine`."""
+        Users are served block by block, so no users x items matrix exists.
 
-        def pack() -> Any:
-            return engine.pack(self._scoring_factors("item"), self._with_factors())
+        Parameters
+        ----------
+        userid : label or vector of labels, optional
+            Default: all users. A pandas or polars Series gets a frame of its library.
+        user_items, N, filter_already_liked_items, filter_items, items, cold_users
+            As for `recommend`.
+        labels : bool
+            Users and items are labels, in the arguments and in the frame; False: positions.
+        backend : {"pandas", "polars", "pyarrow"}, optional
+            Library of the frame. Default: that of `userid`, else of the frame that the ratings of the fit came from,
+            else the first of the three that is installed.
+        show_progress : bool
+            Show a progress bar on standard error if that is a terminal, or in a notebook.
 
-        return self._cached(f"scoring_items on {engine.name}", pack)
+        Returns
+        -------
+        frame
+            Columns ``user``, ``rank`` (from 1), ``item`` and ``score``; users with fewer than N items have fewer rows.
 
-    def _with_factors(self, allowed: np.ndarray | None = None) -> np.ndarray | None:
-        """Positions of the allowed items that have factors; None if these are all items."""
-        warm = self._cached("warm items", lambda: ~self.cold_items_)
-        return None if allowed is None and warm.all() else np.flatnonzero(warm if allowed is None else warm & allowed)
+        Raises
+        ------
+        NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, MemoryBudgetError
+        """
+        check_is_fitted(self)
+        learned, by_label = self._learned, check_bool("labels", labels)
+        kind = check_kind("backend", backend, kind_of(userid), learned.frame_kind)
+        users = None if userid is None else positions_of(learned, "user", "userid", userid, by_label)
+        request = _request(
+            learned, users, user_items, N, filter_already_liked_items, filter_items, items, cold_users, by_label
+        )
+        return to_frame(request, by_label, kind, check_bool("show_progress", show_progress))
 
-    def _seen_rows(self, users: np.ndarray, user_items: Any) -> sp.csr_array:
-        if user_items is None:
-            if self._learned.seen is None:
-                raise ValueError(
-                    "this model was saved without what its users have seen: pass user_items, "
-                    "or filter_already_liked_items=False"
-                )
-            seen = self._learned.seen
-            return seen.take_rows(users) if isinstance(seen, StoredSeen) else take_rows(seen, users)
-        labels = (self.user_ids_, self.item_ids_)
-        matrix = align_rows(as_csr(user_items, dtype=np.float32), user_items, users, labels, self.n_users)
-        check_shape("user_items", matrix, (len(users), self.n_items), ("n_userids", "n_items"))
-        return matrix
+    def recommend_all(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        user_items: Any = None,
+        N: int = 10,
+        filter_already_liked_items: bool = True,
+        filter_items: Any = None,
+        items: Any = None,
+        cold_users: str = "popular",
+        *,
+        labels: bool = True,
+        backend: str | None = None,
+        show_progress: bool = False,
+    ) -> Any:
+        """Recommendations for all users, to a Parquet or Arrow file, or as the data frame of `recommend_table`.
 
-    def similar_items(self, itemid: Any, N: int = 10) -> tuple[np.ndarray, np.ndarray]:
+        Parameters
+        ----------
+        path : path-like, optional
+            File that ends in ``.parquet`` or ``.pq``; or, for Arrow's IPC format, in ``.arrow``, ``.feather`` or
+            ``.ipc``. It is written block by block under a temporary name and appears when it is complete. Default: a
+            frame is returned.
+        user_items, N, filter_already_liked_items, filter_items, items, cold_users
+            As for `recommend`.
+        labels, backend, show_progress
+            As for `recommend_table`.
+
+        Returns
+        -------
+        frame, or None if a file was written
+
+        Raises
+        ------
+        NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, OSError, MemoryBudgetError
+        """
+        check_is_fitted(self)
+        learned, by_label, shown = (
+            self._learned,
+            check_bool("labels", labels),
+            check_bool("show_progress", show_progress),
+        )
+        kind = None if path is not None else check_kind("backend", backend, learned.frame_kind)
+        if path is not None:
+            file_format(path)
+        request = _request(
+            learned, None, user_items, N, filter_already_liked_items, filter_items, items, cold_users, by_label
+        )
+        if kind is not None:
+            return to_frame(request, by_label, kind, shown)
+        to_file(request, by_label, path, shown)
+        return None
+
+    def recommend_new(
+        self,
+        rows: Any,
+        N: int = 10,
+        filter_already_liked_items: bool = True,
+        filter_items: Any = None,
+        items: Any = None,
+        cold_users: str = "popular",
+        *,
+        labels: bool = False,
+        unknown: str = "error",
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Recommend the N best items to users who are not in the model, from their history.
+
+        Their factors are computed with the exact solver (fold-in). The model does not change, so any number of threads
+        may call this method.
+
+        Parameters
+        ----------
+        rows : sequence of items, mapping {item: value}, a list of these, or a matrix, shape (n, n_items)
+            One user's items; a list of them for several users; or Ratings or a sparse or dense matrix with one row for
+            each user. Labelled ratings are aligned by label. Models of explicit feedback need values.
+        N, filter_already_liked_items, filter_items, items, cold_users
+            As for `recommend`; an empty history is that of a cold user.
+        labels : bool
+            Items of `rows`, `items` and `filter_items` are labels, and labels are returned. Default: positions.
+        unknown : {"error", "drop"}
+            Treatment of labelled items that the model does not have.
+
+        Returns
+        -------
+        ids : int32 array, shape (N,) for the items of one user, (n, N) for a list or a matrix
+            Best first; -1 if fewer than N items are left. With ``labels=True`` an object array of labels, with None
+            in place of -1.
+        scores : float array, same shape
+
+        Raises
+        ------
+        NotFittedError, TypeError, ValueError, RatingsError, UnknownLabelError, MemoryBudgetError
+        """
+        check_is_fitted(self)
+        learned = self._learned
+        N = check_int("N", N, 1, MAX_N)
+        liked = check_bool("filter_already_liked_items", filter_already_liked_items)
+        check_choice("cold_users", cold_users, COLD_USERS)
+        by_label = check_bool("labels", labels)
+        if is_history(rows):
+            history = read_history(learned, rows, by_label, unknown)
+        else:
+            history = History(self._new_rows(rows, "rows", unknown=unknown), single=False)
+        n_rows = history.matrix.shape[0]
+        candidates = read_candidates(
+            learned, items, filter_items, by_label, n_rows, partial(_rows_of_strangers, learned, n_rows)
+        )
+        factors = fold_in(learned, "user", history.matrix)
+        ids, scores = rank(learned, factors, N, history.matrix if liked else None, candidates, cold_users)
+        found = labelled(learned, "item", ids) if by_label else ids
+        return (found[0], scores[0]) if history.single else (found, scores)
+
+    def similar_items(
+        self, itemid: Any, N: int = 10, *, items: Any = None, filter_items: Any = None, labels: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Find the N items with the highest cosine similarity of factors to `itemid`, which comes first itself.
 
         Parameters
         ----------
         itemid : int or int array, shape (n,)
         N : int
+        items : int array, optional
+            Candidates; default: all items. `itemid` comes first only if it is one of them.
+        filter_items : int array, optional
+            Items to exclude.
+        labels : bool
+            `itemid`, `items` and `filter_items` are labels, and labels are returned.
 
         Returns
         -------
         ids : int32 array, shape (N,) or (n, N)
             Items with factors only; -1 if fewer than N are left, and for an item without factors (no training entries).
+            With ``labels=True`` an object array of labels, with None in place of -1.
         scores : float array, same shape
             Cosine similarities; -inf where ids is -1.
         """
-        return self._similar("item", "itemid", itemid, N)
+        return self._similar("item", itemid, N, {"items": items, "filter_items": filter_items}, labels)
 
-    def similar_users(self, userid: Any, N: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    def similar_users(
+        self, userid: Any, N: int = 10, *, users: Any = None, filter_users: Any = None, labels: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Find the N users with the highest cosine similarity of factors to `userid`; see `similar_items`."""
-        return self._similar("user", "userid", userid, N)
+        return self._similar("user", userid, N, {"users": users, "filter_users": filter_users}, labels)
 
-    def _similar(self, side: Side, name: str, ids: Any, N: int) -> tuple[np.ndarray, np.ndarray]:
+    def _similar(
+        self, side: Side, ids: Any, N: int, chosen: dict[str, Any], labels: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`chosen` are the candidates and what to exclude, by the names of their arguments."""
         check_is_fitted(self)
-        factors = Factors(self._learned.state.side(side).matrix)  # biases do not measure similarity
-        normalized = self._cached(f"normalized {side} factors", lambda: _normalized(factors.matrix))
-        positions = check_ids(name, ids, len(normalized), f"n_{side}s")
+        learned, by_label = self._learned, check_bool("labels", labels)
+        queries = positions_of(learned, side, f"{side}id", ids, by_label)
+        allowed: np.ndarray | None = None
+        for name, given in chosen.items():
+            if given is not None:
+                keep = not name.startswith("filter_")
+                allowed = np.full(len(learned.state.side(side)), not keep) if allowed is None else allowed
+                allowed[positions_of(learned, side, name, given, by_label)] = keep
+        found, scores = neighbours(learned, side, queries, check_int("N", N, 1, MAX_N), allowed)
+        found = labelled(learned, side, found) if by_label else found
+        return (found[0], scores[0]) if is_single(ids, by_label) else (found, scores)
+
+    def explain(
+        self, userid: Any, itemid: Any, user_items: Any = None, N: int = 10, *, labels: bool = False
+    ) -> Explanation:
+        """What of a user's history speaks for an item: the score as a sum over the entries of the user.
+
+        Given the item factors, the factors of a user are a linear function of the user's entries, and so is each score
+        (Hu, Koren and Volinsky 2008, section 5).
+
+        Parameters
+        ----------
+        userid, itemid : int
+            Positions, or with ``labels=True`` labels.
+        user_items : Ratings or matrix, optional
+            Row of the user, or ratings of all users. Default: the training entries.
+        N : int
+            Number of entries to return.
+        labels : bool
+            `userid` and `itemid` are labels, and labels are returned.
+
+        Returns
+        -------
+        Explanation
+            ``score``, of which ``baseline`` is the mean and the item's bias of a model with biases; ``ids``, the N
+            items of the history with the largest contributions, best first, and ``contributions``. Fewer than N where
+            the history is shorter. The sum of all contributions and the baseline is the score; it is that of
+            ``recommend`` and ``predict(clip=False)`` where the user's factors are the exact solution for these entries.
+
+        Raises
+        ------
+        NotFittedError, TypeError, ValueError, UnknownLabelError
+        """
+        check_is_fitted(self)
+        learned, by_label = self._learned, check_bool("labels", labels)
+        user = positions_of(learned, "user", "userid", userid, by_label)
+        item = positions_of(learned, "item", "itemid", itemid, by_label)
+        if not is_single(userid, by_label) or not is_single(itemid, by_label):
+            raise ValueError("explain takes one user and one item; call it for each pair")
         N = check_int("N", N, 1, MAX_N)
-        check_answer(len(positions), N, len(normalized), normalized.itemsize)
-        engine = engine_for(self.plan_, float(len(positions)) * normalized.size)
-
-        def pack() -> Any:
-            blank = factors.blank_rows()
-            return engine.pack(normalized, np.setdiff1d(np.arange(len(factors)), blank) if len(blank) else None)
-
-        packed = self._cached(f"normalized {side} factors on {engine.name}", pack)
-        found, scores = engine.top_k(normalized[positions], packed, N, None, None)
-        _itself_first(found, scores, positions)
-        blank = factors.blank_rows(positions)
-        found[blank], scores[blank] = -1, -np.inf
-        return (found[0], scores[0]) if np.ndim(ids) == 0 else (found, scores)
-
-    def _cached(self, key: str, compute: Callable[[], Any]) -> Any:
-        """A derived array, computed at first use."""
-        cache = self._cache
-        if key not in cache:
-            cache[key] = compute()
-        return cache[key]
+        if user_items is not None:
+            row = _rows_of_users(learned, user, "user_items", user_items)
+        else:
+            row = training_row(learned, int(user[0]))
+        found = contributions(learned, row, int(item[0]), N)
+        return found._replace(ids=labelled(learned, "item", found.ids)) if by_label else found
 
     # ------------------------------------------------------------------------------------------------ predictions
 
@@ -425,7 +601,7 @@ class ServingMixin(Estimator):
     ) -> sp.csr_array:
         """A matrix for the kernels of the fitted model: in its dtype, with labelled ratings in the order of `users`."""
         learned = self._learned
-        matrix = rows
+        matrix = rows = as_ratings(rows)
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
             refuse_triplets(rows, name)  # by column names, which check_array drops
             plain = without_mask(rows, name)
@@ -437,6 +613,7 @@ class ServingMixin(Estimator):
 
     def _new_rows(self, rows: Any, name: str = "user_items", **options: Any) -> sp.csr_array:
         """Rows over the model's items, validated; messages name both axes. `options` are those of `_rows`."""
+        rows = as_ratings(rows)
         matrix = self._rows(rows, name, **options)
         if matrix.shape[1] != self.n_items:
             n, shape = self.n_items, matrix.shape
@@ -454,15 +631,6 @@ class ServingMixin(Estimator):
         matrix = self._rows(rows, users=self.user_ids_, unknown=unknown)
         check_shape("user_items", matrix, (self.n_users, self.n_items), ("n_users", "n_items"))
         return matrix
-
-    def _fold_in(self, side: Side, matrix: sp.csr_array) -> Factors:
-        """Exact factors of new rows of `side`, given the factors of the other side."""
-        learned = self._learned
-        fixed = learned.state.side("item" if side == "user" else "user")
-        engine = engine_for(learned.plan)
-        # independent of the rows, and most of the work for a few rows
-        gram = self._cached(f"gram for {side} on {engine.name}", lambda: engine.gram(fixed, learned.objective))
-        return engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)
 
     def transform(self, user_items: Any) -> np.ndarray:
         """Compute factors of new rows with the exact solver (fold-in); a training row gets its training factors.
@@ -483,7 +651,7 @@ class ServingMixin(Estimator):
 
     def _factors_of(self, user_items: Any) -> np.ndarray:
         check_is_fitted(self)
-        factors = self._fold_in("user", self._new_rows(user_items))
+        factors = fold_in(self._learned, "user", self._new_rows(user_items))
         return factors.matrix if factors.bias is None else np.column_stack((factors.matrix, factors.bias))
 
     def objective(self, user_items: Any, *, unknown: str = "error") -> float:
@@ -531,8 +699,9 @@ class ServingMixin(Estimator):
         self
         """
         check_is_fitted(self)
+        rows = as_ratings(rows)
         positions, names = self._updated_labels("user", ids, labels)
-        wanted = _updated_axis("rows", rows, 0, positions, names)
+        wanted = updated_axis("rows", rows, 0, positions, names)
         matrix = self._new_rows(rows, "rows", users=wanted, owner="the model or to ids")
         check_shape("rows", matrix, (len(positions), self.n_items), ("n_ids", "n_items"))
         self._update("user", positions, matrix, names)
@@ -555,12 +724,13 @@ class ServingMixin(Estimator):
         self
         """
         check_is_fitted(self)
+        cols = as_ratings(cols)
         positions, names = self._updated_labels("item", ids, labels)
         learned = self._learned
         matrix = as_csr(
             cols, name="cols", dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
         )
-        want = (learned.user_ids, _updated_axis("cols", cols, 1, positions, names))
+        want = (learned.user_ids, updated_axis("cols", cols, 1, positions, names))
         matrix, _ = align(matrix, labels_of(cols), want, name="cols", unknown=None, owner="the model or to ids")
         check_shape("cols", matrix, (self.n_users, len(positions)), ("n_users", "n_ids"))
         grown = positions.max() >= self.n_items
@@ -572,7 +742,7 @@ class ServingMixin(Estimator):
 
     def _updated_labels(self, side: Side, ids: Any, labels: Any) -> tuple[np.ndarray, np.ndarray | None]:
         """Positions of an update, and the labels of all rows after it."""
-        positions = _update_positions("ids", ids)
+        positions = check_positions("ids", ids)
         known = self._learned.state.side(side)
         size = max(len(known), int(positions.max()) + 1)
         free, needed = available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
@@ -582,21 +752,24 @@ class ServingMixin(Estimator):
                 f"{free / 2**20:,.0f} MiB are free. Positions are counted from 0: is the id a label?"
             )
         old = self._learned.user_ids if side == "user" else self._learned.item_ids
-        return positions, _extended_labels(side, old, positions, size, labels)
+        return positions, extended_labels(side, old, positions, size, labels)
 
     def _update(self, side: Side, positions: np.ndarray, rows: sp.csr_array, names: np.ndarray | None) -> None:
         """Fold rows in and store them at their positions; nothing is replaced until all results are computed."""
         learned = self._learned
         known = learned.state.side(side)
         size = max(len(known), int(positions.max()) + 1)
-        factors = known.put(positions, self._fold_in(side, rows), size)
-        seen = learned.seen_matrix()
+        factors = known.put(positions, fold_in(learned, side, rows), size)
+        seen, values = learned.seen_matrix(), learned.values
         if seen is not None:
-            by_row = seen if side == "user" else transposed_pattern(seen)
-            by_row = _replace_rows(by_row, positions, rows, size)
-            seen = by_row if side == "user" else transposed_pattern(by_row)
-        counts = _updated_counts(learned, side, positions, rows, seen)
-        self._learn(learned.with_side(side, factors, seen, names, counts).widened(rows.data))
+            history = seen if values is None else make_csr(seen.indptr, seen.indices, values, seen.shape)
+            if side == "user":
+                history = replace_rows(history, positions, rows, size)
+            else:
+                history = turned(replace_rows(turned(history), positions, rows, size))
+            seen, values = pattern(history), None if values is None else history.data
+        counts = updated_counts(learned, side, positions, rows, seen)
+        self._learn(learned.with_side(side, factors, seen, names, counts, values).widened(rows.data))
 
     # ------------------------------------------------------------------------------------------------ score
 
@@ -624,6 +797,7 @@ class ServingMixin(Estimator):
         """
         check_is_fitted(self)
         check_choice("users", users, ("auto", "training", "new"))
+        user_items = as_ratings(user_items)
         matrix = self._new_rows(user_items, unknown=unknown)
         if users == "training" or (users == "auto" and self._are_training_users(user_items, matrix, unknown)):
             matrix = self._training_rows(user_items, unknown)
@@ -646,8 +820,10 @@ class ServingMixin(Estimator):
         """A copy of this model whose users are the given new rows."""
         model = object.__new__(type(self))
         model.__dict__.update(self.__dict__)
-        state = self._learned.state.with_side("user", self._fold_in("user", rows))
-        model._learn(replace(self._learned, state=state, seen=pattern(rows), total=None, user_ids=None))
+        state = self._learned.state.with_side("user", fold_in(self._learned, "user", rows))
+        model._learn(
+            replace(self._learned, state=state, seen=pattern(rows), total=None, user_ids=None, values=rows.data)
+        )
         return model
 
     def _held_out_score(self, model: Any, held_out: sp.csr_array, seen: sp.csr_array | None = None) -> float:
@@ -661,133 +837,61 @@ class ServingMixin(Estimator):
         return "ndcg@10" if self._learned.objective.is_implicit else "rmse"
 
 
-def _itself_first(found: np.ndarray, scores: np.ndarray, positions: np.ndarray) -> None:
-    """Move each query to the front of its neighbours, in place, if ties or zero factors ranked others before it."""
-    for row in np.flatnonzero(found[:, 0] != positions):
-        place = np.flatnonzero(found[row] == positions[row])
-        last = int(place[0]) if place.size else found.shape[1] - 1
-        own = scores[row, last] if place.size else 0
-        found[row, 1 : last + 1] = found[row, :last].copy()
-        scores[row, 1 : last + 1] = scores[row, :last].copy()
-        found[row, 0], scores[row, 0] = positions[row], own
+def _request(
+    learned: Learned,
+    users: np.ndarray | None,
+    user_items: Any,
+    N: int,
+    filter_already_liked_items: bool,
+    filter_items: Any,
+    items: Any,
+    cold_users: str,
+    by_label: bool,
+) -> Request:
+    """Checked arguments of a table; `users` None means all."""
+    N = check_int("N", N, 1, MAX_N)
+    liked = check_bool("filter_already_liked_items", filter_already_liked_items)
+    check_choice("cold_users", cold_users, COLD_USERS)
+    users = np.arange(learned.shape[0]) if users is None else users
+    rows_of = partial(_rows_of_users, learned, users)
+    candidates = read_candidates(learned, items, filter_items, by_label, len(users), rows_of)
+    seen: Any = None
+    if user_items is not None:
+        seen = rows_of("user_items", user_items)
+    elif liked:
+        seen = learned.seen if learned.seen is not None else _seen_in_training(learned, users)
+    return Request(learned, users, N, seen if liked else None, candidates, cold_users)
 
 
-def _update_positions(name: str, ids: Any) -> np.ndarray:
-    positions = check_ids(name, ids, 2**31 - 1, "2**31 - 1")
-    if positions.size == 0:
-        raise ValueError(f"{name} is empty; give at least one position")
-    values, counts = np.unique(positions, return_counts=True)
-    if np.any(counts > 1):
-        raise ValueError(f"{name} has {values[counts > 1][0]} more than once; give each position once")
-    return positions
+def _rows_of_users(learned: Learned, users: np.ndarray, name: str, given: Any) -> sp.csr_array:
+    """Rows of an argument, one for each of `users`."""
+    labels, n_users = (learned.user_ids, learned.item_ids), learned.shape[0]
+    given = as_ratings(given)
+    matrix = as_csr(given, name=name, dtype=learned.state.user.matrix.dtype)
+    if matrix.shape[0] == n_users != len(users):
+        check_ids("userid", users, n_users, "n_users")
+    matrix = align_rows(matrix, given, users, labels, n_users, name)
+    check_shape(name, matrix, (len(users), learned.shape[1]), ("n_userids", "n_items"))
+    return matrix
 
 
-def _updated_axis(name: str, given: Any, axis: int, positions: np.ndarray, names: np.ndarray | None) -> Any:
-    """Labels to align the updated rows (axis 0) or columns (axis 1) with; without labels they keep the order of ids.
-
-    Raises
-    ------
-    UnknownLabelError
-        Labelled ratings have no row for one of the ids, which would lose its factors silently.
-    """
-    have = labels_of(given)
-    if have is None or have[axis] is None:
-        return IN_ORDER
-    if names is None:
-        return None  # `align` raises
-    wanted = names[positions]
-    given_labels = set(have[axis].tolist())
-    missing = [label for label in wanted.tolist() if label not in given_labels]
-    if missing:
-        raise UnknownLabelError(
-            f"{name} does not have {len(missing)} of {len(positions)} {SIDES[axis]}s that ids names, such as "
-            f"{missing[0]!r}; give entries of each of them, or leave it out of ids"
-        )
-    return wanted
+def _rows_of_strangers(learned: Learned, n_rows: int, name: str, given: Any) -> sp.csr_array:
+    """Rows of an argument, one for each new user, in their order."""
+    given = as_ratings(given)
+    matrix = as_csr(given, name=name, dtype=learned.state.user.matrix.dtype)
+    matrix, _ = align(matrix, labels_of(given), (IN_ORDER, learned.item_ids), name=name, unknown=None)
+    check_shape(name, matrix, (n_rows, learned.shape[1]), ("n_rows", "n_items"))
+    return matrix
 
 
-def _updated_counts(
-    learned: Learned, side: Side, positions: np.ndarray, rows: sp.csr_array, seen: sp.csr_array | None
-) -> np.ndarray | None:
-    """Entries of each item after an update; without `seen`, old entries of replaced users still count."""
-    if seen is not None:
-        return count_items(seen)
-    counts = learned.item_counts
-    if counts is None:
-        return None
-    if side == "user":
-        added = take_rows(rows, np.flatnonzero(positions >= len(learned.state.user)))
-        return counts + count_items(added)
-    grown = np.zeros(max(len(counts), int(positions.max()) + 1), dtype=np.int64)
-    grown[: len(counts)] = counts
-    grown[positions] = np.diff(rows.indptr)
-    return grown
-
-
-def _extended_labels(side: str, known: Any, positions: np.ndarray, size: int, labels: Any) -> np.ndarray | None:
-    """Labels after adding positions up to `size`; each label keeps its type."""
-    if known is None:
-        if labels is not None:
-            raise ValueError(f"labels were given, but this model's {side}s have none (it was fitted on positions)")
-        return None
-    plain = known.tolist()
-    if labels is None:
-        if size == len(plain):
-            return known
+def _seen_in_training(learned: Learned, users: np.ndarray) -> sp.csr_array:
+    if learned.seen is None:
         raise ValueError(
-            f"ids adds {side}s up to position {size - 1} and this model's {side}s have labels; pass labels= for them"
+            "this model was saved without what its users have seen: pass user_items, "
+            "or filter_already_liked_items=False"
         )
-    given = _plain_list(labels)
-    if len(given) != len(positions):
-        raise ValueError(f"labels has {len(given)} elements; expected one for each of {len(positions)} ids")
-    missing = sorted(set(range(len(plain), size)) - set(positions.tolist()))
-    if missing:
-        raise ValueError(f"ids skips position {missing[0]}, which would have no label; add positions without gaps")
-    check_storable_labels("labels", given)
-    extended = plain + [None] * (size - len(plain))
-    for position, label in zip(positions.tolist(), given, strict=True):
-        if position < len(plain) and label != plain[position]:
-            raise ValueError(
-                f"labels says {label!r} for position {position}, whose label is {plain[position]!r}; "
-                "labels of known positions cannot change"
-            )
-        extended[position] = label
-    if len(set(extended)) != size:
-        raise ValueError("labels repeats a label; each position needs a label of its own")
-    return _as_labels(extended, known)
-
-
-def _plain_list(labels: Any) -> list[Any]:
-    """Labels as Python objects; a single value, including a tuple, is one label."""
-    if isinstance(labels, np.ndarray):
-        return np.atleast_1d(labels).tolist()
-    items = list(labels) if isinstance(labels, (list, range)) else [labels]
-    return [item.item() if isinstance(item, np.generic) else item for item in items]
-
-
-def _as_labels(labels: list[Any], like: np.ndarray) -> np.ndarray:
-    """An array with the kind of dtype of `like` if that changes no label, else with dtype object."""
-    kinds = {type(label) for label in labels}
-    if like.dtype.kind != "O" and len(kinds) == 1:
-        array = np.array(labels)
-        if array.ndim == 1 and array.tolist() == labels:
-            return array
-    array = np.empty(len(labels), dtype=object)
-    array[:] = labels
-    return array
-
-
-def _replace_rows(seen: sp.csr_array, positions: np.ndarray, rows: sp.csr_array, size: int) -> sp.csr_array:
-    """`seen` with `size` rows, those at `positions` replaced by the entries of `rows`; gaps are empty."""
-    old_ptr, old_ids, _ = csr_arrays(seen)
-    new_ptr, new_ids, _ = csr_arrays(rows)
-    indices = np.concatenate((old_ids, new_ids))
-    pointer = np.concatenate((old_ptr, new_ptr[1:] + old_ptr[-1], [len(indices)]))  # the last row is empty
-    stacked = make_csr(pointer, indices, np.ones(len(indices), dtype=np.int8), (len(pointer) - 1, seen.shape[1]))
-    source = np.full(size, len(pointer) - 2, dtype=np.int64)
-    source[: seen.shape[0]] = np.arange(seen.shape[0])
-    source[positions] = seen.shape[0] + np.arange(len(positions))
-    return pattern(take_rows(stacked, source))
+    seen = learned.seen
+    return seen.take_rows(users) if isinstance(seen, StoredSeen) else take_rows(seen, users)
 
 
 def _hide_every_fifth(matrix: sp.csr_array) -> tuple[sp.csr_array, sp.csr_array]:

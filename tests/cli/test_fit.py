@@ -172,7 +172,7 @@ FIT_MISTAKES = [
     (["--biases", "--model", "implicit"], "--biases belongs to --model explicit"),
     (["--bias-regularization", 1, "--model", "implicit"], "--bias-regularization belongs to --model explicit"),
     (["--bias-regularization", -1], "bias_regularization must be >= 0, got -1"),
-    (["--test-size", 1.5], "test_size"),
+    (["--test-size", 1.5], "--test-size must be a share below 1"),
     (["--test-size", -0.1], "test_size"),
     (["--test-size", 10**9], "test_size"),
     (["--user", "nobody"], "nobody"),

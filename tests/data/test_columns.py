@@ -222,14 +222,35 @@ def test_an_array_of_entries_is_no_matrix(width):
 @pytest.mark.parametrize(
     "names", [("userId", "movieId", "rating"), ("asin", "reviewerID"), ("stars", "ts", "user", "item")]
 )
-def test_a_frame_of_entries_is_no_matrix(library, names):
+def test_a_frame_of_entries_is_read_by_estimators_and_is_no_matrix(library, names):
     data = {name: [1, 2, 3] for name in names}
     make = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}[library]
     frame = getattr(pytest.importorskip(library), make)(data)
-    model = hmf.ExplicitALS(**SMALL).fit(planted(20, len(names), 0.9))
-    for call in (hmf.ExplicitALS(**SMALL).fit, model.transform, model.score, hmf.Ratings):
+    model = hmf.ExplicitALS(**SMALL, random_state=0).fit(frame)
+    expected = hmf.ExplicitALS(**SMALL, random_state=0).fit(hmf.Ratings.from_frame(frame))
+    np.testing.assert_array_equal(model.user_factors, expected.user_factors)
+    assert model.item_ids.tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(model.transform(frame), expected.transform(hmf.Ratings.from_frame(frame)))
+    assert model.score(frame) == expected.score(hmf.Ratings.from_frame(frame))
+    for call in (hmf.Ratings, hmf.Ratings.from_matrix):
         with pytest.raises(RatingsError, match=r"one entry in each row.*Ratings.from_frame.*scipy.sparse.csr_array"):
             call(frame)
+    positions = hmf.ExplicitALS(**SMALL).fit(planted(20, len(names), 0.9))
+    with pytest.raises(RatingsError, match="item labels and the model only positions"):
+        positions.transform(frame)
+
+
+@pytest.mark.parametrize(
+    ("names", "entries"),
+    [
+        (("user_id", "item_id", "rating", "ts", "event", "x"), True),
+        (("user", "item", "rating", "ts", "event"), False),
+        (("user", "item"), True),
+        (("item", "rating"), False),
+    ],
+)
+def test_wide_frames_are_entries_by_names_of_ids(names, entries):
+    assert named_like_entries(names) is entries
 
 
 def test_a_sample_of_many_ratings_is_recognized_by_its_large_ids():

@@ -435,7 +435,7 @@ def test_rows_without_factors_are_served_alike_on_every_engine(gpu, kind, monkey
     answers = []
     for least in (np.inf, 0):  # scores from which the GPU serves
         monkeypatch.setattr("hybridmf.model.engine.GPU_SCORES", least)
-        model._learn(model._learned)  # nothing is cached
+        model._learn(replace(model._learned))  # nothing is cached
         assert engine_for(model.plan_, 1.0).name == ("cpu" if least else model.plan_.device)
         everybody, everything = np.arange(24), np.arange(16)
         answers.append(
@@ -445,14 +445,18 @@ def test_rows_without_factors_are_served_alike_on_every_engine(gpu, kind, monkey
                 model.recommend(everybody, N=5, items=everything[2:9]),
                 model.similar_items(everything, N=16),
                 model.similar_users([12, 3], N=5),
+                model.recommend_new(SMALL, N=5),
+                model.recommend(everybody, SMALL, N=5, recalculate_user=True),
             ]
         )
     for on_cpu, on_gpu in zip(*answers, strict=True):
         np.testing.assert_array_equal(on_gpu[0], on_cpu[0])
         np.testing.assert_allclose(on_gpu[1], on_cpu[1], rtol=1e-4, atol=1e-5)
-    (top, _), (masked, _), _, (items, scores), (users, _) = answers[1]
+    (top, _), (masked, _), _, (items, scores), (users, _), *new = answers[1]
     assert 5 not in top and set(masked[12]) == {-1} and set(users[0]) == {-1}
     assert set(items[5]) == {-1} and np.all(np.isneginf(scores[5])) and 5 not in items
+    for folded, _ in new:
+        np.testing.assert_array_equal(folded, top[:, :5])
     counts = np.count_nonzero(SMALL.toarray(), axis=0)
     if kind == "implicit":
         np.testing.assert_array_equal(top[12, :15], np.argsort(-counts, kind="stable")[:15])

@@ -159,7 +159,7 @@ def test_the_file_format_is_what_the_module_says(tmp_path):
     assert set(header) == {"format", "version", "model", "params", "state", "checksums"}
     assert (header["format"], header["version"], header["model"]) == ("hybridmf", "1", "ExplicitALS")
     assert set(tensors) == {"user_factors", "item_factors", "user_bias", "item_bias", "user_ids", "item_ids",
-                            "seen_indptr", "seen_indices", "item_counts"}  # fmt: skip
+                            "seen_indptr", "seen_indices", "seen_values", "item_counts"}  # fmt: skip
     assert tensors["item_ids"].dtype == np.int64
     assert json.loads(tensors["user_ids"].tobytes())[:2] == ["u0", "u1"]
 
@@ -648,6 +648,15 @@ ALTERED = {
         "what users have seen is inconsistent",
     ),
     "seen items without pointer": ({"drop": ["seen_indptr"]}, "is corrupt: KeyError: 'seen_indptr'"),
+    "values of no entries": (
+        {"tensors": {"seen_values": np.ones((2, 2), np.float32)}},
+        "is corrupt: ValueError: seen_val",
+    ),
+    "too few values": ({"tensors": {"seen_values": np.ones(2, np.float32)}}, "seen_values has 2 values for"),
+    "a code without a value": (
+        {"tensors": {"seen_values": np.ones(1, np.float32), "seen_codes": np.ones(SEEN.nnz, np.uint8)}},
+        "is corrupt: ValueError: seen_codes has shape",
+    ),
     "seen pointer without items": ({"drop": ["seen_indices"]}, "is corrupt: KeyError: 'seen_indices'"),
     "too few labels": ({"tensors": {"item_ids": np.arange(7)}}, "is corrupt: 7 item_ids for 40 rows of factors"),
     "labels that are no JSON": (

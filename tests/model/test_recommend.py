@@ -227,7 +227,7 @@ def test_changing_the_callers_matrix_does_not_change_what_was_seen():
         ({"userid": 0, "N": True}, TypeError, ("N must be an integer", "True")),
         ({"userid": 0, "items": [40]}, ValueError, ("items has 40 at position 0", "n_items=40")),
         ({"userid": 0, "items": [True] * 40}, TypeError, ("items must be integers", "bool")),
-        ({"userid": 0, "items": [[1]]}, ValueError, ("items must be one position or a vector", "(1, 1)")),
+        ({"userid": 0, "items": [[[1]]]}, ValueError, ("items must be one position or a vector", "(1, 1)")),
         ({"userid": 0, "filter_items": [-1]}, ValueError, ("filter_items has -1 at position 0", "n_items=40")),
         ({"userid": 0, "filter_items": [0.5]}, TypeError, ("filter_items must be integers", "float64")),
         ({"userid": 0, "filter_already_liked_items": 1}, TypeError,

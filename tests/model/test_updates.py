@@ -113,7 +113,7 @@ def test_derived_arrays_follow_an_update():
     model.partial_fit_items([0, N_ITEMS], planted(M, 2, density=0.6, seed=2))
     model.partial_fit_users([0], planted(1, N_ITEMS + 1, density=0.6, seed=2)[:, :])
     fresh = copy.deepcopy(model)
-    fresh._cache = {}
+    assert not fresh._learned.derived
     assert_same(snapshot(fresh), snapshot(model))
     for method in ("similar_items", "similar_users"):
         np.testing.assert_array_equal(getattr(fresh, method)(0)[0], getattr(model, method)(0)[0])
@@ -168,7 +168,7 @@ def test_an_update_is_all_or_nothing(method, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(_serving, "_replace_rows", fail)
+    monkeypatch.setattr(_serving, "replace_rows", fail)
     rows = np.ones((1, N_ITEMS)) if method == "users" else np.ones((M, 1))
     with pytest.raises(MemoryError):
         getattr(model, f"partial_fit_{method}")([M if method == "users" else N_ITEMS], rows)

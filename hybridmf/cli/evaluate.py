@@ -1,0 +1,81 @@
+"""``hybridmf evaluate``: metrics of a saved model on a file of ratings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from ..core.table import format_table
+from ..metrics import PopularityRecommender, evaluate
+from ..model.load import load
+from .fit import METRICS
+from .options import debug_option, examples
+from .recommend import seen_matrix
+from .sources import existing_file, ratings_options, read_ratings, where_option
+
+
+@click.command(
+    "evaluate",
+    epilog=examples(
+        "hybridmf evaluate model.safetensors test.csv",
+        "hybridmf evaluate model.safetensors test.csv --train train.csv --metric recall@20 --metric auc --json",
+    ),
+)
+@click.argument("model_file", metavar="MODEL", type=existing_file)
+@click.argument("test_file", metavar="TEST", type=click.Path(exists=True))
+@click.option(
+    "--train", "train_file", type=click.Path(exists=True),
+    help="Ratings the model was trained on: they are not recommended, and a baseline is fitted on them. "
+    "[default: those in the model, without a baseline]",
+)  # fmt: skip
+@click.option(
+    "--metric", "metrics", multiple=True, metavar="NAME",
+    help="ndcg@K, precision@K, recall@K, map@K, auc, rmse or mae; may be repeated.  [default: by the model]",
+)  # fmt: skip
+@click.option("--relevance-threshold", type=float, help="Least rating of a relevant item.  [default: above 0]")
+@where_option
+@click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+@ratings_options
+@debug_option
+def command(
+    model_file: str,
+    test_file: str,
+    train_file: str | None,
+    metrics: tuple[str, ...],
+    relevance_threshold: float | None,
+    where: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Evaluate a trained model on ratings that it has not seen.
+
+    Users and items are matched by label; ratings of those that the model does not have are left out. The options for
+    columns and separators hold for both files.
+    """
+    model = load(model_file)
+    kind = "implicit" if model._learned.objective.is_implicit else "explicit"
+    names = tuple(dict.fromkeys(metrics)) or METRICS[kind]
+    test = seen_matrix(model, read_ratings(test_file, where, **options), test_file)
+    train = None
+    models = {type(model).__name__: model}
+    if train_file is not None:
+        train = seen_matrix(model, read_ratings(train_file, where, **options), train_file)
+        models["most popular items, mean ratings"] = PopularityRecommender().fit(train)
+    found = {
+        name: evaluate(each, test, train=train, metrics=names, relevance_threshold=relevance_threshold)
+        for name, each in models.items()
+    }
+    ours = found[type(model).__name__]
+    if as_json:
+        facts: dict[str, Any] = {"model": type(model).__name__, "users": ours.n_users, "cold_users": ours.n_cold_users}
+        facts["metrics"] = dict(ours)
+        if train is not None:
+            facts["baseline"] = dict(found["most popular items, mean ratings"])
+        click.echo(json.dumps(facts, indent=2))
+        return
+    rows = [[name, *(f"{value:.4f}" for value in values.values())] for name, values in found.items()]
+    click.echo(format_table(["model", *names], rows, "<" + ">" * len(names)))
+    cold = f", {ours.n_cold_users:,} of them without training ratings" if ours.n_cold_users else ""
+    click.echo(f"\n{ours.n_users:,} users{cold}.")

@@ -1,0 +1,43 @@
+"""Data frames that the library makes: of the kind that came in, through narwhals."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from .validate import check_choice
+
+KINDS = ("pandas", "polars", "pyarrow")
+"""Libraries whose frames are made, the first one that is installed by default."""
+
+
+def kind_of(given: Any) -> str | None:
+    """Library of a frame or series; None for anything else."""
+    module = type(given).__module__.partition(".")[0]
+    return module if module in KINDS else None
+
+
+def check_kind(name: str, value: Any, *usual: str | None) -> str:
+    """Library to make a frame with: `value`; if that is None, the first of `usual` that is not, or one installed.
+
+    Raises
+    ------
+    ImportError, ValueError
+    """
+    if value is not None:
+        return str(check_choice(name, value, KINDS))
+    found = next((kind for kind in usual if kind is not None), None)
+    found = found or next((kind for kind in KINDS if find_spec(kind)), None)
+    if found is None:
+        raise ImportError(f"a data frame needs one of {', '.join(KINDS)}: pip install pandas")
+    return found
+
+
+def make_frame(columns: dict[str, np.ndarray], kind: str) -> Any:
+    """A frame of the library `kind`."""
+    import narwhals as nw
+
+    library: Any = kind
+    return nw.from_dict(columns, backend=library).to_native()

@@ -1,0 +1,87 @@
+"""Which entries of a matrix are held out: masks over the entries, True for the test part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.sparse import entry_rows
+from ..core.validate import check_int, check_real
+from ..errors import RatingsError
+
+WAYS = ("random", "user", "time", "last")
+"""What ``by=`` of `hybridmf.split` may say."""
+
+
+def random_entries(nnz: int, test_size: float | int, rng: np.random.Generator) -> np.ndarray:
+    """Entries drawn at random."""
+    mask = np.zeros(nnz, dtype=bool)
+    mask[rng.choice(nnz, _number(nnz, test_size, "entries"), replace=False, shuffle=False)] = True
+    return mask
+
+
+def entries_of_users(matrix: sp.csr_array, test_size: float | int, rng: np.random.Generator) -> np.ndarray:
+    """All entries of users drawn at random among those with entries."""
+    degrees = np.diff(matrix.indptr)
+    users = np.flatnonzero(degrees)
+    drawn = np.zeros(matrix.shape[0], dtype=bool)
+    drawn[rng.choice(users, _number(len(users), test_size, "users with entries"), replace=False, shuffle=False)] = True
+    return np.repeat(drawn, degrees)
+
+
+def latest_entries(times: np.ndarray, test_size: float | int) -> np.ndarray:
+    """The latest entries of all; of equal times, those that come later in the matrix."""
+    mask = np.zeros(len(times), dtype=bool)
+    mask[np.argsort(times, kind="stable")[len(times) - _number(len(times), test_size, "entries") :]] = True
+    return mask
+
+
+def last_of_each_user(matrix: sp.csr_array, order: np.ndarray, test_size: float | int) -> np.ndarray:
+    """The last entries of each user by `order`: a number, or a share rounded down; each user keeps one at least.
+
+    Users with too few entries for that number keep all of theirs.
+    """
+    degrees = np.diff(matrix.indptr).astype(np.int64)
+    if isinstance(test_size, (int, np.integer)) and not isinstance(test_size, bool):
+        count = check_int("test_size", test_size, 1)
+        counts = np.where(degrees > count, count, 0)
+    else:
+        counts = np.floor(degrees * _share(test_size) * (1 + 1e-12)).astype(np.int64)  # 0.3 * 10 is a little below 3
+    if not counts.any():
+        raise RatingsError(
+            f"test_size={test_size} takes no entry of any user: the longest row has {degrees.max(initial=0)} entries, "
+            "one of which stays in the training part"
+        )
+    rows = entry_rows(matrix)
+    in_order = np.lexsort((order, rows))  # stable: rows stay where they are
+    place = np.arange(matrix.nnz) - matrix.indptr[rows]
+    mask = np.zeros(matrix.nnz, dtype=bool)
+    mask[in_order[place >= (degrees - counts)[rows]]] = True
+    return mask
+
+
+def fold_of_entries(nnz: int, n_splits: int, rng: np.random.Generator) -> np.ndarray:
+    """Number of the fold of each entry; sizes of folds differ by one at most."""
+    if n_splits > nnz:
+        raise RatingsError(f"n_splits={n_splits} folds need as many entries, ratings has {nnz}")
+    return rng.permutation(np.arange(nnz) % n_splits)
+
+
+def _share(test_size: Any) -> float:
+    share = check_real("test_size", test_size, 0, strict=True)
+    if share >= 1:
+        raise ValueError(f"test_size must be a share below 1 or an integer number, got {test_size!r}")
+    return share
+
+
+def _number(total: int, test_size: float | int, what: str) -> int:
+    """`test_size` as a number out of `total`, some of which have to be left."""
+    if isinstance(test_size, (int, np.integer)):
+        count = check_int("test_size", test_size, 1)
+    else:
+        count = max(1, round(total * _share(test_size)))
+    if count >= total:
+        raise RatingsError(f"test_size={test_size} takes {count} of {total} {what} and leaves none to train on")
+    return count

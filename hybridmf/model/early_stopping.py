@@ -1,0 +1,114 @@
+"""When a fit has stopped to improve on held-out entries, and the factors of its best iteration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..core.objective import Factors, LazyFactors, State
+from ..core.validate import check_int, check_real
+from .learned import Learned
+
+LOWER_IS_BETTER = ("rmse", "mae")
+METRICS = re.compile(r"rmse|mae|(?:ndcg|precision|recall|map)@[1-9][0-9]*")
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stop a fit when a metric of the validation set has stopped to improve, and restore the best factors.
+
+    Parameters
+    ----------
+    patience : int
+        Iterations without an improvement after which the fit stops.
+    metric : str, optional
+        ``"ndcg@k"``, ``"precision@k"``, ``"recall@k"``, ``"map@k"``, ``"rmse"`` or ``"mae"``. Default: RMSE for
+        explicit and NDCG@10 for implicit feedback.
+    min_delta : float
+        Least improvement that counts.
+
+    Raises
+    ------
+    TypeError, ValueError
+
+    Examples
+    --------
+    >>> import hybridmf as hmf
+    >>> stopping = hmf.EarlyStopping(patience=5, metric="recall@20")
+    """
+
+    patience: int = 3
+    metric: str | None = None
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_int("patience", self.patience, 1)
+        check_real("min_delta", self.min_delta, 0.0)
+        if self.metric is not None and not (isinstance(self.metric, str) and METRICS.fullmatch(self.metric)):
+            raise ValueError(
+                f"metric must be rmse, mae, ndcg@k, precision@k, recall@k or map@k (k a positive integer, as in "
+                f'"ndcg@10"), got {self.metric!r}'
+            )
+
+
+def check_early_stopping(given: Any) -> EarlyStopping | None:
+    """The argument ``early_stopping=`` of `fit`: a rule, its patience, True, or a mapping of its parameters.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if given is None or given is False or isinstance(given, EarlyStopping):
+        return given or None
+    if given is True:
+        return EarlyStopping()
+    if isinstance(given, Mapping):
+        return EarlyStopping(**given)
+    return EarlyStopping(check_int("early_stopping", given, 1))
+
+
+@dataclass
+class Watch:
+    """The best iteration of a fit in progress.
+
+    Attributes
+    ----------
+    rule : EarlyStopping
+    metric : str
+        That of the rule, or the default of the model.
+    iteration : int
+        The best one so far; 0 before the first.
+    value : float
+        Its metric.
+    learned : Learned or None
+        Its result, with factors in the memory of the host that later iterations do not change.
+    """
+
+    rule: EarlyStopping
+    metric: str = ""
+    iteration: int = 0
+    value: float = field(default=np.nan)
+    learned: Learned | None = None
+
+    def see(self, iteration: int, value: float, learned: Learned) -> bool:
+        """Take note of an iteration; whether the fit has to stop after it."""
+        gain = self.value - value if self.metric in LOWER_IS_BETTER else value - self.value
+        if not self.iteration or gain > self.rule.min_delta:
+            self.iteration, self.value = iteration, value
+            self.learned = replace(learned, state=_apart(learned.state))
+        return iteration - self.iteration >= self.rule.patience
+
+
+def _apart(state: State) -> State:
+    """A state whose arrays nothing else writes or waits for: a copy of factors that a GPU or files hold."""
+    return replace(state, user=_factors_apart(state.user), item=_factors_apart(state.item))
+
+
+def _factors_apart(factors: Factors) -> Factors:
+    if not isinstance(factors, LazyFactors):
+        return Factors(factors.matrix, factors.bias)
+    return Factors(np.array(factors.matrix), None if factors.bias is None else np.array(factors.bias))

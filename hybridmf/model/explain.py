@@ -1,0 +1,98 @@
+"""Scores as sums over the entries of a user's history."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import scipy.linalg
+import scipy.sparse as sp
+
+from ..core.validate import make_csr
+from .learned import Learned
+
+
+class Explanation(NamedTuple):
+    """Score of an item for a user, and what each item of the user's history contributes to it.
+
+    Attributes
+    ----------
+    score : float
+    baseline : float
+        Part of the score that depends on no entry: the mean and the item's bias; 0 without biases.
+    ids : int32 array, or object array of labels, shape (n,)
+        Items of the history, by descending contribution.
+    contributions : float64 array, shape (n,)
+    """
+
+    score: float
+    baseline: float
+    ids: np.ndarray
+    contributions: np.ndarray
+
+
+def training_row(learned: Learned, user: int) -> sp.csr_array:
+    """Training entries of a user with their values.
+
+    Raises
+    ------
+    ValueError
+        The model does not have the values.
+    """
+    if learned.values is None or not isinstance(learned.seen, sp.csr_array):
+        raise ValueError(
+            "the model does not hold the training entries of its users (it was fitted on a store, or saved without "
+            "them): pass user_items, the ratings of the user"
+        )
+    begin, end = learned.seen.indptr[user : user + 2]
+    data = learned.values[begin:end]
+    return make_csr(np.array([0, end - begin]), learned.seen.indices[begin:end], data, (1, learned.shape[1]))
+
+
+def contributions(learned: Learned, row: sp.csr_array, item: int, N: int) -> Explanation:
+    """Solve the user's normal equations A x = sum_j w_j z_j for the item z: its score z.x is sum_j w_j z_j.(A^-1 z).
+
+    Parameters
+    ----------
+    learned : Learned
+    row : csr_array, shape (1, n_items)
+        Entries of the user.
+    item : int
+    N : int
+        Entries to return.
+    """
+    objective, factors = learned.objective, learned.state.item
+    values, columns = row.data.astype(np.float64), row.indices
+    z, target = _features(learned, columns), _features(learned, np.array([item]))[0]
+    degree = np.array([np.count_nonzero(values) if objective.is_implicit else len(values)])
+    ridge = objective.row_scale(degree)[0] * objective.ridge(factors.matrix.shape[1], z.shape[1])
+    baseline = 0.0
+    if objective.is_implicit:
+        kept = values != 0
+        z, values, columns = z[kept], values[kept], columns[kept]
+        confidence = 1.0 + objective.alpha * np.abs(values)
+        weights = np.where(values > 0, confidence, 0.0)
+        gram = learned.cached("gram in float64", lambda: _gram(factors.matrix))
+        matrix = objective.unobserved_weight * gram + (z.T * (confidence - objective.unobserved_weight)) @ z
+    else:
+        biases = np.zeros(len(columns)) if factors.bias is None else factors.bias[columns].astype(np.float64)
+        baseline = learned.state.mean + (0.0 if factors.bias is None else float(factors.bias[item]))
+        weights = values - learned.state.mean - biases
+        matrix = z.T @ z
+    if not len(columns):
+        return Explanation(baseline, baseline, np.empty(0, np.int32), np.empty(0))
+    matrix[np.diag_indices(len(matrix))] += ridge
+    parts = weights * (z @ scipy.linalg.solve(matrix, target, assume_a="pos"))
+    order = np.argsort(-parts, kind="stable")[:N]
+    return Explanation(baseline + float(parts.sum()), baseline, columns[order].astype(np.int32), parts[order])
+
+
+def _features(learned: Learned, items: np.ndarray) -> np.ndarray:
+    """What a user's unknowns are multiplied by: factors of items, and 1 for the user's bias."""
+    rows: np.ndarray = learned.state.item.matrix[items].astype(np.float64)
+    return rows if learned.state.item.bias is None else np.column_stack((rows, np.ones(len(rows))))
+
+
+def _gram(factors: np.ndarray) -> np.ndarray:
+    wide = factors.astype(np.float64)
+    return wide.T @ wide

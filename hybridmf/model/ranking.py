@@ -1,0 +1,238 @@
+"""Top-N of users or rows given by their factors: candidates, seen items, rows without factors.
+
+Everything here reads one `Learned`, so an answer never mixes the factors of two fits, and what is computed of them once
+is kept with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import Factors, Side, other_side, scoring_rows
+from ..core.sparse import entries_in, entry_rows, keep_entries, take_rows
+from ..core.validate import from_triplets
+from ..native import _als
+from ..plan.memory import check_answer
+from .engine import Engine, engine_for
+from .learned import Learned
+from .popularity import rank_by_count
+from .requests import Candidates
+
+logger = logging.getLogger("hybridmf")
+
+
+def rank(
+    learned: Learned, users: Factors, N: int, seen: sp.csr_array | None, candidates: Candidates, cold_users: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The N best items of each row of `users`; see `ServingMixin.recommend`.
+
+    Parameters
+    ----------
+    learned : Learned
+    users : Factors
+        Of users of the model, or folded in.
+    N : int
+    seen : csr_array, shape (len(users), n_items), or None
+        Entries to exclude.
+    candidates : Candidates
+    cold_users : {"popular", "mask"}
+
+    Returns
+    -------
+    ids : int32 array, shape (len(users), N)
+    scores : float array, shape (len(users), N)
+
+    Raises
+    ------
+    MemoryBudgetError
+    """
+    if candidates.allowed is not None:
+        return _rank_lists(learned, users, N, seen, candidates, cold_users)
+    if candidates.denied is not None:
+        seen = candidates.denied if seen is None else _union(seen, candidates.denied)
+    n_items, allowed = len(learned.state.item), candidates.shared
+    n_allowed = n_items if allowed is None else int(np.count_nonzero(allowed))
+    check_answer(len(users), N, n_allowed, learned.state.item.matrix.itemsize)
+    engine = engine_for(learned.plan, float(len(users)) * n_items * learned.plan.rank)
+    ids, scores = engine.top_k(
+        scoring_rows(users, "user", learned.state.mean),
+        _packed_items(learned, engine),
+        N,
+        seen,
+        None if allowed is None else _with_factors(learned, allowed),
+    )
+    cold = users.blank_rows()
+    if len(cold):
+        _rank_cold(learned, ids, scores, cold, None if seen is None else take_rows(seen, cold), allowed, cold_users)
+    return ids, scores
+
+
+def _union(left: sp.csr_array, right: sp.csr_array) -> sp.csr_array:
+    """All entries of both matrices."""
+    rows = np.concatenate([entry_rows(part) for part in (left, right)])
+    columns = np.concatenate([part.indices for part in (left, right)])
+    return from_triplets(rows, columns, np.ones(len(rows)), left.shape, duplicates="first")
+
+
+def _rank_lists(
+    learned: Learned, users: Factors, N: int, seen: sp.csr_array | None, candidates: Candidates, cold_users: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """`rank` among a list of candidates for each user, whose scores alone are computed, on the CPU."""
+    assert candidates.allowed is not None
+    pairs = candidates.allowed
+    dtype, longest = learned.state.item.matrix.dtype, int(np.diff(pairs.indptr).max(initial=0))
+    check_answer(len(users), N, longest, dtype.itemsize)
+    for excluded in (seen, candidates.denied):
+        if excluded is not None:
+            pairs = keep_entries(pairs, ~entries_in(pairs, excluded))
+    rows, items = entry_rows(pairs), pairs.indices.astype(np.int64)
+    scored = _scoring_items(learned)
+    user_rows = scoring_rows(users, "user", learned.state.mean)
+    scores = _als.predict_pairs(user_rows, scored, rows, items, learned.plan.num_threads).astype(dtype)
+    shown = ~_blank_items(learned)[items]
+    by_count = np.zeros(len(users), dtype=bool)
+    if cold_users == "mask" or learned.state.user.bias is None:
+        by_count[users.blank_rows()] = True
+    if by_count.any():
+        cold = by_count[rows]
+        counts = np.zeros(len(scored)) if learned.item_counts is None or cold_users == "mask" else learned.item_counts
+        scores[cold], shown[cold] = counts[items[cold]], counts[items[cold]] > 0
+    if candidates.shared is not None:
+        shown &= candidates.shared[items]
+    rows, items, scores = rows[shown], items[shown], scores[shown]
+    order = np.lexsort((items, -scores, rows))
+    rows, items, scores = rows[order], items[order], scores[order]
+    place = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    best = place < N
+    ids: np.ndarray = np.full((len(users), N), -1, dtype=np.int32)
+    values: np.ndarray = np.full((len(users), N), -np.inf, dtype=dtype)
+    ids[rows[best], place[best]], values[rows[best], place[best]] = items[best], scores[best]
+    return ids, values
+
+
+def _rank_cold(
+    learned: Learned,
+    ids: np.ndarray,
+    scores: np.ndarray,
+    cold: np.ndarray,
+    seen: sp.csr_array | None,
+    allowed: np.ndarray | None,
+    cold_users: str,
+) -> None:
+    """Replace rows `cold` of a result in place: zero factors give no ranking, biases do."""
+    if cold_users == "popular" and learned.state.user.bias is not None:
+        return
+    ids[cold], scores[cold] = -1, -np.inf
+    counts = learned.item_counts
+    if cold_users == "mask":
+        return
+    if counts is None:
+        logger.warning(
+            "the model was saved without the number of entries of its items, so users without factors get no "
+            "recommendations (%d here); fit it again",
+            len(cold),
+        )
+        return
+    shown = counts > 0 if allowed is None else allowed & (counts > 0)
+    kept = min(ids.shape[1], len(counts))
+    ids[cold, :kept], scores[cold, :kept] = rank_by_count(counts, shown, seen, len(cold), kept)
+
+
+def _packed_items(learned: Learned, engine: Engine) -> Any:
+    """Items with factors, in the layout of `engine`."""
+
+    def pack() -> Any:
+        return engine.pack(_scoring_items(learned), _with_factors(learned))
+
+    return learned.cached(("scoring items", engine.name), pack)
+
+
+def _scoring_items(learned: Learned) -> np.ndarray:
+    items: np.ndarray = learned.cached(
+        "scoring rows of items", lambda: scoring_rows(learned.state.item, "item", learned.state.mean)
+    )
+    return items
+
+
+def _blank_items(learned: Learned) -> np.ndarray:
+    blank: np.ndarray = learned.cached("blank items", lambda: blank_mask(learned, "item"))
+    return blank
+
+
+def _with_factors(learned: Learned, allowed: np.ndarray | None = None) -> np.ndarray | None:
+    """Positions of the allowed items that have factors; None if these are all items."""
+    warm = ~_blank_items(learned)
+    return None if allowed is None and warm.all() else np.flatnonzero(warm if allowed is None else warm & allowed)
+
+
+def blank_mask(learned: Learned, side: Side) -> np.ndarray:
+    """Which rows of a side have no factors, bool."""
+    factors = learned.state.side(side)
+    blank = np.zeros(len(factors), dtype=bool)
+    blank[factors.blank_rows()] = True
+    return blank
+
+
+# ----------------------------------------------------------------------------------------------------- neighbours
+
+
+def neighbours(
+    learned: Learned, side: Side, positions: np.ndarray, N: int, allowed: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The N rows of a side whose factors have the highest cosine with each row of `positions`, itself first.
+
+    Under a mask of `allowed` rows, a row comes first itself only if it is allowed.
+    """
+    factors = Factors(learned.state.side(side).matrix)  # biases do not measure similarity
+    normalized = learned.cached(("normalized", side), lambda: _normalized(factors.matrix))
+    check_answer(len(positions), N, len(normalized), normalized.itemsize)
+    engine = engine_for(learned.plan, float(len(positions)) * normalized.size)
+
+    def pack() -> Any:
+        blank = factors.blank_rows()
+        return engine.pack(normalized, np.setdiff1d(np.arange(len(factors)), blank) if len(blank) else None)
+
+    packed = learned.cached(("normalized", side, engine.name), pack)
+    candidates = None if allowed is None else np.setdiff1d(np.flatnonzero(allowed), factors.blank_rows())
+    found, scores = engine.top_k(normalized[positions], packed, N, None, candidates)
+    inside = np.arange(len(positions)) if allowed is None else np.flatnonzero(allowed[positions])
+    own, values = found[inside], scores[inside]
+    _itself_first(own, values, positions[inside])
+    found[inside], scores[inside] = own, values
+    blank = factors.blank_rows(positions)
+    found[blank], scores[blank] = -1, -np.inf
+    return found, scores
+
+
+def _normalized(factors: np.ndarray) -> np.ndarray:
+    """Rows of length 1; zero rows stay zero. In float64: squares of small float32 factors underflow."""
+    wide = factors.astype(np.float64)
+    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
+    return np.ascontiguousarray(wide / np.where(lengths == 0, 1, lengths), dtype=factors.dtype)
+
+
+def _itself_first(found: np.ndarray, scores: np.ndarray, positions: np.ndarray) -> None:
+    """Move each query to the front of its neighbours, in place, if ties or zero factors ranked others before it."""
+    for row in np.flatnonzero(found[:, 0] != positions):
+        place = np.flatnonzero(found[row] == positions[row])
+        last = int(place[0]) if place.size else found.shape[1] - 1
+        own = scores[row, last] if place.size else 0
+        found[row, 1 : last + 1] = found[row, :last].copy()
+        scores[row, 1 : last + 1] = scores[row, :last].copy()
+        found[row, 0], scores[row, 0] = positions[row], own
+
+
+# -------------------------------------------------------------------------------------------------------- fold-in
+
+
+def fold_in(learned: Learned, side: Side, matrix: sp.csr_array) -> Factors:
+    """Exact factors of new rows of `side`, given the factors of the other side."""
+    fixed = learned.state.side(other_side(side))
+    engine = engine_for(learned.plan)
+    # independent of the rows, and most of the work for a few rows
+    gram = learned.cached(("gram", side, engine.name), lambda: engine.gram(fixed, learned.objective))
+    return engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)

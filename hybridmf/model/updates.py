@@ -1,0 +1,147 @@
+"""Updates of a fitted model by `partial_fit_users` and `partial_fit_items`: positions, labels, counts, histories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import SIDES, Side
+from ..core.sparse import take_rows, transposed
+from ..core.validate import check_ids, csr_arrays, make_csr
+from ..data.align import IN_ORDER, labels_of
+from ..data.labels import check_storable_labels
+from ..errors import UnknownLabelError
+from .learned import Learned, count_items, transposed_pattern
+
+
+def check_positions(name: str, ids: Any) -> np.ndarray:
+    """Positions to update, at least one and none twice; they may lie behind the last.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    positions = check_ids(name, ids, 2**31 - 1, "2**31 - 1")
+    if positions.size == 0:
+        raise ValueError(f"{name} is empty; give at least one position")
+    values, counts = np.unique(positions, return_counts=True)
+    if np.any(counts > 1):
+        raise ValueError(f"{name} has {values[counts > 1][0]} more than once; give each position once")
+    return positions
+
+
+def updated_axis(name: str, given: Any, axis: int, positions: np.ndarray, names: np.ndarray | None) -> Any:
+    """Labels to align the updated rows (axis 0) or columns (axis 1) with; without labels they keep the order of ids.
+
+    Raises
+    ------
+    UnknownLabelError
+        Labelled ratings have no row for one of the ids, which would lose its factors silently.
+    """
+    have = labels_of(given)
+    if have is None or have[axis] is None:
+        return IN_ORDER
+    if names is None:
+        return None  # `align` raises
+    wanted = names[positions]
+    given_labels = set(have[axis].tolist())
+    missing = [label for label in wanted.tolist() if label not in given_labels]
+    if missing:
+        raise UnknownLabelError(
+            f"{name} does not have {len(missing)} of {len(positions)} {SIDES[axis]}s that ids names, such as "
+            f"{missing[0]!r}; give entries of each of them, or leave it out of ids"
+        )
+    return wanted
+
+
+def updated_counts(
+    learned: Learned, side: Side, positions: np.ndarray, rows: sp.csr_array, seen: sp.csr_array | None
+) -> np.ndarray | None:
+    """Entries of each item after an update; without `seen`, old entries of replaced users still count."""
+    if seen is not None:
+        return count_items(seen)
+    counts = learned.item_counts
+    if counts is None:
+        return None
+    if side == "user":
+        added = take_rows(rows, np.flatnonzero(positions >= len(learned.state.user)))
+        return counts + count_items(added)
+    grown = np.zeros(max(len(counts), int(positions.max()) + 1), dtype=np.int64)
+    grown[: len(counts)] = counts
+    grown[positions] = np.diff(rows.indptr)
+    return grown
+
+
+def extended_labels(side: str, known: Any, positions: np.ndarray, size: int, labels: Any) -> np.ndarray | None:
+    """Labels after adding positions up to `size`; each label keeps its type."""
+    if known is None:
+        if labels is not None:
+            raise ValueError(f"labels were given, but this model's {side}s have none (it was fitted on positions)")
+        return None
+    plain = known.tolist()
+    if labels is None:
+        if size == len(plain):
+            return known
+        raise ValueError(
+            f"ids adds {side}s up to position {size - 1} and this model's {side}s have labels; pass labels= for them"
+        )
+    given = _plain_list(labels)
+    if len(given) != len(positions):
+        raise ValueError(f"labels has {len(given)} elements; expected one for each of {len(positions)} ids")
+    missing = sorted(set(range(len(plain), size)) - set(positions.tolist()))
+    if missing:
+        raise ValueError(f"ids skips position {missing[0]}, which would have no label; add positions without gaps")
+    check_storable_labels("labels", given)
+    extended = plain + [None] * (size - len(plain))
+    for position, label in zip(positions.tolist(), given, strict=True):
+        if position < len(plain) and label != plain[position]:
+            raise ValueError(
+                f"labels says {label!r} for position {position}, whose label is {plain[position]!r}; "
+                "labels of known positions cannot change"
+            )
+        extended[position] = label
+    if len(set(extended)) != size:
+        raise ValueError("labels repeats a label; each position needs a label of its own")
+    return _as_labels(extended, known)
+
+
+def _plain_list(labels: Any) -> list[Any]:
+    """Labels as Python objects; a single value, including a tuple, is one label."""
+    if isinstance(labels, np.ndarray):
+        return np.atleast_1d(labels).tolist()
+    items = list(labels) if isinstance(labels, (list, range)) else [labels]
+    return [item.item() if isinstance(item, np.generic) else item for item in items]
+
+
+def _as_labels(labels: list[Any], like: np.ndarray) -> np.ndarray:
+    """An array with the kind of dtype of `like` if that changes no label, else with dtype object."""
+    kinds = {type(label) for label in labels}
+    if like.dtype.kind != "O" and len(kinds) == 1:
+        array = np.array(labels)
+        if array.ndim == 1 and array.tolist() == labels:
+            return array
+    array = np.empty(len(labels), dtype=object)
+    array[:] = labels
+    return array
+
+
+def turned(history: sp.csr_array) -> sp.csr_array:
+    """The transpose of a pattern, or of one with values."""
+    return transposed_pattern(history) if history.dtype == np.int8 else transposed(history)
+
+
+def replace_rows(history: sp.csr_array, positions: np.ndarray, rows: sp.csr_array, size: int) -> sp.csr_array:
+    """`history` with `size` rows, those at `positions` replaced by the entries of `rows`; gaps are empty."""
+    old_ptr, old_ids, old_values = csr_arrays(history)
+    new_ptr, new_ids, new_values = csr_arrays(rows)
+    indices = np.concatenate((old_ids, new_ids))
+    new_values = np.ones_like(new_ids, dtype=np.int8) if history.dtype == np.int8 else new_values
+    values = np.concatenate((old_values, new_values.astype(history.dtype, copy=False)))
+    pointer = np.concatenate((old_ptr, new_ptr[1:] + old_ptr[-1], [len(indices)]))  # the last row is empty
+    stacked = make_csr(pointer, indices, values, (len(pointer) - 1, history.shape[1]))
+    source = np.full(size, len(pointer) - 2, dtype=np.int64)
+    source[: history.shape[0]] = np.arange(history.shape[0])
+    source[positions] = history.shape[0] + np.arange(len(positions))
+    return take_rows(stacked, source)

@@ -1,0 +1,191 @@
+"""`hybridmf evaluate` and `similar`; `fit` with files to test on, validation, other methods and JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import hybridmf as hmf
+from support.command_line import refuse, succeed
+
+
+@pytest.fixture
+def parts(folder, tmp_path):
+    """train.csv and test.csv; the latter has a user whom the former does not have."""
+    train, test = hmf.split(hmf.Ratings.from_file(folder / "ratings.csv"), 0.2, random_state=1)
+    for name, part in (("train", train), ("test", test)):
+        frame = part.to_frame("pandas")
+        if name == "test":
+            frame = pd.concat([frame, pd.DataFrame({"user": ["stranger"], "item": ["m1"], "value": [5.0]})])
+        frame.to_csv(tmp_path / f"{name}.csv", index=False)
+    return tmp_path
+
+
+def fit(parts, *options, name="m.safetensors"):
+    return succeed("fit", parts / "train.csv", "-o", parts / name, "--iterations", 4, "--factors", 3, *options)
+
+
+def test_fit_evaluates_on_a_file(parts):
+    output = fit(parts, "--test", parts / "test.csv")
+    train, test = (hmf.Ratings.from_file(parts / f"{name}.csv") for name in ("train", "test"))
+    model = hmf.load(parts / "m.safetensors")
+    assert model.plan_.nnz == train.nnz
+    value = hmf.evaluate(model, test, train=train, metrics="rmse", unknown="drop")["rmse"]
+    assert f"{value:.4f}" in output and "1 ratings of users or items without training ratings are left out" in output
+    assert "choose one of them" in refuse(
+        "fit", parts / "train.csv", "-o", parts / "x", "--test", parts / "test.csv", "--test-size", 0.1
+    )
+
+
+def test_fit_as_json(parts):
+    report = json.loads(fit(parts, "--test", parts / "test.csv", "--json"))
+    model = hmf.load(parts / "m.safetensors")
+    assert (report["model"], report["users"], report["iterations"]) == ("ExplicitALS", model.n_users, 4)
+    assert [record["iteration"] for record in report["history"]] == [1, 2, 3, 4]
+    values = (report["metrics"]["rmse"], report["baseline"]["rmse"])
+    text = fit(parts, "--test", parts / "test.csv")
+    assert all(f"{value:.4f}" in text for value in values)
+    assert "metrics" not in json.loads(fit(parts, "--test-size", 0, "--json"))
+    evaluated = json.loads(succeed("evaluate", parts / "m.safetensors", parts / "test.csv", "--json"))
+    assert set(evaluated) == {"model", "users", "cold_users", "metrics"}
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_fit_stops_early_and_saves_the_best(parts, share):
+    validation = 0.1 if share else parts / "test.csv"
+    options = ("--test-size", 0, "--validation", validation, "--patience", 2, "--regularization", 0.02)
+    output = fit(parts, *options, "--iterations", 40, "--metric", "mae")
+    model = hmf.load(parts / "m.safetensors")
+    values = [record["mae"] for record in model.history_]
+    assert len(values) == model.n_iter_ + 2 and model.n_iter_ == 1 + int(np.argmin(values))
+    assert f"The best iteration is {model.n_iter_}." in output
+    assert ("for validation" in output) is share
+    info = succeed("info", parts / "m.safetensors")
+    assert f"{values[model.n_iter_ - 1]:,.6g}" in info
+
+
+@pytest.mark.parametrize(
+    ("options", "cls", "parameters"),
+    [
+        (["--method", "sgd", "--learning-rate", 0.05, "--schedule", "blocks", "--decay", 0.2], hmf.SGD,
+         {"learning_rate": 0.05, "schedule": "blocks", "decay": 0.2}),
+        (["--method", "ccd", "--inner-iterations", 2, "--nonnegative", "--regularization-scaling", 0.5], hmf.CCD,
+         {"inner_iterations": 2, "nonnegative": True, "regularization_scaling": 0.5}),
+        (["--model", "implicit", "--unobserved-weight", 0.1, "--solver", "cg", "--cg-steps", 2], hmf.ImplicitALS,
+         {"unobserved_weight": 0.1, "cg_steps": 2}),
+        (["--solver", "subspace", "--block-size", 2, "--regularization-scaling", "none"], hmf.ExplicitALS,
+         {"block_size": 2, "regularization_scaling": "none"}),
+    ],
+)  # fmt: skip
+def test_every_estimator_and_its_parameters(parts, options, cls, parameters):
+    fit(parts, *options)
+    model = hmf.load(parts / "m.safetensors")
+    assert type(model) is cls
+    assert {name: getattr(model, name) for name in parameters} == parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "sgd", "--solver", "cg"], "--solver is no parameter of SGD"),
+        (["--method", "ccd", "--model", "implicit"], "--method ccd is for explicit ratings"),
+        (["--regularization-scaling", "much"], "--regularization-scaling must be none, count or a number"),
+        (["--patience", 3], "--patience needs --validation"),
+        (["--metric", "mae", "--validation", 0.1], "--metric needs --patience"),
+        (["--validation", "nowhere.csv"], "is neither a number nor a file"),
+        (["--validation", 1.5], "--validation must be a share below 1 or a whole number"),
+        (["--where", "stars"], "--where takes COLUMN=VALUE"),
+        (["--split-by", "time"], "needs the time of each entry"),
+        (["--validation", 0.1, "--patience", 2, "--metric", "auc"], "metric must be rmse, mae"),
+    ],
+)
+def test_fit_refuses(parts, options, message):
+    assert message in refuse("fit", parts / "train.csv", "-o", parts / "x", *options)
+
+
+def test_rows_and_times(tmp_path):
+    with open(tmp_path / "log.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["user", "item", "behavior", "timestamp"])
+        for k in range(300):
+            writer.writerow([f"u{k % 20}", f"i{k % 37}", ["play", "view", "buy"][k % 3], 10**9 + k])
+    options = ("--model", "implicit", "--value", "none", "--duplicates", "last", "--factors", 2, "--iterations", 2)
+    out = tmp_path / "m.safetensors"
+    succeed("fit", tmp_path / "log.csv", "-o", out, *options, "--where", "behavior=play,buy", "--split-by", "time")
+    kept = {"behavior": ["play", "buy"]}
+    log = hmf.Ratings.from_file(tmp_path / "log.csv", value=None, duplicates="last", where=kept)
+    train, _ = hmf.split(log, 0.1, by="time")
+    assert hmf.load(out).plan_.nnz == train.nnz < log.nnz
+    by_number = ("--where", f"timestamp={10**9},{10**9 + 1}", "--test-size", 0)
+    succeed("fit", tmp_path / "log.csv", "-o", out, *options, *by_number)
+    assert hmf.load(out).plan_.nnz == 2
+
+
+def test_evaluate(parts):
+    fit(parts, "--test-size", 0)
+    model, (train, test) = (
+        hmf.load(parts / "m.safetensors"),
+        (hmf.Ratings.from_file(parts / f"{name}.csv") for name in ("train", "test")),
+    )
+    metrics = ("rmse", "recall@5", "auc")
+    arguments = ["evaluate", parts / "m.safetensors", parts / "test.csv", "--train", parts / "train.csv"]
+    arguments += [part for name in metrics for part in ("--metric", name)]
+    expected = hmf.evaluate(model, test, train=train, metrics=metrics, unknown="drop", relevance_threshold=4)
+    output = succeed(*arguments, "--relevance-threshold", 4)
+    for value in expected.values():
+        assert f"{value:.4f}" in output
+    assert f"{expected.n_users:,} users" in output
+    report = json.loads(succeed(*arguments, "--relevance-threshold", 4, "--json"))
+    assert report["metrics"] == pytest.approx(dict(expected)) and set(report["baseline"]) == set(metrics)
+    assert "needs train=" in refuse("evaluate", parts / "m.safetensors", parts / "test.csv", "--metric", "auc")
+    assert "metrics has 'best'" in refuse("evaluate", parts / "m.safetensors", parts / "test.csv", "--metric", "best")
+
+
+def test_similar(folder, tmp_path):
+    model = hmf.load(folder / "model.safetensors")
+    ids, cosines = model.similar_items("m3", N=4, labels=True)
+    output = succeed(
+        "similar", folder / "model.safetensors", "--item", "m3", "-N", 4, "--titles", folder / "titles.csv"
+    )
+    assert output.startswith("item m3\n") and "title" in output
+    assert [line.split()[1:3] for line in output.splitlines()[3:7]] == [
+        [item, f"{value:.3f}"] for item, value in zip(ids, cosines, strict=True)
+    ]
+    arguments = ("similar", folder / "model.safetensors", "--user", "u2", "--user", "u1", "-N", 2, "--json")
+    found = json.loads(succeed(*arguments))
+    assert [answer["user"] for answer in found] == ["u2", "u1"]
+    assert [entry["user"] for entry in found[0]["similar"]] == list(model.similar_users("u2", N=2, labels=True)[0])
+    titled = json.loads(
+        succeed("similar", folder / "model.safetensors", "--item", "m3", "--titles", folder / "titles.csv", "--json")
+    )
+    assert titled[0]["similar"][0]["item"] == "m3" and titled[0]["similar"][0]["title"]
+    assert "unknown item m999; the model knows" in refuse("similar", folder / "model.safetensors", "--item", "m999")
+    assert "either --item LABEL or --user" in refuse("similar", folder / "model.safetensors")
+    assert "--titles are those of items" in refuse(
+        "similar", folder / "model.safetensors", "--user", "u1", "--titles", folder / "titles.csv"
+    )
+
+
+def test_recommendations_for_all_as_files(folder, tmp_path):
+    model, expected = hmf.load(folder / "model.safetensors"), None
+    for name, read in (("recs.parquet", pd.read_parquet), ("recs.arrow", pd.read_feather)):
+        succeed("recommend", folder / "model.safetensors", "--all", "-N", 3, "-o", tmp_path / name)
+        expected = model.recommend_all(N=3, backend="pandas")
+        pd.testing.assert_frame_equal(read(tmp_path / name), expected, check_dtype=False)
+    succeed("recommend", folder / "model.safetensors", "--all", "-N", 3, "-o", tmp_path / "recs.csv")
+    assert pd.read_csv(tmp_path / "recs.csv")["item"].tolist() == expected["item"].tolist()
+    by_json = json.loads(succeed("recommend", folder / "model.safetensors", "--user", "u1", "--json"))
+    assert by_json[0]["user"] == "u1"
+    unseen = ("recommend", folder / "model.safetensors", "--all", "--include-seen", "-o", tmp_path / "all.parquet")
+    succeed(*unseen)
+    seen = model.recommend_all(filter_already_liked_items=False)
+    assert pd.read_parquet(tmp_path / "all.parquet")["item"].tolist() == seen["item"].tolist()
+    for options, message in (
+        (["--user", "u1", "-o", tmp_path / "x.parquet"], "a .parquet file takes --all and no --titles"),
+        (["--all", "--json", "--format", "csv"], "--json and --format csv contradict each other"),
+    ):
+        assert message in refuse("recommend", folder / "model.safetensors", *options)
