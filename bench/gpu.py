@@ -601,7 +601,7 @@ def compile_ahead(device: Any, variants: set[tuple[int, str, str, str]]) -> None
         codes = {"ARITHMETIC": fused.PRECISION_CODES[precision], "SOLVER": fused.SOLVER_CODES[solver]}
         weights = {"IMPLICIT": feedback == "implicit", "HAS_OFFSETS": False}
         constants = plan_fused.FusedConfig.default(rank, device.spec, precision, solver).constants | weights | codes
-        get_kernel(device, "fused_als.cu", "solve_partials", **constants)  # the one that every rank has
+        get_kernel(device, "fused_als.cu", "assemble_segments", **constants)  # the one that every rank has
 
     started = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -8,8 +8,8 @@ from typing import Any
 
 from .core.objective import SIDES, Objective, Side, State
 from .cpu.als import CpuALS
-from .cpu.stream import StreamedCpuALS
 from .model.base import FactorModel
+from .model.training import TrainingData
 from .plan.solver import Solver
 from .plan.start import Init, Start
 from .plan.types import Plan, Settings
@@ -33,6 +33,7 @@ class _ALS(FactorModel):
             device=self.device,
             block_size=self.block_size,
             balance=self.balance,
+            row_form=self.row_form,
             reduction=self.reduction,
             gpu_memory_limit=self.gpu_memory_limit,
             iterations=self.iterations,
@@ -60,16 +61,19 @@ class _ALS(FactorModel):
             )
         return init
 
-    def _solver(
-        self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
-    ) -> Solver:
-        arguments = (user_items, item_users, objective, plan, state)
+    def _training_data(self, matrix: Any, plan: Plan) -> TrainingData:
+        if plan.ratings_on_device:
+            return TrainingData.on_device(matrix, plan)
+        return super()._training_data(matrix, plan)
+
+    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+        arguments = (ratings.user_items, ratings.item_users, objective, plan, state)
         if plan.devices:
             from .ranks.multi_als import MultiALS
 
             return MultiALS(*arguments)
         if plan.gpu is None:
-            return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
+            return CpuALS(*arguments)
         from .device.cuda import open_device
         from .gpu.als import GpuALS
 
@@ -138,6 +142,13 @@ class ImplicitALS(_ALS):
         Before each iteration, change to the basis with the smallest penalty at the same predictions. The objective
         approaches its minimum in a few iterations instead of tens. The early iterations then differ from those of the
         published algorithms.
+    row_form : {"auto", "primal", "dual"}
+        Form of the exact solution of rows with fewer entries than factors, on the CPU. "primal" solves `factors`
+        equations, "dual" one for each entry: the same solution at a fraction of the work. "auto" chooses for each row
+        by its number of entries. "dual", for comparison, takes the dual form for all rows with at most as many entries
+        as factors, and raises an error where it does not apply: with ``regularization=0``, other solvers and
+        assemblies, ``bias_regularization=0``, on a GPU, and for implicit feedback with `regularization_scaling` or
+        ``unobserved_weight > 1``.
     reduction : {"auto", "parallel", "two_phase", "root"}
         How several GPUs reduce partial sums when the plan splits the fixed side over them (cuMF 4.2): in parallel,
         first within sockets and then across them, or on one GPU, which then solves. "auto" is "parallel". The other
@@ -193,6 +204,7 @@ class ImplicitALS(_ALS):
         init: Any = None,
         block_size: int = 32,
         balance: bool = False,
+        row_form: str = "auto",
         reduction: str = "auto",
         gpu_memory_limit: str | int | None = None,
     ) -> None:
@@ -214,6 +226,7 @@ class ImplicitALS(_ALS):
         self.init = init
         self.block_size = block_size
         self.balance = balance
+        self.row_form = row_form
         self.reduction = reduction
         self.gpu_memory_limit = gpu_memory_limit
 
@@ -245,7 +258,7 @@ class ExplicitALS(_ALS):
         For ranking rather than rating prediction, use about twenty times the default together with
         ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
-init, block_size, balance, reduction, gpu_memory_limit
+init, block_size, balance, row_form, reduction, gpu_memory_limit
         As for `ImplicitALS`.
 
     Attributes
@@ -287,6 +300,7 @@ item_ids_
         init: Any = None,
         block_size: int = 32,
         balance: bool = False,
+        row_form: str = "auto",
         reduction: str = "auto",
         gpu_memory_limit: str | int | None = None,
     ) -> None:
@@ -308,6 +322,7 @@ item_ids_
         self.init = init
         self.block_size = block_size
         self.balance = balance
+        self.row_form = row_form
         self.reduction = reduction
         self.gpu_memory_limit = gpu_memory_limit
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import scipy.sparse as sp
-
 from .core.objective import Objective, State
 from .model.base import FactorModel
+from .model.training import TrainingData
 from .plan.ccd import CcdMethod
 from .plan.solver import Solver
 from .plan.start import Init, check_init
@@ -150,20 +149,13 @@ class CCD(FactorModel):
         nonnegative = bool(self.nonnegative)
         return check_init(self.init, shape, settings.factors, settings.dtype, biases=biases, nonnegative=nonnegative)
 
-    def _solver(
-        self,
-        plan: Plan,
-        objective: Objective,
-        user_items: sp.csr_array,
-        item_users: sp.csr_array,
-        state: State,
-        completed: int,
-    ) -> Solver:
+    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+        arguments = (ratings.user_items, ratings.item_users, objective, plan, state)
         if plan.gpu is None:
             from .cpu.ccd import CpuCCD
 
-            return CpuCCD(user_items, item_users, objective, plan, state)
+            return CpuCCD(*arguments)
         from .device.cuda import open_device
         from .gpu.ccd import GpuCCD
 
-        return GpuCCD(open_device(plan.device), user_items, item_users, objective, plan, state)
+        return GpuCCD(open_device(plan.device), *arguments)

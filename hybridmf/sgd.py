@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import scipy.sparse as sp
-
 from .core.objective import Objective, State
 from .core.validate import check_int, seed_of
 from .model.base import FactorModel
-from .model.learned import scale_of
+from .model.training import TrainingData
 from .plan.sgd import SgdMethod
 from .plan.solver import Solver
 from .plan.types import Plan, Settings
@@ -196,32 +194,25 @@ item_ids_
     def _seed_bits(self, kept: int | None) -> int:
         return seed_of(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
 
-    def _standardized(self, plan: Plan, objective: Objective, user_items: sp.csr_array) -> Plan:
+    def _standardized(self, plan: Plan, objective: Objective, scale: float) -> Plan:
         """The plan with the learning rate scaled to these ratings."""
         assert isinstance(plan.method, SgdMethod)
         number = "float16" if plan.precision == "float16" else plan.dtype
-        method = plan.method.standardized(objective, scale_of(user_items, objective), number)
+        method = plan.method.standardized(objective, scale, number)
         return plan.changed(method=method)
 
-    def _solver(
-        self,
-        plan: Plan,
-        objective: Objective,
-        user_items: sp.csr_array,
-        item_users: sp.csr_array,
-        state: State,
-        completed: int,
-    ) -> Solver:
-        plan = self._standardized(plan, objective, user_items)
+    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+        plan = self._standardized(plan, objective, ratings.scale(objective))
+        arguments = (ratings.user_items, ratings.item_users, objective, plan, state, completed)
         if plan.devices:
             from .ranks.mcumsgd import MultiSGD
 
-            return MultiSGD(user_items, item_users, objective, plan, state, completed)
+            return MultiSGD(*arguments)
         if plan.gpu is None:
             from .cpu.sgd import CpuSGD
 
-            return CpuSGD(user_items, item_users, objective, plan, state, completed)
+            return CpuSGD(*arguments)
         from .device.cuda import open_device
         from .gpu.sgd import GpuSGD
 
-        return GpuSGD(open_device(plan.device), user_items, item_users, objective, plan, state, completed)
+        return GpuSGD(open_device(plan.device), *arguments)

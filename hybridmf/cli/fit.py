@@ -110,7 +110,7 @@ def command(
     if os.path.isdir(ratings_file):
         ratings = _open_and_say(ratings_file, load=test_size != 0, say=say)
     else:
-        ratings = _read_and_say(ratings_file, options, say)
+        ratings = _read_and_say(ratings_file, options, say, quiet)
     train, test = (ratings, None) if test_size == 0 else split(ratings, _share_or_number(test_size), random_state=seed)
     if test is not None:
         say(f"Held out {test.nnz:,} ratings, training on {train.nnz:,}.")
@@ -145,9 +145,9 @@ def _make_model(kind: str, given: dict[str, Any], seed: int) -> ExplicitALS | Im
     return model
 
 
-def _read_and_say(path: str, options: dict[str, Any], say: Callable[[str], Any]) -> Ratings:
+def _read_and_say(path: str, options: dict[str, Any], say: Callable[[str], Any], quiet: bool) -> Ratings:
     started = time.perf_counter()
-    ratings = read_ratings(path, **options)
+    ratings = read_ratings(path, show_progress=not quiet, **options)
     seconds = time.perf_counter() - started
     n_users, n_items = ratings.shape
     say(f"Read {path} in {seconds:.2f} s: {n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings.")

@@ -54,6 +54,31 @@ def solve_row(
     return (solution[:-1], float(solution[-1])) if objective.biases else (solution, 0.0)
 
 
+def solve_row_dual(
+    columns: np.ndarray, ratings: np.ndarray, fixed: Factors, mean: float, objective: Objective
+) -> tuple[np.ndarray, float]:
+    """`solve_row` by one equation for each entry (docs/methods.md)."""
+    Y = fixed.matrix.astype(np.float64)
+    if len(columns) == 0:
+        return np.zeros(Y.shape[1]), 0.0
+    observed = Y[columns]
+    confidence, preference = _weights(objective, np.asarray(ratings, dtype=np.float64))
+    if objective.is_implicit:
+        M = objective.unobserved_weight * Y.T @ Y + objective.regularization * np.eye(Y.shape[1])
+        G = observed @ np.linalg.solve(M, observed.T)
+        S, t = np.diag(np.sqrt(confidence - objective.unobserved_weight)), preference * confidence
+        v = t - S @ np.linalg.solve(np.eye(len(t)) + S @ G @ S, S @ G @ t)
+        return np.linalg.solve(M, observed.T @ v), 0.0
+    ridge = objective.regularization * len(columns) ** objective.scaling
+    G, shared = observed @ observed.T, 0.0
+    if objective.biases:
+        assert fixed.bias is not None
+        preference = preference - mean - fixed.bias[columns].astype(np.float64)
+        shared = objective.regularization / objective.bias_regularization
+    v = np.linalg.solve(G + shared + ridge * np.eye(len(columns)), preference)
+    return observed.T @ v, shared * float(v.sum())
+
+
 def half_sweep(matrix: Any, fixed: Factors, mean: float, objective: Objective) -> Factors:
     """New factors of all rows of `matrix` (n_rows, n_fixed), row by row."""
     matrix = sp.csr_array(matrix)

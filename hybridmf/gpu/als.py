@@ -18,6 +18,7 @@ from ..plan.solver import Alternating
 from ..plan.types import Plan
 from .factors import Copiers, GpuFactors, HostTables, to_device, to_host
 from .half import HalfSweep, objective_value, range_of_roots
+from .matrix import DeviceMatrix
 from .offloaded import HostHalf
 from .stream import Pipeline, StreamedHalf, slabs_of
 
@@ -43,7 +44,7 @@ class HalfSweeps:
     def make(
         self,
         side: Side,
-        block: sp.csr_array | RangeSlabs | StoreMatrix,
+        block: sp.csr_array | DeviceMatrix | RangeSlabs | StoreMatrix,
         objective: Objective,
         plan: Plan,
         names: np.ndarray | None = None,
@@ -56,7 +57,7 @@ class HalfSweeps:
         ----------
         side, objective, plan, names
             As for `HalfSweep`.
-        block : csr_array, RangeSlabs or StoreMatrix
+        block : csr_array, DeviceMatrix, RangeSlabs or StoreMatrix
         ends : float array, optional
             Smallest and largest absolute value of all ratings, if `block` is the share of one rank.
         tables : HostTables, optional
@@ -67,7 +68,7 @@ class HalfSweeps:
             return HostHalf(
                 device, side, slabs_of(block, side, plan), objective, plan, self.copiers, names, ends, tables
             )
-        if isinstance(block, sp.csr_array) and not plan.streamed:
+        if isinstance(block, sp.csr_array | DeviceMatrix) and not plan.streamed:
             roots = None if ends is None else range_of_roots(objective, ends)
             return HalfSweep(device, side, block, objective, plan, names, roots)
         slabs = slabs_of(block, side, plan)
@@ -105,8 +106,8 @@ class GpuALS(Alternating):
     Parameters
     ----------
     device : Device
-    user_items, item_users : csr_array or StoreMatrix
-        The ratings in both orientations, in memory or in a store.
+    user_items, item_users : csr_array, DeviceMatrix or StoreMatrix
+        The ratings in both orientations, in memory, on the device or in a store.
     objective : Objective
     plan : Plan
     state : State
@@ -116,8 +117,8 @@ class GpuALS(Alternating):
     def __init__(
         self,
         device: Device,
-        user_items: sp.csr_array | StoreMatrix,
-        item_users: sp.csr_array | StoreMatrix,
+        user_items: sp.csr_array | DeviceMatrix | StoreMatrix,
+        item_users: sp.csr_array | DeviceMatrix | StoreMatrix,
         objective: Objective,
         plan: Plan,
         state: State,

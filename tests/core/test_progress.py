@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import logging
-import subprocess
 import sys
 
 import pytest
 
 import hybridmf as hmf
+from hybridmf.compare import compare
+from hybridmf.core import progress
 from hybridmf.core.progress import progress_bar
 from support.ratings import planted
 
@@ -61,14 +63,29 @@ def test_without_standard_error_nothing_is_drawn(monkeypatch, closed):
     assert progress_bar(3, shown=True).disable
 
 
-def test_compare_draws_nothing_into_a_pipe():
-    program = (
-        "import hybridmf as hmf, sys; from hybridmf.compare import compare\n"
-        "sys.stderr = None if sys.argv[1] == 'none' else sys.stderr\n"
-        "models = {'als': hmf.ExplicitALS(factors=2, iterations=2)}\n"
-        "compare('demo', models, devices='cpu', scale=0.1, show_progress=True)\n"
-    )
-    for stream in ("pipe", "none"):
-        done = subprocess.run([sys.executable, "-c", program, stream], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "%" not in done.stderr
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_bar_shows_how_much_of_a_long_file_is_read(tmp_path, monkeypatch, packed):
+    content = b"1,2,3\n1,3,4\n2,2,5\n"
+    path = tmp_path / "ratings.csv"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    size = path.stat().st_size
+    for delay, shown in ((0.0, True), (3600.0, False)):
+        monkeypatch.setattr(progress, "LONG", delay)
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        hmf.Ratings.from_file(path, show_progress=True)
+        drawn = sys.stderr.getvalue()
+        assert ("Reading ratings.csv: 100%" in drawn and f"| {size:.1f}/{size:.1f}" in drawn) == shown
+    monkeypatch.setattr(progress, "LONG", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    hmf.Ratings.from_file(path)
+    assert sys.stderr.getvalue() == ""
+    with pytest.raises(TypeError, match="show_progress must be True or False, got 'yes'"):
+        hmf.Ratings.from_file(path, show_progress="yes")
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), None])
+def test_compare_draws_nothing_into_a_pipe(stream, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream)
+    model = hmf.ExplicitALS(factors=2, iterations=2)
+    compare(planted(), {"als": model}, devices="cpu", show_progress=True)
+    assert stream is None or "%" not in stream.getvalue()

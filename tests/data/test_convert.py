@@ -394,6 +394,8 @@ import hybridmf as hmf
 from hybridmf.errors import StoreError
 
 source, folder = sys.argv[1:]
+import numpy, scipy.sparse  # takes longer than all of the conversions
+hmf.convert, hmf.Store
 
 def dies_at(count):
     left = [count]

@@ -16,7 +16,7 @@ from hybridmf.core.objective import Factors, Objective, State
 from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
-from hybridmf.gpu import launch
+from hybridmf.gpu import fused, launch
 from hybridmf.gpu.factors import DeviceFactors, gram_sum, to_device
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
@@ -86,7 +86,8 @@ LARGE_CASES = [
     for assembly, dtype in zip(ASSEMBLIES, ("float32", "float32", "float64", "float32"), strict=True)
     for rank, name in (
         (33, "explicit"), (63, "explicit-biases"), (64, "implicit"), (65, "explicit"), (96, "implicit-count"),
-        (100, "implicit"), (127, "explicit-biases"), (128, "explicit"), (200, "implicit"), (512, "explicit"),
+        (97, "explicit"), (100, "implicit"), (112, "explicit"), (127, "explicit-biases"), (128, "implicit"),
+        (200, "implicit"), (512, "explicit"),
     )
     if assembly != "fused" or rank <= 128
 ]  # fmt: skip
@@ -111,10 +112,11 @@ def test_half_sweep_is_the_references(device, assembly, rank, dtype, name):
 
 @pytest.mark.parametrize(
     ("rank", "name"),
-    [exhaustive(1, "explicit"), exhaustive(31, "implicit-count"), (32, "explicit"), (65, "implicit")],
-)
+    [exhaustive(1, "explicit"), exhaustive(31, "implicit-count"), (32, "explicit"), (65, "implicit"),
+     (97, "explicit"), exhaustive(112, "implicit"), (120, "implicit-count")],
+)  # fmt: skip
 def test_rows_that_are_not_cut(device, rank, name):
-    """By the fused kernels; beyond rank 64 two warps share a system."""
+    """By the fused kernels; beyond rank 64 several warps share a system, beyond 96 another kernel solves them."""
     check_half_sweep(device, "fused", rank, "float32", name, rows_of(LENGTHS, 60))
 
 
@@ -660,3 +662,22 @@ def test_factors_move_to_the_device_that_asks(device):
     wider = to_device(device, moved, 12)
     np.testing.assert_array_equal(wider.matrix, factors.matrix)
     np.testing.assert_array_equal(wider.bias, factors.bias)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"factors": 5}, {"factors": 6, "solver": "cg"}, {"factors": 3, "precision": "bf16x3"}, {"factors": 98}],
+    ids=["short rows", "cg", "bf16x3", "solved apart"],
+)
+@pytest.mark.parametrize("kind", [hmf.ImplicitALS, hmf.ExplicitALS])
+def test_the_compiler_knows_ahead_what_a_fit_launches(gpu, monkeypatch, kind, options):
+    if "solver" in options and kind is hmf.ExplicitALS:
+        pytest.skip("one solver of conjugate gradients is enough")
+    ahead, used = [], []
+    compile_ahead, kernel = gpu.compile_ahead, gpu.kernel
+    monkeypatch.setattr(gpu, "compile_ahead", lambda programs: compile_ahead(ahead.extend(programs) or ahead))
+    monkeypatch.setattr(gpu, "kernel", lambda *key: used.append(key) or kernel(*key))
+    kind(iterations=1, device="cuda", random_state=0, **options).fit(SMALL)
+    slow = {*fused.KERNEL_CODES, "cholesky_sums", "row_range", "count_columns"}
+    launched = {key for key in used if key[1] in slow}
+    assert launched and launched <= set(ahead)

@@ -1,9 +1,9 @@
 """Every kernel of cuda/ compiled by NVRTC, which needs no GPU: no error, no spilled register, no stack frame.
 
-By default one configuration of each kernel is compiled for the H200 (sm_90) and for the oldest architecture, with all
-solvers and kinds of feedback of the fused kernels. Exhaustive tests compile the usual ranks for the H200 with all its
-tables, and one configuration of each kernel for the other architectures; with ``HYBRIDMF_ALL_KERNELS=1`` every
-default configuration for all of them.
+By default one configuration of each kernel is compiled for the H200 (sm_90). Exhaustive tests compile the usual ranks
+for the H200 with all its tables, solvers and kinds of feedback, and one configuration of each kernel for the other
+architectures; with ``HYBRIDMF_ALL_KERNELS=1`` every default configuration for all of them. `.ci/gpu`, which must run
+whenever a kernel changes, runs the exhaustive tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 from hybridmf.core.system import available_cores
 from hybridmf.device.cuda import DeviceSpec
-from hybridmf.gpu import bals, ccd, cholesky_any, draw, fused, losses, mo_als, rows, sgd, sparse_syrk, topk
+from hybridmf.gpu import bals, ccd, cholesky_any, draw, fused, losses, matrix, mo_als, rows, sgd, sparse_syrk, topk
 from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
 from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.plan import fused as plan_fused
@@ -36,7 +36,7 @@ ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
 USUAL_RANKS = (16, 64, 100, 128)
 DEFAULT_PRECISION = fused.PRECISION_CODES["float32"]
 
-MODULES = (fused, sparse_syrk, mo_als, bals, cholesky_any, topk, losses, rows, draw, ccd, sgd)
+MODULES = (fused, sparse_syrk, mo_als, bals, cholesky_any, topk, losses, rows, matrix, draw, ccd, sgd)
 
 
 def excused_bytes(program: Program) -> float:
@@ -84,7 +84,7 @@ class Resources:
 
 def builds_of(module: Any, spec: DeviceSpec, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of a module's launchers on a device; ranks None stands for all it knows."""
-    if module in (rows, draw):
+    if module in (rows, matrix, draw):
         return module.default_builds()
     chosen = {} if ranks is None else {"ranks": tuple(rank for rank in ranks if rank in module.COMPILED_RANKS)}
     return module.default_builds(**chosen) if module is losses else module.default_builds(spec, **chosen)
@@ -176,15 +176,12 @@ PROGRAMS = programs()
 
 
 def usual_programs() -> set[Program]:
-    """One of each kernel for the H200 and the oldest architecture; all fused kernels of a small rank but precisions."""
-    builds = [
-        (architecture, build)
-        for architecture in (75, 90)
-        for build in one_of_each_kernel(builds_for(architecture, (64,)))
-    ]
-    small = [build for build in builds_of(fused, SPECS[90], (16,)) if build[2]["ARITHMETIC"] == DEFAULT_PRECISION]
-    builds += [(90, build) for build in small]
-    return {Program(file, constant_texts(constants), architecture) for architecture, (file, _, constants) in builds}
+    """One of each kernel for the H200; for the fused kernels, which differ most, both solvers of a small rank."""
+    builds = one_of_each_kernel(build for build in builds_for(90, (64,)) if build[0] != "fused_als.cu")
+    fused_builds = (build[2] for build in builds_of(fused, SPECS[90], (16,)) if build[0] == "fused_als.cu")
+    usual = [each for each in fused_builds if each["ARITHMETIC"] == DEFAULT_PRECISION]
+    builds += [("fused_als.cu", "", each) for each in usual if each["IMPLICIT"] and not each["HAS_OFFSETS"]]
+    return {Program(file, constant_texts(constants), 90) for file, _, constants in builds}
 
 
 USUAL = usual_programs()

@@ -432,6 +432,7 @@ def half_at(number, function):
             die()
     return call
 
+model = hmf.ExplicitALS(biases=False, **SMALL, iterations=5)  # importing takes longer than all of the fits
 offer = checkpoints.Writer.offer
 def in_step(self, model):
     offer(self, model)
@@ -439,9 +440,9 @@ def in_step(self, model):
 checkpoints.Writer.offer = in_step
 
 for folder, stage in STAGES:
-    if not os.fork():  # importing takes longer than all of the fits
+    if not os.fork():
         exec(stage)
-        hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted(), checkpoint=folder)
+        model.fit(planted(), checkpoint=folder)
         os._exit(0)
     print(os.wait()[1])
 """

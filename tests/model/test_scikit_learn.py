@@ -24,18 +24,28 @@ ESTIMATORS = (*EXACT, hmf.CCD)
 @parametrize_with_checks(
     [
         hmf.CCD(**SMALL),
-        hmf.CCD(**SMALL, inner_iterations=2, nonnegative=True, dtype="float64", regularization_scaling=0.5),
-        hmf.CCD(**SMALL, biases=True),
         hmf.CCD(**SMALL, biases=True, bias_regularization=0.0, nonnegative=True, dtype="float64"),
-        hmf.CCD(factors=4, iterations=2, nonnegative=True),
-        hmf.ExplicitALS(biases=False, **SMALL),
         hmf.ExplicitALS(**SMALL, biases=True, solver="cg"),
         hmf.ExplicitALS(**SMALL, biases=True, assembly="bals", dtype="float64"),
-        hmf.ExplicitALS(factors=4, iterations=2, biases=True, bias_regularization=0.0),
         hmf.ImplicitALS(**SMALL),
         hmf.ImplicitALS(**SMALL, solver="subspace", regularization_scaling="count", reorder="both"),
-        hmf.ImplicitALS(factors=4, iterations=2, solver="cg"),
         hmf.SGD(**SMALL),
+        hmf.SGD(**SMALL, schedule="blocks", rate_schedule="adagrad", dtype="float64"),
+    ]
+)
+def test_scikit_learn_checks(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.exhaustive
+@parametrize_with_checks(
+    [
+        hmf.CCD(**SMALL, inner_iterations=2, nonnegative=True, dtype="float64", regularization_scaling=0.5),
+        hmf.CCD(**SMALL, biases=True),
+        hmf.CCD(factors=4, iterations=2, nonnegative=True),
+        hmf.ExplicitALS(biases=False, **SMALL),
+        hmf.ExplicitALS(factors=4, iterations=2, biases=True, bias_regularization=0.0),
+        hmf.ImplicitALS(factors=4, iterations=2, solver="cg"),
         hmf.SGD(factors=4, iterations=2),
         hmf.SGD(factors=4, iterations=2, biases=True, rate_schedule="constant"),
         hmf.SGD(factors=4, iterations=2, rate_schedule="rpcs"),
@@ -43,10 +53,9 @@ ESTIMATORS = (*EXACT, hmf.CCD)
             factors=4, iterations=2, schedule="blocks", rate_schedule="geometric", biases=True, deterministic=False
         ),
         hmf.SGD(**SMALL, schedule="hogwild", biases=True),
-        hmf.SGD(**SMALL, schedule="blocks", rate_schedule="adagrad", dtype="float64"),
     ]
 )
-def test_scikit_learn_checks(estimator, check):
+def test_scikit_learn_checks_of_other_settings(estimator, check):
     check(estimator)
 
 

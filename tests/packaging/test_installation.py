@@ -74,7 +74,7 @@ def test_import_is_silent_and_takes_no_gpu_library(tmp_path):
     "code", ["import hybridmf", "import hybridmf.cli as cli; cli.main(['--help'], standalone_mode=False)"]
 )
 def test_import_and_help_take_no_heavy_library(code, tmp_path):
-    heavy = ("numpy", "scipy", "sklearn", "pandas", "pyarrow", "narwhals", "dask", "tqdm")
+    heavy = ("numpy", "scipy", "sklearn", "pandas", "pyarrow", "narwhals", "dask", "distributed", "tqdm")
     result = run_python("-c", f"{code}\nimport sys; print(sorted(sys.modules.keys() & set({heavy})))", cwd=tmp_path)
     assert result.stdout.splitlines()[-1] == "[]", result.stderr
 
@@ -86,27 +86,71 @@ def test_ratings_are_read_without_scikit_learn(tmp_path):
     assert result.stdout.splitlines()[-1:] == ["False"], result.stderr
 
 
-def test_public_names_are_those_of_the_stub(tmp_path):
+ML_100K = (
+    "import numpy as np, scipy.sparse as sp, sys; rng = np.random.default_rng(0); "
+    "matrix = sp.csr_array((rng.random((943, 1682)) < 0.06).astype(np.float32))\n"
+    "import hybridmf\n"
+    "model = hybridmf.ImplicitALS(factors=8, iterations=1, random_state=0)\n"
+)
+"""A matrix of the size of ML-100K, and a model for it."""
+
+
+def test_a_fit_takes_no_heavy_library(tmp_path):
+    heavy = ("sklearn", "pandas", "joblib", "pyarrow", "narwhals", "dask", "cupy", "scipy.stats", "scipy.optimize")
     code = (
-        "import hybridmf as hmf; print(all(hasattr(hmf, name) for name in dir(hmf)), sorted(hmf.__all__) == dir(hmf))"
+        f"{ML_100K}model.fit(matrix).recommend(0); hybridmf.evaluate(model, matrix, metrics='ndcg@10')\n"
+        f"repr(model), model.transform(matrix), model.predict(0, 1), model.save('m.safetensors')\n"
+        f"print(sorted(sys.modules.keys() & set({heavy})), len(sys.modules) < 700)\n"
+        "import sklearn; print(sklearn.clone(model), model.get_metadata_routing(), hasattr(model, '_repr_html_'))"
     )
-    assert run_python("-c", code, cwd=tmp_path).stdout.split() == ["True", "True"]
+    result = run_python("-c", code, cwd=tmp_path)
+    assert result.stdout.splitlines()[0] == "[] True", result.stderr
+    assert result.stdout.splitlines()[1].startswith("ImplicitALS(factors=8, iterations=1, random_state=0) {")
+
+
+def test_a_short_fit_by_auto_starts_no_gpu(tmp_path):
+    (tmp_path / "cupy.py").write_text("raise SystemExit('cupy was imported')")
+    said = "import logging; logging.basicConfig(level='INFO', format='%(message)s', stream=sys.stdout)\n"
+    short = run_python("-c", f"{ML_100K}{said}print(model.fit(matrix).plan_)", path=tmp_path, cwd=tmp_path)
+    assert "device='auto' chose the CPU: in about" in short.stdout, short.stderr
+    assert "on the CPU, before a GPU is started (500 ms)" in short.stdout
+    needs_gpu = (
+        "model.set_params(device='cuda').fit(matrix)",
+        "model.set_params(precision='tf32').fit(matrix)",
+        "hybridmf.plan(shape=(10**6, 10**6), nnz=10**9, model=model)",
+    )
+    for code in needs_gpu:
+        result = run_python("-c", ML_100K + code, path=tmp_path, cwd=tmp_path)
+        assert result.stderr.strip().endswith("cupy was imported"), code
+
+
+def test_output_containers_need_no_import_of_the_program(tmp_path):
+    code = f"{ML_100K}print(type(model.set_output(transform='pandas').fit_transform(matrix)).__name__)"
+    result = run_python("-c", code, cwd=tmp_path)
+    assert result.stdout.splitlines() == ["DataFrame"], result.stderr
+
+
+def test_public_modules_and_names_are_those_of_the_stub(tmp_path):
+    """Modules first, in an interpreter that has imported none of them."""
+    code = """
+import hybridmf as hmf
+print(hmf.ratings.__name__, hmf.ccd.__name__, hmf.sgd.__name__, hmf.als.__name__)
+print(all(hasattr(hmf, name) for name in dir(hmf)), sorted(hmf.__all__) == dir(hmf))
+"""
+    found = run_python("-c", code, cwd=tmp_path).stdout.split()
+    assert found == ["hybridmf.ratings", "hybridmf.ccd", "hybridmf.sgd", "hybridmf.als", "True", "True"]
     assert {"ExplicitALS", "__version__", "Ratings", "compare", "load", "metrics", "plan", "scale"} <= set(
         hybridmf.__all__
     )
 
 
-@pytest.mark.parametrize("name", ["als", "ccd", "ratings", "sgd"])
-def test_public_modules_are_attributes(name, tmp_path):
-    code = f"import hybridmf; print(hybridmf.{name}.__name__)"
-    assert run_python("-c", code, cwd=tmp_path).stdout.strip() == f"hybridmf.{name}"
-
-
-@pytest.mark.parametrize("name", ["compare", "plan"])
-def test_functions_named_like_modules_stay_functions(name, tmp_path):
+def test_functions_named_like_modules_stay_functions(tmp_path):
     """The import system binds a module's name in its package, in whatever order names are used."""
-    code = f"import hybridmf, hybridmf.compare, hybridmf.plan.types; print(type(hybridmf.{name}).__name__)"
-    assert run_python("-c", code, cwd=tmp_path).stdout.strip() == "function"
+    code = (
+        "import hybridmf as hmf, hybridmf.compare, hybridmf.plan.types\n"
+        "print(type(hmf.compare).__name__, type(hmf.plan).__name__)"
+    )
+    assert run_python("-c", code, cwd=tmp_path).stdout.split() == ["function", "function"]
 
 
 def test_gpu_stand_ins_are_seen(tmp_path):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ HEADER = Path(__file__).parent / "emulator" / "emulator.h"
 
 WRAPPER = """
 extern "C" void KERNEL_launch(const unsigned* grid, const unsigned* block, unsigned long shared, void** values) {
-    emulator::launch(KERNEL, grid, block, shared, values);
+    emulator::run(grid, block, shared, emulator::thread<KERNEL>, values);
 }
 extern "C" int KERNEL_argument_count() { return int(emulator::count(KERNEL)); }
 extern "C" void KERNEL_argument_sizes(int* sizes) { emulator::sizes_of(KERNEL, sizes); }
@@ -58,20 +59,35 @@ def _folder() -> Path:
     return folder
 
 
-def _command() -> list[str]:
-    return [compiler() or "c++", "-std=c++17", "-O1", "-fPIC", "-w"]
+def _command(optimization: str = "-Og") -> list[str]:
+    """The compiler: most kernels take it longer than they run."""
+    return [compiler() or "c++", "-std=c++17", optimization, "-fPIC", "-w"]
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{what} does not compile for the emulator:\n{done.stderr[:4000]}")
 
 
 @functools.cache
-def _header() -> Path:
-    """The emulator, compiled once: what it includes takes a compiler longer than most kernels do.
+def _emulator() -> Path:
+    """Header of the emulator, precompiled, beside its library, which is loaded; once for all processes of a run.
 
-    The compiler finds the result beside the header; where it made none, it takes the text.
+    The compiler finds the precompiled header beside the text; if it made none, it takes the text.
     """
-    copy = Path(tempfile.mkdtemp(dir=_folder())) / HEADER.name  # one for each process: others may be reading theirs
-    shutil.copy(HEADER, copy)
-    subprocess.run([*_command(), "-x", "c++-header", str(copy), "-o", f"{copy}.gch"], capture_output=True)
-    return copy
+    texts = [*_command(), HEADER.read_text(), HEADER.with_suffix(".cpp").read_text()]
+    folder = _folder() / hashlib.sha256(repr(texts).encode()).hexdigest()[:24]
+    if not folder.exists():
+        own = Path(tempfile.mkdtemp(dir=_folder()))
+        header = shutil.copy(HEADER, own)
+        subprocess.run([*_command(), "-x", "c++-header", header, "-o", f"{header}.gch"], capture_output=True)
+        source = str(HEADER.with_suffix(".cpp"))
+        _run([*_command("-O2"), "-shared", "-o", str(own / "emulator.so"), source], "emulator.cpp")
+        with contextlib.suppress(OSError):  # another process was faster
+            own.rename(folder)
+    ctypes.CDLL(str(folder / "emulator.so"), mode=ctypes.RTLD_GLOBAL)
+    return folder / HEADER.name
 
 
 def _kernels(source: Path, constants: Sequence[str]) -> list[str]:
@@ -83,22 +99,26 @@ def _kernels(source: Path, constants: Sequence[str]) -> list[str]:
 @functools.cache
 def _library(source: str, constants: tuple[str, ...]) -> Any:
     """All kernels of a file for some constants, compiled at once: each by itself would take nearly as long."""
-    texts = [*_command(), HEADER.read_text(), WRAPPER, source, *constants]
+    header = _emulator()
+    texts = [header.parent.name, WRAPPER, source, *constants]
     library = _folder() / f"{hashlib.sha256(repr(texts).encode()).hexdigest()[:24]}.so"
     if not library.exists():
-        header = _header()
-        own = header.parent / library.name
+        own = Path(tempfile.mkdtemp(dir=_folder())) / library.name
         defined = [f"-D{constant}" for constant in constants]
         text = own.with_suffix(".cpp")
         text.write_text(source)
         names = _kernels(text, defined)
         text.write_text(source + "".join(WRAPPER.replace("KERNEL", name) for name in names))
-        command = [*_command(), "-shared", "-include", str(header), *defined, "-o", str(own), str(text)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{names} with {constants} do not compile for the emulator:\n{done.stderr[:4000]}")
+        command = [*_command(), "-shared", *_linker(), "-include", str(header), *defined, "-o", str(own), str(text)]
+        _run(command, f"{names} with {constants}")
         own.replace(library)  # whole, whoever else looks for it
     return ctypes.CDLL(str(library))
+
+
+@functools.cache
+def _linker() -> list[str]:
+    """The fastest linker; what the emulator defines stays undefined in either case."""
+    return ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
 
 
 class EmulatedCopier:
@@ -145,6 +165,7 @@ class EmulatedDevice:
         self.limit: int | None = None
         """Largest allocation that succeeds, to act out a device that runs out of memory."""
         self.launches: list[str] = []
+        self.compiled_ahead: list[tuple[str, str, tuple[str, ...]]] = []
 
     def refresh(self) -> None:
         pass
@@ -208,7 +229,12 @@ class EmulatedDevice:
     def copier(self) -> EmulatedCopier:
         return EmulatedCopier()
 
+    def compile_ahead(self, programs: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
+        self.compiled_ahead = list(programs)
+
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Any:
+        # all kernels of a file are compiled at once
+        constants = tuple(constant for constant in constants if not constant.startswith("KERNEL="))
         with ONE_AT_A_TIME:
             library = _library(source, constants)
         count = library[f"{name}_argument_count"]()

@@ -68,21 +68,15 @@ def start(
     return ranks
 
 
-def test_ranks_started_one_by_one_fit_together(tmp_path):
-    for rank in start(2, tmp_path / "model", slurm=True):
+def test_ranks_started_one_by_one_fit_measure_and_stop_together(tmp_path):
+    for rank in start(2, tmp_path / "model", slurm=True, watched=2):
         _, said = rank.communicate(timeout=60)
         assert rank.returncode == 0, said
-    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
-    np.testing.assert_array_equal(hmf.load(tmp_path / "model").user_factors, expected.user_factors)
-
-
-def test_processes_measure_and_stop_as_one_does(tmp_path):
-    for rank in start(2, tmp_path / "model", watched=2):
-        _, said = rank.communicate(timeout=60)
-        assert rank.returncode == 0, said
-    found = hmf.load(tmp_path / "model").history_
-    model = hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(planted(), validation=planted(seed=1))
-    assert [record["rmse"] for record in found] == pytest.approx([record["rmse"] for record in model.history_])
+    found = hmf.load(tmp_path / "model")
+    expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(planted(), validation=planted(seed=1))
+    np.testing.assert_array_equal(found.user_factors, expected.user_factors)
+    rmse = [record["rmse"] for record in expected.history_]
+    assert [record["rmse"] for record in found.history_] == pytest.approx(rmse)
 
 
 @pytest.mark.gpu

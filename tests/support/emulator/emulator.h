@@ -1,4 +1,5 @@
 // emulator.h - just enough CUDA to run the kernels of cuda/ on a CPU, for tests of their logic where there is no GPU.
+// emulator.cpp runs the threads and is compiled once; kernels are linked with it.
 //
 // Each thread of a block is a fiber with a stack of its own; a fiber runs until it waits for others (barriers, warp
 // intrinsics). It is left and entered by _setjmp and _longjmp: swapcontext calls the system for the signal mask,
@@ -8,11 +9,6 @@
 #pragma once
 #define HYBRIDMF_EMULATE 1
 
-#undef _FORTIFY_SOURCE  // its longjmp takes another stack for a broken one
-
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <algorithm>
 #include <array>
 #include <cassert>
@@ -21,11 +17,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #define __global__
 #define __device__
@@ -56,146 +49,34 @@ using std::min;
 
 namespace emulator {
 
-constexpr size_t STACK = 256 * 1024;
+extern int linear;  // of the thread that runs, in its block
+extern dim3 thread_index, block_index, block_size, grid_size;
+extern void* dynamic;
 
-struct Group {  // lanes of a warp that exchange values
-    int arrived = 0;
-    unsigned generation = 0;
-    unsigned char slots[2][32][64];
-};
+void yield();  // until the other threads have run as well
+void barrier(int id, int expected);
 
-struct Barrier {
-    int arrived = 0;
-    unsigned generation = 0;
-};
+// Every lane of `mask` gives `size` bytes; all lanes' are put to `all`, those of other lanes are zeros.
+void exchange(unsigned mask, const void* value, size_t size, void* all);
 
-struct Fiber {
-    jmp_buf place;                  // where it goes on
-    std::unique_ptr<char[]> stack;  // once it has begun
-    dim3 thread;
-    int linear = 0;
-    bool done = false;
-};
-
-inline jmp_buf scheduler;
-inline std::vector<Fiber> fibers;
-inline Fiber* current = nullptr;
-inline int alive = 0;
-inline dim3 block_index, block_size, grid_size;
-inline std::vector<Group> groups;
-inline Barrier barriers[16];
-inline std::function<void()> body;
-inline void* dynamic = nullptr;
-
-inline void yield() {
-    if (!_setjmp(current->place)) _longjmp(scheduler, 1);
-}
-
-inline void barrier(int id, int expected) {
-    Barrier& b = barriers[id];
-    const unsigned generation = b.generation;
-    b.arrived++;
-    long spins = 0;
-    while (b.generation == generation) {
-        if (b.arrived >= (expected ? expected : alive)) {
-            b.arrived = 0;
-            b.generation++;
-            break;
-        }
-        yield();
-        if (++spins > 50000000L) { std::fprintf(stderr, "emulator: deadlock at barrier %d\n", id); std::abort(); }
-    }
-}
-
-// Every lane of `mask` gives a value and gets an array of all lanes' values.
 template <class T> std::array<T, 32> exchange(unsigned mask, const T& value) {
     static_assert(sizeof(T) <= 64);
-    const int lane = current->linear % 32;
-    if (!(mask >> lane & 1)) { std::fprintf(stderr, "emulator: lane %d is not in mask %08x\n", lane, mask); std::abort(); }
-    Group& g = groups[current->linear / 32 * 32 + __builtin_ctz(mask)];
-    const unsigned generation = g.generation;
-    std::memcpy(g.slots[generation & 1][lane], &value, sizeof(T));
-    g.arrived++;
-    long spins = 0;
-    while (g.generation == generation) {
-        if (g.arrived == __builtin_popcount(mask)) {
-            g.arrived = 0;
-            g.generation++;
-            break;
-        }
-        yield();
-        if (++spins > 50000000L) { std::fprintf(stderr, "emulator: deadlock in a warp\n"); std::abort(); }
-    }
-    std::array<T, 32> all{};
-    for (int other = 0; other < 32; other++)
-        if (mask >> other & 1) std::memcpy(&all[other], g.slots[generation & 1][other], sizeof(T));
+    std::array<T, 32> all;
+    exchange(mask, &value, sizeof(T), &all);
     return all;
 }
 
-inline void entry() {
-    for (;;) {  // a round for each block
-        body();
-        current->done = true;
-        alive--;
-        yield();
-    }
+// Calls `body(values)` in every thread.
+void run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void (*body)(void**), void** values);
+
+template <auto kernel, class... Arguments, size_t... I>
+void call(void (*)(Arguments...), void** values, std::index_sequence<I...>) {
+    kernel(*static_cast<std::remove_cv_t<Arguments>*>(values[I])...);
 }
 
-// Runs a fiber until it yields.
-inline void resume(Fiber& fiber) {
-    current = &fiber;
-    if (_setjmp(scheduler)) return;
-    if (fiber.stack) _longjmp(fiber.place, 1);
-    fiber.stack.reset(new char[STACK]);
-    ucontext_t context;
-    getcontext(&context);
-    context.uc_stack.ss_sp = fiber.stack.get();
-    context.uc_stack.ss_size = STACK;
-    context.uc_link = nullptr;
-    makecontext(&context, entry, 0);
-    setcontext(&context);
-}
-
-inline void run_block(size_t shared_bytes, void* shared) {
-    const int threads = block_size.x * block_size.y * block_size.z;
-    std::memset(shared, 0xff, shared_bytes);
-    dynamic = shared;
-    if (fibers.size() < size_t(threads)) fibers.resize(threads);
-    groups.assign(ceil(threads / 32.0) * 32, Group{});
-    for (Barrier& b : barriers) b = Barrier{};
-    alive = threads;
-    for (int t = 0; t < threads; t++) {
-        Fiber& fiber = fibers[t];
-        fiber.linear = t;
-        fiber.done = false;
-        fiber.thread = {t % block_size.x, t / block_size.x % block_size.y, t / (block_size.x * block_size.y)};
-    }
-    while (alive > 0)
-        for (int t = 0; t < threads; t++)
-            if (!fibers[t].done) resume(fibers[t]);
-}
-
-template <class... Arguments, size_t... I>
-void launch(void (*kernel)(Arguments...), const unsigned* grid, const unsigned* block, size_t shared_bytes, void** values,
-            std::index_sequence<I...>) {
-    grid_size = {grid[0], grid[1], grid[2]};
-    block_size = {block[0], block[1], block[2]};
-    body = [=] { kernel(*static_cast<std::remove_cv_t<Arguments>*>(values[I])...); };
-    std::vector<char> memory(shared_bytes + 256);
-    void* shared = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 127) / 128 * 128);
-    for (unsigned z = 0; z < grid[2]; z++)
-        for (unsigned y = 0; y < grid[1]; y++)
-            for (unsigned x = 0; x < grid[0]; x++) {
-                block_index = {x, y, z};
-                run_block(shared_bytes, shared);
-            }
-}
-
+template <class... Arguments> constexpr auto places(void (*)(Arguments...)) { return std::index_sequence_for<Arguments...>{}; }
+template <auto kernel> void thread(void** values) { call<kernel>(kernel, values, places(kernel)); }
 template <class... Arguments> constexpr size_t count(void (*)(Arguments...)) { return sizeof...(Arguments); }
-template <class... Arguments>
-void launch(void (*kernel)(Arguments...), const unsigned* grid, const unsigned* block, size_t shared_bytes, void** values) {
-    launch(kernel, grid, block, shared_bytes, values, std::index_sequence_for<Arguments...>{});
-}
 template <class... Arguments> void sizes_of(void (*)(Arguments...), int* sizes) {
     size_t k = 0;
     ((sizes[k++] = int(sizeof(Arguments))), ...);
@@ -212,7 +93,7 @@ inline void copy_16(void* target, const void* source, bool valid) {
 
 }  // namespace emulator
 
-#define threadIdx (emulator::current->thread)
+#define threadIdx (emulator::thread_index)
 #define blockIdx (emulator::block_index)
 #define blockDim (emulator::block_size)
 #define gridDim (emulator::grid_size)
@@ -234,19 +115,19 @@ inline int __syncthreads_or(int value) {
 }
 
 template <class T> T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
-    const int base = emulator::current->linear % 32 / width * width;
+    const int base = emulator::linear % 32 / width * width;
     return emulator::exchange(mask, value)[base + lane % width];
 }
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int distance, int = 32) {
-    return emulator::exchange(mask, value)[emulator::current->linear % 32 ^ distance];
+    return emulator::exchange(mask, value)[emulator::linear % 32 ^ distance];
 }
 template <class T> T __shfl_down_sync(unsigned mask, T value, int distance, int width = 32) {
-    const int lane = emulator::current->linear % 32;
+    const int lane = emulator::linear % 32;
     const auto all = emulator::exchange(mask, value);
     return lane % width + distance < width ? all[lane + distance] : value;
 }
 template <class T> T __shfl_up_sync(unsigned mask, T value, int distance, int width = 32) {
-    const int lane = emulator::current->linear % 32;
+    const int lane = emulator::linear % 32;
     const auto all = emulator::exchange(mask, value);
     return lane % width >= distance ? all[lane - distance] : value;
 }
@@ -255,6 +136,13 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
     unsigned bits = 0;
     for (int lane = 0; lane < 32; lane++)
         if ((mask >> lane & 1) && all[lane]) bits |= 1u << lane;
+    return bits;
+}
+template <class T> unsigned __match_any_sync(unsigned mask, T value) {
+    const auto all = emulator::exchange(mask, value);
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++)
+        if ((mask >> lane & 1) && all[lane] == value) bits |= 1u << lane;
     return bits;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
@@ -313,33 +201,7 @@ inline float from_16bit(unsigned bits, bool bf16) {
     return float(half);
 }
 
-struct Operands { unsigned a[4], b[2]; };
-
-inline void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
-    const int lane = current->linear % 32;
-    auto cut = [](unsigned bits) { return double(__uint_as_float(bits & 0xffffe000u)); };
-    for (int q = 0; q < 4; q++) {
-        const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
-        double sum = 0;
-        for (int k = 0; k < 8; k++)
-            sum += cut(all[row % 8 * 4 + k % 4].a[row / 8 + 2 * (k / 4)]) * cut(all[column * 4 + k % 4].b[k / 4]);
-        d[q] = float(d[q] + sum);
-    }
-}
-
-template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
-    const int lane = current->linear % 32;
-    auto half = [](unsigned bits, int k) { return double(from_16bit(bits >> 16 * (k % 2) & 0xffffu, BF16)); };
-    for (int q = 0; q < 4; q++) {
-        const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
-        double sum = 0;
-        for (int k = 0; k < 16; k++)
-            sum += half(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)], k) *
-                   half(all[column * 4 + k % 8 / 2].b[k / 8], k);
-        d[q] = float(d[q] + sum);
-    }
-}
+void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
 }  // namespace emulator

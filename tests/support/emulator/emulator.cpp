@@ -1,0 +1,188 @@
+// emulator.cpp - the threads of a block, run by turns on one thread of the CPU; emulator.h says what is emulated.
+#undef _FORTIFY_SOURCE  // its longjmp takes another stack for a broken one
+
+#include "emulator.h"
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <memory>
+#include <vector>
+
+namespace emulator {
+
+int linear = 0;
+dim3 thread_index, block_index, block_size, grid_size;
+void* dynamic = nullptr;
+
+namespace {
+
+constexpr size_t STACK = 256 * 1024;
+
+struct Group {  // lanes of a warp that exchange values
+    int arrived = 0;
+    unsigned generation = 0;
+    unsigned char slots[2][32][64];
+};
+
+struct Barrier {
+    int arrived = 0;
+    unsigned generation = 0;
+};
+
+struct Fiber {
+    jmp_buf place;                  // where it goes on
+    std::unique_ptr<char[]> stack;  // once it has begun
+    dim3 thread;
+    int linear = 0;
+    bool done = false;
+};
+
+jmp_buf scheduler;
+std::vector<Fiber> fibers;
+Fiber* current = nullptr;
+int alive = 0;
+std::vector<Group> groups;
+Barrier barriers[16];
+void (*body)(void**) = nullptr;
+void** values = nullptr;
+
+void entry() {
+    for (;;) {  // a round for each block
+        body(values);
+        current->done = true;
+        alive--;
+        yield();
+    }
+}
+
+// Runs a fiber until it yields.
+void resume(Fiber& fiber) {
+    current = &fiber;
+    linear = fiber.linear;
+    thread_index = fiber.thread;
+    if (_setjmp(scheduler)) return;
+    if (fiber.stack) _longjmp(fiber.place, 1);
+    fiber.stack.reset(new char[STACK]);
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = fiber.stack.get();
+    context.uc_stack.ss_size = STACK;
+    context.uc_link = nullptr;
+    makecontext(&context, entry, 0);
+    setcontext(&context);
+}
+
+void run_block(size_t shared_bytes, void* shared) {
+    const int threads = block_size.x * block_size.y * block_size.z;
+    std::memset(shared, 0xff, shared_bytes);
+    dynamic = shared;
+    if (fibers.size() < size_t(threads)) fibers.resize(threads);
+    groups.assign(ceil(threads / 32.0) * 32, Group{});
+    for (Barrier& b : barriers) b = Barrier{};
+    alive = threads;
+    for (int t = 0; t < threads; t++) {
+        Fiber& fiber = fibers[t];
+        fiber.linear = t;
+        fiber.done = false;
+        fiber.thread = {t % block_size.x, t / block_size.x % block_size.y, t / (block_size.x * block_size.y)};
+    }
+    while (alive > 0)
+        for (int t = 0; t < threads; t++)
+            if (!fibers[t].done) resume(fibers[t]);
+}
+
+}  // namespace
+
+void yield() {
+    if (!_setjmp(current->place)) _longjmp(scheduler, 1);
+}
+
+void barrier(int id, int expected) {
+    Barrier& b = barriers[id];
+    const unsigned generation = b.generation;
+    b.arrived++;
+    long spins = 0;
+    while (b.generation == generation) {
+        if (b.arrived >= (expected ? expected : alive)) {
+            b.arrived = 0;
+            b.generation++;
+            break;
+        }
+        yield();
+        if (++spins > 50000000L) { std::fprintf(stderr, "emulator: deadlock at barrier %d\n", id); std::abort(); }
+    }
+}
+
+void exchange(unsigned mask, const void* value, size_t size, void* all) {
+    const int lane = linear % 32;
+    if (!(mask >> lane & 1)) { std::fprintf(stderr, "emulator: lane %d is not in mask %08x\n", lane, mask); std::abort(); }
+    Group& g = groups[linear / 32 * 32 + __builtin_ctz(mask)];
+    const unsigned generation = g.generation;
+    std::memcpy(g.slots[generation & 1][lane], value, size);
+    g.arrived++;
+    long spins = 0;
+    while (g.generation == generation) {
+        if (g.arrived == __builtin_popcount(mask)) {
+            g.arrived = 0;
+            g.generation++;
+            break;
+        }
+        yield();
+        if (++spins > 50000000L) { std::fprintf(stderr, "emulator: deadlock in a warp\n"); std::abort(); }
+    }
+    for (int other = 0; other < 32; other++) {
+        char* target = static_cast<char*>(all) + other * size;
+        if (mask >> other & 1) std::memcpy(target, g.slots[generation & 1][other], size);
+        else std::memset(target, 0, size);
+    }
+}
+
+void run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void (*body_)(void**), void** values_) {
+    grid_size = {grid[0], grid[1], grid[2]};
+    block_size = {block[0], block[1], block[2]};
+    body = body_;
+    values = values_;
+    std::vector<char> memory(shared_bytes + 256);
+    void* shared = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 127) / 128 * 128);
+    for (unsigned z = 0; z < grid[2]; z++)
+        for (unsigned y = 0; y < grid[1]; y++)
+            for (unsigned x = 0; x < grid[0]; x++) {
+                block_index = {x, y, z};
+                run_block(shared_bytes, shared);
+            }
+}
+
+struct Operands { unsigned a[4], b[2]; };
+
+void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const int lane = linear % 32;
+    auto cut = [](unsigned bits) { return double(__uint_as_float(bits & 0xffffe000u)); };
+    for (int q = 0; q < 4; q++) {
+        const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
+        double sum = 0;
+        for (int k = 0; k < 8; k++)
+            sum += cut(all[row % 8 * 4 + k % 4].a[row / 8 + 2 * (k / 4)]) * cut(all[column * 4 + k % 4].b[k / 4]);
+        d[q] = float(d[q] + sum);
+    }
+}
+
+template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const int lane = linear % 32;
+    auto half = [](unsigned bits, int k) { return double(from_16bit(bits >> 16 * (k % 2) & 0xffffu, BF16)); };
+    for (int q = 0; q < 4; q++) {
+        const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
+        double sum = 0;
+        for (int k = 0; k < 16; k++)
+            sum += half(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)], k) *
+                   half(all[column * 4 + k % 8 / 2].b[k / 8], k);
+        d[q] = float(d[q] + sum);
+    }
+}
+
+template void mma_16bit<true>(float (&)[4], const unsigned (&)[4], unsigned, unsigned);
+template void mma_16bit<false>(float (&)[4], const unsigned (&)[4], unsigned, unsigned);
+
+}  // namespace emulator
