@@ -176,7 +176,7 @@ def _places(plan: Plan) -> dict[str, Any]:
     assert plan.scale is not None
     halves = {side: half.total for side, half in plan.scale.halves.items()}
     waves = {side: half.waves for side, half in plan.scale.halves.items()}
-    turns = {side: half.turns for side, half in plan.scale.halves.items()}
+    turns = {side: half.fixed_parts for side, half in plan.scale.halves.items()}
     places = {"ratings": plan.scale.ratings, "factors_on": plan.scale.factors, "waves": waves, "turns": turns}
     return places | {"predicted_halves": halves, "predicted": plan.scale.seconds}
 

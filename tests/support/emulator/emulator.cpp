@@ -22,8 +22,9 @@ constexpr size_t STACK = 256 * 1024;
 struct Group {  // lanes of a warp that exchange values
     int arrived = 0;
     unsigned generation = 0;
-    unsigned char slots[2][32][64];
 };
+
+using Slots = unsigned char[2][32 * 64];  // the values of the lanes, one after another
 
 struct Barrier {
     int arrived = 0;
@@ -43,6 +44,7 @@ std::vector<Fiber> fibers;
 Fiber* current = nullptr;
 int alive = 0;
 std::vector<Group> groups;
+std::unique_ptr<Slots[]> slots(new Slots[1024]);  // one for each group
 Barrier barriers[16];
 void (*body)(void**) = nullptr;
 void** values = nullptr;
@@ -117,9 +119,11 @@ void barrier(int id, int expected) {
 void exchange(unsigned mask, const void* value, size_t size, void* all) {
     const int lane = linear % 32;
     if (!(mask >> lane & 1)) { std::fprintf(stderr, "emulator: lane %d is not in mask %08x\n", lane, mask); std::abort(); }
-    Group& g = groups[linear / 32 * 32 + __builtin_ctz(mask)];
+    const int number = linear / 32 * 32 + __builtin_ctz(mask);
+    Group& g = groups[number];
     const unsigned generation = g.generation;
-    std::memcpy(g.slots[generation & 1][lane], value, size);
+    unsigned char* values = slots[number][generation & 1];
+    std::memcpy(values + lane * size, value, size);
     g.arrived++;
     long spins = 0;
     while (g.generation == generation) {
@@ -131,11 +135,9 @@ void exchange(unsigned mask, const void* value, size_t size, void* all) {
         yield();
         if (++spins > 50000000L) { std::fprintf(stderr, "emulator: deadlock in a warp\n"); std::abort(); }
     }
-    for (int other = 0; other < 32; other++) {
-        char* target = static_cast<char*>(all) + other * size;
-        if (mask >> other & 1) std::memcpy(target, g.slots[generation & 1][other], size);
-        else std::memset(target, 0, size);
-    }
+    std::memcpy(all, values, 32 * size);
+    for (unsigned others = ~mask; others; others &= others - 1)
+        std::memset(static_cast<char*>(all) + __builtin_ctz(others) * size, 0, size);
 }
 
 void run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void (*body_)(void**), void** values_) {
