@@ -7,7 +7,7 @@
                                                        Hugewiki's shape where a GPU may use so many GB
 
 Each line of bench/results/scale.jsonl is one number of GPUs: after a warm-up median seconds of each half sweep alone
-and of iterations, in which nobody waits for all GPUs between the half sweeps (as in a fit); the speed-up over one GPU
+and of iterations, without synchronization of all GPUs between the half sweeps (as in a fit); the speed-up over one GPU
 in the same run, the objective and its difference from that of one GPU after as many sweeps from the same factors, and
 the planner's prediction. Hugewiki's shape is drawn on a GPU from a seed: Poisson user degrees with log-normal means,
 Zipf item popularity, planted low rank plus noise.
