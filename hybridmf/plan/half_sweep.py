@@ -22,6 +22,7 @@ of both sides, old and new, then the ratings in both orientations.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -192,13 +193,13 @@ class HalfPlan:
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
 
-    @property
+    @functools.cached_property
     def grid(self) -> Grid:
         """GPUs that hold different parts at a time, and groups of them."""
         splits = self.splits or next(d for d in range(min(self.gpus, self.parts), 0, -1) if self.gpus % d == 0)
         return Grid(splits, self.gpus // splits)
 
-    @property
+    @functools.cached_property
     def fixed_parts(self) -> int:
         """Parts of the fixed side that a GPU loads one after another; 1: its part stays."""
         return 1 if self.resident else -(-self.parts // self.grid.splits)

@@ -170,10 +170,21 @@ void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     }
 }
 
+// The value of each float16: a conversion is a call where the compiler may not assume that the processor has it.
+const struct Halves {
+    float values[1 << 16];
+    Halves() {
+        for (unsigned bits = 0; bits < 1 << 16; bits++) values[bits] = from_16bit(bits, false);
+    }
+} halves;
+
 template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
     const int lane = linear % 32;
-    auto half = [](unsigned bits, int k) { return double(from_16bit(bits >> 16 * (k % 2) & 0xffffu, BF16)); };
+    auto half = [](unsigned bits, int k) {
+        bits = bits >> 16 * (k % 2) & 0xffffu;
+        return double(BF16 ? __uint_as_float(bits << 16) : halves.values[bits]);
+    };
     for (int q = 0; q < 4; q++) {
         const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
         double sum = 0;
