@@ -29,6 +29,7 @@ CCD_HEADERS = ["hybridmf/native/ccd_kernels.h", "hybridmf/native/ccd_impl.h"]
 KERNELS_OF = {
     "hybridmf.native._als": KERNELS,
     "hybridmf.native._ccd": [*KERNELS, *CCD_KERNELS],
+    "hybridmf.native._draw": KERNELS,
     "hybridmf.native._sgd": KERNELS,
     "hybridmf.native._topk": KERNELS,
 }
@@ -115,8 +116,11 @@ def extensions() -> list[Extension]:
         [
             Extension("hybridmf._openmp", ["hybridmf/_openmp.pyx"]),
             Extension("hybridmf._formats", ["hybridmf/_formats.pyx"]),
+            Extension("hybridmf.data._spelling", ["hybridmf/data/_spelling.pyx"]),
             Extension("hybridmf.native._als", ["hybridmf/native/_als.pyx"], **with_kernels),
             Extension("hybridmf.native._ccd", ["hybridmf/native/_ccd.pyx"], **with_kernels),
+            Extension("hybridmf.native._rankings", ["hybridmf/native/_rankings.pyx"]),
+            Extension("hybridmf.native._draw", ["hybridmf/native/_draw.pyx"], **with_kernels),
             Extension("hybridmf.native._sgd", ["hybridmf/native/_sgd.pyx"], **with_kernels),
             Extension("hybridmf.native._topk", ["hybridmf/native/_topk.pyx"], **with_kernels),
         ],

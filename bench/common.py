@@ -41,6 +41,20 @@ def synthetic_counts(shape: str, *, seed: int = 0) -> sp.csr_array:
     return datasets.synthetic(shape, feedback="implicit", seed=seed).user_items
 
 
+def shop(users: int = 100_000, items: int = 60_000, entries: int = 800_000, *, seed: int = 0) -> sp.csr_array:
+    """Feedback of a shop, float32: few entries a row (log-normal users, Zipf items with exponent 0.8), values 1..5."""
+    rng = np.random.default_rng(seed)
+    activity, popularity = rng.lognormal(0, 1, users), np.arange(1, items + 1) ** -0.8
+    drawn = int(1.15 * entries)  # some pairs are drawn twice
+    rows = rng.choice(users, drawn, p=activity / activity.sum())
+    columns = rng.choice(items, drawn, p=rng.permutation(popularity / popularity.sum()))
+    pairs = rng.permutation(np.unique(rows.astype(np.int64) * items + columns))[:entries]
+    values = rng.integers(1, 6, len(pairs)).astype(np.float32)
+    matrix = sp.csr_array((values, (pairs // items, pairs % items)), shape=(users, items))
+    matrix.sort_indices()
+    return matrix
+
+
 def alternate(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each run, taken in turn (A B C A B C ...) after one warm-up, so that drift hits all alike.
 

@@ -5,8 +5,10 @@
     python bench/cpu.py --profile full --task scaling --threads 1,2,4,8,16
 
 Tasks: "als", seconds per iteration; "target", seconds to within 2 % (implicit) or 1 % (explicit) of the best objective,
-set-up included; "topk"; "scaling", our exact solver over threads. Peers, and how to build them: README.md beside this
-file. Equal rank, lambda, alpha, CG steps and threads; how objectives map: rivals.py.
+set-up included; "topk"; "scaling", our exact solver over threads; "short", our exact solver on a shop's feedback, where
+most rows have fewer entries than factors, in the form chosen for each row and in the primal form, beside CG of the
+peers. Peers, and how to build them: README.md beside this file. Equal rank, lambda, alpha, CG steps and threads; how
+objectives map: rivals.py.
 
 Answers are checked. Methods called exact must leave an exact half sweep nothing to gain (EXACT_SLACK), approximate
 ones little (APPROXIMATE_SLACK), or the run stops. GFLOP/s counts nnz f (f + 1) a half sweep and f^3/3 + 2 f^2 a solve,
@@ -25,7 +27,7 @@ from typing import Any
 import click
 import numpy as np
 import rivals
-from common import SHAPES, alternate, median, record, sgemm_rate, synthetic, synthetic_counts
+from common import SHAPES, alternate, median, record, sgemm_rate, shop, synthetic, synthetic_counts
 
 import hybridmf as hmf
 
@@ -56,12 +58,14 @@ PROFILES: dict[str, dict[str, tuple[str, tuple[int, ...], int]]] = {
         "target": ("ml-1m", (64,), 3),
         "topk": ("ml-1m", (64,), 3),
         "scaling": ("ml-1m", (64,), 3),
+        "short": ("shop", (64, 128), 3),
     },
     "full": {
         "als": ("ml-10m", (32, 64, 128), 3),
         "target": ("ml-10m", (64,), 3),
         "topk": ("ml-20m", (64,), 5),
         "scaling": ("ml-20m", (64,), 5),
+        "short": ("shop", (64, 128), 7),
     },
 }
 """Shape, ranks and repeats of each task."""
@@ -153,6 +157,23 @@ def run_als(shape: str, factors: tuple[int, ...], threads: int, repeats: int, fe
             judge = rivals.Judge(our_model(kind, f, threads), matrix)
             for group, makers in METHODS[kind](matrix, f, threads).items():
                 run_group(shape, matrix, f, threads, repeats, group, makers, ceiling, judge)
+
+
+def run_short(factors: tuple[int, ...], threads: int, repeats: int, feedback: tuple[str, ...]) -> None:
+    """Time our exact solver on short rows, in both forms, beside the peers' CG."""
+    matrix = shop()
+    ceiling = sgemm_rate(threads)
+    for f, kind in ((f, kind) for f in factors for kind in feedback):
+        ours = our_maker(kind, matrix, f, threads)
+        makers = {"auto": ours(), "primal": ours(row_form="primal")}
+        if kind == "implicit":
+            peer = implicit_peer(matrix, f, threads)
+            if rivals.installed("implicit"):
+                makers["implicit"] = peer(rivals.Implicit, True)
+            if rivals.installed("irspack"):
+                makers["irspack"] = peer(rivals.Irspack, "CG")
+        judge = rivals.Judge(our_model(kind, f, threads), matrix)
+        run_group("shop", matrix, f, threads, repeats, f"{kind}, short rows", makers, ceiling, judge)
 
 
 def run_group(
@@ -518,6 +539,8 @@ def main(
         where, ranks, times = shape or its_shape, factors or its_factors, repeats or its_repeats
         if name == "als":
             run_als(where, ranks, most, times, feedback)
+        elif name == "short":
+            run_short(ranks, most, times, feedback)
         elif name == "scaling":
             cores = hmf.config()["cores"]
             powers = tuple(count for count in (1, 2, 4, 8, 16, 32, 64) if count <= cores)

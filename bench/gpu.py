@@ -44,7 +44,7 @@ import scipy.sparse as sp
 from common import ROOT, median, record
 from gpu_data import GPU_SHAPES, synthetic_gpu
 
-from hybridmf.core.objective import SIDES, Factors, Objective, Side, initial_state, other_side
+from hybridmf.core.objective import SIDES, Factors, Objective, Side, other_side
 from hybridmf.core.validate import csr_arrays, make_csr
 from hybridmf.device.cuda import CudaDevice, open_device
 from hybridmf.errors import DeviceError
@@ -61,6 +61,7 @@ from hybridmf.plan import fused as plan_fused
 from hybridmf.plan.als_gpu import GPU_SEGMENT
 from hybridmf.plan.fused import table_width
 from hybridmf.plan.make import make_plan
+from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Plan, Settings
 
 OBJECTIVES = {
@@ -481,7 +482,7 @@ class Sweeps:
         device.synchronize()
         seconds = time.perf_counter() - started
         degrees, real = (halves["user"].degrees, halves["item"].degrees), np.dtype(plan.dtype).type
-        state = initial_state(*degrees, factors, real, objective, 0.0, np.random.default_rng(0))
+        state = initial_state(*degrees, factors, real, objective, 0.0, 0)
         width = table_width(factors, np.dtype(plan.dtype))
         return cls(
             data, feedback, halves, {side: to_device(device, state.side(side), width) for side in SIDES}, seconds
@@ -600,7 +601,7 @@ def compile_ahead(device: Any, variants: set[tuple[int, str, str, str]]) -> None
         codes = {"ARITHMETIC": fused.PRECISION_CODES[precision], "SOLVER": fused.SOLVER_CODES[solver]}
         weights = {"IMPLICIT": feedback == "implicit", "HAS_OFFSETS": False}
         constants = plan_fused.FusedConfig.default(rank, device.spec, precision, solver).constants | weights | codes
-        get_kernel(device, "fused_als.cu", "solve_partials", **constants)  # the one that every rank has
+        get_kernel(device, "fused_als.cu", "assemble_segments", **constants)  # the one that every rank has
 
     started = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -27,6 +27,7 @@ from hybridmf.core.objective import Objective
 from hybridmf.device.cuda import open_device
 from hybridmf.errors import DeviceError
 from hybridmf.gpu.half import HalfSweep, objective_value
+from hybridmf.model.training import TrainingData
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import terms_at
 from hybridmf.plan.solver import Solver
@@ -68,8 +69,9 @@ def make_solver(model: hmf.SGD | hmf.CCD, data: Data) -> Solver:
     """The solver of a fit, before its first iteration."""
     objective: Objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
-    state = model._initial_state(data.user, data.item, plan, objective)
-    return model._solver(plan, objective, data.user, data.item, state, 0)
+    ratings = TrainingData.of(data.user, data.item, plan)
+    state = model._initial_state(ratings, plan, objective)
+    return model._solver(plan, objective, ratings, state, 0)
 
 
 def iterate(solver: Solver) -> None:

@@ -37,6 +37,7 @@ import hybridmf as hmf
 from hybridmf.device.cuda import device_count
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
+from hybridmf.model.training import TrainingData
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import ORDERS
 from hybridmf.ranks.mcumsgd import Bounds, MultiSGD, long_row_of
@@ -109,7 +110,7 @@ class Start:
         """Initial factors."""
         objective = self.model._objective()
         plan = make_plan(objective, self.model._settings(), self.data.user.shape, self.data.user.nnz)
-        return self.model._initial_state(self.data.user, self.data.item, plan, objective)
+        return self.model._initial_state(TrainingData.of(self.data.user, self.data.item, plan), plan, objective)
 
     def solver(self, devices: Any, variant: Variant) -> Any:
         """The solver of a fit, before its first epoch."""
@@ -121,7 +122,7 @@ class Start:
             plan = model._standardized(plan, objective, data.user)
             options = {"long_row": variant.long_row, "beside": variant.beside}
             return MultiSGD(data.user, data.item, objective, plan, self.state, 0, **options)
-        solver = model._solver(plan, objective, data.user, data.item, self.state, 0)
+        solver = model._solver(plan, objective, TrainingData.of(data.user, data.item, plan), self.state, 0)
         solver.epochs.beside = variant.beside
         return solver
 

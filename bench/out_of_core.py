@@ -40,6 +40,7 @@ from hybridmf.core.scratch import SCRATCH_DIR, find_room
 from hybridmf.data.store import StoreMatrix
 from hybridmf.device.cuda import MEMORY_LIMIT
 from hybridmf.errors import DeviceError
+from hybridmf.model.training import TrainingData
 from hybridmf.plan.als_gpu import STREAM_SLAB
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.solver import Solver
@@ -92,9 +93,10 @@ def solvers(
     found, seconds = {}, {}
     for name, plan in chosen.items():
         data = (store, store.transposed()) if name == "disk" else (matrix, transposed)
-        state = model._initial_state(*data, plan, model._objective())
+        ratings = TrainingData.of(*data, plan)
+        state = model._initial_state(ratings, plan, model._objective())
         started = time.perf_counter()
-        found[name] = model._solver(plan, model._objective(), *data, state, 0)
+        found[name] = model._solver(plan, model._objective(), ratings, state, 0)
         seconds[name] = time.perf_counter() - started
     return found, seconds
 
@@ -197,11 +199,13 @@ def disk_plan(model: Any, matrix: Any, limit: int, folder: str) -> Plan:
 def run_enforced(model: Any, arguments: tuple[Any, ...], plan: Plan, limit: int) -> None:
     """One iteration in which no allocation may pass the limit."""
     with environment(MEMORY_LIMIT, str(limit)):
-        iterate(
-            model._solver(
-                plan, model._objective(), *arguments, model._initial_state(*arguments, plan, model._objective()), 0
-            )
-        )
+        iterate(solver_from(model, arguments, plan))
+
+
+def solver_from(model: Any, arguments: tuple[Any, ...], plan: Plan) -> Solver:
+    """The solver of a plan for ratings in both orientations."""
+    ratings, objective = TrainingData.of(*arguments, plan), model._objective()
+    return model._solver(plan, objective, ratings, model._initial_state(ratings, plan, objective), 0)
 
 
 @contextmanager
@@ -258,9 +262,7 @@ def measure_factors(feedback: str, factors: int, shape: str, folder: str, repeat
     base = 0.0
     for name, plan in chosen.items():  # one after the other: memory of the host is page-locked for one of them
         started = time.perf_counter()
-        solver = model._solver(
-            plan, model._objective(), *arguments, model._initial_state(*arguments, plan, model._objective()), 0
-        )
+        solver = solver_from(model, arguments, plan)
         set_up = time.perf_counter() - started
         iterate(solver)
         found = solver.state.on_host(), solver.objective_value()

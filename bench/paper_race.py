@@ -24,6 +24,7 @@ import hybridmf as hmf
 from hybridmf.core.objective import State
 from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
+from hybridmf.model.training import TrainingData
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.solver import Solver
 
@@ -76,8 +77,9 @@ def make_solver(model: Any, data: Split) -> Solver:
     """The solver of a fit, before its first iteration."""
     objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
-    state = model._initial_state(data.user, data.item, plan, objective)
-    solver: Solver = model._solver(plan, objective, data.user, data.item, state, 0)
+    ratings = TrainingData.of(data.user, data.item, plan)
+    state = model._initial_state(ratings, plan, objective)
+    solver: Solver = model._solver(plan, objective, ratings, state, 0)
     return solver
 
 

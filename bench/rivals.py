@@ -60,13 +60,13 @@ class Ours:
     """hybridmf, one iteration at a time on one solver object."""
 
     def __init__(self, model: Any, matrix: sp.csr_array) -> None:
-        from hybridmf.formats import transpose
+        from hybridmf.model.training import TrainingData
         from hybridmf.plan.make import make_plan
 
         self.plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
-        columns = transpose(matrix, num_threads=self.plan.num_threads)
-        state = model._initial_state(matrix, columns, self.plan, model._objective())
-        self.solver = model._solver(self.plan, model._objective(), matrix, columns, state, 0)
+        ratings = TrainingData.on_host(matrix, self.plan)
+        state = model._initial_state(ratings, self.plan, model._objective())
+        self.solver = model._solver(self.plan, model._objective(), ratings, state, 0)
 
     def step(self) -> None:
         """One full iteration."""

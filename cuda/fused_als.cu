@@ -31,10 +31,13 @@
 #define STAGES 4
 #endif
 #ifndef SOLVED_APART
-#define SOLVED_APART 0            // 1: rows of any length go through partial sums, and `solve_rows` is not compiled
+#define SOLVED_APART 0            // 1: rows of any length go through partial sums; Cholesky: those of cholesky_sums.cu
 #endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM 3           // bounds the registers of a thread
+#endif
+#ifndef KERNEL
+#define KERNEL 0                  // 1 solve_rows, 2 assemble_segments, 3 solve_partials: only this one; 0: all
 #endif
 
 static_assert(LD % 4 == 0 && LD >= RANK && LD <= RANK16, "rows are copied in pieces of 16 bytes");
@@ -214,7 +217,7 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
     store_solution(solutions + row * LD, status + row, LD, memory, failed, warp, lane);
 }
 
-#if !SOLVED_APART
+#if !SOLVED_APART && (KERNEL == 0 || KERNEL == 1)
 // Rows of at most one segment. solutions holds the warm start of conjugate gradients.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_rows(float* solutions, int* status, const float* factors, const int* indices, const float* ratings, const float* offsets,
@@ -244,6 +247,7 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
 }
 #endif
 
+#if KERNEL == 0 || KERNEL == 2
 // Sums of segments of long rows.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 assemble_segments(float* partials, const float* factors, const int* indices, const float* ratings, const float* offsets,
@@ -288,6 +292,9 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
     }
 }
 
+#endif
+
+#if (!SOLVED_APART || SOLVER != 0) && (KERNEL == 0 || KERNEL == 3)
 // Rows of several segments: system k is the sum of partials slots[k] ... slots[k + 1] - 1.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_partials(float* solutions, int* status, const float* partials, const int64* slots, const int* rows, const float* gram,
@@ -331,3 +338,4 @@ solve_partials(float* solutions, int* status, const float* partials, const int64
         team_sync();
     }
 }
+#endif

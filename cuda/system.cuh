@@ -306,22 +306,21 @@ __device__ __forceinline__ float reciprocal_root(float x) {
 #endif
 }
 
-// Factors the block on the diagonal of panel p, which its owner has put where the inverse W of its factor goes.
-// Lane r < 16 holds row r of the block; lane 16 + c holds column c of W, which starts as the identity and goes through
-// the same elimination.
-__device__ __forceinline__ void factor_diagonal(const TeamMemory& memory, int p, float epsilon, int lane) {
-    float* panel = memory.staged + panel_base(p);
-    const int stride = panel_stride(p);
+// Factors a block on the diagonal: columns of the block in, rows of the inverse W of its factor out, in the same place.
+// `diagonal` is that of A before elimination, `first` the block's first row. Lane r < 16 holds row r of the block; lane
+// 16 + c holds column c of W, which starts as the identity and goes through the same elimination.
+__device__ __forceinline__ void factor_diagonal(float* block, int stride, const float* diagonal, int first, int* any_failed,
+                                                float epsilon, int lane) {
     float a[BLOCK];
 #pragma unroll
-    for (int c = 0; c < BLOCK; c++) a[c] = lane < BLOCK ? panel[c * stride + lane] : (lane == BLOCK + c ? 1.0f : 0.0f);
+    for (int c = 0; c < BLOCK; c++) a[c] = lane < BLOCK ? block[c * stride + lane] : (lane == BLOCK + c ? 1.0f : 0.0f);
     int failed = 0;
 #pragma unroll
     for (int j = 0; j < BLOCK; j++) {
         const float d = __shfl_sync(FULL_WARP, a[j], j);
         // a pivot that is all cancellation means a singular matrix; one that is no number, an overflow before
-        const bool finite = isfinite(d), good = finite && d > epsilon * memory.diagonal[p * BLOCK + j];
-        if (!good && !failed) failed = finite ? p * BLOCK + j + 1 : NON_FINITE;
+        const bool finite = isfinite(d), good = finite && d > epsilon * diagonal[j];
+        if (!good && !failed) failed = finite ? first + j + 1 : NON_FINITE;
         a[j] *= good ? reciprocal_root(d) : 0.0f;
 #pragma unroll
         for (int c = j + 1; c < BLOCK; c++) a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
@@ -329,8 +328,8 @@ __device__ __forceinline__ void factor_diagonal(const TeamMemory& memory, int p,
     __syncwarp();
     if (lane >= BLOCK)
 #pragma unroll
-        for (int n = 0; n < BLOCK; n++) panel[n * stride + lane - BLOCK] = a[n];
-    if (failed && lane == 0 && !*memory.failed) *memory.failed = failed;
+        for (int n = 0; n < BLOCK; n++) block[n * stride + lane - BLOCK] = a[n];
+    if (failed && lane == 0 && !*any_failed) *any_failed = failed;
 }
 
 // y[16 q ...] = W (b - L y) for the rows of panel q, in memory.rhs, by one warp.
@@ -503,7 +502,7 @@ __device__ __forceinline__ int cholesky_solve(Holding& mine, const TeamMemory& m
                 });
             });
             __syncwarp();
-            factor_diagonal(memory, p, epsilon, lane);
+            factor_diagonal(panel, stride, memory.diagonal + p * BLOCK, p * BLOCK, memory.failed, epsilon, lane);
         }
         // meanwhile another warp, if there is one, carries the right-hand side through the panel before
         if (p > 0 && warp == (factoring + 1) % WARPS) substitute_forward(memory, p - 1, lane);

@@ -20,6 +20,15 @@ def is_canonical(
 def row_order_status(
     indptr: NDArray[np.int64], indices: NDArray[np.int32], num_threads: int | None = ...
 ) -> tuple[int, int]: ...
+def summarize(values: NDArray[Any], piece: int, num_threads: int | None = ...) -> NDArray[np.float64]: ...
+def by_column(
+    rows: NDArray[np.int32],
+    columns: NDArray[np.int32],
+    data: NDArray[Any],
+    n_cols: int,
+    num_threads: int | None = ...,
+    wide: bool = ...,
+) -> _CSR: ...
 def transpose(
     indptr: NDArray[np.int64],
     indices: NDArray[np.int32],

@@ -24,7 +24,7 @@ segments); only the offsets of ``tile_colidx`` need a prefix sum over tiles afte
 import numpy as np
 
 from cython.parallel cimport prange
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from hybridmf._openmp cimport hmf_max_threads, hmf_thread_id, hmf_usable_threads
@@ -34,6 +34,11 @@ SORTED_DUPLICATES = 1   # ascending, with repeats
 UNSORTED = 2
 
 ctypedef fused value_t:
+    float
+    double
+
+ctypedef fused any_t:
+    int8_t
     float
     double
 
@@ -145,21 +150,76 @@ def row_order_status(const int64_t[::1] indptr, const int32_t[::1] indices, num_
                 return SORTED_DUPLICATES, k
 
 
+# ---------------------------------------------------------------------------------------------------------- values
+
+
+cdef void _summarize(const value_t* values, Py_ssize_t n, double* out) noexcept nogil:
+    """out[0 ... 5] <- sum, sum of squares, smallest, largest value, smallest, largest magnitude; n >= 1."""
+    cdef double[4] sums
+    cdef double[4] squares
+    cdef value_t low = values[0], high = values[0], least, largest, value, size
+    cdef double wide
+    cdef Py_ssize_t k
+    cdef int lane
+    least = largest = values[0] if values[0] > 0 else -values[0]
+    for lane in range(4):
+        sums[lane] = squares[lane] = 0
+    # four sums: one would wait for the latency of each addition
+    for k in range(n):
+        value = values[k]
+        wide = value
+        lane = k & 3
+        sums[lane] += wide
+        squares[lane] += wide * wide
+        low = value if value < low else low
+        high = value if value > high else high
+        size = value if value > 0 else -value
+        least = size if size < least else least
+        largest = size if size > largest else largest
+    out[0] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+    out[1] = (squares[0] + squares[1]) + (squares[2] + squares[3])
+    out[2], out[3], out[4], out[5] = low, high, least, largest
+
+
+def summarize(const value_t[::1] values, Py_ssize_t piece, num_threads=None):
+    """Sums and ranges of consecutive pieces of values; the same bits for any number of threads.
+
+    Parameters
+    ----------
+    values : float32 or float64 array, shape (n,)
+    piece : int
+        Values of each piece; the last one may be shorter.
+    num_threads : int, optional
+
+    Returns
+    -------
+    float64 array, shape (n_pieces, 6)
+        Of each piece: the sum and the sum of squares in float64, the smallest and the largest value, the smallest and
+        the largest absolute value.
+    """
+    cdef Py_ssize_t n = values.shape[0], k
+    found = np.empty(((n + piece - 1) // piece, 6))
+    cdef double[:, ::1] out = found
+    cdef int threads = _threads(num_threads, n)
+    for k in prange(out.shape[0], nogil=True, schedule="static", num_threads=threads):
+        _summarize(&values[k * piece], min(piece, n - k * piece), &out[k, 0])
+    return found
+
+
 # --------------------------------------------------------------------------------------------------- transposition
 
 
 cdef void _count_columns(
-        const int64_t[::1] indptr,      # IN   (n_rows + 1,)
         const int32_t[::1] indices,     # IN   (nnz,)
-        const int64_t[::1] first_row,   # IN   (n_parts + 1,) row range of each part
+        const int64_t[::1] first,       # IN   (n_parts + 1,) range of entries of each part
         offset_t[:, ::1] cursor,        # OUT  (n_parts, n_cols) entries of each column in each part
         int n_threads) noexcept nogil:
     cdef Py_ssize_t k
     cdef int part
     cdef offset_t* count
-    for part in prange(first_row.shape[0] - 1, schedule="static", chunksize=1, num_threads=n_threads):
+    for part in prange(first.shape[0] - 1, schedule="static", chunksize=1, num_threads=n_threads):
         count = &cursor[part, 0]
-        for k in range(indptr[first_row[part]], indptr[first_row[part + 1]]):
+        for k in range(first[part], first[part + 1]):
             count[indices[k]] += 1
 
 
@@ -198,6 +258,81 @@ cdef void _scatter_columns(
                 out_data[slot] = data[k]
 
 
+cdef void _scatter_coordinates(
+        const int32_t[::1] rows, const int32_t[::1] columns, const value_t[::1] data,   # IN   (nnz,)
+        const int64_t[::1] first,       # IN   (n_parts + 1,) range of entries of each part
+        offset_t[:, ::1] cursor,        # IN OUT (n_parts, n_cols) next free slot
+        int32_t[::1] out_indices, value_t[::1] out_data,   # OUT (nnz,)
+        int n_threads) noexcept nogil:
+    """Parts are ranges of entries in order, so within a column entries keep their order."""
+    cdef Py_ssize_t k
+    cdef int part
+    cdef offset_t slot
+    cdef offset_t* free
+    for part in prange(first.shape[0] - 1, schedule="static", chunksize=1, num_threads=n_threads):
+        free = &cursor[part, 0]
+        for k in range(first[part], first[part + 1]):
+            slot = free[columns[k]]
+            free[columns[k]] = slot + 1
+            out_indices[slot] = rows[k]
+            out_data[slot] = data[k]
+
+
+cdef int _parts(int n_threads, Py_ssize_t nnz, Py_ssize_t n_cols) noexcept:
+    """A part keeps a cursor per column; more parts than this would cost more memory than the entries themselves."""
+    return <int> max(1, min(n_threads, 4 * nnz // max(n_cols, 1)))
+
+
+def by_column(const int32_t[::1] rows, const int32_t[::1] columns, const value_t[::1] data, Py_ssize_t n_cols,
+              num_threads=None, bint wide=False):
+    """CSC of coordinates in any order, by a counting sort; stable, so entries of a column keep their order.
+
+    `transpose` makes it CSR that is sorted by row and column and keeps the order of equal pairs.
+
+    Parameters
+    ----------
+    rows, columns : int32 array, shape (nnz,), every 0 <= column < n_cols
+    data : float32 or float64 array, shape (nnz,)
+    n_cols : int
+    num_threads, wide
+        As for `transpose`.
+
+    Returns
+    -------
+    indptr : int64 array, shape (n_cols + 1,)
+    indices : int32 array, shape (nnz,)
+        Rows.
+    data : array, shape (nnz,), dtype of `data`
+    """
+    cdef Py_ssize_t nnz = columns.shape[0]
+    cdef int n = _threads(num_threads, nnz)
+    first = np.linspace(0, nnz, _parts(n, nnz, n_cols) + 1).astype(np.int64)
+    out_indptr = np.zeros(n_cols + 1, dtype=np.int64)
+    out_indices = np.empty(nnz, dtype=np.int32)
+    out_data = np.empty(nnz, dtype=np.asarray(data).dtype)
+    cdef const int64_t[::1] first_view = first
+    cdef int64_t[::1] out_indptr_view = out_indptr
+    cdef int32_t[::1] out_indices_view = out_indices
+    cdef value_t[::1] out_data_view = out_data
+    cdef int32_t[:, ::1] cursor32
+    cdef int64_t[:, ::1] cursor64
+    if n_cols == 0 or nnz == 0:
+        return out_indptr, out_indices, out_data
+    if nnz <= 0x7FFFFFFF and not wide:
+        cursor32 = np.zeros((len(first) - 1, n_cols), dtype=np.int32)
+        with nogil:
+            _count_columns(columns, first_view, cursor32, n)
+            _column_offsets(cursor32, out_indptr_view)
+            _scatter_coordinates(rows, columns, data, first_view, cursor32, out_indices_view, out_data_view, n)
+    else:
+        cursor64 = np.zeros((len(first) - 1, n_cols), dtype=np.int64)
+        with nogil:
+            _count_columns(columns, first_view, cursor64, n)
+            _column_offsets(cursor64, out_indptr_view)
+            _scatter_coordinates(rows, columns, data, first_view, cursor64, out_indices_view, out_data_view, n)
+    return out_indptr, out_indices, out_data
+
+
 def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data, Py_ssize_t n_cols,
               num_threads=None, bint wide=False):
     """CSR of the transpose; stable, so its rows are sorted by column and equal pairs keep their order.
@@ -220,14 +355,14 @@ def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     """
     cdef Py_ssize_t nnz = indices.shape[0]
     cdef int n = _threads(num_threads, nnz)
-    # A part keeps a cursor per column; more parts than this would cost more memory than the entries themselves.
-    cdef int n_parts = <int> max(1, min(n, 4 * nnz // max(n_cols, 1)))
+    cdef int n_parts = _parts(n, nnz, n_cols)
     bounds = np.searchsorted(indptr, np.linspace(0, nnz, n_parts + 1)[1:n_parts].astype(np.int64))
     first_row = np.concatenate(([0], bounds, [indptr.shape[0] - 1])).astype(np.int64)
     out_indptr = np.empty(n_cols + 1, dtype=np.int64)
     out_indices = np.empty(nnz, dtype=np.int32)
     out_data = np.empty(nnz, dtype=np.asarray(data).dtype)
     cdef const int64_t[::1] first_row_view = first_row
+    cdef const int64_t[::1] first_entry = np.asarray(indptr)[first_row]
     cdef int64_t[::1] out_indptr_view = out_indptr
     cdef int32_t[::1] out_indices_view = out_indices
     cdef value_t[::1] out_data_view = out_data
@@ -238,13 +373,13 @@ def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     elif nnz <= 0x7FFFFFFF and not wide:
         cursor32 = np.zeros((n_parts, n_cols), dtype=np.int32)
         with nogil:
-            _count_columns(indptr, indices, first_row_view, cursor32, n)
+            _count_columns(indices, first_entry, cursor32, n)
             _column_offsets(cursor32, out_indptr_view)
             _scatter_columns(indptr, indices, data, first_row_view, cursor32, out_indices_view, out_data_view, n)
     else:
         cursor64 = np.zeros((n_parts, n_cols), dtype=np.int64)
         with nogil:
-            _count_columns(indptr, indices, first_row_view, cursor64, n)
+            _count_columns(indices, first_entry, cursor64, n)
             _column_offsets(cursor64, out_indptr_view)
             _scatter_columns(indptr, indices, data, first_row_view, cursor64, out_indices_view, out_data_view, n)
     return out_indptr, out_indices, out_data
@@ -282,7 +417,7 @@ def degree_order(const int64_t[::1] indptr):
     return order
 
 
-def take_rows(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data,
+def take_rows(const int64_t[::1] indptr, const int32_t[::1] indices, const any_t[::1] data,
               const int64_t[::1] order, num_threads=None):
     """CSR whose k-th row is row ``order[k]`` of the input; `order` may repeat or leave out rows.
 
@@ -298,13 +433,13 @@ def take_rows(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     out_indices = np.empty(out_indptr[n_out], dtype=np.int32)
     out_data = np.empty(out_indptr[n_out], dtype=np.asarray(data).dtype)
     cdef int32_t[::1] out_indices_view = out_indices
-    cdef value_t[::1] out_data_view = out_data
+    cdef any_t[::1] out_data_view = out_data
     cdef int n = _threads(num_threads, out_indices.shape[0])
     for k in prange(n_out, nogil=True, schedule="dynamic", chunksize=64, num_threads=n):
         length = start[k + 1] - start[k]
         if length > 0:
             memcpy(&out_indices_view[start[k]], &indices[indptr[order[k]]], length * sizeof(int32_t))
-            memcpy(&out_data_view[start[k]], &data[indptr[order[k]]], length * sizeof(value_t))
+            memcpy(&out_data_view[start[k]], &data[indptr[order[k]]], length * sizeof(any_t))
     return out_indptr, out_indices, out_data
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from .core.objective import Objective, Side, State
-from .core.validate import check_rng
+from .core.objective import SIDES, Objective, Side, State
 from .cpu.als import CpuALS
-from .cpu.stream import StreamedCpuALS
 from .model.base import FactorModel
-from .model.learned import scale_of, total_of
+from .model.training import TrainingData
 from .plan.solver import Solver
+from .plan.start import Init, Start
 from .plan.types import Plan, Settings
 
 
@@ -35,34 +33,42 @@ class _ALS(FactorModel):
             device=self.device,
             block_size=self.block_size,
             balance=self.balance,
+            row_form=self.row_form,
             reduction=self.reduction,
             gpu_memory_limit=self.gpu_memory_limit,
             iterations=self.iterations,
         )
 
-    def _initial_state(
-        self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
-    ) -> State:
-        if not plan.offloaded or plan.devices:
-            return super()._initial_state(matrix, item_users, plan, objective, scale)
-        from .gpu.factors import first_state
+    def _training_data(self, matrix: Any, plan: Plan) -> TrainingData:
+        if plan.ratings_on_device:
+            return TrainingData.on_device(matrix, plan)
+        return super()._training_data(matrix, plan)
 
-        degrees: dict[Side, np.ndarray] = {"user": np.diff(matrix.indptr), "item": np.diff(item_users.indptr)}
-        mean, rng = total_of(matrix) / matrix.nnz, check_rng(self.random_state)
-        scale = scale_of(matrix, objective) if scale is None else scale
-        square = self._first_length(objective, scale)
-        return first_state(degrees, plan, matrix.dtype.type, objective, mean, rng, square)
+    def _start(self, objective: Objective, scale: float) -> Start:
+        """Of the users: items are solved first. Their drawn factors would help no solver that starts from them."""
+        return replace(super()._start(objective, scale), sides=("user",))
 
-    def _solver(
-        self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
-    ) -> Solver:
-        arguments = (user_items, item_users, objective, plan, state)
+    def _sides_read(self) -> tuple[Side, ...]:
+        """Exact solvers overwrite the items' factors; a change of basis reads them before."""
+        return ("user",) if self.solver == "cholesky" and not self.balance else SIDES
+
+    def _init(self, shape: tuple[int, int]) -> Init:
+        """See `FactorModel`; refuses factors that would have no effect."""
+        init = super()._init(shape)
+        if init.given and not set(init.given) & set(self._sides_read()):
+            raise ValueError(
+                "init has item_factors only, which the exact solver replaces before it reads them; give user_factors"
+            )
+        return init
+
+    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+        arguments = (ratings.user_items, ratings.item_users, objective, plan, state)
         if plan.devices:
             from .ranks.multi_als import MultiALS
 
             return MultiALS(*arguments)
         if plan.gpu is None:
-            return StreamedCpuALS(*arguments) if plan.streamed else CpuALS(*arguments)
+            return CpuALS(*arguments)
         from .device.cuda import open_device
         from .gpu.als import GpuALS
 
@@ -118,12 +124,26 @@ class ImplicitALS(_ALS):
         Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
     random_state : int, Generator or None
         Seed of the initial factors.
+    init : {"nonnegative", "signed"} or tuple of arrays, optional
+        Initial factors. "nonnegative" (the default) and "signed" draw them from a uniform distribution. Arrays
+        ``(user_factors, item_factors)``, of shape (n_users, factors) and (n_items, factors), continue from earlier
+        factors; models with biases also accept ``(user_factors, item_factors, user_bias, item_bias)``. Rows follow the
+        rows and columns of the ratings. Items are solved first, from the user factors: the exact solver ignores
+        `item_factors` (unless ``balance=True``), which may be None; "cg" and "subspace" start from them. Model files
+        do not contain these arrays.
     block_size : int
         Coordinates in each block of ``solver="subspace"``. With ``block_size >= factors`` the solver is exact.
     balance : bool
         Before each iteration, change to the basis with the smallest penalty at the same predictions. The objective
         approaches its minimum in a few iterations instead of tens. The early iterations then differ from those of the
         published algorithms.
+    row_form : {"auto", "primal", "dual"}
+        Form of the exact solution of rows with fewer entries than factors, on the CPU. "primal" solves `factors`
+        equations, "dual" one for each entry: the same solution at a fraction of the work. "auto" chooses for each row
+        by its number of entries. "dual", for comparison, takes the dual form for all rows with at most as many entries
+        as factors, and raises an error where it does not apply: with ``regularization=0``, other solvers and
+        assemblies, ``bias_regularization=0``, on a GPU, and for implicit feedback with `regularization_scaling` or
+        ``unobserved_weight > 1``.
     reduction : {"auto", "parallel", "two_phase", "root"}
         How several GPUs reduce partial sums when the plan splits the fixed side over them (cuMF 4.2): in parallel,
         first within sockets and then across them, or on one GPU, which then solves. "auto" is "parallel". The other
@@ -164,7 +184,7 @@ class ImplicitALS(_ALS):
         *,
         regularization: float = 0.01,
         alpha: float = 1.0,
-        iterations: int = 15,
+        iterations: int = 10,
         solver: str = "cholesky",
         device: str | Sequence[str] = "auto",
         regularization_scaling: str | float = "none",
@@ -176,8 +196,10 @@ class ImplicitALS(_ALS):
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        init: Any = None,
         block_size: int = 32,
         balance: bool = False,
+        row_form: str = "auto",
         reduction: str = "auto",
         gpu_memory_limit: str | int | None = None,
     ) -> None:
@@ -196,8 +218,10 @@ class ImplicitALS(_ALS):
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.init = init
         self.block_size = block_size
         self.balance = balance
+        self.row_form = row_form
         self.reduction = reduction
         self.gpu_memory_limit = gpu_memory_limit
 
@@ -229,7 +253,7 @@ class ExplicitALS(_ALS):
         For ranking rather than rating prediction, use about twenty times the default together with
         ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
-block_size, balance, reduction, gpu_memory_limit
+init, block_size, balance, row_form, reduction, gpu_memory_limit
         As for `ImplicitALS`.
 
     Attributes
@@ -268,8 +292,10 @@ item_ids_
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        init: Any = None,
         block_size: int = 32,
         balance: bool = False,
+        row_form: str = "auto",
         reduction: str = "auto",
         gpu_memory_limit: str | int | None = None,
     ) -> None:
@@ -288,8 +314,10 @@ item_ids_
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.init = init
         self.block_size = block_size
         self.balance = balance
+        self.row_form = row_form
         self.reduction = reduction
         self.gpu_memory_limit = gpu_memory_limit
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import scipy.sparse as sp
-
 from .core.objective import Objective, State
 from .model.base import FactorModel
+from .model.training import TrainingData
 from .plan.ccd import CcdMethod
 from .plan.solver import Solver
+from .plan.start import Init, check_init
 from .plan.types import Plan, Settings
 
 
@@ -50,7 +50,10 @@ class CCD(FactorModel):
     num_threads : int, optional
         Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
     random_state : int, Generator or None
-        Seed of the initial factors, which are nonnegative and the same as those of the other models.
+        Seed of the initial factors.
+    init : {"nonnegative", "signed"} or tuple of arrays, optional
+        As for `ImplicitALS`; factors and biases of both sides are used, and None for one of them draws it. A
+        nonnegative model needs nonnegative factors.
     gpu_memory_limit : int or str, optional
         GPU memory that the plan may use, in bytes or as text such as "6GB". Default: the free memory, limited by the
         environment variable HYBRIDMF_GPU_MEMORY_LIMIT.
@@ -107,6 +110,7 @@ class CCD(FactorModel):
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        init: Any = None,
         gpu_memory_limit: str | int | None = None,
     ) -> None:
         self.factors = factors
@@ -121,6 +125,7 @@ class CCD(FactorModel):
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.init = init
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self, spread: float = 1.0) -> Objective:
@@ -139,20 +144,18 @@ class CCD(FactorModel):
             method=CcdMethod.check(inner_iterations=self.inner_iterations, nonnegative=self.nonnegative),
         )
 
-    def _solver(
-        self,
-        plan: Plan,
-        objective: Objective,
-        user_items: sp.csr_array,
-        item_users: sp.csr_array,
-        state: State,
-        completed: int,
-    ) -> Solver:
+    def _init(self, shape: tuple[int, int]) -> Init:
+        settings, biases = self._settings(), self._objective().biases
+        nonnegative = bool(self.nonnegative)
+        return check_init(self.init, shape, settings.factors, settings.dtype, biases=biases, nonnegative=nonnegative)
+
+    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+        arguments = (ratings.user_items, ratings.item_users, objective, plan, state)
         if plan.gpu is None:
             from .cpu.ccd import CpuCCD
 
-            return CpuCCD(user_items, item_users, objective, plan, state)
+            return CpuCCD(*arguments)
         from .device.cuda import open_device
         from .gpu.ccd import GpuCCD
 
-        return GpuCCD(open_device(plan.device), user_items, item_users, objective, plan, state)
+        return GpuCCD(open_device(plan.device), *arguments)

@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from sklearn.base import clone
 
 from .als import ExplicitALS, ImplicitALS
 from .ccd import CCD
@@ -27,6 +26,7 @@ from .datasets import SHAPES, synthetic
 from .errors import DeviceError, MemoryBudgetError
 from .metrics import evaluate
 from .model.base import FactorModel
+from .model.estimator import unfitted
 from .model.stopwatch import BEFORE
 from .plan import dispatch, types
 from .plan.sgd import SgdMethod
@@ -683,7 +683,7 @@ def _cases(
         for device in devices:
             if device in missing:
                 continue
-            one = clone(model).set_params(device=_ranks(device))
+            one = unfitted(model, device=_ranks(device))
             if iterations is not None:
                 one.set_params(iterations=iterations)
             if one.random_state is None:

@@ -9,21 +9,36 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.exceptions import NotFittedError
 
 from .core.sparse import as_ones, entry_rows, keep_entries, take_rows
-from .core.validate import as_csr, check_choice, check_ids, check_int, check_real, check_shape, refuse_masked
+from .core.validate import (
+    as_csr,
+    check_choice,
+    check_ids,
+    check_int,
+    check_real,
+    check_shape,
+    check_threads,
+    csr_arrays,
+    refuse_masked,
+)
 from .data.align import align, labels_of
 from .errors import NonFiniteError
 from .model.popularity import PopularityRecommender as PopularityRecommender
+from .native import _rankings
 
 BLOCK_USERS = 16_384
-"""Users in each call of a model by `evaluate`: enough to fill a GPU, while ids and training rows take a few MB."""
+"""Users in each call of `recommend` of a model that may hold the scores of all its items for each of them."""
+
+BLOCK_RESULTS = 1 << 25
+"""Results, of 8 to 12 bytes, in each call of a model that holds no more for a user, so that its engine has all work."""
+
+BLOCK_ENTRIES = 1 << 22
+"""Entries in each call of `predict`, at some 40 bytes each."""
 
 AUC_BLOCK_BYTES = 64 << 20
 """Bytes of float32 scores, shape (block, n_items), that `auc` holds at a time."""
@@ -117,7 +132,7 @@ def precision_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     ValueError
         Shapes disagree, an item position is out of range, a user is recommended an item twice, or k < 1.
     """
-    return _precision(_grade(recommended, relevant, k), k)
+    return _judged(recommended, relevant, k, _rankings.PRECISION)
 
 
 def recall_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
@@ -125,7 +140,7 @@ def recall_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
 
     Equals ``ir_measures.R@k``. Parameters, result and errors as for `precision_at_k`.
     """
-    return _recall(_grade(recommended, relevant, k), k)
+    return _judged(recommended, relevant, k, _rankings.RECALL)
 
 
 def map_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
@@ -135,7 +150,7 @@ def map_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     more than k of them the best possible value is k / n_relevant. Some libraries divide by min(k, n_relevant) instead.
     Parameters, result and errors as for `precision_at_k`.
     """
-    return _average_precision(_grade(recommended, relevant, k), k)
+    return _judged(recommended, relevant, k, _rankings.AVERAGE_PRECISION)
 
 
 def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") -> np.ndarray:
@@ -162,7 +177,7 @@ def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") ->
         As for `precision_at_k`; also for an unknown `gains`.
     """
     check_choice("gains", gains, ("binary", "value"))
-    return _ndcg(_grade(recommended, relevant, k, gains), k)
+    return _judged(recommended, relevant, k, _rankings.NDCG, gains)
 
 
 def mean_over_users(values: Any) -> float:
@@ -188,119 +203,71 @@ def mean_over_users(values: Any) -> float:
     return float(values.mean())
 
 
-@dataclass(frozen=True)
-class _Graded:
-    """Recommendations with their gains.
-
-    Attributes
-    ----------
-    gains : float64 array, shape (n_users, n_columns)
-        Gain of the item at each rank, 0 where it is not relevant.
-    counts : float64 array, shape (n_users,)
-        Number of relevant items; NaN for none, so that quotients become NaN.
-    relevant : csr_array, shape (n_users, n_items)
-        The relevant items only, with their gains.
-    """
-
-    gains: np.ndarray
-    counts: np.ndarray
-    relevant: sp.csr_array
-
-
-def _grade(recommended: Any, relevant: Any, k: int, gains: str = "binary") -> _Graded:
+def _judged(recommended: Any, relevant: Any, k: int, kind: int, gains: str = "binary") -> np.ndarray:
     k = check_int("k", k, 1)
     relevant = as_csr(relevant, name="relevant")
     relevant = keep_entries(relevant, relevant.data > 0)
     if gains == "binary":
         relevant = as_ones(relevant, np.float32)
-    return _grade_checked(_checked_recommendations(recommended, relevant.shape, k), relevant)
+    recommended = _as_rankings(recommended, relevant.shape[0], k)
+    return _judge(recommended, np.arange(relevant.shape[0]), relevant, [(kind, k)])[0]
 
 
-def _grade_checked(recommended: np.ndarray, relevant: sp.csr_array) -> _Graded:
-    counts = np.diff(relevant.indptr).astype(np.float64)
-    counts[counts == 0] = np.nan
-    return _Graded(_look_up(relevant, recommended), counts, relevant)
+def _judge(
+    recommended: np.ndarray, rows: np.ndarray, relevant: sp.csr_array, cuts: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Values of metrics, shape (n_metrics, n_users), by their kinds and cuts; `rows` are those of each user."""
+    longest = max(recommended.shape[1], relevant.shape[1])
+    discounts = _discounts(np.arange(min(longest, max(k for _, k in cuts))))
+    values = _rankings.judge(
+        recommended,
+        rows,
+        *csr_arrays(relevant),
+        relevant.shape[1],
+        np.array([kind for kind, _ in cuts], dtype=np.int32),
+        np.array([k for _, k in cuts], dtype=np.int64),
+        discounts,
+        check_threads(None),
+    )
+    if values is None:
+        raise _no_ranking(recommended, relevant.shape[1])
+    return values
 
 
-def _checked_recommendations(recommended: Any, shape: tuple[int, int], k: int) -> np.ndarray:
-    """Return the first k columns as int64; each is -1 or an item position, and no row repeats an item."""
+def _as_rankings(recommended: Any, n_users: int, k: int) -> np.ndarray:
+    """The first k columns, int32 or int64, C order."""
     refuse_masked("recommended", recommended)
     recommended = np.asarray(recommended)
-    if recommended.ndim != 2 or recommended.shape[0] != shape[0]:
+    if recommended.ndim != 2 or recommended.shape[0] != n_users:
         raise ValueError(
-            f"recommended has shape {recommended.shape}; expected (n_users={shape[0]}, k), "
+            f"recommended has shape {recommended.shape}; expected (n_users={n_users}, k), "
             "a row of item positions for each row of relevant"
         )
     if not np.issubdtype(recommended.dtype, np.integer):
         raise TypeError(f"recommended must be integers (item positions, -1 for none), got dtype {recommended.dtype}")
-    recommended = recommended[:, :k].astype(np.int64, copy=False)
-    if np.any((recommended < -1) | (recommended >= shape[1])):
-        row, column = np.argwhere((recommended < -1) | (recommended >= shape[1]))[0]
-        raise ValueError(
+    dtype = np.int32 if recommended.dtype == np.int32 else np.int64
+    return np.ascontiguousarray(recommended[:, :k], dtype=dtype)
+
+
+def _no_ranking(recommended: np.ndarray, n_items: int) -> ValueError:
+    """The error for the first id that is no item, or else for the first that repeats."""
+    outside = (recommended < -1) | (recommended >= n_items)
+    if np.any(outside):
+        row, column = np.argwhere(outside)[0]
+        return ValueError(
             f"recommended has {recommended[row, column]} for user {row} at rank {column + 1}; "
-            f"expected 0 <= item < n_items={shape[1]}, or -1 for no recommendation"
+            f"expected 0 <= item < n_items={n_items}, or -1 for no recommendation"
         )
     in_order = np.sort(recommended, axis=1)
-    twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
-    if np.any(twice):
-        row, column = np.argwhere(twice)[0]
-        raise ValueError(
-            f"recommended has item {in_order[row, column]} twice for user {row}; a ranking holds each item once at most"
-        )
-    return recommended
-
-
-def _look_up(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
-    """matrix[i, columns[i, j]] as float64, 0 where absent or where the column is -1."""
-    values = np.zeros(columns.shape)
-    if matrix.nnz == 0:
-        return values
-    n_rows, n_columns = matrix.shape
-    # One ascending key for each entry (the matrix is canonical), so that one binary search serves all users.
-    entry_keys = entry_rows(matrix) * n_columns + matrix.indices
-    keys = np.arange(n_rows, dtype=np.int64)[:, None] * n_columns + columns
-    at = np.minimum(np.searchsorted(entry_keys, keys), matrix.nnz - 1)
-    found = (entry_keys[at] == keys) & (columns >= 0)
-    values[found] = matrix.data[at[found]]
-    return values
-
-
-def _precision(graded: _Graded, k: int) -> np.ndarray:
-    hits = np.count_nonzero(graded.gains[:, :k], axis=1)
-    return np.where(np.isnan(graded.counts), np.nan, hits / k)
-
-
-def _recall(graded: _Graded, k: int) -> np.ndarray:
-    return np.count_nonzero(graded.gains[:, :k], axis=1) / graded.counts
-
-
-def _average_precision(graded: _Graded, k: int) -> np.ndarray:
-    hit = graded.gains[:, :k] > 0
-    precision = np.cumsum(hit, axis=1) / np.arange(1, hit.shape[1] + 1)
-    return np.sum(precision * hit, axis=1) / graded.counts
-
-
-def _ndcg(graded: _Graded, k: int) -> np.ndarray:
-    gains = graded.gains[:, :k]
-    ideal = np.where(np.isnan(graded.counts), np.nan, _ideal_dcg(graded.relevant, k))
-    # Not a matrix product: BLAS rounds a row differently depending on where in the batch it stands.
-    dcg = np.sum(gains * _discounts(np.arange(gains.shape[1])), axis=1)
-    # The two sums run in different orders, so a perfect ranking may end an ulp above 1.
-    return np.minimum(dcg / ideal, 1.0)
+    row, column = np.argwhere((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0))[0]
+    return ValueError(
+        f"recommended has item {in_order[row, column]} twice for user {row}; a ranking holds each item once at most"
+    )
 
 
 def _discounts(rank: np.ndarray) -> np.ndarray:
     """Weight of each rank, counted from 0."""
     return 1.0 / np.log2(rank + 2.0)
-
-
-def _ideal_dcg(relevant: sp.csr_array, k: int) -> np.ndarray:
-    """DCG@k of each user's items by falling gain, shape (n_users,)."""
-    rows = entry_rows(relevant)
-    gains = relevant.data[np.lexsort((-relevant.data, rows))].astype(np.float64)
-    rank = np.arange(relevant.nnz) - relevant.indptr[rows]
-    top = rank < k
-    return np.bincount(rows[top], weights=gains[top] * _discounts(rank[top]), minlength=relevant.shape[0])
 
 
 # ------------------------------------------------------------------------------------------------------------- AUC
@@ -432,11 +399,11 @@ def _count_below(table: np.ndarray, rows: np.ndarray, values: np.ndarray, or_equ
 
 # -------------------------------------------------------------------------------------------------------- evaluate
 
-_RANKING: Mapping[str, Callable[[_Graded, int], np.ndarray]] = {
-    "ndcg": _ndcg,
-    "precision": _precision,
-    "recall": _recall,
-    "map": _average_precision,
+_RANKING: Mapping[str, int] = {
+    "ndcg": _rankings.NDCG,
+    "precision": _rankings.PRECISION,
+    "recall": _rankings.RECALL,
+    "map": _rankings.AVERAGE_PRECISION,
 }
 _RANKING_NAME = re.compile(rf"({'|'.join(_RANKING)})@([1-9][0-9]*)")
 _ERRORS: Mapping[str, Callable[[Any, Any], float]] = {"rmse": rmse, "mae": mae}
@@ -468,7 +435,7 @@ def evaluate(
     metrics: Sequence[str] = ("ndcg@10", "precision@10", "recall@10", "map@10"),
     users: Any = None,
     relevance_threshold: float | None = None,
-    block_users: int = BLOCK_USERS,
+    block_users: int | None = None,
     unknown: str = "error",
 ) -> Evaluation:
     """Evaluate a fitted model on held-out entries.
@@ -496,8 +463,9 @@ def evaluate(
         determined by `cold_users_` of the model if present, else by `train`. Default: all users.
     relevance_threshold : float, optional
         Test entries >= this value (as float32, like the values) are relevant. Default: entries > 0.
-    block_users : int
-        Users in each call of the model.
+    block_users : int, optional
+        Users in each call of the model. Default: for models of this library as many as memory allows, which lets a
+        GPU take all work at once; for others 16,384 in calls of `recommend`.
     unknown : {"error", "drop"}
         Treatment of labelled entries whose user or item is unknown to the model.
 
@@ -519,7 +487,8 @@ def evaluate(
     """
     names = _checked_names(metrics)
     _check_model(model, names)
-    block_users = check_int("block_users", block_users, 1)
+    if block_users is not None:
+        block_users = check_int("block_users", block_users, 1)
     test, dropped = _checked_like(model, test, "test", unknown)
     if train is not None:
         train, _ = _checked_like(model, train, "train", unknown)
@@ -541,7 +510,7 @@ def _measure(
     names: Sequence[str],
     users: np.ndarray,
     relevance_threshold: float | None = None,
-    block_users: int = BLOCK_USERS,
+    block_users: int | None = None,
     cold: np.ndarray | None = None,
 ) -> Evaluation:
     """`evaluate` for validated arguments: matrices in model positions, ascending users, and a mask of cold users."""
@@ -582,9 +551,9 @@ def _check_model(model: Any, names: Sequence[str]) -> None:
 def _has(model: Any, name: str) -> bool:
     try:
         getattr(model, name)
-    except NotFittedError:  # also an AttributeError, but its message says how to fix it
-        raise
-    except AttributeError:
+    except AttributeError as error:
+        if isinstance(error, ValueError):  # scikit-learn's NotFittedError, whose message says how to fix it
+            raise
         return False
     return True
 
@@ -650,11 +619,11 @@ def _check_some_relevant(evaluated: np.ndarray, users: np.ndarray, threshold: fl
 
 
 def _evaluate_errors(
-    model: Any, test: sp.csr_array, users: np.ndarray, n_users: int, block_users: int
+    model: Any, test: sp.csr_array, users: np.ndarray, n_users: int, block_users: int | None
 ) -> dict[str, float]:
     """Errors over the entries of `users`, those of the `n_users` users that have entries."""
     truth, predicted = [], []
-    for block in _blocks(users, block_users):
+    for block in _entry_blocks(test, users, block_users):
         entries = take_rows(test, block)
         truth.append(entries.data)
         predicted.append(np.asarray(model.predict(block[entry_rows(entries)], entries.indices)))
@@ -663,27 +632,39 @@ def _evaluate_errors(
     return {name: error(np.concatenate(truth), np.concatenate(predicted)) for name, error in _ERRORS.items()}
 
 
+def _entry_blocks(test: sp.csr_array, users: np.ndarray, block_users: int | None) -> Iterator[np.ndarray]:
+    """Users in blocks of `block_users`, or else of about `BLOCK_ENTRIES` entries."""
+    if block_users is not None:
+        return _blocks(users, block_users)
+    ends = np.cumsum(np.diff(test.indptr)[users], dtype=np.int64)
+    cuts = np.searchsorted(ends, np.arange(BLOCK_ENTRIES, ends[-1] if len(ends) else 0, BLOCK_ENTRIES), side="right")
+    return (block for block in np.split(users, np.unique(cuts)) if len(block))
+
+
 def _evaluate_rankings(
     model: Any,
     relevant: sp.csr_array,
     train: sp.csr_array | None,
     users: np.ndarray,
     cuts: Mapping[str, re.Match[str]],
-    block_users: int,
+    block_users: int | None,
 ) -> dict[str, float]:
     if not cuts:
         return {}
+    wanted = [(_RANKING[match[1]], int(match[2])) for match in cuts.values()]
     # Lists longer than the number of items would only add padding.
-    longest = min(max(int(match[2]) for match in cuts.values()), model.n_items)
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in cuts}
-    for block in _blocks(users, block_users):
+    longest = min(max(k for _, k in wanted), model.n_items)
+    values = []
+    for block in _blocks(users, block_users or _users_at_once(model, longest)):
         rows = None if train is None else take_rows(train, block)
         ids, _ = model.recommend(block, user_items=rows, N=longest, filter_already_liked_items=True)
-        wanted = take_rows(relevant, block)
-        graded = _grade_checked(_checked_recommendations(ids, wanted.shape, longest), wanted)
-        for name, match in cuts.items():
-            parts[name].append(_RANKING[match[1]](graded, int(match[2])))
-    return {name: mean_over_users(np.concatenate(values)) for name, values in parts.items()}
+        values.append(_judge(_as_rankings(ids, len(block), longest), block, relevant, wanted))
+    return dict(zip(cuts, map(mean_over_users, np.concatenate(values, axis=1)), strict=True))
+
+
+def _users_at_once(model: Any, n: int) -> int:
+    """Users in each call of `recommend` for n items each."""
+    return max(BLOCK_USERS, BLOCK_RESULTS // n) if getattr(model, "_recommends_in_blocks", False) else BLOCK_USERS
 
 
 def _evaluate_auc(model: Any, relevant: sp.csr_array, train: sp.csr_array, users: np.ndarray) -> float:

@@ -24,6 +24,7 @@ from .core.sparse import keep_entries, transposed
 from .core.validate import (
     MERGE_RULES,
     as_csr,
+    check_bool,
     check_choice,
     check_int,
     check_real,
@@ -235,6 +236,7 @@ class Ratings:
         duplicates: str = "error",
         encoding: str | None = None,
         comment: str | None = "#",
+        show_progress: bool = False,
     ) -> Ratings:
         """Ratings from a file: delimited text, MatrixMarket, .npz or Parquet, recognized by content, then by name.
 
@@ -266,6 +268,8 @@ class Ratings:
             Encoding of text; None is UTF-8, or UTF-16 after a byte order mark.
         comment : str or None
             Lines of text that start with this string are skipped; None skips no lines.
+        show_progress : bool
+            Draw a progress bar while text is read, if that takes longer than a second.
 
         Returns
         -------
@@ -290,6 +294,7 @@ class Ratings:
         check_choice("format", format, FORMATS)
         check_choice("duplicates", duplicates, MERGE_RULES)
         check_choice("header", header, ("auto", True, False))
+        check_bool("show_progress", show_progress)
         name, columns = os.fsdecode(path), (user, item, value)
         head = read_head(name)
         if format == "auto":
@@ -307,7 +312,7 @@ class Ratings:
             )
         separator = text_separator(format, separator)
         layout = find_layout(name, head, separator, header, columns, encoding, comment)
-        return _from_entries(read_text(layout), duplicates)
+        return _from_entries(read_text(layout, show_progress), duplicates)
 
     # -------------------------------------------------------------------------------------------------- properties
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import scipy.sparse as sp
-
 from .core.objective import Objective, State
-from .core.validate import check_int, check_rng
+from .core.validate import check_int, seed_of
 from .model.base import FactorModel
-from .model.learned import scale_of
+from .model.training import TrainingData
 from .plan.sgd import SgdMethod
 from .plan.solver import Solver
 from .plan.types import Plan, Settings
@@ -96,6 +93,8 @@ class SGD(FactorModel):
     random_state : int, Generator or None
         Seed of the initial factors and of every shuffle. A fit resumed from a checkpoint repeats the shuffles of the
         uninterrupted fit, since the checkpoint stores their seed.
+    init : {"nonnegative", "signed"} or tuple of arrays, optional
+        As for `ImplicitALS`; factors and biases of both sides are used, and None for one of them draws it.
     gpu_memory_limit : int or str, optional
         As for `ImplicitALS`.
 
@@ -144,6 +143,7 @@ item_ids_
         dtype: Any = "float32",
         num_threads: int | None = None,
         random_state: Any = None,
+        init: Any = None,
         gpu_memory_limit: str | int | None = None,
     ) -> None:
         self.factors = factors
@@ -163,6 +163,7 @@ item_ids_
         self.dtype = dtype
         self.num_threads = num_threads
         self.random_state = random_state
+        self.init = init
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self, spread: float = 1.0) -> Objective:
@@ -191,39 +192,27 @@ item_ids_
         )
 
     def _seed_bits(self, kept: int | None) -> int:
-        return _shuffle_seed(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
+        return seed_of(self.random_state) if kept is None else check_int("seed_bits", kept, 0)
 
-    def _standardized(self, plan: Plan, objective: Objective, user_items: sp.csr_array) -> Plan:
+    def _standardized(self, plan: Plan, objective: Objective, scale: float) -> Plan:
         """The plan with the learning rate scaled to these ratings."""
         assert isinstance(plan.method, SgdMethod)
         number = "float16" if plan.precision == "float16" else plan.dtype
-        method = plan.method.standardized(objective, scale_of(user_items, objective), number)
+        method = plan.method.standardized(objective, scale, number)
         return plan.changed(method=method)
 
-    def _solver(
-        self,
-        plan: Plan,
-        objective: Objective,
-        user_items: sp.csr_array,
-        item_users: sp.csr_array,
-        state: State,
-        completed: int,
-    ) -> Solver:
-        plan = self._standardized(plan, objective, user_items)
+    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+        plan = self._standardized(plan, objective, ratings.scale(objective))
+        arguments = (ratings.user_items, ratings.item_users, objective, plan, state, completed)
         if plan.devices:
             from .ranks.mcumsgd import MultiSGD
 
-            return MultiSGD(user_items, item_users, objective, plan, state, completed)
+            return MultiSGD(*arguments)
         if plan.gpu is None:
             from .cpu.sgd import CpuSGD
 
-            return CpuSGD(user_items, item_users, objective, plan, state, completed)
+            return CpuSGD(*arguments)
         from .device.cuda import open_device
         from .gpu.sgd import GpuSGD
 
-        return GpuSGD(open_device(plan.device), user_items, item_users, objective, plan, state, completed)
-
-
-def _shuffle_seed(random_state: Any) -> int:
-    """63 bits for the shuffles; an integer always gives the same ones, so that a resumed fit repeats the shuffles."""
-    return int(check_rng(random_state).integers(np.iinfo(np.int64).max))
+        return GpuSGD(open_device(plan.device), *arguments)

@@ -93,7 +93,7 @@ def command(
     if unknown:
         raise click.UsageError(f"--method {unknown[0]} is unknown for {feedback} feedback; known: {', '.join(models)}")
     started = time.perf_counter()
-    given = _source(ratings, options)
+    given = _source(ratings, options, quiet)
     read_seconds = time.perf_counter() - started
     result = run_compare(
         given,
@@ -116,7 +116,7 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-def _source(name: str, options: dict[str, Any]) -> str | Ratings:
+def _source(name: str, options: dict[str, Any], quiet: bool) -> str | Ratings:
     """Name of what is drawn; ratings of a file or a store."""
     if name == "demo" or name in SHAPES:
         refuse_reading_options(f"{name} is drawn from a seed")
@@ -124,4 +124,4 @@ def _source(name: str, options: dict[str, Any]) -> str | Ratings:
     if not os.path.exists(name):
         shapes = ", ".join(SHAPES)
         raise click.UsageError(f"{name!r} is neither a file nor a known shape; shapes: demo, {shapes}")
-    return read_ratings(name, **options)
+    return read_ratings(name, show_progress=not quiet, **options)

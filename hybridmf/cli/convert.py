@@ -84,7 +84,7 @@ def command(
         return
     if out is not None and os.path.isdir(out):
         raise click.UsageError(f"{out} is a folder, which can only become a store; give the name of a file")
-    ratings = read_ratings(ratings_file, **options)
+    ratings = read_ratings(ratings_file, show_progress=not quiet, **options)
     statistics = {}
     if not quiet or target == "bals-stats":
         statistics = bals_statistics(ratings.user_items, tile_rows, tile_cols, num_threads)

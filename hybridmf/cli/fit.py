@@ -56,7 +56,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
     "--bias-regularization", type=float, metavar="LAMBDA_B",
     help="Penalty of squared biases (explicit only); 0: none.  [default: Lambda / std of the ratings]",
 )  # fmt: skip
-@click.option("--iterations", type=int, help="Full sweeps.  [default: 15]")
+@click.option("--iterations", type=int, help="Full sweeps.  [default: 15 explicit, 10 implicit]")
 @click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")
 @click.option("--assembly", metavar="|".join(ASSEMBLIES), help="Kernels that build the equations.  [default: auto]")
 @click.option(
@@ -110,7 +110,7 @@ def command(
     if os.path.isdir(ratings_file):
         ratings = _open_and_say(ratings_file, load=test_size != 0, say=say)
     else:
-        ratings = _read_and_say(ratings_file, options, say)
+        ratings = _read_and_say(ratings_file, options, say, quiet)
     train, test = (ratings, None) if test_size == 0 else split(ratings, _share_or_number(test_size), random_state=seed)
     if test is not None:
         say(f"Held out {test.nnz:,} ratings, training on {train.nnz:,}.")
@@ -145,9 +145,9 @@ def _make_model(kind: str, given: dict[str, Any], seed: int) -> ExplicitALS | Im
     return model
 
 
-def _read_and_say(path: str, options: dict[str, Any], say: Callable[[str], Any]) -> Ratings:
+def _read_and_say(path: str, options: dict[str, Any], say: Callable[[str], Any], quiet: bool) -> Ratings:
     started = time.perf_counter()
-    ratings = read_ratings(path, **options)
+    ratings = read_ratings(path, show_progress=not quiet, **options)
     seconds = time.perf_counter() - started
     n_users, n_items = ratings.shape
     say(f"Read {path} in {seconds:.2f} s: {n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings.")

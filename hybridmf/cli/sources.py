@@ -62,11 +62,11 @@ def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def read_ratings(path: str, **options: Any) -> Ratings:
+def read_ratings(path: str, *, show_progress: bool = True, **options: Any) -> Ratings:
     """Ratings in memory: of a file, read as options of the command line say; or of a store."""
     if os.path.isdir(path):
         return open_store(path).to_ratings()
-    return Ratings.from_file(path, **reading_arguments(**options))
+    return Ratings.from_file(path, show_progress=show_progress, **reading_arguments(**options))
 
 
 def columns_text(path: str, **options: Any) -> str | None:

@@ -14,6 +14,7 @@ import errno
 import functools
 import gzip
 import hashlib
+import io
 import logging
 import os
 import re
@@ -43,6 +44,9 @@ TEMPORARY = ".hybridmf-"
 
 ABANDONED = 24 * 3600.0
 """Seconds without a write after which a temporary file of unknown ownership is an orphan."""
+
+READ_BYTES = 1 << 17
+"""Bytes that are asked of the system at a time."""
 
 HEAD_BYTES = 4096
 """Bytes at the start of a file from which its format and encoding are detected."""
@@ -81,15 +85,49 @@ def _undecodable_line(path: str, encoding: str) -> str:
             number += block.count(b"\n")
 
 
-def open_bytes(path: str) -> BinaryIO:
-    """Open for reading; the first two bytes, not the name, identify gzip."""
+class _Watched(io.FileIO):
+    """A file that reports its position after each read."""
+
+    on_read: Callable[[int], object]
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer)
+        self.on_read(self.tell())
+        return count
+
+
+def open_bytes(path: str, on_read: Callable[[int], object] | None = None) -> BinaryIO:
+    """Open for reading; the first two bytes, not the name, identify gzip.
+
+    Parameters
+    ----------
+    path : str
+    on_read : callable, optional
+        Is called with the number of bytes of the file, packed or not, that have been read.
+    """
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "expected a file of ratings, got a directory", path)
-    stream = open(path, "rb")  # noqa: SIM115
+    raw = io.FileIO(path) if on_read is None else _Watched(path)
+    if isinstance(raw, _Watched):
+        raw.on_read = cast(Any, on_read)
+    stream = io.BufferedReader(raw, READ_BYTES)
     if stream.peek(2)[:2] == b"\x1f\x8b":
-        stream.close()
-        return cast(BinaryIO, gzip.open(path, "rb"))
+        return cast(BinaryIO, _Unpacked(stream))
     return stream
+
+
+class _Unpacked(gzip.GzipFile):
+    """A gzip file that closes the file it unpacks."""
+
+    def __init__(self, packed: BinaryIO) -> None:
+        super().__init__(fileobj=packed, mode="rb")
+        self.packed = packed
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self.packed.close()
 
 
 def read_head(path: str) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -19,9 +19,6 @@ SCALES = (1e-30, 1e30)
 
 LEAST_SPREAD = 1e-6
 """Standard deviation of ratings, relative to their root mean square, below which it is rounding: they are equal."""
-
-DRAWN_ROWS = 65536
-"""Rows whose random factors are drawn at a time; the values do not depend on it."""
 
 
 def other_side(side: Side) -> Side:
@@ -202,6 +199,11 @@ class Factors:
             None if self.bias is None else np.ascontiguousarray(self.bias[rows]),
         )
 
+    def part(self, rows: slice) -> Factors:
+        """Some consecutive rows, as views."""
+        bias = None if self.bias is None else self.bias[rows]
+        return Factors(self.matrix[rows], bias, None if self.squares is None else self.squares.part(rows))
+
     def reordered(self, rows: np.ndarray) -> Factors:
         """All rows in the given order, where the factors are."""
         return self.take(rows)
@@ -348,69 +350,3 @@ class Terms(NamedTuple):
     bias_regularization: float
     root: float = 1.0
     bias_root: float = 1.0
-
-
-def initial_state(
-    user_degrees: np.ndarray,
-    item_degrees: np.ndarray,
-    rank: int,
-    dtype: type,
-    objective: Objective,
-    mean: float,
-    rng: np.random.Generator,
-    square: float = 1.0,
-) -> State:
-    """Random factors every backend starts from, drawn in float32 whatever `dtype` is; rows without entries are zero.
-
-    Parameters
-    ----------
-    user_degrees, item_degrees : int array, shape (n_users,) and (n_items,)
-        Entries of each row of either side.
-    rank : int
-    dtype : float32 or float64
-    objective : Objective
-    mean : float
-        Mean rating; kept only where the objective has biases.
-    rng : numpy Generator
-    square : float
-        Mean squared length of a row's factors.
-    """
-
-    def draw(degrees: np.ndarray) -> Factors:
-        matrix: np.ndarray = np.empty((len(degrees), rank), dtype)
-        for rows, drawn in drawn_rows(degrees, rank, rng, square):
-            matrix[rows] = drawn
-        return Factors(matrix, first_bias(degrees, dtype, objective))
-
-    return State(draw(user_degrees), draw(item_degrees), first_mean(mean, objective))
-
-
-def drawn_rows(
-    degrees: np.ndarray, rank: int, rng: np.random.Generator, square: float = 1.0
-) -> Iterator[tuple[slice, np.ndarray]]:
-    """Random factors of one side, some rows at a time, float32; see `initial_state`."""
-    for start in range(0, len(degrees), DRAWN_ROWS):
-        rows = slice(start, min(start + DRAWN_ROWS, len(degrees)))
-        matrix: np.ndarray = rng.standard_normal((rows.stop - start, rank), dtype=np.float32)
-        # non-negative: a first product near the mean rating, not near zero
-        np.abs(matrix, out=matrix)
-        matrix *= np.float32(math.sqrt(square) / math.sqrt(rank))
-        matrix[np.asarray(degrees[rows]) == 0] = 0
-        yield rows, matrix
-
-
-def first_bias(degrees: np.ndarray, dtype: Any, objective: Objective) -> np.ndarray | None:
-    """Biases that a fit starts from; None where the objective has none."""
-    return np.zeros(len(degrees), dtype=dtype) if objective.biases else None
-
-
-def first_mean(mean: float, objective: Objective) -> float:
-    """The mean rating where the objective has biases, else 0."""
-    return mean if objective.biases else 0.0
-
-
-def part_of(factors: Factors, first: int, last: int) -> Factors:
-    """Rows `first` to `last` - 1, as views."""
-    bias = None if factors.bias is None else factors.bias[first:last]
-    squares = None if factors.squares is None else part_of(factors.squares, first, last)
-    return Factors(factors.matrix[first:last], bias, squares)

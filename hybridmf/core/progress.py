@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+LONG = 1.0
+"""Seconds after which reading a file is worth a bar."""
 
 
 def progress_bar(total: int, shown: bool, **options: Any) -> tqdm:
@@ -14,13 +21,26 @@ def progress_bar(total: int, shown: bool, **options: Any) -> tqdm:
     Parameters
     ----------
     total : int
-        Iterations.
+        Iterations, or what the option `unit` says.
     shown : bool
         Whether one is asked for.
     **options
         As for `tqdm.tqdm`.
     """
+    from tqdm.auto import tqdm
+
     stream = sys.stderr  # None under pythonw and in some services
     drawable = shown and stream is not None and not getattr(stream, "closed", False)
     # None leaves it to tqdm, which draws in notebooks and on terminals only
-    return tqdm(total=total, disable=None if drawable else True, unit="iteration", **options)
+    return tqdm(total=total, disable=None if drawable else True, **({"unit": "iteration"} | options))
+
+
+@contextlib.contextmanager
+def reading_progress(path: str, shown: bool) -> Iterator[Callable[[int], object]]:
+    """A bar over the bytes of a file, drawn once reading takes `LONG` seconds; gives a function that moves it.
+
+    The function takes the bytes read so far: fewer than before where the file is read from its beginning again.
+    """
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "delay": LONG}
+    with progress_bar(os.path.getsize(path), shown, desc=f"Reading {os.path.basename(path)}", **options) as bar:
+        yield lambda done: bar.update(done - bar.n)

@@ -54,6 +54,31 @@ def solve_row(
     return (solution[:-1], float(solution[-1])) if objective.biases else (solution, 0.0)
 
 
+def solve_row_dual(
+    columns: np.ndarray, ratings: np.ndarray, fixed: Factors, mean: float, objective: Objective
+) -> tuple[np.ndarray, float]:
+    """`solve_row` by one equation for each entry (docs/methods.md)."""
+    Y = fixed.matrix.astype(np.float64)
+    if len(columns) == 0:
+        return np.zeros(Y.shape[1]), 0.0
+    observed = Y[columns]
+    confidence, preference = _weights(objective, np.asarray(ratings, dtype=np.float64))
+    if objective.is_implicit:
+        M = objective.unobserved_weight * Y.T @ Y + objective.regularization * np.eye(Y.shape[1])
+        G = observed @ np.linalg.solve(M, observed.T)
+        S, t = np.diag(np.sqrt(confidence - objective.unobserved_weight)), preference * confidence
+        v = t - S @ np.linalg.solve(np.eye(len(t)) + S @ G @ S, S @ G @ t)
+        return np.linalg.solve(M, observed.T @ v), 0.0
+    ridge = objective.regularization * len(columns) ** objective.scaling
+    G, shared = observed @ observed.T, 0.0
+    if objective.biases:
+        assert fixed.bias is not None
+        preference = preference - mean - fixed.bias[columns].astype(np.float64)
+        shared = objective.regularization / objective.bias_regularization
+    v = np.linalg.solve(G + shared + ridge * np.eye(len(columns)), preference)
+    return observed.T @ v, shared * float(v.sum())
+
+
 def half_sweep(matrix: Any, fixed: Factors, mean: float, objective: Objective) -> Factors:
     """New factors of all rows of `matrix` (n_rows, n_fixed), row by row."""
     matrix = sp.csr_array(matrix)
@@ -369,3 +394,33 @@ def _walk_block(
             _move(state.item, item, error, state.user.matrix[user], terms, head_only)
         else:
             _move(state.user, user, error, state.item.matrix[item], terms, head_only)
+
+
+def philox(counter: Any, key: int) -> list[np.ndarray]:
+    """The four words of Philox4x32-10 for counters of four words each (Salmon et al. 2011, section 3.3).
+
+    Parameters
+    ----------
+    counter : four int arrays or ints
+        That broadcast together.
+    key : int
+        64 bits.
+    """
+    low = np.uint64(0xFFFFFFFF)
+    words: Any = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) for word in counter))
+    keys = [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * words[0], np.uint64(0xCD9E8D57) * words[2]
+        one, three = (np.uint64(each) for each in keys)
+        words = [(b >> np.uint64(32)) ^ words[1] ^ one, b & low, (a >> np.uint64(32)) ^ words[3] ^ three, a & low]
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return words
+
+
+def drawn(rows: np.ndarray, scales: np.ndarray, rank: int, key: int, side: int, signed: bool) -> np.ndarray:
+    """Initial factors of some rows, float32, shape (n, rank): uniform up to the scale of a row; 0 where that is 0."""
+    columns, rows = np.arange(rank)[None], np.asarray(rows)[:, None]
+    words = philox((columns // 4, rows & 0xFFFFFFFF, rows >> 32, side), key)
+    odd = (np.choose(columns % 4, words) >> np.uint64(8) | np.uint64(1)).astype(np.float32)
+    unit = scales.astype(np.float32)[:, None] * np.float32(2**-23 if signed else 2**-24)
+    return np.where(scales[:, None] == 0, np.float32(0), (odd - np.float32(2**23 if signed else 0)) * unit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,18 @@ def keep_entries(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:
     return make_csr(before[matrix.indptr], matrix.indices[mask], matrix.data[mask], matrix.shape)
 
 
+FEW_ROWS = 16
+"""Share of the rows, one in so many, from which compiled code takes them out of a matrix."""
+
+
 def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
-    """matrix[rows] for integer positions >= 0, repeats included."""
-    if matrix.indptr.dtype == matrix.indices.dtype:
-        return matrix[rows]
-    # SciPy would first widen all indices of the matrix to the int64 of its indptr.
+    """matrix[rows] for integer positions >= 0, repeats included; `matrix` itself where these are all, in order."""
+    if len(rows) == matrix.shape[0] and np.array_equal(rows, np.arange(len(rows))):
+        return matrix
+    if len(rows) >= matrix.shape[0] // FEW_ROWS:
+        taken = _formats.take_rows(*csr_arrays(matrix), np.asarray(rows, dtype=np.int64))
+        return make_csr(*taken, (len(rows), matrix.shape[1]))
+    # Nothing that takes as long as the matrix has rows.
     starts = matrix.indptr[rows]
     pointer = np.concatenate(([0], np.cumsum(matrix.indptr[rows + 1] - starts)))
     entries = np.arange(pointer[-1]) + np.repeat(starts - pointer[:-1], np.diff(pointer))
@@ -50,37 +58,54 @@ def as_ones(matrix: sp.csr_array, dtype: Any) -> sp.csr_array:
 
 
 SUMMED = 1 << 16
-"""Values of one partial sum of `entry_sum`."""
+"""Values of one partial sum of `ValueSummary`."""
 
 
-def entry_sum(parts: Iterable[np.ndarray]) -> float:
-    """Sum in float64 of values that come in parts; their order counts, not where one part ends and the next begins.
+@dataclass(frozen=True)
+class ValueSummary:
+    """Sums and ranges of the values of a matrix.
 
-    So a store that is read slab by slab has the bits of the sum, and of the mean, of the same ratings in memory.
+    Attributes
+    ----------
+    total, squares : float
+        Sum of the values and of their squares, in float64.
+    value_range : (float, float) or None
+        Smallest and largest value; None if there are no values.
+    ends : float64 array, shape (2,) or (0,)
+        Smallest and largest absolute value; empty if there are no values.
     """
-    sums, rest = [], np.empty(0)
-    for part in parts:
-        at = 0
-        while at < len(part):
-            piece = part[at : at + SUMMED - len(rest)]
-            at += len(piece)
-            rest = np.concatenate((rest, piece.astype(np.float64)))
-            if len(rest) == SUMMED:
-                sums.append(float(rest.sum()))
-                rest = np.empty(0)
-    return math.fsum([*sums, float(rest.sum())])
 
+    total: float
+    squares: float
+    value_range: tuple[float, float] | None
+    ends: np.ndarray
 
-def value_range(parts: Iterable[np.ndarray]) -> tuple[float, float] | None:
-    """Smallest and largest of values that come in parts; None if there are none."""
-    ends = [(float(part.min()), float(part.max())) for part in parts if len(part)]
-    return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None
+    @classmethod
+    def of(cls, parts: Iterable[np.ndarray], num_threads: int | None = None) -> ValueSummary:
+        """Summary of float32 or float64 values that come in parts.
 
-
-def entry_squares(parts: Iterable[np.ndarray]) -> float:
-    """Sum in float64 of squared values that come in parts, as `entry_sum` adds them."""
-    pieces = (part[at : at + SUMMED] for part in parts for at in range(0, len(part), SUMMED))
-    return entry_sum(np.square(piece, dtype=np.float64) for piece in pieces)
+        Sums depend on the order of the values, not on the bounds of the parts: a store that is read slab by slab gives
+        the bits of the same ratings in memory.
+        """
+        pieces = [np.empty((0, 6))]
+        rest: np.ndarray | None = None  # the begun partial sum
+        for part in parts:
+            if rest is not None and len(rest):
+                fill = SUMMED - len(rest)
+                rest, part = np.concatenate((rest, part[:fill])), part[fill:]
+                if len(rest) < SUMMED:
+                    continue
+                pieces.append(_formats.summarize(rest, SUMMED, num_threads))
+            whole = len(part) // SUMMED * SUMMED
+            pieces.append(_formats.summarize(part[:whole], SUMMED, num_threads))
+            rest = part[whole:].copy()
+        if rest is not None and len(rest):
+            pieces.append(_formats.summarize(rest, SUMMED, num_threads))
+        sums, squares, low, high, least, largest = np.concatenate(pieces).T
+        total = (math.fsum(sums), math.fsum(squares))
+        if not len(sums):
+            return cls(*total, None, np.empty(0))
+        return cls(*total, (float(low.min()), float(high.max())), np.array([least.min(), largest.max()]))
 
 
 def csr_of(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, n_columns: int) -> sp.csr_array:

@@ -141,6 +141,11 @@ def check_rng(random_state: Any) -> np.random.Generator:
     )
 
 
+def seed_of(random_state: Any) -> int:
+    """63 bits by `random_state`: of an integer the same ones every time, of a generator the next ones."""
+    return int(check_rng(random_state).integers(np.iinfo(np.int64).max))
+
+
 def _omp_threads() -> int:
     """Threads that OMP_NUM_THREADS requests at the outermost level; 0 if it is unset or invalid."""
     try:
@@ -358,15 +363,25 @@ def from_triplets(
             f"{name} has the value {values[k]} at entry {k} (row {rows[k]}, column {columns[k]}); "
             "values must be finite: remove or replace such entries"
         )
-    # A stable transposition of the columns, then of the rows, sorts by (row, column) and keeps input order in ties.
-    work = np.array(values, dtype=np.float64, order="C")
-    pointer = _row_pointer(rows, shape[0])
-    by_row = np.argsort(rows, kind="stable") if np.any(rows[1:] < rows[:-1]) else slice(None)
-    indices = np.ascontiguousarray(columns[by_row])
-    data = np.ascontiguousarray(work[by_row])
-    pointer, indices, data = _sorted_unique(pointer, indices, data, shape, name, duplicates)
+    work = _carried(values, dtype, duplicates)
+    if np.any(rows[1:] < rows[:-1]):
+        columns_first = _formats.by_column(rows, columns, work, shape[1])
+        pointer, columns, work = _formats.transpose(*columns_first, shape[0])
+    else:
+        pointer = _row_pointer(rows, shape[0])
+    pointer, indices, data = _sorted_unique(pointer, columns, work, shape, name, duplicates)
     data = _finite_values(data, indices, pointer, name, dtype)
     return _assemble(pointer, indices, data, shape, drop_zeros)
+
+
+def _carried(values: np.ndarray, dtype: Any, duplicates: str) -> np.ndarray:
+    """A copy of values to sort: in `dtype` if nothing is to be merged and none overflows, else in float64."""
+    if duplicates == "error":
+        with np.errstate(over="ignore"):
+            narrow = np.array(values, dtype=dtype, order="C")
+        if np.all(np.isfinite(narrow)):
+            return narrow
+    return np.array(values, dtype=np.float64, order="C")
 
 
 def check_axes(name: str, shape: tuple[int, int]) -> None:

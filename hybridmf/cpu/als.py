@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,13 @@ from .. import _formats
 from ..core.balance import balancing
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..core.validate import MAX_AXIS, csr_arrays
+from ..data.slabs import Slabs
 from ..formats import BalsMatrix, tiled
 from ..native import _als
 from ..native.status import SINGULAR_PIVOT, check_status
+from ..native.systems import Rows, Systems, Tiles
 from ..plan.ordering import reordered
+from ..plan.row_forms import changes_basis, dual_up_to
 from ..plan.solver import Alternating
 from ..plan.types import Plan
 
@@ -30,9 +34,6 @@ CG_FORMS_PER_STEP = 9
 
 Measured on ML-10M's shape, 2 cores, both kinds of feedback: forming A is faster up to f = 16 to 32 at 2 steps,
 32 to 48 at 3 and 64 at 6: 1.1 to 1.6 times at f = 32; 0.8 times at f = 48 and 3 steps."""
-
-KernelArguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Offsets, Gram matrix, ridge and scale, which every kernel takes in this order."""
 
 CACHE_LINE = 64
 
@@ -95,13 +96,108 @@ def single_threaded_blas() -> Iterator[None]:
                 _blas_limit.restore_original_limits()
 
 
-def weighted_gram(factors: np.ndarray, objective: Objective, num_threads: int, *, blas: bool = False) -> np.ndarray:
-    """``unobserved_weight F^T F`` in the dtype of the factors, shape (rank, rank); (0, 0) for explicit feedback."""
-    if not objective.is_implicit:
-        return _empty(factors.dtype, 2)
-    with single_threaded_blas() if blas else nullcontext():
-        gram = _als.gram(factors, num_threads, blas)
-    return np.ascontiguousarray(objective.unobserved_weight * gram, dtype=factors.dtype)
+class WeightedGram:
+    """``unobserved_weight F^T F`` of implicit feedback, and the basis in which it and the ridge are the unit matrix.
+
+    With ``unobserved_weight F^T F + lambda I = L L^T``, rows y of the fixed side become ``L^-1 y`` in that basis, and a
+    solution w there is ``x = L^-T w``.
+
+    Parameters
+    ----------
+    factors : float array, shape (n_rows, rank)
+    objective : Objective
+    num_threads : int
+    blas : bool
+        See `hybridmf.native._als.gram`.
+
+    Attributes
+    ----------
+    matrix : float64 array, shape (rank, rank)
+        (0, 0) for explicit feedback.
+    """
+
+    def __init__(self, factors: np.ndarray, objective: Objective, num_threads: int, *, blas: bool = False) -> None:
+        self.regularization, self.dtype = objective.regularization, factors.dtype
+        self.matrix = _empty(np.dtype(np.float64), 2)
+        if objective.is_implicit:
+            with single_threaded_blas() if blas else nullcontext():
+                self.matrix = objective.unobserved_weight * _als.gram(factors, num_threads, blas)
+
+    @cached_property
+    def basis(self) -> tuple[Panels, Panels] | None:
+        """``L^-T``, which rows of the fixed side are multiplied by, and ``L^-1``, which solutions are multiplied by.
+
+        None if the matrix and its ridge are not positive definite to working precision.
+        """
+        ridge = self.regularization * np.eye(len(self.matrix))
+        inverse = _als.inverse_root(self.matrix + ridge, _epsilon(np.dtype(np.float64)))
+        if inverse is None:
+            return None
+        lower = np.ascontiguousarray(inverse, dtype=self.dtype)
+        return _als.panels(np.ascontiguousarray(lower.T)), _als.panels(lower)
+
+
+Panels = tuple[np.ndarray, np.ndarray]
+"""A matrix as `hybridmf.native._als.panels` packs it."""
+
+
+def _epsilon(dtype: np.dtype) -> float:
+    return SINGULAR_PIVOT * float(np.finfo(dtype).eps)
+
+
+class FixedSide:
+    """The fixed side of a half sweep as kernels take it.
+
+    Parameters
+    ----------
+    side : {"user", "item"}
+        The side to solve.
+    fixed : Factors
+        The other side.
+    mean : float
+    objective : Objective
+    plan : Plan
+    gram : WeightedGram
+        Of all fixed factors; `fixed` may be some of them.
+
+    Attributes
+    ----------
+    systems : Systems
+    back : Panels or None
+        What solutions are multiplied by where the systems are those of another basis.
+    """
+
+    def __init__(
+        self, side: Side, fixed: Factors, mean: float, objective: Objective, plan: Plan, gram: WeightedGram
+    ) -> None:
+        design, longest, self.back = _design(fixed, objective), dual_up_to(plan, side), None
+        matrix, ridge = gram.matrix, objective.ridge(plan.factors, plan.rank)
+        if changes_basis(plan, side):
+            if gram.basis is None:
+                longest = 0  # the primal form names the row that is not positive definite
+            else:
+                forward, self.back = gram.basis
+                there = aligned_zeros(design.shape, design.dtype)
+                # values beyond the range of the type show in the solutions
+                _als.times_panels(there, design, *forward, np.zeros(len(there), dtype=np.int32), plan.num_threads)
+                design, matrix, ridge = there, np.eye(plan.rank), np.zeros(plan.rank)
+        matrix = np.ascontiguousarray(matrix, dtype=design.dtype)
+        if plan.assembly in ("simd", "bals") and plan.solver != "subspace" and matrix.size:
+            matrix = np.pad(matrix, (0, _als.padded_rank(plan.rank) - plan.rank))
+        self.systems = Systems(
+            fixed=design,
+            offsets=_offsets(fixed, mean, objective),
+            gram=matrix,
+            ridge=ridge.astype(design.dtype),
+            implicit=objective.is_implicit,
+            alpha=objective.alpha,
+            unobserved=objective.unobserved_weight,
+            dual_up_to=longest,
+            bias_square=objective.regularization / objective.bias_regularization
+            if objective.biases and longest
+            else 0.0,
+            epsilon=_epsilon(design.dtype),
+        )
 
 
 class HalfSweep:
@@ -136,7 +232,6 @@ class HalfSweep:
         self.indptr, self.indices, self.ratings = csr_arrays(matrix)
         self.degrees = np.diff(self.indptr)
         self.scale = objective.row_scale(self.degrees)
-        self.ridge = objective.ridge(plan.factors, plan.rank).astype(matrix.dtype)
         self.order = _formats.degree_order(self.indptr)
         self.bals: BalsMatrix | None = None
         if plan.assembly == "bals":
@@ -153,7 +248,7 @@ class HalfSweep:
         return losses_of_rows(self.objective, csr, State(users, items, mean), self.plan.num_threads)
 
     def solve(
-        self, fixed: Factors, mean: float, start: Factors | None = None, gram: np.ndarray | None = None
+        self, fixed: Factors, mean: float, start: Factors | None = None, gram: WeightedGram | None = None
     ) -> Factors:
         """Return new factors of the side; arguments are not modified.
 
@@ -165,36 +260,39 @@ class HalfSweep:
             Mean rating (0 without biases).
         start : Factors, optional
             Warm start of the iterative solvers. Default: zeros.
-        gram : array, shape (rank, rank), optional
-            `weighted_gram` of the fixed factors, if already computed.
+        gram : WeightedGram, optional
+            That of the fixed factors, if already computed.
 
         Raises
         ------
         NotPositiveDefiniteError, NonFiniteError
         """
+        plan, indices = self.plan, self.indices
+        if gram is None:
+            gram = WeightedGram(fixed.matrix, self.objective, plan.num_threads, blas=plan.uses_blas)
+        if changes_basis(plan, self.side) and len(indices) < len(fixed):
+            # few rows need not change the basis of all fixed rows
+            columns, indices = np.unique(indices, return_inverse=True)
+            fixed, indices = fixed.take(columns), indices.astype(np.int32)
+        return self.solve_for(FixedSide(self.side, fixed, mean, self.objective, plan, gram), start, indices)
+
+    def solve_for(self, fixed: FixedSide, start: Factors | None = None, indices: np.ndarray | None = None) -> Factors:
+        """`solve` for a fixed side that is prepared; `indices` refer to its rows. Default: those of the ratings."""
         plan = self.plan
+        rows = Rows(self.indptr, self.indices if indices is None else indices, self.ratings, self.scale)
         # Only the published assemblies, and systems beyond the rank of our Cholesky, use BLAS and LAPACK. Limiting BLAS
         # takes milliseconds, because threadpoolctl has to find the loaded libraries.
         blas = plan.solver == "cholesky" and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
         with single_threaded_blas() if blas else nullcontext():
-            design, gram = self._design_and_gram(fixed, gram)
-            out, status = self._first_rows(start, design.dtype), np.zeros(len(self), dtype=np.int32)
-            systems = (_offsets(fixed, mean, self.objective), gram, self.ridge, self.scale)
-            for solve_batch in self._kernel_calls(out, design, systems, status):
+            out, status = self._first_rows(start, self.ratings.dtype), np.zeros(len(self), dtype=np.int32)
+            for solve_batch in self._kernel_calls(out, fixed.systems, rows, status):
                 solve_batch()
+        if fixed.back is not None:
+            _als.times_panels(out, out, *fixed.back, status, plan.num_threads)
         check_status(status, self.side, self.objective, self.names)
         if not self.objective.biases:
             return Factors(out)
         return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
-
-    def _design_and_gram(self, fixed: Factors, gram: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of `_design`, and the weighted Gram matrix padded for the kernels."""
-        plan, design = self.plan, _design(fixed, self.objective)
-        if gram is None:
-            gram = weighted_gram(design, self.objective, plan.num_threads, blas=plan.uses_blas)
-        if plan.assembly in ("simd", "bals") and plan.solver != "subspace" and gram.size:
-            gram = np.pad(gram, (0, _als.padded_rank(plan.rank) - plan.rank))
-        return design, gram
 
     def _first_rows(self, start: Factors | None, dtype: np.dtype) -> np.ndarray:
         """Allocate the solutions, filled with the warm start of the iterative solvers."""
@@ -206,106 +304,76 @@ class HalfSweep:
         return out
 
     def _kernel_calls(
-        self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray
+        self, out: np.ndarray, systems: Systems, rows: Rows, status: np.ndarray
     ) -> Iterator[Callable[[], None]]:
         """Calls of the kernel of the plan's solver and assembly, one for each batch of rows."""
         if not len(self.indices):
             return
-        calls = self._row_calls if self.bals is None else self._bals_calls
-        yield from calls(out, design, arguments, status)
+        if self.bals is None:
+            yield from self._row_calls(out, systems, rows, status)
+        else:
+            yield from self._bals_calls(out, systems, status)
 
     def _row_calls(
-        self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray
+        self, out: np.ndarray, systems: Systems, rows: Rows, status: np.ndarray
     ) -> Iterator[Callable[[], None]]:
-        plan, objective, threads = self.plan, self.objective, self.plan.num_threads
-        csr = (self.indptr, self.indices, self.ratings)
-        weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
+        plan, threads = self.plan, self.plan.num_threads
         size = _als.workspace_size(plan.rank, out.itemsize)
         if plan.solver == "subspace":
             longest = int(self.degrees.max(initial=0))
             size = _als.subspace_workspace_size(plan.rank, plan.block_size, out.itemsize, longest)
         workspace = workspaces(threads, size, out.dtype)
-        epsilon = self._epsilon(out.dtype)
         order = self.order
         if plan.solver == "cholesky" and plan.assembly == "simd":
             n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # they come first in `order`
-            yield from self._long_row_calls(order[:n_long], out, design, arguments, status, workspace)
+            yield from self._long_row_calls(out, systems, rows, order[:n_long], status, workspace)
             order = order[n_long:]
-        for rows in self._batches(order, self.degrees):
-            common = (out, design, *csr, *arguments, rows, status, workspace, *weights)
+        for batch in self._batches(order, self.degrees):
+            common = (out, systems, rows, batch, status, workspace)
             if plan.solver == "cg":
                 yield partial(_als.cg_rows, *common, plan.cg_steps, _cg_forms_from(plan), threads)
             elif plan.solver == "subspace":
-                yield partial(_als.subspace_rows, *common, plan.block_size, epsilon, threads)
+                yield partial(_als.subspace_rows, *common, plan.block_size, threads)
             else:
-                yield partial(_als.cholesky_rows, *common, ASSEMBLY_CODES[plan.assembly], epsilon, threads)
+                yield partial(_als.cholesky_rows, *common, ASSEMBLY_CODES[plan.assembly], threads)
 
     def _long_row_calls(
         self,
-        rows: np.ndarray,
         out: np.ndarray,
-        design: np.ndarray,
-        arguments: KernelArguments,
+        systems: Systems,
+        rows: Rows,
+        order: np.ndarray,
         status: np.ndarray,
         workspace: np.ndarray,
     ) -> Iterator[Callable[[], None]]:
-        if not len(rows):
+        if not len(order):
             return
-        plan, objective = self.plan, self.objective
-        ld = _als.padded_rank(plan.rank)
+        ld = _als.padded_rank(self.plan.rank)
         sums = aligned_zeros((_als.SEGMENTS, (ld + 1) * ld), out.dtype)
-        for segments in _als.long_row_waves(self.indptr, rows):
-            yield partial(
-                _als.cholesky_long_rows,
-                out,
-                design,
-                self.indices,
-                self.ratings,
-                *arguments,
-                rows,
-                segments,
-                status,
-                sums,
-                workspace,
-                objective.is_implicit,
-                objective.alpha,
-                objective.unobserved_weight,
-                self._epsilon(out.dtype),
-                plan.num_threads,
-            )
+        for segments in _als.long_row_waves(self.indptr, order):
+            common = (out, systems, rows, order, segments, status, sums, workspace)
+            yield partial(_als.cholesky_long_rows, *common, self.plan.num_threads)
 
-    def _bals_calls(
-        self, out: np.ndarray, design: np.ndarray, arguments: KernelArguments, status: np.ndarray
-    ) -> Iterator[Callable[[], None]]:
-        plan, objective, bals = self.plan, self.objective, self.bals
+    def _bals_calls(self, out: np.ndarray, systems: Systems, status: np.ndarray) -> Iterator[Callable[[], None]]:
+        plan, bals = self.plan, self.bals
         assert bals is not None
+        tiles = Tiles(
+            bals.values,
+            bals.tile_colidx,
+            self.tile_ptr,
+            bals.seg_colidx,
+            self.seg_ptr,
+            plan.tile_rows,
+            plan.tile_cols,
+            self.scale,
+        )
         starts = np.arange(0, len(self), plan.tile_rows)
         entries = np.add.reduceat(self.degrees, starts)
         blocks = np.argsort(-entries, kind="stable")
         size = _als.bals_workspace_size(plan.rank, out.itemsize, plan.tile_rows, plan.tile_cols)
         workspace = workspaces(plan.num_threads, size, out.dtype)
         for batch in self._batches(blocks, entries):
-            yield partial(
-                _als.cholesky_bals,
-                out,
-                design,
-                bals.values,
-                bals.tile_colidx,
-                self.tile_ptr,
-                bals.seg_colidx,
-                self.seg_ptr,
-                *arguments,
-                batch,
-                plan.tile_rows,
-                plan.tile_cols,
-                status,
-                workspace,
-                objective.is_implicit,
-                objective.alpha,
-                objective.unobserved_weight,
-                self._epsilon(out.dtype),
-                plan.num_threads,
-            )
+            yield partial(_als.cholesky_bals, out, systems, tiles, batch, status, workspace, plan.num_threads)
 
     def _batches(self, order: np.ndarray, entries: np.ndarray) -> Iterator[np.ndarray]:
         """Split `order` into batches of about ``plan.batch_flops`` each: Python handles Ctrl-C between two of them."""
@@ -319,9 +387,6 @@ class HalfSweep:
             if len(piece):
                 yield piece
 
-    def _epsilon(self, dtype: np.dtype) -> float:
-        return SINGULAR_PIVOT * float(np.finfo(dtype).eps)
-
 
 def _cg_forms_from(plan: Plan) -> int:
     """Row length from which CG forms A: n f^2 once and f^2 per step, instead of 4 n f per step."""
@@ -329,12 +394,76 @@ def _cg_forms_from(plan: Plan) -> int:
     return plan.rank + 1 if pays else MAX_AXIS
 
 
+class StreamedHalf:
+    """One half of a sweep over slabs: one `HalfSweep` after the other.
+
+    Rows are independent, and in no kernel do a row's bits depend on neighbouring rows. So results do not depend on
+    the bounds of slabs.
+
+    Parameters
+    ----------
+    side : {"user", "item"}
+        The side to solve.
+    slabs : Slabs
+        One row for each row of the side.
+    objective : Objective
+    plan : Plan
+    names : int64 array, shape (n_rows,), optional
+        As for `HalfSweep`.
+    """
+
+    one_thread = False
+
+    def __init__(
+        self,
+        side: Side,
+        slabs: Slabs,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None = None,
+    ) -> None:
+        self.side, self.slabs, self.objective, self.plan = side, slabs, objective, plan
+        self.check: Callable[[], None] | None = None  # as in `HalfSweep`
+        self.names = np.arange(len(slabs.degrees)) if names is None else names
+        self.degrees = slabs.degrees
+        self.scale = objective.row_scale(self.degrees)
+
+    def solve(self, fixed: Factors, mean: float, start: Factors | None = None) -> Factors:
+        """New factors of the side; see `HalfSweep.solve`."""
+        plan, bounds = self.plan, self.slabs.bounds
+        gram = WeightedGram(np.ascontiguousarray(fixed.matrix), self.objective, plan.num_threads, blas=plan.uses_blas)
+        prepared = FixedSide(self.side, fixed, mean, self.objective, plan, gram)
+        out = aligned_zeros((len(self.degrees), plan.factors), fixed.matrix.dtype)
+        bias = np.zeros(len(out), dtype=out.dtype) if self.objective.biases else None
+        for k, (first, last) in enumerate(pairwise(bounds.tolist())):
+            self.slabs.prefetch(k + 1)
+            rows = slice(first, last)
+            half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, self.names[rows])
+            half.check = self.check
+            before = None if start is None else start.part(slice(first, last))
+            solved = half.solve_for(prepared, before)
+            out[rows] = solved.matrix
+            if bias is not None and solved.bias is not None:
+                bias[rows] = solved.bias
+        return Factors(out, bias)
+
+    def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
+        """See `HalfSweep`."""
+        losses = np.zeros(len(self.degrees))
+        for k, (first, last) in enumerate(pairwise(self.slabs.bounds.tolist())):
+            self.slabs.prefetch(k + 1)
+            part = State(users.part(slice(first, last)), items, mean)
+            csr = csr_arrays(self.slabs.matrix(k))
+            losses[first:last] = losses_of_rows(self.objective, csr, part, self.plan.num_threads)
+        return losses
+
+
 class CpuALS(Alternating):
     """Alternating least squares on the CPU (Gates et al. fig. 4): owns the layouts and the current factors.
 
     Parameters
     ----------
-    user_items, item_users : csr_array
+    user_items, item_users : csr_array, or Slabs where ratings are streamed
         The ratings in both orientations.
     objective : Objective
     plan : Plan
@@ -342,14 +471,20 @@ class CpuALS(Alternating):
         Initial factors and mean.
     """
 
-    halves: dict[Side, Any]
+    halves: dict[Side, HalfSweep | StreamedHalf]
 
     def __init__(
-        self, user_items: sp.csr_array, item_users: sp.csr_array, objective: Objective, plan: Plan, state: State
+        self,
+        user_items: sp.csr_array | Slabs,
+        item_users: sp.csr_array | Slabs,
+        objective: Objective,
+        plan: Plan,
+        state: State,
     ) -> None:
         self.objective, self.plan, self.state = objective, plan, state
-        self.order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
-        self.halves = {side: HalfSweep(side, matrices[side], objective, plan, self.order.names(side)) for side in SIDES}
+        self.order, ratings = reordered(user_items, item_users, plan.reorder, plan.num_threads)
+        half = StreamedHalf if plan.streamed else HalfSweep
+        self.halves = {side: half(side, ratings[side], objective, plan, self.order.names(side)) for side in SIDES}
 
     def _inward(self, side: Side) -> Factors:
         """Current factors of a side in the order the layouts use."""

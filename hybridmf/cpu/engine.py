@@ -35,12 +35,10 @@ class CpuEngine:
         """See `hybridmf.cpu.topk.top_k`."""
         return topk.top_k(users, packed, n, seen=seen, candidates=candidates, num_threads=self.plan.num_threads)
 
-    def gram(self, fixed: Factors, objective: Objective) -> np.ndarray | None:
+    def gram(self, fixed: Factors, objective: Objective) -> als.WeightedGram:
         """Weighted Gram matrix, computed as in the fit, so that training rows get their training factors."""
-        if not objective.is_implicit:
-            return None
         plan = for_fold_in(self.plan)
-        return als.weighted_gram(fixed.matrix, objective, plan.num_threads, blas=plan.uses_blas)
+        return als.WeightedGram(fixed.matrix, objective, plan.num_threads, blas=plan.uses_blas)
 
     def fold_in(
         self,
@@ -49,7 +47,7 @@ class CpuEngine:
         objective: Objective,
         fixed: Factors,
         mean: float,
-        gram: np.ndarray | None,
+        gram: als.WeightedGram,
     ) -> Factors:
         """Exact factors of new rows."""
         return als.HalfSweep(side, matrix, objective, for_fold_in(self.plan)).solve(fixed, mean, gram=gram)

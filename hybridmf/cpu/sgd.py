@@ -304,7 +304,10 @@ def starting_state(state: State, method: SgdMethod, factors: int, completed: int
     """
     width = sums_width(method, factors)
     if not width:
-        return State(replace(state.user, squares=None), replace(state.item, squares=None), state.mean)
+        users, items = (
+            side if side.squares is None else replace(side, squares=None) for side in (state.user, state.item)
+        )
+        return State(users, items, state.mean)
     if completed and (state.user.squares is None or state.user.squares.matrix.shape[1] != width):
         raise ModelFileError(
             f"the checkpoint holds no sums of squares that rate_schedule={method.rate_schedule!r} could "

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..core.files import open_bytes
 from . import lines
+from ._spelling import spelled_plainly
 from .labels import MAX_VALUE
 from .layout import Chunk, TextLayout
 
@@ -31,12 +32,6 @@ TASK_BYTES = 1 << 21
 
 SMALLEST = 1 << 20
 """Bytes of a file below which importing pyarrow takes longer than reading."""
-
-PIECE_BYTES = 1 << 18
-"""Text whose spelling is checked at a time: stays in the cache."""
-
-SEPARATOR, ZERO, DIGIT, MINUS, POINT, ODD = 1, 2, 3, 4, 5, 6
-"""Classes of bytes: line ends count as separators; odd are white space and plus signs."""
 
 _UNIT = b"\x1f"
 """ASCII's unit separator, which stands for separators that are longer than a byte: pyarrow takes one byte."""
@@ -103,7 +98,7 @@ def _tables(layout: TextLayout, size: int, *, integers: bool) -> Iterator[dict[i
     if layout.encoding != "utf-8-sig" or os.path.getsize(layout.path) < SMALLEST:
         raise _Irregular
     header = layout.header
-    with open_bytes(layout.path) as stream:
+    with open_bytes(layout.path, layout.on_read) as stream:
         for block in _blocks(stream, size):
             _check_block(block, layout)
             start = _below_header(block, layout.separator) if header else 0
@@ -111,7 +106,7 @@ def _tables(layout: TextLayout, size: int, *, integers: bool) -> Iterator[dict[i
             content = block[start:]
             if content and not content.isspace():
                 content, delimiter = _one_byte_delimiter(content, layout.separator)
-                if integers and not _spelled_plainly(content, delimiter):
+                if integers and not spelled_plainly(content, delimiter):
                     raise _Irregular
                 yield _parse(content, delimiter, layout, integers)
 
@@ -213,32 +208,3 @@ def _parse(block: bytes, delimiter: bytes, layout: TextLayout, integers: bool) -
     except pa.ArrowException as error:
         raise _Irregular from error
     return dict(zip(used, table.unify_dictionaries().columns, strict=True))
-
-
-# ------------------------------------------------------------------------------------------------------------ integers
-
-
-def _spelled_plainly(block: bytes, delimiter: bytes) -> bool:
-    """Whether no field begins like 007, -0, 0x7 or +7, or is beside white space: such ids are labels, not numbers."""
-    classes = _classes(delimiter)
-    for start in range(0, len(block), PIECE_BYTES):
-        before, end = block[start - 1 : start] or b"\n", start + PIECE_BYTES + 2
-        piece = before + block[start:end] + (b"\n\n" if end >= len(block) else b"")
-        codes = np.frombuffer(piece.translate(classes), np.uint8)
-        first, second, third, fourth = codes[:-3], codes[1:-2], codes[2:-1], codes[3:]
-        begins = first == SEPARATOR
-        odd = begins & (second == ODD) | (first == ODD) & (second == SEPARATOR)
-        zero = begins & (second == ZERO) & (third != SEPARATOR) & (third != POINT)
-        minus = begins & (second == MINUS) & (third == ZERO) & (fourth != POINT)
-        if np.any(odd | zero | minus):
-            return False
-    return True
-
-
-def _classes(delimiter: bytes) -> bytes:
-    table = bytearray(256)
-    members = {DIGIT: b"123456789", ZERO: b"0", MINUS: b"-", POINT: b".", ODD: b" \t+", SEPARATOR: b"\r\n" + delimiter}
-    for code, found in members.items():
-        for byte in found:
-            table[byte] = code
-    return bytes(table)

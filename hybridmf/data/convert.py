@@ -44,7 +44,7 @@ from ..core.files import (
     write_atomically,
 )
 from ..core.objective import SIDES, Side
-from ..core.sparse import entry_rows, entry_sum, transposed, value_range
+from ..core.sparse import ValueSummary, entry_rows, transposed
 from ..core.system import parse_bytes
 from ..core.validate import (
     MERGE_RULES,
@@ -74,7 +74,7 @@ from .lines import line_blocks
 from .lists import ListLayout, lines_of_lists, list_chunks, list_layout
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
 from .readers import MarketHeader, check_market_rows, market_header, parquet_chunks
-from .slabs import MemorySlabs, magnitudes, slab_bounds
+from .slabs import MemorySlabs, slab_bounds
 from .store import UNFINISHED, Store, file_checksum
 from .text import (
     BLOCK_CHARS,
@@ -434,8 +434,6 @@ class _Counts:
     n_items: int
     nnz: int = 0
     zeros: int = 0
-    ends: dict[str, list[float]] = field(default_factory=lambda: {"all": [], "nonzero": []})
-    range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         self.degrees = {
@@ -452,10 +450,6 @@ class _Counts:
         self.nonzero["item"] += np.bincount(part.indices[filled], minlength=self.n_items)
         self.nnz += part.nnz
         self.zeros += int(len(filled) - np.count_nonzero(filled))
-        for kind, values in (("all", part.data), ("nonzero", part.data[filled])):
-            sizes = [*self.ends[kind], *map(float, magnitudes(values))]
-            self.ends[kind] = [min(sizes), max(sizes)] if sizes else []
-        self.range = value_range([np.array(self.range or ()), part.data])
 
 
 def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarray], counts: _Counts) -> None:
@@ -465,17 +459,19 @@ def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarr
         if counts.zeros:
             folder.save(degrees_file(side, nonzero=True), counts.nonzero[side])
     files = [slab_file("user", k, "values") for k in range(len(bounds["user"]) - 1)]
-    total = entry_sum(map(folder.load, files))
-    nonzero = entry_sum(part[part != 0] for part in map(folder.load, files)) if counts.zeros else total
+    values = {"all": ValueSummary.of(map(folder.load, files))}
+    values["nonzero"] = values["all"]
+    if counts.zeros:
+        values["nonzero"] = ValueSummary.of(part[part != 0] for part in map(folder.load, files))
     folder.finish(
         {
             "shape": list(map(int, shape)),
             "nnz": counts.nnz,
             "zeros": counts.zeros,
             "bounds": {side: bounds[side].tolist() for side in SIDES},
-            "sums": {"all": total, "nonzero": nonzero},
-            "magnitudes": counts.ends,
-            "range": counts.range,
+            "sums": {kind: each.total for kind, each in values.items()},
+            "magnitudes": {kind: each.ends.tolist() for kind, each in values.items()},
+            "range": values["all"].value_range,
         }
     )
 

@@ -206,7 +206,7 @@ def factorize_integers(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         labels, codes = np.unique(ids, return_inverse=True)
         return codes, labels if high > np.iinfo(np.int64).max else labels.astype(np.int64)
     # Ids that lie close together: a table of the range is far cheaper than sorting all entries.
-    offsets = ids.astype(np.int64) - low
+    offsets = np.subtract(ids, low, dtype=np.int64)
     present = np.zeros(high - low + 1, dtype=bool)
     present[offsets] = True
     return (np.cumsum(present, dtype=np.int32) - 1)[offsets], np.flatnonzero(present) + low

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,12 +30,13 @@ class TextLayout:
     value: int | None
     integer_ids: bool  # of the first entry: worth trying the fast path
     columns: Columns
+    on_read: Callable[[int], object] | None = None  # is passed the bytes of the file that were read so far
 
     def open(self) -> io.TextIOWrapper:
         """Open the file as text."""
-        return open_text(self.path, self.encoding)
+        return open_text(self.path, self.encoding, self.on_read)
 
 
-def open_text(path: str, encoding: str) -> io.TextIOWrapper:
+def open_text(path: str, encoding: str, on_read: Callable[[int], object] | None = None) -> io.TextIOWrapper:
     """Open a file, gzipped or not, as text."""
-    return io.TextIOWrapper(open_bytes(path), encoding=encoding)
+    return io.TextIOWrapper(open_bytes(path, on_read), encoding=encoding)

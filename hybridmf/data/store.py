@@ -37,7 +37,7 @@ import scipy.sparse as sp
 
 from .. import _formats
 from ..core.objective import SIDES, Side, other_side
-from ..core.sparse import SUMMED, entry_rows, entry_squares, take_rows, value_range
+from ..core.sparse import SUMMED, ValueSummary, entry_rows, take_rows
 from ..core.system import available_memory
 from ..core.validate import check_choice, check_path, csr_arrays, frozen_csr, make_csr
 from ..errors import MemoryBudgetError, StoreError
@@ -509,7 +509,7 @@ class StoreMatrix:
 
     @property
     def total(self) -> float:
-        """Sum of the values as `_sparse.entry_sum` of all of them in user order has it."""
+        """Sum of all values in user order; see `hybridmf.core.sparse.ValueSummary`."""
         return float(self.store._manifest["sums"][self._kind])
 
     @cached_property
@@ -518,13 +518,17 @@ class StoreMatrix:
         known = self.store._manifest.get("range")
         if known:
             return float(known[0]), float(known[1])
-        return value_range(matrix.data for matrix in self.matrices())  # written before manifests had it
+        return self._summary.value_range  # written before manifests had it
+
+    @property
+    def squares(self) -> float:
+        """Sum of the squares of all values in user order; reads the slabs once."""
+        return self._summary.squares
 
     @cached_property
-    def squares(self) -> float:
-        """Sum of squares as `_sparse.entry_squares` of all values in user order has it; reads the slabs."""
+    def _summary(self) -> ValueSummary:
         users = self if self.side == "user" else self.transposed()
-        return entry_squares(matrix.data for matrix in users.matrices())
+        return ValueSummary.of(matrix.data for matrix in users.matrices())
 
     @property
     def ends(self) -> np.ndarray:

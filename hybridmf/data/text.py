@@ -20,17 +20,19 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..core.column_names import role_of
 from ..core.files import FORMATS, reading
+from ..core.progress import reading_progress
 from ..core.validate import check_bool
 from ..errors import RatingsError
 from . import arrow_text
 from .columns import AUTO, DEFAULT_PLACES, resolve_columns
-from .labels import MAX_VALUE, Entries, factorize_integers, factorize_objects
+from .labels import MAX_POSITION, MAX_VALUE, Entries, factorize_integers, factorize_objects
 from .layout import Chunk, TextLayout, open_text
 from .lines import Lines, line_blocks
 
@@ -239,9 +241,11 @@ def _has_header(rows: list[list[str]], n_fields: int, header: bool | str, select
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-def read_text(layout: TextLayout) -> Entries:
+def read_text(layout: TextLayout, show_progress: bool = False) -> Entries:
     """Entries below the header, labels sorted; int64 where all of a column are integers, else strings."""
-    (users, user_ids), (items, item_ids), values = _read_regular(layout) or _read_any(layout)
+    with reading_progress(layout.path, show_progress) as on_read:
+        watched = replace(layout, on_read=on_read)
+        (users, user_ids), (items, item_ids), values = _read_regular(watched) or _read_any(watched)
     if not len(users):
         raise RatingsError(f"{layout.path} holds no ratings, only a header")
 
@@ -278,13 +282,22 @@ def _with_sorted_labels(chunk: Chunk, user_table: dict[str, int], item_table: di
 
 def _join(chunks: Iterator[Chunk | None]) -> Chunk | None:
     """All chunks in one; None as soon as one is None."""
-    parts: list[Chunk] = []
-    for part in chunks:
-        if part is None:
+    parts: list[list[np.ndarray]] = [[], [], []]
+    for chunk in chunks:
+        if chunk is None:
             return None
-        parts.append(part)
-    users, items, values = (np.concatenate(column) for column in zip(*parts, strict=True)) if parts else NOTHING
+        for column, values in zip(parts, chunk, strict=True):
+            column.append(_narrow(values))
+    # column by column, so that no more than one of them is in memory twice
+    users, items, values = (np.concatenate(parts.pop(0)) for _ in range(3)) if parts[0] else NOTHING
     return users, items, values
+
+
+def _narrow(ids: np.ndarray) -> np.ndarray:
+    """Integers as int32 where all fit, which halves the memory of a file's ids; anything else as it is."""
+    if ids.dtype != np.int64 or not len(ids) or max(-int(ids.min()), int(ids.max())) > MAX_POSITION:
+        return ids
+    return ids.astype(np.int32)
 
 
 def lines_of(layout: TextLayout, first: int, second: int) -> str:

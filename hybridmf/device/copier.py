@@ -20,8 +20,8 @@ logger = logging.getLogger("hybridmf")
 Array = Any
 """As `hybridmf.device.cuda.Array`."""
 
-COPY_CHUNK = 32 << 20
-"""Bytes of one pinned buffer; two of them take turns."""
+COPY_CHUNK = 16 << 20
+"""Bytes of one pinned buffer; several of them take turns."""
 
 
 class Owner(Protocol):
@@ -151,14 +151,23 @@ class CudaCopier:
 
     def _stage(self) -> tuple[np.ndarray, Any]:
         """The next pinned buffer, and the event of its last use."""
-        if not self._stages:
-            cuda = self._cupy.cuda
-            for _ in range(STAGES):
-                buffer = np.frombuffer(cuda.alloc_pinned_memory(COPY_CHUNK), dtype=np.uint8, count=COPY_CHUNK)
-                self._stages.append((buffer, cuda.Event(disable_timing=True)))
+        if self._pool is None:
             self._pool = ThreadPoolExecutor(STAGING_THREADS, thread_name_prefix="hybridmf-staging")
+        place = self._turn % STAGES
         self._turn += 1
-        return self._stages[self._turn % STAGES]
+        if place == len(self._stages):  # buffers are made when needed: small copies need one
+            self._stages.append((self._buffer(), self._cupy.cuda.Event(disable_timing=True)))
+        return self._stages[place]
+
+    def _buffer(self) -> np.ndarray:
+        """A pinned buffer, or one in pageable memory, which CUDA copies by another detour."""
+        try:
+            with self._device.active():
+                memory = self._cupy.cuda.alloc_pinned_memory(COPY_CHUNK)
+        except DeviceError as error:
+            logger.info("no more memory of the host can be page-locked, copies take longer: %s", str(error))
+            memory = bytearray(COPY_CHUNK)
+        return np.frombuffer(memory, dtype=np.uint8, count=COPY_CHUNK)
 
     def _fill(self, buffer: np.ndarray, read: Callable[[np.ndarray, int], None], start: int) -> None:
         self._share(len(buffer), lambda k, end: read(buffer[k:end], start + k))

@@ -12,16 +12,17 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..core.system import parse_bytes
+from ..core.system import available_cores, parse_bytes
 from ..errors import DeviceError, DeviceMemoryError
-from .copier import COPY_CHUNK, Copier, CudaCopier
+from .copier import Copier, CudaCopier
 
 logger = logging.getLogger("hybridmf")
 
@@ -37,6 +38,9 @@ TOOLKIT = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]"), or install 
 SMALL_COPY = 64 << 10
 """Bytes up to which a download bypasses the pinned buffers, which another thread may be using: a fit that reads a
 status must not wait for the download of all factors for a checkpoint."""
+
+LONG_COMPILATION = 0.5
+"""Seconds after which a fit that waits for the compiler says so."""
 
 Array = Any
 """An array on a device; `ndarray` of CuPy, or of NumPy where the device is emulated."""
@@ -122,6 +126,9 @@ class Device(Protocol):
 
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
         """Compiled kernel of a source text."""
+
+    def compile_ahead(self, programs: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
+        """Start to compile kernels, given as the arguments of `kernel`, side by side; `kernel` waits for them."""
 
     def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
         """Resources of the compiled kernel."""
@@ -251,8 +258,8 @@ class CudaDevice:
         self.index = index
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._compiling: dict[tuple[str, str, tuple[str, ...]], Future[Kernel]] = {}
         self._lock = threading.Lock()
-        self._pinned: list[Any] = []
         self._beside: dict[int, Any] = {}
         self._arriving: deque[tuple[np.ndarray, Any]] = deque()
         self._arriving_lock = threading.Lock()
@@ -346,18 +353,12 @@ class CudaDevice:
         """Copy to the device through pinned buffers, C order."""
         array = np.ascontiguousarray(array)
         target = self.empty(array.shape, array.dtype)
-        if not array.size:
-            return target
-        raw = array.reshape(-1).view(np.uint8)
-        with self.active(), self._lock:
-            self._copy_stream_waits()
-            for start, buffer, event, stream in self._turns(raw.nbytes):
-                size = min(COPY_CHUNK, raw.nbytes - start)
-                event.synchronize()
-                buffer[:size] = raw[start : start + size]
-                self._cupy.cuda.runtime.memcpyAsync(target.data.ptr + start, buffer.ctypes.data, size, 1, stream.ptr)
-                event.record(stream)
-            stream.synchronize()
+        if array.size:
+            with self._lock:
+                # work launched so far may still read memory that the pool reuses for the target
+                self._copies.after(self.record())
+                self._copies.copy(target.reshape(-1), array.reshape(-1))
+                self._copies.synchronize()
         return target
 
     def download(self, array: Array) -> np.ndarray:
@@ -368,24 +369,15 @@ class CudaDevice:
                 small: np.ndarray = source.get()  # which waits for the current stream
                 return small
             target = np.empty(source.shape, dtype=source.dtype)
-            self._cupy.cuda.get_current_stream().synchronize()
-            if not target.size:
-                return target
-            raw = target.reshape(-1).view(np.uint8)
-            pending: tuple[int, int, Any, Any] | None = None
             with self._lock:
-                for start, buffer, event, stream in self._turns(raw.nbytes):
-                    size = min(COPY_CHUNK, raw.nbytes - start)
-                    self._cupy.cuda.runtime.memcpyAsync(
-                        buffer.ctypes.data, source.data.ptr + start, size, 2, stream.ptr
-                    )
-                    event.record(stream)
-                    if pending is not None:  # the previous buffer, while this one is filled
-                        _take(raw, *pending)
-                    pending = (start, size, buffer, event)
-                if pending is not None:
-                    _take(raw, *pending)
+                self._copies.after(self.record())
+                self._copies.fetch(target, source)
             return target
+
+    @functools.cached_property
+    def _copies(self) -> CudaCopier:
+        """Copier of `upload` and `download`, whose pinned buffers last as long as the process."""
+        return self.copier()
 
     def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
         """Start copying a small array to pinned memory; the returned function waits and returns the array."""
@@ -407,29 +399,6 @@ class CudaDevice:
             return target.reshape(source.shape).copy()
 
         return wait
-
-    def _copy_stream_waits(self) -> None:
-        """Order copies after work launched so far, which may still read memory that the pool reuses for `upload`."""
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(self._cupy.cuda.get_current_stream())
-        self._copy_stream().wait_event(event)
-
-    def _copy_stream(self) -> Any:
-        if not self._pinned:
-            cuda = self._cupy.cuda
-            stream = cuda.Stream(non_blocking=True)
-            for _ in range(2):
-                memory = cuda.alloc_pinned_memory(COPY_CHUNK)
-                buffer = np.frombuffer(memory, dtype=np.uint8, count=COPY_CHUNK)
-                self._pinned.append((buffer, cuda.Event(disable_timing=True), stream))
-        return self._pinned[0][2]
-
-    def _turns(self, nbytes: int) -> Iterator[tuple[int, np.ndarray, Any, Any]]:
-        """(start, pinned buffer, its event, stream) of each piece of a copy."""
-        self._copy_stream()
-        for turn, start in enumerate(range(0, nbytes, COPY_CHUNK)):
-            buffer, event, stream = self._pinned[turn % 2]
-            yield start, buffer, event, stream
 
     def synchronize(self) -> None:
         """Wait for all work of the current stream; raises its failures."""
@@ -468,8 +437,24 @@ class CudaDevice:
         """Compile (NVRTC, cached on disk by CuPy) or find the kernel `name` of a source text."""
         key = (source, name, constants)
         if key not in self._kernels:
-            self._kernels[key] = self._compile(source, name, constants)
+            pending = self._compiling.pop(key, None)
+            self._kernels[key] = self._compile(*key) if pending is None else self._compiled(pending)
         return self._kernels[key]
+
+    def _compiled(self, pending: Future[Kernel]) -> Kernel:
+        if wait([pending], timeout=LONG_COMPILATION).not_done:
+            logger.info("compiling kernels for %s, once per machine: later fits find them on disk", self.spec.name)
+        return pending.result()
+
+    def compile_ahead(self, programs: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
+        """Start to compile kernels side by side; errors are raised by `kernel`."""
+        for key in programs:
+            if key not in self._kernels and key not in self._compiling:
+                self._compiling[key] = self._compiler.submit(self._compile, *key)
+
+    @functools.cached_property
+    def _compiler(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(available_cores(), thread_name_prefix="hybridmf-compiler")
 
     def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
         """Registers and local memory of a thread of a compiled kernel."""
@@ -514,8 +499,3 @@ class CudaDevice:
         """Product by cuBLAS, without TF32."""
         with self.active():
             return self._cupy.matmul(a, b)
-
-
-def _take(target: np.ndarray, start: int, size: int, buffer: np.ndarray, event: Any) -> None:
-    event.synchronize()
-    target[start : start + size] = buffer[:size]

@@ -16,8 +16,9 @@ from ..plan.fused import table_width
 from ..plan.ordering import reordered
 from ..plan.solver import Alternating
 from ..plan.types import Plan
-from .factors import Copiers, GpuFactors, HostFactors, HostTables, to_device, to_host
+from .factors import Copiers, GpuFactors, HostTables, to_device, to_host
 from .half import HalfSweep, objective_value, range_of_roots
+from .matrix import DeviceMatrix
 from .offloaded import HostHalf
 from .stream import Pipeline, StreamedHalf, slabs_of
 
@@ -43,7 +44,7 @@ class HalfSweeps:
     def make(
         self,
         side: Side,
-        block: sp.csr_array | RangeSlabs | StoreMatrix,
+        block: sp.csr_array | DeviceMatrix | RangeSlabs | StoreMatrix,
         objective: Objective,
         plan: Plan,
         names: np.ndarray | None = None,
@@ -56,7 +57,7 @@ class HalfSweeps:
         ----------
         side, objective, plan, names
             As for `HalfSweep`.
-        block : csr_array, RangeSlabs or StoreMatrix
+        block : csr_array, DeviceMatrix, RangeSlabs or StoreMatrix
         ends : float array, optional
             Smallest and largest absolute value of all ratings, if `block` is the share of one rank.
         tables : HostTables, optional
@@ -67,7 +68,7 @@ class HalfSweeps:
             return HostHalf(
                 device, side, slabs_of(block, side, plan), objective, plan, self.copiers, names, ends, tables
             )
-        if isinstance(block, sp.csr_array) and not plan.streamed:
+        if isinstance(block, sp.csr_array | DeviceMatrix) and not plan.streamed:
             roots = None if ends is None else range_of_roots(objective, ends)
             return HalfSweep(device, side, block, objective, plan, names, roots)
         slabs = slabs_of(block, side, plan)
@@ -105,19 +106,19 @@ class GpuALS(Alternating):
     Parameters
     ----------
     device : Device
-    user_items, item_users : csr_array or StoreMatrix
-        The ratings in both orientations, in memory or in a store.
+    user_items, item_users : csr_array, DeviceMatrix or StoreMatrix
+        The ratings in both orientations, in memory, on the device or in a store.
     objective : Objective
     plan : Plan
     state : State
-        Initial factors and mean. A state of `hybridmf.gpu.factors.first_state` has its own tables.
+        Initial factors and mean.
     """
 
     def __init__(
         self,
         device: Device,
-        user_items: sp.csr_array | StoreMatrix,
-        item_users: sp.csr_array | StoreMatrix,
+        user_items: sp.csr_array | DeviceMatrix | StoreMatrix,
+        item_users: sp.csr_array | DeviceMatrix | StoreMatrix,
         objective: Objective,
         plan: Plan,
         state: State,
@@ -128,12 +129,11 @@ class GpuALS(Alternating):
         self.halves: dict[Side, Any] = {}
         self.inward: dict[Side, Any] = {}
         for side in SIDES:
-            given = state.side(side)
-            tables = _tables_for(given, side, plan)
+            tables = HostTables.of(side, plan, plan.dtype) if plan.offloaded else None
             self.halves[side] = self._half_sweeps.make(
                 side, matrices[side], objective, plan, self.order.names(side), tables=tables
             )
-            self.inward[side] = self._half_sweeps.factors(self.order.inward(side, given), plan, tables)
+            self.inward[side] = self._half_sweeps.factors(self.order.inward(side, state.side(side)), plan, tables)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -176,11 +176,3 @@ class GpuALS(Alternating):
     def close(self) -> None:
         """Stop loading; `state` stays readable."""
         self._half_sweeps.close()
-
-
-def _tables_for(factors: Factors, side: Side, plan: Plan) -> HostTables | None:
-    """Tables of a side whose factors are offloaded: those of its initial factors, or new ones."""
-    if not plan.offloaded:
-        return None
-    known = factors.tables if isinstance(factors, HostFactors) else None
-    return known or HostTables.of(side, plan, plan.dtype)

@@ -13,14 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from ..core.objective import SIDES, Factors, LazyFactors, Objective, Side, State, drawn_rows, first_bias, first_mean
+from ..core.objective import Factors, LazyFactors, Objective, Side
 from ..core.scratch import mapped
 from ..core.system import ceil_div, round_up
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
 from ..plan.fused import BLOCK, table_width
+from ..plan.start import DrawnFactors
 from ..plan.types import Plan
 from . import losses
+from .draw import drawn_table
 from .rows import RowRange, read_range, widen_range
 
 GRAM_ROWS = 4096
@@ -186,9 +188,12 @@ class DeviceFactors(GpuFactors):
 
 
 def to_device(device: Device, factors: Factors, width: int) -> DeviceFactors:
-    """Factors as a table of `width` columns on a device."""
+    """Factors as a table of `width` columns on a device; initial factors are drawn there."""
     if isinstance(factors, DeviceFactors) and factors.device is device and factors.table.shape[1] == width:
         return factors
+    if isinstance(factors, DrawnFactors):
+        zeros = device.zeros(len(factors), factors.dtype) if factors.biases else None
+        return DeviceFactors(device, drawn_table(device, factors, width), factors.rank, zeros)
     table = np.empty((len(factors), width), dtype=factors.matrix.dtype)
     fill_table(table, factors)
     bias = None if factors.bias is None else device.upload(factors.bias)
@@ -199,8 +204,13 @@ def fill_table(table: np.ndarray, factors: Factors) -> None:
     """Write factors, a constant 1 if there are biases, and zeros up to the width of the table."""
     rank = factors.matrix.shape[1]
     table[:, :rank] = factors.matrix
+    pad_table(table, rank, factors.bias is not None)
+
+
+def pad_table(table: np.ndarray, rank: int, biases: bool) -> None:
+    """Write what follows the factors: a constant 1 if there are biases, and zeros."""
     table[:, rank:] = 0
-    if factors.bias is not None:
+    if biases:
         table[:, rank] = 1
 
 
@@ -481,34 +491,19 @@ def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> H
     """Factors as a table of `width` columns: of `tables`, or a new one."""
     if isinstance(factors, HostFactors) and factors.table.shape[1] == width:
         return factors
+    if isinstance(factors, DrawnFactors):  # into the table: there may be no room for a copy
+        table = _host_table((len(factors), width), factors.dtype, tables)
+        factors.draw(table[:, : factors.rank])
+        pad_table(table, factors.rank, factors.biases)
+        return HostFactors(table, factors.rank, factors.first_bias(), tables=tables)
     given = factors.on_host()
-    table = np.empty((len(given), width), given.matrix.dtype) if tables is None else tables.take()
+    table = _host_table((len(given), width), given.matrix.dtype, tables)
     fill_table(table, given)
     return HostFactors(table, given.matrix.shape[1], given.bias, tables=tables)
 
 
-def first_state(
-    degrees: dict[Side, np.ndarray],
-    plan: Plan,
-    dtype: Any,
-    objective: Objective,
-    mean: float,
-    rng: np.random.Generator,
-    square: float = 1.0,
-) -> State:
-    """`hybridmf.core.objective.initial_state`, drawn into the tables of a fit: there is no room for a copy."""
-    tables = {side: HostTables.of(side, plan, dtype) for side in SIDES}
-    users, items = (_first_factors(tables[side], degrees[side], plan.factors, objective, rng, square) for side in SIDES)
-    return State(users, items, first_mean(mean, objective))
-
-
-def _first_factors(
-    tables: HostTables, degrees: np.ndarray, rank: int, objective: Objective, rng: np.random.Generator, square: float
-) -> HostFactors:
-    table, bias = tables.take(), first_bias(degrees, tables.dtype, objective)
-    for rows, drawn in drawn_rows(degrees, rank, rng, square):
-        fill_table(table[rows], Factors(drawn, None if bias is None else bias[rows]))
-    return HostFactors(table, rank, bias, tables=tables)
+def _host_table(shape: tuple[int, int], dtype: Any, tables: HostTables | None) -> np.ndarray:
+    return np.empty(shape, dtype) if tables is None else tables.take()
 
 
 class Copiers:

@@ -1,4 +1,4 @@
-"""Launches of cuda/fused_als.cu: assembly and solution of the systems of a side on the chip."""
+"""Launches of cuda/fused_als.cu and cuda/cholesky_sums.cu: assembly and solution of the systems of a side."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
-from ..plan.fused import FusedConfig
+from ..plan.fused import BLOCK, FusedConfig
 from .assembly import RowKernels, Sums, Systems
-from .launch import DeviceEntries, check, check_not_host, constant_texts, source_text
+from .launch import DeviceEntries, check, check_not_host, constant_texts, get_kernel, program, source_text
 
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
+
+KERNEL_CODES = {"solve_rows": 1, "assemble_segments": 2, "solve_partials": 3}
 
 WIDEST = 2.0**16
 """Ratio of the largest weighted factor to a row's largest up to which float16 parts keep 22 bits of the latter."""
@@ -31,6 +33,25 @@ def entry_scale(largest_factor: float, largest_root: float) -> float:
     if not np.isfinite(largest) or largest <= 0:
         return 1.0
     return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / largest)), -60, 60))
+
+
+APART_WARPS = 4
+APART_THREADS = 32 * APART_WARPS
+APART_BLOCKS_PER_SM = 4
+"""Systems on a multiprocessor in cuda/cholesky_sums.cu: more need fewer than 128 registers a thread."""
+
+
+def apart_constants(config: FusedConfig) -> dict[str, Any]:
+    """Compile-time constants of cuda/cholesky_sums.cu, the same for all feedback and precisions."""
+    return {
+        "RANK": config.rank, "LD": config.width, "WARPS": APART_WARPS, "BLOCKS_PER_SM": APART_BLOCKS_PER_SM,
+    }  # fmt: skip
+
+
+def apart_shared_bytes(config: FusedConfig) -> int:
+    """Shared memory of a block of cuda/cholesky_sums.cu: a panel in two parts, the inverses, two vectors."""
+    blocks = config.rank16 // BLOCK
+    return 4 * (blocks * 2 * BLOCK * BLOCK + blocks * BLOCK * 24 + 2 * config.rank16 + 4)
 
 
 def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
@@ -153,6 +174,9 @@ class FusedKernels(RowKernels):
         check("slots", slots, np.int64, (len(rows) + 1,))
         check("rows", rows, np.int32, (None,))
         check_not_host(device, partials=partials, slots=slots, rows=rows)
+        if config.solved_apart and self.solver == "cholesky":
+            self._solve_apart(systems, partials, slots, rows)
+            return
         self._kernel("solve_partials", entries)(
             _grid(device, config, len(rows)),
             (config.threads,),
@@ -171,6 +195,28 @@ class FusedKernels(RowKernels):
                 np.int32(self.cg_steps),
             ),
             config.shared_bytes(self.solver),
+        )
+
+    def _solve_apart(self, systems: Systems, partials: Array, slots: Array, rows: Array) -> None:
+        """Launch cholesky_sums; arguments as checked by `solve`."""
+        device, config = self.device, self.config
+        kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_sums", **apart_constants(config))
+        kernel(
+            (min(len(rows), device.spec.multiprocessors * APART_BLOCKS_PER_SM),),
+            (APART_THREADS,),
+            (
+                systems.solutions,
+                systems.status,
+                partials,
+                slots,
+                rows,
+                _gram_pointer(systems),
+                systems.ridge,
+                systems.scale,
+                np.int32(len(rows)),
+                np.float32(self.epsilon),
+            ),
+            apart_shared_bytes(config),
         )
 
     def solve_rows(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array) -> None:
@@ -217,8 +263,21 @@ class FusedKernels(RowKernels):
         )
 
     def _kernel(self, name: str, entries: DeviceEntries) -> Any:
-        texts = _constant_texts(self.config, self.precision, self.solver, entries.implicit, entries.offsets is not None)
-        return self.device.kernel(source_text("fused_als.cu"), name, texts)
+        return self.device.kernel(*self._program(name, entries.implicit, entries.offsets is not None))
+
+    def _program(self, name: str, implicit: bool, offsets: bool) -> tuple[str, str, tuple[str, ...]]:
+        constants = _constant_texts(self.config, self.precision, self.solver, implicit, offsets)
+        # each in a program of its own, so that they are compiled side by side
+        return source_text("fused_als.cu"), name, (*constants, f"KERNEL={KERNEL_CODES[name]}")
+
+    def programs(self, implicit: bool, offsets: bool) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
+        if self.config.solved_apart and self.solver == "cholesky":
+            solving = program("cholesky_sums.cu", "cholesky_sums", **apart_constants(self.config))
+            return [self._program("assemble_segments", implicit, offsets), solving]
+        names = [] if self.config.solved_apart else ["solve_rows"]
+        names += ["solve_partials", "assemble_segments"]
+        return [self._program(name, implicit, offsets) for name in names]
 
 
 # ---------------------------------------------------------------------------------------------------- builds
@@ -229,7 +288,7 @@ COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128)
 def default_builds(
     spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of the builds for usual ranks; each program has all three kernels.
+    """``(file, kernel, constants)`` of the builds for usual ranks; a program has all kernels of its file.
 
     Every precision and solver for rank 64, the default ones for the others.
     """
@@ -241,6 +300,9 @@ def default_builds(
                 for solver in solvers:
                     config = FusedConfig.default(rank, spec, precision, solver)
                     yield (
-                        "fused_als.cu", "solve_partials",
+                        "fused_als.cu", "assemble_segments",
                         build_constants(config, precision, solver, implicit, offsets),
                     )  # fmt: skip
+        config = FusedConfig.default(rank, spec)
+        if config.solved_apart:
+            yield "cholesky_sums.cu", "cholesky_sums", apart_constants(config)

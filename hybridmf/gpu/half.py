@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import scipy.sparse as sp
 
+from .._formats import degree_order
 from ..core.objective import Objective, Side
 from ..core.system import ceil_div
-from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from ..formats import tiled
@@ -23,10 +23,11 @@ from ..native.status import SINGULAR_PIVOT, check_status
 from ..plan import fused as plan_fused
 from ..plan.fused import FusedConfig, table_width
 from ..plan.types import Plan
-from . import bals, fused, losses
+from . import bals, fused, losses, matrix, rows
 from .assembly import RowKernels, SegmentKernels, Systems
 from .factors import DeviceFactors, GpuFactors, weighted_gram
-from .launch import DeviceEntries
+from .launch import DeviceEntries, program
+from .matrix import DeviceMatrix
 from .mo_als import mo_als
 from .sparse_syrk import sparse_syrk
 
@@ -352,7 +353,7 @@ class HalfSweep(GpuHalf):
     device : Device
     side : {"user", "item"}
         The side to solve, named in messages.
-    matrix : csr_array, shape (n_rows, n_fixed)
+    matrix : csr_array or DeviceMatrix, shape (n_rows, n_fixed)
     objective : Objective
     plan : Plan
     names : int64 array, shape (n_rows,), optional
@@ -370,31 +371,30 @@ class HalfSweep(GpuHalf):
         self,
         device: Device,
         side: Side,
-        matrix: sp.csr_array,
+        matrix: sp.csr_array | DeviceMatrix,
         objective: Objective,
         plan: Plan,
         names: np.ndarray | None = None,
         roots: tuple[float, float] | None = None,
     ) -> None:
         self.device, self.side, self.objective, self.plan, self.names = device, side, objective, plan, names
-        indptr, indices, ratings = csr_arrays(matrix)
-        self.dtype = matrix.dtype
-        self.degrees = np.diff(indptr)
+        held = DeviceMatrix.of(device, matrix)
+        self.dtype = held.dtype
+        self.degrees = np.diff(held.indptr)
         self.width = table_width(plan.rank, self.dtype)
-        self.indptr = device.upload(np.asarray(indptr, dtype=np.int64))
-        self.indices, self.ratings = self._hold(indices, ratings)
+        self.indptr, self.indices, self.ratings = held.starts, held.indices, held.data
         self.scale = device.upload(objective.row_scale(self.degrees).astype(self.dtype))
         self.ridge = device.upload(objective.ridge(plan.factors, plan.rank).astype(self.dtype))
-        self.roots = roots or range_of_roots(objective, ratings)
-        order = np.argsort(-self.degrees, kind="stable")
-        order = order[: int(np.count_nonzero(self.degrees))]
+        self.roots = roots or range_of_roots(objective, held.ends)
+        order = degree_order(held.indptr)[: int(np.count_nonzero(self.degrees))]
         n_long = len(order) if self._sums_apart() else int(np.count_nonzero(self.degrees > plan.segment))
-        self.long = Pieces.cut(np.asarray(indptr, dtype=np.int64), order[:n_long], plan.segment)
+        self.long = Pieces.cut(held.indptr, order[:n_long], plan.segment)
         self.short = device.upload(order[n_long:].astype(np.int32))
         self.tiles = None
         self.batches: Batches
         if plan.assembly == "bals":
-            self.tiles = bals.upload_tiles(device, tiled(matrix, plan.tile_rows, plan.tile_cols, plan.num_threads))
+            assert held.host is not None  # the plan keeps it there for this assembly
+            self.tiles = bals.upload_tiles(device, tiled(held.host, plan.tile_rows, plan.tile_cols, plan.num_threads))
             self.batches = TileBatches(device, plan.batch_slots, plan.tile_rows, self.degrees)
         else:
             self.batches = SegmentBatches(device, plan.batch_slots, self.long, self._upload, self.keeps_batches)
@@ -405,10 +405,6 @@ class HalfSweep(GpuHalf):
     def _sums_apart(self) -> bool:
         """Whether the sums of all rows, not only of long ones, go through global memory before they are solved."""
         return self.plan.assembly != "fused" or self.plan.rank >= plan_fused.SOLVED_APART
-
-    def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
-        """Copy the entries to the device."""
-        return self.device.upload(indices), self.device.upload(ratings)
 
     def _upload(self, array: np.ndarray) -> Array:
         """Copy an array of a batch to the device."""
@@ -511,13 +507,28 @@ class HalfSweep(GpuHalf):
         return segment_losses(self, users, items, mean, loss_segments(self))
 
 
-def range_of_roots(objective: Objective, ratings: np.ndarray) -> tuple[float, float]:
-    """Square roots of the smallest and largest weight of an entry beyond the Gram matrix; zeros do not count."""
-    if not objective.is_implicit or not len(ratings):
+def programs_of(device: Device, plan: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Arguments of `Device.kernel` for the kernels of this library that a fit of a plan needs first."""
+    if plan.assembly != "fused":
+        return []
+    config = FusedConfig.default(plan.rank, device.spec, plan.precision, plan.solver)
+    kernels = fused.FusedKernels(device, config, plan.precision, plan.solver)
+    common = {"REAL": np.dtype(plan.dtype)}
+    return [
+        *kernels.programs(plan.feedback == "implicit", plan.rank > plan.factors),
+        program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
+        program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
+    ]
+
+
+def range_of_roots(objective: Objective, ends: np.ndarray) -> tuple[float, float]:
+    """Square roots of the smallest and largest weight of an entry beyond the Gram matrix; zeros do not count.
+
+    `ends` are the smallest and largest absolute value of the ratings; empty if there are none.
+    """
+    if not objective.is_implicit or not len(ends):
         return 1.0, 1.0
-    sizes = np.abs(ratings)
-    ends = np.array([sizes.min(), sizes.max()], dtype=np.float64)
-    weights = 1 + objective.alpha * ends - objective.unobserved_weight
+    weights = 1 + objective.alpha * ends.astype(np.float64) - objective.unobserved_weight
     # unobserved_weight 1 leaves alpha |r|: the smallest rating decides
     smallest, largest = np.sqrt(np.maximum(weights, 0))
     return (float(smallest) if smallest > 0 else float(largest)), max(float(largest), np.finfo(np.float32).tiny)

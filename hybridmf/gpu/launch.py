@@ -50,7 +50,12 @@ def _spliced(file: str, seen: set[str]) -> Iterator[str]:
 
 def get_kernel(device: Device, file: str, name: str, **constants: Any) -> Kernel:
     """The kernel `name` of ``cuda/<file>``, compiled once per constants and device."""
-    return device.kernel(source_text(file), name, constant_texts(constants))
+    return device.kernel(*program(file, name, **constants))
+
+
+def program(file: str, name: str, **constants: Any) -> tuple[str, str, tuple[str, ...]]:
+    """The arguments of `Device.kernel` for the kernel `name` of ``cuda/<file>``."""
+    return source_text(file), name, constant_texts(constants)
 
 
 def constant_texts(constants: dict[str, Any]) -> tuple[str, ...]:

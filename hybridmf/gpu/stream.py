@@ -25,7 +25,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Objective, Side
-from ..core.validate import csr_arrays, make_csr
+from ..core.validate import csr_arrays
 from ..data.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries
 from ..data.store import StoreMatrix
 from ..device.copier import Copier
@@ -35,6 +35,7 @@ from ..plan.types import Plan
 from .assembly import RowKernels
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .half import GpuHalf, HalfSweep, Launches, range_of_roots
+from .matrix import DeviceMatrix
 
 Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
 """A vector of the host, or pieces to concatenate."""
@@ -277,13 +278,10 @@ class SlabHalf(HalfSweep):
         roots: tuple[float, float],
     ) -> None:
         indptr = np.concatenate(([0], np.cumsum(degrees)))
-        rows = make_csr(indptr, np.empty(0, np.int32), np.empty(0, dtype), (len(degrees), 1))
+        rows = DeviceMatrix.without_entries(device, indptr, dtype)
         super().__init__(device, side, rows, objective, plan, roots=roots)
         self.shared_kernels: RowKernels | None = None
         self._lent: tuple[Array | None, Array] | None = None
-
-    def _hold(self, indices: np.ndarray, ratings: np.ndarray) -> tuple[Array, Array]:
-        return None, None
 
     def lend(self, indices: Array, ratings: Array) -> None:
         """Set the entries for the next solve."""

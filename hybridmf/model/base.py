@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -13,19 +13,15 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.base import BaseEstimator
-from sklearn.utils import Tags, check_array
-from sklearn.utils.validation import check_is_fitted
 
-from ..core.objective import Objective, State, initial_state
-from ..core.sparse import transposed
+from ..core.objective import SIDES, Objective, Side, State
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
     as_csr,
     check_bool,
     check_int,
     check_nonempty,
-    check_rng,
+    seed_of,
     without_mask,
 )
 from ..data import fingerprint
@@ -36,14 +32,17 @@ from ..errors import DeviceError
 from ..plan import dispatch
 from ..plan.make import check_memory, make_plan, plan_for
 from ..plan.solver import Solver
+from ..plan.start import Init, Start, check_init, initial_state
 from ..plan.types import Plan, Settings
 from ..ratings import Ratings
 from . import checkpoint as checkpoints
 from . import files as _io
-from .learned import Learned, pattern, range_of, scale_of, total_of
+from .estimator import check_is_fitted, numeric_matrix
+from .learned import Learned, pattern
 from .loop import FitLoop, Observers, Record, check_validation
 from .serving import ServingMixin
 from .stopwatch import Stopwatch
+from .training import TrainingData
 
 logger = logging.getLogger("hybridmf")
 
@@ -54,17 +53,18 @@ USUAL_RATIO = {False: 0.0135, True: 0.045}
 """The default lambda of 0.05 divided by the scale of ratings of 1 to 5 stars, without and with biases."""
 
 
-class FactorModel(ServingMixin, BaseEstimator):
+class FactorModel(ServingMixin):
     """Base of the estimators. Subclasses define the objective, the settings and the solver."""
 
     iterations: int
     random_state: Any
+    init: Any
 
     _reads_slabs = False
     """Whether the solvers read a `Store` slab by slab; for other solvers it is loaded into memory."""
 
-    _first_square = 0.25
-    """Mean squared length of initial factors, relative to the scale of explicit ratings. Longer factors leave noise in
+    _first_length = 0.5
+    """Length of initial factors, relative to the root of the scale of explicit ratings. Longer factors leave noise in
     rows with few entries; with shorter ones, the first pass makes item factors so long that SGD steps overshoot."""
 
     n_iter_: int
@@ -81,17 +81,9 @@ class FactorModel(ServingMixin, BaseEstimator):
     def _settings(self) -> Settings:
         raise NotImplementedError
 
-    def _solver(
-        self, plan: Plan, objective: Objective, user_items: Any, item_users: Any, state: State, completed: int
-    ) -> Solver:
+    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         """The solver; `state` is the result of `completed` iterations."""
         raise NotImplementedError
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        tags.transformer_tags.preserves_dtype = []  # factors have the dtype of the model, not of the input
-        return tags
 
     # ------------------------------------------------------------------------------------------------ input
 
@@ -102,7 +94,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         if not sp.issparse(matrix) and not isinstance(matrix, (Ratings, Store)):
             refuse_triplets(matrix, name)  # by names of columns, which check_array drops
             plain = without_mask(matrix, name)
-            matrix = check_array(plain, dtype="numeric", input_name=name, estimator=self)
+            matrix = numeric_matrix(self, plain, name)
         return as_csr(matrix, name=name, dtype=self._settings().dtype, drop_zeros=self._objective().is_implicit)
 
     # ------------------------------------------------------------------------------------------------ fit
@@ -154,9 +146,9 @@ class FactorModel(ServingMixin, BaseEstimator):
             Attribute ``history_`` has one dict for each iteration with ``iteration`` and ``seconds``, and, given a
             validation set, a callback or a progress bar, ``objective`` and the validation metric. ``timings_`` has the
             seconds of each part of the fit, which add up to its total time: "check" (input, checkpoint to resume from),
-            "plan", "convert" (transpose), "set up" (layouts, initial factors, transfer to a GPU), "iterations",
-            "observe" (objective, validation, callback, queueing checkpoints) and "finish" (factors to the host, last
-            checkpoint).
+            "plan", "convert" (transpose, and transfer to a GPU that does it), "set up" (layouts, initial factors),
+            "iterations", "observe" (objective, validation, callback, queueing checkpoints) and "finish" (factors to the
+            host, last checkpoint).
 
         Raises
         ------
@@ -174,6 +166,7 @@ class FactorModel(ServingMixin, BaseEstimator):
         check_labels(labels_of(user_items))
         matrix = self._check_matrix(user_items)
         check_nonempty(matrix, "user_items")
+        init = self._init(matrix.shape)
         stopwatch.lap("check")
         plan = plan_for(matrix, objective, settings)
         check_memory(plan)
@@ -187,16 +180,14 @@ class FactorModel(ServingMixin, BaseEstimator):
         stopwatch.lap("check")
 
         logger.info("plan:\n%s", plan)
-        item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
+        ratings = self._training_data(matrix, plan)
         stopwatch.lap("convert")
-        user_counts, item_counts = np.diff(matrix.indptr), np.diff(item_users.indptr).astype(np.int64)
-        log_empty_rows(user_counts, item_counts)
-        scale = scale_of(matrix, objective)
-        objective = self._objective(scale)
-        state = resumed.state if resumed else self._initial_state(matrix, item_users, plan, objective, scale)
+        log_empty_rows(*ratings.degrees.values())
+        objective = self._objective(ratings.scale(objective))
+        state = resumed.state if resumed else self._initial_state(ratings, plan, objective, init)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
-        solver = self._solver(_seeded(plan, seed_bits), objective, matrix, item_users, state, completed)
+        solver = self._solver(_seeded(plan, seed_bits), objective, ratings, state, completed)
         with closing(solver):  # ends threads and connections of ranks, however the fit ends
             writer = None
             if where is not None:
@@ -204,7 +195,7 @@ class FactorModel(ServingMixin, BaseEstimator):
             loop = FitLoop(
                 self,
                 solver,
-                self._learner(user_items, matrix, objective, plan, item_counts),
+                self._learner(user_items, matrix, objective, plan, ratings),
                 _columns(user_items, matrix.shape),
                 replace(observers, validation=held_out),
                 stopwatch,
@@ -212,18 +203,18 @@ class FactorModel(ServingMixin, BaseEstimator):
                 completed=completed,
                 history=list(resumed.summary["history"]) if resumed else None,
             )
-            del state, resumed  # frees the initial factors after the first sweep
+            del state, resumed, init  # frees the initial factors after the first sweep
             stopwatch.lap("set up")
             loop.run(iterations)
         if not objective.is_implicit:
-            _warn_of_collapse(self._learned, scale, matrix.nnz)
+            _warn_of_collapse(self._learned, ratings.scale(objective), matrix.nnz)
         dispatch.remember(plan)
         stopwatch.lap("finish")
         self.timings_ = stopwatch.seconds
         return self
 
     def _learner(
-        self, given: Any, matrix: Any, objective: Objective, plan: Plan, item_counts: np.ndarray
+        self, given: Any, matrix: Any, objective: Objective, plan: Plan, ratings: TrainingData
     ) -> Callable[[State], Learned]:
         """Function from a state to `Learned`, for a fit on `given`, validated as `matrix`."""
         user_ids, item_ids = labels_of(given) or (None, None)
@@ -232,37 +223,58 @@ class FactorModel(ServingMixin, BaseEstimator):
             objective,
             plan,
             seen=pattern(matrix),
-            total=total_of(matrix),
+            total=ratings.values.total,
             user_ids=user_ids,
             item_ids=item_ids,
             params=_io.jsonable(self.get_params(deep=False)),
-            item_counts=item_counts,
-            value_range=range_of(matrix, objective),
+            item_counts=ratings.degrees["item"],
+            value_range=None if objective.is_implicit else ratings.values.value_range,
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
         """Seed of random numbers in iterations: from a checkpoint, else by `random_state`; None if none are drawn."""
         return None
 
-    def _initial_state(
-        self, matrix: Any, item_users: Any, plan: Plan, objective: Objective, scale: float | None = None
-    ) -> State:
-        """Initial state of a fit; `scale` is that of the ratings, computed if not given."""
-        scale = scale_of(matrix, objective) if scale is None else scale
-        return initial_state(
-            np.diff(matrix.indptr),
-            np.diff(item_users.indptr),
-            plan.factors,
-            matrix.dtype.type,
-            objective,
-            total_of(matrix) / matrix.nnz,
-            check_rng(self.random_state),
-            self._first_length(objective, scale),
-        )
+    def _training_data(self, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> TrainingData:
+        """The ratings in both orientations, where the solver of the plan reads them."""
+        return TrainingData.on_host(matrix, plan)
 
-    def _first_length(self, objective: Objective, scale: float) -> float:
-        """Mean squared length of initial factors: in proportion to explicit ratings, about 1 for implicit feedback."""
-        return 1.0 if objective.is_implicit else self._first_square * scale
+    def _initial_state(
+        self, ratings: TrainingData, plan: Plan, objective: Objective, init: Init | None = None
+    ) -> State:
+        """Initial state of a fit; `init`, as checked, is computed if not given."""
+        scale, seed = ratings.scale(objective), seed_of(self.random_state)
+        init = init or self._init(ratings.shape)
+        return self._first_state(ratings.degrees, plan, objective, ratings.mean, scale, seed, init)
+
+    def _first_state(
+        self,
+        degrees: Mapping[Side, np.ndarray],
+        plan: Plan,
+        objective: Objective,
+        mean: float,
+        scale: float,
+        seed: int,
+        init: Init,
+    ) -> State:
+        """Initial state for ratings of these degrees, this mean and this scale."""
+        start = replace(self._start(objective, scale), signed=init.signed)
+        counts = (degrees["user"], degrees["item"])
+        drawn = initial_state(*counts, plan.factors, plan.dtype, objective, mean, seed, start, plan.num_threads)
+        return init.placed(drawn, degrees, self._sides_read())
+
+    def _init(self, shape: tuple[int, int]) -> Init:
+        """The checked `init` for ratings of this shape."""
+        settings, biases = self._settings(), self._objective().biases
+        return check_init(self.init, shape, settings.factors, settings.dtype, biases=biases)
+
+    def _sides_read(self) -> tuple[Side, ...]:
+        """Sides whose initial factors the first iteration reads."""
+        return SIDES
+
+    def _start(self, objective: Objective, scale: float) -> Start:
+        """How initial factors are distributed; factors of explicit ratings grow with the root of their scale."""
+        return Start(1.0 if objective.is_implicit else self._first_length * math.sqrt(scale))
 
     # ------------------------------------------------------------------------------------------------ files
 

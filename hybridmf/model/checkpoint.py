@@ -33,6 +33,7 @@ KEEP = 2
 FREE_PARAMS = frozenset(
     {"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state", "gpu_memory_limit"}
 ) | {
+    "init",
     "learning_rate",  # a diverged run continues with a lower rate
     "decay",
     "schedule",

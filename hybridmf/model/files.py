@@ -56,14 +56,14 @@ MAX_COUNT = int(np.iinfo(np.int64).max)
 
 
 def jsonable(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters as JSON values; a Generator cannot be stored and becomes None."""
+    """Parameters as JSON values; what cannot be stored (a Generator, initial factors) becomes None."""
     plain: dict[str, Any] = {}
     for key, value in params.items():
         if isinstance(value, np.generic):
             value = value.item()
         if isinstance(value, (type, np.dtype)):
             value = np.dtype(value).name
-        if isinstance(value, tuple):
+        if isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value):
             value = list(value)
         plain[key] = value if isinstance(value, (str, int, float, bool, list, type(None))) else None
     return plain

@@ -9,7 +9,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State, rating_scale
-from ..core.sparse import as_ones, entry_rows, entry_squares, entry_sum, transposed, value_range
+from ..core.sparse import ValueSummary, as_ones, entry_rows, transposed
 from ..core.validate import frozen_csr
 from ..data.store import StoredSeen, StoreMatrix
 from ..plan.types import Plan
@@ -71,7 +71,8 @@ class Learned:
         """A copy whose range of values, if known, includes `values`."""
         if self.value_range is None:
             return self
-        return replace(self, value_range=value_range([np.array(self.value_range), values]))
+        low, high = self.value_range
+        return replace(self, value_range=(float(values.min(initial=low)), float(values.max(initial=high))))
 
     def seen_matrix(self) -> sp.csr_array | None:
         """`seen` in memory."""
@@ -86,7 +87,7 @@ class Learned:
         return (
             bool(np.array_equal(matrix.indptr, seen.indptr))
             and bool(np.array_equal(matrix.indices, seen.indices))
-            and total_of(matrix) == self.total
+            and summary_of(matrix).total == self.total
         )
 
     def overlaps(self, matrix: sp.csr_array) -> bool:
@@ -100,9 +101,9 @@ class Learned:
         return bool(len(theirs)) and bool(np.any(theirs[place] == mine))
 
 
-def total_of(matrix: sp.csr_array | StoreMatrix) -> float:
-    """Sum of the values; the same bits for a store and for the same ratings in memory."""
-    return matrix.total if isinstance(matrix, StoreMatrix) else entry_sum([matrix.data])
+def summary_of(matrix: sp.csr_array | StoreMatrix, num_threads: int | None = None) -> ValueSummary | StoreMatrix:
+    """Sums and ranges of the values: a store has them, with the same bits as the same ratings in memory."""
+    return matrix if isinstance(matrix, StoreMatrix) else ValueSummary.of([matrix.data], num_threads)
 
 
 def count_items(matrix: sp.csr_array) -> np.ndarray:
@@ -110,19 +111,14 @@ def count_items(matrix: sp.csr_array) -> np.ndarray:
     return np.bincount(matrix.indices, minlength=matrix.shape[1]).astype(np.int64)
 
 
-def range_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> tuple[float, float] | None:
-    """Smallest and largest value of explicit feedback; None for implicit feedback."""
-    if objective.is_implicit:
-        return None
-    return matrix.value_range if isinstance(matrix, StoreMatrix) else value_range([matrix.data])
-
-
 def scale_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> float:
     """Scale that standardizes the ratings of an explicit model; see `hybridmf.core.objective.rating_scale`."""
-    if objective.is_implicit:
-        return 1.0
-    squares = matrix.squares if isinstance(matrix, StoreMatrix) else entry_squares([matrix.data])
-    return rating_scale(total_of(matrix), squares, matrix.nnz, objective.biases)
+    return scale_of_values(summary_of(matrix), matrix.nnz, objective)
+
+
+def scale_of_values(values: ValueSummary | StoreMatrix, nnz: int, objective: Objective) -> float:
+    """`scale_of` from the summary of `nnz` ratings."""
+    return 1.0 if objective.is_implicit else rating_scale(values.total, values.squares, nnz, objective.biases)
 
 
 def pattern(matrix: Any) -> Any:

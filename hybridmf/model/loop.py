@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.utils.validation import validate_data
 
 from ..core.objective import Objective, State
 from ..core.progress import progress_bar
@@ -23,6 +22,7 @@ from ..errors import RatingsError
 from ..metrics import _measure
 from ..plan.solver import Solver
 from . import checkpoint as checkpoints
+from .estimator import take_columns
 from .learned import Learned
 from .stopwatch import Stopwatch
 
@@ -241,7 +241,7 @@ class FitLoop:
         if state is None:
             return
         if self.learned is None:
-            validate_data(self.model, self.columns, skip_check_array=True, reset=True)
+            take_columns(self.model, self.columns)
         self.learned = self.learn(state)  # releases the previous state
         self.model._learn(self.learned)
         self.model.n_iter_, self.model.history_ = self.completed, self.history

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.exceptions import NotFittedError
 
 from ..core.sparse import entry_rows, take_rows
 from ..core.validate import MAX_N, as_csr, check_bool, check_ids, check_int, check_nonempty, check_real, check_shape
 from ..data.align import align_rows, labels_of
 from ..plan.memory import check_answer
+from .estimator import not_fitted
 
 
 class PopularityRecommender:
@@ -161,7 +161,7 @@ class PopularityRecommender:
 
     def _check_fitted(self) -> None:
         if "item_counts_" not in vars(self):
-            raise NotFittedError("this PopularityRecommender is not fitted; call fit(user_items) first")
+            raise not_fitted("this PopularityRecommender is not fitted; call fit(user_items) first")
 
     def _rows_seen(self, user_items: Any, users: np.ndarray) -> sp.csr_array:
         if user_items is None:

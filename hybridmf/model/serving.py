@@ -12,9 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 import scipy.sparse as sp
-from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import check_array
-from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ..core.objective import SIDES, Factors, Side, scoring_rows
 from ..core.sparse import keep_entries, take_rows, transposed
@@ -42,6 +39,7 @@ from ..plan.memory import check_answer
 from ..plan.types import Plan
 from ..ratings import Ratings
 from .engine import Engine, engine_for
+from .estimator import Estimator, check_columns, check_is_fitted, numeric_matrix
 from .learned import Learned, count_items, pattern, transposed_pattern
 from .popularity import allowed_items, rank_by_count
 
@@ -58,9 +56,10 @@ def _normalized(factors: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(wide / np.where(lengths == 0, 1, lengths), dtype=factors.dtype)
 
 
-class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
+class ServingMixin(Estimator):
     """Recommendations, similarities, predictions, fold-in and updates of a fitted factor model."""
 
+    _recommends_in_blocks = True  # `recommend` never holds the scores of all items for all users
     _learned: Learned  # set by fit and load
     _cache: dict[str, Any]  # arrays derived from it
     n_features_in_: int
@@ -430,7 +429,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
             refuse_triplets(rows, name)  # by column names, which check_array drops
             plain = without_mask(rows, name)
-            matrix = check_array(plain, dtype="numeric", input_name=name, estimator=self)
+            matrix = numeric_matrix(self, plain, name)
         matrix = as_csr(
             matrix, name=name, dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
         )
@@ -447,7 +446,7 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
                 f"{name} has shape {shape}, expected (n_rows, n_items={n}){hint}"
             )
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
-            validate_data(self, rows, skip_check_array=True, reset=False)  # column names of a frame
+            check_columns(self, rows)
         return matrix
 
     def _training_rows(self, rows: Any, unknown: str) -> sp.csr_array:
@@ -480,6 +479,9 @@ class ServingMixin(ClassNamePrefixFeaturesOutMixin, TransformerMixin):
             predictions of ``rows = model.transform(user_items)`` are ``rows[:, :-1] @ model.item_factors_.T +
             rows[:, -1:] + model.item_bias_ + model.mean_``; without biases, ``rows @ model.item_factors_.T``.
         """
+        return super().transform(user_items)
+
+    def _factors_of(self, user_items: Any) -> np.ndarray:
         check_is_fitted(self)
         factors = self._fold_in("user", self._new_rows(user_items))
         return factors.matrix if factors.bias is None else np.column_stack((factors.matrix, factors.bias))

@@ -3,6 +3,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridmf.native.systems import Rows, Systems, Tiles
+
 _Real = TypeVar("_Real", np.float32, np.float64)  # one type for all arrays of a call
 
 RANK1: int
@@ -27,106 +29,64 @@ def subspace_workspace_size(rank: int, block: int, itemsize: int, longest: int) 
 def bals_workspace_size(rank: int, itemsize: int, tile_rows: int, tile_cols: int) -> int: ...
 def cholesky_rows(
     out: NDArray[_Real],
-    fixed: NDArray[_Real],
-    indptr: NDArray[np.int64],
-    indices: NDArray[np.int32],
-    ratings: NDArray[_Real],
-    offsets: NDArray[_Real],
-    gram_matrix: NDArray[_Real],
-    ridge: NDArray[_Real],
-    scale: NDArray[np.float64],
+    systems: Systems,
+    rows: Rows,
     order: NDArray[np.int64],
     status: NDArray[np.int32],
     workspace: NDArray[_Real],
-    implicit: bool,
-    alpha: float,
-    unobserved: float,
     assembly: int,
-    epsilon: float,
+    n_threads: int,
+) -> None: ...
+def inverse_root(matrix: NDArray[np.float64], epsilon: float) -> NDArray[np.float64] | None: ...
+def panels(matrix: NDArray[_Real]) -> tuple[NDArray[_Real], NDArray[np.int64]]: ...
+def times_panels(
+    out: NDArray[_Real],
+    rows: NDArray[_Real],
+    packed: NDArray[_Real],
+    spans: NDArray[np.int64],
+    status: NDArray[np.int32],
     n_threads: int,
 ) -> None: ...
 def long_row_waves(indptr: NDArray[np.int64], rows: NDArray[np.int64]) -> list[NDArray[np.int64]]: ...
 def cholesky_long_rows(
     out: NDArray[_Real],
-    fixed: NDArray[_Real],
-    indices: NDArray[np.int32],
-    ratings: NDArray[_Real],
-    offsets: NDArray[_Real],
-    gram_matrix: NDArray[_Real],
-    ridge: NDArray[_Real],
-    scale: NDArray[np.float64],
-    rows: NDArray[np.int64],
+    systems: Systems,
+    rows: Rows,
+    order: NDArray[np.int64],
     segments: NDArray[np.int64],
     status: NDArray[np.int32],
     partial: NDArray[_Real],
     workspace: NDArray[_Real],
-    implicit: bool,
-    alpha: float,
-    unobserved: float,
-    epsilon: float,
     n_threads: int,
 ) -> None: ...
 def cg_rows(
     out: NDArray[_Real],
-    fixed: NDArray[_Real],
-    indptr: NDArray[np.int64],
-    indices: NDArray[np.int32],
-    ratings: NDArray[_Real],
-    offsets: NDArray[_Real],
-    gram_matrix: NDArray[_Real],
-    ridge: NDArray[_Real],
-    scale: NDArray[np.float64],
+    systems: Systems,
+    rows: Rows,
     order: NDArray[np.int64],
     status: NDArray[np.int32],
     workspace: NDArray[_Real],
-    implicit: bool,
-    alpha: float,
-    unobserved: float,
     n_steps: int,
     form_from: int,
     n_threads: int,
 ) -> None: ...
 def subspace_rows(
     out: NDArray[_Real],
-    fixed: NDArray[_Real],
-    indptr: NDArray[np.int64],
-    indices: NDArray[np.int32],
-    ratings: NDArray[_Real],
-    offsets: NDArray[_Real],
-    gram_matrix: NDArray[_Real],
-    ridge: NDArray[_Real],
-    scale: NDArray[np.float64],
+    systems: Systems,
+    rows: Rows,
     order: NDArray[np.int64],
     status: NDArray[np.int32],
     workspace: NDArray[_Real],
-    implicit: bool,
-    alpha: float,
-    unobserved: float,
     block: int,
-    epsilon: float,
     n_threads: int,
 ) -> None: ...
 def cholesky_bals(
     out: NDArray[_Real],
-    fixed: NDArray[_Real],
-    values: NDArray[_Real],
-    tile_colidx: NDArray[np.int32],
-    tile_ptr: NDArray[np.int64],
-    seg_colidx: NDArray[np.int32],
-    seg_ptr: NDArray[np.int64],
-    offsets: NDArray[_Real],
-    gram_matrix: NDArray[_Real],
-    ridge: NDArray[_Real],
-    scale: NDArray[np.float64],
+    systems: Systems,
+    tiles: Tiles,
     blocks: NDArray[np.int64],
-    tile_rows: int,
-    tile_cols: int,
     status: NDArray[np.int32],
     workspace: NDArray[_Real],
-    implicit: bool,
-    alpha: float,
-    unobserved: float,
-    epsilon: float,
     n_threads: int,
 ) -> None: ...
 def predict_pairs(

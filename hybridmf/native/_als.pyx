@@ -11,8 +11,18 @@ For each row u of the target side, with entries k = (row u, fixed row i_k, ratin
 rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
 blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per workspace filled
 simd    ours: rows gathered with prefetching into an L1-sized workspace, b in the same pass; register-blocked symmetric
-        update of the needed triangle; our own Cholesky, while A is still in cache (kernels_impl.h)
+        update of the needed triangle; our own Cholesky, while A is still in cache (kernels_impl.h). Rows of at most
+        `dual_up_to` entries take the dual form
 bals    over BALS tiles: a tile's distinct rows are copied once and serve all segments of the tile; kernels of simd
+
+The dual form of a row with n entries solves n equations in place of `rank` (docs/methods.md derives it). With Y the
+rows of its entries,
+
+    explicit   K = Y Y^T + lambda s_u I    x = Y^T v,        K v = t
+               a bias with penalty lambda_b adds lambda / lambda_b to all elements of Y Y^T
+    implicit   K = I + S Y Y^T S           x = Y^T (S q),    K q = S^-1 t,  S^2 = diag(w)
+               in the basis in which G + lambda I is the unit matrix, which the caller changes to and back from
+               (`times_panels`). There the primal form of longer rows has G = I and no ridge.
 
 Parallel over rows (bals: row blocks) with dynamic scheduling, because rows differ in degree; longest first, so that
 no thread is left with a long row at the end. One thread owns a row from assembly to solution and calls BLAS and
@@ -33,6 +43,8 @@ from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
 from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
 from hybridmf.native.kernels cimport (
     HMF_PAD,
+    HMF_PANEL,
+    HMF_PREFETCH,
     HMF_SYSTEMS,
     apply_rows,
     axpy,
@@ -44,11 +56,15 @@ from hybridmf.native.kernels cimport (
     hmf_kernel_table,
     hmf_kernels,
     hmf_kernels_named,
+    prefetch_rows,
+    products,
     real,
+    sum_rows,
     syr,
     syrk_upper,
     weigh,
 )
+from hybridmf.native.kernels cimport score as times_panel
 
 # Assemblies, as the plan names them.
 RANK1 = 0
@@ -91,11 +107,98 @@ cdef enum:
     ROW_CHUNK = 8
 
 
+# Rows of a product with a small matrix that a thread takes at a time.
+cdef enum:
+    PRODUCT_ROWS = 48
+
+
 cdef struct Weights:
     # what turns a rating into a weight and a target; see the module docstring
     bint implicit
     double alpha
     double unobserved
+
+
+cdef struct Systems:
+    # what the systems of a half sweep share; arrays are `void`, since structs have no fused types: all are `real`
+    const hmf_kernel_table* table
+    Weights how
+    Py_ssize_t rank
+    const void* fixed           # (n_fixed, rank)
+    const void* offsets         # (n_fixed,) subtracted from the ratings, or NULL
+    const void* gram            # times the unobserved weight: (rank, rank), simd and bals (ld, ld) zero-padded; or NULL
+    const void* ridge           # (rank,) lambda, lambda_b for a bias
+    Py_ssize_t dual_up_to       # entries of the longest row that takes the dual form
+    double bias_square          # lambda / lambda_b where the last column of `fixed` is a bias's, else 0
+    double epsilon              # pivots up to this share of their diagonal element count as zero
+
+
+cdef struct Rows:
+    # all rows of the side that is solved
+    const int64_t* indptr
+    const int32_t* indices
+    const char* ratings
+    Py_ssize_t itemsize         # of a rating
+    const double* scale         # (n_rows,)
+
+
+cdef struct Tiles:
+    # all rows of the side that is solved, in the BALS format
+    const char* values
+    const int32_t* tile_colidx
+    const int64_t* tile_ptr
+    const int32_t* seg_colidx
+    const int64_t* seg_ptr
+    Py_ssize_t itemsize         # of a value
+    const double* scale         # (n_rows,)
+    Py_ssize_t n_rows, tile_rows, tile_cols, n_tile_cols
+
+
+cdef struct RowEntries:
+    # entries of one row, or a part of them
+    const int32_t* columns      # (n,)
+    const void* ratings         # (n,)
+    Py_ssize_t n
+    double scale                # s_u
+
+
+cdef Systems _systems(given, const real[:, ::1] out):
+    """The C struct of a `hybridmf.native.systems.Systems`, which owns the arrays; `out`: any array of their type."""
+    cdef const real[:, ::1] fixed = given.fixed, gram_matrix = given.gram
+    cdef const real[::1] offsets = given.offsets, ridge = given.ridge
+    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
+    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
+    return Systems(hmf_kernels(), Weights(given.implicit, given.alpha, given.unobserved), fixed.shape[1], &fixed[0, 0],
+                   offset_pointer, gram_pointer, &ridge[0], given.dual_up_to, given.bias_square, given.epsilon)
+
+
+cdef Rows _rows(given, const real[:, ::1] out):
+    """The C struct of a `hybridmf.native.systems.Rows`, which owns the arrays."""
+    cdef const int64_t[::1] indptr = given.indptr
+    cdef const int32_t[::1] indices = given.indices
+    cdef const real[::1] ratings = given.ratings
+    cdef const double[::1] scale = given.scale
+    return Rows(&indptr[0], &indices[0], <const char*> &ratings[0], sizeof(real), &scale[0])
+
+
+cdef Tiles _tiles(given, const real[:, ::1] out, Py_ssize_t n_fixed):
+    """The C struct of a `hybridmf.native.systems.Tiles`, which owns the arrays."""
+    cdef const real[::1] values = given.values
+    cdef const int32_t[::1] tile_colidx = given.tile_colidx, seg_colidx = given.seg_colidx
+    cdef const int64_t[::1] tile_ptr = given.tile_ptr, seg_ptr = given.seg_ptr
+    cdef const double[::1] scale = given.scale
+    cdef Py_ssize_t tile_rows = given.tile_rows, tile_cols = given.tile_cols
+    return Tiles(<const char*> &values[0], &tile_colidx[0], &tile_ptr[0], &seg_colidx[0], &seg_ptr[0], sizeof(real),
+                 &scale[0], out.shape[0], tile_rows, tile_cols, (n_fixed + tile_cols - 1) // tile_cols)
+
+
+cdef inline RowEntries _part(const Rows* rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
+    """`n` entries of a row from position `start` of all entries on."""
+    return RowEntries(rows.indices + start, rows.ratings + start * rows.itemsize, n, rows.scale[row])
+
+
+cdef inline RowEntries _entries(const Rows* rows, Py_ssize_t row) noexcept nogil:
+    return _part(rows, row, rows.indptr[row], rows.indptr[row + 1] - rows.indptr[row])
 
 
 cdef inline double _weight(Weights how, double rating) noexcept nogil:
@@ -210,41 +313,51 @@ cdef void _gram_part(const hmf_kernel_table* table, const real[:, ::1] factors, 
 
 
 cdef void _start_system(
-        Py_ssize_t rank,
-        const real* gram_matrix,   # IN   (rank, rank) symmetric, or NULL
-        const real* ridge,         # IN   (rank,) lambda, lambda_b for a bias
+        const Systems* systems,
         double scale,              # IN   s_u
-        real* a, real* b) noexcept nogil:   # OUT (rank, rank), (rank,)
+        Py_ssize_t ld,             # leading dimension of the Gram matrix and of A
+        real* a, real* b) noexcept nogil:   # OUT (ld, ld), (ld,)
+    cdef const real* ridge = <const real*> systems.ridge
     cdef Py_ssize_t j
-    if gram_matrix != NULL:
-        memcpy(a, gram_matrix, rank * rank * sizeof(real))
+    if systems.gram != NULL:
+        memcpy(a, systems.gram, ld * ld * sizeof(real))
     else:
-        memset(a, 0, rank * rank * sizeof(real))
-    for j in range(rank):
-        a[j * rank + j] += <real> (scale * ridge[j])
-    memset(b, 0, rank * sizeof(real))
+        memset(a, 0, ld * ld * sizeof(real))
+    for j in range(systems.rank):
+        a[j * ld + j] += <real> (scale * ridge[j])
+    memset(b, 0, ld * sizeof(real))
+
+
+cdef inline double _target_of(const Systems* systems, const RowEntries* entries, Py_ssize_t k,
+                              const real* ratings) noexcept nogil:
+    """Target of entry k, whose ratings are given in their type."""
+    cdef double offset = 0.0
+    if systems.offsets != NULL:
+        offset = (<const real*> systems.offsets)[entries.columns[k]]
+    return _target(systems.how, ratings[k], offset)
 
 
 cdef void _add_rank1(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
-        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const Systems* systems, const RowEntries* entries,
         real* a, real* b) noexcept nogil:   # IN OUT
     """ALS_CORE of fig. 5: A += w y y^T, b += t y, entry by entry."""
-    cdef Py_ssize_t k
+    cdef const hmf_kernel_table* table = systems.table
+    cdef const real* ratings = <const real*> entries.ratings
     cdef const real* y
-    for k in range(n_entries):
-        y = fixed + columns[k] * rank
-        syr(table, rank, <real> _weight(how, ratings[k]), y, a)
-        axpy(table, rank, <real> _target(how, ratings[k], offsets[columns[k]] if offsets != NULL else 0.0), y, b)
+    cdef Py_ssize_t k, rank = systems.rank
+    for k in range(entries.n):
+        y = <const real*> systems.fixed + entries.columns[k] * rank
+        syr(table, rank, <real> _weight(systems.how, ratings[k]), y, a)
+        axpy(table, rank, <real> _target_of(systems, entries, k, ratings), y, b)
 
 
 cdef void _add_blas3(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
-        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
+        const Systems* systems, const RowEntries* entries,
         real* gathered,                     # scratch (GATHER_ROWS, rank)
         real* a, real* b) noexcept nogil:   # IN OUT
     """ALS_CORE of fig. 6: gather sqrt|w| y, then syrk. Negative weights (w0 > 1) take a second pass that subtracts."""
-    cdef Py_ssize_t k, j, n_negative = 0
+    cdef const real* ratings = <const real*> entries.ratings
+    cdef Py_ssize_t k, j, rank = systems.rank, n_negative = 0
     cdef int filled = 0, sign
     cdef double weight
     cdef real root
@@ -253,12 +366,11 @@ cdef void _add_blas3(
     for sign in range(1, -2, -2):
         if sign < 0 and n_negative == 0:
             break
-        for k in range(n_entries):
-            weight = sign * _weight(how, ratings[k])
-            y = fixed + columns[k] * rank
+        for k in range(entries.n):
+            weight = sign * _weight(systems.how, ratings[k])
+            y = <const real*> systems.fixed + entries.columns[k] * rank
             if sign > 0:
-                axpy(table, rank,
-                     <real> _target(how, ratings[k], offsets[columns[k]] if offsets != NULL else 0.0), y, b)
+                axpy(systems.table, rank, <real> _target_of(systems, entries, k, ratings), y, b)
                 n_negative += weight < 0
             if weight <= 0:
                 continue
@@ -289,56 +401,52 @@ cdef int32_t _finish_system(Py_ssize_t rank, real* a, real* b, real* diagonal, r
 
 
 cdef void _apply_system(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
-        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
-        const real* gram_matrix,            # IN   (ld, ld) zero-padded, or NULL
-        const real* ridge, double scale,
+        const Systems* systems, const RowEntries* entries,
         bint residual,                      # out = b - A p instead of A p
         const real* p,
         real* weight,                       # scratch (2 * CG_CHUNK,)
         real* out) noexcept nogil:          # OUT (ld,)
     """out = A p, or b - A p, without forming A: one pass over the row's entries and one over the Gram matrix."""
+    cdef const hmf_kernel_table* table = systems.table
+    cdef const real* ratings = <const real*> entries.ratings
+    cdef const real* ridge = <const real*> systems.ridge
     cdef real sign = <real> (-1.0 if residual else 1.0)
     cdef real* target = weight + CG_CHUNK
-    cdef Py_ssize_t ld = _padded(rank), j, k, n, start = 0
+    cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), j, k, n, start = 0
     memset(out, 0, ld * sizeof(real))
-    if gram_matrix != NULL:
-        combine(table, rank, ld, gram_matrix, p, out)
+    if systems.gram != NULL:
+        combine(table, rank, ld, <const real*> systems.gram, p, out)
     for j in range(rank):
-        out[j] = sign * (out[j] + <real> (scale * ridge[j]) * p[j])
-    while start < n_entries:
-        n = min(CG_CHUNK, n_entries - start)
-        if how.implicit:
+        out[j] = sign * (out[j] + <real> (entries.scale * ridge[j]) * p[j])
+    while start < entries.n:
+        n = min(CG_CHUNK, entries.n - start)
+        if systems.how.implicit:
             for k in range(n):
-                weight[k] = <real> _weight(how, ratings[start + k])
+                weight[k] = <real> _weight(systems.how, ratings[start + k])
         if residual:
             for k in range(n):
-                target[k] = <real> _target(how, ratings[start + k],
-                                           offsets[columns[start + k]] if offsets != NULL else 0.0)
-        apply_rows(table, n, rank, fixed, columns + start, <const real*> weight if how.implicit else NULL,
-                   <const real*> target if residual else NULL, sign, p, out)
+                target[k] = <real> _target_of(systems, entries, start + k, ratings)
+        apply_rows(table, n, rank, <const real*> systems.fixed, entries.columns + start,
+                   <const real*> weight if systems.how.implicit else NULL, <const real*> target if residual else NULL,
+                   sign, p, out)
         start += n
 
 
 cdef void _form_system(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
-        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
-        const real* gram_matrix, const real* ridge, double scale,
+        const Systems* systems, const RowEntries* entries,
         real* v,                            # scratch: gathered rows, their roots and targets
         real* a, real* b) noexcept nogil:   # OUT (ld, ld) both halves, (ld,) behind it
     """A and b of one row, by the kernels of the exact solver."""
-    cdef Py_ssize_t ld = _padded(rank), i, j
-    _start_padded(rank, gram_matrix, ridge, scale, a, b)
-    _simd_add(table, how, rank, rank, fixed, columns, ratings, offsets, n_entries, NULL, v, a, b)
+    cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), i, j
+    _start_system(systems, entries.scale, ld, a, b)
+    _simd_add(systems, entries, 0, rank, NULL, v, a, b)
     for i in range(rank):
         for j in range(i):
             a[i * ld + j] = a[j * ld + i]
 
 
 cdef int32_t _conjugate_gradient(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
-        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
-        const real* gram_matrix, const real* ridge, double scale,
+        const Systems* systems, const RowEntries* entries,
         int n_steps, bint formed,
         real* work,                         # scratch (workspace_size(rank),)
         real* x) noexcept nogil:            # IN OUT (rank,) warm start -> solution
@@ -347,7 +455,8 @@ cdef int32_t _conjugate_gradient(
     Stops early only where the residual has fallen by 1e-10 (squared 1e-20) or is about to underflow. Inner products are
     summed in double.
     """
-    cdef Py_ssize_t ld = _padded(rank), j
+    cdef const hmf_kernel_table* table = systems.table
+    cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), j
     cdef real* r = work
     cdef real* p = work + ld
     cdef real* ap = work + 2 * ld
@@ -359,15 +468,13 @@ cdef int32_t _conjugate_gradient(
     # a residual this small (squared) would underflow in the products of the next step
     cdef double tiny = 1e-60 if sizeof(real) == 4 else 1e-290
     if formed:
-        _form_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, b + ld,
-                     a, b)
+        _form_system(systems, entries, b + ld, a, b)
         memset(ap, 0, ld * sizeof(real))
         combine(table, rank, ld, <const real*> a, <const real*> x, ap)
         for j in range(ld):
             r[j] = b[j] - ap[j]
     else:
-        _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale, True,
-                      <const real*> x, weight, r)
+        _apply_system(systems, entries, True, <const real*> x, weight, r)
     memcpy(p, r, ld * sizeof(real))
     rr = dot_exact(table, rank, <const real*> r, <const real*> r)
     rr_first = rr
@@ -380,8 +487,7 @@ cdef int32_t _conjugate_gradient(
             memset(ap, 0, ld * sizeof(real))
             combine(table, rank, ld, <const real*> a, <const real*> p, ap)
         else:
-            _apply_system(table, how, rank, fixed, columns, ratings, offsets, n_entries, gram_matrix, ridge, scale,
-                          False, <const real*> p, weight, ap)
+            _apply_system(systems, entries, False, <const real*> p, weight, ap)
         curvature = dot_exact(table, rank, <const real*> p, <const real*> ap)
         if curvature <= 0:
             return _NEGATIVE_CURVATURE
@@ -412,30 +518,31 @@ cdef inline Py_ssize_t _simd_rows(Py_ssize_t ld, Py_ssize_t itemsize) noexcept n
 
 
 cdef void _simd_add(
-        const hmf_kernel_table* table, Weights how,
-        Py_ssize_t width, Py_ssize_t stride,   # elements of a row that take part, and from row to row
-        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
-        const real* predicted,              # IN   (n_entries,) what the model predicts already, or NULL
+        const Systems* systems, const RowEntries* entries,
+        Py_ssize_t first, Py_ssize_t width,    # the coordinates that take part
+        const real* predicted,              # IN   (entries.n,) what the model predicts already, or NULL
         real* v,                            # scratch: gathered rows, then their roots and targets
         real* a, real* b) noexcept nogil:   # IN OUT
     """A += w y y^T, b += (t - w predicted) y."""
     # Confidences below the unobserved weight make negative weights: those rows take a second pass that subtracts.
-    if _simd_pass(table, how, width, stride, fixed, columns, ratings, offsets, n_entries, predicted, <real> 1.0, v, a,
-                  b):
-        _simd_pass(table, how, width, stride, fixed, columns, ratings, offsets, n_entries, predicted, <real> -1.0, v, a,
-                   b)
+    if _simd_pass(systems, entries, first, width, predicted, <real> 1.0, v, a, b):
+        _simd_pass(systems, entries, first, width, predicted, <real> -1.0, v, a, b)
 
 
 cdef Py_ssize_t _simd_pass(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t width, Py_ssize_t stride,
-        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
-        const real* predicted, real sign, real* v, real* a, real* b) noexcept nogil:
+        const Systems* systems, const RowEntries* entries, Py_ssize_t first, Py_ssize_t width, const real* predicted,
+        real sign, real* v, real* a, real* b) noexcept nogil:
     """`_simd_add` for the entries whose weight has the given sign; returns how many have the other."""
+    cdef const hmf_kernel_table* table = systems.table
+    cdef Weights how = systems.how
+    cdef const int32_t* columns = entries.columns
+    cdef const real* ratings = <const real*> entries.ratings
+    cdef const real* offsets = <const real*> systems.offsets
     cdef Py_ssize_t ld = _padded(width), chunk = _simd_rows(ld, sizeof(real)), start = 0, n, k, n_opposite = 0
     cdef real* root = v + chunk * ld
     cdef real* target = root + chunk
-    while start < n_entries:
-        n = min(chunk, n_entries - start)
+    while start < entries.n:
+        n = min(chunk, entries.n - start)
         if how.implicit:
             n_opposite += weigh(table, n, ratings + start, <real> how.alpha, <real> how.unobserved, sign, root, target)
         else:
@@ -444,33 +551,20 @@ cdef Py_ssize_t _simd_pass(
         if predicted != NULL:
             for k in range(n):
                 target[k] -= (sign * root[k] * root[k] if how.implicit else <real> 1.0) * predicted[start + k]
-        gather(table, n, width, ld, fixed, stride, columns + start, n_entries - start,
-               <const real*> root if how.implicit else NULL, <const real*> target, v, b)
+        gather(table, n, width, ld, <const real*> systems.fixed + first, systems.rank, columns + start,
+               entries.n - start, <const real*> root if how.implicit else NULL, <const real*> target, v, b)
         syrk_upper(table, n, ld, <const real*> v, sign, a)
         start += n
     return n_opposite
 
 
-cdef void _start_padded(Py_ssize_t rank, const real* gram_matrix, const real* ridge, double scale, real* a,
-                        real* b) noexcept nogil:
-    """`_start_system` with leading dimension _padded(rank)."""
-    cdef Py_ssize_t ld = _padded(rank), j
-    if gram_matrix != NULL:
-        memcpy(a, gram_matrix, ld * ld * sizeof(real))
-    else:
-        memset(a, 0, ld * ld * sizeof(real))
-    for j in range(rank):
-        a[j * ld + j] += <real> (scale * ridge[j])
-    memset(b, 0, ld * sizeof(real))
-
-
-cdef int32_t _solve_padded(const hmf_kernel_table* table, Py_ssize_t rank, real* a, real* b, real epsilon, real* work,
-                           real* out) noexcept nogil:
+cdef int32_t _solve_padded(const Systems* systems, real* a, real* b, real* work, real* out) noexcept nogil:
     """Solve one system and store; work (4 * ld,)."""
     cdef real* x = work
     cdef Py_ssize_t code
-    _solve_side_by_side(table, 1, rank, &a, &b, epsilon, work + _padded(rank), &x, &code)
-    return _store(<int32_t> code, rank, <const real*> x, out)
+    _solve_side_by_side(systems.table, 1, systems.rank, &a, &b, <real> systems.epsilon, work + _padded(systems.rank),
+                        &x, &code)
+    return _store(<int32_t> code, systems.rank, <const real*> x, out)
 
 
 cdef void _solve_side_by_side(const hmf_kernel_table* table, int count, Py_ssize_t rank, real** a, real** b,
@@ -488,16 +582,127 @@ cdef void _solve_side_by_side(const hmf_kernel_table* table, int count, Py_ssize
         memcpy(x[k], b[k], rank * sizeof(real))
 
 
+cdef void _dual_group(const Systems* systems, const RowEntries* entries, const int64_t* rows, int count, real* work,
+                      int32_t* status, real* out) noexcept nogil:
+    """The dual form of `count` rows; side by side where their systems are of one padded size."""
+    cdef Py_ssize_t ld = _padded(entries[0].n), size = ld * ld + 4 * ld, n = entries[0].n
+    cdef real* a[HMF_SYSTEMS]
+    cdef real* b[HMF_SYSTEMS]
+    cdef real* x[HMF_SYSTEMS]
+    cdef Py_ssize_t codes[HMF_SYSTEMS]
+    cdef real* scratch = work + HMF_SYSTEMS * (size + 3 * ld)
+    cdef int k
+    for k in range(1, count):
+        if _padded(entries[k].n) != ld:
+            _dual_group(systems, entries, rows, k, work, status, out)
+            _dual_group(systems, entries + k, rows + k, count - k, work, status, out)
+            return
+        n = max(n, entries[k].n)
+    for k in range(count):
+        a[k] = work + k * size
+        b[k] = a[k] + ld * ld
+        x[k] = b[k] + ld
+        _start_dual(systems, &entries[k], n, ld, scratch, a[k], b[k], x[k] + ld)
+    _solve_side_by_side(systems.table, count, n, a, b, <real> systems.epsilon, work + HMF_SYSTEMS * size, x, codes)
+    for k in range(count):
+        if codes[k] == 0:
+            _finish_dual(systems, &entries[k], <const real*> x[k], x[k] + ld, scratch)
+        status[rows[k]] = _store(<int32_t> codes[k], systems.rank, <const real*> scratch,
+                                 out + rows[k] * systems.rank)
+
+
+cdef void _start_dual(
+        const Systems* systems, const RowEntries* entries,
+        Py_ssize_t size, Py_ssize_t ld,        # rows of K to write, at least n, and its leading dimension
+        real* scratch,                         # (rank,)
+        real* a, real* b,                      # OUT  (ld, ld), (ld,)
+        real* root) noexcept nogil:            # OUT  (2 * ld,) S, and targets left out of b
+    """K and its right side.
+
+    b = S^-1 t where the weight is at least the unobserved one; other targets t stay, and contribute -S Y Y^T t: their
+    roots may be too small to divide by (zero for confidences equal to the unobserved weight), and the difference
+    would cancel for large weights (docs/methods.md).
+    """
+    cdef const hmf_kernel_table* table = systems.table
+    cdef Weights how = systems.how
+    cdef const real* fixed = <const real*> systems.fixed
+    cdef const real* ratings = <const real*> entries.ratings
+    cdef const real* offsets = <const real*> systems.offsets
+    cdef Py_ssize_t rank = systems.rank, n = entries.n, k
+    cdef Py_ssize_t width = rank - (1 if systems.bias_square > 0 else 0)
+    cdef real* rest = root + ld
+    cdef real ridge = 1
+    cdef bint any_rest = False
+    memset(b, 0, ld * sizeof(real))
+    if how.implicit:
+        weigh(table, n, ratings, <real> how.alpha, <real> how.unobserved, <real> 1.0, root, rest)
+        for k in range(n):
+            if root[k] > 0 and root[k] * root[k] >= <real> how.unobserved:
+                b[k] = rest[k] / root[k]
+                rest[k] = 0
+            elif rest[k] != 0:
+                any_rest = True
+    else:
+        ridge = <real> (entries.scale * (<const real*> systems.ridge)[0])
+        for k in range(n):
+            root[k] = 1
+            b[k] = ratings[k] - (offsets[entries.columns[k]] if offsets != NULL else <real> 0.0)
+    memset(root + n, 0, (ld - n) * sizeof(real))
+    products(table, n, size, width, rank, fixed, entries.columns, <const real*> root, <real> systems.bias_square, ridge,
+             ld, a)
+    if any_rest:
+        sum_rows(table, n, rank, rank, fixed, entries.columns, <const real*> rest, scratch)
+        for k in range(n):
+            b[k] -= root[k] * dot(table, rank, fixed + entries.columns[k] * rank, <const real*> scratch)
+
+
+cdef void _finish_dual(
+        const Systems* systems, const RowEntries* entries,
+        const real* q,                         # IN   (ld,) K^-1 b
+        real* root,                            # IN   (2 * ld,) as `_start_dual` left it; destroyed
+        real* x) noexcept nogil:               # OUT  (rank,)
+    cdef Py_ssize_t rank = systems.rank, n = entries.n, k, ld = _padded(n)
+    cdef real* rest = root + ld
+    cdef double total = 0
+    for k in range(n):
+        root[k] *= q[k]
+        if systems.how.implicit:
+            root[k] += rest[k]
+        total += root[k]
+    sum_rows(systems.table, n, rank, rank, <const real*> systems.fixed, entries.columns, <const real*> root, x)
+    if systems.bias_square > 0:
+        x[rank - 1] = <real> (systems.bias_square * total)
+
+
+cdef void _prefetch_dual(const Systems* systems, const Rows* rows, const int64_t* order, Py_ssize_t n_left,
+                         const real* kind) noexcept nogil:
+    """Prefetch what the next groups of short rows will read; `kind`: any pointer to the type of the factors.
+
+    Consecutive rows of `order` lie anywhere in memory, and a short row is solved in the time of a few cache misses.
+    """
+    cdef Py_ssize_t k, row
+    for k in range(HMF_SYSTEMS):
+        if 3 * HMF_SYSTEMS + k < n_left:
+            HMF_PREFETCH(rows.indptr + order[3 * HMF_SYSTEMS + k])
+        if 2 * HMF_SYSTEMS + k < n_left:
+            row = order[2 * HMF_SYSTEMS + k]
+            HMF_PREFETCH(rows.indices + rows.indptr[row])
+            HMF_PREFETCH(rows.ratings + rows.indptr[row] * rows.itemsize)
+            HMF_PREFETCH(rows.scale + row)
+        if HMF_SYSTEMS + k < n_left:
+            row = order[HMF_SYSTEMS + k]
+            if rows.indptr[row + 1] - rows.indptr[row] <= systems.dual_up_to:
+                prefetch_rows(systems.table, rows.indptr[row + 1] - rows.indptr[row], systems.rank, systems.rank,
+                              <const real*> systems.fixed, rows.indices + rows.indptr[row])
+
+
 cdef void _simd_group(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
-        const real* fixed, const int64_t* indptr, const int32_t* indices, const real* ratings, const real* offsets,
-        const real* gram_matrix,   # IN   (ld, ld) zero-padded, or NULL
-        const real* ridge, const double* scale, real epsilon,
-        const int64_t* rows, int n_rows,     # IN   at most HMF_SYSTEMS rows
+        const Systems* systems, const Rows* rows,
+        const int64_t* order, Py_ssize_t n_left,    # IN   rows from here on, of which HMF_SYSTEMS are solved
         real* work,                # scratch (workspace_size(rank),)
         int32_t* status, real* out) noexcept nogil:
     """ALS_CORE of fig. 6 with our own kernels from gathering to solution, for rows that are solved side by side."""
-    cdef Py_ssize_t ld = _padded(rank), row
+    cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), row
     cdef Py_ssize_t system = ld * ld + 2 * ld
     cdef real* v = work + HMF_SYSTEMS * (system + 3 * ld)    # 3 ld: scratch of the solver
     cdef real* a[HMF_SYSTEMS]
@@ -505,25 +710,38 @@ cdef void _simd_group(
     cdef real* x[HMF_SYSTEMS]
     cdef int64_t used[HMF_SYSTEMS]
     cdef Py_ssize_t codes[HMF_SYSTEMS]
-    cdef int k, count = 0
+    cdef int k, count = 0, n_dual = 0, n_rows = <int> min(HMF_SYSTEMS, n_left)
+    cdef RowEntries entries
+    cdef RowEntries dual[HMF_SYSTEMS]
+    cdef int64_t dual_rows[HMF_SYSTEMS]
+    if systems.dual_up_to:
+        _prefetch_dual(systems, rows, order, n_left, <const real*> out)
     for k in range(n_rows):
-        row = rows[k]
-        if indptr[row + 1] == indptr[row]:
+        row = order[k]
+        entries = _entries(rows, row)
+        if entries.n == 0:
             memset(out + row * rank, 0, rank * sizeof(real))
             status[row] = 0
+            continue
+        if entries.n <= systems.dual_up_to:
+            dual[n_dual] = entries
+            dual_rows[n_dual] = row
+            n_dual += 1
             continue
         a[count] = work + count * system
         b[count] = a[count] + ld * ld
         x[count] = b[count] + ld
         used[count] = row
-        _start_padded(rank, gram_matrix, ridge, scale[row], a[count], b[count])
-        _simd_add(table, how, rank, rank, fixed, indices + indptr[row], ratings + indptr[row], offsets,
-                  indptr[row + 1] - indptr[row], NULL, v, a[count], b[count])
+        _start_system(systems, entries.scale, ld, a[count], b[count])
+        _simd_add(systems, &entries, 0, rank, NULL, v, a[count], b[count])
         count += 1
     if count:
-        _solve_side_by_side(table, count, rank, a, b, epsilon, work + HMF_SYSTEMS * system, x, codes)
+        _solve_side_by_side(systems.table, count, rank, a, b, <real> systems.epsilon, work + HMF_SYSTEMS * system, x,
+                            codes)
     for k in range(count):
         status[used[k]] = _store(<int32_t> codes[k], rank, <const real*> x[k], out + used[k] * rank)
+    if n_dual:
+        _dual_group(systems, dual, dual_rows, n_dual, work, status, out)
 
 
 cdef inline int32_t _store(int32_t status, Py_ssize_t rank, const real* x, real* out) noexcept nogil:
@@ -538,20 +756,22 @@ cdef inline int32_t _store(int32_t status, Py_ssize_t rank, const real* x, real*
 
 
 cdef int32_t _subspace_row(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank, Py_ssize_t block,
-        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
-        const real* gram_matrix, const real* ridge, double scale, real epsilon,
-        real* work,                # scratch (subspace_workspace_size(rank, block, n_entries),)
+        const Systems* systems, const RowEntries* entries, Py_ssize_t block,
+        real* work,                # scratch (subspace_workspace_size(rank, block, entries.n),)
         real* x) noexcept nogil:   # IN OUT (rank,)
     """iALS++: exact minimization over `block` coordinates of x after another (Rendle et al. 2021, Alg. 2)."""
-    cdef Py_ssize_t first = 0, width, ld, j, k
+    cdef const hmf_kernel_table* table = systems.table
+    cdef const real* fixed = <const real*> systems.fixed
+    cdef const real* gram_matrix = <const real*> systems.gram
+    cdef const real* ridge = <const real*> systems.ridge
+    cdef Py_ssize_t rank = systems.rank, first = 0, width, ld, j, k
     cdef real* predicted = work
-    cdef real* a = work + n_entries
+    cdef real* a = work + entries.n
     cdef real* b
     cdef real* step
     cdef Py_ssize_t status
-    for k in range(n_entries):
-        predicted[k] = dot(table, rank, fixed + columns[k] * rank, <const real*> x)
+    for k in range(entries.n):
+        predicted[k] = dot(table, rank, fixed + entries.columns[k] * rank, <const real*> x)
     while first < rank:
         width = min(block, rank - first)
         ld = _padded(width)
@@ -562,11 +782,10 @@ cdef int32_t _subspace_row(
             if gram_matrix != NULL:
                 memcpy(a + j * ld, gram_matrix + (first + j) * rank + first, width * sizeof(real))
                 b[j] = -dot(table, rank, gram_matrix + (first + j) * rank, <const real*> x)
-            a[j * ld + j] += <real> (scale * ridge[first + j])
-            b[j] -= <real> (scale * ridge[first + j] * x[first + j])
-        _simd_add(table, how, width, rank, fixed + first, columns, ratings, offsets, n_entries, <const real*> predicted,
-                  step + 4 * ld, a, b)
-        cholesky(table, 1, width, ld, &a, &b, epsilon, step + ld, &step, &status)
+            a[j * ld + j] += <real> (entries.scale * ridge[first + j])
+            b[j] -= <real> (entries.scale * ridge[first + j] * x[first + j])
+        _simd_add(systems, entries, first, width, <const real*> predicted, step + 4 * ld, a, b)
+        cholesky(table, 1, width, ld, &a, &b, <real> systems.epsilon, step + ld, &step, &status)
         if status != 0:
             return <int32_t> (status + first) if status > 0 else status
         for j in range(width):
@@ -574,8 +793,8 @@ cdef int32_t _subspace_row(
             if not isfinite(x[first + j]):
                 return _NON_FINITE
         if first + width < rank:
-            for k in range(n_entries):
-                predicted[k] += dot(table, width, fixed + columns[k] * rank + first, <const real*> step)
+            for k in range(entries.n):
+                predicted[k] += dot(table, width, fixed + entries.columns[k] * rank + first, <const real*> step)
         first += width
     return 0
 
@@ -596,40 +815,27 @@ cdef inline Py_ssize_t _row_workspace(Py_ssize_t rank) noexcept nogil:
 
 def cholesky_rows(
         real[:, ::1] out,                 # OUT  (n_rows, rank) solved rows; others untouched
-        const real[:, ::1] fixed,         # IN   (n_fixed, rank)
-        const int64_t[::1] indptr,        # IN   (n_rows + 1,)
-        const int32_t[::1] indices,       # IN   (nnz,)
-        const real[::1] ratings,          # IN   (nnz,)
-        const real[::1] offsets,          # IN   (n_fixed,) subtracted from the ratings, or empty
-        const real[:, ::1] gram_matrix,   # IN   (rank, rank) times the unobserved weight, or (0, 0); simd: zero-padded
-        const real[::1] ridge,            # IN   (rank,)
-        const double[::1] scale,          # IN   (n_rows,)
+        systems,                          # IN   `hybridmf.native.systems.Systems`
+        rows,                             # IN   `hybridmf.native.systems.Rows`
         const int64_t[::1] order,         # IN   rows to solve, in this order
         int32_t[::1] status,              # OUT  (n_rows,)
         real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize))
-        bint implicit, double alpha, double unobserved, int assembly, double epsilon, int n_threads):
+        int assembly, int n_threads):
     """Exact solution of each row in `order` that has entries; rows without entries are set to zero."""
-    cdef Weights how = Weights(implicit, alpha, unobserved)
-    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Systems its = _systems(systems, out)
+    cdef Rows all_rows = _rows(rows, out)
+    cdef Py_ssize_t n_rows = order.shape[0], position
     n_threads = hmf_usable_threads(n_threads)
-    cdef Py_ssize_t rank = fixed.shape[1], n_rows = order.shape[0], position, row
-    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
-    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
     if assembly == _SIMD:
         for position in prange((n_rows + HMF_SYSTEMS - 1) // HMF_SYSTEMS, nogil=True, schedule="dynamic",
                                chunksize=ROW_CHUNK // HMF_SYSTEMS, num_threads=n_threads):
             _simd_group(
-                table, how, rank, &fixed[0, 0], &indptr[0], &indices[0], &ratings[0], offset_pointer, gram_pointer,
-                &ridge[0], &scale[0], <real> epsilon, &order[position * HMF_SYSTEMS],
-                <int> min(HMF_SYSTEMS, n_rows - position * HMF_SYSTEMS), &workspace[hmf_thread_id(), 0], &status[0],
-                &out[0, 0])
+                &its, &all_rows, &order[position * HMF_SYSTEMS], n_rows - position * HMF_SYSTEMS,
+                &workspace[hmf_thread_id(), 0], &status[0], &out[0, 0])
         return
     for position in prange(n_rows, nogil=True, schedule="dynamic", chunksize=ROW_CHUNK, num_threads=n_threads):
-        row = order[position]
-        status[row] = _cholesky_row(
-            table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
-            indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], assembly, <real> epsilon,
-            &workspace[hmf_thread_id(), 0], &out[row, 0])
+        status[order[position]] = _cholesky_row(
+            &its, &all_rows, order[position], assembly, &workspace[hmf_thread_id(), 0], &out[order[position], 0])
 
 
 def long_row_waves(const int64_t[::1] indptr, const int64_t[::1] rows):
@@ -654,94 +860,96 @@ def long_row_waves(const int64_t[::1] indptr, const int64_t[::1] rows):
 
 
 def cholesky_long_rows(
-        real[:, ::1] out, const real[:, ::1] fixed, const int32_t[::1] indices, const real[::1] ratings,
-        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
-        const int64_t[::1] rows,          # IN   the rows the segments refer to
+        real[:, ::1] out,
+        systems,                          # IN   `hybridmf.native.systems.Systems`
+        rows,                             # IN   `hybridmf.native.systems.Rows`
+        const int64_t[::1] order,         # IN   the rows the segments refer to
         const int64_t[:, ::1] segments,   # IN   (n_segments, 3), one wave of long_row_waves
         int32_t[::1] status,
         real[:, ::1] partial,             # scratch (SEGMENTS, (ld + 1) * ld) sums of each segment
         real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize))
-        bint implicit, double alpha, double unobserved, double epsilon, int n_threads):
+        int n_threads):
     """`cholesky_rows` in ``assembly="simd"`` for rows so long that threads share them; see LONG_ROW."""
-    cdef Weights how = Weights(implicit, alpha, unobserved)
-    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Systems its = _systems(systems, out)
+    cdef Rows all_rows = _rows(rows, out)
+    cdef Py_ssize_t n_segments = segments.shape[0], k, row
     n_threads = hmf_usable_threads(n_threads)
-    cdef Py_ssize_t rank = fixed.shape[1], ld = _padded(rank), n_segments = segments.shape[0], k
-    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
-    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
     for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
-        memset(&partial[k, 0], 0, (ld + 1) * ld * sizeof(real))
-        _simd_add(table, how, rank, rank, &fixed[0, 0], &indices[segments[k, 1]], &ratings[segments[k, 1]],
-                  offset_pointer, segments[k, 2], NULL, &workspace[hmf_thread_id(), 0], &partial[k, 0],
-                  &partial[k, ld * ld])
+        _add_segment(&its, &all_rows, order[segments[k, 0]], &segments[k, 0], &workspace[hmf_thread_id(), 0],
+                     &partial[k, 0])
     for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
         if k == 0 or segments[k, 0] != segments[k - 1, 0]:    # first segment of its row: this thread sums and solves
-            _solve_segments(table, rank, gram_pointer, &ridge[0], scale[rows[segments[k, 0]]], <real> epsilon,
-                            &segments[k, 0], n_segments - k, &partial[k, 0], &workspace[hmf_thread_id(), 0],
-                            &status[rows[segments[k, 0]]], &out[rows[segments[k, 0]], 0])
+            row = order[segments[k, 0]]
+            status[row] = _solve_segments(&its, all_rows.scale[row], &segments[k, 0], n_segments - k, &partial[k, 0],
+                                          &workspace[hmf_thread_id(), 0], &out[row, 0])
 
 
-cdef void _solve_segments(
-        const hmf_kernel_table* table, Py_ssize_t rank, const real* gram_matrix, const real* ridge, double scale,
-        real epsilon, const int64_t* segments, Py_ssize_t n_segments, const real* partial, real* work,
-        int32_t* status, real* out) noexcept nogil:
+cdef void _add_segment(const Systems* systems, const Rows* rows, Py_ssize_t row, const int64_t* segment, real* work,
+                       real* partial) noexcept nogil:
+    """Partial sums of one segment."""
+    cdef Py_ssize_t ld = _padded(systems.rank)
+    cdef RowEntries entries = _part(rows, row, segment[1], segment[2])
+    memset(partial, 0, (ld + 1) * ld * sizeof(real))
+    _simd_add(systems, &entries, 0, systems.rank, NULL, work, partial, partial + ld * ld)
+
+
+cdef int32_t _solve_segments(
+        const Systems* systems, double scale, const int64_t* segments, Py_ssize_t n_segments, const real* partial,
+        real* work, real* out) noexcept nogil:
     """Sum the partial systems of one row, in order, and solve; `segments` and `partial` start at the row's first."""
-    cdef Py_ssize_t ld = _padded(rank), size = (ld + 1) * ld, k = 0
+    cdef Py_ssize_t ld = _padded(systems.rank), size = (ld + 1) * ld, k = 0
     cdef real* a = work
     cdef real* b = a + ld * ld
-    _start_padded(rank, gram_matrix, ridge, scale, a, b)
+    _start_system(systems, scale, ld, a, b)
     while k < n_segments and segments[3 * k] == segments[0]:
-        axpy(table, size, <real> 1.0, partial + k * size, a)      # b follows a in both
+        axpy(systems.table, size, <real> 1.0, partial + k * size, a)      # b follows a in both
         k += 1
-    status[0] = _solve_padded(table, rank, a, b, epsilon, b + ld, out)
+    return _solve_padded(systems, a, b, b + ld, out)
 
 
 cdef int32_t _cholesky_row(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
-        const real* fixed, const int32_t* columns, const real* ratings, const real* offsets, Py_ssize_t n_entries,
-        const real* gram_matrix, const real* ridge, double scale, int assembly, real epsilon,
-        real* work, real* out) noexcept nogil:
+        const Systems* systems, const Rows* rows, Py_ssize_t row, int assembly, real* work, real* out) noexcept nogil:
+    cdef Py_ssize_t rank = systems.rank
+    cdef RowEntries entries = _entries(rows, row)
     cdef real* a = work
     cdef real* b = work + rank * rank
-    if n_entries == 0:
+    if entries.n == 0:
         memset(out, 0, rank * sizeof(real))
         return 0
-    _start_system(rank, gram_matrix, ridge, scale, a, b)
+    _start_system(systems, entries.scale, rank, a, b)
     if assembly == _RANK1:
-        _add_rank1(table, how, rank, fixed, columns, ratings, offsets, n_entries, a, b)
+        _add_rank1(systems, &entries, a, b)
     else:
-        _add_blas3(table, how, rank, fixed, columns, ratings, offsets, n_entries, work + _row_workspace(rank), a, b)
-    return _finish_system(rank, a, b, b + rank, epsilon, out)
+        _add_blas3(systems, &entries, work + _row_workspace(rank), a, b)
+    return _finish_system(rank, a, b, b + rank, <real> systems.epsilon, out)
 
 
 def cg_rows(
         real[:, ::1] out,                 # IN OUT (n_rows, rank) warm start -> solution
-        const real[:, ::1] fixed, const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,
-        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
-        const int64_t[::1] order, int32_t[::1] status,
+        systems, rows, const int64_t[::1] order, int32_t[::1] status,
         real[:, ::1] workspace,           # as in cholesky_rows
-        bint implicit, double alpha, double unobserved, int n_steps, Py_ssize_t form_from, int n_threads):
+        int n_steps, Py_ssize_t form_from, int n_threads):
     """`n_steps` conjugate gradient steps from `out` for each row in `order`; rows without entries are set to zero.
 
-    Rows of `form_from` entries and more have their A formed; `gram_matrix` is zero-padded.
+    Rows of `form_from` entries and more have their A formed; the Gram matrix is zero-padded.
     """
-    cdef Weights how = Weights(implicit, alpha, unobserved)
-    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Systems its = _systems(systems, out)
+    cdef Rows all_rows = _rows(rows, out)
+    cdef Py_ssize_t position
     n_threads = hmf_usable_threads(n_threads)
-    cdef Py_ssize_t rank = fixed.shape[1], position, row
-    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
-    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
     for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
                            num_threads=n_threads):
-        row = order[position]
-        if indptr[row + 1] == indptr[row]:
-            memset(&out[row, 0], 0, rank * sizeof(real))
-            status[row] = 0
-        else:
-            status[row] = _conjugate_gradient(
-                table, how, rank, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row], offset_pointer,
-                indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], n_steps,
-                indptr[row + 1] - indptr[row] >= form_from, &workspace[hmf_thread_id(), 0], &out[row, 0])
+        status[order[position]] = _cg_row(&its, &all_rows, order[position], n_steps, form_from,
+                                          &workspace[hmf_thread_id(), 0], &out[order[position], 0])
+
+
+cdef int32_t _cg_row(const Systems* systems, const Rows* rows, Py_ssize_t row, int n_steps, Py_ssize_t form_from,
+                     real* work, real* out) noexcept nogil:
+    cdef RowEntries entries = _entries(rows, row)
+    if entries.n == 0:
+        memset(out, 0, systems.rank * sizeof(real))
+        return 0
+    return _conjugate_gradient(systems, &entries, n_steps, entries.n >= form_from, work, out)
 
 
 def subspace_workspace_size(Py_ssize_t rank, Py_ssize_t block, Py_ssize_t itemsize, Py_ssize_t longest):
@@ -751,29 +959,116 @@ def subspace_workspace_size(Py_ssize_t rank, Py_ssize_t block, Py_ssize_t itemsi
 
 def subspace_rows(
         real[:, ::1] out,                 # IN OUT (n_rows, rank) start -> solution
-        const real[:, ::1] fixed, const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,
-        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
-        const int64_t[::1] order, int32_t[::1] status,
+        systems, rows, const int64_t[::1] order, int32_t[::1] status,
         real[:, ::1] workspace,           # scratch (n_threads, subspace_workspace_size(...))
-        bint implicit, double alpha, double unobserved, Py_ssize_t block, double epsilon, int n_threads):
+        Py_ssize_t block, int n_threads):
     """One pass over the coordinate blocks of each row in `order`, from `out`; rows without entries are set to zero."""
-    cdef Weights how = Weights(implicit, alpha, unobserved)
-    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Systems its = _systems(systems, out)
+    cdef Rows all_rows = _rows(rows, out)
+    cdef Py_ssize_t position
     n_threads = hmf_usable_threads(n_threads)
-    cdef Py_ssize_t rank = fixed.shape[1], position, row
-    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
-    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
     for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
                            num_threads=n_threads):
-        row = order[position]
-        if indptr[row + 1] == indptr[row]:
-            memset(&out[row, 0], 0, rank * sizeof(real))
-            status[row] = 0
-        else:
-            status[row] = _subspace_row(
-                table, how, rank, block, &fixed[0, 0], &indices[0] + indptr[row], &ratings[0] + indptr[row],
-                offset_pointer, indptr[row + 1] - indptr[row], gram_pointer, &ridge[0], scale[row], <real> epsilon,
-                &workspace[hmf_thread_id(), 0], &out[row, 0])
+        status[order[position]] = _subspace_or_zero(&its, &all_rows, order[position], block,
+                                                    &workspace[hmf_thread_id(), 0], &out[order[position], 0])
+
+
+cdef int32_t _subspace_or_zero(const Systems* systems, const Rows* rows, Py_ssize_t row, Py_ssize_t block, real* work,
+                               real* out) noexcept nogil:
+    cdef RowEntries entries = _entries(rows, row)
+    if entries.n == 0:
+        memset(out, 0, systems.rank * sizeof(real))
+        return 0
+    return _subspace_row(systems, &entries, block, work, out)
+
+
+def inverse_root(const double[:, ::1] matrix, double epsilon):
+    """L^-1 of matrix = L L^T, in one thread; None if the matrix is not positive definite to working precision.
+
+    Parameters
+    ----------
+    matrix : float64 array, shape (rank, rank)
+        Symmetric.
+    epsilon : float
+        Pivots at or below this share of their diagonal element count as zero.
+
+    Returns
+    -------
+    float64 array, shape (rank, rank), or None
+        Lower triangular.
+    """
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Py_ssize_t rank = matrix.shape[0], i, j
+    cdef double pivot
+    cdef double[:, ::1] lower = np.zeros((rank, rank)), inverse = np.zeros((rank, rank))
+    for i in range(rank):
+        for j in range(i):
+            lower[i, j] = (matrix[i, j] - dot[double](table, j, &lower[i, 0], &lower[j, 0])) / lower[j, j]
+        pivot = matrix[i, i] - dot[double](table, i, &lower[i, 0], &lower[i, 0])
+        if not (pivot > epsilon * matrix[i, i] and isfinite(pivot)):
+            return None
+        lower[i, i] = sqrt(pivot)
+        combine[double](table, i, rank, &inverse[0, 0], &lower[i, 0], &inverse[i, 0])
+        for j in range(i):
+            inverse[i, j] /= -lower[i, i]
+        inverse[i, i] = 1 / lower[i, i]
+    return np.asarray(inverse)
+
+
+def panels(const real[:, ::1] matrix):
+    """A square matrix packed for `times_panels`.
+
+    Returns
+    -------
+    array, shape (n_panels, rank, HMF_PANEL)
+        HMF_PANEL columns each, zero-padded.
+    spans : int64 array, shape (n_panels, 2)
+        First row of each panel that is not zero, and the row behind the last one.
+    """
+    cdef Py_ssize_t rank = matrix.shape[0], n_panels = (rank + HMF_PANEL - 1) // HMF_PANEL
+    padded = np.pad(np.asarray(matrix), ((0, 0), (0, n_panels * HMF_PANEL - rank)))
+    packed = np.ascontiguousarray(padded.reshape(rank, n_panels, HMF_PANEL).transpose(1, 0, 2))
+    spans = np.zeros((n_panels, 2), dtype=np.int64)
+    for panel in range(n_panels):
+        filled = np.flatnonzero(packed[panel].any(axis=1))
+        if len(filled):
+            spans[panel] = filled[0], filled[len(filled) - 1] + 1
+    return packed, spans
+
+
+def times_panels(
+        real[:, ::1] out,                    # OUT  (n_rows, rank), may be `rows`
+        const real[:, ::1] rows,             # IN   (n_rows, rank)
+        const real[:, :, ::1] packed, const int64_t[:, ::1] spans,    # IN   of `panels`
+        int32_t[::1] status,                 # IN OUT (n_rows,) NON_FINITE where a row of the product is not finite
+        int n_threads):
+    """out = rows @ matrix; a row's bits depend on no other row."""
+    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Py_ssize_t n_rows = rows.shape[0], n_blocks = (n_rows + PRODUCT_ROWS - 1) // PRODUCT_ROWS, block
+    n_threads = hmf_usable_threads(n_threads)
+    cdef real[:, ::1] scratch = np.empty((n_threads, PRODUCT_ROWS * packed.shape[0] * HMF_PANEL),
+                                         dtype=np.asarray(rows).dtype)
+    for block in prange(n_blocks, nogil=True, schedule="static", num_threads=n_threads):
+        _times_panels(table, min(PRODUCT_ROWS, n_rows - block * PRODUCT_ROWS), rows.shape[1], packed.shape[0],
+                      &rows[block * PRODUCT_ROWS, 0], &packed[0, 0, 0], &spans[0, 0], &scratch[hmf_thread_id(), 0],
+                      &out[block * PRODUCT_ROWS, 0], &status[block * PRODUCT_ROWS])
+
+
+cdef void _times_panels(
+        const hmf_kernel_table* table, Py_ssize_t n_rows, Py_ssize_t rank, Py_ssize_t n_panels, const real* rows,
+        const real* packed, const int64_t* spans, real* scratch, real* out, int32_t* status) noexcept nogil:
+    cdef Py_ssize_t panel, row, j, ld = n_panels * HMF_PANEL
+    cdef bint finite
+    for panel in range(n_panels):
+        times_panel(table, n_rows, spans[2 * panel + 1] - spans[2 * panel], rows + spans[2 * panel], rank,
+                    packed + (panel * rank + spans[2 * panel]) * HMF_PANEL, scratch + panel * HMF_PANEL, ld)
+    for row in range(n_rows):
+        finite = True
+        for j in range(rank):
+            finite &= isfinite(scratch[row * ld + j])
+        if not finite and status[row] == 0:
+            status[row] = _NON_FINITE
+        memcpy(out + row * rank, scratch + row * ld, rank * sizeof(real))
 
 
 # ---------------------------------------------------------------------------------------------------------- BALS
@@ -787,67 +1082,64 @@ def bals_workspace_size(Py_ssize_t rank, Py_ssize_t itemsize, Py_ssize_t tile_ro
 
 def cholesky_bals(
         real[:, ::1] out,                 # OUT  (n_rows, rank)
-        const real[:, ::1] fixed,         # IN   (n_fixed, rank)
-        const real[::1] values, const int32_t[::1] tile_colidx, const int64_t[::1] tile_ptr,   # IN   BALS arrays
-        const int32_t[::1] seg_colidx, const int64_t[::1] seg_ptr,
-        const real[::1] offsets, const real[:, ::1] gram_matrix, const real[::1] ridge, const double[::1] scale,
+        systems,                          # IN   `hybridmf.native.systems.Systems`
+        tiles,                            # IN   `hybridmf.native.systems.Tiles`
         const int64_t[::1] blocks,        # IN   row blocks to solve, in this order
-        Py_ssize_t tile_rows, Py_ssize_t tile_cols,
         int32_t[::1] status,              # OUT  (n_rows,)
         real[:, ::1] workspace,           # scratch (n_threads, bals_workspace_size(...))
-        bint implicit, double alpha, double unobserved, double epsilon, int n_threads):
+        int n_threads):
     """`cholesky_rows` over BALS tiles: accumulators of a row block and one tile's rows stay in cache (BALS Alg. 2)."""
-    cdef Weights how = Weights(implicit, alpha, unobserved)
-    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef Systems its = _systems(systems, out)
+    cdef Tiles all_tiles = _tiles(tiles, out, len(systems.fixed))
+    cdef Py_ssize_t position
     n_threads = hmf_usable_threads(n_threads)
-    cdef Py_ssize_t rank = fixed.shape[1], n_rows = out.shape[0], position, row_start
-    cdef Py_ssize_t n_tile_cols = (fixed.shape[0] + tile_cols - 1) // tile_cols
-    cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
-    cdef const real* gram_pointer = &gram_matrix[0, 0] if gram_matrix.shape[0] else NULL
     for position in prange(blocks.shape[0], nogil=True, schedule="dynamic", num_threads=n_threads):
-        row_start = blocks[position] * tile_rows
-        _bals_row_block(
-            table, how, rank, &fixed[0, 0], &values[0], &tile_colidx[0], &tile_ptr[blocks[position] * n_tile_cols],
-            &seg_colidx[0], &seg_ptr[row_start * n_tile_cols], offset_pointer, gram_pointer, &ridge[0],
-            &scale[row_start], min(tile_rows, n_rows - row_start), n_tile_cols, tile_cols, <real> epsilon,
-            &workspace[hmf_thread_id(), 0], &status[row_start], &out[row_start, 0])
+        _bals_row_block(&its, &all_tiles, blocks[position], &workspace[hmf_thread_id(), 0], &status[0], &out[0, 0])
 
 
-cdef void _bals_row_block(
-        const hmf_kernel_table* table, Weights how, Py_ssize_t rank,
-        const real* fixed, const real* values, const int32_t* tile_colidx, const int64_t* tile_ptr,
-        const int32_t* seg_colidx, const int64_t* seg_ptr, const real* offsets, const real* gram_matrix,
-        const real* ridge, const double* scale, Py_ssize_t n_rows, Py_ssize_t n_tile_cols, Py_ssize_t tile_cols,
-        real epsilon, real* work, int32_t* status, real* out) noexcept nogil:
-    cdef Py_ssize_t ld = _padded(rank), system = (ld + 1) * ld, t, row, k, n_columns
+cdef void _bals_row_block(const Systems* systems, const Tiles* tiles, Py_ssize_t block, real* work, int32_t* status,
+                          real* out) noexcept nogil:
+    cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), system = (ld + 1) * ld, t, row, k, n_columns
+    cdef Py_ssize_t first = block * tiles.tile_rows, n_rows = min(tiles.tile_rows, tiles.n_rows - first)
+    cdef const int64_t* tile_ptr = tiles.tile_ptr + block * tiles.n_tile_cols
+    cdef const int64_t* seg_ptr = tiles.seg_ptr + first * tiles.n_tile_cols
+    cdef const real* offsets = <const real*> systems.offsets
+    cdef const int32_t* columns
     cdef real* solver = work + n_rows * system               # scratch of the solver
     cdef real* gathered = solver + 4 * ld
     cdef real* tile = gathered + _simd_rows(ld, sizeof(real)) * (ld + 2)    # the tile's distinct rows, contiguous
-    cdef real* tile_offsets = tile + tile_cols * rank
+    cdef real* tile_offsets = tile + tiles.tile_cols * rank
     cdef const int64_t* segment
+    cdef RowEntries entries
+    cdef Systems within = systems[0]        # the fixed side: one tile
+    within.fixed = tile
+    if offsets != NULL:
+        within.offsets = tile_offsets
     for row in range(n_rows):
-        _start_padded(rank, gram_matrix, ridge, scale[row], work + row * system, work + row * system + ld * ld)
-    for t in range(n_tile_cols):
+        _start_system(systems, tiles.scale[first + row], ld, work + row * system, work + row * system + ld * ld)
+    for t in range(tiles.n_tile_cols):
         n_columns = tile_ptr[t + 1] - tile_ptr[t]
         if n_columns == 0:      # vacant tile: one test skips all its segments
             continue
+        columns = tiles.tile_colidx + tile_ptr[t]
         for k in range(n_columns):
-            memcpy(tile + k * rank, fixed + tile_colidx[tile_ptr[t] + k] * rank, rank * sizeof(real))
+            memcpy(tile + k * rank, <const real*> systems.fixed + columns[k] * rank, rank * sizeof(real))
             if offsets != NULL:
-                tile_offsets[k] = offsets[tile_colidx[tile_ptr[t] + k]]
+                tile_offsets[k] = offsets[columns[k]]
         for row in range(n_rows):
             segment = seg_ptr + t * n_rows + row
             if segment[1] > segment[0]:
-                _simd_add(table, how, rank, rank, <const real*> tile, seg_colidx + segment[0], values + segment[0],
-                          <const real*> tile_offsets if offsets != NULL else NULL, segment[1] - segment[0], NULL,
-                          gathered, work + row * system, work + row * system + ld * ld)
+                entries = RowEntries(tiles.seg_colidx + segment[0], tiles.values + segment[0] * tiles.itemsize,
+                                     segment[1] - segment[0], tiles.scale[first + row])
+                _simd_add(&within, &entries, 0, rank, NULL, gathered, work + row * system,
+                          work + row * system + ld * ld)
     for row in range(n_rows):
-        if _is_vacant_row(seg_ptr, row, n_rows, n_tile_cols):
-            status[row] = 0
-            memset(out + row * rank, 0, rank * sizeof(real))
+        if _is_vacant_row(seg_ptr, row, n_rows, tiles.n_tile_cols):
+            status[first + row] = 0
+            memset(out + (first + row) * rank, 0, rank * sizeof(real))
         else:
-            status[row] = _solve_padded(table, rank, work + row * system, work + row * system + ld * ld, epsilon,
-                                        solver, out + row * rank)
+            status[first + row] = _solve_padded(systems, work + row * system, work + row * system + ld * ld, solver,
+                                                out + (first + row) * rank)
 
 
 cdef inline bint _is_vacant_row(const int64_t* seg_ptr, Py_ssize_t row, Py_ssize_t n_rows,

@@ -118,7 +118,7 @@ cdef void _batch(
             break
         here = min(BLOCK_ITEMS, n_items - first)
         for panel in range((here + HMF_PANEL - 1) // HMF_PANEL):
-            score(table, n_active, rank, <const real*> rows, packed + (first + panel * HMF_PANEL) * rank,
+            score(table, n_active, rank, <const real*> rows, rank, packed + (first + panel * HMF_PANEL) * rank,
                   scores + panel * HMF_PANEL, BLOCK_ITEMS)
         for k in range(n_active):
             u = active[k]

@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define HMF_PREFETCH(address) __builtin_prefetch(address)
+
 enum {
     HMF_PANEL = 32, /* items scored side by side; a packed panel is f x HMF_PANEL */
     HMF_PAD = 16,   /* leading dimensions of systems are multiples of this: whole vectors in every table */
@@ -39,11 +41,12 @@ typedef struct {
     /* lower triangle of a column-major n x n matrix += alpha x x^T */
     void (*syr_f)(ptrdiff_t n, float alpha, const float *x, float *a);
     void (*syr_d)(ptrdiff_t n, double alpha, const double *x, double *a);
-    /* out[u * stride + i] = users[u] . item i of a packed panel (f x HMF_PANEL), u < n_users, i < HMF_PANEL */
-    void (*score_f)(ptrdiff_t n_users, ptrdiff_t f, const float *users, const float *panel, float *out,
+    /* out[u * stride + i] = f elements at users + u * apart times item i of a packed panel (f x HMF_PANEL), u < n_users,
+     * i < HMF_PANEL */
+    void (*score_f)(ptrdiff_t n_users, ptrdiff_t f, const float *users, ptrdiff_t apart, const float *panel, float *out,
                     ptrdiff_t stride);
-    void (*score_d)(ptrdiff_t n_users, ptrdiff_t f, const double *users, const double *panel, double *out,
-                    ptrdiff_t stride);
+    void (*score_d)(ptrdiff_t n_users, ptrdiff_t f, const double *users, ptrdiff_t apart, const double *panel,
+                    double *out, ptrdiff_t stride);
     /* upper part of a row-major ld x ld matrix += sign * v^T v; v (n, ld) */
     void (*syrk_upper_f)(ptrdiff_t n, ptrdiff_t ld, const float *v, float sign, float *a);
     void (*syrk_upper_d)(ptrdiff_t n, ptrdiff_t ld, const double *v, double sign, double *a);
@@ -67,6 +70,21 @@ typedef struct {
                        float *work, float *const *x, ptrdiff_t *status);
     void (*cholesky_d)(int count, ptrdiff_t rank, ptrdiff_t ld, double *const *a, double *const *b, double epsilon,
                        double *work, double *const *x, ptrdiff_t *status);
+    /* a = S (Y Y^T + shift) S + ridge I, upper part, ld x ld, over y_k: width elements at fixed + columns[k] * stride; the
+     * first `size` rows are written, those from n on as rows of the unit matrix; root (ld,): S, zero from n on */
+    void (*products_f)(ptrdiff_t n, ptrdiff_t size, ptrdiff_t width, ptrdiff_t stride, const float *fixed,
+                       const int32_t *columns, const float *root, float shift, float ridge, ptrdiff_t ld, float *a);
+    void (*products_d)(ptrdiff_t n, ptrdiff_t size, ptrdiff_t width, ptrdiff_t stride, const double *fixed,
+                       const int32_t *columns, const double *root, double shift, double ridge, ptrdiff_t ld, double *a);
+    /* out = sum_k coefficient[k] y_k over the same y_k */
+    void (*sum_rows_f)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const float *fixed, const int32_t *columns,
+                       const float *coefficient, float *out);
+    void (*sum_rows_d)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const double *fixed, const int32_t *columns,
+                       const double *coefficient, double *out);
+    /* prefetches the same y_k */
+    void (*prefetch_rows_f)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const float *fixed, const int32_t *columns);
+    void (*prefetch_rows_d)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const double *fixed,
+                            const int32_t *columns);
     /* out += sum_k (target[k] + sign weight[k] (y_k . p)) y_k over rows columns[k] of fixed; weight NULL: 1,
      * target NULL: 0 */
     void (*apply_f)(ptrdiff_t n, ptrdiff_t rank, const float *fixed, const int32_t *columns, const float *weight,
@@ -76,6 +94,9 @@ typedef struct {
     /* out += sum_k coefficient[k] * row k of a row-major n x rank matrix */
     void (*combine_f)(ptrdiff_t n, ptrdiff_t rank, const float *rows, const float *coefficient, float *out);
     void (*combine_d)(ptrdiff_t n, ptrdiff_t rank, const double *rows, const double *coefficient, double *out);
+    /* out[column] = scale * z, z uniform between `low` (0 or -1, exclusive) and 1, from word column % 4 of Philox4x32-10
+     * with the counter (column / 4, row, side) and the key; n columns. Every table gives the same bits. */
+    void (*draw)(ptrdiff_t n, uint64_t key, uint64_t row, uint32_t side, int low, float scale, float *out);
     /* first i >= start with scores[i] >= threshold, or n */
     ptrdiff_t (*first_at_least_f)(ptrdiff_t n, const float *scores, float threshold, ptrdiff_t start);
     ptrdiff_t (*first_at_least_d)(ptrdiff_t n, const double *scores, double threshold, ptrdiff_t start);

@@ -5,7 +5,7 @@ ctypedef fused real:
     double
 
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 
 cdef extern from "kernels.h" nogil:
@@ -23,10 +23,10 @@ cdef extern from "kernels.h" nogil:
         void (*axpy_d)(Py_ssize_t n, double alpha, const double* x, double* y) noexcept nogil
         void (*syr_f)(Py_ssize_t n, float alpha, const float* x, float* a) noexcept nogil
         void (*syr_d)(Py_ssize_t n, double alpha, const double* x, double* a) noexcept nogil
-        void (*score_f)(Py_ssize_t n_users, Py_ssize_t f, const float* users, const float* panel, float* out,
-                        Py_ssize_t stride) noexcept nogil
-        void (*score_d)(Py_ssize_t n_users, Py_ssize_t f, const double* users, const double* panel, double* out,
-                        Py_ssize_t stride) noexcept nogil
+        void (*score_f)(Py_ssize_t n_users, Py_ssize_t f, const float* users, Py_ssize_t apart,
+                        const float* panel, float* out, Py_ssize_t stride) noexcept nogil
+        void (*score_d)(Py_ssize_t n_users, Py_ssize_t f, const double* users, Py_ssize_t apart,
+                        const double* panel, double* out, Py_ssize_t stride) noexcept nogil
         void (*syrk_upper_f)(Py_ssize_t n, Py_ssize_t ld, const float* v, float sign,
                              float* a) noexcept nogil
         void (*syrk_upper_d)(Py_ssize_t n, Py_ssize_t ld, const double* v, double sign,
@@ -45,9 +45,23 @@ cdef extern from "kernels.h" nogil:
                            float* work, float** x, Py_ssize_t* status) noexcept nogil
         void (*cholesky_d)(int count, Py_ssize_t rank, Py_ssize_t ld, double** a, double** b, double epsilon,
                            double* work, double** x, Py_ssize_t* status) noexcept nogil
+        void (*products_f)(Py_ssize_t n, Py_ssize_t size, Py_ssize_t width, Py_ssize_t stride, const float* fixed,
+                           const int32_t* columns, const float* root, float shift, float ridge, Py_ssize_t ld,
+                           float* a) noexcept nogil
+        void (*sum_rows_f)(Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride, const float* fixed,
+                           const int32_t* columns, const float* coefficient, float* out) noexcept nogil
+        void (*prefetch_rows_f)(Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride, const float* fixed,
+                                const int32_t* columns) noexcept nogil
         void (*apply_f)(Py_ssize_t n, Py_ssize_t rank, const float* fixed, const int32_t* columns,
                         const float* weight, const float* target, float sign, const float* p,
                         float* out) noexcept nogil
+        void (*products_d)(Py_ssize_t n, Py_ssize_t size, Py_ssize_t width, Py_ssize_t stride, const double* fixed,
+                           const int32_t* columns, const double* root, double shift, double ridge, Py_ssize_t ld,
+                           double* a) noexcept nogil
+        void (*sum_rows_d)(Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride, const double* fixed,
+                           const int32_t* columns, const double* coefficient, double* out) noexcept nogil
+        void (*prefetch_rows_d)(Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride, const double* fixed,
+                                const int32_t* columns) noexcept nogil
         void (*apply_d)(Py_ssize_t n, Py_ssize_t rank, const double* fixed, const int32_t* columns,
                         const double* weight, const double* target, double sign, const double* p,
                         double* out) noexcept nogil
@@ -55,11 +69,14 @@ cdef extern from "kernels.h" nogil:
                           float* out) noexcept nogil
         void (*combine_d)(Py_ssize_t n, Py_ssize_t rank, const double* rows, const double* coefficient,
                           double* out) noexcept nogil
+        void (*draw)(Py_ssize_t n, uint64_t key, uint64_t row, uint32_t side, int low, float scale,
+                     float* out) noexcept nogil
         Py_ssize_t (*first_at_least_f)(Py_ssize_t n, const float* scores, float threshold,
                                        Py_ssize_t start) noexcept nogil
         Py_ssize_t (*first_at_least_d)(Py_ssize_t n, const double* scores, double threshold,
                                        Py_ssize_t start) noexcept nogil
 
+    void HMF_PREFETCH(const void* address) noexcept
     const hmf_kernel_table* hmf_kernels() noexcept
     const hmf_kernel_table* hmf_kernels_named(const char* name) noexcept
 
@@ -94,11 +111,11 @@ cdef inline void syr(const hmf_kernel_table* table, Py_ssize_t n, real alpha, co
 
 
 cdef inline void score(const hmf_kernel_table* table, Py_ssize_t n_users, Py_ssize_t f, const real* users,
-                       const real* panel, real* out, Py_ssize_t stride) noexcept nogil:
+                       Py_ssize_t apart, const real* panel, real* out, Py_ssize_t stride) noexcept nogil:
     if real is float:
-        table.score_f(n_users, f, users, panel, out, stride)
+        table.score_f(n_users, f, users, apart, panel, out, stride)
     else:
-        table.score_d(n_users, f, users, panel, out, stride)
+        table.score_d(n_users, f, users, apart, panel, out, stride)
 
 
 cdef inline void syrk_upper(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t ld, const real* v, real sign,
@@ -157,3 +174,29 @@ cdef inline void combine(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t
         table.combine_f(n, rank, rows, coefficient, out)
     else:
         table.combine_d(n, rank, rows, coefficient, out)
+
+
+cdef inline void products(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t size, Py_ssize_t width,
+                          Py_ssize_t stride, const real* fixed, const int32_t* columns, const real* root, real shift,
+                          real ridge, Py_ssize_t ld, real* a) noexcept nogil:
+    if real is float:
+        table.products_f(n, size, width, stride, fixed, columns, root, shift, ridge, ld, a)
+    else:
+        table.products_d(n, size, width, stride, fixed, columns, root, shift, ridge, ld, a)
+
+
+cdef inline void sum_rows(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride,
+                          const real* fixed, const int32_t* columns, const real* coefficient,
+                          real* out) noexcept nogil:
+    if real is float:
+        table.sum_rows_f(n, width, stride, fixed, columns, coefficient, out)
+    else:
+        table.sum_rows_d(n, width, stride, fixed, columns, coefficient, out)
+
+
+cdef inline void prefetch_rows(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride,
+                               const real* fixed, const int32_t* columns) noexcept nogil:
+    if real is float:
+        table.prefetch_rows_f(n, width, stride, fixed, columns)
+    else:
+        table.prefetch_rows_d(n, width, stride, fixed, columns)

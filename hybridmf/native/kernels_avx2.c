@@ -18,13 +18,16 @@
 #define HMF_COLUMNS 4
 #define HMF_SYRK_ROWS 4     /* the same for tiles of a symmetric update */
 #define HMF_SYRK_COLUMNS 3
+#define HMF_PRODUCT_ROWS 2  /* rows x 4 inner products at a time */
 
 #define REAL float
+#define INTEGER int32_t /* of its width */
 #define TYPE f
 #define HMF_SQRT sqrtf
 #define HMF_HUGE FLT_MAX
 #include "kernels_impl.h"
 #define REAL double
+#define INTEGER int64_t
 #define TYPE d
 #define HMF_SQRT sqrt
 #define HMF_HUGE DBL_MAX
@@ -33,7 +36,7 @@
 const hmf_kernel_table hmf_table_avx2 = {
     "avx2", dot_f, dot_d, dot_fd, axpy_f, axpy_d, syr_f, syr_d, score_f, score_d,
     syrk_upper_f, syrk_upper_d, weigh_f, weigh_d, gather_f, gather_d, cholesky_f, cholesky_d,
-    apply_f, apply_d, combine_f, combine_d, first_at_least_f, first_at_least_d,
+    products_f, products_d, sum_rows_f, sum_rows_d, prefetch_rows_f, prefetch_rows_d, apply_f, apply_d, combine_f, combine_d, draw, first_at_least_f, first_at_least_d,
     sgd_entries_f, sgd_entries_d, sgd_rows_f, sgd_rows_d, adagrad_entries_f, adagrad_entries_d,
     adagrad_rows_f, adagrad_rows_d,
 };

@@ -8,11 +8,12 @@
 #define HMF_CAT2(a, b) a##b
 #define HMF_CAT(a, b) HMF_CAT2(a, b)
 #define HMF_INLINE static inline __attribute__((always_inline))
-#define HMF_PREFETCH(address) __builtin_prefetch(address)
 #define HMF_ALIGNED __attribute__((aligned(64)))
 #if defined(__clang__)
 #define HMF_UNROLL _Pragma("unroll")
+#define HMF_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
+#define HMF_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (FN(mask)){__VA_ARGS__})
 #define HMF_UNROLL _Pragma("GCC unroll 8")
 #endif
 enum {
@@ -29,6 +30,47 @@ static double dot_fd(ptrdiff_t n, const float *a, const float *b) {
         for (int l = 0; l < 8; l++) sum[l] += (double)a[k + l] * (double)b[k + l];
     for (; k < n; k++) sum[0] += (double)a[k] * (double)b[k];
     return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
+}
+
+/* Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011): four words for each of HMF_DRAWN counters that differ in their
+ * first word; loops of constant length, which the compiler puts into vectors */
+enum { HMF_DRAWN = 16, HMF_ROUNDS = 10, HMF_BITS = 24 /* of a float32's mantissa */ };
+
+static void philox(uint64_t key, uint32_t first, uint64_t row, uint32_t side, uint32_t words[4][HMF_DRAWN]) {
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int i = 0; i < HMF_DRAWN; i++) {
+        words[0][i] = first + (uint32_t)i;
+        words[1][i] = (uint32_t)row;
+        words[2][i] = (uint32_t)(row >> 32);
+        words[3][i] = side;
+    }
+    for (int round = 0; round < HMF_ROUNDS; round++) {
+        for (int i = 0; i < HMF_DRAWN; i++) {
+            const uint64_t a = (uint64_t)0xD2511F53u * words[0][i], b = (uint64_t)0xCD9E8D57u * words[2][i];
+            const uint32_t one = words[1][i], three = words[3][i];
+            words[0][i] = (uint32_t)(b >> 32) ^ one ^ k0;
+            words[1][i] = (uint32_t)b;
+            words[2][i] = (uint32_t)(a >> 32) ^ three ^ k1;
+            words[3][i] = (uint32_t)a;
+        }
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+}
+
+/* The upper bits of a word as an odd number below 2^24: exact in float32, and never zero. */
+static void draw(ptrdiff_t n, uint64_t key, uint64_t row, uint32_t side, int low, float scale, float *out) {
+    uint32_t words[4][HMF_DRAWN];
+    float drawn[HMF_DRAWN][4];
+    const int32_t shift = low ? 1 << (HMF_BITS - 1) : 0;
+    const float unit = scale / (float)(low ? 1 << (HMF_BITS - 1) : 1 << HMF_BITS); /* a power of two: exact */
+    for (ptrdiff_t column = 0; column < n; column += 4 * HMF_DRAWN) {
+        philox(key, (uint32_t)(column / 4), row, side, words);
+        for (int i = 0; i < HMF_DRAWN; i++)
+            for (int w = 0; w < 4; w++) drawn[i][w] = (float)((int32_t)(words[w][i] >> 8 | 1) - shift) * unit;
+        const ptrdiff_t left = n - column;
+        memcpy(out + column, drawn, (size_t)(left < 4 * HMF_DRAWN ? left : 4 * HMF_DRAWN) * sizeof(float));
+    }
 }
 #endif
 
@@ -47,7 +89,8 @@ typedef REAL ROW __attribute__((vector_size(8 * sizeof(REAL)), aligned(sizeof(RE
 #define ROW_SPLAT(s) ((s) - (ROW){0})
 #define FOUR FN(four)
 #define EIGHT FN(eight)
-typedef REAL FOUR __attribute__((vector_size(4 * sizeof(REAL))));
+typedef REAL FOUR __attribute__((vector_size(4 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
+typedef INTEGER FN(mask) __attribute__((vector_size(4 * sizeof(REAL))));
 typedef REAL EIGHT __attribute__((vector_size(8 * sizeof(REAL))));
 #else
 #error "the kernels need GCC's or clang's vector extensions (on Windows: clang-cl)"
@@ -58,10 +101,10 @@ HMF_INLINE void FN(prefetch_row)(const REAL *row, ptrdiff_t n) {
     for (ptrdiff_t byte = 0; byte < n * (ptrdiff_t)sizeof(REAL); byte += 64) HMF_PREFETCH((const char *)row + byte);
 }
 
-/* sum of the lanes, as a tree: halves are added in registers down to four lanes */
-HMF_INLINE REAL FN(total)(VEC v) {
+/* four lanes that add up to the sum of all, as a tree: halves are added in registers */
+HMF_INLINE void FN(quarter)(VEC v, FOUR *out) {
     enum { BYTES = 4 * sizeof(REAL) };
-    FOUR sum;
+    FOUR sum = {0};
     if (HMF_BYTES == 4 * BYTES) {
         EIGHT low, high;
         memcpy(&low, &v, 2 * BYTES);
@@ -76,11 +119,16 @@ HMF_INLINE REAL FN(total)(VEC v) {
         memcpy(&sum, &v, BYTES);
         memcpy(&other, (const char *)&v + BYTES, BYTES);
         sum += other;
-    } else if (HMF_BYTES == BYTES) {
-        memcpy(&sum, &v, BYTES);
     } else {
-        return LANE(v, 0) + LANE(v, 1);
+        memcpy(&sum, &v, HMF_BYTES);
     }
+    *out = sum;
+}
+
+HMF_INLINE REAL FN(total)(VEC v) {
+    if (LANES < 4) return LANE(v, 0) + LANE(v, 1);
+    FOUR sum;
+    FN(quarter)(v, &sum);
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
@@ -112,8 +160,8 @@ static void FN(syr)(ptrdiff_t n, REAL alpha, const REAL *x, REAL *a) {
 }
 
 /* One chain of multiply-adds over k for each (user, item): the value does not depend on how users are grouped. */
-HMF_INLINE void FN(score_rows)(const int n_users, ptrdiff_t f, const REAL *users, const REAL *panel, REAL *out,
-                               ptrdiff_t stride) {
+HMF_INLINE void FN(score_rows)(const int n_users, ptrdiff_t f, const REAL *users, ptrdiff_t apart,
+                               const REAL *panel, REAL *out, ptrdiff_t stride) {
     for (ptrdiff_t half = 0; half < HMF_PANEL; half += HMF_COLUMNS * LANES) {
         VEC sum[HMF_USERS][HMF_COLUMNS];
         for (int u = 0; u < n_users; u++)
@@ -121,7 +169,7 @@ HMF_INLINE void FN(score_rows)(const int n_users, ptrdiff_t f, const REAL *users
         for (ptrdiff_t k = 0; k < f; k++) {
             const REAL *items = panel + k * HMF_PANEL + half;
             for (int u = 0; u < n_users; u++) {
-                const VEC x = SPLAT(users[u * f + k]);
+                const VEC x = SPLAT(users[u * apart + k]);
                 for (int c = 0; c < HMF_COLUMNS; c++) sum[u][c] += x * *(const VEC *)(items + c * LANES);
             }
         }
@@ -130,12 +178,12 @@ HMF_INLINE void FN(score_rows)(const int n_users, ptrdiff_t f, const REAL *users
     }
 }
 
-static void FN(score)(ptrdiff_t n_users, ptrdiff_t f, const REAL *users, const REAL *panel, REAL *out,
-                      ptrdiff_t stride) {
+static void FN(score)(ptrdiff_t n_users, ptrdiff_t f, const REAL *users, ptrdiff_t apart, const REAL *panel,
+                      REAL *out, ptrdiff_t stride) {
     ptrdiff_t u = 0;
     for (; u + HMF_USERS <= n_users; u += HMF_USERS)
-        FN(score_rows)(HMF_USERS, f, users + u * f, panel, out + u * stride, stride);
-    for (; u < n_users; u++) FN(score_rows)(1, f, users + u * f, panel, out + u * stride, stride);
+        FN(score_rows)(HMF_USERS, f, users + u * apart, apart, panel, out + u * stride, stride);
+    for (; u < n_users; u++) FN(score_rows)(1, f, users + u * apart, apart, panel, out + u * stride, stride);
 }
 
 /* First i >= start with scores[i] >= threshold, or n. */
@@ -326,6 +374,101 @@ static void FN(gather)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const REAL *fi
     }
 }
 
+/* ---- inner products of a row's entries ------------------------------------------------------------------------
+ *
+ * Entries k = 0 .. n - 1 stand for rows y_k = fixed + columns[k] * stride, of which `width` elements take part.
+ */
+
+/* `total` of each of four vectors, by shuffles that they share. */
+HMF_INLINE void FN(four_totals)(const VEC *v, FOUR *out) {
+    FOUR part[4], pair[2];
+    if (LANES < 4) {
+        for (int c = 0; c < 4; c++) (*out)[c] = FN(total)(v[c]);
+        return;
+    }
+    for (int c = 0; c < 4; c++) FN(quarter)(v[c], &part[c]);
+    for (int c = 0; c < 2; c++)
+        pair[c] = HMF_SHUFFLE(part[2 * c], part[2 * c + 1], 0, 4, 1, 5) +
+                  HMF_SHUFFLE(part[2 * c], part[2 * c + 1], 2, 6, 3, 7);
+    *out = HMF_SHUFFLE(pair[0], pair[1], 0, 1, 4, 5) + HMF_SHUFFLE(pair[0], pair[1], 2, 3, 6, 7);
+}
+
+/* rows x 4 inner products, from element (i0, j0) of a on. Pointers beyond the last entry repeat it. */
+HMF_INLINE void FN(products_tile)(const int rows, ptrdiff_t width, const REAL *const *left, const REAL *const *right,
+                                  ptrdiff_t ld, REAL *a) {
+    const ptrdiff_t whole = width / LANES * LANES;
+    VEC sum[HMF_PRODUCT_ROWS][4];
+    for (int i = 0; i < rows; i++)
+        for (int c = 0; c < 4; c++) sum[i][c] = SPLAT(0);
+    for (ptrdiff_t k = 0; k < whole; k += LANES) {
+        VEC y[4];
+        for (int c = 0; c < 4; c++) y[c] = *(const VEC *)(right[c] + k);
+        for (int i = 0; i < rows; i++) {
+            const VEC x = *(const VEC *)(left[i] + k);
+            for (int c = 0; c < 4; c++) sum[i][c] += x * y[c];
+        }
+    }
+    for (int i = 0; i < rows; i++) {
+        FOUR total;
+        FN(four_totals)(sum[i], &total);
+        for (ptrdiff_t k = whole; k < width; k++)
+            total += (left[i][k] - (FOUR){0}) * (FOUR){right[0][k], right[1][k], right[2][k], right[3][k]};
+        memcpy(a + i * ld, &total, sizeof total);
+    }
+}
+
+/* a = S (Y Y^T + shift) S + ridge I, upper part, row-major, ld x ld with ld >= n a multiple of HMF_PAD; the first `size`
+ * rows are written, those from n on as rows of the unit matrix. root (ld,): S, zero from n on. */
+static void FN(products)(ptrdiff_t n, ptrdiff_t size, ptrdiff_t width, ptrdiff_t stride, const REAL *fixed,
+                         const int32_t *columns, const REAL *root, REAL shift, REAL ridge, ptrdiff_t ld, REAL *a) {
+    const REAL *y[HMF_PRODUCT_ROWS], *right[4];
+    memset(a, 0, (size + HMF_BLOCK - 1) / HMF_BLOCK * HMF_BLOCK * ld * sizeof(REAL)); /* whole panels of `cholesky` */
+    for (ptrdiff_t i0 = 0; i0 < n; i0 += HMF_PRODUCT_ROWS) {
+        const ptrdiff_t rows = n - i0 < HMF_PRODUCT_ROWS ? n - i0 : HMF_PRODUCT_ROWS;
+        for (ptrdiff_t i = 0; i < rows; i++) y[i] = fixed + columns[i0 + i] * stride;
+        for (ptrdiff_t j0 = i0 / 4 * 4; j0 < n; j0 += 4) {
+            for (ptrdiff_t c = 0; c < 4; c++) right[c] = fixed + columns[j0 + c < n ? j0 + c : n - 1] * stride;
+            if (rows == HMF_PRODUCT_ROWS)
+                FN(products_tile)(HMF_PRODUCT_ROWS, width, y, right, ld, a + i0 * ld + j0);
+            else
+                for (ptrdiff_t i = 0; i < rows; i++)
+                    FN(products_tile)(1, width, y + i, right, ld, a + (i0 + i) * ld + j0);
+        }
+        for (ptrdiff_t i = i0; i < i0 + rows; i++) {
+            for (ptrdiff_t j = i0 / 4 * 4; j < ld; j += 4) {
+                FOUR *at = (FOUR *)(a + i * ld + j);
+                *at = (root[i] - (FOUR){0}) * *(const FOUR *)(root + j) * (*at + shift);
+            }
+            a[i * ld + i] += ridge;
+        }
+    }
+    for (ptrdiff_t i = n; i < size; i++) a[i * ld + i] = 1;
+}
+
+/* out = sum_k coefficient[k] y_k, `width` elements. */
+static void FN(sum_rows)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const REAL *fixed, const int32_t *columns,
+                         const REAL *coefficient, REAL *out) {
+    enum { PART = 4 }; /* vectors of `out` in registers at a time */
+    ptrdiff_t j = 0;
+    for (; j + PART * LANES <= width; j += PART * LANES) {
+        VEC sum[PART];
+        for (int c = 0; c < PART; c++) sum[c] = SPLAT(0);
+        for (ptrdiff_t k = 0; k < n; k++)
+            for (int c = 0; c < PART; c++)
+                sum[c] += SPLAT(coefficient[k]) * *(const VEC *)(fixed + columns[k] * stride + j + c * LANES);
+        for (int c = 0; c < PART; c++) *(VEC *)(out + j + c * LANES) = sum[c];
+    }
+    for (; j < width; j++) {
+        out[j] = 0;
+        for (ptrdiff_t k = 0; k < n; k++) out[j] += coefficient[k] * fixed[columns[k] * stride + j];
+    }
+}
+
+static void FN(prefetch_rows)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const REAL *fixed,
+                              const int32_t *columns) {
+    for (ptrdiff_t k = 0; k < n; k++) FN(prefetch_row)(fixed + columns[k] * stride, width);
+}
+
 _Static_assert(HMF_SYSTEMS == 2, "cholesky takes one system or HMF_SYSTEMS of them");
 
 /* A = U^T U for up to HMF_SYSTEMS systems side by side. One system alone is a chain of square roots and divisions that
@@ -451,5 +594,6 @@ static void FN(cholesky)(int count, ptrdiff_t rank, ptrdiff_t ld, REAL *const *a
 #undef ROW_LANE
 #undef REAL
 #undef TYPE
+#undef INTEGER
 #undef HMF_SQRT
 #undef HMF_HUGE

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..core.objective import Objective
 from ..errors import DeviceError
 from .memory import cpu_bytes, system_bytes
+from .row_forms import check_row_form, dual_sides
 from .types import CPU_ASSEMBLIES, Plan, Settings, instruction_set_notes
 
 L2_ACCUMULATORS = 512 * 1024
@@ -24,7 +26,7 @@ Both bounds divide what bench/layouts.py measures (docs/performance.md): BALS ga
 both (ML-10M's shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M's shape below f = 128, Epinions')."""
 
 
-def cpu_plan(plan: Plan, settings: Settings) -> Plan:
+def cpu_plan(plan: Plan, settings: Settings, objective: Objective) -> Plan:
     """Complete a plan for the CPU."""
     notes = instruction_set_notes()
     if plan.precision != "float32":
@@ -45,6 +47,7 @@ def cpu_plan(plan: Plan, settings: Settings) -> Plan:
             f"assembly={plan.assembly!r} is for solver='cholesky'; solver={plan.solver!r} has its own kernels: "
             'use assembly="auto"'
         )
+    check_row_form(plan, objective)
     itemsize = plan.problem.itemsize
     tile_rows = tile_cols = 0
     if assembly == "bals":
@@ -57,6 +60,7 @@ def cpu_plan(plan: Plan, settings: Settings) -> Plan:
         tile_rows=tile_rows,
         tile_cols=tile_cols,
         notes=tuple(notes),
+        dual_sides=dual_sides(plan, objective) if assembly == "simd" else (),
     )
     return plan.changed(bytes=cpu_bytes(plan))
 

@@ -99,6 +99,8 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
     """Choose kernels and record free memory; the location of the ratings is decided later."""
     if plan.solver not in GPU_SOLVERS:
         raise ValueError(f"solver={plan.solver!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_SOLVERS)}")
+    if plan.row_form == "dual":
+        raise ValueError('row_form="dual" runs on the CPU only; on a GPU use row_form="auto", which is primal there')
     limit = settings.gpu_memory_limit
     if limit is not None:
         spec = replace(spec, free_bytes=min(spec.free_bytes, limit))

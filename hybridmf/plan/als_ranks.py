@@ -42,7 +42,7 @@ def find_ranks(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
 def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
     """Complete a plan of ALS for several devices, each of which solves its part."""
     if spec is None:
-        plan = cpu_plan(plan, settings)
+        plan = cpu_plan(plan, settings, objective)
         # the ranks share memory: all of them together need the gathered side, and each the slab it reads
         sizes, ranks = dict(plan.bytes), len(plan.devices)
         itemsize = plan.problem.itemsize

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from .._version import __version__
@@ -49,6 +51,17 @@ def gpu_status() -> tuple[bool, str]:
         except (DeviceError, ValueError) as error:  # the GPU is too old, or the memory limit is invalid
             reasons.append(str(error))
     return usable, "; ".join(dict.fromkeys(reasons))
+
+
+def gpu_is_untouched(device: str | tuple[str, ...]) -> bool:
+    """Whether "auto" is asked for, CuPy is installed, and this process has not imported it yet, nor started CUDA."""
+    return device == "auto" and "cupy" not in sys.modules and find_spec("cupy") is not None
+
+
+def gpu_start_seconds() -> float:
+    """Seconds until a GPU that this process has not used can do anything: CUDA's start, and loading kernels."""
+    rates = _machine.machine().gpu
+    return rates.start + rates.load
 
 
 def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:

@@ -123,6 +123,11 @@ class FusedConfig:
         return 4 * self.teams * (staged + 2 * self.rank16 + 16 + 3 * (self.stages + 1) * chunk)
 
     @property
+    def solved_apart(self) -> bool:
+        """Whether rows of any length are assembled by one kernel and solved by another."""
+        return self.rank >= SOLVED_APART
+
+    @property
     def partial_floats(self) -> int:
         """Floats that a segment of a long row leaves."""
         return partial_floats(self.rank)
@@ -137,7 +142,7 @@ class FusedConfig:
             "TEAMS": self.teams,
             "STAGES": self.stages,
             "BLOCKS_PER_SM": self.blocks_per_sm,
-            "SOLVED_APART": self.rank >= SOLVED_APART,
+            "SOLVED_APART": self.solved_apart,
         }
 
 

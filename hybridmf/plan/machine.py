@@ -30,7 +30,7 @@ from ..native import _als
 logger = logging.getLogger("hybridmf")
 
 
-FORMAT = 3
+FORMAT = 4
 """Format version of the file; incremented whenever its meaning changes."""
 
 Curve = tuple[tuple[float, float], ...]
@@ -89,6 +89,11 @@ class CpuRates:
         Flop/s of normal equations, f (f + 1) an entry, by our kernels.
     solve : Curve
         Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row, including all other work per row.
+    dual, dual_row : float
+        Flop/s of rows in the dual form, n^2 (f + 2) + n^3 / 3 + 4 n f for n entries, and seconds for each of them
+        besides.
+    product : float
+        Flop/s of products of factors and a small matrix, f^2 a row where the matrix is triangular.
     cg : Curve
         Flop/s of conjugate gradients, 4 f an entry and pass, also where a row's matrix is formed instead.
     dense : float
@@ -129,6 +134,9 @@ class CpuRates:
 
     assembly: Curve = ((8, 8.5e9), (16, 4.0e10), (32, 8.0e10), (64, 1.12e11), (128, 1.35e11))
     solve: Curve = ((8, 1.6e9), (16, 4.5e9), (32, 1.6e10), (64, 5.2e10), (128, 1.1e11))
+    dual: float = 3.0e10
+    dual_row: float = 7.0e-7
+    product: float = 6.0e10
     cg: Curve = ((8, 1.0e10), (16, 2.0e10), (32, 2.4e10), (64, 3.5e10), (128, 4.2e10))
     dense: float = 5.0e10
     subspace: float = 4.7e10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,12 +12,23 @@ import numpy as np
 from ..core import system
 from ..core.scratch import SCRATCH_DIR, find_room, scratch_folders
 from ..core.system import mib
-from ..errors import DeviceMemoryError, MemoryBudgetError
+from ..errors import DeviceError, DeviceMemoryError, MemoryBudgetError
 from ..native import _als
 from . import dispatch
 from .als import ALS
 from .half_sweep import SLAB_BUFFERS
-from .types import BATCH_FLOPS, VARIANTS, DegreeFacts, Kernels, Placement, Plan, Settings, Sizes, instruction_set_notes
+from .types import (
+    BATCH_FLOPS,
+    VARIANTS,
+    DegreeFacts,
+    Kernels,
+    Placement,
+    Plan,
+    Settings,
+    Sizes,
+    instruction_set_notes,
+    seconds_text,
+)
 
 if TYPE_CHECKING:
     import scipy.sparse as sp
@@ -50,6 +62,10 @@ def make_plan(
     """
     objective.check_finite_in(np.dtype(settings.dtype))
     method = settings.method or ALS
+    if slab is None and dispatch.gpu_is_untouched(settings.device):
+        plan = _short_on_cpu(objective, settings, shape, nnz, facts)
+        if plan is not None:
+            return plan
     devices: tuple[str, ...] = ()
     if isinstance(settings.device, tuple):
         spec, reason = None, "asked for"  # the method validates each device
@@ -66,6 +82,23 @@ def make_plan(
         if note in decided.notes:
             logger.warning(note)
     return decided if settings.reduction == "auto" else _with_reduction(decided, settings.reduction)
+
+
+def _short_on_cpu(
+    objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int, facts: DegreeFacts | None
+) -> Plan | None:
+    """The CPU's plan if the fit takes no longer than starting CUDA would; None if a GPU may win, or has to serve."""
+    on_cpu, start = replace(settings, device="cpu"), dispatch.gpu_start_seconds()
+    try:
+        plan = make_plan(objective, on_cpu, shape, nnz, facts)
+    except (DeviceError, ValueError):
+        return None
+    seconds = plan.estimates[0].total_seconds
+    if seconds > start:
+        return None
+    reason = f"in about {seconds_text(seconds)} done on the CPU, before a GPU is started ({seconds_text(start)})"
+    logger.info("device='auto' chose the CPU: %s", reason)
+    return plan.changed(reason=reason)
 
 
 def _with_reduction(plan: Plan, reduction: str) -> Plan:
@@ -117,6 +150,7 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
         precision=settings.precision,
         instruction_set=_als.instruction_set(),
         balance=settings.balance,
+        row_form=settings.row_form,
         batch_flops=BATCH_FLOPS * settings.num_threads,
     )
     return Plan(problem, Placement("cpu", "", settings.num_threads), kernels)

@@ -10,6 +10,7 @@ from ..core.system import available_memory, mib
 from ..core.validate import index_pointer_dtype
 from ..errors import MemoryBudgetError
 from ..native import _als
+from .row_forms import changes_basis
 
 if TYPE_CHECKING:
     from .types import Plan
@@ -65,6 +66,10 @@ def cpu_bytes(plan: Plan) -> dict[str, int]:
             plan.num_threads * _row_scratch(plan, itemsize) * itemsize + _segment_bytes(plan), _gram_bytes(plan)
         ),
     }
+    # the fixed side in another basis
+    changed = max(n if changes_basis(plan, "user") else 0, m if changes_basis(plan, "item") else 0)
+    if changed:
+        sizes["basis"] = changed * rank * itemsize
     if plan.tile_rows:
         pointers = tile_pointers(m, n, plan) + tile_pointers(n, m, plan)
         # the kernels' int64 pointers are copies where those of the format are int32
@@ -81,7 +86,7 @@ def rank_bytes(plan: Plan, ranks: int) -> dict[str, int]:
     if not plan.streamed:
         pointers = (m + n) * (np.dtype(index_pointer_dtype(plan.nnz)).itemsize + 8)
         sizes["ratings"] = 3 * -(-plan.nnz // ranks) * (itemsize + 4) + pointers
-    # all that a fit starts from, which every rank draws; then old and new rows of its own beside the fixed side
+    # all that a resumed fit continues from, which every rank receives; then old and new rows of its own
     sizes["factors"] = (m + n + 2 * -(-(m + n) // ranks)) * row
     sizes["gathered"] = max(m, n) * row
     return sizes

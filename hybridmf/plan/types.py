@@ -49,6 +49,8 @@ DTYPES = ("float32", "float64")
 
 REORDERINGS = ("auto", "none", "rows", "columns", "both")
 
+ROW_FORMS = ("auto", "primal", "dual")
+
 REDUCTIONS = ("auto", "parallel", "two_phase", "root")
 """Reductions of partial sums over a split fixed side; "auto" is "parallel"."""
 
@@ -139,6 +141,7 @@ class Settings:
     device: str | tuple[str, ...]
     block_size: int
     balance: bool
+    row_form: str
     reduction: str
     gpu_memory_limit: int | None
     iterations: int
@@ -161,6 +164,7 @@ class Settings:
         reorder: Any = "none",
         block_size: Any = 32,
         balance: Any = False,
+        row_form: Any = "auto",
         reduction: Any = "auto",
         method: Method | None = None,
     ) -> Settings:
@@ -179,6 +183,7 @@ class Settings:
             device=check_device(device),
             block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
             balance=check_bool("balance", balance),
+            row_form=check_choice("row_form", row_form, ROW_FORMS),
             reduction=check_choice("reduction", reduction, REDUCTIONS),
             gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
             iterations=check_int("iterations", iterations, 1),
@@ -288,6 +293,8 @@ class Kernels:
     precision: str
     instruction_set: str
     balance: bool = False
+    row_form: str = "auto"
+    dual_sides: tuple[Side, ...] = ()
     variant: str = ""
     tile_rows: int = 0
     tile_cols: int = 0
@@ -338,7 +345,7 @@ class Plan:
         `slab`, `resident`, `scale`, `scratch`.
     kernels : Kernels
         `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `variant`, `reorder`, `precision`, `balance`,
-        `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`, `batch_slots`.
+        `row_form`, `dual_sides`, `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`, `batch_slots`.
     estimate : Prediction
         `bytes`, `estimates`.
     notes : tuple of str
@@ -353,6 +360,10 @@ class Plan:
         The choices made; never "auto".
     cg_steps, block_size, num_threads : int
     balance : bool
+    row_form : {"auto", "primal", "dual"}
+        Requested form of short rows.
+    dual_sides : tuple of {"user", "item"}
+        Sides whose short rows are solved in the dual form; see `hybridmf.plan.row_forms`.
     instruction_set : str
         Instruction set of the vector kernels.
     variant : str
@@ -427,6 +438,8 @@ class Plan:
     reorder = _Part(lambda plan: plan.kernels.reorder)
     precision = _Part(lambda plan: plan.kernels.precision)
     balance = _Part(lambda plan: plan.kernels.balance)
+    row_form = _Part(lambda plan: plan.kernels.row_form)
+    dual_sides = _Part(lambda plan: plan.kernels.dual_sides)
     instruction_set = _Part(lambda plan: plan.kernels.instruction_set)
     tile_rows = _Part(lambda plan: plan.kernels.tile_rows)
     tile_cols = _Part(lambda plan: plan.kernels.tile_cols)
@@ -456,6 +469,13 @@ class Plan:
     def offloaded(self) -> bool:
         """Whether factors are in host memory or in files, and on a GPU only while they are used."""
         return self.factors_on != "device"
+
+    @property
+    def ratings_on_device(self) -> bool:
+        """Whether one GPU has all ratings in memory, in the order of the input, and needs them nowhere else."""
+        alone = self.gpu is not None and not self.devices and not self.streamed and not self.offloaded
+        # the layout of BALS is built on the host
+        return alone and self.reorder == "none" and self.assembly != "bals"
 
     def tables_of(self, side: Side) -> int:
         """Number of tables of a side's offloaded factors that exist at a time: new ones and previous ones.

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..core.objective import Factors, Objective, Side
 from ..cpu import als
-from ..cpu.stream import StreamedHalf
 from ..data.slabs import RangeSlabs
 from ..native import _als
 from ..plan.types import Plan
@@ -59,16 +58,18 @@ class CpuWorker:
 
     def whole(
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
-    ) -> als.HalfSweep | StreamedHalf:
+    ) -> als.HalfSweep | als.StreamedHalf:
         """Half sweep of one device over its rows; slabs are read again in each half sweep."""
+        half: als.HalfSweep | als.StreamedHalf
         if isinstance(block, RangeSlabs):
-            return StreamedHalf(side, block, objective, plan, names, self.check)
-        half = als.HalfSweep(side, block, objective, plan, names)
+            half = als.StreamedHalf(side, block, objective, plan, names)
+        else:
+            half = als.HalfSweep(side, block, objective, plan, names)
         half.check = self.check
         return half
 
     def solve(
-        self, half: als.HalfSweep | StreamedHalf, fixed: Factors, mean: float, start: Factors, then: Then | None
+        self, half: als.HalfSweep | als.StreamedHalf, fixed: Factors, mean: float, start: Factors, then: Then | None
     ) -> Factors:
         """New factors of the rows of `whole`. Factors are not gathered ahead: nothing would overlap."""
         return half.solve(fixed, mean, start)

@@ -294,7 +294,7 @@ class PartialRows(HalfSweep):
     def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
         """Copy the entries to the device."""
         assert isinstance(block, sp.csr_array)
-        self.indices, self.ratings = self._hold(block.indices, block.data)
+        self.indices, self.ratings = self.device.upload(block.indices), self.device.upload(block.data)
 
     def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
         """Return the `indptr` of the entries on the device, and the ranges of rows of a batch in it."""

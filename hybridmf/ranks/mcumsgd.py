@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Objective, Side, State, Terms, other_side, part_of
+from ..core.objective import SIDES, Factors, Objective, Side, State, Terms, other_side
 from ..core.sparse import rows_of, transposed
 from ..core.validate import csr_arrays
 from ..cpu.als import aligned_zeros, objective_value
@@ -414,7 +414,7 @@ class RankSGD:
         self.communicator, self.objective, self.method = communicator, objective, plan.method
         self.rank, self.size = communicator.rank, communicator.size
         if not agreed:
-            first = (state.user.matrix[:1].tobytes(), state.item.matrix[:1].tobytes())
+            first = [state.side(side).part(slice(1)).matrix.tobytes() for side in SIDES]
             facts = {"data": fingerprint(user_items), "objective": objective, "method": plan.method, "state": first}
             check_agreement(communicator, facts | {"number of completed epochs": completed})
         state = starting_state(state, plan.method, plan.factors, completed)
@@ -431,7 +431,7 @@ class RankSGD:
             self.backend = GpuBackend(device, blocks, objective, plan, long_row, beside)
         with self.backend.active():
             self.factors: dict[Side, Factors] = {
-                side: self.backend.hold(part_of(state.side(side), *self.bounds.range_of(side, self.rank)))
+                side: self.backend.hold(state.side(side).part(slice(*self.bounds.range_of(side, self.rank))))
                 for side in SIDES
             }
         self.mean, self.epoch, self.best = state.mean, completed, math.inf

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Objective, Side, State, part_of
+from ..core.objective import SIDES, Objective, Side, State
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..data.store import StoreMatrix
 from ..errors import CommunicatorError
@@ -75,7 +75,7 @@ class MultiALS(Alternating):
         self.order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
         degrees = {side: np.diff(matrices[side].indptr) for side in SIDES}
         self.layout = RankLayout.even(degrees, grids or plan.grids, plan.row_cost)
-        inward = {side: self.order.inward(side, state.side(side).on_host()) for side in SIDES}
+        inward = {side: self.order.inward(side, state.side(side)) for side in SIDES}
         known_topology = self._topology(topology)
         self.group = RankGroup(self.layout.size)
         to_worker = make_worker or worker_maker(plan, self.group.threads)
@@ -84,7 +84,7 @@ class MultiALS(Alternating):
             communicator, worker = to_worker(control)
             opened(communicator)
             rank = control.rank
-            own = {side: part_of(inward[side], *self.layout.own(side, rank)) for side in SIDES}
+            own = {side: inward[side].part(slice(*self.layout.own(side, rank))) for side in SIDES}
             return RankALS(
                 communicator,
                 self.layout,

@@ -13,7 +13,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Objective, Side, other_side, rating_scale
-from ..core.sparse import columns_of, entry_squares, stacked, transposed, value_range
+from ..core.sparse import ValueSummary, columns_of, stacked, transposed
 from ..core.validate import from_triplets, make_csr
 from ..data.fingerprint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
 from ..data.slabs import ColumnSlabs, RangeSlabs
@@ -319,9 +319,10 @@ class RankBlocks:
             "item": communicator.allreduce(np.bincount(rows.indices, minlength=n_items).astype(np.int64)),
         }
         self.nnz = int(self.degrees["user"].sum())
-        self.total = float(communicator.allreduce(np.array([rows.data.sum(dtype=np.float64)]))[0])
-        self.value_range = _range_on_all(communicator, rows.data)
-        self._piece, self._squares = piece_of_fingerprint(rows), entry_squares([rows.data])
+        own = ValueSummary.of([rows.data])
+        self.total = float(communicator.allreduce(np.array([own.total]))[0])
+        self.value_range = _range_on_all(communicator, own)
+        self._piece, self._squares = piece_of_fingerprint(rows), own.squares
 
     def _own_users(self, communicator: Communicator, ratings: RankRatings) -> Any:
         """Complete rows of the users that this rank owns, in memory."""
@@ -365,7 +366,7 @@ class RankBlocks:
             return 1.0
         if self._squares is None:
             assert self._users is not None
-            self._squares = entry_squares(rows.data for rows in self._slabs(self._users))
+            self._squares = ValueSummary.of(rows.data for rows in self._slabs(self._users)).squares
         squares = float(communicator.allreduce(np.array([self._squares]))[0])
         return rating_scale(self.total, squares, self.nnz, objective.biases)
 
@@ -381,9 +382,9 @@ class RankBlocks:
         return join_fingerprints(indptr, pieces, self._shape)
 
 
-def _range_on_all(communicator: Communicator, values: np.ndarray) -> tuple[float, float] | None:
-    """`value_range` over all ranks."""
-    own = np.array([value_range([values]) or (np.inf, -np.inf)])
+def _range_on_all(communicator: Communicator, values: ValueSummary) -> tuple[float, float] | None:
+    """Smallest and largest value on all ranks; None if there are none."""
+    own = np.array([values.value_range or (np.inf, -np.inf)])
     everyone = communicator.allgatherv(own, [1] * communicator.size)
     low, high = float(everyone[:, 0].min()), float(everyone[:, 1].max())
     return (low, high) if low <= high else None

@@ -232,7 +232,8 @@ def _measure_cpu(say: Say) -> CpuRates:
     long, short = regular(*CPU_LONG), regular(*CPU_SHORT)
     entries, rows = [], []
     for f in CPU_RANKS:
-        times = [_twice(ExplicitALS(f, biases=False, **options), problem) for problem in (long, short)]
+        model = ExplicitALS(f, biases=False, row_form="primal", **options)
+        times = [_twice(model, problem) for problem in (long, short)]
         entry, row = entry_and_row((times[0], times[1]), (long, short))
         entries.append(entry)
         rows.append(row)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, overload
 
 import numpy as np
-from sklearn.base import clone
 
 from ..als import ExplicitALS
 from ..core.system import parse_bytes
 from ..core.validate import MAX_AXIS, check_int, check_nonempty
 from ..model.base import FactorModel
+from ..model.estimator import unfitted
 from ..plan.half_sweep import Problem
 from ..plan.make import make_plan, plan_for
 from ..plan.partitions import plan_scale
@@ -108,7 +108,7 @@ def plan(
     if shape is None or nnz is None:
         raise ValueError("plan needs user_items, or shape and nnz")
     if factors is not None:
-        model = clone(model).set_params(factors=factors)
+        model = unfitted(model, factors=factors)
     sizes = _check_sizes(shape, nnz)
     if gpus is None:
         if gpu_memory is not None or host_memory is not None:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Objective, Side, State, initial_state, part_of
-from ..core.validate import check_int, check_rng
+from ..core.objective import SIDES, Factors, Objective, Side, State
+from ..core.validate import check_int, seed_of
 from ..errors import CommunicatorError, RatingsError
 from ..model import checkpoint as checkpoints
 from ..model import files as _io
@@ -29,6 +29,7 @@ from ..model.stopwatch import Stopwatch
 from ..plan.grid import RankLayout
 from ..plan.make import check_memory, make_plan
 from ..plan.memory import rank_bytes
+from ..plan.start import DrawnFactors
 from ..plan.types import DegreeFacts, Plan
 from ..ranks.cpu_rank import CpuWorker
 from ..ranks.shares import RankBlocks, RankRatings
@@ -183,6 +184,7 @@ class _Fit:
         self.iterations = check_int("iterations", model.iterations, 1)
         labels = (ratings.user_ids, ratings.item_ids)
         check_labels(labels)
+        self.init = model._init(ratings.shape)
         held_out = check_validation(validation, labels, ratings.shape, self.objective, unknown)
         degrees = ratings.degrees(communicator)
         stopwatch.lap("check")
@@ -301,20 +303,16 @@ class _Fit:
         return self._broadcast_state(resumed.state if resumed else None)
 
     def _initial_state(self) -> State:
-        """Initial factors, the same as in a fit by one process; all ranks draw them alike."""
-        seed = self.model.random_state
-        if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
-            drawn = check_rng(seed).integers(np.iinfo(np.int64).max) if self.first else 0
-            seed = int(self.communicator.broadcast(np.array([drawn], dtype=np.int64))[0])
-        return initial_state(
-            self.cut.degrees["user"],
-            self.cut.degrees["item"],
-            self.plan.factors,
-            np.dtype(self.plan.dtype).type,
+        """Initial factors, the same as in a fit by one process; each rank draws its own rows."""
+        seed = np.array([seed_of(self.model.random_state) if self.first else 0], dtype=np.int64)
+        return self.model._first_state(
+            self.cut.degrees,
+            self.plan,
             self.objective,
             self.cut.total / self.cut.nnz,
-            check_rng(seed),
-            self.model._first_length(self.objective, self.scale),
+            self.scale,
+            int(self.communicator.broadcast(seed)[0]),
+            self.init,
         )
 
     def _broadcast_state(self, state: State | None) -> State:
@@ -332,8 +330,10 @@ class _Fit:
         return State(sides[0], sides[1], float(self.communicator.broadcast(mean)[0]))
 
     def _own(self, side: Side, state: State) -> Factors:
-        """Copies of the rows owned by this rank, so that the rest of the state can be freed."""
-        own = part_of(state.side(side), *self.cut.layout.own(side, self.communicator.rank))
+        """The rows owned by this rank: not drawn yet, or copies, so that the rest of the state can be freed."""
+        own = state.side(side).part(slice(*self.cut.layout.own(side, self.communicator.rank)))
+        if isinstance(own, DrawnFactors):
+            return own
         return Factors(own.matrix.copy(), None if own.bias is None else own.bias.copy())
 
     def _seen(self, held_out: sp.csr_array | None) -> sp.csr_array | None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core.balance import balancing
-from hybridmf.formats import transpose
+from hybridmf.model.training import TrainingData
 from hybridmf.plan.make import make_plan
 from support.half_sweeps import FITS, SMALL
 from support.ratings import planted
@@ -55,9 +55,9 @@ def test_a_side_without_factors_changes_nothing(fill):
 def solver_of(model: hmf.ExplicitALS | hmf.ImplicitALS, matrix: sp.csr_array):
     matrix = model._check_matrix(matrix)
     plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
-    columns = transpose(matrix)
-    state = model._initial_state(matrix, columns, plan, model._objective())
-    return model._solver(plan, model._objective(), matrix, columns, state, 0)
+    ratings = TrainingData.on_host(matrix, plan)
+    state = model._initial_state(ratings, plan, model._objective())
+    return model._solver(plan, model._objective(), ratings, state, 0)
 
 
 @pytest.mark.parametrize("reorder", ["none", "both"])
@@ -86,6 +86,7 @@ def test_rows_count_as_the_penalty_counts_them():
             3, biases=False, regularization_scaling=scaling, device="cpu", dtype="float64", random_state=0
         )
         solver = solver_of(model, matrix)
+        solver.update("item")
         solver.balance()
         grams = [
             (state.matrix * model._objective().row_scale(degrees)[:, None]).T @ state.matrix

@@ -226,6 +226,27 @@ def test_transpose_with_wide_cursors(parts):
     np.testing.assert_array_equal(arrays[2], matrix.T.tocsr().data)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_coordinates_by_column_keep_their_order(threads, wide):
+    """Repeated pairs included: more coordinates than cells."""
+    rng = np.random.default_rng(threads)
+    rows, columns = (rng.integers(0, 150, 60_000, dtype=np.int32) for _ in range(2))
+    data = np.arange(60_000, dtype=np.float64)
+    indptr, found, values = _formats.by_column(rows, columns, data, 151, threads, wide=wide)
+    order = np.argsort(columns, kind="stable")
+    np.testing.assert_array_equal(indptr, np.concatenate(([0], np.cumsum(np.bincount(columns, minlength=151)))))
+    np.testing.assert_array_equal(found, rows[order])
+    np.testing.assert_array_equal(values, data[order])
+
+
+def test_no_coordinates_by_column():
+    nothing = np.empty(0, np.int32)
+    for n_cols in (0, 3):
+        indptr, rows, values = _formats.by_column(nothing, nothing, np.empty(0, np.float32), n_cols)
+        assert indptr.tolist() == [0] * (n_cols + 1) and len(rows) == len(values) == 0
+
+
 @settings(max_examples=80, deadline=None)
 @given(matrices(), st.booleans(), st.booleans())
 def test_reorder_is_algorithm_3(matrix, rows, cols):

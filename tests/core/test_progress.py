@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import logging
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 import hybridmf as hmf
 from hybridmf.compare import compare
+from hybridmf.core import progress
 from hybridmf.core.progress import progress_bar
 from support.ratings import planted
 
@@ -59,6 +61,26 @@ def test_without_standard_error_nothing_is_drawn(monkeypatch, closed):
     monkeypatch.setattr(sys, "stderr", stream)
     assert fit(show_progress=True).n_iter_ == 3
     assert progress_bar(3, shown=True).disable
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_bar_shows_how_much_of_a_long_file_is_read(tmp_path, monkeypatch, packed):
+    content = b"1,2,3\n1,3,4\n2,2,5\n"
+    path = tmp_path / "ratings.csv"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    size = path.stat().st_size
+    for delay, shown in ((0.0, True), (3600.0, False)):
+        monkeypatch.setattr(progress, "LONG", delay)
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        hmf.Ratings.from_file(path, show_progress=True)
+        drawn = sys.stderr.getvalue()
+        assert ("Reading ratings.csv: 100%" in drawn and f"| {size:.1f}/{size:.1f}" in drawn) == shown
+    monkeypatch.setattr(progress, "LONG", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    hmf.Ratings.from_file(path)
+    assert sys.stderr.getvalue() == ""
+    with pytest.raises(TypeError, match="show_progress must be True or False, got 'yes'"):
+        hmf.Ratings.from_file(path, show_progress="yes")
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), None])

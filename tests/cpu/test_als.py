@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import Factors, Objective, State, initial_state
-from hybridmf.core.validate import as_csr
-from hybridmf.cpu.als import HalfSweep, objective_value, weighted_gram
+from hybridmf.core.objective import Factors, Objective, State
+from hybridmf.core.validate import as_csr, seed_of
+from hybridmf.cpu.als import HalfSweep, WeightedGram, objective_value
 from hybridmf.errors import NonFiniteError, NotPositiveDefiniteError
 from hybridmf.model.learned import scale_of
 from hybridmf.native import _als
 from hybridmf.native.status import check_status
+from hybridmf.plan.start import initial_state
 from support.half_sweeps import OBJECTIVES, dense_system, plan_for, random_factors, relative_error
 from support.marks import exhaustive, mostly_exhaustive
 from support.ratings import planted
@@ -313,8 +314,9 @@ def test_gram_is_exact_and_the_same_for_any_thread_count():
     np.testing.assert_array_equal(one, three)
     np.testing.assert_allclose(one, exact, rtol=1e-13, atol=1e-11)
     np.testing.assert_array_equal(one, one.T)
-    assert weighted_gram(factors, OBJECTIVES["explicit"], 1).shape == (0, 0)
-    np.testing.assert_allclose(weighted_gram(factors, OBJECTIVES["implicit-heavy"], 1), 3 * exact, rtol=1e-6, atol=1e-3)
+    assert WeightedGram(factors, OBJECTIVES["explicit"], 1).matrix.shape == (0, 0)
+    weighted = WeightedGram(factors, OBJECTIVES["implicit-heavy"], 1).matrix
+    np.testing.assert_allclose(weighted, 3 * exact, rtol=1e-6, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -344,8 +346,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(name, assembly):
     exact = as_csr(matrix, dtype=np.float64)
     start = initial_state(
         np.diff(exact.indptr), np.bincount(exact.indices, minlength=40), 4, np.float64, objective,
-        float(exact.data.mean()), np.random.default_rng(3),
-        model._first_length(objective, scale_of(exact, objective)),
+        float(exact.data.mean()), seed_of(3), model._start(objective, scale_of(exact, objective)),
     )  # fmt: skip
     expected = reference.fit(exact, start, objective, 6)
     assert relative_error(model.user_factors_, expected.user.matrix) < 1e-7
@@ -516,7 +517,8 @@ def test_cg_reports_negative_curvature():
     objective = Objective("implicit", 0.0, alpha=0.0, unobserved_weight=2.0)
     plan = plan_for(objective, matrix.shape, matrix.nnz, rank=2, solver="cg")
     fixed = Factors(np.ones((3, 2), np.float32))
-    gram = np.full((2, 2), -5.0, np.float32)
+    gram = WeightedGram(fixed.matrix, objective, 1)
+    gram.matrix = np.full((2, 2), -5.0)
     with pytest.raises(NotPositiveDefiniteError, match=r"user 0 .*negative curvature"):
         HalfSweep("user", matrix, objective, plan).solve(fixed, 0.0, gram=gram)
 

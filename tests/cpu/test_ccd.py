@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import SIDES, Factors, Objective, State, initial_state
+from hybridmf.core.objective import SIDES, Factors, Objective, State
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.ccd import CpuCCD, by_column, by_row
 from hybridmf.device.cuda import DeviceSpec
@@ -25,6 +25,7 @@ from hybridmf.plan.als import ALS, for_fold_in
 from hybridmf.plan.ccd import CcdMethod
 from hybridmf.plan.machine import CpuRates, Machine
 from hybridmf.plan.make import make_plan
+from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
 from support.marks import exhaustive
 from support.ratings import planted
@@ -49,7 +50,7 @@ def start_of(matrix: sp.csr_array, rank: int, objective: Objective, seed: int = 
     """Where a fit starts; biases that are not zero, so that old ones count too."""
     degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
     rng, mean = np.random.default_rng(seed), float(matrix.data.mean())
-    state = initial_state(*degrees, rank, matrix.dtype.type, objective, mean, rng)
+    state = initial_state(*degrees, rank, matrix.dtype.type, objective, mean, seed).on_host()
     for side in SIDES if objective.biases else ():
         bias = state.side(side).bias
         bias[:] = 0.3 * rng.standard_normal(len(bias))

@@ -89,8 +89,8 @@ def files(draw):
 
 
 @MANY
-@given(files(), st.booleans(), st.sampled_from([5, 20, 1 << 24]), st.sampled_from([1, 3, 1 << 18]))
-def test_files_are_read_alike_or_not_at_all(tmp_path, file, found, size, piece):
+@given(files(), st.booleans(), st.sampled_from([5, 20, 1 << 24]))
+def test_files_are_read_alike_or_not_at_all(tmp_path, file, found, size):
     separator, content = file
     path = write(tmp_path, content)
     try:
@@ -98,7 +98,6 @@ def test_files_are_read_alike_or_not_at_all(tmp_path, file, found, size, piece):
     except RatingsError:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrow_text, "PIECE_BYTES", piece)
         for chunks in ("integer_chunks", "label_chunks"):
             patch.setattr(getattr(arrow_text, chunks), "__defaults__", (size,))
         fast = outcome(text._read_regular, layout)
@@ -142,6 +141,13 @@ def test_regular_files_are_read_by_pyarrow(tmp_path, kind, packed, monkeypatch):
     assert outcome(text._read_regular, layout) == outcome(text._read_any, layout) != None  # noqa: E711
     monkeypatch.setattr(text, "_read_any", None)
     assert_canonical(hmf.Ratings.from_file(path).user_items)
+
+
+def test_ids_of_a_file_take_half_the_memory_where_they_fit(tmp_path):
+    for label, kind in (("2147483647", np.int32), ("2147483648", np.int64), ("-2147483649", np.int64)):
+        chunks = arrow_text.integer_chunks(layout_of(write(tmp_path, f"3,4,1\n{label},20,5\n")), 8)
+        users, items, _ = text._join(chunks)
+        assert users.dtype == kind and users.tolist() == [3, int(label)] and items.dtype == np.int32
 
 
 def test_small_files_do_not_import_pyarrow(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.core.sparse import SUMMED, entry_sum
+from hybridmf.core.sparse import SUMMED, ValueSummary
 from hybridmf.core.validate import as_csr
 from hybridmf.data import convert as conversion
 from hybridmf.data.manifest import seal
@@ -406,13 +406,26 @@ def test_slabs_of_a_matrix_in_memory_are_its_rows():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_sums_do_not_depend_on_parts(dtype):
+def test_a_summary_does_not_depend_on_parts_or_threads(dtype):
     values = np.random.default_rng(0).normal(size=3 * SUMMED + 77).astype(np.float32).astype(dtype)
-    whole = entry_sum([values])
-    assert whole == pytest.approx(float(values.astype(float).sum()), rel=1e-12)
-    for cuts in ([1, 5, SUMMED], [SUMMED, 2 * SUMMED], [SUMMED - 1, SUMMED - 1, 3 * SUMMED + 3]):
-        assert entry_sum(np.split(values, cuts)) == whole
-    assert entry_sum([]) == 0
+    whole, sizes = ValueSummary.of([values], 1), np.abs(values)
+    assert whole.total == pytest.approx(float(values.astype(float).sum()), rel=1e-12)
+    assert whole.squares == pytest.approx(float(np.square(values, dtype=float).sum()), rel=1e-12)
+    assert whole.value_range == (values.min(), values.max())
+    np.testing.assert_array_equal(whole.ends, [sizes.min(), sizes.max()])
+
+    def found(parts, threads):
+        each = ValueSummary.of(parts, threads)
+        return each.total, each.squares, each.value_range, *each.ends
+
+    for cuts in ([], [1, 5, SUMMED], [SUMMED, 2 * SUMMED], [SUMMED - 1, SUMMED - 1, 3 * SUMMED + 3]):
+        assert found(np.split(values, cuts), 2) == found([values], 1)
+
+
+@pytest.mark.parametrize("parts", [[], [np.empty(0, np.float32)]])
+def test_summary_of_no_values(parts):
+    summary = ValueSummary.of(parts)
+    assert (summary.total, summary.squares, summary.value_range, len(summary.ends)) == (0, 0, None, 0)
 
 
 def test_a_store_is_pickled_by_its_path(store):

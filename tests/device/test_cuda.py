@@ -296,7 +296,7 @@ def test_memory_limit_of_a_model() -> None:
 
 
 def test_arrays_go_to_the_device_and_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "COPY_CHUNK", 64)
+    monkeypatch.setattr(copiers, "COPY_CHUNK", 64)
     monkeypatch.setattr(devices, "SMALL_COPY", 0)
     module = machine()
     device = open_device()
@@ -315,6 +315,24 @@ def test_arrays_go_to_the_device_and_back(machine: Machine, monkeypatch: pytest.
     np.testing.assert_array_equal(device.zeros(3, np.int32), [0, 0, 0])
     device.synchronize()
     np.testing.assert_array_equal(device.matmul(np.eye(2), np.ones((2, 2))), np.ones((2, 2)))
+
+
+def test_without_pinned_memory_copies_take_a_detour(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(copiers, "COPY_CHUNK", 64)
+    monkeypatch.setattr(devices, "SMALL_COPY", 0)
+    module = machine()
+
+    def refuse(size: int) -> bytearray:
+        raise CUDARuntimeError("cudaErrorMemoryAllocation")
+
+    module.cuda.alloc_pinned_memory = refuse
+    array = np.arange(500.0)
+    with caplog.at_level("INFO", "hybridmf"):
+        device = open_device()
+        np.testing.assert_array_equal(device.download(device.upload(array)), array)
+    assert "no more memory of the host can be page-locked" in caplog.text
 
 
 def test_a_look_at_a_few_bytes_waits_for_no_large_copy(machine: Machine) -> None:
@@ -402,6 +420,41 @@ def test_errors_of_cuda_become_ours(
 
 
 # --------------------------------------------------------------------------------------------------------- kernels
+
+
+def test_kernels_are_compiled_ahead(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = machine()
+    device, programs = open_device(), [("text", "f", ("A=1",)), ("text", "g", ()), ("text", "f", ("A=1",))]
+    compile_it, may_go = module.RawModule, threading.Event()
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        assert may_go.wait(20)
+        return compile_it(*arguments, **options)
+
+    monkeypatch.setattr(module, "RawModule", slow)
+    monkeypatch.setattr(devices, "LONG_COMPILATION", 0)
+    device.compile_ahead(programs)
+    assert not module.compiled  # nobody has waited
+    threading.Timer(0.05, may_go.set).start()
+    with caplog.at_level("INFO", "hybridmf"):
+        kernels = [device.kernel(*each) for each in programs]
+    assert kernels[0] is kernels[2] and len(module.compiled) == 2
+    assert "compiling kernels for Fake, once per machine" in caplog.text
+    device.compile_ahead(programs)
+    assert device.kernel(*programs[0]) is kernels[0] and len(module.compiled) == 2
+
+
+def test_errors_of_kernels_compiled_ahead_come_with_their_use(machine: Machine) -> None:
+    module = machine()
+    device = open_device()
+    module.errors["compile"] = CompileException("error: no such thing")
+    device.compile_ahead([("text", "f", ())])
+    with pytest.raises(DeviceError, match="the kernel f does not compile"):
+        device.kernel("text", "f", ())
+    del module.errors["compile"]
+    device.kernel("text", "f", ())
 
 
 def test_kernels_are_compiled_once_and_launched(machine: Machine) -> None:

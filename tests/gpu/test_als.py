@@ -12,16 +12,17 @@ import pytest
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import Factors, Objective, State, initial_state
-from hybridmf.core.validate import as_csr
+from hybridmf.core.objective import Factors, Objective, State
+from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
-from hybridmf.gpu import launch
+from hybridmf.gpu import fused, launch
 from hybridmf.gpu.factors import DeviceFactors, gram_sum, to_device
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
 from hybridmf.plan.fused import table_width
+from hybridmf.plan.start import initial_state
 from support.devices import limit_memory, on_a_gpu
 from support.half_sweeps import (
     BACKWARD_ERROR,
@@ -85,7 +86,8 @@ LARGE_CASES = [
     for assembly, dtype in zip(ASSEMBLIES, ("float32", "float32", "float64", "float32"), strict=True)
     for rank, name in (
         (33, "explicit"), (63, "explicit-biases"), (64, "implicit"), (65, "explicit"), (96, "implicit-count"),
-        (100, "implicit"), (127, "explicit-biases"), (128, "explicit"), (200, "implicit"), (512, "explicit"),
+        (97, "explicit"), (100, "implicit"), (112, "explicit"), (127, "explicit-biases"), (128, "implicit"),
+        (200, "implicit"), (512, "explicit"),
     )
     if assembly != "fused" or rank <= 128
 ]  # fmt: skip
@@ -110,10 +112,11 @@ def test_half_sweep_is_the_references(device, assembly, rank, dtype, name):
 
 @pytest.mark.parametrize(
     ("rank", "name"),
-    [exhaustive(1, "explicit"), exhaustive(31, "implicit-count"), (32, "explicit"), (65, "implicit")],
-)
+    [exhaustive(1, "explicit"), exhaustive(31, "implicit-count"), (32, "explicit"), (65, "implicit"),
+     (97, "explicit"), exhaustive(112, "implicit"), (120, "implicit-count")],
+)  # fmt: skip
 def test_rows_that_are_not_cut(device, rank, name):
-    """By the fused kernels; beyond rank 64 two warps share a system."""
+    """By the fused kernels; beyond rank 64 several warps share a system, beyond 96 another kernel solves them."""
     check_half_sweep(device, "fused", rank, "float32", name, rows_of(LENGTHS, 60))
 
 
@@ -370,8 +373,7 @@ def test_fit_follows_the_reference_and_the_loss_never_rises(backend, kind, scali
     assert all(later <= earlier * (1 + 1e-6) for earlier, later in pairwise(losses))
     start = initial_state(
         np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=16), model.factors, np.float32, objective,
-        float(matrix.data.mean()), np.random.default_rng(3),
-        model._first_length(objective, scale_of(matrix, objective)),
+        float(matrix.data.mean()), seed_of(3), model._start(objective, scale_of(matrix, objective)),
     )  # fmt: skip
     expected = reference.fit(matrix.astype(np.float64), start, objective, iterations)
     assert relative_error(model.user_factors, expected.user.matrix) < 1e-3
@@ -387,7 +389,7 @@ def test_float64_and_low_unobserved_weight(backend):
     matrix = as_csr(SMALL, dtype=np.float64)
     start = initial_state(
         np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=16), RANK, np.float64, model._objective(), 0.0,
-        np.random.default_rng(3),
+        seed_of(3), model._start(model._objective(), 1.0),
     )  # fmt: skip
     expected = reference.fit(matrix, start, model._objective(), 3)
     assert relative_error(model.user_factors_, expected.user.matrix) < 1e-8
@@ -660,3 +662,22 @@ def test_factors_move_to_the_device_that_asks(device):
     wider = to_device(device, moved, 12)
     np.testing.assert_array_equal(wider.matrix, factors.matrix)
     np.testing.assert_array_equal(wider.bias, factors.bias)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"factors": 5}, {"factors": 6, "solver": "cg"}, {"factors": 3, "precision": "bf16x3"}, {"factors": 98}],
+    ids=["short rows", "cg", "bf16x3", "solved apart"],
+)
+@pytest.mark.parametrize("kind", [hmf.ImplicitALS, hmf.ExplicitALS])
+def test_the_compiler_knows_ahead_what_a_fit_launches(gpu, monkeypatch, kind, options):
+    if "solver" in options and kind is hmf.ExplicitALS:
+        pytest.skip("one solver of conjugate gradients is enough")
+    ahead, used = [], []
+    compile_ahead, kernel = gpu.compile_ahead, gpu.kernel
+    monkeypatch.setattr(gpu, "compile_ahead", lambda programs: compile_ahead(ahead.extend(programs) or ahead))
+    monkeypatch.setattr(gpu, "kernel", lambda *key: used.append(key) or kernel(*key))
+    kind(iterations=1, device="cuda", random_state=0, **options).fit(SMALL)
+    slow = {*fused.KERNEL_CODES, "cholesky_sums", "row_range", "count_columns"}
+    launched = {key for key in used if key[1] in slow}
+    assert launched and launched <= set(ahead)

@@ -13,7 +13,7 @@ import scipy.sparse as sp
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import SIDES, Objective, State, initial_state
+from hybridmf.core.objective import SIDES, Objective, State
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.ccd import CpuCCD
 from hybridmf.errors import DeviceMemoryError, NonFiniteError
@@ -24,6 +24,7 @@ from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.plan import ccd_gpu
 from hybridmf.plan.ccd import CcdMethod
 from hybridmf.plan.ccd_gpu import CcdConfig
+from hybridmf.plan.start import initial_state
 from support.half_sweeps import plan_for, random_factors, relative_error
 from support.ratings import planted
 from support.states import grown
@@ -291,7 +292,7 @@ def test_the_objective_never_rises(device, nonnegative, objective):
     matrix = as_csr(planted(), dtype="float32")
     degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
     mean = float(matrix.data.mean())
-    state = initial_state(*degrees, 4, np.float32, objective, mean, np.random.default_rng(0))
+    state = initial_state(*degrees, 4, np.float32, objective, mean, 0)
     one = solver(device, matrix, state, objective, nonnegative=nonnegative, config="chosen")
     values = [one.objective_value()]
     for _ in range(5):

@@ -25,7 +25,6 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf.core import scratch as _scratch
 from hybridmf.core import system
-from hybridmf.core.objective import Objective, initial_state
 from hybridmf.core.scratch import SCRATCH_DIR, file_system, find_room, mapped, scratch_file, scratch_folders
 from hybridmf.device.mapped import reader_of, writer_of
 from hybridmf.errors import MemoryBudgetError
@@ -245,21 +244,6 @@ def test_no_step_has_a_side_in_memory(gpu, folder, monkeypatch, tmp_path):
         assert model.plan_.factors_on == "disk" and model.user_factors_.nbytes > 30_000_000
         assert peak < 14_000_000  # two thirds of the smaller side, most of it vectors with a number a row
         resume = saved
-
-
-def test_initial_factors_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypatch):
-    degrees = np.arange(20) % 7, np.arange(33) % 5
-    objective = Objective.explicit(0.1, "count", True)
-    for bits in (np.random.PCG64, np.random.MT19937):
-        states = []
-        for rows in (65536, 7):
-            monkeypatch.setattr("hybridmf.core.objective.DRAWN_ROWS", rows)
-            rng = np.random.Generator(bits(3))
-            states.append((initial_state(*degrees, 5, np.float32, objective, 3.0, rng), rng.random()))
-        (one, after), (other, after_other) = states
-        np.testing.assert_array_equal(one.user.matrix, other.user.matrix)
-        np.testing.assert_array_equal(one.item.matrix, other.item.matrix)
-        assert after == after_other and not one.user.matrix[7].any() and one.user.matrix[8].all()
 
 
 # -------------------------------------------------------------------------------------------------------------- plans

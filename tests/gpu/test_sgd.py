@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import SIDES, Factors, Objective, State, Terms, initial_state, other_side
+from hybridmf.core.objective import SIDES, Factors, Objective, State, Terms, other_side
 from hybridmf.core.validate import as_csr
 from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
@@ -27,6 +27,7 @@ from hybridmf.gpu.sgd import BlockedConfig, GpuSGD, HogwildConfig, Rows, Walk, e
 from hybridmf.plan import sgd as plan_sgd
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import SgdMethod, stored_width, terms_at
+from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
 from support import emulated
 from support.devices import on_a_gpu
@@ -548,8 +549,8 @@ def solver_on(device, matrix, method, rank=5, *, biases=False, completed=0, stat
     )
     if state is None:
         degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
-        mean, rng = float(matrix.data.mean()), np.random.default_rng(0)
-        state = initial_state(*degrees, rank, matrix.dtype.type, objective, mean, rng)
+        mean = float(matrix.data.mean())
+        state = initial_state(*degrees, rank, matrix.dtype.type, objective, mean, 0)
     return GpuSGD(device, matrix, transpose(matrix), objective, plan, state, completed)
 
 

@@ -11,11 +11,12 @@ import scipy.sparse as sp
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import Objective, initial_state
-from hybridmf.core.validate import as_csr
+from hybridmf.core.objective import Objective
+from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.data.store import Store
 from hybridmf.errors import ModelFileError
 from hybridmf.model.learned import scale_of
+from hybridmf.plan.start import initial_state
 from hybridmf.ranks.shares import SharedEntries, StoredRatings, WholeRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
@@ -63,8 +64,7 @@ def test_a_fit_is_the_references(backend, scaling, penalty, several):
     objective = Objective("explicit", 0.1, scaling, biases=True, bias_regularization=penalty)
     start = initial_state(
         np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=16), 3, np.float64, objective,
-        float(matrix.data.mean()), np.random.default_rng(3),
-        model._first_length(objective, scale_of(matrix, objective)),
+        float(matrix.data.mean()), seed_of(3), model._start(objective, scale_of(matrix, objective)),
     )  # fmt: skip
     expected = reference.fit(matrix, start, objective, 3)
     for side in ("user", "item"):
@@ -286,13 +286,13 @@ def test_ranks_agree_on_the_range(share, cls, tmp_path):
 
 @pytest.mark.realdata
 def test_movielens_100k_is_predicted_better_with_biases(data_dir):
-    """0.8931; the best model without biases has 0.9025 (8 factors, lambda 0.1 times the number of entries)."""
+    """0.894 to 0.897, by seed; without biases, 0.903 to 0.908 (8 factors, lambda 0.1 times the number of entries)."""
     train, test = hmf.split(hmf.Ratings.from_file(data_dir / "ml-100k" / "u.data.gz"), test_size=0.1, random_state=0)
     options = {"factors": 8, "random_state": 0, "device": "cpu"}
     biased = hmf.ExplicitALS(regularization=1.0, regularization_scaling=0.5, **options).fit(train)
     plain = hmf.ExplicitALS(regularization=0.1, biases=False, **options).fit(train)
     assert -biased.score(test) < -plain.score(test) - 0.005
-    assert hmf.evaluate(biased, test, metrics=("rmse",))["rmse"] <= 0.896
+    assert hmf.evaluate(biased, test, metrics=("rmse",))["rmse"] <= 0.899
 
 
 @pytest.mark.realdata

@@ -14,7 +14,7 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import CommunicatorError, RatingsError, UnknownLabelError
-from hybridmf.model import base, stopwatch
+from hybridmf.model import base, stopwatch, training
 from hybridmf.model.checkpoint import Writer
 from hybridmf.model.stopwatch import PARTS, Stopwatch
 from hybridmf.ranks.shares import WholeRatings
@@ -196,7 +196,7 @@ def test_every_second_of_a_fit_belongs_to_a_part(monkeypatch, tmp_path):
         (base, "check_nonempty", 2.0),
         (base, "plan_for", 10.0),
         (base.fingerprint, "fingerprint", 4.0),
-        (base, "transposed", 100.0),
+        (training, "transposed", 100.0),
         (base, "log_empty_rows", 200.0),
         (CpuALS, "__init__", 400.0),
         (CpuALS, "update", 1e3),
@@ -228,7 +228,7 @@ def test_every_second_of_a_rank_belongs_to_a_part(monkeypatch):
         (WholeRatings, "degrees", 4.0),
         (spmd, "make_plan", 10.0),
         (spmd, "RankBlocks", 100.0),
-        (spmd, "initial_state", 200.0),
+        (hmf.ExplicitALS, "_first_state", 200.0),
         (RankALS, "__init__", 400.0),
         (RankALS, "update", 1e3),
         (RankALS, "objective_value", 1e4),

@@ -13,6 +13,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.metrics import roc_auc_score
 
 from hybridmf import metrics
+from hybridmf.als import ImplicitALS
 from hybridmf.core.sparse import as_ones, entry_rows, keep_entries, take_rows
 from hybridmf.core.validate import as_csr
 from hybridmf.errors import NonFiniteError, RatingsError
@@ -179,6 +180,26 @@ def test_shapes_without_users_columns_or_relevant_items(function):
 def test_rankings_refuse_bad_input(function, recommended, k, error, message):
     with pytest.raises(error, match=message):
         function(recommended, sp.csr_array(np.array([[1, 0, 1]], dtype=np.float32)), k)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint16])
+@pytest.mark.parametrize("n", [64, 65, 300])
+def test_ids_repeat_in_short_and_long_lists(n, kind):
+    relevant = sp.csr_array(np.ones((2, 400), dtype=np.float32))
+    recommended = np.random.default_rng(n).permuted(np.tile(np.arange(400), (2, 1)), axis=1)[:, :n].astype(kind)
+    assert recall_at_k(recommended, relevant, n).tolist() == [n / 400] * 2
+    recommended[1, n - 1] = recommended[1, 3]
+    with pytest.raises(ValueError, match=f"recommended has item {recommended[1, 3]} twice for user 1"):
+        recall_at_k(recommended, relevant, n)
+
+
+def test_many_users_in_parallel_equal_each_alone():
+    recommended, relevant = random_case(np.random.default_rng(5), 3000, 30, 12)
+    for function in RANKINGS.values():
+        some = slice(2000, 2100)
+        np.testing.assert_array_equal(
+            function(recommended, relevant, 9)[some], function(recommended[some], relevant[some], 9)
+        )
 
 
 def test_only_the_first_k_columns_are_read():
@@ -417,6 +438,21 @@ def test_evaluate_asks_for_blocks_of_users_with_relevant_items(model, train, hel
         assert N == 7 and filtered is True
 
 
+def test_evaluate_asks_once_where_recommending_needs_little_memory(model, train, held_out, monkeypatch):
+    monkeypatch.setattr(metrics, "BLOCK_USERS", 3)
+    several = evaluate(model, held_out, train=train, metrics="ndcg@3")
+    assert [len(call[0]) for call in model.calls] == [3, 3, 2]
+    model.calls.clear()
+    model._recommends_in_blocks = True
+    assert evaluate(model, held_out, train=train, metrics="ndcg@3") == several
+    assert [len(call[0]) for call in model.calls] == [8]
+    als = ImplicitALS(factors=2, iterations=1, device="cpu", random_state=0).fit(train)
+    asked = []
+    monkeypatch.setattr(als, "recommend", lambda users, **options: asked.append(len(users)) or model.recommend(users))
+    evaluate(als, held_out, train=train, metrics="ndcg@10")
+    assert asked == [len(np.flatnonzero(np.diff((held_out > 0).tocsr().indptr)))]
+
+
 def test_evaluate_without_train_lets_the_model_filter(model, held_out):
     evaluate(model, held_out)
     assert all(call[1] is None for call in model.calls)
@@ -451,6 +487,15 @@ def test_evaluate_errors_on_every_test_entry(model, held_out, block_users):
     predicted = model.predict(stored.row, stored.col)
     assert values == pytest.approx({"mae": mae(stored.data, predicted), "rmse": rmse(stored.data, predicted)})
     assert max(len(np.unique(call[0])) for call in model.calls[:-1]) <= block_users
+
+
+def test_predictions_are_asked_for_in_blocks_of_some_entries(model, held_out, monkeypatch):
+    whole = evaluate(model, held_out, metrics="rmse")
+    assert len(model.calls) == 1
+    monkeypatch.setattr(metrics, "BLOCK_ENTRIES", 6)
+    assert evaluate(model, held_out, metrics="rmse") == whole
+    sizes = [len(call[0]) for call in model.calls[1:]]
+    assert sum(sizes) == held_out.nnz and len(sizes) > 2 and max(sizes) < 6 + np.diff(held_out.indptr).max()
 
 
 def test_evaluate_errors_need_no_relevant_entry(model):
@@ -663,14 +708,17 @@ def test_parts_of_a_matrix_equal_numpy_and_keep_narrow_indices(monkeypatch, wide
         (take_rows(matrix, rows), dense[rows]),
         (keep_entries(matrix, mask), np.where(dense > 0.75, dense, 0)),
         (ones, dense > 0),
+        (take_rows(ones, rows), dense[rows] > 0),
     ]
+    monkeypatch.setattr("hybridmf.core.sparse.FEW_ROWS", 1)
+    parts.append((take_rows(matrix, rows), dense[rows]))
     for part, expected in parts:
         assert part.indices.dtype == np.int32 and part.indptr.dtype == (np.int64 if wide else np.int32)
         fresh = sp.csr_array((part.data, part.indices, part.indptr), shape=part.shape)  # forgets cached flags
         assert fresh.has_canonical_format and part.has_canonical_format
         np.testing.assert_array_equal(fresh.toarray(), expected)
     assert ones.dtype == np.int8 and np.shares_memory(ones.indices, matrix.indices)
-    assert take_rows(matrix, rows[:0]).shape == (0, 5)
+    assert take_rows(matrix, rows[:0]).shape == (0, 5) and take_rows(matrix, np.arange(6)) is matrix
     assert keep_entries(matrix, np.ones(matrix.nnz, dtype=bool)) is matrix
 
 

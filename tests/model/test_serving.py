@@ -48,7 +48,7 @@ def test_an_unfitted_model_says_so(cls, tmp_path):
 
 def test_the_base_class_has_no_objective_settings_or_solver():
     base = FactorModel()
-    for call in (base._objective, base._settings, lambda: base._solver(*[None] * 6)):
+    for call in (base._objective, base._settings, lambda: base._solver(*[None] * 5)):
         with pytest.raises(NotImplementedError):
             call()
 
@@ -175,7 +175,9 @@ def test_parameters_set_after_the_fit_wait_for_the_next_one(change):
 
 def test_kernels_get_arrays_that_fit_together(monkeypatch):
     model, widths = fitted(), []
-    monkeypatch.setattr(_als, "cholesky_rows", lambda out, design, *_: widths.append((out.shape[1], design.shape[1])))
+    monkeypatch.setattr(
+        _als, "cholesky_rows", lambda out, systems, *_: widths.append((out.shape[1], systems.fixed.shape[1]))
+    )
     model.set_params(biases=True).transform(planted())
     assert widths == [(4, 4)]
 

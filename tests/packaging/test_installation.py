@@ -86,6 +86,50 @@ def test_ratings_are_read_without_scikit_learn(tmp_path):
     assert result.stdout.splitlines()[-1:] == ["False"], result.stderr
 
 
+ML_100K = (
+    "import numpy as np, scipy.sparse as sp, sys; rng = np.random.default_rng(0); "
+    "matrix = sp.csr_array((rng.random((943, 1682)) < 0.06).astype(np.float32))\n"
+    "import hybridmf\n"
+    "model = hybridmf.ImplicitALS(factors=8, iterations=1, random_state=0)\n"
+)
+"""A matrix of the size of ML-100K, and a model for it."""
+
+
+def test_a_fit_takes_no_heavy_library(tmp_path):
+    heavy = ("sklearn", "pandas", "joblib", "pyarrow", "narwhals", "dask", "cupy", "scipy.stats", "scipy.optimize")
+    code = (
+        f"{ML_100K}model.fit(matrix).recommend(0); hybridmf.evaluate(model, matrix, metrics='ndcg@10')\n"
+        f"repr(model), model.transform(matrix), model.predict(0, 1), model.save('m.safetensors')\n"
+        f"print(sorted(sys.modules.keys() & set({heavy})), len(sys.modules) < 700)\n"
+        "import sklearn; print(sklearn.clone(model), model.get_metadata_routing(), hasattr(model, '_repr_html_'))"
+    )
+    result = run_python("-c", code, cwd=tmp_path)
+    assert result.stdout.splitlines()[0] == "[] True", result.stderr
+    assert result.stdout.splitlines()[1].startswith("ImplicitALS(factors=8, iterations=1, random_state=0) {")
+
+
+def test_a_short_fit_by_auto_starts_no_gpu(tmp_path):
+    (tmp_path / "cupy.py").write_text("raise SystemExit('cupy was imported')")
+    said = "import logging; logging.basicConfig(level='INFO', format='%(message)s', stream=sys.stdout)\n"
+    short = run_python("-c", f"{ML_100K}{said}print(model.fit(matrix).plan_)", path=tmp_path, cwd=tmp_path)
+    assert "device='auto' chose the CPU: in about" in short.stdout, short.stderr
+    assert "on the CPU, before a GPU is started (500 ms)" in short.stdout
+    needs_gpu = (
+        "model.set_params(device='cuda').fit(matrix)",
+        "model.set_params(precision='tf32').fit(matrix)",
+        "hybridmf.plan(shape=(10**6, 10**6), nnz=10**9, model=model)",
+    )
+    for code in needs_gpu:
+        result = run_python("-c", ML_100K + code, path=tmp_path, cwd=tmp_path)
+        assert result.stderr.strip().endswith("cupy was imported"), code
+
+
+def test_output_containers_need_no_import_of_the_program(tmp_path):
+    code = f"{ML_100K}print(type(model.set_output(transform='pandas').fit_transform(matrix)).__name__)"
+    result = run_python("-c", code, cwd=tmp_path)
+    assert result.stdout.splitlines() == ["DataFrame"], result.stderr
+
+
 def test_public_modules_and_names_are_those_of_the_stub(tmp_path):
     """Modules first, in an interpreter that has imported none of them."""
     code = """

@@ -16,7 +16,7 @@ import scipy.sparse as sp
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import Factors, Objective, State, initial_state, part_of
+from hybridmf.core.objective import Factors, Objective, State
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.sgd import sums_width
 from hybridmf.device.cuda import DeviceSpec
@@ -25,6 +25,7 @@ from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.plan import sgd as _sgd_method
 from hybridmf.plan.make import make_plan
+from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
 from hybridmf.ranks import mcumsgd
 from hybridmf.ranks.joined import JoinedFactors
@@ -52,8 +53,8 @@ def problem(matrix, method, rank=5, *, biases=False, threads=2, ranks=2, device=
     )
     plan = make_plan(objective, checked, matrix.shape, matrix.nnz).changed(devices=(device,) * ranks)
     degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
-    mean, rng = float(matrix.data.mean()), np.random.default_rng(0)
-    return matrix, objective, plan, initial_state(*degrees, rank, matrix.dtype.type, objective, mean, rng)
+    mean = float(matrix.data.mean())
+    return matrix, objective, plan, initial_state(*degrees, rank, matrix.dtype.type, objective, mean, 0)
 
 
 def multi(matrix, method, completed=0, state=None, order="passes", **options) -> MultiSGD:
@@ -243,7 +244,7 @@ def test_shares_hold_every_rating_once(ranks, ratings_matrix):
 
 def test_joined_factors():
     whole = Factors(np.arange(12.0).reshape(6, 2), np.arange(6.0), Factors(np.ones((6, 2)), np.zeros(6)))
-    parts = [part_of(whole, a, b) for a, b in ((0, 2), (2, 2), (2, 6))]
+    parts = [whole.part(slice(a, b)) for a, b in ((0, 2), (2, 2), (2, 6))]
     joined = JoinedFactors(parts)
     assert len(joined) == 6
     assert_same_bits(State(joined, joined), State(whole, whole))

@@ -26,8 +26,10 @@ from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError, RatingsError
 from hybridmf.formats import transpose
+from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid, RankLayout
 from hybridmf.plan.make import make_plan
+from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Plan
 from hybridmf.ranks.batches import BATCH_BYTES, batch_rows
 from hybridmf.ranks.cpu_rank import CpuWorker
@@ -65,7 +67,7 @@ def problem(name: str, matrix: sp.csr_array, ranks: int, **more: Any) -> tuple[A
     model = MODELS[name](device=["cpu"] * ranks if ranks > 1 else "cpu", random_state=0, num_threads=2, **more)
     checked = model._check_matrix(matrix)
     plan = make_plan(model._objective(), model._settings(), checked.shape, checked.nnz)
-    state = model._initial_state(checked, transpose(checked, num_threads=1), plan, model._objective())
+    state = model._initial_state(TrainingData.on_host(checked, plan), plan, model._objective())
     return model, plan, checked, state
 
 
@@ -173,6 +175,8 @@ def test_row_that_fails_is_named_and_stops_all_ranks(ratings_matrix: sp.csr_arra
     matrix = ratings_matrix.copy()
     model, plan, checked, state = problem("explicit", matrix, 3)
     objective = replace(model._objective(), regularization=0.0)
+    degrees = np.diff(checked.indptr), np.bincount(checked.indices, minlength=checked.shape[1])
+    state = initial_state(*degrees, plan.factors, np.float32, objective, state.mean, 0)  # both sides: users come first
     solver = MultiALS(checked, transpose(checked, num_threads=1), objective, plan, state)
     alone_plan = plan.changed(devices=())
     alone = CpuALS(checked, transpose(checked, num_threads=1), objective, alone_plan, state)

@@ -23,11 +23,11 @@ from hybridmf.errors import (
     NotPositiveDefiniteError,
     StoreError,
 )
-from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.offloaded import HostHalf
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.model.learned import scale_of
+from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.half_sweep import SLAB_BUFFERS, HalfPlan, Problem, priced
 from hybridmf.plan.machine import H200
@@ -204,16 +204,15 @@ def multi(data: Any, devices: list[str], scale: Any = None, name: str = "explici
     given = {"gpu_memory_limit": LIMIT} | options
     model = MODELS[name](device=devices, random_state=0, **given)
     matrix = model._check_matrix(data)
-    stored = isinstance(matrix, StoreMatrix)
-    item_users = matrix.transposed() if stored else transpose(matrix, num_threads=1)
-    slab = matrix.largest_slab if stored else None
+    slab = matrix.largest_slab if isinstance(matrix, StoreMatrix) else None
     plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz, slab=slab)
     check_memory(plan)
     if scale is not None:
         plan = plan.changed(scale=scale, devices=tuple(devices))
     objective = model._objective(scale_of(matrix, model._objective()))
-    state = model._initial_state(matrix, item_users, plan, objective)
-    return MultiALS(matrix, item_users, objective, plan, state)
+    ratings = TrainingData.on_host(matrix, plan)
+    state = model._initial_state(ratings, plan, objective)
+    return MultiALS(matrix, ratings.item_users, objective, plan, state)
 
 
 def test_fewer_gpus_take_the_same_partition_in_more_waves(gpus: Machine, store: hmf.Store) -> None:

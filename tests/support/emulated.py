@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,7 @@ class EmulatedDevice:
         self.limit: int | None = None
         """Largest allocation that succeeds, to act out a device that runs out of memory."""
         self.launches: list[str] = []
+        self.compiled_ahead: list[tuple[str, str, tuple[str, ...]]] = []
 
     def refresh(self) -> None:
         pass
@@ -228,7 +229,12 @@ class EmulatedDevice:
     def copier(self) -> EmulatedCopier:
         return EmulatedCopier()
 
+    def compile_ahead(self, programs: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
+        self.compiled_ahead = list(programs)
+
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Any:
+        # all kernels of a file are compiled at once
+        constants = tuple(constant for constant in constants if not constant.startswith("KERNEL="))
         with ONE_AT_A_TIME:
             library = _library(source, constants)
         count = library[f"{name}_argument_count"]()

@@ -74,11 +74,14 @@ class Event:
 
     stream: Any = None
 
+    def __init__(self, module: FakeCupy) -> None:
+        self.module = module
+
     def record(self, stream: Any) -> None:
         self.stream = stream
 
     def synchronize(self) -> None:
-        pass
+        self.module.fail("synchronize")
 
 
 class Stream:
@@ -127,7 +130,7 @@ class FakeCupy(types.ModuleType):
             compiler=SimpleNamespace(CompileException=CompileException),
             Device=lambda index: contextlib.nullcontext(),
             Stream=lambda non_blocking, priority=0: Stream(self, priority),
-            Event=lambda disable_timing: Event(),
+            Event=lambda disable_timing: Event(self),
             alloc_pinned_memory=bytearray,
             get_current_stream=lambda: self.streams[-1],
         )

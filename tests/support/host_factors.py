@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from hybridmf.core.objective import SIDES
-from hybridmf.formats import transpose
 from hybridmf.gpu.als import GpuALS
+from hybridmf.model.training import TrainingData
 from hybridmf.plan.als_gpu import host_problem
 from hybridmf.plan.half_sweep import HalfPlan, priced
 from hybridmf.plan.machine import H200
@@ -57,9 +57,9 @@ def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX,
     plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
     plan = plan.changed(segment=sizes.get("segment", plan.segment))
     plan = partitioned(plan, *(dict.fromkeys(SIDES, count) for count in (parts, batches)), sizes.get("buffers", 2))
-    item_users = transpose(matrix, num_threads=1)
-    state = model._initial_state(matrix, item_users, plan, model._objective())
-    return GpuALS(device, matrix, item_users, model._objective(), plan, state)
+    ratings = TrainingData.on_host(matrix, plan)
+    state = model._initial_state(ratings, plan, model._objective())
+    return GpuALS(device, ratings.user_items, ratings.item_users, model._objective(), plan, state)
 
 
 def fitted(kind: str, data: Any, **options: Any) -> Any:

@@ -14,7 +14,7 @@ import hybridmf as hmf
 from hybridmf.core.objective import SIDES, State
 from hybridmf.device.cuda import device_count
 from hybridmf.errors import DeviceError
-from hybridmf.formats import transpose
+from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import make_plan
 from hybridmf.ranks import gpu_rank
@@ -59,9 +59,9 @@ def parts(name: str, devices: Any, matrix: sp.csr_array, **more: Any) -> tuple[A
     model = MODELS[name](device=devices, random_state=0, **more)
     checked = model._check_matrix(matrix)
     plan = make_plan(model._objective(), model._settings(), checked.shape, checked.nnz)
-    item_users = transpose(checked, num_threads=1)
-    state = model._initial_state(checked, item_users, plan, model._objective())
-    return checked, item_users, model._objective(), plan, state
+    ratings = TrainingData.on_host(checked, plan)
+    state = model._initial_state(ratings, plan, model._objective())
+    return checked, ratings.item_users, model._objective(), plan, state
 
 
 def changed(arguments: tuple[Any, ...], **changes: Any) -> tuple[Any, ...]:

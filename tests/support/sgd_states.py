@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from hybridmf.core.objective import Objective, State, initial_state
+from hybridmf.core.objective import Objective, State
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.sgd import CpuSGD
 from hybridmf.formats import transpose
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import SgdMethod
+from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
 
 
@@ -33,8 +34,8 @@ def solver_of(
     plan = make_plan(objective, checked, matrix.shape, matrix.nnz).changed(**changes)
     if state is None:
         degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
-        mean, rng = float(matrix.data.mean()), np.random.default_rng(0)
-        state = initial_state(*degrees, rank, matrix.dtype.type, objective, mean, rng)
+        mean = float(matrix.data.mean())
+        state = initial_state(*degrees, rank, matrix.dtype.type, objective, mean, 0)
     return CpuSGD(matrix, transpose(matrix), objective, plan, state, completed)
 
 

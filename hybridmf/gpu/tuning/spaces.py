@@ -341,9 +341,11 @@ def _fused_builds(facts: Facts, config: FusedConfig) -> list[Build]:
 
 def _fused_programs(facts: Facts, config: FusedConfig, implicit: bool, offsets: bool) -> list[Build]:
     constants = fused.build_constants(config, facts["precision"], facts["solver"], implicit, offsets)
-    kernels = ("assemble_segments", "solve_partials") + (
-        () if facts["rank"] >= plan_fused.SOLVED_APART else ("solve_rows",)
-    )
+    kernels = ["assemble_segments"]
+    if not config.solved_apart:
+        kernels += ["solve_partials", "solve_rows"]
+    elif facts["solver"] != "cholesky":
+        kernels += ["solve_partials"]
     return [("fused_als.cu", kernel, constants) for kernel in kernels]
 
 

@@ -138,6 +138,13 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
         if ((mask >> lane & 1) && all[lane]) bits |= 1u << lane;
     return bits;
 }
+template <class T> unsigned __match_any_sync(unsigned mask, T value) {
+    const auto all = emulator::exchange(mask, value);
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++)
+        if ((mask >> lane & 1) && all[lane] == value) bits |= 1u << lane;
+    return bits;
+}
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }

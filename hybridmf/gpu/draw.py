@@ -1,0 +1,76 @@
+"""Launch of cuda/draw.cu: initial factors drawn into a table on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..core.system import ceil_div
+from ..device.cuda import Array, Device
+from ..plan.start import DrawnFactors
+from .launch import check, check_not_host, get_kernel
+
+THREADS = 256
+BLOCKS_PER_SM = 8
+QUAD = 4
+"""Columns of a thread: the words of one counter."""
+
+LOW = 0xFFFFFFFF
+
+
+def drawn_table(device: Device, factors: DrawnFactors, width: int) -> Array:
+    """Draw factors as a table of `width` columns on a device: factors, a constant 1 if there are biases, zeros.
+
+    Parameters
+    ----------
+    factors : DrawnFactors
+    width : int
+
+    Returns
+    -------
+    float array, shape (n, width)
+    """
+    table = device.empty((len(factors), width), factors.dtype)
+    scales = device.upload(factors.scales)
+    rows = None if factors.rows is None else device.upload(factors.rows)
+    with device.active():
+        draw_rows(device, table, scales, factors, rows)
+    return table
+
+
+def draw_rows(device: Device, table: Array, scales: Array, factors: DrawnFactors, rows: Array | None) -> None:
+    """Fill a table on the device; `scales` and `rows` are those of `factors`.
+
+    Parameters
+    ----------
+    table : float array, shape (n, width)
+    scales : float32 array, shape (n,)
+    factors : DrawnFactors
+    rows : int64 array, shape (n,), or None
+    """
+    n, width = table.shape
+    check("table", table, factors.dtype, (len(factors), None))
+    check("scales", scales, np.float32, (n,))
+    check_not_host(device, table=table, scales=scales)
+    if rows is not None:
+        check("rows", rows, np.int64, (n,))
+        check_not_host(device, rows=rows)
+    if not table.size:
+        return
+    blocks = min(ceil_div(n * ceil_div(width, QUAD), THREADS), BLOCKS_PER_SM * device.spec.multiprocessors)
+    constants = {"REAL": factors.dtype, "HAS_ROWS": rows is not None, "THREADS": THREADS}
+    kernel = get_kernel(device, "draw.cu", "draw_rows", **constants)
+    where = (np.int64(n), np.int64(factors.first), np.int32(width), np.int32(factors.rank))
+    key = (np.uint32(factors.seed & LOW), np.uint32(factors.seed >> 32 & LOW))
+    what = (np.uint32(factors.stream), *key, np.int32(factors.signed), np.int32(factors.biases))
+    # without numbers of rows an arbitrary pointer, which is not read
+    kernel((blocks,), (THREADS,), (table, scales, scales if rows is None else rows, *where, *what), 0)
+
+
+def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file, kernel, constants) of all builds."""
+    for real in ("float", "double"):
+        for has_rows in (0, 1):
+            yield "draw.cu", "draw_rows", {"REAL": real, "HAS_ROWS": has_rows, "THREADS": THREADS}

@@ -1,0 +1,151 @@
+"""Ratings on a device: CSR arrays, and their transposition by cuda/transpose.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.system import ceil_div
+from ..core.validate import csr_arrays
+from ..data.slabs import magnitudes
+from ..device.cuda import Array, Device
+from ..errors import DeviceMemoryError
+from .launch import check, check_not_host, get_kernel
+
+THREADS = 256
+WARPS_PER_SM = 32
+"""Parts of a transposition for each multiprocessor, if there is memory for their counts."""
+
+LEAST_PART = 1024
+"""Minimum entries of a part of a transposition."""
+
+COUNT_BYTES = 8
+"""Bytes of counts of a transposition for each entry: as many as the entries of its result take."""
+
+
+@dataclass(frozen=True)
+class DeviceMatrix:
+    """A canonical CSR matrix on a device.
+
+    Attributes
+    ----------
+    shape : (int, int)
+    indptr : int64 array, shape (n_rows + 1,)
+        On the host.
+    starts : int64 array, shape (n_rows + 1,)
+        `indptr` on the device.
+    indices : int32 array, shape (nnz,), or None
+        Columns. None, like `data`, if the entries are lent later.
+    data : float array, shape (nnz,), or None
+    dtype : dtype
+        Of `data`.
+    host : csr_array or None
+        The same matrix on the host, if it is there.
+    known_ends : array or None
+        `ends` if they are known.
+    """
+
+    shape: tuple[int, int]
+    indptr: np.ndarray
+    starts: Array
+    indices: Array
+    data: Array
+    dtype: np.dtype
+    host: sp.csr_array | None = field(default=None, repr=False)
+    known_ends: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, device: Device, matrix: sp.csr_array | DeviceMatrix, ends: np.ndarray | None = None) -> DeviceMatrix:
+        """A matrix on a device, copied there if it is on the host; `ends` if they are known."""
+        if isinstance(matrix, DeviceMatrix):
+            return matrix
+        indptr, indices, data = csr_arrays(matrix)
+        starts, columns, values = (device.upload(array) for array in (indptr, indices, data))
+        return cls(matrix.shape, indptr, starts, columns, values, data.dtype, matrix, ends)
+
+    @classmethod
+    def without_entries(cls, device: Device, indptr: np.ndarray, dtype: Any) -> DeviceMatrix:
+        """Rows whose entries are lent later."""
+        return cls((len(indptr) - 1, 1), indptr, device.upload(indptr), None, None, np.dtype(dtype))
+
+    @property
+    def nnz(self) -> int:
+        """Number of entries."""
+        return int(self.indptr[-1])
+
+    @functools.cached_property
+    def ends(self) -> np.ndarray:
+        """Smallest and largest absolute value; empty if there are no entries."""
+        if self.known_ends is not None:
+            return self.known_ends
+        return np.empty(0) if self.host is None else magnitudes(self.host.data)
+
+    def transposed(self, device: Device) -> DeviceMatrix:
+        """The transpose, with the arrays of `hybridmf.formats.transpose`.
+
+        Raises
+        ------
+        DeviceMemoryError
+        """
+        return transpose(device, self)
+
+
+def transpose(device: Device, matrix: DeviceMatrix) -> DeviceMatrix:
+    """See `DeviceMatrix.transposed`."""
+    (n_rows, n_columns), nnz, real = matrix.shape, matrix.nnz, matrix.dtype
+    check("starts", matrix.starts, np.int64, (n_rows + 1,))
+    check("indices", matrix.indices, np.int32, (nnz,))
+    check("data", matrix.data, real, (nnz,))
+    check_not_host(device, starts=matrix.starts, indices=matrix.indices, data=matrix.data)
+    totals = device.zeros(n_columns, np.int64)
+    rows, values = device.empty(nnz, np.int32), device.empty(nnz, real)
+    bounds, counts = _counts(device, nnz, n_columns)
+    n_parts = len(bounds) - 1
+    sizes = (np.int32(n_parts), np.int32(n_columns))
+
+    def kernel(name: str) -> Any:
+        return get_kernel(device, "transpose.cu", name, REAL=real, THREADS=THREADS)
+
+    warps = (ceil_div(n_parts, THREADS // 32),)
+    if nnz:
+        kernel("count_columns")(warps, (THREADS,), (counts, bounds, matrix.indices, *sizes), 0)
+        blocks = (min(ceil_div(n_columns, THREADS), 8 * device.spec.multiprocessors),)
+        kernel("column_places")(blocks, (THREADS,), (totals, counts, *sizes), 0)
+    indptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(device.download(totals))))
+    starts = device.upload(indptr)
+    if nnz:
+        given = (matrix.starts, matrix.indices, matrix.data)
+        arguments = (rows, values, counts, bounds, starts, *given, np.int64(n_rows), *sizes)
+        kernel("scatter_entries")(warps, (THREADS,), arguments, 0)
+    return DeviceMatrix((n_columns, n_rows), indptr, starts, rows, values, real, known_ends=matrix.known_ends)
+
+
+def _counts(device: Device, nnz: int, n_columns: int) -> tuple[Array, Array]:
+    """First entry of each part, and its counts, zeros; fewer parts if memory is short."""
+    parts = min(
+        ceil_div(nnz, LEAST_PART),
+        WARPS_PER_SM * device.spec.multiprocessors,
+        COUNT_BYTES * nnz // (4 * max(1, n_columns)),
+    )
+    parts = max(1, parts)
+    while True:
+        try:
+            counts = device.zeros((parts, n_columns), np.int32)
+        except DeviceMemoryError:
+            if parts == 1:
+                raise
+            parts //= 2
+        else:
+            return device.upload(np.arange(parts + 1, dtype=np.int64) * nnz // parts), counts
+
+
+def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file, kernel, constants) of all builds."""
+    for kernel in ("count_columns", "column_places", "scatter_entries"):
+        for real in ("float", "double"):
+            yield "transpose.cu", kernel, {"REAL": real, "THREADS": THREADS}

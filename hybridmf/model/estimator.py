@@ -1,0 +1,201 @@
+"""scikit-learn's protocol of estimators, without importing scikit-learn, which takes longer than most fits.
+
+Parameters, cloning and pickling need none of it. All else that scikit-learn's base classes offer (metadata routing,
+HTML representations, output containers) is theirs: an estimator borrows it once the program has imported scikit-learn,
+without which nobody can ask for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from sklearn.utils import Tags
+
+_Model = TypeVar("_Model", bound="Estimator")
+
+_MISSING: Any = object()
+
+
+class Estimator:
+    """Base of estimators whose constructor stores its keyword arguments under their names."""
+
+    @classmethod
+    @functools.cache
+    def _defaults(cls) -> dict[str, Any]:
+        """Parameters of the constructor by name, with their defaults."""
+        given = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        return {each.name: each.default for each in sorted(given, key=lambda each: each.name)}
+
+    @classmethod
+    def _get_param_names(cls) -> list[str]:
+        return list(cls._defaults())
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Parameters of the constructor; `deep` is ignored, as none of them has parameters of its own."""
+        return {name: getattr(self, name) for name in self._defaults()}
+
+    def set_params(self: _Model, **params: Any) -> _Model:
+        """Set parameters of the constructor.
+
+        Raises
+        ------
+        ValueError
+            An unknown parameter; nothing is set.
+        """
+        known = self._get_param_names()
+        for name in params:
+            if name not in known:
+                raise ValueError(f"Invalid parameter {name!r} for estimator {self}. Valid parameters are: {known!r}.")
+        for name, value in params.items():
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        shown = {name: repr(value) for name, value in self.get_params().items()}
+        changed = (f"{name}={text}" for name, text in shown.items() if text != repr(self._defaults()[name]))
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __sklearn_is_fitted__(self) -> bool:
+        raise NotImplementedError
+
+    def __sklearn_tags__(self) -> Tags:
+        from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags
+
+        # factors have the dtype of the model, not of the input
+        return Tags(
+            estimator_type=None,
+            target_tags=TargetTags(required=False),
+            transformer_tags=TransformerTags(preserves_dtype=[]),
+            input_tags=InputTags(sparse=True),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # a property that raised NotFittedError, which it raises again
+        lent = _MISSING
+        if "sklearn" in sys.modules and not (name.startswith("__") and name.endswith("__")):
+            lent = inspect.getattr_static(_as_scikit_learns(self), name, _MISSING)
+        if lent is _MISSING:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return lent.__get__(self, type(self)) if hasattr(type(lent), "__get__") else lent
+
+    # -------------------------------------------------------------------------------------------- transformers
+
+    fit: Callable[..., Any]
+
+    def _factors_of(self, user_items: Any) -> np.ndarray:
+        """What `transform` returns, as an array."""
+        raise NotImplementedError
+
+    def transform(self, user_items: Any) -> Any:
+        """Compute factors of new rows."""
+        if "sklearn" not in sys.modules and "_sklearn_output_config" not in vars(self):  # no container is asked for
+            return self._factors_of(user_items)
+        return _as_scikit_learns(self).transform(self, user_items)
+
+    def fit_transform(self, user_items: Any, y: Any = None, **options: Any) -> Any:
+        """Fit to ratings, and compute the factors of their rows; `options` are those of `fit`."""
+        return self.fit(user_items, y, **options).transform(user_items)
+
+    def set_output(self: _Model, *, transform: str | None = None) -> _Model:
+        """Set the container that `transform` returns: "default", "pandas" or "polars"."""
+        if transform is not None:
+            self._sklearn_output_config = {"transform": transform}
+        return self
+
+    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
+        """Names of the columns of `transform`: the name of the class in small letters, and a number."""
+        from sklearn.base import ClassNamePrefixFeaturesOutMixin
+
+        names: np.ndarray = ClassNamePrefixFeaturesOutMixin.get_feature_names_out(self, input_features)
+        return names
+
+
+def _as_scikit_learns(model: Estimator) -> Any:
+    """The estimator's class with scikit-learn's base classes, which set it up as one of theirs."""
+    kind: Any = type(model)
+    return _with_scikit_learns(kind)
+
+
+@functools.cache
+def _with_scikit_learns(kind: Any) -> Any:
+    from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+
+    bases = (kind, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator)
+    # scikit-learn wraps methods of the class itself only
+    content = {"transform": lambda self, X: kind._factors_of(self, X), "__module__": kind.__module__}
+    return type(kind.__name__, bases, content)
+
+
+def check_is_fitted(model: Estimator) -> None:
+    """Raise unless the estimator is fitted.
+
+    Raises
+    ------
+    sklearn.exceptions.NotFittedError
+    """
+    if not model.__sklearn_is_fitted__():
+        raise not_fitted(
+            f"This {type(model).__name__} instance is not fitted yet. Call 'fit' with appropriate arguments before "
+            "using this estimator."
+        )
+
+
+def not_fitted(message: str) -> Exception:
+    """scikit-learn's NotFittedError."""
+    from sklearn.exceptions import NotFittedError
+
+    return NotFittedError(message)
+
+
+def unfitted(model: _Model, **params: Any) -> _Model:
+    """A copy of an estimator that is not fitted, with some parameters changed."""
+    return type(model)(**copy.deepcopy(model.get_params())).set_params(**params)
+
+
+def take_columns(model: Any, columns: Any) -> None:
+    """Set the number of columns of the training data, and the names that a frame has: scikit-learn's attributes."""
+    if isinstance(columns, np.ndarray):
+        model.n_features_in_ = columns.shape[1]
+        vars(model).pop("feature_names_in_", None)
+        return
+    from sklearn.utils.validation import validate_data
+
+    validate_data(model, columns, skip_check_array=True, reset=True)
+
+
+def numeric_matrix(model: Any, matrix: Any, name: str) -> np.ndarray:
+    """A dense matrix of finite numbers.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As scikit-learn's ``check_array``.
+    """
+    from sklearn.utils import check_array
+
+    checked: np.ndarray = check_array(matrix, dtype="numeric", input_name=name, estimator=model)
+    return checked
+
+
+def check_columns(model: Any, rows: Any) -> None:
+    """Compare the column names of a frame with those of the training data.
+
+    Raises
+    ------
+    ValueError
+    """
+    from sklearn.utils.validation import validate_data
+
+    validate_data(model, rows, skip_check_array=True, reset=False)

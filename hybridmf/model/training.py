@@ -1,0 +1,86 @@
+"""The ratings of one fit: both orientations, where the solver reads them, and facts about their values."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import Objective, Side
+from ..core.sparse import ValueSummary, transposed
+from ..data.store import StoreMatrix
+from ..plan.types import Plan
+from .learned import scale_of_values, summary_of
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Validated ratings as a solver takes them.
+
+    Attributes
+    ----------
+    user_items, item_users : csr_array, StoreMatrix or DeviceMatrix
+        The ratings in both orientations.
+    values : ValueSummary or StoreMatrix
+        Sums and ranges of the values.
+    """
+
+    user_items: Any
+    item_users: Any
+    values: ValueSummary | StoreMatrix
+
+    @classmethod
+    def on_host(cls, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> TrainingData:
+        """Both orientations in memory or in a store."""
+        item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
+        return cls.of(matrix, item_users, plan)
+
+    @classmethod
+    def of(cls, user_items: Any, item_users: Any, plan: Plan) -> TrainingData:
+        """Both orientations as given, csr_array or StoreMatrix."""
+        return cls(user_items, item_users, summary_of(user_items, plan.num_threads))
+
+    @classmethod
+    def on_device(cls, matrix: sp.csr_array, plan: Plan) -> TrainingData:
+        """Both orientations on the GPU of the plan; one is uploaded, the other is made there."""
+        from ..device.cuda import open_device
+        from ..gpu.half import programs_of
+        from ..gpu.matrix import DeviceMatrix
+
+        device = open_device(plan.device)
+        device.compile_ahead(programs_of(device, plan))
+        values = summary_of(matrix, plan.num_threads)
+        with device.active():
+            user_items = DeviceMatrix.of(device, matrix, values.ends)
+            return cls(user_items, user_items.transposed(device), values)
+
+    @functools.cached_property
+    def degrees(self) -> dict[Side, np.ndarray]:
+        """Entries of each row of either side, int64."""
+        return {
+            "user": np.diff(self.user_items.indptr).astype(np.int64, copy=False),
+            "item": np.diff(self.item_users.indptr).astype(np.int64, copy=False),
+        }
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_users, n_items)."""
+        users, items = self.user_items.shape
+        return users, items
+
+    @property
+    def nnz(self) -> int:
+        """Number of entries."""
+        return int(self.user_items.nnz)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values."""
+        return self.values.total / self.nnz
+
+    def scale(self, objective: Objective) -> float:
+        """Scale that standardizes explicit ratings; see `hybridmf.core.objective.rating_scale`."""
+        return scale_of_values(self.values, self.nnz, objective)

@@ -1,0 +1,22 @@
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PRECISION: int
+RECALL: int
+AVERAGE_PRECISION: int
+NDCG: int
+
+def judge(
+    recommended: NDArray[Any],
+    rows: NDArray[np.int64],
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    data: NDArray[np.float32],
+    n_items: int,
+    kinds: NDArray[np.int32],
+    cuts: NDArray[np.int64],
+    discounts: NDArray[np.float64],
+    num_threads: int,
+) -> NDArray[np.float64] | None: ...

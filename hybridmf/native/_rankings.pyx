@@ -1,0 +1,181 @@
+"""Metrics of rankings in one pass over users: each looks up the gains of its list and adds up what is asked for.
+
+Parallel over users, dynamic because they differ in relevant items. A user's values are sums in order of rank: their
+bits do not depend on other users, other metrics or threads.
+"""
+
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.math cimport NAN
+from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport qsort
+
+from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
+
+PRECISION = 0
+RECALL = 1
+AVERAGE_PRECISION = 2
+NDCG = 3
+
+cdef enum:
+    _PRECISION = 0
+    _RECALL = 1
+    _AVERAGE_PRECISION = 2
+    _NDCG = 3
+    SHORT = 64       # lists up to which comparing all pairs of ids is faster than sorting them
+    FEW_USERS = 512  # below this many users a second thread costs more than it brings
+
+ctypedef fused id_t:
+    int32_t
+    int64_t
+
+
+cdef int _descending(const void* a, const void* b) noexcept nogil:
+    cdef double x = (<const double*> a)[0], y = (<const double*> b)[0]
+    return (x < y) - (x > y)
+
+
+cdef int _ascending(const void* a, const void* b) noexcept nogil:
+    cdef int64_t x = (<const int64_t*> a)[0], y = (<const int64_t*> b)[0]
+    return (x > y) - (x < y)
+
+
+cdef bint _is_ranking(
+        const id_t* ids, Py_ssize_t n,   # IN   (n,) item positions, -1 for none
+        Py_ssize_t n_items,
+        int64_t* scratch) noexcept nogil:   # scratch (n,)
+    """Whether ids are in range, and none but -1 repeats."""
+    cdef Py_ssize_t j, k
+    for j in range(n):
+        if ids[j] < -1 or ids[j] >= n_items:
+            return False
+    if n <= SHORT:
+        for j in range(1, n):
+            for k in range(j):
+                if ids[j] == ids[k] and ids[j] >= 0:
+                    return False
+        return True
+    for j in range(n):
+        scratch[j] = ids[j]
+    qsort(scratch, n, sizeof(int64_t), _ascending)
+    for j in range(1, n):
+        if scratch[j] == scratch[j - 1] and scratch[j] >= 0:
+            return False
+    return True
+
+
+cdef double _gain_of(id_t item, const int32_t* indices, const float* data, Py_ssize_t n) noexcept nogil:
+    """Value of an item in a row with ascending indices, 0 if it is not there."""
+    cdef Py_ssize_t low = 0, high = n, middle
+    while low < high:
+        middle = (low + high) // 2
+        if indices[middle] < item:
+            low = middle + 1
+        else:
+            high = middle
+    return data[low] if low < n and indices[low] == item else 0.0
+
+
+cdef double _metric(
+        int kind, Py_ssize_t cut,
+        const double* gains, Py_ssize_t n,             # IN   (n,) gain at each rank
+        const double* ideal, Py_ssize_t n_relevant,    # IN   (n_relevant,) gains of the relevant items, falling
+        const double* discounts) noexcept nogil:       # IN   (longest cut,) weight of each rank
+    cdef Py_ssize_t rank, hits = 0
+    cdef double total = 0.0, best = 0.0
+    cdef Py_ssize_t last = cut if cut < n else n
+    for rank in range(last):
+        if kind == _NDCG:
+            total += gains[rank] * discounts[rank]
+        elif gains[rank] > 0:
+            hits += 1
+            total += hits / <double> (rank + 1)
+    if kind == _PRECISION:
+        return hits / <double> cut
+    if kind == _RECALL:
+        return hits / <double> n_relevant
+    if kind == _AVERAGE_PRECISION:
+        return total / n_relevant
+    for rank in range(cut if cut < n_relevant else n_relevant):
+        best += ideal[rank] * discounts[rank]
+    # Rounding may lift a ranking that is not ideal above one that is.
+    return total / best if total < best else 1.0
+
+
+cdef bint _judge(
+        const id_t* ids, Py_ssize_t n, Py_ssize_t n_items,                       # IN   (n,)
+        const int32_t* indices, const float* data, Py_ssize_t n_relevant,        # IN   (n_relevant,)
+        const int32_t[::1] kinds, const int64_t[::1] cuts,                       # IN   (n_metrics,)
+        const double* discounts,                                                 # IN   (longest cut,)
+        double* gains, double* ideal, int64_t* scratch,                          # scratch (n,) (n_relevant,) (n,)
+        double* out, Py_ssize_t stride) noexcept nogil:                          # OUT  one value for each metric
+    """One user's metrics; False if the list is no ranking."""
+    cdef Py_ssize_t rank, k
+    cdef bint sorted_already = True
+    if not _is_ranking(ids, n, n_items, scratch):
+        return False
+    for rank in range(n):
+        gains[rank] = _gain_of(ids[rank], indices, data, n_relevant)
+    for k in range(n_relevant):
+        ideal[k] = data[k]
+        sorted_already &= data[k] <= data[k - 1 if k else 0]
+    if not sorted_already:
+        qsort(ideal, n_relevant, sizeof(double), _descending)
+    for k in range(kinds.shape[0]):
+        out[k * stride] = NAN
+        if n_relevant:
+            out[k * stride] = _metric(kinds[k], cuts[k], gains, n, ideal, n_relevant, discounts)
+    return True
+
+
+def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t[::1] indptr,
+          const int32_t[::1] indices, const float[::1] data, Py_ssize_t n_items, const int32_t[::1] kinds,
+          const int64_t[::1] cuts, const double[::1] discounts, int num_threads):
+    """Metrics of each user's ranking.
+
+    Parameters
+    ----------
+    recommended : int32 or int64 array, shape (n_users, n_columns)
+        Item positions, best first; -1 for none.
+    rows : int64 array, shape (n_users,)
+        Each user's row of the matrix.
+    indptr, indices, data : CSR arrays
+        Relevant items and their gains, all positive; indices ascend within rows.
+    n_items : int
+    kinds : int32 array, shape (n_metrics,)
+        PRECISION, RECALL, AVERAGE_PRECISION or NDCG.
+    cuts : int64 array, shape (n_metrics,)
+        Ranks that count, at least 1.
+    discounts : float64 array, shape (max(n_columns, longest row),) or up to the longest cut
+        Weights of the ranks.
+    num_threads : int
+
+    Returns
+    -------
+    float64 array, shape (n_metrics, n_users), or None
+        NaN for users without a relevant item. None if an id is out of range, or repeated for a user.
+    """
+    cdef Py_ssize_t n_users = recommended.shape[0], n_columns = recommended.shape[1], user, row, thread
+    cdef int n = 1 if n_users < FEW_USERS else hmf_usable_threads(num_threads)
+    cdef int faults = 0
+    cdef Py_ssize_t longest = np.diff(indptr).max(initial=0)
+    out = np.empty((kinds.shape[0], n_users))
+    if n_users == 0:
+        return out
+    # an element more, so that there is an address where there are no columns or entries
+    cdef double[:, ::1] out_view = out
+    cdef double[:, ::1] gains = np.empty((n, n_columns + 1))
+    cdef double[:, ::1] ideal = np.empty((n, longest + 1))
+    cdef int64_t[:, ::1] scratch = np.empty((n, n_columns + 1), dtype=np.int64)
+    cdef const id_t* ids = &recommended[0, 0] if n_columns else NULL
+    cdef const int32_t* items = &indices[0] if indices.shape[0] else NULL
+    cdef const float* values = &data[0] if indices.shape[0] else NULL
+    cdef const double* weights = &discounts[0] if discounts.shape[0] else NULL
+    for user in prange(n_users, nogil=True, schedule="dynamic", chunksize=256, num_threads=n):
+        row = rows[user]
+        thread = hmf_thread_id()
+        faults += not _judge(ids + user * n_columns, n_columns, n_items, items + indptr[row], values + indptr[row],
+                             indptr[row + 1] - indptr[row], kinds, cuts, weights, &gains[thread, 0],
+                             &ideal[thread, 0], &scratch[thread, 0], &out_view[0, user], n_users)
+    return None if faults else out

@@ -1,0 +1,276 @@
+"""Initial factors: drawn where they are used, the same bits on every device, and no more than a method needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..core.objective import SIDES, Factors, LazyFactors, Objective, Side, State
+from ..core.validate import check_choice
+from ..native import _draw
+
+
+@dataclass(frozen=True)
+class Start:
+    """How initial factors are distributed.
+
+    Attributes
+    ----------
+    length : float
+        Root mean square of the lengths of rows.
+    signed : bool
+        Whether elements are uniform between ``-a`` and ``a``, or between 0 and ``a``.
+    sides : tuple of {"user", "item"}
+        The sides that are drawn. The other one is zero: its first update does not read it.
+    """
+
+    length: float = 1.0
+    signed: bool = False
+    sides: tuple[Side, ...] = SIDES
+
+    def scale(self, rank: int) -> float:
+        """The largest absolute value ``a`` of an element: ``rank a^2 / 3`` is the mean square of a row's length."""
+        return self.length * math.sqrt(3 / rank)
+
+
+class DrawnFactors(LazyFactors):
+    """Uniform random factors, drawn at first access on the host, or by a solver on its device.
+
+    Row `r`, column `c` depends on the seed, the side, `r` and `c` only, so that each rank draws its own rows.
+
+    Parameters
+    ----------
+    scales : float32 array, shape (n,)
+        The largest absolute value in each row; 0 for a row of zeros.
+    rank : int
+    dtype : float32 or float64
+        Numbers are drawn in float32 and converted.
+    side : {"user", "item"}
+    seed : int
+        64 bits.
+    signed : bool
+    biases : bool
+        Whether there are biases, which are zeros.
+    num_threads : int
+    first : int
+        Number of the first row.
+    rows : int64 array, shape (n,), optional
+        Number of each row. Default: consecutive ones.
+    """
+
+    def __init__(
+        self,
+        scales: np.ndarray,
+        rank: int,
+        dtype: Any,
+        side: Side,
+        seed: int,
+        signed: bool,
+        biases: bool,
+        num_threads: int,
+        first: int = 0,
+        rows: np.ndarray | None = None,
+    ) -> None:
+        self.keep(scales=scales, rank=rank, dtype=np.dtype(dtype), side=side, seed=seed, signed=signed, biases=biases)
+        self.keep(num_threads=num_threads, first=first, rows=rows)
+
+    scales: np.ndarray
+    rank: int
+    dtype: np.dtype
+    side: Side
+    seed: int
+    signed: bool
+    biases: bool
+    num_threads: int
+    first: int
+    rows: np.ndarray | None
+
+    def __len__(self) -> int:
+        return len(self.scales)
+
+    @property
+    def stream(self) -> int:
+        """Number of the side in the counter of the generator."""
+        return SIDES.index(self.side)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all rows are zeros, so that nothing needs to be drawn."""
+        return not self.scales.any()
+
+    def draw(self, out: np.ndarray) -> None:
+        """Fill a matrix of shape (n, rank), whose rows may be longer, on the host."""
+        rows = np.empty(0, np.int64) if self.rows is None else self.rows
+        arguments = (self.first, self.seed, self.stream, self.signed, self.num_threads)
+        _draw.draw_rows(out, self.scales, rows, *arguments)
+
+    def first_bias(self) -> np.ndarray | None:
+        """Zeros of shape (n,) where there are biases."""
+        return np.zeros(len(self), self.dtype) if self.biases else None
+
+    def part(self, rows: slice) -> DrawnFactors:
+        """Some consecutive rows, not drawn yet."""
+        first, last, _ = rows.indices(len(self))
+        names = None if self.rows is None else self.rows[first:last]
+        return self._with(self.scales[first:last], self.first + first, names)
+
+    def reordered(self, rows: np.ndarray) -> DrawnFactors:
+        """All rows in the given order, not drawn yet."""
+        numbers = rows + self.first if self.rows is None else self.rows[rows]
+        return self._with(self.scales[rows], 0, numbers.astype(np.int64))
+
+    def _with(self, scales: np.ndarray, first: int, rows: np.ndarray | None) -> DrawnFactors:
+        what = (self.rank, self.dtype, self.side, self.seed, self.signed, self.biases, self.num_threads)
+        return DrawnFactors(scales, *what, first, rows)
+
+    def _brought(self) -> Factors:
+        if self.is_zero:
+            return Factors(np.zeros((len(self), self.rank), self.dtype), self.first_bias())
+        matrix = np.empty((len(self), self.rank), self.dtype)
+        self.draw(matrix)
+        return Factors(matrix, self.first_bias())
+
+
+def initial_state(
+    user_degrees: np.ndarray,
+    item_degrees: np.ndarray,
+    rank: int,
+    dtype: Any,
+    objective: Objective,
+    mean: float,
+    seed: int,
+    start: Start | None = None,
+    num_threads: int = 1,
+) -> State:
+    """Random factors that every backend starts from; rows without entries are zero.
+
+    Parameters
+    ----------
+    user_degrees, item_degrees : int array, shape (n_users,) and (n_items,)
+        Entries of each row of either side.
+    rank : int
+    dtype : float32 or float64
+    objective : Objective
+    mean : float
+        Mean rating; kept only where the objective has biases.
+    seed : int
+        64 bits.
+    start : Start, optional
+    num_threads : int
+        Threads that draw on the host.
+    """
+    start = start or Start()
+    scale = np.float32(start.scale(rank))
+
+    def drawn(side: Side, degrees: Sequence[int] | np.ndarray) -> DrawnFactors:
+        scales = np.where(np.asarray(degrees) != 0, scale if side in start.sides else np.float32(0), np.float32(0))
+        return DrawnFactors(scales, rank, dtype, side, seed, start.signed, objective.biases, num_threads)
+
+    return State(drawn("user", user_degrees), drawn("item", item_degrees), mean if objective.biases else 0.0)
+
+
+STARTS = ("nonnegative", "signed")
+"""Named values of `init`."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """A checked `init`.
+
+    Attributes
+    ----------
+    signed : bool
+        Whether drawn factors are signed.
+    given : dict of side to Factors
+        Factors that are not drawn; copies.
+    """
+
+    signed: bool = False
+    given: Mapping[Side, Factors] = field(default_factory=dict)
+
+    def placed(self, state: State, degrees: Mapping[Side, np.ndarray], sides: Sequence[Side] = SIDES) -> State:
+        """The state with the given factors of `sides`; rows without entries are zero."""
+        for side in sides:
+            factors = self.given.get(side)
+            if factors is not None:
+                empty = np.asarray(degrees[side]) == 0
+                for array in factors.arrays:
+                    array[empty] = 0
+                state = state.with_side(side, factors)
+        return state
+
+
+def check_init(
+    init: Any, shape: tuple[int, int], factors: int, dtype: Any, *, biases: bool = False, nonnegative: bool = False
+) -> Init:
+    """Initial factors that a user asks for.
+
+    Parameters
+    ----------
+    init : None, str or sequence of arrays
+        Name in `STARTS`, or factors of users and items, of which one may be None; then, optionally, their biases.
+    shape : (n_users, n_items)
+    factors : int
+    dtype : float32 or float64
+    biases : bool
+        Whether the model has biases.
+    nonnegative : bool
+        Whether factors have to be nonnegative.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if init is None or isinstance(init, str):
+        name = check_choice("init", init or STARTS[0], STARTS)
+        if nonnegative and name == "signed":
+            raise ValueError('init="signed" contradicts nonnegative=True; use init="nonnegative"')
+        return Init(name == "signed")
+    if not isinstance(init, (tuple, list)) or len(init) not in (2, 4):
+        what = f"{len(init)} values" if isinstance(init, (tuple, list)) else f"a value of type {type(init).__name__}"
+        raise TypeError(
+            f"init must be None, {', '.join(map(repr, STARTS))} or a tuple (user_factors, item_factors), of models "
+            f"with biases also (user_factors, item_factors, user_bias, item_bias); got {what}"
+        )
+    if len(init) == 4 and not biases:
+        raise ValueError("init has biases, and the model has none; give (user_factors, item_factors), or fit biases")
+    if init[0] is None and init[1] is None:
+        raise ValueError("init has neither user_factors nor item_factors; give one of them, or init=None")
+    given: dict[Side, Factors] = {}
+    for place, (side, n) in enumerate(zip(SIDES, shape, strict=True)):
+        matrix = init[place]
+        bias = init[place + 2] if len(init) == 4 else None
+        if matrix is None:
+            if bias is not None:
+                raise ValueError(f"init has {side}_bias without {side}_factors; give both, or None for both")
+            continue
+        rows = _check_given(f"{side}_factors", matrix, (n, factors), dtype)
+        if nonnegative and rows.min(initial=0) < 0:
+            raise ValueError(f"init: {side}_factors has negative elements, and nonnegative=True; clip them at 0")
+        known = None
+        if biases:
+            known = np.zeros(n, dtype) if bias is None else _check_given(f"{side}_bias", bias, (n,), dtype)
+        given[side] = Factors(rows, known)
+    return Init(given=given)
+
+
+def _check_given(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A copy in the type of the computation."""
+    found = np.asarray(array)
+    if found.dtype.kind not in "fiu":
+        raise TypeError(f"init: {name} must be an array of real numbers, got {type(array).__name__} of {found.dtype}")
+    if found.shape != shape:
+        raise ValueError(f"init: {name} has shape {found.shape}, expected {shape} for these ratings and `factors`")
+    with np.errstate(over="ignore"):
+        copy = np.array(found, dtype=dtype, order="C")
+    finite = np.isfinite(copy)
+    if not finite.all():
+        at = tuple(int(k) for k in np.argwhere(~finite)[0])
+        raise ValueError(
+            f"init: {name} has the value {found[at]} at {list(at)}; expected numbers that are finite in {copy.dtype}"
+        )
+    return copy

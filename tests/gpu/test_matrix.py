@@ -1,0 +1,81 @@
+"""Ratings on a device and their transposition: emulated on the CPU, and on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from hybridmf.core.sparse import transposed
+from hybridmf.core.validate import as_csr
+from hybridmf.device.cuda import Device
+from hybridmf.errors import DeviceMemoryError
+from hybridmf.gpu import matrix as device_matrix
+from hybridmf.gpu.matrix import LEAST_PART, DeviceMatrix
+
+
+def random_csr(shape: tuple[int, int], nnz: int, dtype: str = "float32") -> sp.csr_array:
+    rng = np.random.default_rng(nnz)
+    # columns in a power law: neighbouring entries of a warp share columns
+    rows, columns = rng.integers(shape[0], size=nnz), (shape[1] * rng.random(nnz) ** 4).astype(int)
+    keys = np.unique(rows * shape[1] + columns)
+    values = rng.standard_normal(len(keys))
+    return as_csr(sp.csr_array((values, (keys // shape[1], keys % shape[1])), shape=shape), dtype=dtype)
+
+
+def assert_transposed(device: Device, matrix: sp.csr_array) -> None:
+    found, expected = DeviceMatrix.of(device, matrix).transposed(device), transposed(matrix)
+    assert found.shape == expected.shape and found.nnz == expected.nnz
+    np.testing.assert_array_equal(found.indptr, expected.indptr)
+    np.testing.assert_array_equal(device.download(found.starts), expected.indptr)
+    np.testing.assert_array_equal(device.download(found.indices), expected.indices)
+    np.testing.assert_array_equal(device.download(found.data), expected.data)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("shape", "nnz"),
+    [((1, 1), 1), ((5, 3), 0), ((40, 30), 31), ((400, 7), 900), ((3, 5000), 4000), ((900, 60), 9 * LEAST_PART)],
+)
+def test_transpose_is_that_of_the_host(shape: tuple[int, int], nnz: int, dtype: str, device: Device) -> None:
+    assert_transposed(device, random_csr(shape, nnz, dtype))
+
+
+def test_rows_without_entries_between_others(device: Device) -> None:
+    dense = np.zeros((300, 4))
+    dense[[5, 6, 200, 299]] = np.arange(1, 17).reshape(4, 4)
+    assert_transposed(device, as_csr(sp.csr_array(dense)))
+
+
+def test_one_row_with_all_entries(device: Device) -> None:
+    assert_transposed(device, as_csr(sp.csr_array(np.arange(1, 5001, dtype=float)[None])))
+
+
+def test_without_memory_for_counts_there_are_fewer_parts(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, zeros = [], type(device).zeros
+
+    def short(self: Device, shape: int | tuple[int, ...], dtype: object) -> object:
+        if isinstance(shape, tuple) and shape[0] > 2:
+            refused.append(shape[0])
+            raise DeviceMemoryError("none left")
+        return zeros(self, shape, dtype)
+
+    monkeypatch.setattr(device_matrix, "LEAST_PART", 100)
+    monkeypatch.setattr(type(device), "zeros", short)
+    assert_transposed(device, random_csr((900, 60), 900))
+    assert refused
+
+
+def test_ends_of_values(device: Device) -> None:
+    matrix = as_csr(sp.csr_array([[-4.0, 0, 0.5]]))
+    np.testing.assert_array_equal(DeviceMatrix.of(device, matrix).ends, [0.5, 4])
+    known = DeviceMatrix.of(device, matrix, np.array([1.0, 2.0]))
+    np.testing.assert_array_equal(known.transposed(device).ends, [1, 2])
+    assert not len(DeviceMatrix.without_entries(device, np.zeros(1, np.int64), np.float32).ends)
+
+
+def test_arguments_are_checked(device: Device) -> None:
+    matrix = DeviceMatrix.without_entries(device, np.array([0, 2]), np.float32)
+    broken = DeviceMatrix((1, 3), matrix.indptr, matrix.starts, device.zeros(2, np.int64), matrix.data, matrix.dtype)
+    with pytest.raises(TypeError, match="indices must be int32"):
+        broken.transposed(device)
