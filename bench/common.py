@@ -103,7 +103,7 @@ def sources_sha256() -> str:
 
 
 def processor() -> str:
-    """Model name of the processor, where the system tells."""
+    """Model name of the processor, empty if the system does not report it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

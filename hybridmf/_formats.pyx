@@ -366,7 +366,7 @@ def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     n_cols : int
     num_threads : int, optional
     wide : bool
-        Use the 64-bit cursors that more than 2^31 - 1 entries need, whatever nnz is.
+        Use the 64-bit cursors that more than 2^31 - 1 entries need, regardless of nnz.
 
     Returns
     -------
