@@ -682,6 +682,6 @@ def test_the_compiler_knows_ahead_what_a_fit_launches(gpu, monkeypatch, kind, op
     monkeypatch.setattr(gpu, "compile_ahead", lambda programs: compile_ahead(ahead.extend(programs) or ahead))
     monkeypatch.setattr(gpu, "kernel", lambda *key: used.append(key) or kernel(*key))
     kind(iterations=1, device="cuda", random_state=0, **options).fit(SMALL)
-    slow = {*fused.KERNEL_CODES, "cholesky_sums", "row_range", "count_columns"}
+    slow = {*fused.KERNEL_CODES, "cholesky_sums", "row_range", "count_columns", "draw_rows"}
     launched = {key for key in used if key[1] in slow}
     assert launched and launched <= set(ahead)
