@@ -77,10 +77,12 @@ def cost_of(plan: Plan, machine: Machine, warmth: Warmth | None = None) -> Cost:
         Default: a fresh process whose kernels have been compiled before.
     """
     method = plan.kernels.method
-    entry = CHECK_ENTRY + TRANSPOSE_ENTRY / machine.cpu.speedup(plan.num_threads) + method.entry_seconds
-    drawn = (plan.n_users + plan.n_items) * plan.factors * machine.cpu.draw
-    host = {"input and start": plan.nnz * entry + drawn + machine.cpu.fit}
+    # a GPU that has all ratings transposes them itself, and draws where it computes
+    transposed = 0.0 if plan.ratings_on_device else TRANSPOSE_ENTRY
+    entry = (CHECK_ENTRY + transposed) / machine.cpu.speedup(plan.num_threads) + method.entry_seconds
+    host = {"input and start": plan.nnz * entry + machine.cpu.fit}
     if plan.gpu is None:
+        host["input and start"] += (plan.n_users + plan.n_items) * plan.factors * machine.cpu.draw
         return Cost(_cpu_iteration(plan, machine.cpu), host | method.cpu_setup(plan, machine.cpu))
     machine = machine.with_gpu(plan.gpu)
     setup = _gpu_setup(plan, machine.gpu, warmth or Warmth(compiled=True))
@@ -125,9 +127,11 @@ def _gpu_setup(plan: Plan, rates: GpuRates, warmth: Warmth) -> dict[str, float]:
     assembly, what = method.names(plan)
     name = plan.assembly if assembly else what
     ratings, tables, rows = plan.bytes.get("ratings", 0), sum(plan.problem.table_bytes), plan.n_users + plan.n_items
+    if plan.ratings_on_device:
+        ratings //= 2  # one orientation is uploaded
     kernels = rates.load if warmth.compiled else rates.compile[name]
     setup = {
-        "transfer": (ratings + 2 * tables) / rates.upload_bytes + rows * plan.rank * rates.factor_setup,
+        "transfer": (ratings + tables) / rates.upload_bytes + rows * plan.rank * rates.factor_setup,
         "layouts": rows * rates.row_setup + plan.nnz * rates.entry_setup.get(name, 0.0),
         "fit": rates.fit[method.kind],
         "kernels": 0.0 if warmth.loaded else kernels,

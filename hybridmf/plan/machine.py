@@ -156,7 +156,7 @@ class CpuRates:
     sweep: float = 8.0e-5
     gram: float = 2.0e-4
     fresh: float = 5.0e-10
-    draw: float = 1.6e-8
+    draw: float = 4.0e-9
     fit: float = 4.0e-3
     gather_bytes: float = 1.2e10
     cached_bytes: float = 5.0e10
@@ -260,7 +260,7 @@ class GpuRates:
     upload_bytes: float = 1.0e10
     fit: dict[str, float] = field(default_factory=lambda: {"als": 3.8e-3, "sgd": 1.2e-3, "ccd": 2.0e-3})
     row_setup: float = 9.0e-8
-    factor_setup: float = 3.0e-9
+    factor_setup: float = 1.0e-10
     entry_setup: dict[str, float] = field(
         default_factory=lambda: {"msgd": 2.0e-9, "batch_hogwild": 2.4e-8, "ccd++": 8.0e-9}
     )

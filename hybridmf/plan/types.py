@@ -475,7 +475,7 @@ class Plan:
         """Whether one GPU has all ratings in memory, in the order of the input, and needs them nowhere else."""
         alone = self.gpu is not None and not self.devices and not self.streamed and not self.offloaded
         # the layout of BALS is built on the host
-        return alone and self.reorder == "none" and self.assembly != "bals"
+        return alone and self.kernels.method.kind == "als" and self.reorder == "none" and self.assembly != "bals"
 
     def tables_of(self, side: Side) -> int:
         """Number of tables of a side's offloaded factors that exist at a time: new ones and previous ones.

@@ -400,12 +400,13 @@ def test_losses_that_fail_leave_no_thread_behind(gpus: Machine, monkeypatch: pyt
 
 
 def test_rows_that_fail_are_named(gpus: Machine) -> None:
+    """Items are solved first: the factors of users are drawn."""
     one_entry = sp.csr_array(([1.0], ([0], [3])), shape=(1, 16))  # for seven unknowns
-    matrix = sp.vstack([planted(24, 16, 0.9)[:21], one_entry, planted(24, 16, 0.9)[22:]], format="csr")
+    matrix = sp.vstack([planted(24, 16, 0.9)[:21], one_entry, planted(24, 16, 0.9)[22:]], format="csr").T.tocsr()
     arguments = streamed(parts("explicit", gpus(2), matrix), both((2, 1)))
     solver = MultiALS(*arguments[:2], replace(arguments[2], regularization=0.0), *arguments[3:])
-    with pytest.raises(NotPositiveDefiniteError, match="of user 21 are"):
-        solver.update("user")
+    with pytest.raises(NotPositiveDefiniteError, match="of item 21 are"):
+        solver.update("item")
     solver.close()
     assert no_loaders()
 
