@@ -178,7 +178,7 @@ def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dic
     if found is None:
         tell(f"no GPU is measured: {reason}")
         return machine, {}
-    return replace(machine, gpu=_measure_gpu(found, tell), gpu_name=found.name), _gpu_identity(found)
+    return replace(machine, gpu=_measure_gpu(found, machine.cpu, tell), gpu_name=found.name), _gpu_identity(found)
 
 
 def calibrate_and_save(say: Say | None = None, *, gpu: bool = True) -> tuple[Machine, os.PathLike[str]]:
@@ -362,7 +362,7 @@ def _compile_seconds(
     return ends[1] - ends[0], ends[2] - ends[1]
 
 
-def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
+def _measure_gpu(spec: DeviceSpec, cpu: CpuRates, say: Say) -> GpuRates:
     device = f"cuda:{spec.index}"
     options: dict[str, Any] = {"device": device, "iterations": REPEATS + 1, "random_state": 0}
     rates = GpuRates().scaled(spec.multiprocessors, spec.capability)
@@ -394,7 +394,7 @@ def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
     )
     rates = _measure_launches(rates, tiny, options)
     long, short = regular(*GPU_LONG), regular(*GPU_SHORT)
-    rates = _measure_setup(rates, device)
+    rates = _measure_setup(rates, cpu, device)
     say(f"{spec.name}: normal equations and their solution")
     if fused:
         entries, rows = _gpu_als(GPU_RANKS, "fused", long, short, options, rates)
@@ -465,8 +465,8 @@ def _gpu_als(
     return entries, rows
 
 
-def _measure_setup(rates: GpuRates, device: str) -> GpuRates:
-    """Bytes/s of an upload, and the set-up time of a fit in addition to that on the CPU."""
+def _measure_setup(rates: GpuRates, cpu: CpuRates, device: str) -> GpuRates:
+    """Bytes/s of an upload, and the set-up time of a fit in addition to that on the host."""
     opened = open_device(device)
     data = np.ones(1 << 26, dtype=np.float32)
     seconds = []
@@ -476,32 +476,34 @@ def _measure_setup(rates: GpuRates, device: str) -> GpuRates:
         opened.synchronize()
         seconds.append(time.perf_counter() - started)
         del array
+
+    def beyond(model: Any, matrix: sp.csr_array) -> float:
+        return _beyond_host(model, matrix, device, Machine(cpu=cpu, gpu=rates))
+
     none = dict.fromkeys(("als", "sgd", "ccd"), 0.0)
     rates = replace(rates, upload_bytes=data.nbytes / min(seconds), row_setup=0.0, factor_setup=0.0)
     rates = replace(rates, fit=none, entry_setup=dict.fromkeys(rates.entry_setup, 0.0))
     tiny, models = regular(*TINY), {"als": ExplicitALS(SPARSE_RANKS[0], biases=False), "sgd": SGD(61), "ccd": CCD(16)}
     rates = replace(
-        rates, fit={kind: max(1e-4, _beyond_cpu(model, tiny, device, rates)) for kind, model in models.items()}
+        rates,
+        fit={kind: max(1e-4, beyond(model, tiny)) for kind, model in models.items()},
     )
     sparse, (low, high) = regular(*SPARSE), SPARSE_RANKS
     rows = sum(sparse.shape)
-    less, more = (_beyond_cpu(ExplicitALS(f, biases=False), sparse, device, rates) for f in (low, high))
+    less, more = (beyond(ExplicitALS(f, biases=False), sparse) for f in (low, high))
     factor = max(0.0, (more - less) / (rows * (high - low)))
     rates = replace(rates, factor_setup=factor, row_setup=max(0.0, less / rows - low * factor))
     entries = {"msgd": SGD(61), "batch_hogwild": SGD(61, schedule="batch_hogwild"), "ccd++": CCD(16)}
     dense = regular(*GPU_SETUP)
-    setup = {name: max(0.0, _beyond_cpu(model, dense, device, rates)) / dense.nnz for name, model in entries.items()}
+    setup = {name: max(0.0, beyond(model, dense)) / dense.nnz for name, model in entries.items()}
     return replace(rates, entry_setup=setup)
 
 
-def _beyond_cpu(model: Any, matrix: sp.csr_array, device: str, rates: GpuRates) -> float:
-    """Seconds of a fit on a GPU without its iterations, beyond those on the CPU and those predicted from `rates`."""
+def _beyond_host(model: Any, matrix: sp.csr_array, device: str, machine: Machine) -> float:
+    """Seconds of a fit on a GPU without its iterations, beyond those that `machine` predicts."""
     model.set_params(iterations=2, random_state=0, device=device)
-    there = _fit(model, matrix).setup
-    known = cost_of(plan(matrix, model), Machine(gpu=rates), Warmth(True, True, loaded=True)).setup
-    model.set_params(device="cpu", **({"schedule": "msgd"} if isinstance(model, SGD) else {}))
-    here = _fit(model, matrix).setup
-    return there - here - sum(known[name] for name in ("transfer", "layouts", "fit"))
+    known = cost_of(plan(matrix, model), machine, Warmth(True, True, loaded=True)).setup
+    return _fit(model, matrix).setup - sum(known[name] for name in ("input and start", "transfer", "layouts", "fit"))
 
 
 def _gpu_others(rates: GpuRates, long: sp.csr_array, short: sp.csr_array, options: dict[str, Any]) -> GpuRates:
