@@ -286,12 +286,12 @@ def read_text(layout: TextLayout, show_progress: bool = False) -> Entries:
     with reading_progress(layout.path, show_progress) as on_read:
         watched = replace(layout, on_read=on_read)
         (users, user_ids), (items, item_ids), values = _read_regular(watched) or _read_any(watched)
-    if not len(users):
-        raise RatingsError(f"{layout.path} holds no ratings, only a header")
+        if not len(users):
+            raise RatingsError(f"{layout.path} holds no ratings, only a header")
+        times = None if layout.columns.time is None else _read_times(watched, layout.columns.time)
 
     shape = (len(user_ids), len(item_ids))
     where = functools.partial(lines_of, layout)
-    times = None if layout.columns.time is None else _read_times(layout, layout.columns.time)
     return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where, times)
 
 
