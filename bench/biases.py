@@ -205,7 +205,7 @@ def measured(data: HeldOut, grid: Grid, *, rank: bool) -> Iterator[Row]:
 
 
 def best(rows: list[Row], method: str, nu: float) -> Row | None:
-    """The row of a method with the least RMSE; the baseline knows no nu."""
+    """The row of a method with the least RMSE; the baseline has no nu."""
     found = [row for row in rows if row["method"] == method and row.get("nu", nu) == nu]
     return min(found, key=lambda row: row["rmse"], default=None)
 

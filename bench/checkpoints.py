@@ -6,9 +6,9 @@
 
 Fits with and without checkpoints run in turn in one process, from the same data and initial factors; their factors must
 be the same bits, and so must those of the last file. Seconds of an iteration are the median over rounds of a fit's mean
-without its first iteration, what the fit's own thread does for the checkpoint included. "written": how many files the
-disk was quick enough for (a newer one takes the place of one that waits). Once a fit, whatever its iterations: "last",
-the wait for the last file, and "fingerprint" of the ratings.
+without its first iteration; they include the checkpoint's work in the thread of the fit. "written": files written (a
+newer checkpoint replaces one that waits for the disk). Once a fit, for any number of iterations: "last", the wait for
+the last file, and "fingerprint" of the ratings.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def shop(users: int = 100_000, items: int = 60_000, entries: int = 800_000, *, s
     columns = rng.choice(items, drawn, p=rng.permutation(popularity / popularity.sum()))
     pairs = rng.permutation(np.unique(rows.astype(np.int64) * items + columns))[:entries]
     values = rng.integers(1, 6, len(pairs)).astype(np.float32)
-    matrix = sp.csr_array((values, (pairs // items, pairs % items)), shape=(users, items))
+    where = ((pairs // items).astype(np.int32), (pairs % items).astype(np.int32))
+    matrix = sp.csr_array((values, where), shape=(users, items))
     matrix.sort_indices()
     return matrix
 
@@ -103,7 +104,7 @@ def sources_sha256() -> str:
 
 
 def processor() -> str:
-    """Model name of the processor, where the system tells."""
+    """Model name of the processor, empty if the system does not report it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -311,7 +311,7 @@ class Contestant:
         return reached
 
     def loss_after(self, iterations: int, judge: rivals.Judge) -> float:
-        """The objective a fit ends with: seen already if it goes step by step; else of one more fit, which may vary."""
+        """The final objective: recorded if the fit goes step by step, else that of one more fit, which may vary."""
         return self.objectives[iterations] if self.make else judge.loss(self.fit(iterations).factors())
 
     def _reaches(self, iterations: int, target: float, judge: rivals.Judge) -> bool:
@@ -368,7 +368,7 @@ def run_target(shape: str, f: int, threads: int, repeats: int, feedback: tuple[s
     for kind in feedback:
         matrix = synthetic_counts(shape) if kind == "implicit" else synthetic(shape)
         judge = rivals.Judge(our_model(kind, f, threads), matrix)
-        reference = our_maker(kind, matrix, f, threads)(balance=True)()  # the lowest of all we know
+        reference = our_maker(kind, matrix, f, threads)(balance=True)()  # the lowest of all methods
         for _ in range(LONG_RUN):
             reference.step()
         best = judge.loss(reference.factors())

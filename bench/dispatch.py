@@ -98,7 +98,7 @@ GRIDS: dict[str, tuple[tuple[tuple[str, float, Ranks], ...], float]] = {
     ),
     "full": (
         (
-            # large and small by turns: should time run out, the rest is not of one kind
+            # large and small problems alternate, so that a run cut short has both
             ("ml-1m", 1.0, WIDE),
             ("ml-20m", 1.0, LARGE),
             ("ml-1m", 0.1, WIDE),

@@ -1,6 +1,6 @@
 """ALS on one GPU: whole iterations, batched Cholesky, published assemblies, top-K, and what each precision costs.
 
-    python bench/gpu.py                                    quick: what docs/performance.md tells, under 4 minutes
+    python bench/gpu.py                                    quick: the figures of docs/performance.md, under 4 minutes
     python bench/gpu.py --profile full                     more ranks, shapes and precisions
     python bench/gpu.py --task als --shape netflix
 
@@ -70,7 +70,7 @@ OBJECTIVES = {
 }
 
 TOLERANCES = {"float32": 3e-5, "bf16x3": 1e-4, "float16": 3e-3, "tf32": 3e-3, "bf16": 2e-2}
-"""Largest residual |Ax - b| / (|A| |x| + |b|) of a row that counts as solved: some ten times what is expected."""
+"""Largest residual |Ax - b| / (|A| |x| + |b|) of a solved row: about ten times the expected one."""
 
 SUMS_TOLERANCE = 2e-5
 """The same for an element of a float32 sum over thousands of entries, of the largest element."""
@@ -149,7 +149,7 @@ def release(device: Any) -> None:
 
 
 def driver_version() -> str:
-    """Version of the NVIDIA driver, empty where nvidia-smi does not tell."""
+    """Version of the NVIDIA driver, empty if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
@@ -672,7 +672,7 @@ CHOLESKY_CASES = {
 
 
 DISTINCT_SYSTEMS = 4096
-"""Systems that are drawn; the others repeat them, which no kernel can know."""
+"""Distinct systems; the others repeat them, which changes the time of no kernel."""
 
 
 def random_systems(device: Any, n: int, rank: int) -> tuple[Any, Any]:
@@ -998,7 +998,7 @@ def measure_topk(session: Session, shape: str, factors: int, rival: float | None
 
 
 def check_topk(device: Any, data: Data, users: Any, items: Any, ids: Any, scores: Any) -> float:
-    """For a handful of users: scores against float64, no seen item, nothing better left out.
+    """For a handful of users: scores against float64, no item of the history, no better item left out.
 
     Returns
     -------

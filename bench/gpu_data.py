@@ -79,7 +79,7 @@ def published_gpu(shape: str, *, scale: float = 1.0, seed: int = 0, implicit: bo
 
 
 def _repeat(cp: Any, counts: np.ndarray) -> Any:
-    """Each row's number as often as it has entries (cupy.repeat wants a list)."""
+    """Each row's number, repeated by its degree (cupy.repeat requires a list)."""
     starts = cp.asarray(np.concatenate(([0], np.cumsum(counts)))[:-1])
     marks = cp.zeros(int(counts.sum()) + 1, dtype=cp.int64)
     cp.add.at(marks, starts, 1)

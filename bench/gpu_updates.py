@@ -1,6 +1,6 @@
 """SGD and CCD++ on one GPU: epochs of batch-Hogwild and MSGD, outer iterations of CCD++, and what they reach.
 
-    python bench/gpu_updates.py                    quick: what docs/performance.md tells, about 2 minutes on an H200
+    python bench/gpu_updates.py                    quick: the figures of docs/performance.md, about 2 minutes on an H200
     python bench/gpu_updates.py --profile full     more ranks, both precisions, all orderings
     python bench/gpu_updates.py --task ccd
 
@@ -34,7 +34,7 @@ from hybridmf.plan.solver import Solver
 
 LAMBDA = 0.05
 QUALITY = {"SGD": 20, "CCD": 10}
-"""Iterations after which the train RMSE is told."""
+"""Iterations after which the train RMSE is reported."""
 
 PASS_TOLERANCE = 2e-4
 """Of factors after one MSGD pass over thousands of entries in float32, of the largest one."""

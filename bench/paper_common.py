@@ -56,7 +56,7 @@ def draw(shape: str, *, scale: float = 1.0, implicit: bool = False, seed: int = 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Ratings of a shape in both orientations (the attributes `gpu.Sweeps` wants of its data).
+    """Ratings of a shape in both orientations (the attributes that `gpu.Sweeps` reads).
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ def degree_summary(degrees: np.ndarray) -> Line:
 
 
 def distribution(data: Drawn) -> Line:
-    """Entries of users and items as drawn, and what is published of them."""
+    """Degrees of users and items as drawn, and the published figures."""
     published = datasets.PUBLISHED.get(data.name, datasets.Published())
     facts = {side: vars(getattr(published, side)) for side in ("users", "items")}
     return data.line | {
@@ -201,7 +201,7 @@ class Recorder:
         return self.budget - (time.perf_counter() - self.started)
 
     def finish(self) -> None:
-        """Name what is missing; the exit code is 1 if anything is."""
+        """Name the missing cases; the exit code is 1 if there are any."""
         click.echo(f"{time.perf_counter() - self.started:.0f} s")
         if self.problems:
             raise SystemExit("\n".join(["", "not measured:", *self.problems]))
@@ -224,7 +224,7 @@ def open_gpu() -> Any:
 
 
 class Work(Protocol):
-    """What a task runs on: shapes with their scales, and more that the task knows."""
+    """Problems of a task: shapes with their scales, and options of the task."""
 
     @property
     def shapes(self) -> dict[str, float]:
@@ -555,7 +555,7 @@ def distribution_part(lines: Sequence[Line], file: Path, sides: Sequence[str], a
 
 
 def distribution_table(lines: Sequence[Line], sides: Sequence[str]) -> str:
-    """Sizes and degrees as drawn; in brackets what is published and was fitted."""
+    """Sizes and degrees as drawn; in brackets the published figures that were fitted."""
     rows = []
     for line in lines:
         for side in sides:

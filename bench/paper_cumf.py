@@ -372,7 +372,7 @@ def cost_part(folder: Path, hardware: str, lines: list[Line]) -> str:
 
 
 def rate(operations: float, ms: float) -> str:
-    """Thousand million operations a second; "-" where the time is within what is measured as zero."""
+    """Thousand million operations a second; "-" if the time is not above that of an empty measurement."""
     return f"{operations / ms / 1e6:,.0f}" if ms > 0 else "-"
 
 
@@ -381,7 +381,7 @@ PARTS: dict[str, tuple[Any, ...]] = {
     "switches": (switches_part, "variant"),
     "cost": (cost_part, "side"),
 }
-"""How each task's lines become a section, and what tells lines apart beside data and rank."""
+"""How each task's lines become a section, and the fields that identify a line beside data and rank."""
 
 # ------------------------------------------------------------------------------------------ command
 

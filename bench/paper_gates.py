@@ -455,7 +455,7 @@ KEYS = {
     "scaling": ("shape", "scale", "factors", "method", "threads"),
     "iteration": ("shape", "scale", "factors", "method", "threads"),
 }
-"""What tells a task's lines apart."""
+"""The fields that identify a line of a task."""
 
 RENDERERS: dict[str, tuple[str, Callable[[list[Line], Path], str]]] = {
     "distribution": ("distribution", render_distribution),

@@ -1,8 +1,8 @@
 """Test RMSE over seconds of several methods on the same ratings: what cuMF (figs. 6 to 8) and MSGD (fig. 14) show.
 
-Every method starts from the initial factors of a fit. Its clock runs during iterations only: set-up is told apart, and
-the test error is computed beside the clock. On a GPU one iteration goes before, on a solver that is thrown away, so
-that compilation does not count.
+Every method starts from the initial factors of a fit. Its clock runs during iterations only: set-up is reported
+separately, and the clock stops while the test error is computed. On a GPU a discarded solver runs one iteration first,
+so that compilation does not count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Split:
-    """Training ratings in both orientations and held-out ones (the attributes `gpu.Sweeps` wants of its data).
+    """Training ratings in both orientations and held-out ones (the attributes that `gpu.Sweeps` reads).
 
     Attributes
     ----------
@@ -130,7 +130,7 @@ def race(model: Any, data: Split, iterations: int, seconds: float = float("inf")
     set_up = time.perf_counter() - started
     start = held_out_rmse(solver.state, data.test)
     if hasattr(solver, "device"):
-        with contextlib.suppress(DivergedError):  # told when it is measured
+        with contextlib.suppress(DivergedError):  # reported when it is measured
             iterate(solver)
         solver = make_solver(model, data)
     spent: list[float] = []

@@ -115,7 +115,7 @@ def scale_task(line: Line) -> str:
 
 
 CASE = ("shape", "factors", "gpus", "grids", "reduction", "limit")
-"""What tells lines of scale.jsonl apart."""
+"""The fields that identify a line of scale.jsonl."""
 
 
 def data_of(line: Line) -> str:
@@ -312,7 +312,7 @@ def draw_large(path: Path, lines: Sequence[Line]) -> None:
 
 
 def epoch_case(line: Line) -> Line:
-    """What tells lines of mcumsgd.jsonl apart: beside the data, how an epoch is spread. Older lines lack some of it."""
+    """The fields that identify a line of mcumsgd.jsonl: data, and distribution of an epoch. Older lines lack some."""
     usual = {"order": "passes", "streams": 2 if line["ranks"] else 1}
     return usual | {
         key: line[key] for key in ("shape", "factors", "ranks", "order", "streams", "long_row") if key in line
@@ -357,7 +357,7 @@ def fastest(lines: Sequence[Line]) -> list[Line]:
 def render(folder: Path) -> None:
     """Write the sections of multi-gpu.md and its plots from the lines."""
     lines = measured("scale", scale_task)
-    # the planner knows no other way to add up
+    # the planner models this reduction only
     whole = [
         line | prediction(line)
         for line in lines

@@ -324,7 +324,7 @@ def small(figure: Any) -> Any:
     """The figure with what lies in the background as pixels: a cloud has a thousand gray lines."""
     figure.set_dpi(150)
     for axes in figure.axes:
-        axes.set_rasterization_zorder(1.5)  # gray lines have 1, what is named has 2 and more
+        axes.set_rasterization_zorder(1.5)  # gray lines have 1, named ones 2 and more
     return figure
 
 

@@ -10,7 +10,7 @@ implicit   c = alpha r for the entries, 1 elsewhere: given the matrix 1 + alpha 
 irspack    loss ORIGINAL: c = alpha0 + x for the entries, alpha0 elsewhere: given x = alpha r, alpha0 = 1, nu = 0, which
            leaves lambda unscaled; half of our objective as a whole, which changes no minimum
 buffalo    c = 1 + alpha r, p = 1, lambda (reg_u, reg_i) unscaled with adaptive_reg off: ours as it is. From 128 factors
-           on it runs iALS++ whatever it was asked for, so it takes part below that only (and in the iALS++ rows)
+           on it runs iALS++ for every option, so it takes part below that only (and in the iALS++ rows)
 lenskit    explicit, lambda times the row count (ALS-WR): ours as it is once it is kept from subtracting its bias model
 cmfrec     CMF by ALS with scale_lam: lambda times the row count; user_bias, item_bias and center off; float32. Its
            implicit model is left out: with CG it does not minimize the Hu-Koren objective
@@ -48,7 +48,7 @@ Sides = tuple[np.ndarray, np.ndarray]
 """User factors, item factors."""
 
 BUFFALO_SUBSPACE_RANK = 128
-"""From this rank on buffalo runs iALS++ whatever its option "optimizer" says."""
+"""From this rank on buffalo runs iALS++ and ignores its option "optimizer"."""
 
 
 def installed(name: str) -> bool:
@@ -224,7 +224,7 @@ class Lenskit:
             self.trainer.train_epoch()
 
     def factors(self) -> Sides:
-        """User and item factors, with rows for users and items it has never seen."""
+        """User and item factors, with rows for users and items without entries."""
         scorer = self.trainer.scorer
         sides = (scorer.users, scorer.user_embeddings), (scorer.items, scorer.item_embeddings)
         full = []
@@ -360,7 +360,7 @@ class Judge:
     def slack(self, factors: Sides) -> float:
         """Share by which one exact half sweep lowers the objective, of the side that gains less.
 
-        Rounding for any exact ALS, whatever it started from: the side solved last is where the minimum over it lies,
+        Rounding for any exact ALS from any start: the side solved last is where the minimum over it lies,
         if what it minimizes is our objective. Approximate solvers leave some.
         """
         state = _state(factors)

@@ -7,7 +7,7 @@
                                                        Hugewiki's shape where a GPU may use so many GB
 
 Each line of bench/results/scale.jsonl is one number of GPUs: after a warm-up median seconds of each half sweep alone
-and of iterations, in which nobody waits for all GPUs between the half sweeps (as in a fit); the speed-up over one GPU
+and of iterations, without synchronization of all GPUs between the half sweeps (as in a fit); the speed-up over one GPU
 in the same run, the objective and its difference from that of one GPU after as many sweeps from the same factors, and
 the planner's prediction. Hugewiki's shape is drawn on a GPU from a seed: Poisson user degrees with log-normal means,
 Zipf item popularity, planted low rank plus noise.
@@ -176,7 +176,7 @@ def _places(plan: Plan) -> dict[str, Any]:
     assert plan.scale is not None
     halves = {side: half.total for side, half in plan.scale.halves.items()}
     waves = {side: half.waves for side, half in plan.scale.halves.items()}
-    turns = {side: half.turns for side, half in plan.scale.halves.items()}
+    turns = {side: half.fixed_parts for side, half in plan.scale.halves.items()}
     places = {"ratings": plan.scale.ratings, "factors_on": plan.scale.factors, "waves": waves, "turns": turns}
     return places | {"predicted_halves": halves, "predicted": plan.scale.seconds}
 

@@ -1,5 +1,5 @@
-// cholesky_sums.cu - A[u] x[u] = b[u] for rows u whose sums `assemble_segments` has left in global memory, rank 97 to 128;
-//                    A[u] = G + sums + scale_u ridge
+// cholesky_sums.cu - A[u] x[u] = b[u] for rows u whose sums `assemble_segments` has left in global memory, rank 113 to
+//                    128; A[u] = G + sums + scale_u ridge
 // grid  : any number of blocks, which take systems in turn     block : 4 warps, one system at a time
 // shapes: partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle as the lanes of a warp hold them, then b
 //         slots (n_rows + 1,): system k is the sum of slots slots[k] ... slots[k + 1] - 1   rows (n_rows,)
@@ -12,7 +12,8 @@
 // so throughput is the number of systems on a multiprocessor: the triangle stays in registers, 72 a thread, and shared
 // memory holds no more of the factor than one panel. Right-looking: with panel p solved, A22 -= L21 L21^T. A warp owns
 // rows w and BLOCKS - 1 - w of blocks, so that all have about as many. Which row and column a slot of registers holds
-// depends on the warp at run time; one text serves all warps.
+// depends on the warp at run time; one text serves all warps. 65,536 systems of rank 128 took 5.5 ms on an H200 where
+// `solve_partials` took 8.0; of rank 112 and less that one is as fast (4.1 ms, two warps a system).
 #include "system.cuh"
 
 #ifndef LD

@@ -31,7 +31,7 @@
 #define STAGES 4
 #endif
 #ifndef SOLVED_APART
-#define SOLVED_APART 0            // 1: rows of any length go through partial sums; Cholesky: those of cholesky_sums.cu
+#define SOLVED_APART 0            // 1: rows of any length go through partial sums, and `solve_rows` is not compiled
 #endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM 3           // bounds the registers of a thread
@@ -39,6 +39,8 @@
 #ifndef KERNEL
 #define KERNEL 0                  // 1 solve_rows, 2 assemble_segments, 3 solve_partials: only this one; 0: all
 #endif
+
+#define SOLVED_BY_SUMS (SOLVED_APART && SOLVER == 0 && RANK > 112)  // by cholesky_sums.cu
 
 static_assert(LD % 4 == 0 && LD >= RANK && LD <= RANK16, "rows are copied in pieces of 16 bytes");
 static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps synchronizes its whole block");
@@ -294,7 +296,7 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
 
 #endif
 
-#if (!SOLVED_APART || SOLVER != 0) && (KERNEL == 0 || KERNEL == 3)
+#if !SOLVED_BY_SUMS && (KERNEL == 0 || KERNEL == 3)
 // Rows of several segments: system k is the sum of partials slots[k] ... slots[k + 1] - 1.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_partials(float* solutions, int* status, const float* partials, const int64* slots, const int* rows, const float* gram,

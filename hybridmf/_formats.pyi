@@ -10,6 +10,7 @@ UNSORTED: int
 _CSR = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]
 
 def max_threads() -> int: ...
+def copied(source: NDArray[np.uint8], target: NDArray[np.uint8], num_threads: int | None = ...) -> None: ...
 def is_canonical(
     indptr: NDArray[np.int64],
     indices: NDArray[np.int32],

@@ -24,7 +24,7 @@ segments); only the offsets of ``tile_colidx`` need a prefix sum over tiles afte
 import numpy as np
 
 from cython.parallel cimport prange
-from libc.stdint cimport int8_t, int32_t, int64_t, uint64_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from hybridmf._openmp cimport hmf_max_threads, hmf_thread_id, hmf_usable_threads
@@ -65,6 +65,27 @@ cdef int _threads(object num_threads, Py_ssize_t work) except -1:
 def max_threads():
     """Threads an OpenMP region of this process gets by default (1 in a build without OpenMP)."""
     return hmf_max_threads()
+
+
+# ---------------------------------------------------------------------------------------------------------- copies
+
+cdef Py_ssize_t COPY_BYTES = 1 << 20   # of one memcpy, a few hundred pages
+
+
+def copied(const uint8_t[::1] source, uint8_t[::1] target, num_threads=None):
+    """target <- source, bytes of equal length, by several threads: most of the time goes to the pages of new memory.
+
+    Parameters
+    ----------
+    source, target : uint8 array, shape (n,)
+    num_threads : int, optional
+    """
+    cdef Py_ssize_t n = source.shape[0], k
+    cdef int threads = _threads(num_threads, n // 8)
+    if target.shape[0] != n:
+        raise ValueError(f"target has {target.shape[0]} bytes, source {n}")
+    for k in prange((n + COPY_BYTES - 1) // COPY_BYTES, nogil=True, schedule="static", num_threads=threads):
+        memcpy(&target[k * COPY_BYTES], &source[k * COPY_BYTES], <size_t> _min(COPY_BYTES, n - k * COPY_BYTES))
 
 
 # ------------------------------------------------------------------------------------------------ structure checks
@@ -345,7 +366,7 @@ def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     n_cols : int
     num_threads : int, optional
     wide : bool
-        Use the 64-bit cursors that more than 2^31 - 1 entries need, whatever nnz is.
+        Use the 64-bit cursors that more than 2^31 - 1 entries need, regardless of nnz.
 
     Returns
     -------

@@ -1,8 +1,8 @@
 """Thread counts that are safe after a fork.
 
 GNU OpenMP keeps its threads between regions. In a child made by fork they are gone, and a region with more than one
-thread would wait for them for ever; so a child whose parent had used them stays with one. This is a module of its own
-because the threads belong to the process: all compiled modules share one pool, and so must share what is known of it.
+thread would never end; so a child whose parent had used them runs one thread. This is a separate module because the
+threads belong to the process: all compiled modules share one pool, and therefore its state.
 """
 
 cdef extern from *:

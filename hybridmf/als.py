@@ -39,14 +39,14 @@ class _ALS(FactorModel):
             iterations=self.iterations,
         )
 
-    def _training_data(self, matrix: Any, plan: Plan) -> TrainingData:
-        if plan.ratings_on_device:
-            return TrainingData.on_device(matrix, plan)
-        return super()._training_data(matrix, plan)
-
     def _start(self, objective: Objective, scale: float) -> Start:
-        """Of the users: items are solved first. Their drawn factors would help no solver that starts from them."""
-        return replace(super()._start(objective, scale), sides=("user",))
+        """Of the users: items are solved first, and solvers that start from earlier factors do as well from zeros.
+
+        Only subspace steps on explicit feedback need drawn items: after 10 iterations their objective is 2 % lower with
+        them, while that of implicit feedback is 4 % higher (8 factors in blocks of 4).
+        """
+        both = self.solver == "subspace" and not objective.is_implicit
+        return replace(super()._start(objective, scale), sides=SIDES if both else ("user",))
 
     def _sides_read(self) -> tuple[Side, ...]:
         """Exact solvers overwrite the items' factors; a change of basis reads them before."""
@@ -60,6 +60,11 @@ class _ALS(FactorModel):
                 "init has item_factors only, which the exact solver replaces before it reads them; give user_factors"
             )
         return init
+
+    def _training_data(self, matrix: Any, plan: Plan) -> TrainingData:
+        if plan.ratings_on_device:
+            return TrainingData.on_device(matrix, plan)
+        return super()._training_data(matrix, plan)
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)

@@ -200,7 +200,11 @@ def owned(array: np.ndarray, dtype: Any = None) -> np.ndarray:
     """The values of an array where no caller can change them: `array` itself if it is `frozen` already, else a copy."""
     if _is_frozen(array) and array.flags.c_contiguous and dtype in (None, array.dtype):
         return array
-    return frozen(np.array(array, dtype=dtype, order="C"))
+    if array.ndim != 1 or not array.flags.c_contiguous or dtype not in (None, array.dtype) or array.dtype.hasobject:
+        return frozen(np.array(array, dtype=dtype, order="C"))
+    copy = np.empty(array.shape, array.dtype)
+    _formats.copied(array.view(np.uint8), copy.view(np.uint8))
+    return frozen(copy)
 
 
 def _is_frozen(array: np.ndarray) -> bool:

@@ -440,7 +440,7 @@ class StreamedHalf:
             rows = slice(first, last)
             half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, self.names[rows])
             half.check = self.check
-            before = None if start is None else start.part(slice(first, last))
+            before = None if start is None else start.part(rows)
             solved = half.solve_for(prepared, before)
             out[rows] = solved.matrix
             if bias is not None and solved.bias is not None:

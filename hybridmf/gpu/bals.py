@@ -16,10 +16,11 @@ from ..plan.assemblies import (
     MAX_GRID_Y,
     MAX_THREADS,
     BalsConfig,
+    constants_of,
     lower_tiles,
     require,
     require_positive,
-    require_threads,
+    require_square_tile,
 )
 from . import assembly
 from .assembly import COMPILED_RANKS, PublishedKernels, Sums, check_factors, require_fit, require_match
@@ -107,12 +108,7 @@ class BalsLocalConfig:
 
     def __post_init__(self) -> None:
         require_positive(self)
-        require(
-            self.nb % self.dx == 0 and self.nb % self.dy == 0,
-            f"nb={self.nb} must be a multiple of dx={self.dx} and dy={self.dy}",
-        )
-        require(self.nb * self.itemsize % 16 == 0, f"nb={self.nb} must be a multiple of {16 // self.itemsize} items")
-        require_threads(self.threads, "dx * dy * dz")
+        require_square_tile(self)
         require(self.tiles <= MAX_GRID_Y, f"nb={self.nb} gives {self.tiles} tiles, more than {MAX_GRID_Y}")
 
     @classmethod
@@ -155,16 +151,7 @@ class BalsLocalConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        return {
-            "ACCUMULATORS": "local",
-            "RANK": self.rank,
-            "TILE_ROWS": self.tile_rows,
-            "TILE_COLS": self.tile_cols,
-            "NB": self.nb,
-            "DX": self.dx,
-            "DY": self.dy,
-            "DZ": self.dz,
-        }
+        return {"ACCUMULATORS": "local"} | constants_of(self)
 
 
 def bals(

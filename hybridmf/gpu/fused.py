@@ -35,20 +35,20 @@ def entry_scale(largest_factor: float, largest_root: float) -> float:
     return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / largest)), -60, 60))
 
 
-APART_WARPS = 4
-APART_THREADS = 32 * APART_WARPS
-APART_BLOCKS_PER_SM = 4
+SUMS_WARPS = 4
+SUMS_THREADS = 32 * SUMS_WARPS
+SUMS_BLOCKS_PER_SM = 4
 """Systems on a multiprocessor in cuda/cholesky_sums.cu: more need fewer than 128 registers a thread."""
 
 
-def apart_constants(config: FusedConfig) -> dict[str, Any]:
+def sums_constants(config: FusedConfig) -> dict[str, Any]:
     """Compile-time constants of cuda/cholesky_sums.cu, the same for all feedback and precisions."""
     return {
-        "RANK": config.rank, "LD": config.width, "WARPS": APART_WARPS, "BLOCKS_PER_SM": APART_BLOCKS_PER_SM,
+        "RANK": config.rank, "LD": config.width, "WARPS": SUMS_WARPS, "BLOCKS_PER_SM": SUMS_BLOCKS_PER_SM,
     }  # fmt: skip
 
 
-def apart_shared_bytes(config: FusedConfig) -> int:
+def sums_shared_bytes(config: FusedConfig) -> int:
     """Shared memory of a block of cuda/cholesky_sums.cu: a panel in two parts, the inverses, two vectors."""
     blocks = config.rank16 // BLOCK
     return 4 * (blocks * 2 * BLOCK * BLOCK + blocks * BLOCK * 24 + 2 * config.rank16 + 4)
@@ -174,8 +174,8 @@ class FusedKernels(RowKernels):
         check("slots", slots, np.int64, (len(rows) + 1,))
         check("rows", rows, np.int32, (None,))
         check_not_host(device, partials=partials, slots=slots, rows=rows)
-        if config.solved_apart and self.solver == "cholesky":
-            self._solve_apart(systems, partials, slots, rows)
+        if config.solved_by_sums(self.solver):
+            self._solve_sums(systems, partials, slots, rows)
             return
         self._kernel("solve_partials", entries)(
             _grid(device, config, len(rows)),
@@ -197,13 +197,13 @@ class FusedKernels(RowKernels):
             config.shared_bytes(self.solver),
         )
 
-    def _solve_apart(self, systems: Systems, partials: Array, slots: Array, rows: Array) -> None:
+    def _solve_sums(self, systems: Systems, partials: Array, slots: Array, rows: Array) -> None:
         """Launch cholesky_sums; arguments as checked by `solve`."""
         device, config = self.device, self.config
-        kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_sums", **apart_constants(config))
+        kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_sums", **sums_constants(config))
         kernel(
-            (min(len(rows), device.spec.multiprocessors * APART_BLOCKS_PER_SM),),
-            (APART_THREADS,),
+            (min(len(rows), device.spec.multiprocessors * SUMS_BLOCKS_PER_SM),),
+            (SUMS_THREADS,),
             (
                 systems.solutions,
                 systems.status,
@@ -216,7 +216,7 @@ class FusedKernels(RowKernels):
                 np.int32(len(rows)),
                 np.float32(self.epsilon),
             ),
-            apart_shared_bytes(config),
+            sums_shared_bytes(config),
         )
 
     def solve_rows(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array) -> None:
@@ -272,8 +272,8 @@ class FusedKernels(RowKernels):
 
     def programs(self, implicit: bool, offsets: bool) -> list[tuple[str, str, tuple[str, ...]]]:
         """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
-        if self.config.solved_apart and self.solver == "cholesky":
-            solving = program("cholesky_sums.cu", "cholesky_sums", **apart_constants(self.config))
+        if self.config.solved_by_sums(self.solver):
+            solving = program("cholesky_sums.cu", "cholesky_sums", **sums_constants(self.config))
             return [self._program("assemble_segments", implicit, offsets), solving]
         names = [] if self.config.solved_apart else ["solve_rows"]
         names += ["solve_partials", "assemble_segments"]
@@ -304,5 +304,5 @@ def default_builds(
                         build_constants(config, precision, solver, implicit, offsets),
                     )  # fmt: skip
         config = FusedConfig.default(rank, spec)
-        if config.solved_apart:
-            yield "cholesky_sums.cu", "cholesky_sums", apart_constants(config)
+        if config.solved_by_sums("cholesky"):
+            yield "cholesky_sums.cu", "cholesky_sums", sums_constants(config)

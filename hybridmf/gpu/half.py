@@ -23,7 +23,7 @@ from ..native.status import SINGULAR_PIVOT, check_status
 from ..plan import fused as plan_fused
 from ..plan.fused import FusedConfig, table_width
 from ..plan.types import Plan
-from . import bals, fused, losses, matrix, rows
+from . import bals, draw, fused, losses, matrix, rows
 from .assembly import RowKernels, SegmentKernels, Systems
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .launch import DeviceEntries, program
@@ -518,6 +518,7 @@ def programs_of(device: Device, plan: Plan) -> list[tuple[str, str, tuple[str, .
         *kernels.programs(plan.feedback == "implicit", plan.rank > plan.factors),
         program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
         program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
+        program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),
     ]
 
 

@@ -13,11 +13,11 @@ from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import (
     BUSY_WARPS,
     WARP,
+    constants_of,
     lower_tiles,
     require,
     require_positive,
-    require_registers,
-    require_threads,
+    require_triangle,
     resident_warps,
     tile_size,
 )
@@ -62,18 +62,13 @@ class MoAlsConfig:
 
     def __post_init__(self) -> None:
         require_positive(self)
-        require(
-            self.tile * self.itemsize % 16 == 0, f"tile={self.tile} must be a multiple of {16 // self.itemsize} items"
-        )
-        require(self.part_tiles <= self.tiles, f"part_tiles={self.part_tiles} exceeds the {self.tiles} there are")
+        require_triangle(self, "groups * part_tiles in full warps")
         require(self.bin % self.groups == 0, f"bin={self.bin} must be a multiple of groups={self.groups}")
-        require_threads(self.threads, "groups * part_tiles in full warps")
         require(self.bin <= self.threads, f"bin={self.bin} must not exceed the {self.threads} threads of a block")
         require(
             self.chunks <= self.threads,
             f"{self.threads} threads are too few to load the {self.chunks} x 16 bytes of an entry",
         )
-        require_registers(self.tile**2, 2 * self.tile, self.threads, self.itemsize, self.blocks_per_sm)
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
@@ -132,14 +127,7 @@ class MoAlsConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        return {
-            "RANK": self.rank,
-            "TILE": self.tile,
-            "BIN": self.bin,
-            "GROUPS": self.groups,
-            "PART_TILES": self.part_tiles,
-            "BLOCKS_PER_SM": self.blocks_per_sm,
-        }
+        return constants_of(self)
 
 
 def mo_als(

@@ -206,7 +206,8 @@ class HostHalf(StreamedHalf):
     ) -> None:
         assert plan.scale is not None
         half = plan.scale.halves[side]
-        self.fixed_parts, self.buffers, self.copiers = half.turns, half.buffers if half.turns > 1 else 1, copiers
+        self.fixed_parts, self.copiers = half.fixed_parts, copiers
+        self.buffers = half.buffers if half.fixed_parts > 1 else 1
         plan = plan.changed(batch_slots=slots_at_once(plan.scale.problem, half))
         super().__init__(device, side, slabs, objective, plan, None, names, ends)
         if isinstance(slabs, MemorySlabs):

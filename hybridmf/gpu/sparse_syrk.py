@@ -14,10 +14,11 @@ from ..plan.assemblies import (
     MAX_GRID_Y,
     RESERVED,
     WARP,
+    constants_of,
     require,
     require_positive,
     require_registers,
-    require_threads,
+    require_square_tile,
     tuned,
 )
 from . import assembly
@@ -84,11 +85,9 @@ class SyrkConfig:
     def __post_init__(self) -> None:
         require_positive(self)
         nb, kb, dx, dy, dz = self.nb, self.kb, self.dx, self.dy, self.dz
-        require(nb % dx == 0 and nb % dy == 0, f"nb={nb} must be a multiple of dx={dx} and dy={dy}")
+        require_square_tile(self)
         require(kb % dz == 0, f"kb={kb} must be a multiple of dz={dz}")
         require(dz & (dz - 1) == 0, f"dz={dz} must be a power of two: groups are added pairwise")
-        require(nb * self.itemsize % 16 == 0, f"nb={nb} must be a multiple of 16 bytes, items have {self.itemsize}")
-        require_threads(self.threads, "dx * dy * dz")
         require(self.threads % WARP == 0, f"dx * dy * dz = {self.threads} threads must be a multiple of {WARP}")
         chunks = nb * self.itemsize // 16
         require(
@@ -150,18 +149,7 @@ class SyrkConfig:
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
         wx, wy = warp_shape(self.nb, self.dx, self.dy, self.dz)
-        return {
-            "NB": self.nb,
-            "KB": self.kb,
-            "DX": self.dx,
-            "DY": self.dy,
-            "DZ": self.dz,
-            "WX": wx,
-            "WY": wy,
-            "STAGES": self.stages,
-            "UNROLL": self.unroll,
-            "BLOCKS_PER_SM": self.blocks_per_sm,
-        }
+        return constants_of(self, "rank") | {"WX": wx, "WY": wy}
 
 
 def sparse_syrk(

@@ -6,11 +6,11 @@ For factor t with coordinates u (users) and v (items), and R the residual of all
 
 A bias is such a coordinate whose partner is the constant 1; the side that has the ones keeps them.
 
-The residual is kept by rows and by columns; an update reads and writes each once. The items' pass subtracts the
-product that the factor before it has left pending in the columns, adds u v^T of its own factor back, and sums. The
+The residual is stored by rows and by columns; an update reads and writes each once. The items' pass subtracts the
+pending product of the previous factor from the columns, adds u v^T of its own factor back, and sums. The
 users' pass adds u v^T back in the rows, sums, solves, and subtracts the new product while the row is in the cache.
 
-    bytes per entry and rank-one update (float32, one inner iteration), beside what is gathered of u and v
+    bytes per entry and rank-one update (float32, one inner iteration), without gathers of u and v
     ours    2 passes x (index 4 + residual read 4 + written 4)                                                = 24
     naive   add back, both copies 2 x 12; solve, both sides 2 x 8; subtract, both copies 2 x 12               = 64
 
@@ -51,13 +51,13 @@ cdef extern from "ccd_kernels.h" nogil:
     const hmf_ccd_table* hmf_ccd_kernels() noexcept
 
 
-# What an update does to the residual before it sums; the numbers are those of terms that ccd_kernels.h adds.
+# Change of the residual before an update sums it; the value is the number of terms that ccd_kernels.h adds.
 KEEP = 0
 ADD_BACK = 1
 CATCH_UP = 2
 
 # Fixed numbers: how a row is summed must not depend on the thread count. A segment's residual, indices and gathered
-# coordinates take 192 KB in float32, which a 256 KB L2 holds between the two looks at them.
+# coordinates take 192 KB in float32, which a 256 KB L2 holds between the two passes.
 cdef Py_ssize_t _LONG_ROW = 16384
 LONG_ROW = SEGMENT = _LONG_ROW
 
@@ -156,7 +156,7 @@ def residual(
 
 
 cdef struct Update:
-    # of one side; what is not wanted is NULL
+    # of one side; NULL where unused
     const hmf_ccd_table* table
     int terms               # KEEP, ADD_BACK or CATCH_UP
     bint nonnegative
@@ -182,11 +182,11 @@ cdef inline void _store(
         Update* how, Py_ssize_t row, real new,
         real* coordinates, real* own, const real* following) noexcept nogil:   # OUT  (n_rows,), (n_rows, 2)
     """Keep a new coordinate, and set the pair that the other side will gather."""
-    if following != NULL:   # this product is pending there, and the next factor's turn comes
+    if following != NULL:   # this product is pending there, and the next factor follows
         own[2 * row] = new
         own[2 * row + 1] = following[row]
     else:
-        if how.terms != 0:   # the product that is added back is that of the coordinate before
+        if how.terms != 0:   # adds back the product of the previous coordinate
             own[2 * row] = coordinates[row]
         own[2 * row + 1] = new
     coordinates[row] = new
@@ -233,7 +233,7 @@ def update(
     cdef double[:, ::1] sums = np.zeros((max(n_segments, 1), 2))
     cdef double total[2]
     cdef real old
-    # threads without work would still have to be waited for, after each of many short calls
+    # each of many short calls would have to wait for threads without work, too
     n_threads = hmf_usable_threads(min(n_threads, n_segments + n_groups))
     if indices.shape[0] == 0:
         return

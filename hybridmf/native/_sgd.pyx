@@ -7,18 +7,16 @@ An update of the entry (u, i, r), with e = r - mu - b_u - b_i - x_u . y_i (MSGD 
 
 AdaGrad and RPCS divide each step s by sqrt(root + G), and those of biases by sqrt(bias_root + G); G sums squares of s.
 
-rows         MSGD Alg. 1: the rows of one side walk their entries with the other side fixed; parallel over rows, which
-             share nothing that moves (eqs. 15 and 16)
-entries      Hogwild! (Niu et al. 2011): entries in the order they come, split among threads that do not look out for
-             each other
-diagonals    DSGD (Gemulla et al. 2011): a grid of blocks by shuffled diagonals. A block waits for the one before it in
-             its row and the one before it in its column, for nothing else: no barrier, and the same factors for any
-             number of threads
-free_blocks  FPSGD (Zhuang et al. 2013): any block that was not seen in this epoch and whose row and column are free.
+rows         MSGD Alg. 1: each row of one side is updated by its entries in order with the other side fixed; parallel
+             over rows, which share no updated data (eqs. 15 and 16)
+entries      Hogwild! (Niu et al. 2011): entries in the given order, split among threads that do not synchronize
+diagonals    DSGD (Gemulla et al. 2011): a grid of blocks by shuffled diagonals. A block waits only for its
+             predecessors in its row and its column: no barrier, and the same factors for any number of threads
+free_blocks  FPSGD (Zhuang et al. 2013): any block left in this epoch whose row and column are free.
              The result is that of the blocks in the order in which they were taken
 
 Rows of factors are copies whose length is padded to whole cache lines with zeros, aligned to one. Every function works
-on the entries it is given, so on any range of rows and columns; offsets of either side are the caller's.
+on the entries that it receives, so on any range of rows and columns; the caller adds the offsets of both sides.
 """
 
 import numpy as np
@@ -97,13 +95,13 @@ cdef extern from *:
     void hmf_wait() noexcept nogil
 
 
-# Users that take turns inside a block: consecutive updates then rarely share a row, so that their chains of operations
+# Users interleaved inside a block: consecutive updates then rarely share a row, so that their chains of operations
 # overlap, and each user's row is still in the first-level cache at its next turn. At ML-10M's shape and f = 32 an epoch
 # takes 0.031 s, users one after the other 0.051 s, 32 in turn 0.035 s (two cores of an EPYC 9005).
 cdef enum:
     TURNS = 8
 
-# Elements copied or looked at by a thread at a time.
+# Elements copied or checked by a thread at a time.
 cdef Py_ssize_t COPY_CHUNK = 1 << 16
 
 
@@ -186,7 +184,7 @@ def rows(
     if n_pieces <= 0 or not columns.shape[0]:
         return
     n_threads = hmf_usable_threads(n_threads)
-    # pieces differ in time as their rows' factors are cached or not
+    # the time of a piece depends on which factors are cached
     for piece in prange(n_pieces, nogil=True, schedule="dynamic", num_threads=n_threads):
         losses[piece] = _rows_piece(
             table, cuts[piece + 1] - cuts[piece], ld, &order[0] + cuts[piece], &starts[0], &ends[0], &columns[0],
@@ -283,7 +281,7 @@ def deal(
         _count(indptr, indices, user_order, user_cuts[p], user_cuts[p + 1], item_block, counts[p])
     pointer = np.zeros(grid * grid + 1, dtype=np.int64)
     np.cumsum(counts_array.ravel(), out=pointer[1:])
-    counts_array[:] = pointer[: grid * grid].reshape(grid, grid)  # from here on where each block's next entry goes
+    counts_array[:] = pointer[: grid * grid].reshape(grid, grid)  # now the position of each block's next entry
     for p in prange(grid, nogil=True, schedule="dynamic", num_threads=n_threads):
         _deal_row(users, items, ratings, indptr, indices, data, user_order, user_cuts[p], user_cuts[p + 1], item_block,
                   counts[p])
@@ -387,7 +385,7 @@ cdef void _visit_diagonals(const sgd_terms* terms, Py_ssize_t ld, Side user, Sid
             t = hmf_load(&progress[row])
             if t >= n_steps:
                 continue
-            # who visits this column in the step before: each row has one block of a column
+            # the row that has this column in the previous step: a column has one block in each row
             before = <int32_t> ((row + shifts[t] - shifts[t - 1] + grid) % grid) if t else row
             if hmf_load(&progress[before]) < t or not hmf_take(&busy[row]):
                 continue

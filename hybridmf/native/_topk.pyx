@@ -93,7 +93,7 @@ cdef void _batch(
         real* work, int32_t* active,                                        # scratch
         real* best, int32_t* ids) noexcept nogil:                           # OUT  (n_users, size)
     cdef Py_ssize_t block = 0, first = 0, here, u, i, k, panel, n_active = n_users, n_left
-    cdef real* rows = work                      # the users still in the race, contiguous
+    cdef real* rows = work                      # users whose search goes on, contiguous
     cdef real* scores = work + n_users * rank
     cdef const int32_t* user_seen = NULL
     cdef Py_ssize_t n_seen = 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ..core.objective import SIDES, Objective, Side
+from ..core.objective import SIDES, Objective
 from ..device.cuda import DeviceSpec
 from . import dispatch
 from .als_cpu import cpu_plan
@@ -21,7 +21,7 @@ from .cost import (
 )
 from .half_sweep import BATCH_BYTES, fused_or_published
 from .machine import H200, CpuRates, Machine, rate_at, seconds_at, solve_flops, system_flops
-from .row_forms import changes_basis, dual_up_to, short_rows, side_sizes
+from .row_forms import dual_up_to, side_seconds, side_sizes
 from .types import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS, PRECISIONS, SOLVERS, CpuWork, Plan, Settings
 
 TILE_ENTRY = 1.2e-8
@@ -153,7 +153,8 @@ class AlsMethod:
             entry = seconds_at(rates.assembly, system_flops, f) * rates.slower[plan.assembly]
             row = seconds_at(rates.solve, solve_flops, f)
             if plan.dual_sides:
-                seconds = sum(_side_seconds(plan, side, entry, row, rates) for side in SIDES)
+                filled = rows / sum(side_sizes(plan, side)[0] for side in SIDES)
+                seconds = sum(side_seconds(plan, side, dual_up_to(plan, side), rates, filled) for side in SIDES)
                 return CpuWork(max(seconds, floor) + gram, REGIONS)
         return CpuWork(max(entries * entry, floor) + rows * row + gram, REGIONS)
 
@@ -187,20 +188,6 @@ class AlsMethod:
         f, itemsize = plan.rank, plan.problem.itemsize
         assembly = fused_or_published(f, itemsize)
         return H200.gpu.row_seconds(f, itemsize, assembly) / H200.gpu.entry_seconds(f, itemsize, 0, 0, assembly)
-
-
-def _side_seconds(plan: Plan, side: Side, entry: float, row: float, rates: CpuRates) -> float:
-    """Core seconds of the rows of a side, of which short ones take the dual form."""
-    f, limit = plan.rank, dual_up_to(plan, side)
-    rows, fixed = side_sizes(plan, side)
-    if not limit:
-        return plan.nnz * entry + rows * row
-    share, entries, squares, cubes = short_rows(limit, plan.nnz / rows)
-    dual = share * rates.dual_row + (squares * (f + 2) + cubes / 3 + 4 * entries * f) / rates.dual
-    seconds = plan.nnz * entry + rows * ((1 - share) * row + dual - entries * entry)
-    if changes_basis(plan, side):
-        seconds += (rows + fixed) * f * f / rates.product
-    return seconds
 
 
 ALS = AlsMethod()

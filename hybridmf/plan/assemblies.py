@@ -70,6 +70,32 @@ def require_registers(sums: int, operands: int, threads: int, itemsize: int, blo
     )
 
 
+def require_aligned(name: str, items: int, itemsize: int) -> None:
+    """Copies are of 16 bytes."""
+    require(items * itemsize % 16 == 0, f"{name}={items} must be a multiple of {16 // itemsize} items")
+
+
+def require_square_tile(config: Any) -> None:
+    """``dx * dy * dz`` threads must divide a tile of ``nb * nb`` sums evenly."""
+    nb, dx, dy = config.nb, config.dx, config.dy
+    require(nb % dx == 0 and nb % dy == 0, f"nb={nb} must be a multiple of dx={dx} and dy={dy}")
+    require_aligned("nb", nb, config.itemsize)
+    require_threads(config.threads, "dx * dy * dz")
+
+
+def require_triangle(config: Any, threads: str) -> None:
+    """Threads that sum one tile of the lower triangle each must find registers, and no more tiles than there are."""
+    require_aligned("tile", config.tile, config.itemsize)
+    require(config.part_tiles <= config.tiles, f"part_tiles={config.part_tiles} exceeds the {config.tiles} there are")
+    require_threads(config.threads, threads)
+    require_registers(config.tile**2, 2 * config.tile, config.threads, config.itemsize, config.blocks_per_sm)
+
+
+def constants_of(config: Any, *omitted: str) -> dict[str, Any]:
+    """Compile-time constants of a kernel: the fields of its configuration but the item size, in capitals."""
+    return {name.upper(): value for name, value in vars(config).items() if name not in ("itemsize", *omitted)}
+
+
 def tuned(make: Callable[..., Config], kernel: str, rank: int, itemsize: int, spec: DeviceSpec) -> Config | None:
     """The tuned configuration, if it fits in the device's shared memory."""
     found = tables.best(make, kernel, spec, {"rank": rank, "itemsize": itemsize})
@@ -143,17 +169,12 @@ class BalsConfig:
 
     def __post_init__(self) -> None:
         require_positive(self)
-        require(
-            self.tile * self.itemsize % 16 == 0, f"tile={self.tile} must be a multiple of {16 // self.itemsize} items"
-        )
-        require(self.part_tiles <= self.tiles, f"part_tiles={self.part_tiles} exceeds the {self.tiles} there are")
+        require_triangle(self, "rows * part_tiles in full warps")
         require(self.buffers <= 2, f"buffers must be 1 or 2, got {self.buffers}")
         require(
             self.lanes in (1, 2, 4, 8, 16, 32), f"lanes={self.lanes} must be a power of two of at most {WARP} lanes"
         )
         require(self.window % self.lanes == 0, f"window={self.window} must be a multiple of lanes={self.lanes}")
-        require_threads(self.threads, "rows * part_tiles in full warps")
-        require_registers(self.tile**2, 2 * self.tile, self.threads, self.itemsize, self.blocks_per_sm)
         require(self.parts <= MAX_GRID_Y, f"part_tiles={self.part_tiles} gives {self.parts} parts, over {MAX_GRID_Y}")
 
     @classmethod
@@ -234,18 +255,7 @@ class BalsConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        return {
-            "ACCUMULATORS": "chip",
-            "RANK": self.rank,
-            "TILE": self.tile,
-            "ROWS": self.rows,
-            "PART_TILES": self.part_tiles,
-            "CAPACITY": self.capacity,
-            "BUFFERS": self.buffers,
-            "LANES": self.lanes,
-            "WINDOW": self.window,
-            "BLOCKS_PER_SM": self.blocks_per_sm,
-        }
+        return {"ACCUMULATORS": "chip"} | constants_of(self)
 
 
 LOCAL_TILE = (256, 192)

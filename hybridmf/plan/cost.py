@@ -6,6 +6,7 @@ One iteration of ALS on either kind of device is, for each side of ``rows`` rows
 
 where a core's assembly and solve rates are shared by ``speedup(threads)`` cores (`hybridmf.plan.machine`): the roofline
 (Williams, Waterman and Patterson 2009) for the sums over entries, and a rate that depends on the rank for the systems.
+On the CPU, rows with few entries take the dual form (`hybridmf.plan.row_forms`), counted for geometric degrees.
 Half sweeps on several GPUs or with offloaded factors add the time of transfers (`hybridmf.plan.half_sweep`). CG,
 subspaces, SGD and CCD++ have their own counts: each method prices itself (`hybridmf.plan.als`, `.sgd`, `.ccd`) with the
 functions of this module. Set-up is the work of a backend before the first iteration: copies to a GPU, compiling or

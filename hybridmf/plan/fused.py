@@ -127,6 +127,10 @@ class FusedConfig:
         """Whether rows of any length are assembled by one kernel and solved by another."""
         return self.rank >= SOLVED_APART
 
+    def solved_by_sums(self, solver: str) -> bool:
+        """Whether cuda/cholesky_sums.cu solves: for the largest systems, where four warps share one."""
+        return self.solved_apart and solver == "cholesky" and self.rank16 == MAX_RANK
+
     @property
     def partial_floats(self) -> int:
         """Floats that a segment of a long row leaves."""

@@ -22,6 +22,7 @@ of both sides, old and new, then the ratings in both orientations.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -165,7 +166,7 @@ class HalfPlan:
         q: parts of the rows to solve.
     gpus : int
     buffers : int
-        Parts of the fixed side in memory if they take turns: 2, or 1 if memory does not allow loading ahead.
+        Parts of the fixed side in memory if a GPU has several: 2, or 1 if memory does not allow loading ahead.
     loads : int
         Row parts of streamed ratings in memory at a time.
     splits : int
@@ -192,15 +193,15 @@ class HalfPlan:
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
 
-    @property
+    @functools.cached_property
     def grid(self) -> Grid:
         """GPUs that hold different parts at a time, and groups of them."""
         splits = self.splits or next(d for d in range(min(self.gpus, self.parts), 0, -1) if self.gpus % d == 0)
         return Grid(splits, self.gpus // splits)
 
-    @property
-    def turns(self) -> int:
-        """Number of parts of the fixed side that a GPU loads in turn; 1: the part stays."""
+    @functools.cached_property
+    def fixed_parts(self) -> int:
+        """Parts of the fixed side that a GPU loads one after another; 1: its part stays."""
         return 1 if self.resident else -(-self.parts // self.grid.splits)
 
     @property
@@ -211,12 +212,12 @@ class HalfPlan:
     @property
     def fixed(self) -> str:
         """Placement of the fixed side: "replicated", "split" or "streamed"."""
-        return "streamed" if self.turns > 1 else "split" if self.grid.splits > 1 else "replicated"
+        return "streamed" if self.fixed_parts > 1 else "split" if self.grid.splits > 1 else "replicated"
 
     def __str__(self) -> str:
         grid = self.grid
         parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in self.seconds.items() if seconds)
-        turns = f" in {self.turns} turns" if self.turns > 1 else ""
+        turns = f" in {self.fixed_parts} turns" if self.fixed_parts > 1 else ""
         return (
             f"{self.side + 's':<9} p = {self.parts}, q = {self.batches}: fixed side {self.fixed}{turns}, "
             f"{grid.splits} x {grid.groups} GPUs, {self.waves} wave{'s' if self.waves > 1 else ''}; "
@@ -290,11 +291,11 @@ def slots(problem: Problem, half: HalfPlan) -> int:
 
 def slots_at_once(problem: Problem, half: HalfPlan) -> int:
     """Partial sums computed at a time."""
-    most = min(CHUNK_BYTES, problem.batch) if half.turns > 1 else problem.batch
+    most = min(CHUNK_BYTES, problem.batch) if half.fixed_parts > 1 else problem.batch
     least = 1
     if half.fixed == "split":  # of a row of each GPU twice, and as they are added up
         least = 2 * (PIECES * half.grid.splits + 1)
-    elif problem.segment and half.turns == 1:
+    elif problem.segment and half.fixed_parts == 1:
         # a row's pieces are solved together, where parts do not take turns they are summed together, too
         least = max(1, -(-problem.longest_row(half.side) // problem.segment))
     return max(least, min(slots(problem, half), most // problem.system_bytes))
@@ -317,12 +318,12 @@ def half_bytes(
     pieces = 0 if on_device else slots(problem, half) * PIECE_BYTES
     if on_device and half.fixed == "split":  # all rows of a group are cut once
         pieces = -(-problem.rows(half.side) // grid.groups) * PIECE_BYTES
-    if half.turns > 1:
+    if half.fixed_parts > 1:
         systems += slots(problem, half) * problem.system_bytes
         pieces += at_once * PIECE_BYTES
-    own_is_part = on_device and grid.groups == 1 and half.turns == 1
+    own_is_part = on_device and grid.groups == 1 and half.fixed_parts == 1
     return {
-        "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.turns > 1 else 1),
+        "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.fixed_parts > 1 else 1),
         "solutions": solved * (1 if on_device else 3 if problem.cg_steps else 2),
         "factors": share.own * width if on_device else 0,
         "ratings": share.entries * problem.entry_bytes,
@@ -347,27 +348,27 @@ def half_seconds(
         seconds["gram"] = rates.gram_seconds(fixed / gpus, rows / gpus, rank, itemsize) + rates.gram
     if factors == "device" and grid.groups > 1:
         crossing = table * (grid.groups - 1) / grid.groups
-        seconds["all-gather"] = half.turns * (crossing / (0.75 * links.all_gather) + links.collective)
+        seconds["all-gather"] = half.fixed_parts * (crossing / (0.75 * links.all_gather) + links.collective)
     if grid.splits > 1:
-        sums = rows / grid.groups * problem.system_bytes * half.turns
+        sums = rows / grid.groups * problem.system_bytes * half.fixed_parts
         crossing = sums * (grid.splits - 1) / grid.splits
         batches = max(4.0, sums / BATCH_BYTES, half.waves)
         seconds["reduce-scatter"] = crossing / links.reduce_rate(grid.splits) + batches * links.collective
-    if half.turns > 1:  # each turn reads and writes the sums of a row part again
-        again = 2 * half.turns * rows / grid.groups * problem.system_bytes
-        seconds["turns"] = again / links.copy_bytes + half.turns * half.waves * links.slab
+    if half.fixed_parts > 1:  # each turn reads and writes the sums of a row part again
+        again = 2 * half.fixed_parts * rows / grid.groups * problem.system_bytes
+        seconds["turns"] = again / links.copy_bytes + half.fixed_parts * half.waves * links.slab
     elif factors != "device":
         seconds["waves"] = half.waves * links.slab
-    load, loads = 0.0, half.waves if half.turns > 1 else 1  # each wave of rows loads the parts again
+    load, loads = 0.0, half.waves if half.fixed_parts > 1 else 1  # each wave of rows loads the parts again
     if factors != "device":
-        load += loads * half.turns * table + rows / gpus * width
+        load += loads * half.fixed_parts * table + rows / gpus * width
     if ratings != "device":
         load += problem.nnz / gpus * problem.entry_bytes
     if load:
         seconds["from host"] = load / links.pinned_bytes
     read = problem.nnz * problem.entry_bytes if ratings == "disk" else 0.0
     if factors == "disk":  # shared by all GPUs
-        read += gpus * loads * half.turns * table + rows * width
+        read += gpus * loads * half.fixed_parts * table + rows * width
     if read:
         seconds["from disk"] = read / links.disk_bytes
     return seconds
@@ -381,7 +382,7 @@ def _total(half: HalfPlan, seconds: dict[str, float], machine: Machine) -> float
     """
     work = sum(seconds.get(name, 0.0) for name in ("assembly", "solve", "gram", "turns", "waves", "reduce-scatter"))
     loading = max(seconds.get("from host", 0.0), seconds.get("from disk", 0.0))
-    if half.turns > 1 and half.buffers == 1:
+    if half.fixed_parts > 1 and half.buffers == 1:
         work += loading
     else:
         work = max(work, loading) + min(work, loading) / SLABS
@@ -404,7 +405,7 @@ def fewest_batches(
     while the previous one is used, if both fit.
     """
     rows, groups = problem.rows(half.side), half.grid.groups
-    for buffers in (2, 1) if half.turns > 1 else (2,):
+    for buffers in (2, 1) if half.fixed_parts > 1 else (2,):
         batches = -(-least // groups) * groups
         while True:
             candidate = replace(half, batches=batches, buffers=buffers)

@@ -107,7 +107,7 @@ class ScalePlan:
 
     def _not_served(self) -> str:
         """Feature of the partition that fits do not support; empty if there is none."""
-        turning = [side for side, half in self.halves.items() if half.turns > 1]
+        turning = [side for side, half in self.halves.items() if half.fixed_parts > 1]
         split = [side for side, half in self.halves.items() if half.grid.splits > 1]
         if self.factors == "disk" and self.gpus > 1:
             return "a fit on several GPUs keeps factors on them or on the host; the partition has them on disk"
@@ -159,9 +159,9 @@ def check_rank(plan: ScalePlan, layout: RankLayout, rank: int, entries: int) -> 
     for side, planned in plan.halves.items():
         grid, (first, last) = layout.grids[side], layout.columns(side, rank)
         half = replace(planned, batches=max(planned.batches, grid.groups))
-        if planned.turns == 1:
+        if planned.fixed_parts == 1:
             half = replace(half, parts=grid.splits, splits=grid.splits)
-        share = Share(-(-(last - first) // half.turns), counts[side], sum(counts.values()), entries)
+        share = Share(-(-(last - first) // half.fixed_parts), counts[side], sum(counts.values()), entries)
         sizes = half_bytes(plan.problem, half, plan.ratings, plan.factors, share)
         if sum(sizes.values()) <= plan.memory:
             continue

@@ -10,15 +10,16 @@ import math
 from typing import TYPE_CHECKING
 
 from ..core.objective import SIDES, Objective, Side
+from .machine import CpuRates, seconds_at, solve_flops, system_flops
 
 if TYPE_CHECKING:
     from .types import Plan
 
-DUAL_SHARE = 0.75
-"""Entries per factor up to which the dual form of a row is faster; see bench/cpu.py, task "short"."""
+DUAL_SHARE = 0.5
+"""Entries per factor up to which "auto" takes the dual form.
 
-BASIS_SHARE = 0.5
-"""Share of the saved work up to which the change of basis of implicit feedback pays."""
+Time of the primal over the dual form of a row with 0.25 / 0.5 / 0.75 f entries, explicit, AVX2, one thread: 2.6 / 1.6 /
+0.6 at f = 32, 2.8 / 1.5 / 0.8 at 64, 3.5 / 1.3 / 0.9 at 128, 4.4 / 2.0 / 1.2 at 256."""
 
 
 def obstacle(objective: Objective) -> str:
@@ -58,7 +59,7 @@ def dual_up_to(plan: Plan, side: Side) -> int:
     """Entries of the longest row of a side that takes the dual form; 0 for none."""
     if side not in plan.dual_sides or plan.assembly != "simd" or plan.solver != "cholesky":
         return 0
-    return plan.rank if plan.row_form == "dual" else int(DUAL_SHARE * plan.rank)
+    return plan.rank if plan.row_form == "dual" else _share(plan)
 
 
 def changes_basis(plan: Plan, side: Side) -> bool:
@@ -87,13 +88,32 @@ def side_sizes(plan: Plan, side: Side) -> tuple[int, int]:
     return max(1, min(rows, plan.nnz)), fixed
 
 
+def side_seconds(plan: Plan, side: Side, limit: int, rates: CpuRates, filled: float = 1.0) -> float:
+    """Core seconds of the exact solution of a side, in which rows of up to `limit` entries take the dual form.
+
+    `filled`: share of the rows that have entries, where it is known.
+    """
+    f = plan.rank
+    most, fixed = side_sizes(plan, side)
+    rows = filled * most
+    entry = seconds_at(rates.assembly, system_flops, f) * rates.slower[plan.assembly]
+    row = seconds_at(rates.solve, solve_flops, f)
+    if not limit:
+        return plan.nnz * entry + rows * row
+    share, entries, squares, cubes = short_rows(limit, plan.nnz / rows)
+    dual = share * rates.dual_row + (squares * (f + 2) + cubes / 3 + 4 * entries * f) / rates.dual
+    seconds = plan.nnz * entry + rows * ((1 - share) * row + dual - entries * entry)
+    return seconds + ((rows + fixed) * f * f / rates.product if plan.feedback == "implicit" else 0.0)
+
+
 def _pays(plan: Plan, side: Side) -> bool:
-    """Whether short rows save more than the change of basis costs."""
+    """Whether short rows save more than the change of basis costs; by built-in constants, so that all ranks agree."""
     if plan.feedback == "explicit":
         return True
-    f = float(plan.rank)
-    rows, fixed = side_sizes(plan, side)
-    share, entries, squares, cubes = short_rows(DUAL_SHARE * f, plan.nnz / rows)
-    primal = share * f**3 / 3 + entries * f * f
-    dual = squares * f + cubes / 3
-    return (rows + fixed) * f * f < BASIS_SHARE * rows * (primal - dual)
+    exact, rates = plan.changed(assembly="simd"), CpuRates()
+    return side_seconds(exact, side, _share(plan), rates) < side_seconds(exact, side, 0, rates)
+
+
+def _share(plan: Plan) -> int:
+    """Entries of the longest row that "auto" solves in the dual form."""
+    return int(DUAL_SHARE * plan.rank)

@@ -25,7 +25,7 @@ class Start:
     signed : bool
         Whether elements are uniform between ``-a`` and ``a``, or between 0 and ``a``.
     sides : tuple of {"user", "item"}
-        The sides that are drawn. The other one is zero: its first update does not read it.
+        The sides that are drawn; the other one is zero.
     """
 
     length: float = 1.0

@@ -43,22 +43,22 @@ CPU_ALL = (16_000, 16_000, 50)
 """Rows, columns and entries a row of the problems; the last for all cores."""
 
 GPU_LONG, GPU_SHORT = (40_000, 40_000, 400), (400_000, 400_000, 4)
-"""The same for a GPU, which wants all its rows in flight."""
+"""The same for a GPU, which needs enough rows to be busy."""
 
 GPU_SETUP = (20_000, 20_000, 200)
-"""The same for what is done on the host once an entry."""
+"""The same for work of the host that is proportional to the entries."""
 
 GPU_LONG_WIDE, GPU_SHORT_WIDE = (2000, 2000, 400), (20_000, 20_000, 4)
 """The same at the second of PUBLISHED_RANKS."""
 
 TINY, SMALL = (40, 40, 4), (1000, 1000, 4)
-"""Problems with next to no work."""
+"""Problems whose time is overhead."""
 
 SPARSE = (100_000, 100_000, 4)
-"""One with many factors and few entries, which is drawn, copied and allocated more than it is worked on."""
+"""Many factors and few entries: drawing, copying and allocating factors dominates."""
 
 SPARSE_RANKS = (32, 100)
-"""Two ranks of `GPU_RANKS` that tell its rows from its factors."""
+"""Two ranks of `GPU_RANKS`, which separate costs of rows from costs of factors."""
 
 TINY_ITERATIONS = 50
 
@@ -145,7 +145,7 @@ def _fit(model: FactorModel, matrix: sp.csr_array) -> Fit:
 def entry_and_row(times: tuple[float, float], problems: tuple[sp.csr_array, sp.csr_array]) -> tuple[float, float]:
     """Seconds of an entry (of either half sweep) and of a row from the times of two problems.
 
-    A time that noise made too short for a row or an entry to cost anything counts as a tenth of what it could be.
+    If noise makes the cost of a row or an entry negative, a tenth of its largest possible value is used.
     """
     entries = [2.0 * problem.nnz for problem in problems]
     rows = [float(sum(problem.shape)) for problem in problems]
@@ -195,7 +195,7 @@ def calibrate_and_save(say: Say | None = None, *, gpu: bool = True) -> tuple[Mac
     OSError
         The file cannot be written.
     """
-    _machine.prepare()  # before the work, not after it
+    _machine.prepare()  # fails before the measurements, not after them
     machine, gpu_identity = calibrate(gpu=gpu, say=say)
     return machine, _machine.save(machine, gpu_identity)
 
@@ -255,7 +255,7 @@ def _measure_cpu(say: Say) -> CpuRates:
         sgd={name: _sgd_curve(name, long, options) for name in ("msgd", "hogwild", "blocks")},
         slower={"simd": 1.0} | {name: _slower(name, long, options, rates) for name in ("bals", "blas3", "rank1")},
     )
-    sparse = regular(*SPARSE)  # with rows as they are in memory, not in a cache
+    sparse = regular(*SPARSE)  # its rows lie in memory, not in a cache
     waiting = _idle(Machine(cpu=replace(rates, sgd_row=0.0)), SGD(32, **options), sparse)
     rates = replace(rates, sgd_row=waiting / sum(sparse.shape))
     ccd = [_twice(CCD(16, **options), problem) / 16 / 2 for problem in (long, sparse)]
@@ -271,12 +271,12 @@ def _twice(model: FactorModel, matrix: sp.csr_array) -> float:
 
 
 def _idle(machine: Machine, model: FactorModel, matrix: sp.csr_array) -> float:
-    """Seconds of an iteration beyond those that a machine's constants know of."""
+    """Seconds of an iteration beyond the prediction with a machine's constants."""
     return max(0.0, _twice(model, matrix) - cost_of(plan(matrix, model), machine).iteration)
 
 
 def _measure_overheads(rates: CpuRates) -> CpuRates:
-    """What all threads take for next to no work: parallel regions, half sweeps and fits."""
+    """Overhead of all threads: parallel regions, half sweeps and fits."""
     options: dict[str, Any] = {"device": "cpu", "num_threads": available_cores(), "random_state": 0}
     options["iterations"] = TINY_ITERATIONS
     rates = replace(rates, region=0.0, sweep=0.0, gram=0.0, fresh=0.0)
@@ -296,7 +296,7 @@ def _measure_overheads(rates: CpuRates) -> CpuRates:
 
 
 def _measure_memory(rates: CpuRates) -> CpuRates:
-    """What a factor takes to be drawn, and to be written to new memory."""
+    """Seconds to draw a factor, and to write it to new memory."""
     options: dict[str, Any] = {"device": "cpu", "num_threads": available_cores(), "random_state": 0, "iterations": 3}
     sparse, (low, high) = regular(*SPARSE), SPARSE_RANKS
     rows = sum(sparse.shape)
@@ -322,7 +322,7 @@ def _slower(assembly: str, problem: sp.csr_array, options: dict[str, Any], rates
 
 
 def _serial(options: dict[str, Any]) -> float:
-    """Serial share that one thread and all threads on the same problem tell."""
+    """Serial share, from the times of one thread and of all threads on the same problem."""
     threads = available_cores()
     if threads == 1:
         return CpuRates.serial
@@ -343,7 +343,7 @@ def _serial(options: dict[str, Any]) -> float:
 def _compile_seconds(
     opened: CudaDevice, model: FactorModel, matrix: sp.csr_array
 ) -> tuple[float, float] | tuple[None, None]:
-    """Seconds to compile the kernels of a fit, whatever CuPy has kept of them, and to load them after that.
+    """Seconds to compile the kernels of a fit, regardless of CuPy's cache, and to load them afterwards.
 
     CuPy keeps kernels by the text of their source, so a comment is enough to have them compiled again. None if this
     process has them already.
@@ -420,7 +420,7 @@ def _measure_gpu(spec: DeviceSpec, say: Say) -> GpuRates:
 
 
 def _measure_launches(rates: GpuRates, tiny: sp.csr_array, options: dict[str, Any]) -> GpuRates:
-    """What half sweeps and launches take with no work."""
+    """Overhead of half sweeps and launches."""
     options = options | {"iterations": TINY_ITERATIONS}
     none = {"als": 0.0, "sgd": 0.0, "ccd": 0.0}
     idle = partial(_idle, Machine(gpu=replace(rates, sweep=none, gram=0.0, launch=0.0, serial_update=0.0)))
@@ -466,7 +466,7 @@ def _gpu_als(
 
 
 def _measure_setup(rates: GpuRates, device: str) -> GpuRates:
-    """Bytes/s of an upload, and what a fit takes beside its iterations beyond what it takes on the CPU."""
+    """Bytes/s of an upload, and the set-up time of a fit in addition to that on the CPU."""
     opened = open_device(device)
     data = np.ones(1 << 26, dtype=np.float32)
     seconds = []
@@ -495,7 +495,7 @@ def _measure_setup(rates: GpuRates, device: str) -> GpuRates:
 
 
 def _beyond_cpu(model: Any, matrix: sp.csr_array, device: str, rates: GpuRates) -> float:
-    """Seconds of a fit on a GPU without its iterations, beyond those on the CPU and those that `rates` know of."""
+    """Seconds of a fit on a GPU without its iterations, beyond those on the CPU and those predicted from `rates`."""
     model.set_params(iterations=2, random_state=0, device=device)
     there = _fit(model, matrix).setup
     known = cost_of(plan(matrix, model), Machine(gpu=rates), Warmth(True, True, loaded=True)).setup

@@ -23,7 +23,7 @@ from ..ratings import Ratings, split
 from .preview import plan
 
 LIKED = 4.0
-"""Ratings from here on count as liking a film."""
+"""Lowest rating that counts as liking a film."""
 
 METHODS = (
     ("rank1", "cholesky"),
@@ -38,7 +38,7 @@ METHODS = (
 """(assembly, solver) pairs that are timed."""
 
 WIDTH = 80
-"""Characters a line of the report may have."""
+"""Maximum width of the report in characters."""
 
 # Title words of each genre: every subject meets every ending, which gives 1,600 different titles.
 GENRES: dict[str, tuple[str, str]] = {
@@ -234,7 +234,7 @@ def _group_taste() -> np.ndarray:
 def _draw_pairs(
     affinity: np.ndarray, item_appeal: np.ndarray, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Who has rated what: a draw without replacement that favours popular films and those of the user's taste."""
+    """Rated films of each user: a draw without replacement that favours popular films and those of the user's taste."""
     n_users, n_items = affinity.shape
     # Few users rate much, most rate little: log-normal counts.
     counts = np.clip(rng.lognormal(np.log(45.0), 0.6, n_users), 12, max(1, n_items // 3)).astype(np.int64)
@@ -253,7 +253,7 @@ def _draw_pairs(
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the report says, as numbers.
+    """The numbers of the report.
 
     Attributes
     ----------
@@ -479,14 +479,14 @@ def _report_seconds(
 
 
 def _serves(device: str, assembly: str, solver: str) -> bool:
-    """Whether a device knows a method."""
+    """Whether a device supports a method."""
     if device == "cpu":
         return assembly in ("auto", *CPU_ASSEMBLIES)
     return assembly in ("auto", *GPU_ASSEMBLIES) and solver in GPU_SOLVERS
 
 
 def _why_no_gpu(train: Ratings) -> str | None:
-    """Why nothing can be timed on a GPU, or None if it can."""
+    """Why no GPU can be timed, or None if one can."""
     try:
         plan(train, ExplicitALS(device="cuda"))
     except DeviceError as error:
@@ -495,7 +495,7 @@ def _why_no_gpu(train: Ratings) -> str | None:
 
 
 def _seconds_per_iteration(model: Any, train: Ratings) -> float:
-    """Take the fastest iteration: on a busy machine the others measure the neighbours."""
+    """Take the fastest iteration, since other programs slow down the rest."""
     return min(record["seconds"] for record in model.fit(train).history_)
 
 

@@ -9,7 +9,6 @@ as well. data.md and evaluation.md are run by data/test_ratings.py and model/tes
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import inspect
@@ -310,8 +309,8 @@ def test_every_method_of_a_model_is_documented() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_cited_tests_exist(page: Path) -> None:
     for file, name in re.findall(r"((?:\w+/)*test_\w+\.py)::(\w+)", page.read_text(encoding="utf-8")):
-        tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"no {file}::{name}"
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {name}\(", text, flags=re.MULTILINE), f"no {file}::{name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)

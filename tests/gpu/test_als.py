@@ -89,7 +89,7 @@ LARGE_CASES = [
         (97, "explicit"), (100, "implicit"), (112, "explicit"), (127, "explicit-biases"), (128, "implicit"),
         (200, "implicit"), (512, "explicit"),
     )
-    if assembly != "fused" or rank <= 128
+    if (assembly != "fused" or rank <= 128) and (assembly == "fused" or rank not in (97, 112))
 ]  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_half_sweep_is_the_references(device, assembly, rank, dtype, name):
 @pytest.mark.parametrize(
     ("rank", "name"),
     [exhaustive(1, "explicit"), exhaustive(31, "implicit-count"), (32, "explicit"), (65, "implicit"),
-     (97, "explicit"), exhaustive(112, "implicit"), (120, "implicit-count")],
+     exhaustive(97, "explicit"), exhaustive(112, "implicit"), (120, "implicit-count")],
 )  # fmt: skip
 def test_rows_that_are_not_cut(device, rank, name):
     """By the fused kernels; beyond rank 64 several warps share a system, beyond 96 another kernel solves them."""
@@ -670,7 +670,7 @@ def test_factors_move_to_the_device_that_asks(device):
 
 @pytest.mark.parametrize(
     "options",
-    [{"factors": 5}, {"factors": 6, "solver": "cg"}, {"factors": 3, "precision": "bf16x3"}, {"factors": 98}],
+    [{"factors": 5}, {"factors": 6, "solver": "cg"}, {"factors": 3, "precision": "bf16x3"}, {"factors": 120}],
     ids=["short rows", "cg", "bf16x3", "solved apart"],
 )
 @pytest.mark.parametrize("kind", [hmf.ImplicitALS, hmf.ExplicitALS])
@@ -682,6 +682,6 @@ def test_the_compiler_knows_ahead_what_a_fit_launches(gpu, monkeypatch, kind, op
     monkeypatch.setattr(gpu, "compile_ahead", lambda programs: compile_ahead(ahead.extend(programs) or ahead))
     monkeypatch.setattr(gpu, "kernel", lambda *key: used.append(key) or kernel(*key))
     kind(iterations=1, device="cuda", random_state=0, **options).fit(SMALL)
-    slow = {*fused.KERNEL_CODES, "cholesky_sums", "row_range", "count_columns"}
+    slow = {*fused.KERNEL_CODES, "cholesky_sums", "row_range", "count_columns", "draw_rows"}
     launched = {key for key in used if key[1] in slow}
     assert launched and launched <= set(ahead)

@@ -392,7 +392,7 @@ BALS_LOCAL = BalsLocalConfig(32, 4, 256, 192, nb=16, dx=4, dy=4, dz=64)
         (SYRK, {"nb": 34}, r"nb=34 must be a multiple of dx=4 and dy=4"),
         (SYRK, {"kb": 3}, r"kb=3 must be a multiple of dz=2"),
         (SYRK, {"kb": 6, "dz": 6}, r"dz=6 must be a power of two"),
-        (SYRK, {"nb": 6, "dx": 6, "dy": 6}, r"nb=6 must be a multiple of 16 bytes, items have 4"),
+        (SYRK, {"nb": 6, "dx": 6, "dy": 6}, r"nb=6 must be a multiple of 4 items"),
         (SYRK, {"nb": 64, "dx": 32, "dy": 32}, r"dx \* dy \* dz = 2048 threads are more than the 1024"),
         (SYRK, {"dz": 1}, r"= 16 threads must be a multiple of 32"),
         (SYRK, {"nb": 256, "dx": 32, "dy": 1, "dz": 1}, r"32 threads are too few to copy the 64 x 16 bytes"),

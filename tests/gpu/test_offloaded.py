@@ -39,6 +39,7 @@ from support.host_factors import (
     partitioned,
     solver,
 )
+from support.marks import exhaustive
 from support.ratings import planted
 
 
@@ -136,7 +137,7 @@ def test_a_fit_under_a_limit_has_the_same_bits(source, gpu, store, monkeypatch):
     model = fitted("implicit", MATRIX if source == "ratings" else store, gpu_memory_limit=HOST_LIMIT)
     plan = model.plan_
     assert plan.factors_on_host and (plan.streamed, plan.resident) == ("disk" if source == "disk" else "host", False)
-    assert all(half.turns == 1 for half in plan.scale.halves.values())
+    assert all(half.fixed_parts == 1 for half in plan.scale.halves.values())
     assert_same_fit(model, fitted("implicit", MATRIX))
     assert model.user_factors.flags.c_contiguous and model.recommend(0, N=3)[0].shape == (3,)
     assert engine_for(plan).name == "cpu"  # there is no room on the GPU
@@ -163,8 +164,17 @@ def solved_in_turns(problem: Problem, device: Any, parts: int, batches: int, sta
     return half.solve(to_host(problem.fixed, width), problem.mean, begin).on_host()
 
 
-@pytest.mark.parametrize("assembly", ["fused", "sparse_syrk", "mo_als"])
-@pytest.mark.parametrize("name", ["implicit", "explicit-biases"])
+@pytest.mark.parametrize(
+    ("assembly", "name"),
+    [
+        ("fused", "implicit"),
+        ("fused", "explicit-biases"),
+        ("sparse_syrk", "explicit-biases"),
+        ("mo_als", "implicit"),
+        exhaustive("sparse_syrk", "implicit"),
+        exhaustive("mo_als", "explicit-biases"),
+    ],
+)
 def test_parts_give_the_references_rows(name, assembly, device):
     from support.ratings import rows_of
 
@@ -239,7 +249,7 @@ def test_a_fit_in_turns_under_a_limit(gpu, store):
     whole = fitted("explicit", MATRIX)
     for data in (MATRIX, store):
         model = fitted("explicit", data, gpu_memory_limit=TURNS_LIMIT)
-        assert model.plan_.scale.halves["item"].turns > 1
+        assert model.plan_.scale.halves["item"].fixed_parts > 1
         np.testing.assert_allclose(model.user_factors, whole.user_factors, rtol=1e-3, atol=1e-3)
         objectives = [[record["objective"] for record in each.history_] for each in (model, whole)]
         np.testing.assert_allclose(*objectives, rtol=1e-5)
@@ -264,7 +274,7 @@ def test_a_larger_fit_from_the_host(device, dtype):
         double = 2 if dtype == "float64" else 1
         for limit, turns in ((1_800_000 * double, False), (600_000 * double, True)):
             model = fitted(kind, matrix, gpu_memory_limit=limit, **options)
-            assert any(half.turns > 1 for half in model.plan_.scale.halves.values()) == turns
+            assert any(half.fixed_parts > 1 for half in model.plan_.scale.halves.values()) == turns
             if turns:
                 np.testing.assert_allclose(model.user_factors, whole.user_factors, rtol=1e-2, atol=1e-3)
             else:
@@ -444,8 +454,8 @@ def test_a_plan_falls_from_the_gpu_to_the_host_to_turns():
         text = str(plan)
         assert ("factors do not fit on the GPU: they stay in the memory of the host" in text) == plan.factors_on_host
         if plan.factors_on_host:
-            assert any(half.turns > 1 for half in plan.scale.halves.values()) == (away == "turns")
-            assert plan.scale.halves["user"].turns == 1  # items are few
+            assert any(half.fixed_parts > 1 for half in plan.scale.halves.values()) == (away == "turns")
+            assert plan.scale.halves["user"].fixed_parts == 1  # items are few
             assert "host      " in text and "factors, old and new" in text and "waves" in text
             assert plan.host_bytes == 2 * sum(NETFLIX[0]) * 64 * 4
     assert "fixed side streamed in" in text and "on each" not in text
@@ -475,9 +485,16 @@ def test_a_host_without_room_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("explicit", {}), ("biases", {"solver": "cg"}), ("implicit", {"assembly": "sparse_syrk"})]
+    ("kind", "options", "parts"),
+    [
+        ("explicit", {}, 1),
+        ("explicit", {}, 3),
+        ("biases", {"solver": "cg"}, 3),
+        ("implicit", {"assembly": "sparse_syrk"}, 3),
+        exhaustive("biases", {"solver": "cg"}, 1),
+        exhaustive("implicit", {"assembly": "sparse_syrk"}, 1),
+    ],
 )
-@pytest.mark.parametrize("parts", [1, 3])
 def test_memory_stays_within_the_plan(kind, options, parts, gpu, monkeypatch):
     if gpu.spec.name != "emulated":
         pytest.skip("the pool of a GPU keeps what was given back")

@@ -20,6 +20,7 @@ from hybridmf.plan.types import DegreeFacts
 from hybridmf.ranks import group
 from support.devices import NETFLIX, Tracked, plan_of
 from support.half_sweeps import FITS
+from support.marks import exhaustive
 
 ROWS, COLUMNS, LONG = 40, 400, 17
 
@@ -54,18 +55,18 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "options", "limit", "on_host"),
+    ("name", "kind", "options", "limit", "on_host", "side"),
     [
-        ("one row", "explicit", {}, 38_500, True),
-        ("half empty", "explicit", {}, 48_000, False),
-        ("half empty", "biases", {"assembly": "sparse_syrk"}, 64_000, False),
-        ("last rows", "implicit", {}, 58_000, False),
-        ("last rows", "explicit", {}, 47_000, True),
-        ("power law", "biases", {}, 64_000, False),
-        ("power law", "implicit", {"solver": "cg"}, 36_000, True),
+        ("one row", "explicit", {}, 38_500, True, "user"),
+        ("one row", "explicit", {}, 38_500, True, "item"),
+        ("half empty", "explicit", {}, 48_000, False, "user"),
+        ("half empty", "biases", {"assembly": "sparse_syrk"}, 64_000, False, "item"),
+        ("last rows", "implicit", {}, 58_000, False, "user"),
+        ("last rows", "explicit", {}, 47_000, True, "item"),
+        ("power law", "biases", {}, 64_000, False, "user"),
+        ("power law", "implicit", {"solver": "cg"}, 36_000, True, "item"),
     ],
 )
-@pytest.mark.parametrize("side", SIDES)
 def test_memory_stays_within_the_plan(
     name: str,
     kind: str,
@@ -106,7 +107,7 @@ def test_memory_of_several_gpus_stays_within_the_plan(
     assert max(each.peak for each in tracked) <= plan.total_bytes <= limit
 
 
-@pytest.mark.parametrize("name", ["one row", "last rows"])
+@pytest.mark.parametrize("name", ["one row", exhaustive("last rows")])
 def test_the_bits_of_long_rows_are_those_of_a_fit_that_holds_all(name: str, gpu: Any) -> None:
     """Solutions of slabs are written where they stay, and rows longer than other slabs have slabs of their own."""
     limit = {"one row": 38_500, "last rows": 58_000}[name]

@@ -28,6 +28,7 @@ from hybridmf.plan.make import check_memory
 from support.devices import NETFLIX, limit_memory, on_a_gpu, plan_of
 from support.half_sweeps import FITS
 from support.host_factors import assert_same_fit
+from support.marks import exhaustive
 from support.ratings import planted
 
 MATRIX = planted(50, 30, 0.8)
@@ -49,7 +50,7 @@ def fitted(kind: str, data: Any, **options: Any) -> Any:
     return model.fit(data, callback=lambda model, record: None)
 
 
-@pytest.fixture(params=["resident", "host", "disk", "ratings"])
+@pytest.fixture
 def streamed(request, gpu, store, monkeypatch):
     """(data, options, what the plan has to say) of each way slabs can come."""
     if request.param == "disk":
@@ -60,15 +61,24 @@ def streamed(request, gpu, store, monkeypatch):
     return data, options, (source, request.param == "resident")
 
 
+METHODS = [
+    ("implicit", {}),
+    ("explicit", {}),
+    ("biases", {"balance": True}),
+    ("implicit", {"solver": "cg"}),
+    ("explicit", {"assembly": "sparse_syrk"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "method"),
+    ("streamed", "kind", "method"),
     [
-        ("implicit", {}),
-        ("explicit", {}),
-        ("biases", {"balance": True}),
-        ("implicit", {"solver": "cg"}),
-        ("explicit", {"assembly": "sparse_syrk"}),
+        *(("host", *method) for method in METHODS),
+        *((source, *METHODS[0]) for source in ("resident", "ratings")),
+        ("disk", *METHODS[2]),
+        *(exhaustive(source, *method) for source in ("resident", "ratings", "disk") for method in METHODS[3:]),
     ],
+    indirect=["streamed"],
 )
 def test_the_bits_are_those_of_a_fit_that_holds_all_ratings(streamed, kind, method):
     data, options, expected = streamed

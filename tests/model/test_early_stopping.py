@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import hybridmf as hmf
+from hybridmf.model import loop
 from hybridmf.model.early_stopping import Watch, check_early_stopping
 from support.messages import says
 from support.ratings import planted
@@ -79,13 +80,17 @@ def test_improvements_that_are_too_small_do_not_count():
     assert down.iteration == 2
 
 
-def test_checkpoints_hold_the_last_iteration(tmp_path):
-    model = overfitting(iterations=9).fit(TRAIN, validation=HELD, early_stopping=50, checkpoint=tmp_path / "run")
-    assert model.n_iter_ < 9
-    more = overfitting(iterations=10).fit(TRAIN, resume_from=tmp_path / "run")
-    np.testing.assert_array_equal(more.user_factors_, overfitting(iterations=10).fit(TRAIN).user_factors_)
+def test_checkpoints_hold_the_last_iteration(tmp_path, monkeypatch):
+    values = iter([3.0, 2.0, 2.5, 2.5])
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_measure", lambda *_: {"rmse": next(values)})
+        model = overfitting(iterations=4).fit(TRAIN, validation=HELD, early_stopping=50, checkpoint=tmp_path / "run")
+    assert model.n_iter_ == 2
+    np.testing.assert_array_equal(model.user_factors_, overfitting(iterations=2).fit(TRAIN).user_factors_)
+    more = overfitting(iterations=5).fit(TRAIN, resume_from=tmp_path / "run")
+    np.testing.assert_array_equal(more.user_factors_, overfitting(iterations=5).fit(TRAIN).user_factors_)
     model.save(tmp_path / "model")
-    assert hmf.load(tmp_path / "model").n_iter_ == model.n_iter_
+    assert hmf.load(tmp_path / "model").n_iter_ == 2
 
 
 def test_a_callback_may_stop_earlier():

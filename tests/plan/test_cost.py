@@ -153,7 +153,8 @@ def test_more_work_is_never_predicted_to_be_faster(model, device, users, items, 
     more = min(int(nnz * times), users * items)
     assert seconds_of(model, device, shape, more, factors) >= base * slack
     assert seconds_of(model, device, shape, nnz, min(512, int(factors * (1 + times / 300)) + 1)) >= base * slack
-    assert seconds_of(model, device, (users * 2, items), nnz, factors) >= base * slack
+    # the same entries in more rows may take less: short rows take the dual form
+    assert seconds_of(model, device, (users * 2, items), 2 * nnz, factors) >= base * slack
 
 
 @LAWFUL

@@ -46,13 +46,13 @@ def spoil(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda path: path.write_text('{"format": 3, "identity'), "it is not JSON"),
+        (lambda path: path.write_text('{"format": 4, "identity'), "it is not JSON"),
         (lambda path: path.write_bytes(b"\xff\x00\x12"), "it is not JSON"),
         (lambda path: path.write_text(""), "it is not JSON"),
         (lambda path: path.write_text("[1, 2]"), "its format is None"),
-        (lambda path: path.write_text('{"format": 3}'), "'identity'"),
+        (lambda path: path.write_text('{"format": 4}'), "'identity'"),
         (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-        (spoil(format=1), "its format is 1, this version reads 3"),
+        (spoil(format=1), "its format is 1, this version reads 4"),
         (spoil(identity={"processor": "Z80"}), "other hardware or another version (processor 'Z80', not "),
         (spoil(identity={"cores": 1024}), "(cores 1024, not "),
         (spoil(identity={"instruction_set": "mmx"}), "(instruction_set 'mmx', not "),

@@ -52,7 +52,7 @@ def feasible(problem: Problem, gpus: int, memory: int) -> ScalePlan:
         raise
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(problems, gpu_counts, memories)
 def test_plans_fit_and_cover_everything(problem: Problem, gpus: int, memory: int) -> None:
     plan = feasible(problem, gpus, memory)
@@ -61,24 +61,24 @@ def test_plans_fit_and_cover_everything(problem: Problem, gpus: int, memory: int
         assert half.grid.size == gpus and half.gpus == gpus
         assert half.parts * -(-(sum(problem.shape) - problem.rows(side)) // half.parts) >= 1
         # every part of the fixed side has its turn, every part of the rows its wave
-        assert half.turns * half.grid.splits >= half.parts
+        assert half.fixed_parts * half.grid.splits >= half.parts
         assert half.waves * half.grid.groups >= half.batches
         assert half.total > 0 and all(seconds >= 0 for seconds in half.seconds.values())
     assert plan.seconds == sum(half.total for half in plan.halves.values())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(problems, gpu_counts, memories, st.floats(1, 50))
 def test_more_memory_is_never_slower(problem: Problem, gpus: int, memory: int, times: float) -> None:
     plan = feasible(problem, gpus, memory)
     more = plan_scale(problem, gpus, int(memory * times))
-    turns = {side: half.turns for side, half in plan.halves.items()}
+    turns = {side: half.fixed_parts for side, half in plan.halves.items()}
     # fewest turns come first, and in rare cases more of them would have been faster
-    if all(half.turns == turns[side] for side, half in more.halves.items()):
+    if all(half.fixed_parts == turns[side] for side, half in more.halves.items()):
         assert more.seconds <= plan.seconds * NEAR * 1.0001
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(
     problems, gpu_counts, memories, st.floats(1, 50), st.sampled_from(["device", "host"]),
     st.sampled_from(["device", "host"]), st.sampled_from(["user", "item"]), st.integers(0, 3),
@@ -113,7 +113,7 @@ def test_both_half_sweeps_have_the_same_buffers(memory: int, longest: int) -> No
     assert found
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(problems, gpu_counts, gpu_counts, memories)
 def test_the_same_plan_on_other_gpus(problem: Problem, gpus: int, others: int, memory: int) -> None:
     """Elasticity (cuMF 4.4): the parts stay, the waves change."""
@@ -127,14 +127,14 @@ def test_the_same_plan_on_other_gpus(problem: Problem, gpus: int, others: int, m
         assert half.parts == plan.halves[side].parts and half.grid.size == others
         assert half.batches >= plan.halves[side].batches
         assert half.resident == (plan.factors == "device")
-        assert half.turns == 1 if half.resident else half.turns * half.grid.splits >= half.parts
+        assert half.fixed_parts == 1 if half.resident else half.fixed_parts * half.grid.splits >= half.parts
     if plan.factors == "device":
         moved.check_served(others)
     same = plan.on(gpus)
     assert same.halves == plan.halves
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(problems, gpu_counts, gpu_counts, memories)
 def test_model_parallel_plans_are_served(problem: Problem, gpus: int, others: int, memory: int) -> None:
     try:
@@ -145,7 +145,7 @@ def test_model_parallel_plans_are_served(problem: Problem, gpus: int, others: in
     assert plan.bytes_per_gpu <= memory * (1 - HEADROOM)
     plan.check_served(gpus)
     for side, half in plan.halves.items():
-        assert half.grid == Grid(1, gpus) and half.turns == half.parts
+        assert half.grid == Grid(1, gpus) and half.fixed_parts == half.parts
         assert (plan.slab_rows(side) is None) == (plan.factors == "device")
     with contextlib.suppress(MemoryBudgetError):
         moved = plan.on(others)
@@ -160,7 +160,7 @@ def test_more_turns_where_they_leave_room_for_more_rows() -> None:
     """A wave loads the whole fixed side: few turns with few rows at a time would load it far more often."""
     plan = plan_scale(FACEBOOK, 4, host_bytes=10**13, model_parallel_only=True)
     half = plan.halves["item"]
-    assert (plan.ratings, plan.factors) == ("host", "host") and half.turns > 4
+    assert (plan.ratings, plan.factors) == ("host", "host") and half.fixed_parts > 4
     few = fewest_batches(FACEBOOK, H200, HalfPlan("item", 4, 1, 4, loads=3, splits=1), "host", "host", plan.memory)
     assert few is not None and few.waves > 2 * half.waves and few.total > 2 * half.total
 
@@ -170,8 +170,8 @@ def test_ranks_with_factors_on_the_host() -> None:
     plan = plan_host_ranks(HUGEWIKI, 1, 10 * 10**9, "host", 4 << 20)
     assert plan is not None and plan.bytes_per_gpu <= plan.memory
     users, items = plan.halves["user"], plan.halves["item"]
-    assert users.turns == 1 and plan.slab("user") <= 4 << 20
-    assert items.turns > 1 and plan.slab("item") > 4 << 20
+    assert users.fixed_parts == 1 and plan.slab("user") <= 4 << 20
+    assert items.fixed_parts > 1 and plan.slab("item") > 4 << 20
     stored = plan_host_ranks(HUGEWIKI, 1, 10 * 10**9, "disk", 8 << 20)
     assert stored is not None and stored.slab("item") <= 8 << 20
     assert plan_host_ranks(HUGEWIKI, 1, 10**6, "host", 4 << 20) is None
@@ -197,7 +197,7 @@ def test_fewer_gpus_take_more_waves() -> None:
     fewer = plan.on(2)
     for side in ("user", "item"):
         old, new = plan.halves[side], fewer.halves[side]  # type: ignore[index]
-        assert new.waves * new.turns > old.waves * old.turns
+        assert new.waves * new.fixed_parts > old.waves * old.fixed_parts
     assert fewer.seconds > plan.seconds
     assert plan.on(8).seconds < plan.seconds
 

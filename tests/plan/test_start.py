@@ -94,7 +94,7 @@ def test_a_side_that_is_not_drawn() -> None:
     assert not state.item.matrix.any() and state.user.matrix.any()
 
 
-@pytest.mark.parametrize("solver", ["cholesky", "cg"])
+@pytest.mark.parametrize("solver", ["cholesky", "cg", "subspace"])
 def test_als_draws_the_users_alone(monkeypatch: pytest.MonkeyPatch, solver: str) -> None:
     """Items are solved first: what the first half sweep overwrites is not drawn."""
     drawn: list[str] = []
@@ -103,6 +103,8 @@ def test_als_draws_the_users_alone(monkeypatch: pytest.MonkeyPatch, solver: str)
     matrix = hmf.datasets.synthetic("ml-1m", scale=0.01).user_items
     hmf.ImplicitALS(4, iterations=2, solver=solver, device="cpu", random_state=0).fit(matrix)
     assert drawn == ["user"]
+    hmf.ExplicitALS(4, iterations=2, solver=solver, device="cpu", random_state=0).fit(matrix)
+    assert sorted(drawn[1:]) == (["item", "user"] if solver == "subspace" else ["user"])
 
 
 def test_seeds() -> None:

@@ -45,6 +45,7 @@ from hybridmf.ranks.reduction import Reduction, RootReduction, TwoPhaseReduction
 from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
+from support.marks import exhaustive
 from support.ranks import MODELS, Machine, assert_close, both, changed, entries, no_loaders, parts, sweeps, workers_on
 from support.ratings import planted
 
@@ -179,8 +180,14 @@ def test_popular_rows_first_make_batches_of_even_size(grid: tuple[int, int], gpu
 # ------------------------------------------------------------------------------------------------------------ factors
 
 
-@pytest.mark.parametrize("grid", [(2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        *((name, (2, 2)) for name in MODELS),
+        *(("implicit", grid) for grid in ((2, 1), (4, 1))),
+        *(exhaustive(name, grid) for name in MODELS for grid in ((2, 1), (4, 1)) if name != "implicit"),
+    ],
+)
 def test_the_bits_are_those_of_ratings_on_the_gpus(name: str, grid: tuple[int, int], gpus: Machine) -> None:
     names, grids = gpus(grid[0] * grid[1]), both(grid)
     arguments = changed(parts(name, names, MATRIX), segment=17, batch_slots=60)

@@ -41,6 +41,7 @@ from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
 from support.host_factors import partitioned
+from support.marks import exhaustive
 from support.ranks import MODELS, Machine, entries, no_loaders, workers_on
 from support.ranks import parts as solver_parts
 from support.ratings import planted
@@ -292,7 +293,7 @@ def test_partitions_that_no_fit_serves(gpus: Machine) -> None:
             multi(MATRIX, gpus(2), changed)
 
 
-@pytest.mark.parametrize("name", ["implicit", "biases", "implicit cg"])
+@pytest.mark.parametrize("name", ["implicit", "biases", exhaustive("implicit cg")])
 def test_factors_stay_on_the_host(name: str, gpus: Machine, store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     names = gpus(2)
     alone = fitted(name, MATRIX, "cuda")
@@ -304,7 +305,7 @@ def test_factors_stay_on_the_host(name: str, gpus: Machine, store: hmf.Store, mo
         plan = model.plan_
         assert plan.factors_on_host and plan.scale is not None and "they stay in the memory of the host" in str(plan)
         assert plan.streamed == ("host" if free is None else "disk")
-        assert all(half.turns == 1 for half in plan.scale.halves.values())
+        assert all(half.fixed_parts == 1 for half in plan.scale.halves.values())
         np.testing.assert_array_equal(model.user_factors, alone.user_factors)
         np.testing.assert_array_equal(model.item_factors, alone.item_factors)
         assert model.history_[-1]["objective"] == pytest.approx(alone.history_[-1]["objective"], rel=1e-6)
@@ -316,7 +317,7 @@ def test_parts_of_a_fixed_side_take_turns(gpus: Machine) -> None:
     names, problem = gpus(4), Problem(MATRIX.shape, MATRIX.nnz, 7)
     partition = plan_scale(problem, 4, 4_000, model_parallel_only=True)
     assert partition.factors == partition.ratings == "host"
-    assert partition.halves["item"].turns > 1 and partition.halves["item"].grid == Grid(1, 4)
+    assert partition.halves["item"].fixed_parts > 1 and partition.halves["item"].grid == Grid(1, 4)
     factors = []
     for count in (4, 2, 1):
         moved = replace(partition, memory=10_000).on(count)

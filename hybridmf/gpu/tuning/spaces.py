@@ -342,10 +342,10 @@ def _fused_builds(facts: Facts, config: FusedConfig) -> list[Build]:
 def _fused_programs(facts: Facts, config: FusedConfig, implicit: bool, offsets: bool) -> list[Build]:
     constants = fused.build_constants(config, facts["precision"], facts["solver"], implicit, offsets)
     kernels = ["assemble_segments"]
-    if not config.solved_apart:
-        kernels += ["solve_partials", "solve_rows"]
-    elif facts["solver"] != "cholesky":
+    if not config.solved_by_sums(facts["solver"]):
         kernels += ["solve_partials"]
+    if not config.solved_apart:
+        kernels += ["solve_rows"]
     return [("fused_als.cu", kernel, constants) for kernel in kernels]
 
 

@@ -22,8 +22,9 @@ constexpr size_t STACK = 256 * 1024;
 struct Group {  // lanes of a warp that exchange values
     int arrived = 0;
     unsigned generation = 0;
-    unsigned char slots[2][32][64];
 };
+
+using Slots = unsigned char[2][32 * 64];  // the values of the lanes, one after another
 
 struct Barrier {
     int arrived = 0;
@@ -43,6 +44,7 @@ std::vector<Fiber> fibers;
 Fiber* current = nullptr;
 int alive = 0;
 std::vector<Group> groups;
+std::unique_ptr<Slots[]> slots(new Slots[1024]);  // one for each group
 Barrier barriers[16];
 void (*body)(void**) = nullptr;
 void** values = nullptr;
@@ -117,9 +119,11 @@ void barrier(int id, int expected) {
 void exchange(unsigned mask, const void* value, size_t size, void* all) {
     const int lane = linear % 32;
     if (!(mask >> lane & 1)) { std::fprintf(stderr, "emulator: lane %d is not in mask %08x\n", lane, mask); std::abort(); }
-    Group& g = groups[linear / 32 * 32 + __builtin_ctz(mask)];
+    const int number = linear / 32 * 32 + __builtin_ctz(mask);
+    Group& g = groups[number];
     const unsigned generation = g.generation;
-    std::memcpy(g.slots[generation & 1][lane], value, size);
+    unsigned char* values = slots[number][generation & 1];
+    std::memcpy(values + lane * size, value, size);
     g.arrived++;
     long spins = 0;
     while (g.generation == generation) {
@@ -131,11 +135,9 @@ void exchange(unsigned mask, const void* value, size_t size, void* all) {
         yield();
         if (++spins > 50000000L) { std::fprintf(stderr, "emulator: deadlock in a warp\n"); std::abort(); }
     }
-    for (int other = 0; other < 32; other++) {
-        char* target = static_cast<char*>(all) + other * size;
-        if (mask >> other & 1) std::memcpy(target, g.slots[generation & 1][other], size);
-        else std::memset(target, 0, size);
-    }
+    std::memcpy(all, values, 32 * size);
+    for (unsigned others = ~mask; others; others &= others - 1)
+        std::memset(static_cast<char*>(all) + __builtin_ctz(others) * size, 0, size);
 }
 
 void run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void (*body_)(void**), void** values_) {
@@ -168,10 +170,21 @@ void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     }
 }
 
+// The value of each float16: a conversion is a call where the compiler may not assume that the processor has it.
+const struct Halves {
+    float values[1 << 16];
+    Halves() {
+        for (unsigned bits = 0; bits < 1 << 16; bits++) values[bits] = from_16bit(bits, false);
+    }
+} halves;
+
 template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
     const int lane = linear % 32;
-    auto half = [](unsigned bits, int k) { return double(from_16bit(bits >> 16 * (k % 2) & 0xffffu, BF16)); };
+    auto half = [](unsigned bits, int k) {
+        bits = bits >> 16 * (k % 2) & 0xffffu;
+        return double(BF16 ? __uint_as_float(bits << 16) : halves.values[bits]);
+    };
     for (int q = 0; q < 4; q++) {
         const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
         double sum = 0;

@@ -1,0 +1,57 @@
+"""Where the plan takes the dual form, and what it predicts for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import hybridmf as hmf
+from hybridmf.plan.cost import cost_of
+from hybridmf.plan.row_forms import DUAL_SHARE, dual_up_to
+from support.cost_model import H200, built_in, plan_of
+
+SHOP = {"shape": (100_000, 60_000), "nnz": 800_000}
+DENSE = {"shape": (6000, 4000), "nnz": 5_000_000}
+
+
+def plan(model: Any = hmf.ImplicitALS, sizes: Any = None, **options: Any) -> Any:
+    return plan_of(model(64, device="cpu", **options), **(SHOP if sizes is None else sizes))
+
+
+def test_short_rows_take_the_dual_form() -> None:
+    for model in (hmf.ImplicitALS, hmf.ExplicitALS):
+        auto = plan(model)
+        assert auto.dual_sides == ("user", "item")
+        assert dual_up_to(auto, "user") == int(DUAL_SHARE * auto.rank)
+        assert dual_up_to(plan(model, row_form="dual"), "item") == auto.rank
+        assert dual_up_to(plan(model, row_form="primal"), "item") == 0
+        for other in ({"solver": "cg"}, {"assembly": "bals"}):
+            assert dual_up_to(plan(model, **other), "user") == 0
+
+
+def test_a_basis_is_changed_where_that_pays() -> None:
+    assert plan(sizes=DENSE).dual_sides == ()
+    assert plan(hmf.ExplicitALS, sizes=DENSE).dual_sides == ("user", "item")  # needs no change of basis
+    few_items = plan(sizes={"shape": (1_000_000, 500), "nnz": 5_000_000})
+    assert few_items.dual_sides == ("user",)
+
+
+def test_the_prediction_knows_the_cheaper_rows() -> None:
+    for model in (hmf.ImplicitALS, hmf.ExplicitALS):
+        seconds = {form: cost_of(plan(model, row_form=form), built_in()).iteration for form in ("auto", "primal")}
+        assert 1.5 < seconds["primal"] / seconds["auto"] < 10
+
+
+def test_memory_counts_the_fixed_side_in_another_basis() -> None:
+    primal, auto = plan(row_form="primal").bytes, plan().bytes
+    assert auto["basis"] == 100_000 * 64 * 4
+    assert sum(auto.values()) - sum(primal.values()) == auto["basis"]
+    assert "basis" not in plan(hmf.ExplicitALS).bytes
+
+
+def test_a_gpu_refuses_the_dual_form() -> None:
+    for device in ("cuda", ["cuda:0", "cuda:1"]):
+        with pytest.raises(ValueError, match=r'row_form="dual" runs on the CPU only.*row_form="auto"'):
+            plan_of(hmf.ImplicitALS(64, device=device, row_form="dual"), H200, **SHOP)
+        assert plan_of(hmf.ImplicitALS(64, device=device), H200, **SHOP).dual_sides == ()
