@@ -132,6 +132,7 @@ __device__ __forceinline__ void factor_block(const Tile (&tiles)[SLOTS], const S
 #pragma unroll
     for (int c = 0; c < BLOCK / 2; c++) y += row[c] * __shfl_sync(FULL_WARP, value, c + part * (BLOCK / 2));
     y += __shfl_xor_sync(FULL_WARP, y, BLOCK);
+    __syncwarp();  // all have read b
     if (part == 0) memory.rhs()[p * BLOCK + n] = y;
 }
 
@@ -237,6 +238,7 @@ __device__ __forceinline__ void substitute_back(const Tile (&tiles)[SLOTS], cons
 #pragma unroll
     for (int n = 0; n < BLOCK / 2; n++) x += column[n * INVERSE_STRIDE] * __shfl_sync(FULL_WARP, value, n + part * (BLOCK / 2));
     x += __shfl_xor_sync(FULL_WARP, x, BLOCK);
+    __syncwarp();  // all have read b
     if (part == 0) memory.rhs()[p * BLOCK + c] = x;
     const float low = __shfl_sync(FULL_WARP, x, lane / 4), high = __shfl_sync(FULL_WARP, x, lane / 4 + 8);
     const bool second_half = lane & 16, odd = lane & 8;

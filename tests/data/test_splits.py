@@ -7,7 +7,6 @@ import pickle
 
 import numpy as np
 import pandas as pd
-import polars as pl
 import pytest
 import scipy.sparse as sp
 from sklearn.model_selection import GridSearchCV, KFold
@@ -18,6 +17,8 @@ from hybridmf.errors import DuplicateEntriesError, RatingsError
 from support.messages import says
 from support.ratings import planted
 from support.reading import read, triplets, write
+
+pl = pytest.importorskip("polars")
 
 # ---------------------------------------------------------------------------------------------------------- timestamps
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import narwhals as nw
 import numpy as np
-import polars as pl
 import pytest
 import scipy.sparse as sp
 from sklearn.model_selection import KFold, cross_val_score
@@ -15,6 +14,8 @@ from hybridmf.errors import DuplicateEntriesError, RatingsError
 from support.messages import says
 from support.ratings import planted
 from support.reading import assert_canonical, triplets
+
+pl = pytest.importorskip("polars")
 
 USERS, ITEMS, VALUES, TIMES = list("abacb"), list("xxyzz"), [5, 3, 4, 1, 2], [10, 20, 30, 40, 50]
 

@@ -288,11 +288,11 @@ def test_a_system_that_cannot_be_solved_is_named_by_its_row(gpu):
     one_entry = sp.csr_array(([1.0], ([0], [3])), shape=(1, 30))  # for seven unknowns
     matrix = sp.vstack([MATRIX[:41], one_entry, MATRIX[42:]], format="csr")
     for parts in (1, 3):
-        host = solver("explicit", gpu, parts, 4, matrix, regularization=0.0)
-        before = host.inward["user"]
-        with pytest.raises(NotPositiveDefiniteError, match="of user 41 are"):
-            host.update("user")
-        assert host.inward["user"] is before and no_threads()
+        host = solver("explicit", gpu, parts, 4, matrix.T.tocsr(), regularization=0.0)  # users' factors are drawn
+        before = host.inward["item"]
+        with pytest.raises(NotPositiveDefiniteError, match="of item 41 are"):
+            host.update("item")
+        assert host.inward["item"] is before and no_threads()
 
 
 def test_an_altered_slab_leaves_the_half_sweep_before_it(gpu, store, monkeypatch):

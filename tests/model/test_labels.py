@@ -5,7 +5,6 @@ from __future__ import annotations
 import narwhals as nw
 import numpy as np
 import pandas as pd
-import polars as pl
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
@@ -19,6 +18,8 @@ from hybridmf.model import tables
 from support.messages import says
 from support.ratings import planted
 from support.served_models import EMPTY_USER, N_ITEMS, M, fitted, labelled, make
+
+pl = pytest.importorskip("polars")
 
 
 @pytest.fixture(scope="module")
