@@ -81,7 +81,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
     "--bias-regularization", type=float, metavar="LAMBDA_B",
     help="Penalty of squared biases (explicit only); 0: none.  [default: Lambda / std of the ratings]",
 )  # fmt: skip
-@click.option("--iterations", type=int, help="Full sweeps.  [default: 15 explicit, 10 implicit]")
+@click.option("--iterations", type=int, help="Full sweeps.  [default: 15 explicit, 10 implicit, 20 sgd]")
 @click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")
 @click.option("--cg-steps", type=int, help="Steps of --solver cg.  [default: 3]")
 @click.option("--block-size", type=int, help="Coordinates in a block of --solver subspace.  [default: 32]")
@@ -175,13 +175,14 @@ def command(
     if test is not None:
         say(f"Held out {test.nnz:,} ratings, training on {train.nnz:,}.")
     elif test_file is not None:
-        test = read_ratings(test_file, where, **options)
+        test = read_ratings(test_file, where, show_progress=not quiet, **options)
         say(f"Read {test_file}: {test.nnz:,} ratings to evaluate on.")
     if share is not None:
         train, watching["validation"] = split(train, share, **held)
         say(f"Held out {watching['validation'].nnz:,} ratings for validation, training on {train.nnz:,}.")
     elif validation is not None:
-        watching |= {"validation": read_ratings(validation, where, **options), "unknown": "drop"}
+        held_out = read_ratings(validation, where, show_progress=not quiet, **options)
+        watching |= {"validation": held_out, "unknown": "drop"}
     say(f"\nPlan\n{textwrap.indent(str(plan(train, model)), '  ')}\n")
     if resume:
         say(f"Going on from {checkpoint}.\n" if "resume_from" in saving else f"No checkpoint in {checkpoint} yet.\n")

@@ -11,6 +11,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,16 @@ def label_chunks(
         yield None
 
 
+def time_chunks(layout: TextLayout, place: int, dates: bool, size: int = BLOCK_BYTES) -> Iterator[np.ndarray | None]:
+    """One column of `size` bytes after others: numbers (float64) or dates (datetime64); None to decline."""
+    alone = replace(layout, user=place, item=place, value=place)
+    try:
+        for table in _tables(alone, size, integers=False, dates=dates):
+            yield table[place].to_numpy() if dates else _values(table, alone)
+    except _DECLINED:
+        yield None
+
+
 def _values(table: dict[int, Any], layout: TextLayout) -> np.ndarray:
     if layout.value is None:
         return np.ones(len(table[layout.user]))
@@ -93,7 +104,7 @@ def _codes(column: Any, table: dict[str, int]) -> np.ndarray:
 # -------------------------------------------------------------------------------------------------------------- blocks
 
 
-def _tables(layout: TextLayout, size: int, *, integers: bool) -> Iterator[dict[int, Any]]:
+def _tables(layout: TextLayout, size: int, *, integers: bool, dates: bool = False) -> Iterator[dict[int, Any]]:
     """Columns of users, items and values, by their places, of each block of whole lines below the header."""
     if layout.encoding != "utf-8-sig" or os.path.getsize(layout.path) < SMALLEST:
         raise _Irregular
@@ -108,7 +119,7 @@ def _tables(layout: TextLayout, size: int, *, integers: bool) -> Iterator[dict[i
                 content, delimiter = _one_byte_delimiter(content, layout.separator)
                 if integers and not spelled_plainly(content, delimiter):
                     raise _Irregular
-                yield _parse(content, delimiter, layout, integers)
+                yield _parse(content, delimiter, layout, integers, dates)
 
 
 def _blocks(stream: Any, size: int) -> Iterator[bytes]:
@@ -184,14 +195,14 @@ def _blank_of(block: bytes) -> bytes:
     return blank
 
 
-def _parse(block: bytes, delimiter: bytes, layout: TextLayout, integers: bool) -> dict[int, Any]:
+def _parse(block: bytes, delimiter: bytes, layout: TextLayout, integers: bool, dates: bool) -> dict[int, Any]:
     try:
         import pyarrow as pa
         from pyarrow import csv as arrow_csv
     except ImportError as error:
         raise _Irregular from error
     ids = pa.int64() if integers else pa.dictionary(pa.int32(), pa.string())
-    kinds = {layout.user: ids, layout.item: ids, layout.value: pa.float64()}
+    kinds = {layout.user: ids, layout.item: ids, layout.value: pa.timestamp("ns") if dates else pa.float64()}
     used = {place: str(place) for place in range(layout.n_fields) if place in kinds}
     try:
         table = arrow_csv.read_csv(

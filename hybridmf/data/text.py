@@ -286,37 +286,48 @@ def read_text(layout: TextLayout, show_progress: bool = False) -> Entries:
     with reading_progress(layout.path, show_progress) as on_read:
         watched = replace(layout, on_read=on_read)
         (users, user_ids), (items, item_ids), values = _read_regular(watched) or _read_any(watched)
-    if not len(users):
-        raise RatingsError(f"{layout.path} holds no ratings, only a header")
+        if not len(users):
+            raise RatingsError(f"{layout.path} holds no ratings, only a header")
+        times = None if layout.columns.time is None else _read_times(watched, layout.columns.time)
 
     shape = (len(user_ids), len(item_ids))
     where = functools.partial(lines_of, layout)
-    times = None if layout.columns.time is None else _read_times(layout, layout.columns.time)
     return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where, times)
 
 
 def _read_times(layout: TextLayout, place: int) -> np.ndarray:
-    """Times of all entries: numbers as fast as values are read, dates line by line.
+    """Times of all entries.
 
     Raises
     ------
     RatingsError
     """
-    if layout.integer_ids:
-        alone = replace(layout, user=place, item=place, value=place)
-        found = _join(arrow_text.integer_chunks(alone)) or _join(integer_chunks(alone))
-    else:
-        found = _join(arrow_text.label_chunks(replace(layout, value=place), {}, {}))
-    if found is not None:
-        return as_times(found[2])
-    fields = [row[place].strip() for _, row in _records(layout)]
+    numbers = _join_column(arrow_text.time_chunks(layout, place, dates=False))
+    if numbers is None and layout.integer_ids:
+        found = _join(integer_chunks(replace(layout, user=place, item=place, value=place)))
+        numbers = None if found is None else found[2]
+    if numbers is not None:
+        return as_times(numbers)
+    dates = _join_column(arrow_text.time_chunks(layout, place, dates=True))
+    if dates is not None:
+        return as_times(dates)
     try:
-        return parse_times(fields)
+        return parse_times([row[place].strip() for _, row in _records(layout)])
     except ValueError as error:
         raise RatingsError(
             f"{layout.path}, column {place} (timestamp) is neither numbers nor dates as 2026-11-23T12:00:00 ({error}); "
             "timestamp=None leaves it out"
         ) from error
+
+
+def _join_column(chunks: Iterator[np.ndarray | None]) -> np.ndarray | None:
+    """All chunks in one; None if there are none, or as soon as one is None."""
+    parts = []
+    for chunk in chunks:
+        if chunk is None:
+            return None
+        parts.append(chunk)
+    return np.concatenate(parts) if parts else None
 
 
 def read_fields(layout: TextLayout, place: int) -> np.ndarray:

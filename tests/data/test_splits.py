@@ -12,7 +12,7 @@ import scipy.sparse as sp
 from sklearn.model_selection import GridSearchCV, KFold
 
 import hybridmf as hmf
-from hybridmf.data import arrow_text
+from hybridmf.data import arrow_text, text
 from hybridmf.errors import DuplicateEntriesError, RatingsError
 from support.messages import says
 from support.ratings import planted
@@ -66,9 +66,22 @@ def test_fast_and_slow_readers_keep_the_same_times(tmp_path, monkeypatch, label)
     )
 
 
+@pytest.mark.parametrize("form", ["{date}", "{date}T{clock}", "{date} {clock}.25", "{date}T{clock}Z", " {date}"])
+def test_fast_and_slow_readers_keep_the_same_dates(tmp_path, monkeypatch, form):
+    rows = [f"{k},{k},1,{form.format(date=f'2024-02-{k + 1:02d}', clock=f'10:00:{k:02d}')}" for k in range(29)]
+    path = write(tmp_path, "user,item,rating,timestamp\n" + "\n".join(rows) + "\n")
+    slow = hmf.Ratings.from_file(path).timestamps
+    monkeypatch.setattr(arrow_text, "SMALLEST", 1)
+    if form.strip("Z ") == form:  # pyarrow takes neither zones nor blanks
+        monkeypatch.setattr(text, "_records", None)
+    fast = hmf.Ratings.from_file(path).timestamps
+    assert slow is not None and fast.dtype == slow.dtype
+    np.testing.assert_array_equal(fast, slow)
+
+
 def test_dates_are_times(tmp_path):
-    text = "user,item,date\na,x,2024-01-02\nb,y,2024-01-03T10:00:00\n"
-    ratings = read(tmp_path, text)
+    dates = "user,item,date\na,x,2024-01-02\nb,y,2024-01-03T10:00:00\n"
+    ratings = read(tmp_path, dates)
     assert times(ratings)["b", "y"] == np.datetime64("2024-01-03T10:00:00")
     unclear = "user,item,date\na,x,May 4\nb,y,May 5\n"
     assert read(tmp_path, unclear).timestamps is None
