@@ -453,7 +453,10 @@ class HalfSweep(GpuHalf):
                 precision = "float32_wide"
             else:
                 scale = fused.entry_scale(rows.largest, largest)
-        return fused.FusedKernels(device, self._config, precision, plan.solver, self.epsilon, plan.cg_steps, scale)
+        kernels = fused.FusedKernels(device, self._config, precision, plan.solver, self.epsilon, plan.cg_steps, scale)
+        if precision != plan.precision:  # known only now, from the range of the factors
+            device.compile_ahead(kernels.programs(plan.feedback == "implicit", self.objective.biases))
+        return kernels
 
     @functools.cached_property
     def _config(self) -> FusedConfig:

@@ -227,7 +227,7 @@ class GpuRates:
 
     multiprocessors: int = 132
     assembly: Curve = ((32, 3.0e13), (64, 4.8e13), (100, 4.6e13), (128, 5.5e13))
-    solve: Curve = ((32, 3.5e12), (64, 6.4e12), (100, 5.6e12), (128, 7.7e12), (256, 1.46e13), (512, 1.8e13))
+    solve: Curve = ((32, 3.5e12), (64, 6.4e12), (100, 5.6e12), (128, 5.3e12), (256, 1.46e13), (512, 1.8e13))
     cg: float = 3.4e12
     cg_step: float = 1.0e-9
     published: dict[str, Curve] = field(

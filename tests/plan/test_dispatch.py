@@ -41,7 +41,7 @@ def test_auto_takes_what_is_predicted_to_be_done_first(caplog):
 
 def test_compiled_kernels_and_more_iterations_turn_the_choice(tmp_path):
     sizes = {"shape": (138_493, 27_278), "nnz": 20_000_263}
-    model = hmf.ImplicitALS(64, num_threads=16, iterations=15)
+    model = hmf.ImplicitALS(64, num_threads=16, iterations=6)
     assert plan_of(model, H200, **sizes).device == "cpu"
     assert plan_of(hmf.ImplicitALS(64, num_threads=16, iterations=200), H200, **sizes).device == "cuda:0"
     on_gpu = plan_of(hmf.ImplicitALS(64, num_threads=16, device="cuda"), H200, **sizes)
