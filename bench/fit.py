@@ -3,6 +3,7 @@
     python bench/fit.py                               every case with up to 5e7 entries, without CPU fits of large ones
     python bench/fit.py --profile full                all cases, on every device
     python bench/fit.py --case ml20m --devices cpu,cuda,cuda:0+cuda:1 --no-rivals
+    python bench/fit.py --plot docs/_static/whole-fits.svg   draws the recorded warm fits, measures nothing
 
 A case is a shape, a feedback, a rank and a number of iterations (`CASES`). For each device it is fitted once to warm up
 ("first") and then `--repeats` times; the median fit is recorded with its `timings_`, the share of its wall time that
@@ -30,8 +31,9 @@ import click
 import numpy as np
 import rivals
 import scipy.sparse as sp
-from common import median, record
+from common import RESULTS, median, record
 from fit_data import Split, draw
+from paper_common import figure
 
 import hybridmf as hmf
 from hybridmf.core.objective import Factors, State
@@ -316,6 +318,27 @@ def report(case: Case, what: str, result: dict[str, Any], common: dict[str, Any]
     record("fit", {"bench": "fit", "what": what} | asdict(case) | common | result)
 
 
+def draw_fits(path: Path) -> None:
+    """Seconds from a matrix to a model: the newest line of each warm fit, one bar each, on a logarithmic axis."""
+    newest: dict[tuple[str, str], float] = {}
+    for text in (RESULTS / "fit.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if "cold" not in line["what"]:
+            case = Case(*(line[name] for name in ("shape", "feedback", "factors", "iterations")))
+            newest[case.name, line["what"]] = line["seconds"]
+    bars = [(f"{case.name}\n{what}", seconds) for case in CASES for (name, what), seconds in newest.items()
+            if name == case.name]  # fmt: skip
+    with figure(path, 8.0, 0.55 + 0.42 * len(bars)) as drawing:
+        axes = drawing.subplots()
+        labels, seconds = zip(*reversed(bars), strict=True)
+        ours = ["#2b6cb0" if "hybridmf" in label else "#a0aec0" for label in labels]
+        axes.barh(labels, seconds, color=ours)
+        axes.bar_label(axes.containers[0], [f" {each:.2g} s" for each in seconds])
+        axes.set_xscale("log")
+        axes.set_xlim(0.02, 3 * max(seconds))
+        axes.set_xlabel("seconds from a SciPy matrix to a model, warm; one H200 and 16 cores")
+
+
 @click.command()
 @click.option("--profile", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
 @click.option("--case", "wanted", default="", help="Shapes, separated by commas; default: those of the profile.")
@@ -325,11 +348,15 @@ def report(case: Case, what: str, result: dict[str, Any], common: dict[str, Any]
 @click.option("--rivals/--no-rivals", "with_rivals", default=True, show_default=True)
 @click.option("--cold/--no-cold", "with_cold", default=True, show_default=True)
 @click.option("--budget", type=float, help="Seconds after which no further case begins.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the recorded fits into this SVG file, and stop.")
 def main(
     profile: str, wanted: str, feedback: str, devices: str, repeats: int, with_rivals: bool, with_cold: bool,
-    budget: float | None,
+    budget: float | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Whole fits by part, beside other libraries."""
+    if plot is not None:
+        draw_fits(plot)
+        return
     started = time.perf_counter()
     given = [each.split("+") if "+" in each else each for each in devices.split(",")] if devices else devices_here()
     for case in CASES:
