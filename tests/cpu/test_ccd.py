@@ -648,7 +648,7 @@ def test_auto_takes_the_gpu_where_it_is_worth_it(caplog):
     assert plan_of(None, 99_072_112).device == "cpu"
     assert plan_of(GPU, 99_072_112).device == "cuda:0"
     with caplog.at_level(logging.INFO, "hybridmf"):
-        small = plan_of(GPU, 100_000)
+        small = plan_of(GPU, 10_000)
     assert small.device == "cpu" and small.gpu is None
     assert "of them set-up (H200 was found)" in small.reason and "chose the CPU" in caplog.text
     assert plan_of(GPU, 100_000, "cuda").device == "cuda:0"

@@ -274,7 +274,8 @@ def test_real_ratings_are_entries(data_dir):
             assert are_entries(rows)
 
 
-@settings(max_examples=60, deadline=None)
+# a law of chance, which one of a thousand small matrices breaks: the same examples each time
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.integers(1, 300), st.integers(2, 4), st.sampled_from([2, 6, 11, 101]), st.floats(0.05, 1), st.integers(0, 2**31)
 )

@@ -98,6 +98,13 @@ def builds_for(architecture: int, ranks: Sequence[int] | None) -> Iterator[tuple
             yield from builds_of(module, spec, ranks)
 
 
+def large_systems(architecture: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The build of the kernel that only the largest ranks have, where tensor cores are."""
+    for build in builds_of(fused, SPECS[architecture], (128,)) if architecture >= 80 else ():
+        if build[0] == "cholesky_sums.cu":
+            yield build
+
+
 def one_of_each_kernel(builds: Iterable[tuple[str, str, dict[str, Any]]]) -> list[tuple[str, str, dict[str, Any]]]:
     """The first build of each kernel and type of number (their code differs most)."""
     first: dict[Any, tuple[str, str, dict[str, Any]]] = {}
@@ -134,7 +141,7 @@ def programs() -> list[Program]:
         elif architecture == 90:
             builds = [build for build in builds_for(architecture, USUAL_RANKS) if of_each_run(build[2])]
         else:
-            builds = one_of_each_kernel(builds_for(architecture, (64,)))
+            builds = one_of_each_kernel([*builds_for(architecture, (64,)), *large_systems(architecture)])
         if architecture == 90:
             builds += shipped_builds()
         chosen += [Program(file, constant_texts(constants), architecture) for file, _, constants in builds]

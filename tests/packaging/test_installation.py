@@ -125,6 +125,7 @@ def test_a_short_fit_by_auto_starts_no_gpu(tmp_path):
 
 
 def test_output_containers_need_no_import_of_the_program(tmp_path):
+    pytest.importorskip("pandas")
     code = f"{ML_100K}print(type(model.set_output(transform='pandas').fit_transform(matrix)).__name__)"
     result = run_python("-c", code, cwd=tmp_path)
     assert result.stdout.splitlines() == ["DataFrame"], result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -32,4 +33,5 @@ def test_laws_of_processes_and_a_kill(tmp_path):
         checks, seconds, error = (tmp_path / str(rank)).read_text().split(maxsplit=2)
         assert int(checks) > 80
         assert float(seconds) < 30
-        assert error == "rank 1 ended without closing its communicator (was it killed?)"
+        # or of the other survivor, whose error has ended it in the meantime
+        assert re.fullmatch(r"rank [012] ended without closing its communicator \(was it killed\?\)", error)
