@@ -2,7 +2,7 @@
 
 Parameters, cloning and pickling need none of it. All else that scikit-learn's base classes offer (metadata routing,
 HTML representations, output containers) is theirs: an estimator borrows it once the program has imported scikit-learn,
-without which nobody can ask for it.
+as a program that uses it does.
 """
 
 from __future__ import annotations

@@ -436,7 +436,7 @@ def test_kernels_are_compiled_ahead(
     monkeypatch.setattr(module, "RawModule", slow)
     monkeypatch.setattr(devices, "LONG_COMPILATION", 0)
     device.compile_ahead(programs)
-    assert not module.compiled  # nobody has waited
+    assert not module.compiled  # the call has not waited
     threading.Timer(0.05, may_go.set).start()
     with caplog.at_level("INFO", "hybridmf"):
         kernels = [device.kernel(*each) for each in programs]
