@@ -16,12 +16,19 @@ from .options import check_folder, debug_option, examples, output_option
 @click.command(
     "tune",
     epilog=examples(
-        "hybridmf tune", "hybridmf tune --kernel fused --factors 50,80 --budget 60", "hybridmf tune --calibrate"
+        "hybridmf tune",
+        "hybridmf tune --kernel fused --factors 50,80 --budget 60",
+        "hybridmf tune --calibrate",
+        "hybridmf tune --compile --factors 64",
     ),
 )
 @click.option(
     "--calibrate", is_flag=True, help="Measure this machine for the cost model instead; a minute or two with a GPU."
 )
+@click.option(
+    "--compile", "compile_only", is_flag=True,
+    help="Compile the kernels of ALS for --factors instead, once per machine, so that no fit waits for it.",
+)  # fmt: skip
 @click.option(
     "--kernel", "kernels", multiple=True, metavar="NAME", help="Only this kernel; repeatable.  [default: all]"
 )
@@ -33,16 +40,23 @@ from .options import check_folder, debug_option, examples, output_option
 @click.option("--lines", type=click.Path(dir_okay=False), callback=check_folder, help="Append all measurements there.")
 @click.option("--plot", type=click.Path(file_okay=False), help="Folder for plots of them (needs matplotlib).")
 @debug_option
-def command(calibrate: bool, **options: Any) -> None:
+def command(calibrate: bool, compile_only: bool, **options: Any) -> None:
     """Measure this machine and keep what is found in the user's cache directory.
 
     Finds the fastest configuration of each kernel on this machine's GPU, for all fits that follow: each is compiled,
     its answer checked, and timed. What is found is kept even if the command is interrupted.
 
     With --calibrate: the rates of cores and GPU by which device="auto" picks the device of each fit.
+
+    With --compile: nothing is measured. Fits and recommendations with these numbers of factors find their kernels on
+    disk, in CuPy's cache (CUPY_CACHE_DIR), as on a fresh machine or in the image of a container.
     """
+    if calibrate and compile_only:
+        raise click.UsageError("--calibrate and --compile are two tasks; give one of them")
     if calibrate:
         _run_calibration()
+    elif compile_only:
+        _compile(_ranks(options["factors"]))
     else:
         _run_tuning(**options)
 
@@ -53,6 +67,12 @@ def _run_calibration() -> None:
 
     machine, path = calibrate_and_save(lambda text: click.echo(text, err=True))
     click.echo(f"{constants_text(machine)}\nkept in {path}")
+
+
+def _compile(ranks: list[int]) -> None:
+    from ..tools.prepare import compile_kernels
+
+    compile_kernels(ranks, click.echo)
 
 
 def _run_tuning(

@@ -510,15 +510,19 @@ class HalfSweep(GpuHalf):
         return segment_losses(self, users, items, mean, loss_segments(self))
 
 
-def programs_of(device: Device, plan: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Arguments of `Device.kernel` for the kernels of this library that a fit of a plan needs first."""
+def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Arguments of `Device.kernel` for the kernels of this library that a fit of a plan needs first.
+
+    With `wide`, also those for ratings and factors of a wide range, which is known only during a fit.
+    """
     if plan.assembly != "fused":
         return []
     config = FusedConfig.default(plan.rank, device.spec, plan.precision, plan.solver)
-    kernels = fused.FusedKernels(device, config, plan.precision, plan.solver)
+    precisions = ["float32", "float32_wide"] if wide and plan.precision == "float32" else [plan.precision]
+    kernels = [fused.FusedKernels(device, config, precision, plan.solver) for precision in precisions]
     common = {"REAL": np.dtype(plan.dtype)}
     return [
-        *kernels.programs(plan.feedback == "implicit", plan.rank > plan.factors),
+        *(each for one in kernels for each in one.programs(plan.feedback == "implicit", plan.rank > plan.factors)),
         program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
         program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),

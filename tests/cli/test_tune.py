@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hybridmf._version import __version__
 from hybridmf.cli import main
 from hybridmf.errors import DeviceError
+from hybridmf.gpu.fused import KERNEL_CODES, PRECISION_CODES
 from hybridmf.gpu.sparse_syrk import SyrkConfig
 from hybridmf.gpu.tuning import tune
 from hybridmf.gpu.tuning.spaces import SPACES
@@ -39,6 +40,29 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda *_: device)
     monkeypatch.setattr(Sample, "draw", lambda: SAMPLE)
     return device
+
+
+def test_kernels_are_compiled_ahead_of_time(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, asked, kernel = f"ARITHMETIC={PRECISION_CODES['float32_wide']}", [], gpu.kernel
+
+    def compiled(*key: Any) -> Any:
+        asked.append(key)
+        return None if wide in key[2] else kernel(*key)  # nothing here launches it
+
+    monkeypatch.setattr(gpu, "kernel", compiled)
+    result = invoke("--compile", "--factors", "7")
+    assert result.exit_code == 0 and result.output.startswith("7 factors: "), result.output
+    found = {(name, constant) for _, name, constants in asked for constant in constants}
+    for name in KERNEL_CODES:
+        for code in ("float32", "float32_wide"):
+            assert (name, f"ARITHMETIC={PRECISION_CODES[code]}") in found
+        assert {(name, f"RANK={rank}") for rank in (7, 8)} <= found  # without and with biases
+    assert {"draw_rows", "scatter_entries", "row_range", "prepare_items"} <= {name for _, name, _ in asked}
+
+
+def test_calibration_and_compilation_are_two_tasks() -> None:
+    result = invoke("--compile", "--calibrate")
+    assert result.exit_code == 2 and "give one of them" in result.output
 
 
 def test_the_command_keeps_what_it_finds(gpu: Any, tmp_path: Path) -> None:

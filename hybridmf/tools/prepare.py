@@ -1,0 +1,51 @@
+"""Compiles the kernels of fits and recommendations ahead of time: for a machine, or for the image of a container."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..als import ExplicitALS, ImplicitALS
+from ..device import cuda
+from ..gpu.engine import GpuEngine
+from ..gpu.half import programs_of
+
+SHAPE = (60, 40)
+"""Users and items of the fits that compile."""
+
+
+def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> None:
+    """Fit and serve a small model of each kind on the first GPU, and compile what larger ones need beyond that.
+
+    CuPy keeps the compiled kernels on disk (``CUPY_CACHE_DIR``), by GPU architecture.
+
+    Parameters
+    ----------
+    factors : sequence of int
+        Ranks.
+    say : callable
+        Called with a line for each rank.
+
+    Raises
+    ------
+    DeviceError
+        No GPU can be used.
+    """
+    device = cuda.open_device()
+    matrix = sp.csr_array((np.random.default_rng(0).random(SHAPE) < 0.5).astype(np.float32))
+    for rank in factors:
+        started = time.perf_counter()
+        models = (ImplicitALS(rank), ExplicitALS(rank), ExplicitALS(rank, biases=False))
+        for model in models:
+            model.set_params(iterations=1, device="cuda", random_state=0).fit(matrix)
+            programs = programs_of(device, model.plan_, wide=True)
+            device.compile_ahead(programs)
+            for program in programs:
+                device.kernel(*program)
+            engine = GpuEngine(device, model.plan_)
+            items = engine.pack(model.item_factors)
+            engine.top_k(model.user_factors, items, 10, seen=model._learned.seen_matrix())
+        say(f"{rank} factors: {time.perf_counter() - started:.1f} s")
