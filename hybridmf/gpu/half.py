@@ -14,7 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._formats import degree_order
-from ..core.objective import Objective, Side
+from ..core.objective import SIDES, Objective, Side
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
@@ -22,9 +22,11 @@ from ..formats import tiled
 from ..native.status import SINGULAR_PIVOT, check_status
 from ..plan import fused as plan_fused
 from ..plan.fused import FusedConfig, table_width
+from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
-from . import bals, draw, fused, losses, matrix, rows
+from . import bals, draw, dual, fused, losses, matrix, rows
 from .assembly import RowKernels, SegmentKernels, Systems
+from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .launch import DeviceEntries, program
 from .matrix import DeviceMatrix
@@ -387,6 +389,9 @@ class HalfSweep(GpuHalf):
         self.ridge = device.upload(objective.ridge(plan.factors, plan.rank).astype(self.dtype))
         self.roots = roots or range_of_roots(objective, held.ends)
         order = degree_order(held.indptr)[: int(np.count_nonzero(self.degrees))]
+        n_dual = int(np.count_nonzero((self.degrees > 0) & (self.degrees <= dual_up_to(plan, side))))
+        order, short = order[: len(order) - n_dual], order[len(order) - n_dual :]
+        self.dual = DualRows.of(device, objective, plan.rank, short, self.degrees[short])
         n_long = len(order) if self._sums_apart() else int(np.count_nonzero(self.degrees > plan.segment))
         self.long = Pieces.cut(held.indptr, order[:n_long], plan.segment)
         self.short = device.upload(order[n_long:].astype(np.int32))
@@ -433,6 +438,7 @@ class HalfSweep(GpuHalf):
             yield None
         if len(self.short):
             kernels.solve_rows(systems(), table, entries, self.indptr, self.short)
+        self.dual.solve(systems(), table, entries, self.indptr, self.epsilon)
         yield self._unpack(systems().solutions), systems().status
 
     def kernels_for(self, fixed: GpuFactors) -> RowKernels:
@@ -521,8 +527,11 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
     precisions = ["float32", "float32_wide"] if wide and plan.precision == "float32" else [plan.precision]
     kernels = [fused.FusedKernels(device, config, precision, plan.solver) for precision in precisions]
     common = {"REAL": np.dtype(plan.dtype)}
+    longest = max(dual_up_to(plan, side) for side in SIDES)
+    biased = plan.rank > plan.factors
     return [
         *(each for one in kernels for each in one.programs(plan.feedback == "implicit", plan.rank > plan.factors)),
+        *dual.programs(plan.rank, longest, plan.feedback == "implicit", biased),
         program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
         program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),

@@ -91,8 +91,6 @@ class AlsMethod:
             cpu_only = f"solver={plan.solver!r} is the CPU's"
         elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
             cpu_only = f"assembly={plan.assembly!r} is the CPU's"
-        elif plan.row_form == "dual":
-            cpu_only = 'row_form="dual" is the CPU\'s'
         return dispatch.Request(
             plan,
             settings,

@@ -21,7 +21,7 @@ import pytest
 
 from hybridmf.core.system import available_cores
 from hybridmf.device.cuda import DeviceSpec
-from hybridmf.gpu import bals, ccd, cholesky_any, draw, fused, losses, matrix, mo_als, rows, sgd, sparse_syrk, topk
+from hybridmf.gpu import bals, ccd, cholesky_any, draw, dual, fused, losses, matrix, mo_als, rows, sgd, sparse_syrk, topk
 from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
 from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.plan import fused as plan_fused
@@ -36,7 +36,7 @@ ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
 USUAL_RANKS = (16, 64, 100, 128)
 DEFAULT_PRECISION = fused.PRECISION_CODES["float32"]
 
-MODULES = (fused, sparse_syrk, mo_als, bals, cholesky_any, topk, losses, rows, matrix, draw, ccd, sgd)
+MODULES = (fused, sparse_syrk, mo_als, bals, cholesky_any, topk, losses, rows, matrix, draw, dual, ccd, sgd)
 
 
 def excused_bytes(program: Program) -> float:

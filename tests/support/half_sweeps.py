@@ -91,7 +91,9 @@ def plan_on(device, objective: Objective, matrix, rank: int, dtype="float32", **
     wanted = {"assembly": "auto"} | {name: changes.pop(name) for name in Settings.__annotations__ if name in changes}
     given = {name: getattr(base, name, None) for name in Settings.__annotations__}
     settings = Settings.check(**(given | {"device": "cuda", "iterations": 1, "factors": rank} | wanted))
-    chosen = {name: getattr(settings, name) for name in ("assembly", "precision", "solver", "cg_steps", "reorder")}
+    chosen = {
+        name: getattr(settings, name) for name in ("assembly", "precision", "solver", "cg_steps", "reorder", "row_form")
+    }
     return gpu_plan(base.changed(**chosen), settings, objective, device.spec).changed(**changes)
 
 
