@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.objective import Objective
 from ..core.system import ceil_div, round_up
-from ..device.cuda import Array, Device
+from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.als_gpu import ROWS_AT_ONCE
 from ..plan.fused import BLOCK, table_width
 from ..plan.row_forms import GPU_SIZES
@@ -201,9 +201,11 @@ def programs(rank: int, longest: int, implicit: bool, offsets: bool) -> Iterator
 COMPILED_RANKS = (32, 64, 100, 128)
 
 
-def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of the builds for usual ranks."""
-    for rank in COMPILED_RANKS:
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """``(file, kernel, constants)`` of the builds for usual ranks, the same for all devices."""
+    for rank in ranks:
         for size in GPU_SIZES:
             for implicit, biased in ((False, False), (False, True), (True, False)):
                 if size <= rank:

@@ -96,7 +96,7 @@ def builds_for(architecture: int, ranks: Sequence[int] | None) -> Iterator[tuple
     """Builds of all modules; the fused kernels only where the plan may choose them (tensor cores from sm_80 on)."""
     spec = SPECS[architecture]
     for module in MODULES:
-        if module is not fused or not plan_fused.supports(64, "float32", spec):
+        if module not in (fused, dual) or not plan_fused.supports(64, "float32", spec):
             yield from builds_of(module, spec, ranks)
 
 
