@@ -21,7 +21,21 @@ import pytest
 
 from hybridmf.core.system import available_cores
 from hybridmf.device.cuda import DeviceSpec
-from hybridmf.gpu import bals, ccd, cholesky_any, draw, dual, fused, losses, matrix, mo_als, rows, sgd, sparse_syrk, topk
+from hybridmf.gpu import (
+    bals,
+    ccd,
+    cholesky_any,
+    draw,
+    dual,
+    fused,
+    losses,
+    matrix,
+    mo_als,
+    rows,
+    sgd,
+    sparse_syrk,
+    topk,
+)
 from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
 from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.plan import fused as plan_fused
