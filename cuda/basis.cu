@@ -1,10 +1,9 @@
 // basis.cu - the basis in which gram + ridge is the unit matrix: inverse = L^-1, where gram + ridge = L L^T
 //            rows y of the fixed side become L^-1 y there, and a solution w is x = L^-T w (docs/methods.md)
-// grid  : one block                    block : THREADS threads; thread c computes column c of the inverse
+// grid  : one block                    block : EDGE x EDGE threads, each with every EDGE-th row and column in registers
 // shapes: inverse (LD, LD), zeros beyond RANK and above the diagonal  failed (1,)  gram (RANK16, RANK16)  ridge (RANK,)
-//         work (RANK, RANK): the inverse in float64
-// shared: RANK (RANK + 1) / 2 * 8 bytes: L, packed by rows    flops: 2/3 RANK^3, in float64
-// limits: RANK <= THREADS, RANK <= 128: a matrix of 66 KB
+// flops : 2/3 RANK^3, in float64; the elimination that makes L makes L^-1 in its place
+// limits: RANK <= 128, by registers
 // failed: the leading minor that is not positive definite, NON_FINITE, or 0.
 #include "common.cuh"
 
@@ -14,51 +13,62 @@
 #ifndef LD
 #define LD ((RANK + 3) / 4 * 4)
 #endif
-#ifndef THREADS
-#define THREADS 256
-#endif
 
-static_assert(RANK <= THREADS, "a thread computes a column");
-
+constexpr int EDGE = 32, EACH = ceil_div(RANK, EDGE);
 constexpr int RANK16 = round_up(RANK, 16);
 constexpr int NON_FINITE = -1;
 
-__device__ __forceinline__ int packed(int row, int column) { return row * (row + 1) / 2 + column; }
+static_assert(RANK <= 128, "the matrix must fit in the registers of a block");
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-inverse_root(float* inverse, int* failed, double* work, const float* gram, const float* ridge, double epsilon) {
-    __shared__ int failed_shared;
-    double* l = shared_memory<double>();
-    const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
-    if (thread == 0) failed_shared = 0;
-    for (int r = warp; r < RANK; r += THREADS / WARP)
-        for (int c = lane; c <= r; c += WARP) l[packed(r, c)] = double(gram[r * RANK16 + c]) + (r == c ? double(ridge[r]) : 0.0);
-    __syncthreads();
-    for (int j = 0; j < RANK; j++) {
-        const double pivot = l[packed(j, j)];
-        const bool finite = isfinite(pivot);
-        const double diagonal = double(gram[j * RANK16 + j]) + double(ridge[j]);
-        const bool good = finite && pivot > epsilon * diagonal;
-        const double root = good ? sqrt(pivot) : 1.0;
-        __syncthreads();  // all have read the pivot
-        if (thread == 0) {
-            l[packed(j, j)] = root;
-            if (!good && !failed_shared) failed_shared = finite ? j + 1 : NON_FINITE;
+extern "C" __global__ void __launch_bounds__(EDGE * EDGE)
+inverse_root(float* inverse, int* failed, const float* gram, const float* ridge, double epsilon) {
+    __shared__ double column[2][EDGE * EACH], row[2][EDGE * EACH];  // of the step, and of the next
+    __shared__ double roots[EDGE * EACH];
+    const int y = threadIdx.x / EDGE, x = threadIdx.x % EDGE;
+    double a[EACH][EACH];  // [p][q]: row y + EDGE p, column x + EDGE q
+#pragma unroll
+    for (int p = 0; p < EACH; p++)
+#pragma unroll
+        for (int q = 0; q < EACH; q++) {
+            const int r = y + EDGE * p, c = x + EDGE * q;
+            a[p][q] = r < RANK && c < RANK ? double(gram[r * RANK16 + c]) + (r == c ? double(ridge[r]) : 0.0) : 0.0;
         }
-        for (int r = j + 1 + thread; r < RANK; r += THREADS) l[packed(r, j)] /= root;
+    int failing = 0;
+    for (int j = 0; j < RANK; j++) {  // columns before j are those of the inverse
+        double(&l)[EDGE * EACH] = column[j % 2], (&u)[EDGE * EACH] = row[j % 2];
+#pragma unroll
+        for (int p = 0; p < EACH; p++)
+#pragma unroll
+            for (int q = 0; q < EACH; q++) {
+                const int r = y + EDGE * p, c = x + EDGE * q;
+                if (c == j) l[r] = a[p][q];
+                if (r == j) u[c] = a[p][q];
+            }
         __syncthreads();
-        for (int r = j + 1 + warp; r < RANK; r += THREADS / WARP)
-            for (int c = j + 1 + lane; c <= r; c += WARP) l[packed(r, c)] -= l[packed(r, j)] * l[packed(c, j)];
-        __syncthreads();
+        const double diagonal = double(gram[j * RANK16 + j]) + double(ridge[j]), pivot = l[j];
+        const bool finite = isfinite(pivot), good = finite && pivot > epsilon * diagonal;
+        if (!good && !failing) failing = finite ? j + 1 : NON_FINITE;
+        const double reciprocal = good ? 1.0 / pivot : 0.0;
+        if (threadIdx.x == 0) roots[j] = good ? rsqrt(pivot) : 0.0;
+#pragma unroll
+        for (int p = 0; p < EACH; p++) {
+            const int r = y + EDGE * p;
+            const double multiple = l[r] * reciprocal;
+#pragma unroll
+            for (int q = 0; q < EACH; q++) {
+                const int c = x + EDGE * q;
+                if (r == j && c == j) a[p][q] = 1.0;
+                if (r > j) a[p][q] = c == j ? -multiple : a[p][q] - multiple * (c > j ? l[c] : u[c]);
+            }
+        }
     }
-    const int c = thread;
-    if (c < RANK)
-        for (int r = c; r < RANK; r++) {
-            double sum = r == c;
-            for (int k = c; k < r; k++) sum -= l[packed(r, k)] * work[k * RANK + c];
-            work[r * RANK + c] = sum / l[packed(r, r)];
+    __syncthreads();
+#pragma unroll
+    for (int p = 0; p < EACH; p++)
+#pragma unroll
+        for (int q = 0; q < EACH; q++) {
+            const int r = y + EDGE * p, c = x + EDGE * q;
+            if (r < LD && c < LD) inverse[r * LD + c] = r < RANK && c <= r ? float(a[p][q] * roots[r]) : 0.0f;
         }
-    if (c < LD)
-        for (int r = 0; r < LD; r++) inverse[r * LD + c] = c <= r && r < RANK ? float(work[r * RANK + c]) : 0.0f;
-    if (thread == 0) *failed = failed_shared;
+    if (threadIdx.x == 0) *failed = failing;
 }

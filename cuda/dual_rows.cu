@@ -1,9 +1,10 @@
-// dual_rows.cu - rows u with at most RANK entries, solved in the dual form: one unknown for each entry, not for each factor
+// dual_rows.cu - rows u with at most SLOTS entries, solved in the dual form: one unknown for each entry, not for each factor
 //                K = S Z_u Z_u^T S + ridge I,  q = K^-1 r,  x[u] = Z_u^T S q   (docs/methods.md derives it)
 //                explicit: Z_u = the factors of the entries, S = 1, r the residuals, ridge = scale_u lambda
 //                implicit: Z_u = those factors in the basis in which w0 F^T F + lambda I is the unit matrix, ridge = 1,
 //                          S^2 = c - w0, r = c p / S; x[u] is in that basis, too (basis.cu)
-// grid  : as many blocks as fit on the device   block : TEAMS warps, each with a row of its own
+// grid  : as many blocks as fit on the device   block : TEAMS warps, each with PACK rows at a time: a system of order
+//         RANK = PACK * SLOTS has theirs on its diagonal
 // shapes: solutions (n_out, LD): row rows[k], or with IMPLICIT row k  status (n_out,)  factors (n_fixed, LD)
 //         indptr (n_out + 1,)  rows (n_rows,)  scale (n_out,)
 // shared: TEAMS * TEAM_FLOATS * 4 bytes: the Cholesky factor of K, and weights of the entries
@@ -26,6 +27,9 @@
 #ifndef BIASED
 #define BIASED 0                  // 1: column FACTORS - 1 of the factors is the constant of a bias, 1
 #endif
+#ifndef PACK
+#define PACK 1
+#endif
 #ifndef TEAMS
 #define TEAMS 4
 #endif
@@ -33,9 +37,11 @@
 #define BLOCKS_PER_SM 2           // bounds the registers of a thread
 #endif
 
-static_assert(WARPS == 1 && RANK % BLOCK == 0, "a warp solves a row");
+static_assert(WARPS == 1 && RANK % BLOCK == 0, "a warp solves a system");
+static_assert(PACK == 1 || (RANK == BLOCK && BLOCK % PACK == 0), "only rows of a few entries share a system");
 static_assert(LD % 4 == 0 && LD >= FACTORS && LD <= 128, "lanes read 16 bytes of a row");
 
+constexpr int SLOTS = RANK / PACK;
 constexpr int TEAM_FLOATS = PACKED + TEAM_VECTORS + 2 * RANK16;
 constexpr int PIECE = BLOCKS < 4 ? 4 : 2;                 // columns that a lane loads at a time, by its registers
 constexpr int CHUNK = 4 * PIECE;
@@ -49,7 +55,7 @@ struct Entries {
     float alpha, unobserved_weight;
 };
 
-// What shared memory holds of a row's entries beside its system; zeros beyond the last one.
+// What shared memory holds of the entries beside their system; zeros beyond the last one of a row.
 struct EntryMemory {
     float* root;  // (RANK,) S
     int* index;   // (RANK,) row of the factors, -1 beyond the last entry
@@ -129,9 +135,9 @@ __device__ __forceinline__ void assemble(Holding& mine, const EntryMemory& entri
     }
 }
 
-// K from Z_u Z_u^T; leaves its diagonal in shared memory. `constant`: what the column of a bias adds to each product.
-__device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory, const float* root, float ridge, float constant,
-                                         int lane) {
+// K from Z_u Z_u^T; `memory.diagonal` has the ridge before, and the diagonal of K after. `constant`: what the column of a
+// bias adds to each product.
+__device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory, const float* root, float constant, int lane) {
     for_tiles<0>(mine.tiles, [&](Tile& tile, auto block_row, auto block_column) {
         constexpr int i = decltype(block_row)::value, j = decltype(block_column)::value;
 #pragma unroll
@@ -142,19 +148,21 @@ __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory
                 float& element = tile.value[half][q];
                 if (BIASED) element += constant;
                 element *= root[r] * root[c];
+                if (PACK > 1 && r / SLOTS != c / SLOTS) element = 0;  // entries of two rows
                 if constexpr (i == j)
-                    if (r == c) memory.diagonal[r] = element += ridge;
+                    if (r == c) memory.diagonal[r] = element += memory.diagonal[r];
             }
     });
 }
 
 // x = Z_u^T S q; the products of lanes that read the same columns are added up.
-__device__ __forceinline__ float4 solution(const EntryMemory& entries, const float* q, const float* factors, int n, int lane) {
+__device__ __forceinline__ float4 solution(const EntryMemory& entries, const float* q, const float* factors, int begin, int end,
+                                           int lane) {
     const int column = lane % LANES * 4;
     float4 sum = make_float4(0, 0, 0, 0);
     if (column < LD)
 #pragma unroll 4
-        for (int e = lane / LANES; e < n; e += WARP / LANES) {
+        for (int e = begin + lane / LANES; e < end; e += WARP / LANES) {
             const float4 z = __ldg(reinterpret_cast<const float4*>(factors + int64(entries.index[e]) * LD + column));
             const float v = q[e] * entries.root[e];
             sum.x += v * z.x;
@@ -172,6 +180,15 @@ __device__ __forceinline__ float4 solution(const EntryMemory& entries, const flo
     return sum;
 }
 
+// The status of row m of a system that failed. A number that is not finite spoils the rows of all, and is on the diagonal
+// of its own only.
+__device__ __forceinline__ int failure_of(const TeamMemory& memory, int failed, int m, int lane) {
+    if (failed > 0) return (failed - 1) / SLOTS == m ? failed - m * SLOTS : 0;
+    if (PACK == 1) return NON_FINITE;
+    const bool own = lane < SLOTS && !isfinite(memory.diagonal[m * SLOTS + lane]);
+    return __any_sync(FULL_WARP, own) ? NON_FINITE : 0;
+}
+
 // basis_failed: with IMPLICIT, the failing leading minor of basis.cu, or 0. bias_square: lambda / lambda_b.
 extern "C" __global__ void __launch_bounds__(TEAMS * WARP, BLOCKS_PER_SM)
 dual_rows(float* solutions, int* status, const float* __restrict__ factors, const int* __restrict__ indices,
@@ -185,36 +202,44 @@ dual_rows(float* solutions, int* status, const float* __restrict__ factors, cons
     const EntryMemory entries{vectors + TEAM_VECTORS, reinterpret_cast<int*>(vectors + TEAM_VECTORS + RANK16)};
     const Entries in{indices, ratings, offsets, alpha, unobserved_weight};
     const int no_basis = IMPLICIT ? *basis_failed : 0;
-    for (int k = blockIdx.x * TEAMS + team; k < n_rows; k += gridDim.x * TEAMS) {
-        const int row = rows[k];
-        const int64 begin = indptr[row];
-        const int n = int(indptr[row + 1] - begin);
+    const int column = lane % LANES * 4;
+    for (int first = (blockIdx.x * TEAMS + team) * PACK; first < n_rows; first += gridDim.x * TEAMS * PACK) {
+        const int mine_at = first + lane / SLOTS % PACK;  // this lane's row
+        const int row = mine_at < n_rows ? rows[mine_at] : -1;
+        const int64 begin = row < 0 ? 0 : indptr[row];
+        const int n = row < 0 ? 0 : int(indptr[row + 1] - begin);
+        const float ridge = IMPLICIT || row < 0 ? 1.0f : scale[row] * regularization;
 #pragma unroll
-        for (int e = lane; e < RANK; e += WARP) {
+        for (int slot = lane; slot < RANK; slot += WARP) {
+            const int e = slot % SLOTS;
             const int index = e < n ? __ldg(in.indices + begin + e) : -1;
             const Root entry = e < n ? root_of(in, begin + e, index) : Root{0, 0};
-            entries.index[e] = index;
-            entries.root[e] = entry.root;
-            memory.rhs[e] = entry.right;
+            entries.index[slot] = index;
+            entries.root[slot] = entry.root;
+            memory.rhs[slot] = entry.right;
+            memory.diagonal[slot] = ridge + 0.0f * entry.right;  // NaN where the right-hand side is not finite
         }
         if (lane == 0) *memory.failed = 0;
         __syncwarp();
         Holding mine;
         clear(mine.tiles);
         assemble(mine, entries, factors, lane);
-        complete(mine, memory, entries.root, IMPLICIT ? 1.0f : scale[row] * regularization, bias_square - 1, lane);
+        complete(mine, memory, entries.root, bias_square - 1, lane);
         __syncwarp();
-        int failed = cholesky_solve(mine, memory, epsilon, 0, lane);
-        float4 x = solution(entries, memory.rhs, factors, n, lane);
-        const int column = lane % LANES * 4;
-        if (BIASED && column == (FACTORS - 1) / 4 * 4) (&x.x)[(FACTORS - 1) % 4] *= bias_square;
-        const bool finite = isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
-        if (no_basis) failed = no_basis;
-        else if (!failed && !__all_sync(FULL_WARP, finite)) failed = NON_FINITE;
-        if (failed) x = make_float4(0, 0, 0, 0);
-        if (lane < LANES && column < LD)
-            *reinterpret_cast<float4*>(solutions + int64(IMPLICIT ? k : row) * LD + column) = x;
-        if (lane == 0) status[row] = failed;
+        const int failed = cholesky_solve(mine, memory, epsilon, 0, lane);
+#pragma unroll
+        for (int m = 0; m < PACK; m++) {
+            const int count = __shfl_sync(FULL_WARP, n, m * SLOTS), target = __shfl_sync(FULL_WARP, row, m * SLOTS);
+            float4 x = solution(entries, memory.rhs, factors, m * SLOTS, m * SLOTS + count, lane);
+            if (BIASED && column == (FACTORS - 1) / 4 * 4) (&x.x)[(FACTORS - 1) % 4] *= bias_square;
+            const bool finite = isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
+            int wrong = no_basis;
+            if (!wrong && (failed || !__all_sync(FULL_WARP, finite))) wrong = failure_of(memory, failed, m, lane);
+            if (wrong || failed) x = make_float4(0, 0, 0, 0);
+            if (target >= 0 && lane < LANES && column < LD)
+                *reinterpret_cast<float4*>(solutions + int64(IMPLICIT ? first + m : target) * LD + column) = x;
+            if (target >= 0 && lane == 0) status[target] = wrong;
+        }
         __syncwarp();  // the entries have been read
     }
 }

@@ -53,6 +53,7 @@ constexpr int ENTRIES_PER_COPY = WARP / LANES;
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
 constexpr bool SCALED = ARITHMETIC == FLOAT32;         // float16 parts: see Precision
+constexpr float LARGEST_PART = 16384;                  // float16 ends at 65,504; a power of two is left for rounding
 constexpr bool WEIGHTED = IMPLICIT || SCALED;
 constexpr int SLOTS = STAGES + 1;                      // chunks whose indices and weights are known
 constexpr int ROWS = product_rows(ARITHMETIC);         // entries of one product
@@ -82,7 +83,8 @@ struct Inputs {
     const int* indices;
     const float* ratings;
     const float* offsets;
-    float alpha, unobserved_weight, scale;
+    float alpha, unobserved_weight;
+    float largest;  // absolute value of an element of the factors, for float16 parts
 };
 
 // An entry between the loading of its index and its place in shared memory.
@@ -108,6 +110,22 @@ struct Stream {
         return {__ldg(in.indices + begin + at), __ldg(in.ratings + begin + at), 0};
     }
 
+    // Of this warp, in shared memory: registers are scarce.
+    __device__ __forceinline__ float& scale() const { return reinterpret_cast<float*>(memory.failed)[1 + warp]; }
+
+    // Power of two that brings the largest weighted factor near LARGEST_PART. Weights of other rows do not matter, and those
+    // of this one reach down to 2^-36 of its largest: each weighs by its root.
+    __device__ __forceinline__ float fitting_scale() const {
+        float root = 1.0f;
+        if (IMPLICIT) {
+            float most = 0;
+            for (int at = lane; at < count; at += WARP) most = fmaxf(most, fabsf(__ldg(in.ratings + begin + at)));
+            root = sqrtf(entry_weight(warp_largest(most), 0, in.alpha, in.unobserved_weight).outer);
+        }
+        const float fitting = fminf(fmaxf(LARGEST_PART / (in.largest * root), 0x1p-60f), 0x1p60f);
+        return __uint_as_float(__float_as_uint(fitting) & 0x7f800000u);
+    }
+
     __device__ __forceinline__ void load_offset(Entry& entry) const {
         if (HAS_OFFSETS && entry.index >= 0) entry.offset = __ldg(in.offsets + entry.index);
     }
@@ -120,7 +138,7 @@ struct Stream {
             const float root = IMPLICIT ? sqrtf(w.outer) : 1.0f;
             const bool valid = arriving.index >= 0;
             slot.weight[warp * ENTRIES_PER_WARP + lane] =
-                make_float2(SCALED ? root * in.scale : root, valid ? w.linear : 0.0f);
+                make_float2(SCALED ? root * scale() : root, valid ? w.linear : 0.0f);
             slot.index[warp * ENTRIES_PER_WARP + lane] = arriving.index;
         }
         arriving = next;
@@ -147,6 +165,11 @@ struct Stream {
 
     __device__ __forceinline__ void run(Holding& mine) {
         const int chunks = (count + CHUNK - 1) / CHUNK;
+        if constexpr (SCALED) {
+            const float fitting = fitting_scale();
+            if (lane == 0) scale() = fitting;
+            __syncwarp();
+        }
         arriving = load(0);
         load_offset(arriving);
         next = load(1);
@@ -176,7 +199,7 @@ struct Stream {
             }
         }
         if constexpr (SCALED) {
-            const float unscale = 1.0f / (in.scale * in.scale);  // powers of two
+            const float unscale = 1.0f / (scale() * scale());  // powers of two
 #pragma unroll
             for (int k = 0; k < Holding::TILES; k++)
 #pragma unroll
@@ -224,13 +247,13 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_rows(float* solutions, int* status, const float* factors, const int* indices, const float* ratings, const float* offsets,
            const int64* indptr, const int* rows, const float* gram, const float* ridge, const float* scale, int* counter,
-           int n_rows, float alpha, float unobserved_weight, float entry_scale, float epsilon, int cg_steps) {
+           int n_rows, float alpha, float unobserved_weight, float largest, float epsilon, int cg_steps) {
     __shared__ int position_shared;
     const int team = threadIdx.x / TEAM;
     const int warp = threadIdx.x % TEAM / WARP;
     int lane = lane_number();
     const TeamMemory memory = team_memory(team);
-    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, entry_scale};
+    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, largest};
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
     while (true) {
@@ -254,13 +277,13 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 assemble_segments(float* partials, const float* factors, const int* indices, const float* ratings, const float* offsets,
                   const int64* segments, int* counter, int n_segments, float alpha, float unobserved_weight,
-                  float entry_scale) {
+                  float largest) {
     __shared__ int position_shared;
     const int team = threadIdx.x / TEAM;
     const int warp = threadIdx.x % TEAM / WARP;
     int lane = lane_number();
     const TeamMemory memory = team_memory(team);
-    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, entry_scale};
+    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, largest};
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
     while (true) {

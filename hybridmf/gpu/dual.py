@@ -21,29 +21,30 @@ TEAMS = 4
 """Warps of a block, each with a row of its own."""
 
 BLOCKS_PER_SM = {16: 5, 32: 3, 48: 2, 64: 2}
-"""Blocks on a multiprocessor by the size of the systems: registers decide."""
+"""Blocks on a multiprocessor by the order of the systems: registers decide."""
 
-BASIS_THREADS = 256
+BASIS_THREADS = 1024
 
 
 def dual_constants(size: int, rank: int, implicit: bool, offsets: bool, biased: bool) -> dict[str, Any]:
     """Compile-time constants of cuda/dual_rows.cu for rows with at most `size` entries."""
+    order = max(size, BLOCK)
     return {
-        "RANK": size, "FACTORS": rank, "LD": table_width(rank, np.float32), "WARPS": 1, "TEAMS": TEAMS,
-        "BLOCKS_PER_SM": BLOCKS_PER_SM[size], "IMPLICIT": implicit, "HAS_OFFSETS": offsets, "BIASED": biased,
+        "RANK": order, "PACK": order // size, "FACTORS": rank, "LD": table_width(rank, np.float32), "WARPS": 1, "TEAMS": TEAMS,
+        "BLOCKS_PER_SM": BLOCKS_PER_SM[order], "IMPLICIT": implicit, "HAS_OFFSETS": offsets, "BIASED": biased,
     }  # fmt: skip
 
 
-def dual_shared_bytes(size: int) -> int:
+def dual_shared_bytes(order: int) -> int:
     """Shared memory of a block of cuda/dual_rows.cu: for each team a packed factor, two vectors, and the entries."""
-    blocks = size // BLOCK
-    packed = BLOCK * (blocks * (size + 8) - BLOCK * (blocks * (blocks - 1) // 2))
-    return 4 * TEAMS * (packed + 2 * size + 16 + 2 * size)
+    blocks = order // BLOCK
+    packed = BLOCK * (blocks * (order + 8) - BLOCK * (blocks * (blocks - 1) // 2))
+    return 4 * TEAMS * (packed + 2 * order + 16 + 2 * order)
 
 
 def basis_constants(rank: int) -> dict[str, Any]:
     """Compile-time constants of cuda/basis.cu."""
-    return {"RANK": rank, "LD": table_width(rank, np.float32), "THREADS": BASIS_THREADS}
+    return {"RANK": rank, "LD": table_width(rank, np.float32)}
 
 
 def inverse_root(device: Device, gram: Array, ridge: Array, epsilon: float) -> tuple[Array, Array]:
@@ -69,10 +70,8 @@ def inverse_root(device: Device, gram: Array, ridge: Array, epsilon: float) -> t
     check("ridge", ridge, np.float32, (rank,))
     check_not_host(device, gram=gram, ridge=ridge)
     inverse, failed = device.empty((width, width), np.float32), device.empty(1, np.int32)
-    work = device.empty((rank, rank), np.float64)
     kernel = get_kernel(device, "basis.cu", "inverse_root", **basis_constants(rank))
-    shared = rank * (rank + 1) // 2 * 8
-    kernel((1,), (BASIS_THREADS,), (inverse, failed, work, gram, ridge, np.float64(epsilon)), shared)
+    kernel((1,), (BASIS_THREADS,), (inverse, failed, gram, ridge, np.float64(epsilon)), 0)
     return inverse, failed
 
 
@@ -166,9 +165,10 @@ class DualRows:
             check_not_host(device, offsets=entries.offsets)
         offsets, biased = entries.offsets is not None, objective.biases
         constants = dual_constants(size, self.rank, entries.implicit, offsets, biased)
+        order, pack = max(size, BLOCK), max(BLOCK // size, 1)
         ratio = objective.regularization / objective.bias_regularization if biased else 1.0
         get_kernel(device, "dual_rows.cu", "dual_rows", **constants)(
-            (min(ceil_div(len(rows), TEAMS), device.spec.multiprocessors * BLOCKS_PER_SM[size]),),
+            (min(ceil_div(len(rows), TEAMS * pack), device.spec.multiprocessors * BLOCKS_PER_SM[order]),),
             (32 * TEAMS,),
             (
                 solutions,
@@ -185,14 +185,14 @@ class DualRows:
                 np.float32(ratio),
                 np.float32(epsilon),
             ),
-            dual_shared_bytes(size),
+            dual_shared_bytes(order),
         )
 
 
 def programs(rank: int, longest: int, implicit: bool, offsets: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Source, kernel and constants of the programs for rows with up to `longest` entries, the slowest first."""
     for size in reversed(GPU_SIZES):
-        if size < longest + BLOCK:
+        if size < max(longest, 1) * 2 and longest:
             yield program("dual_rows.cu", "dual_rows", **dual_constants(size, rank, implicit, offsets, offsets))
     if implicit:
         yield program("basis.cu", "inverse_root", **basis_constants(rank))

@@ -21,19 +21,7 @@ SOLVER_CODES = {"cholesky": 0, "cg": 1}
 KERNEL_CODES = {"solve_rows": 1, "assemble_segments": 2, "solve_partials": 3}
 
 WIDEST = 2.0**16
-"""Ratio of the largest weighted factor to a row's largest up to which float16 parts keep 22 bits of the latter."""
-
-LARGEST_PART = 2.0**14
-"""Bound of scaled values: float16 ends at 65,504, and a power of two below leaves room for rounding."""
-
-
-def entry_scale(largest_factor: float, largest_root: float) -> float:
-    """Power of two that brings the largest weighted factor near `LARGEST_PART` (float16 parts; see fragments.cuh)."""
-    largest = largest_factor * largest_root
-    if not np.isfinite(largest) or largest <= 0:
-        return 1.0
-    return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / largest)), -60, 60))
-
+"""Ratio of the largest factor to a row's largest up to which float16 parts keep 22 bits of the latter."""
 
 SUMS_WARPS = 4
 SUMS_THREADS = 32 * SUMS_WARPS
@@ -113,8 +101,8 @@ class FusedKernels(RowKernels):
     epsilon : float
         Pivots at or below this part of their diagonal element count as rounding errors.
     cg_steps : int
-    entry_scale : float
-        Power of two that scales weighted factors (`entry_scale`); 1 unless the precision is float32.
+    largest : float
+        Largest absolute value of the factors, by which float16 parts are scaled; read only if the precision is float32.
     """
 
     device: Device
@@ -123,7 +111,7 @@ class FusedKernels(RowKernels):
     solver: str = "cholesky"
     epsilon: float = 0.0
     cg_steps: int = 1
-    entry_scale: float = 1.0
+    largest: float = 1.0
 
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
         """See `RowKernels`; all elements are written."""
@@ -159,7 +147,7 @@ class FusedKernels(RowKernels):
                 device.zeros(1, np.int32),
                 np.int32(len(segments)),
                 *entries.scalars,
-                np.float32(self.entry_scale),
+                np.float32(self.largest),
             ),
             config.shared_bytes(self.solver),
         )
@@ -255,7 +243,7 @@ class FusedKernels(RowKernels):
                 device.zeros(1, np.int32),
                 np.int32(len(rows)),
                 *entries.scalars,
-                np.float32(self.entry_scale),
+                np.float32(self.largest),
                 np.float32(self.epsilon),
                 np.int32(self.cg_steps),
             ),

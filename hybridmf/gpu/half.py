@@ -443,23 +443,22 @@ class HalfSweep(GpuHalf):
 
     def kernels_for(self, fixed: GpuFactors) -> RowKernels:
         """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""
-        plan, device, (smallest, largest) = self.plan, self.device, self.roots
+        plan, device = self.plan, self.device
         if plan.assembly != "fused":
             method = (device, plan.rank, self.dtype, plan.solver, self.epsilon, plan.cg_steps)
             if self.tiles is not None:
                 local = plan.variant == "local"
                 return bals.TileKernels(*method, tiles=self.tiles, variant="local" if local else "chip")
             return SegmentKernels(*method, sum_segments=SEGMENT_SUMS[plan.assembly_name])
-        precision, scale = plan.precision, 1.0
+        precision, largest = plan.precision, 1.0
         if precision == "float32":
             fixed.find_range()
             rows = fixed.range
             assert rows is not None
-            if largest * rows.largest > fused.WIDEST * smallest * rows.least:
+            largest = rows.largest
+            if largest > fused.WIDEST * rows.least:
                 precision = "float32_wide"
-            else:
-                scale = fused.entry_scale(rows.largest, largest)
-        kernels = fused.FusedKernels(device, self._config, precision, plan.solver, self.epsilon, plan.cg_steps, scale)
+        kernels = fused.FusedKernels(device, self._config, precision, plan.solver, self.epsilon, plan.cg_steps, largest)
         if precision != plan.precision:  # known only now, from the range of the factors
             device.compile_ahead(kernels.programs(plan.feedback == "implicit", self.objective.biases))
         return kernels
@@ -532,6 +531,7 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
     return [
         *(each for one in kernels for each in one.programs(plan.feedback == "implicit", plan.rank > plan.factors)),
         *dual.programs(plan.rank, longest, plan.feedback == "implicit", biased),
+        *([program("gram.cu", "gram", REAL=np.dtype(plan.dtype))] if plan.feedback == "implicit" else []),
         program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
         program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),

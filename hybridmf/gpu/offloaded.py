@@ -33,7 +33,8 @@ from ..plan.fused import table_width
 from ..plan.half_sweep import slots_at_once
 from ..plan.types import Plan
 from .assembly import RowKernels, Sums
-from .factors import Copiers, DeviceFactors, HostFactors, HostTables, gram_sum, padded_gram, weighted_gram
+from .factors import Copiers, DeviceFactors, HostFactors, HostTables, padded_gram, weighted_gram
+from .gram import gram_sum
 from .half import Batch, Launches, loss_segments, segment_losses
 from .rows import RowRange, clip_segments, widen_range
 from .stream import Loader, Pipeline, SlabHalf, StreamedHalf, Transfers

@@ -21,8 +21,8 @@ DUAL_SHARE = 0.5
 Time of the primal over the dual form of a row with 0.25 / 0.5 / 0.75 f entries, explicit, AVX2, one thread: 2.6 / 1.6 /
 0.6 at f = 32, 2.8 / 1.5 / 0.8 at 64, 3.5 / 1.3 / 0.9 at 128, 4.4 / 2.0 / 1.2 at 256."""
 
-GPU_SIZES = (16, 32, 48, 64)
-"""Sizes of the systems that cuda/dual_rows.cu solves; a row takes the smallest that holds its entries."""
+GPU_SIZES = (2, 4, 8, 16, 32, 48, 64)
+"""Most entries of a row by the programs of cuda/dual_rows.cu; a row takes the smallest that holds its entries."""
 
 GPU_DUAL_SHARE = 0.5
 """`DUAL_SHARE` on a GPU."""

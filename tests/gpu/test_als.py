@@ -17,7 +17,8 @@ from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
 from hybridmf.gpu import fused, launch
-from hybridmf.gpu.factors import DeviceFactors, gram_sum, to_device
+from hybridmf.gpu.factors import DeviceFactors, to_device
+from hybridmf.gpu.gram import gram_sum
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
@@ -159,26 +160,17 @@ def test_rows_are_cut_into_segments_and_batches():
             assert len(batch.rows) == 1 or batch.slots[-1] <= slots
 
 
-@pytest.mark.parametrize("most", [100, 128, 400, 10**6])
-@pytest.mark.parametrize("rows", [0, 3, 4, 9, 250, 260])
-def test_a_gram_matrix_takes_no_second_table(device, monkeypatch, rows, most):
-    """CuPy copies an operand that is a stack of transposed matrices, one such matrix it does not."""
-    monkeypatch.setattr("hybridmf.gpu.factors.GRAM_ROWS", 4)
-    monkeypatch.setattr("hybridmf.gpu.factors.GRAM_BYTES", most)
-    stacks, matmul = [0], device.matmul
-
-    def watched(a, b):
-        if a.ndim > 2:
-            stacks.append(a.nbytes)
-        return matmul(a, b)
-
-    monkeypatch.setattr(device, "matmul", watched)
-    table = np.random.default_rng(2).standard_normal((rows, 8)).astype(np.float32)
-    found = gram_sum(device, device.upload(table))
-    if rows:
-        exact = table.T.astype(np.float64) @ table.astype(np.float64)
-        np.testing.assert_allclose(device.download(found), exact, rtol=1e-5, atol=1e-4)
-    assert max(stacks) <= most
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (3, 8), (50, 68), (700, 8), (300, 132)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gram_matrix(device, monkeypatch, rows, width, dtype):
+    """Several pieces and tiles, ends of both, and no more memory than allowed."""
+    monkeypatch.setattr("hybridmf.gpu.gram.SUMS_BYTES", 1 << 20)
+    table = np.random.default_rng(2).standard_normal((rows, width)).astype(dtype)
+    found = device.download(gram_sum(device, device.upload(table)))
+    exact = table.T.astype(np.float64) @ table.astype(np.float64)
+    np.testing.assert_allclose(found, exact, rtol=1e-5 if dtype == "float32" else 1e-13, atol=1e-4)
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, found.T)
 
 
 def test_negative_and_zero_feedback(device):

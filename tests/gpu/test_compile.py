@@ -28,6 +28,7 @@ from hybridmf.gpu import (
     draw,
     dual,
     fused,
+    gram,
     losses,
     matrix,
     mo_als,
@@ -50,7 +51,7 @@ ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
 USUAL_RANKS = (16, 64, 100, 128)
 DEFAULT_PRECISION = fused.PRECISION_CODES["float32"]
 
-MODULES = (fused, sparse_syrk, mo_als, bals, cholesky_any, topk, losses, rows, matrix, draw, dual, ccd, sgd)
+MODULES = (fused, gram, sparse_syrk, mo_als, bals, cholesky_any, topk, losses, rows, matrix, draw, dual, ccd, sgd)
 
 
 def excused_bytes(program: Program) -> float:
@@ -100,7 +101,7 @@ class Resources:
 
 def builds_of(module: Any, spec: DeviceSpec, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of a module's launchers on a device; ranks None stands for all it knows."""
-    if module in (rows, matrix, draw):
+    if module in (rows, matrix, draw, gram):
         return module.default_builds()
     chosen = {} if ranks is None else {"ranks": tuple(rank for rank in ranks if rank in module.COMPILED_RANKS)}
     return module.default_builds(**chosen) if module is losses else module.default_builds(spec, **chosen)

@@ -25,7 +25,7 @@ DUAL = {
     "huge alpha": Objective("implicit", 0.05, alpha=1e5),
 }
 
-LENGTHS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 80, 0, 3)
+LENGTHS = (0, 1, 2, 3, 4, 5, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 80, 0, 3)
 """Rows around the sizes of the systems; those with more entries than factors are primal."""
 
 

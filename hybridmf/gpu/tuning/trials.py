@@ -327,9 +327,9 @@ class FusedSide:
         longest = max((len(batch[2]) for batch in self.batches), default=0)
         self.partials = device.empty((longest, plan_fused.partial_floats(self.rank)), np.float32)
         steps = 6 if facts["solver"] == "cg" else 1
-        scale = fused.entry_scale(float(np.abs(self.table).max()), 1.0) if facts["precision"] == "float32" else 1.0
+        largest = float(np.abs(self.table).max())
         usual = plan_fused.FusedConfig.rule(self.rank)
-        self.kernels = fused.FusedKernels(device, usual, facts["precision"], facts["solver"], 0.0, steps, scale)
+        self.kernels = fused.FusedKernels(device, usual, facts["precision"], facts["solver"], 0.0, steps, largest)
         solve = 2.0 * (steps + 1) * self.rank**2 if facts["solver"] == "cg" else self.rank**3 / 3 + 2 * self.rank**2
         self.flops = float(len(indices)) * self.rank * (self.rank + 1) + len(order) * solve
 
