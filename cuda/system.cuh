@@ -251,6 +251,81 @@ __device__ __forceinline__ void accumulate(Tile (&tiles)[Holding::TILES], Holdin
     });
 }
 
+// What 16 entries weigh, as float16 parts (high, low) of entries k and k + 1 in one register.
+struct SplitWeights {
+    const unsigned short *outer[2], *linear[2];  // of entry 0
+
+    __device__ __forceinline__ static unsigned pair(const unsigned short* values, int k) {
+        return *reinterpret_cast<const unsigned*>(values + k);
+    }
+};
+
+// high + low <- weight * (high + low), to 22 bits: what rounds off the product of the high parts goes to the low one.
+__device__ __forceinline__ void weigh(unsigned& high, unsigned& low, unsigned weight_high, unsigned weight_low) {
+    const unsigned product = multiply_float16(weight_high, high);
+    const unsigned lost = multiply_add_float16(weight_high, high, product ^ 0x80008000u);
+    low = multiply_add_float16(weight_low, high, multiply_add_float16(weight_high, low, lost));
+    high = product;
+}
+
+// A += V^T W V and b += V^T c over 16 rows of V in shared memory, RANK16 high parts and then RANK16 low parts each,
+// `stride` values from row to row. Weights are multiplied with one operand; right-hand sides are products, too.
+template <bool WEIGHTED>
+__device__ __forceinline__ void accumulate_split(Holding& mine, const unsigned short* rows, int stride,
+                                                 const SplitWeights& weights, int warp, int lane) {
+    const int group = lane / 4, pair = lane % 4 * 2;
+    unsigned linear[2];  // columns 0 and 1 are the parts of c
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+        linear[k] = group < 2 ? SplitWeights::pair(group ? weights.linear[1] : weights.linear[0], pair + 8 * k) : 0u;
+    with_role(warp, [&](auto role) {
+        constexpr int ROLE = decltype(role)::value;
+        unsigned own[Holding::ROWS][2][4];
+        for_rows<ROLE>([&](auto row) {
+            constexpr int i = decltype(row)::value, place = row_slot(i);
+            unsigned(&part)[2][4] = own[place];
+            load_operand<false>(part[0], rows + i * BLOCK, stride, lane);
+            load_operand<false>(part[1], rows + RANK16 + i * BLOCK, stride, lane);
+            float sum[4] = {};
+            mma_float16(sum, part[1], group == 0 ? linear[0] : 0u, group == 0 ? linear[1] : 0u);
+            mma_float16(sum, part[0], linear[0], linear[1]);
+            mine.rhs[place][0] += sum[0] + sum[1];
+            mine.rhs[place][1] += sum[2] + sum[3];
+            if constexpr (WEIGHTED)
+#pragma unroll
+                for (int q = 0; q < 4; q++)
+                    weigh(part[0][q], part[1][q], SplitWeights::pair(weights.outer[0], pair + q / 2 * 8),
+                          SplitWeights::pair(weights.outer[1], pair + q / 2 * 8));
+        });
+        static_for<0, last_row(ROLE) + 1>([&](auto column) {
+            constexpr int j = decltype(column)::value, COUNT = rows_from(ROLE, j);
+            unsigned part[2][4];
+            load_operand<true>(part[0], rows + j * BLOCK, stride, lane);
+            load_operand<true>(part[1], rows + RANK16 + j * BLOCK, stride, lane);
+            static_for<0, ceil_div(COUNT, GROUP)>([&](auto group_index) {
+                constexpr int BEGIN = decltype(group_index)::value * GROUP, SIZE = COUNT - BEGIN < GROUP ? COUNT - BEGIN : GROUP;
+                float sum[SIZE][BLOCK_HALVES][4] = {};
+                static_for<0, PASSES>([&](auto pass) {  // low x high, high x low, high x high
+                    constexpr int A = decltype(pass)::value == 0, B = decltype(pass)::value == 1;
+                    static_for<0, SIZE>([&](auto index) {
+                        constexpr int k = decltype(index)::value, place = row_slot(row_after(ROLE, j, BEGIN + k));
+#pragma unroll
+                        for (int half = 0; half < BLOCK_HALVES; half++)
+                            mma_float16(sum[k][half], own[place][A], part[B][2 * half], part[B][2 * half + 1]);
+                    });
+                });
+                static_for<0, SIZE>([&](auto index) {
+                    constexpr int k = decltype(index)::value, place = tile_slot(row_after(ROLE, j, BEGIN + k), j);
+#pragma unroll
+                    for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+                        for (int q = 0; q < 4; q++) mine.tiles[place].value[half][q] += sum[k][half][q];
+                });
+            });
+        });
+    });
+}
+
 // Adds the Gram matrix (RANK16 x RANK16, or none) and ridge * scale to A, 1 to the padded diagonal; leaves b and the
 // diagonal of A in shared memory. Rows and columns from RANK on become those of the identity.
 __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory, const float* __restrict__ gram,

@@ -72,6 +72,10 @@ Sums: TypeAlias = "tuple[Array, ...]"
 class RowKernels:
     """The kernels of an assembly, as called by a half sweep; methods launch and do not wait."""
 
+    def operand(self, table: Array) -> Array:
+        """The factors of the fixed side as `assemble` and `solve_rows` read them: `table` itself, or made of it."""
+        return table
+
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
         """Allocate sums; `whole`: zero the elements that `assemble` does not write, so that they can be read."""
         raise NotImplementedError
@@ -83,7 +87,7 @@ class RowKernels:
         ----------
         sums : Sums
         table : float array, shape (n_fixed, width)
-            Factors of the fixed side.
+            `operand` of the fixed side.
         entries : DeviceEntries
         segments : int64 array, shape (n_segments, 3)
             (slot, begin, end) of each.

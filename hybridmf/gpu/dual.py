@@ -30,8 +30,9 @@ def dual_constants(size: int, rank: int, implicit: bool, offsets: bool, biased: 
     """Compile-time constants of cuda/dual_rows.cu for rows with at most `size` entries."""
     order = max(size, BLOCK)
     return {
-        "RANK": order, "PACK": order // size, "FACTORS": rank, "LD": table_width(rank, np.float32), "WARPS": 1, "TEAMS": TEAMS,
-        "BLOCKS_PER_SM": BLOCKS_PER_SM[order], "IMPLICIT": implicit, "HAS_OFFSETS": offsets, "BIASED": biased,
+        "RANK": order, "PACK": order // size, "FACTORS": rank, "LD": table_width(rank, np.float32),
+        "WARPS": 1, "TEAMS": TEAMS, "BLOCKS_PER_SM": BLOCKS_PER_SM[order],
+        "IMPLICIT": implicit, "HAS_OFFSETS": offsets, "BIASED": biased,
     }  # fmt: skip
 
 

@@ -23,6 +23,17 @@ KERNEL_CODES = {"solve_rows": 1, "assemble_segments": 2, "solve_partials": 3}
 WIDEST = 2.0**16
 """Ratio of the largest factor to a row's largest up to which float16 parts keep 22 bits of the latter."""
 
+LARGEST_PART = 2.0**14
+"""Bound of scaled factors: float16 ends at 65,504, and a power of two below leaves room for rounding."""
+
+SPLIT_THREADS = 256
+
+
+def split_constants(config: FusedConfig) -> dict[str, Any]:
+    """Compile-time constants of cuda/split.cu."""
+    return {"RANK16": config.rank16, "LD": config.width}
+
+
 SUMS_WARPS = 4
 SUMS_THREADS = 32 * SUMS_WARPS
 SUMS_BLOCKS_PER_SM = 4
@@ -73,13 +84,16 @@ def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> Non
     check_not_host(device, solutions=systems.solutions, status=systems.status, ridge=systems.ridge, scale=systems.scale)
 
 
-def _check_entries(device: Device, config: FusedConfig, factors: Array, entries: DeviceEntries) -> None:
-    check("factors", factors, np.float32, (None, config.width))
+def _check_entries(device: Device, config: FusedConfig, precision: str, table: Array, entries: DeviceEntries) -> None:
+    if precision == "float32":
+        check("table", table, np.uint32, (None, config.rank16))
+    else:
+        check("table", table, np.float32, (None, config.width))
     check("indices", entries.indices, np.int32, (None,))
     check("ratings", entries.ratings, np.float32, (len(entries.indices),))
-    check_not_host(device, factors=factors, indices=entries.indices, ratings=entries.ratings)
+    check_not_host(device, table=table, indices=entries.indices, ratings=entries.ratings)
     if entries.offsets is not None:
-        check("offsets", entries.offsets, np.float32, (len(factors),))
+        check("offsets", entries.offsets, np.float32, (len(table),))
         check_not_host(device, offsets=entries.offsets)
 
 
@@ -102,7 +116,7 @@ class FusedKernels(RowKernels):
         Pivots at or below this part of their diagonal element count as rounding errors.
     cg_steps : int
     largest : float
-        Largest absolute value of the factors, by which float16 parts are scaled; read only if the precision is float32.
+        Largest absolute value of the factors; read only if the precision is float32.
     """
 
     device: Device
@@ -112,6 +126,27 @@ class FusedKernels(RowKernels):
     epsilon: float = 0.0
     cg_steps: int = 1
     largest: float = 1.0
+
+    @property
+    def table_scale(self) -> float:
+        """Power of two by which float16 parts of the factors are scaled."""
+        if not np.isfinite(self.largest) or self.largest <= 0:
+            return 1.0
+        return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / self.largest)), -60, 60))
+
+    def operand(self, table: Array) -> Array:
+        """Float16 parts of the factors if the precision is float32 (cuda/split.cu), uint32 of shape (n, rank16)."""
+        if self.precision != "float32":
+            return table
+        device, config = self.device, self.config
+        check("table", table, np.float32, (None, config.width))
+        check_not_host(device, table=table)
+        parts = device.empty((len(table), config.rank16), np.uint32)
+        if len(table):
+            kernel = get_kernel(device, "split.cu", "split_table", **split_constants(config))
+            blocks = min(ceil_div(parts.size // 2, SPLIT_THREADS), 16 * device.spec.multiprocessors)
+            kernel((blocks,), (SPLIT_THREADS,), (parts, table, np.int64(len(table)), np.float32(self.table_scale)), 0)
+        return parts
 
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
         """See `RowKernels`; all elements are written."""
@@ -123,8 +158,8 @@ class FusedKernels(RowKernels):
         Parameters
         ----------
         sums : (float32 array, shape (n_slots, partial_floats),)
-        table : float32 array, shape (n_fixed, width)
-            Zeros beyond the rank.
+        table : array, shape (n_fixed, width) or (n_fixed, rank16)
+            The result of `operand`.
         entries : DeviceEntries
         segments : int64 array, shape (n_segments, 3)
             (slot, begin, end) of each.
@@ -132,7 +167,7 @@ class FusedKernels(RowKernels):
         if not len(segments):
             return
         device, config, (partials,) = self.device, self.config, sums
-        _check_entries(device, config, table, entries)
+        _check_entries(device, config, self.precision, table, entries)
         check("partials", partials, np.float32, (None, config.partial_floats))
         check("segments", segments, np.int64, (None, 3))
         check_not_host(device, partials=partials, segments=segments)
@@ -147,7 +182,7 @@ class FusedKernels(RowKernels):
                 device.zeros(1, np.int32),
                 np.int32(len(segments)),
                 *entries.scalars,
-                np.float32(self.largest),
+                np.float32(self.table_scale),
             ),
             config.shared_bytes(self.solver),
         )
@@ -223,7 +258,7 @@ class FusedKernels(RowKernels):
             return
         device, config = self.device, self.config
         _check_systems(device, config, systems)
-        _check_entries(device, config, table, entries)
+        _check_entries(device, config, self.precision, table, entries)
         check("indptr", indptr, np.int64, (len(systems.scale) + 1,))
         check("rows", rows, np.int32, (None,))
         check_not_host(device, indptr=indptr, rows=rows)
@@ -243,7 +278,7 @@ class FusedKernels(RowKernels):
                 device.zeros(1, np.int32),
                 np.int32(len(rows)),
                 *entries.scalars,
-                np.float32(self.largest),
+                np.float32(self.table_scale),
                 np.float32(self.epsilon),
                 np.int32(self.cg_steps),
             ),
@@ -260,12 +295,15 @@ class FusedKernels(RowKernels):
 
     def programs(self, implicit: bool, offsets: bool) -> list[tuple[str, str, tuple[str, ...]]]:
         """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
+        splitting = [program("split.cu", "split_table", **split_constants(self.config))]
+        if self.precision != "float32":
+            splitting = []
         if self.config.solved_by_sums(self.solver):
             solving = program("cholesky_sums.cu", "cholesky_sums", **sums_constants(self.config))
-            return [self._program("assemble_segments", implicit, offsets), solving]
+            return [self._program("assemble_segments", implicit, offsets), solving, *splitting]
         names = [] if self.config.solved_apart else ["solve_rows"]
         names += ["solve_partials", "assemble_segments"]
-        return [self._program(name, implicit, offsets) for name in names]
+        return [*(self._program(name, implicit, offsets) for name in names), *splitting]
 
 
 # ---------------------------------------------------------------------------------------------------- builds
@@ -294,3 +332,4 @@ def default_builds(
         config = FusedConfig.default(rank, spec)
         if config.solved_by_sums("cholesky"):
             yield "cholesky_sums.cu", "cholesky_sums", sums_constants(config)
+        yield "split.cu", "split_table", split_constants(config)

@@ -427,19 +427,24 @@ class HalfSweep(GpuHalf):
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
         # made on first use: the device is idle until the first sums are launched
         systems = functools.cache(functools.partial(self._systems, start, gram))
-        table, entries, kernels = fixed.table, self._entries(fixed, mean), self.kernels_for(fixed)
+        entries, (kernels, operand) = self._entries(fixed, mean), self.prepared(fixed)
         for batch in self.batches:
             with self.batches.fitting(batch):
                 sums = kernels.empty(len(batch.segments))
-                kernels.assemble(sums, table, entries, batch.segments)
+                kernels.assemble(sums, operand, entries, batch.segments)
                 yield None
                 kernels.solve(systems(), sums, batch.slots, batch.rows, entries)
             sums = ()
             yield None
         if len(self.short):
-            kernels.solve_rows(systems(), table, entries, self.indptr, self.short)
-        self.dual.solve(systems(), table, entries, self.indptr, self.epsilon)
+            kernels.solve_rows(systems(), operand, entries, self.indptr, self.short)
+        self.dual.solve(systems(), fixed.table, entries, self.indptr, self.epsilon)
         yield self._unpack(systems().solutions), systems().status
+
+    def prepared(self, fixed: GpuFactors) -> tuple[RowKernels, Array]:
+        """The kernels for these factors, and the factors as they read them."""
+        kernels = self.kernels_for(fixed)
+        return kernels, kernels.operand(fixed.table)
 
     def kernels_for(self, fixed: GpuFactors) -> RowKernels:
         """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""

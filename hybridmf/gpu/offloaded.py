@@ -36,6 +36,7 @@ from .assembly import RowKernels, Sums
 from .factors import Copiers, DeviceFactors, HostFactors, HostTables, padded_gram, weighted_gram
 from .gram import gram_sum
 from .half import Batch, Launches, loss_segments, segment_losses
+from .launch import DeviceEntries
 from .rows import RowRange, clip_segments, widen_range
 from .stream import Loader, Pipeline, SlabHalf, StreamedHalf, Transfers
 
@@ -132,9 +133,11 @@ class PartedSlab(HostSlab):
         kernels, slots = self.kernels_for(fixed), len(batch.segments)
         sums = kernels.empty(slots)
         for number, part in enumerate(self.parts_of(fixed)):
+            operand = kernels.operand(part.table)
             for chunk in self._chunks(slots):
                 segments = self._clipped(batch.segments[chunk], part, chunk.start)
-                self._add(kernels, tuple(each[chunk] for each in sums), part, mean, segments, anew=number == 0)
+                entries = self._entries(part, mean)
+                self._add(kernels, tuple(each[chunk] for each in sums), operand, entries, segments, anew=number == 0)
             yield None
         if len(batch.rows):
             kernels.solve(systems, sums, batch.slots, batch.rows, self._entries_without_part())
@@ -158,11 +161,11 @@ class PartedSlab(HostSlab):
             yield slice(start, min(start + self.batches.slots, n_slots))
 
     def _add(
-        self, kernels: RowKernels, sums: Sums, part: DeviceFactors, mean: float, segments: Array, *, anew: bool
+        self, kernels: RowKernels, sums: Sums, operand: Array, entries: DeviceEntries, segments: Array, *, anew: bool
     ) -> None:
         """Add the sums of a part to those of some slots; `anew`: overwrite them."""
         fresh = sums if anew else kernels.empty(len(segments))
-        kernels.assemble(fresh, part.table, self._entries(part, mean), segments)
+        kernels.assemble(fresh, operand, entries, segments)
         if not anew:
             for target, more in zip(sums, fresh, strict=True):
                 target += more

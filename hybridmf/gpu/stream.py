@@ -280,7 +280,7 @@ class SlabHalf(HalfSweep):
         indptr = np.concatenate(([0], np.cumsum(degrees)))
         rows = DeviceMatrix.without_entries(device, indptr, dtype)
         super().__init__(device, side, rows, objective, plan, roots=roots)
-        self.shared_kernels: RowKernels | None = None
+        self.shared: tuple[RowKernels, Array] | None = None
         self._lent: tuple[Array | None, Array] | None = None
 
     def lend(self, indices: Array, ratings: Array) -> None:
@@ -311,11 +311,9 @@ class SlabHalf(HalfSweep):
         finally:
             self._lent = None  # references would keep the whole table alive
 
-    def kernels_for(self, fixed: GpuFactors) -> RowKernels:
-        """The kernels of the half sweep, the same for all slabs."""
-        if self.shared_kernels is None:
-            return super().kernels_for(fixed)
-        return self.shared_kernels
+    def prepared(self, fixed: GpuFactors) -> tuple[RowKernels, Array]:
+        """See `HalfSweep`; the same for all slabs of a half sweep."""
+        return super().prepared(fixed) if self.shared is None else self.shared
 
 
 class StreamedHalf(GpuHalf):
@@ -427,15 +425,15 @@ class StreamedHalf(GpuHalf):
 
     @contextmanager
     def _kernels(self, fixed: Any) -> Iterator[None]:
-        """Let all slabs use the kernels of the first."""
-        shared = self.parts[0].kernels_for(fixed) if self.parts else None
+        """Let all slabs use what the first has prepared."""
+        shared = self.parts[0].prepared(fixed) if self.parts else None
         for part in self.parts:
-            part.shared_kernels = shared
+            part.shared = shared
         try:
             yield
         finally:
             for part in self.parts:
-                part.shared_kernels = None
+                part.shared = None
 
     def losses(self, users: DeviceFactors, items: DeviceFactors, mean: float) -> np.ndarray:
         """Losses of segments of the rows of all slabs, where rows are users; see `HalfSweep.losses`."""

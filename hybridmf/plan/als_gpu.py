@@ -224,6 +224,8 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
         # old and new factors of the side being solved, so that an interrupted half sweep has no effect
         "factors": (m + n + max(m, n)) * width * itemsize,
     }
+    if plan.assembly == "fused":
+        sizes["operands"] = max(m, n) * fused.operand_bytes(plan.rank, plan.precision)
     changing = [side_sizes(plan, side) for side in SIDES if changes_basis(plan, side)]
     if changing:
         sizes["basis"] = max(fixed + 2 * min(rows, ROWS_AT_ONCE) for rows, fixed in changing) * width * itemsize

@@ -165,6 +165,11 @@ def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float =
     return ""
 
 
+def operand_bytes(rank: int, precision: str) -> int:
+    """Bytes of a row of the fixed side in the form that products read, beside its factors; 0 if they read these."""
+    return 4 * round_up(rank, BLOCK) if precision == "float32" else 0
+
+
 def table_width(rank: int, dtype: Any) -> int:
     """Columns of a table of factors: rows are whole pieces of 16 bytes."""
     return round_up(rank, 16 // np.dtype(dtype).itemsize)

@@ -287,7 +287,7 @@ class PartialRows(HalfSweep):
         self._cuts = [cut(*self._places(batch)) for batch in range(len(batches))]
         self._to_solve = [self._filled(ranges) for ranges in solved]
         # of the current half sweep
-        self._table: Any = None
+        self._operand: Any = None
         self._entries_at_hand: Any = None
         self._under_way: Any = None  # systems, kernels
 
@@ -318,8 +318,9 @@ class PartialRows(HalfSweep):
 
     def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
         """Start a half sweep."""
-        self._table, self._entries_at_hand = fixed.table, self._entries(fixed, mean)
-        self._under_way = self._systems(start, gram), self.kernels_for(fixed)
+        self._entries_at_hand = self._entries(fixed, mean)
+        kernels, self._operand = self.prepared(fixed)
+        self._under_way = self._systems(start, gram), kernels
 
     def kernels_for(self, fixed: Any) -> RowKernels:
         """See `HalfSweep`; a rank without entries has no sums to scale."""
@@ -331,7 +332,7 @@ class PartialRows(HalfSweep):
         """Sums over this rank's entries of a batch; zeros for rows without any."""
         cut, (_, kernels) = self._cuts[batch], self._under_way
         sums = kernels.empty(cut.n_slots, whole=True)
-        kernels.assemble(sums, self._table, self._entries_at_hand, cut.segments)
+        kernels.assemble(sums, self._operand, self._entries_at_hand, cut.segments)
         return tuple(cut.add_up(self.device, each) for each in sums)
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
@@ -343,7 +344,7 @@ class PartialRows(HalfSweep):
 
     def close(self) -> None:
         """Release the state of this half sweep; there is no thread to stop."""
-        self._table = self._entries_at_hand = None
+        self._operand = self._entries_at_hand = None
 
     def result(self, then: Then | None = None) -> DeviceFactors:
         """Return the factors of the rows solved here."""

@@ -336,11 +336,12 @@ class FusedSide:
     def run(self, config: Any, **changes: Any) -> None:
         """Solve all rows."""
         kernels, systems, entries = replace(self.kernels, config=config, **changes), self.systems, self.entries
+        operand = kernels.operand(self.factors)
         for rows, slots, segments in self.batches:
             partials = (self.partials[: len(segments)],)
-            kernels.assemble(partials, self.factors, entries, segments)
+            kernels.assemble(partials, operand, entries, segments)
             kernels.solve(systems, partials, slots, rows, entries)
-        kernels.solve_rows(systems, self.factors, entries, self.indptr, self.short)
+        kernels.solve_rows(systems, operand, entries, self.indptr, self.short)
 
     def clear(self) -> None:
         """Overwrite results of another configuration, which must not pass the check nor serve as a warm start."""
