@@ -27,6 +27,9 @@ static_assert(RANK >= 1 && RANK <= 128, "larger systems do not fit in the regist
 static_assert(WARPS == 1 || ((WARPS == 2 || WARPS == 4) && BLOCKS >= 5), "teams have 1 warp, or 2 or 4 of at least 5 x 5 blocks");
 
 constexpr int GROUP = 2;                       // tiles of a column whose rounded products are under way together
+#ifndef SPLIT_GROUP
+#define SPLIT_GROUP 4                          // the same where both operands are float16 parts, of two columns
+#endif
 
 constexpr int NON_FINITE = -1;
 constexpr int NEGATIVE_CURVATURE = -2;
@@ -297,29 +300,36 @@ __device__ __forceinline__ void accumulate_split(Holding& mine, const unsigned s
                     weigh(part[0][q], part[1][q], SplitWeights::pair(weights.outer[0], pair + q / 2 * 8),
                           SplitWeights::pair(weights.outer[1], pair + q / 2 * 8));
         });
-        static_for<0, last_row(ROLE) + 1>([&](auto column) {
-            constexpr int j = decltype(column)::value, COUNT = rows_from(ROLE, j);
-            unsigned part[2][4];
-            load_operand<true>(part[0], rows + j * BLOCK, stride, lane);
-            load_operand<true>(part[1], rows + RANK16 + j * BLOCK, stride, lane);
-            static_for<0, ceil_div(COUNT, GROUP)>([&](auto group_index) {
-                constexpr int BEGIN = decltype(group_index)::value * GROUP, SIZE = COUNT - BEGIN < GROUP ? COUNT - BEGIN : GROUP;
+        static_for<0, ceil_div(last_row(ROLE) + 1, 2)>([&](auto pair_of_columns) {
+            constexpr int J = 2 * decltype(pair_of_columns)::value, FIRST = rows_from(ROLE, J);
+            constexpr int COUNT = FIRST + (J + 1 <= last_row(ROLE) ? rows_from(ROLE, J + 1) : 0);
+            unsigned part[2][2][4];  // of two columns of blocks: more products are under way than of one
+            static_for<0, (COUNT > FIRST ? 2 : 1)>([&](auto next) {
+                constexpr int c = decltype(next)::value;
+                load_operand<true>(part[c][0], rows + (J + c) * BLOCK, stride, lane);
+                load_operand<true>(part[c][1], rows + RANK16 + (J + c) * BLOCK, stride, lane);
+            });
+            static_for<0, ceil_div(COUNT, SPLIT_GROUP)>([&](auto group_index) {
+                constexpr int BEGIN = decltype(group_index)::value * SPLIT_GROUP;
+                constexpr int SIZE = COUNT - BEGIN < SPLIT_GROUP ? COUNT - BEGIN : SPLIT_GROUP;
                 float sum[SIZE][BLOCK_HALVES][4] = {};
                 static_for<0, PASSES>([&](auto pass) {  // low x high, high x low, high x high
                     constexpr int A = decltype(pass)::value == 0, B = decltype(pass)::value == 1;
                     static_for<0, SIZE>([&](auto index) {
-                        constexpr int k = decltype(index)::value, place = row_slot(row_after(ROLE, j, BEGIN + k));
+                        constexpr int k = BEGIN + decltype(index)::value, c = k >= FIRST;
+                        constexpr int place = row_slot(row_after(ROLE, J + c, c ? k - FIRST : k));
 #pragma unroll
                         for (int half = 0; half < BLOCK_HALVES; half++)
-                            mma_float16(sum[k][half], own[place][A], part[B][2 * half], part[B][2 * half + 1]);
+                            mma_float16(sum[k - BEGIN][half], own[place][A], part[c][B][2 * half], part[c][B][2 * half + 1]);
                     });
                 });
                 static_for<0, SIZE>([&](auto index) {
-                    constexpr int k = decltype(index)::value, place = tile_slot(row_after(ROLE, j, BEGIN + k), j);
+                    constexpr int k = BEGIN + decltype(index)::value, c = k >= FIRST;
+                    constexpr int place = tile_slot(row_after(ROLE, J + c, c ? k - FIRST : k), J + c);
 #pragma unroll
                     for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-                        for (int q = 0; q < 4; q++) mine.tiles[place].value[half][q] += sum[k][half][q];
+                        for (int q = 0; q < 4; q++) mine.tiles[place].value[half][q] += sum[k - BEGIN][half][q];
                 });
             });
         });
@@ -390,15 +400,26 @@ __device__ __forceinline__ void factor_diagonal(float* block, int stride, const 
 #pragma unroll
     for (int c = 0; c < BLOCK; c++) a[c] = lane < BLOCK ? block[c * stride + lane] : (lane == BLOCK + c ? 1.0f : 0.0f);
     int failed = 0;
-#pragma unroll
-    for (int j = 0; j < BLOCK; j++) {
-        const float d = __shfl_sync(FULL_WARP, a[j], j);
-        // a pivot that is all cancellation means a singular matrix; one that is no number, an overflow before
-        const bool finite = isfinite(d), good = finite && d > epsilon * diagonal[j];
+    // the root of a pivot's reciprocal; 0 for a pivot that is all cancellation, which means a singular matrix, and for one
+    // that is no number, which an overflow left
+    auto root_of = [&](float pivot, int j) {
+        const bool finite = isfinite(pivot), good = finite && pivot > epsilon * diagonal[j];
         if (!good && !failed) failed = finite ? first + j + 1 : NON_FINITE;
-        a[j] *= good ? reciprocal_root(d) : 0.0f;
+        return good ? reciprocal_root(pivot) : 0.0f;
+    };
+    // Two columns at a time: a step is a chain of exchanges and roots, and this one has two exchanges, not four.
 #pragma unroll
-        for (int c = j + 1; c < BLOCK; c++) a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
+    for (int j = 0; j < BLOCK; j += 2) {
+        const float d = __shfl_sync(FULL_WARP, a[j], j), below = __shfl_sync(FULL_WARP, a[j], j + 1);
+        const float next = __shfl_sync(FULL_WARP, a[j + 1], j + 1);
+        const float root = root_of(d, j), l = below * root;
+        a[j] *= root;
+        a[j + 1] = (a[j + 1] - a[j] * l) * root_of(next - l * l, j + 1);
+#pragma unroll
+        for (int c = j + 2; c < BLOCK; c++) {
+            a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
+            a[c] -= a[j + 1] * __shfl_sync(FULL_WARP, a[j + 1], c);
+        }
     }
     __syncwarp();
     if (lane >= BLOCK)
