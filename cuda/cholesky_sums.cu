@@ -15,9 +15,6 @@
 // depends on the warp at run time; one text serves all warps. 65,536 systems of rank 128 took 5.5 ms on an H200 where
 // `solve_partials` took 8.0; of rank 112 and less that one is as fast (4.1 ms, two warps a system).
 #include "system.cuh"
-#ifndef HSPLIT
-#define HSPLIT 0
-#endif
 
 #ifndef LD
 #define LD ((RANK + 3) / 4 * 4)
@@ -212,7 +209,7 @@ __device__ __forceinline__ void update(Tile (&tiles)[SLOTS], const SystemMemory&
     for (int s = 0; s < SLOTS; s++) {
         const Place at = place_of(warp, s);
         if (at.j <= p || at.i < 0) continue;
-        float sum[HSPLIT + 1][BLOCK_HALVES][4] = {};  // of either half of the columns: chains half as long
+        float sum[BLOCK_HALVES][4] = {};
 #pragma unroll
         for (int h = 0; h < BLOCK_HALVES; h++) {
             unsigned row[2][4], column[2][BLOCK_HALVES][2];
@@ -221,14 +218,14 @@ __device__ __forceinline__ void update(Tile (&tiles)[SLOTS], const SystemMemory&
                 as_rows(row[part], *memory.fragment(at.i, h, part, lane));
                 as_columns(column[part], *memory.fragment(at.j, h, part, lane));
             }
-            multiply_part<FLOAT32_WIDE>(sum[h * HSPLIT], row[1], column[0]);
-            multiply_part<FLOAT32_WIDE>(sum[h * HSPLIT], row[0], column[1]);
-            multiply_part<FLOAT32_WIDE>(sum[h * HSPLIT], row[0], column[0]);
+            multiply_part<FLOAT32_WIDE>(sum, row[1], column[0]);
+            multiply_part<FLOAT32_WIDE>(sum, row[0], column[1]);
+            multiply_part<FLOAT32_WIDE>(sum, row[0], column[0]);
         }
 #pragma unroll
         for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-            for (int q = 0; q < 4; q++) tiles[s].value[half][q] -= HSPLIT ? sum[0][half][q] + sum[HSPLIT][half][q] : sum[0][half][q];
+            for (int q = 0; q < 4; q++) tiles[s].value[half][q] -= sum[half][q];
     }
 }
 

@@ -27,9 +27,7 @@ static_assert(RANK >= 1 && RANK <= 128, "larger systems do not fit in the regist
 static_assert(WARPS == 1 || ((WARPS == 2 || WARPS == 4) && BLOCKS >= 5), "teams have 1 warp, or 2 or 4 of at least 5 x 5 blocks");
 
 constexpr int GROUP = 2;                       // tiles of a column whose rounded products are under way together
-#ifndef SPLIT_GROUP
-#define SPLIT_GROUP 4                          // the same where both operands are float16 parts, of two columns
-#endif
+constexpr int SPLIT_GROUP = 4;                 // the same where both operands are float16 parts, of two columns
 
 constexpr int NON_FINITE = -1;
 constexpr int NEGATIVE_CURVATURE = -2;
@@ -400,26 +398,15 @@ __device__ __forceinline__ void factor_diagonal(float* block, int stride, const 
 #pragma unroll
     for (int c = 0; c < BLOCK; c++) a[c] = lane < BLOCK ? block[c * stride + lane] : (lane == BLOCK + c ? 1.0f : 0.0f);
     int failed = 0;
-    // the root of a pivot's reciprocal; 0 for a pivot that is all cancellation, which means a singular matrix, and for one
-    // that is no number, which an overflow left
-    auto root_of = [&](float pivot, int j) {
-        const bool finite = isfinite(pivot), good = finite && pivot > epsilon * diagonal[j];
+#pragma unroll
+    for (int j = 0; j < BLOCK; j++) {
+        const float d = __shfl_sync(FULL_WARP, a[j], j);
+        // a pivot that is all cancellation means a singular matrix; one that is no number, an overflow before
+        const bool finite = isfinite(d), good = finite && d > epsilon * diagonal[j];
         if (!good && !failed) failed = finite ? first + j + 1 : NON_FINITE;
-        return good ? reciprocal_root(pivot) : 0.0f;
-    };
-    // Two columns at a time: a step is a chain of exchanges and roots, and this one has two exchanges, not four.
+        a[j] *= good ? reciprocal_root(d) : 0.0f;
 #pragma unroll
-    for (int j = 0; j < BLOCK; j += 2) {
-        const float d = __shfl_sync(FULL_WARP, a[j], j), below = __shfl_sync(FULL_WARP, a[j], j + 1);
-        const float next = __shfl_sync(FULL_WARP, a[j + 1], j + 1);
-        const float root = root_of(d, j), l = below * root;
-        a[j] *= root;
-        a[j + 1] = (a[j + 1] - a[j] * l) * root_of(next - l * l, j + 1);
-#pragma unroll
-        for (int c = j + 2; c < BLOCK; c++) {
-            a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
-            a[c] -= a[j + 1] * __shfl_sync(FULL_WARP, a[j + 1], c);
-        }
+        for (int c = j + 1; c < BLOCK; c++) a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
     }
     __syncwarp();
     if (lane >= BLOCK)

@@ -166,7 +166,7 @@ class FusedKernels(RowKernels):
         """
         if not len(segments):
             return
-        device, config, (partials,) = self.device, self.config, sums
+        device, config, (partials,) = self.device, self.config.assembling(self.precision), sums
         _check_entries(device, config, self.precision, table, entries)
         check("partials", partials, np.float32, (None, config.partial_floats))
         check("segments", segments, np.int64, (None, 3))
@@ -289,7 +289,8 @@ class FusedKernels(RowKernels):
         return self.device.kernel(*self._program(name, entries.implicit, entries.offsets is not None))
 
     def _program(self, name: str, implicit: bool, offsets: bool) -> tuple[str, str, tuple[str, ...]]:
-        constants = _constant_texts(self.config, self.precision, self.solver, implicit, offsets)
+        config = self.config.assembling(self.precision) if name == "assemble_segments" else self.config
+        constants = _constant_texts(config, self.precision, self.solver, implicit, offsets)
         # each in a program of its own, so that they are compiled side by side
         return source_text("fused_als.cu"), name, (*constants, f"KERNEL={KERNEL_CODES[name]}")
 
@@ -325,10 +326,12 @@ def default_builds(
             for precision in precisions:
                 for solver in solvers:
                     config = FusedConfig.default(rank, spec, precision, solver)
-                    yield (
-                        "fused_als.cu", "assemble_segments",
-                        build_constants(config, precision, solver, implicit, offsets),
-                    )  # fmt: skip
+                    apart = config.assembling(precision)
+                    constants = build_constants(apart, precision, solver, implicit, offsets)
+                    yield "fused_als.cu", "assemble_segments", constants
+                    if apart != config and not config.solved_by_sums(solver):
+                        constants = build_constants(config, precision, solver, implicit, offsets)
+                        yield "fused_als.cu", "solve_partials", constants | {"KERNEL": KERNEL_CODES["solve_partials"]}
         config = FusedConfig.default(rank, spec)
         if config.solved_by_sums("cholesky"):
             yield "cholesky_sums.cu", "cholesky_sums", sums_constants(config)

@@ -360,8 +360,6 @@ class HalfSweep(GpuHalf):
     plan : Plan
     names : int64 array, shape (n_rows,), optional
         Number of each row in error messages. Default: its position in `matrix`.
-    roots : (float, float), optional
-        `range_of_roots` of all ratings, if `matrix` is a slab of them.
     """
 
     keeps_batches = True
@@ -377,7 +375,6 @@ class HalfSweep(GpuHalf):
         objective: Objective,
         plan: Plan,
         names: np.ndarray | None = None,
-        roots: tuple[float, float] | None = None,
     ) -> None:
         self.device, self.side, self.objective, self.plan, self.names = device, side, objective, plan, names
         held = DeviceMatrix.of(device, matrix)
@@ -387,7 +384,6 @@ class HalfSweep(GpuHalf):
         self.indptr, self.indices, self.ratings = held.starts, held.indices, held.data
         self.scale = device.upload(objective.row_scale(self.degrees).astype(self.dtype))
         self.ridge = device.upload(objective.ridge(plan.factors, plan.rank).astype(self.dtype))
-        self.roots = roots or range_of_roots(objective, held.ends)
         order = degree_order(held.indptr)[: int(np.count_nonzero(self.degrees))]
         n_dual = int(np.count_nonzero((self.degrees > 0) & (self.degrees <= dual_up_to(plan, side))))
         order, short = order[: len(order) - n_dual], order[len(order) - n_dual :]
@@ -541,19 +537,6 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
         program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),
     ]
-
-
-def range_of_roots(objective: Objective, ends: np.ndarray) -> tuple[float, float]:
-    """Square roots of the smallest and largest weight of an entry beyond the Gram matrix; zeros do not count.
-
-    `ends` are the smallest and largest absolute value of the ratings; empty if there are none.
-    """
-    if not objective.is_implicit or not len(ends):
-        return 1.0, 1.0
-    weights = 1 + objective.alpha * ends.astype(np.float64) - objective.unobserved_weight
-    # unobserved_weight 1 leaves alpha |r|: the smallest rating decides
-    smallest, largest = np.sqrt(np.maximum(weights, 0))
-    return (float(smallest) if smallest > 0 else float(largest)), max(float(largest), np.finfo(np.float32).tiny)
 
 
 def _rest(pieces: Pieces, done: int) -> Pieces:

@@ -189,7 +189,7 @@ class HostHalf(StreamedHalf):
 
     Parameters
     ----------
-    device, side, slabs, objective, plan, names, ends
+    device, side, slabs, objective, plan, names
         As for `StreamedHalf`; the `scale` of the plan has the number of parts of the fixed side.
     copiers : Copiers
     tables : HostTables, optional
@@ -205,7 +205,6 @@ class HostHalf(StreamedHalf):
         plan: Plan,
         copiers: Copiers,
         names: np.ndarray | None = None,
-        ends: np.ndarray | None = None,
         tables: HostTables | None = None,
     ) -> None:
         assert plan.scale is not None
@@ -213,7 +212,7 @@ class HostHalf(StreamedHalf):
         self.fixed_parts, self.copiers = half.fixed_parts, copiers
         self.buffers = half.buffers if half.fixed_parts > 1 else 1
         plan = plan.changed(batch_slots=slots_at_once(plan.scale.problem, half))
-        super().__init__(device, side, slabs, objective, plan, None, names, ends)
+        super().__init__(device, side, slabs, objective, plan, None, names)
         if isinstance(slabs, MemorySlabs):
             copiers.entries.pin(slabs.csr.indices)
             copiers.entries.pin(slabs.csr.data)

@@ -34,7 +34,7 @@ from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.types import Plan
 from .assembly import RowKernels
 from .factors import DeviceFactors, GpuFactors, weighted_gram
-from .half import GpuHalf, HalfSweep, Launches, range_of_roots
+from .half import GpuHalf, HalfSweep, Launches
 from .matrix import DeviceMatrix
 
 Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
@@ -263,8 +263,6 @@ class SlabHalf(HalfSweep):
     degrees : int64 array, shape (n_rows,)
     dtype : dtype
         Of the ratings.
-    roots : (float, float)
-        `range_of_roots` of all ratings.
     """
 
     def __init__(
@@ -275,11 +273,10 @@ class SlabHalf(HalfSweep):
         dtype: Any,
         objective: Objective,
         plan: Plan,
-        roots: tuple[float, float],
     ) -> None:
         indptr = np.concatenate(([0], np.cumsum(degrees)))
         rows = DeviceMatrix.without_entries(device, indptr, dtype)
-        super().__init__(device, side, rows, objective, plan, roots=roots)
+        super().__init__(device, side, rows, objective, plan)
         self.shared: tuple[RowKernels, Array] | None = None
         self._lent: tuple[Array | None, Array] | None = None
 
@@ -332,8 +329,6 @@ class StreamedHalf(GpuHalf):
         Loads the slabs in each half sweep; None: they stay on the device after the first.
     names : int64 array, shape (n_rows,), optional
         Number of each row in error messages. Default: its position.
-    ends : float array, optional
-        Smallest and largest absolute value of all ratings, if `slabs` are the share of one rank.
 
     Attributes
     ----------
@@ -352,7 +347,6 @@ class StreamedHalf(GpuHalf):
         plan: Plan,
         pipeline: Pipeline | None,
         names: np.ndarray | None = None,
-        ends: np.ndarray | None = None,
     ) -> None:
         self.device, self.side, self.slabs, self.objective, self.plan = device, side, slabs, objective, plan
         self.pipeline, self.names = pipeline, names
@@ -364,10 +358,9 @@ class StreamedHalf(GpuHalf):
             if isinstance(slabs, MemorySlabs):
                 pipeline.copier.pin(slabs.csr.indices)
                 pipeline.copier.pin(slabs.csr.data)
-        roots = range_of_roots(objective, slabs.ends if ends is None else ends)
         self.rows = [slice(int(a), int(b)) for a, b in pairwise(slabs.bounds)]
         self.parts = [
-            self._slab_half(device, side, self.degrees[rows], slabs.dtype, objective, plan, roots) for rows in self.rows
+            self._slab_half(device, side, self.degrees[rows], slabs.dtype, objective, plan) for rows in self.rows
         ]
         for part in self.parts[1:]:
             part.ridge = self.parts[0].ridge

@@ -57,7 +57,7 @@ class CpuWorker:
         return objective.penalty(factors.matrix, degrees, factors.bias)
 
     def whole(
-        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
+        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray
     ) -> als.HalfSweep | als.StreamedHalf:
         """Half sweep of one device over its rows; slabs are read again in each half sweep."""
         half: als.HalfSweep | als.StreamedHalf
