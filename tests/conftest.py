@@ -13,10 +13,20 @@ from typing import Any
 
 import pytest
 import scipy.sparse as sp
+from hypothesis import HealthCheck, settings
 
 # read when libgomp is loaded: threads that spin while they wait take the cores from the other processes of a run
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 pytest.register_assert_rewrite("support")
+
+# the same examples in every run, however slow the machine; `--hypothesis-profile explore` draws others
+ANY_SPEED = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("explore", **ANY_SPEED)
+settings.register_profile("repeatable", derandomize=True, database=None, **ANY_SPEED)
+settings.load_profile("repeatable")
 
 from hybridmf.core.cache import CACHE_DIR
 from hybridmf.device import cuda as devices

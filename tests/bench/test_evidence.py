@@ -88,7 +88,7 @@ def test_published_degrees_are_drawn_from_the_seed():
     count=st.integers(50, 500), mean=st.floats(2, 30), over=st.floats(3, 20), shortest=st.integers(1, 3),
     balance=st.none() | st.floats(0.15, 0.35),
 )  # fmt: skip
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 def test_fitted_degrees_have_the_mean_and_the_longest(count, mean, over, shortest, balance):
     total, longest = int(count * (mean + shortest)), int(over * (mean + shortest))
     facts = Degrees(shortest=shortest, longest=longest, balance=balance)

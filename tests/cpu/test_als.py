@@ -384,7 +384,7 @@ def test_normal_equations_hold_to_rounding(cls, assembly):
         assert residual <= 6 * 10 * np.finfo(float).eps * np.linalg.norm(A) * np.linalg.norm(X[row])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**31), st.sampled_from(EXACT), st.booleans())
 def test_renaming_users_and_items_renames_the_factors(seed, assembly, implicit):
     rng = np.random.default_rng(seed)

@@ -219,7 +219,7 @@ def test_float32_error_is_that_of_sums_in_blocks():
     assert abs(coordinates[0] - (wide @ e) / curvature) < bound
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 40_000), min_size=1, max_size=60))
 def test_schedule_covers_every_entry_once(degrees):
     indptr = np.concatenate(([0], np.cumsum(degrees))).astype(np.int64)
@@ -381,7 +381,7 @@ def test_no_constant_breaks_the_scale_of_the_ratings(name, dtype, power):
     assert other.objective_value() == pytest.approx(one.objective_value() * root**4, rel=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 10_000))
 def test_renaming_users_and_items_renames_the_factors(seed):
     rng = np.random.default_rng(seed)
