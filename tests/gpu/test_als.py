@@ -211,13 +211,15 @@ def test_float32_error_is_near_plain_numpys(device, name):
     assert errors.max() < 4 * plain.max()
 
 
-@pytest.mark.parametrize(("spread", "precision"), [(2.0, "float32"), (5.5, "float32_wide")])
-def test_weights_over_many_orders_of_magnitude(device, spread, precision):
-    """Play counts up to 350,000 beside 1, and factors from 1 to 0.001: float16 parts, then tf32 parts."""
+@pytest.mark.parametrize(
+    ("spread", "smallest", "precision"), [(2.0, -3, "float32"), (5.5, -3, "float32"), (5.5, -6, "float32_wide")]
+)
+def test_values_over_many_orders_of_magnitude(device, spread, smallest, precision):
+    """Play counts up to 350,000 beside 1, and factors from 1 to 0.001: float16 parts; to 0.000001: tf32 parts."""
     rng = np.random.default_rng(0)
     matrix = planted(90, 60, 0.3)
     matrix.data = np.ceil(10 ** rng.uniform(0, spread, matrix.nnz)).astype(np.float32)
-    fixed = random_factors(60, RANK, np.float32).matrix * 10 ** rng.uniform(-3, 0, (60, 1)).astype(np.float32)
+    fixed = random_factors(60, RANK, np.float32).matrix * 10 ** rng.uniform(smallest, 0, (60, 1)).astype(np.float32)
     problem = Problem(matrix, replace(OBJECTIVES["implicit"], alpha=1.0), fixed=Factors(fixed))
     half = problem.half(device)
     assert half.kernels_for(to_device(device, problem.fixed, half.width)).precision == precision
