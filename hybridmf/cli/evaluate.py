@@ -32,7 +32,8 @@ from .sources import existing_file, ratings_options, read_ratings, where_option
 )  # fmt: skip
 @click.option(
     "--metric", "metrics", multiple=True, metavar="NAME",
-    help="ndcg@K, precision@K, recall@K, map@K, auc, rmse or mae; may be repeated.  [default: by the model]",
+    help="ndcg@K, precision@K, recall@K, map@K, mrr@K, hit_rate@K, novelty@K, coverage@K, auc, rmse or mae; may be "
+    "repeated.  [default: by the model]",
 )  # fmt: skip
 @click.option("--relevance-threshold", type=float, help="Least rating of a relevant item.  [default: above 0]")
 @where_option

@@ -171,6 +171,13 @@ class ServingMixin(Estimator):
         return blank_mask(self._learned, "item")
 
     @property
+    def item_counts_(self) -> np.ndarray | None:
+        """Training entries of each item, int64, shape (n_items,); None for files of models that lack them."""
+        check_is_fitted(self)
+        counts = self._learned.item_counts
+        return None if counts is None else counts.view()
+
+    @property
     def n_users(self) -> int:
         """Number of users the model has factors for."""
         return len(self.user_factors_)
