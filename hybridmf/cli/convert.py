@@ -20,7 +20,7 @@ from ..core.table import format_table
 from ..data.convert import convert as convert_to_store
 from ..ratings import Ratings
 from .options import check_folder_above, debug_option, examples, refuse_overwriting
-from .report import file_size, names_of, pairs, ratings_facts, store_facts, with_output
+from .report import facts_text, file_size, names_of, ratings_facts, store_facts, with_output
 from .sources import columns_text, open_store, ratings_options, read_ratings, reading_arguments
 
 
@@ -80,7 +80,7 @@ def command(
         source = open_store(ratings_file) if os.path.isdir(ratings_file) else ratings_file
         store = convert_to_store(source, out, **sizes, **reading_arguments(**options))
         if not quiet:
-            click.echo(pairs(_column_facts(ratings_file, options) | store_facts(store)))
+            click.echo(facts_text(_column_facts(ratings_file, options) | store_facts(store)))
         return
     if out is not None and os.path.isdir(out):
         raise click.UsageError(f"{out} is a folder, which can only become a store; give the name of a file")
@@ -91,7 +91,7 @@ def command(
     if out is not None:
         _write_ratings(ratings, out, target, statistics)
     if not quiet:
-        click.echo(pairs(_column_facts(ratings_file, options) | ratings_facts(ratings)))
+        click.echo(facts_text(_column_facts(ratings_file, options) | ratings_facts(ratings)))
         click.echo(f"\nBALS tiles of {tile_rows} x {tile_cols}\n\n{_bals_table(statistics)}")
         if out is not None:
             click.echo(f"\nWrote {out} ({file_size(out)}).")

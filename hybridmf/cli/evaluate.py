@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
 from ..core.table import format_table
-from ..metrics import PopularityRecommender, evaluate
+from ..metrics import Evaluation, Interval, PopularityRecommender, evaluate
 from ..model.load import load
 from .fit import METRICS
 from .options import debug_option, examples
@@ -52,6 +54,8 @@ def command(
 ) -> None:
     """Evaluate a trained model on ratings that it has not seen.
 
+    Metrics come with their 95 % intervals, by the bootstrap over users; the difference to the baseline is paired.
+
     Users and items are matched by label; ratings of those that the model does not have are left out. The options for
     columns and separators hold for both files.
     """
@@ -68,15 +72,30 @@ def command(
         name: evaluate(each, test, train=train, metrics=names, relevance_threshold=relevance_threshold)
         for name, each in models.items()
     }
-    ours = found[type(model).__name__]
+    ours, *baseline = found.values()
     if as_json:
         facts: dict[str, Any] = {"model": type(model).__name__, "users": ours.n_users, "cold_users": ours.n_cold_users}
-        facts["metrics"] = dict(ours)
-        if train is not None:
-            facts["baseline"] = dict(found["most popular items, mean ratings"])
+        facts |= {"metrics": dict(ours), "intervals": _intervals(ours, ours.interval)}
+        if baseline:
+            facts["baseline"] = dict(baseline[0])
+            facts["minus_baseline"] = _intervals(ours, partial(ours.difference, baseline[0]))
         click.echo(json.dumps(facts, indent=2))
         return
-    rows = [[name, *(f"{value:.4f}" for value in values.values())] for name, values in found.items()]
+    rows = [[name, *_cells(values, _intervals(values, values.interval))] for name, values in found.items()]
+    if baseline:
+        gains = {name: value - baseline[0][name] for name, value in ours.items()}
+        rows.append(["difference", *_cells(gains, _intervals(ours, partial(ours.difference, baseline[0])))])
     click.echo(format_table(["model", *names], rows, "<" + ">" * len(names)))
     cold = f", {ours.n_cold_users:,} of them without training ratings" if ours.n_cold_users else ""
-    click.echo(f"\n{ours.n_users:,} users{cold}.")
+    click.echo(f"\n{ours.n_users:,} users{cold}. In parentheses: 95 % intervals.")
+
+
+def _intervals(values: Evaluation, interval: Callable[[str], Interval]) -> dict[str, list[float]]:
+    """Bounds of the metrics that have values for each of several users."""
+    return {name: list(interval(name)[1:]) for name in values.per_user if values.n_users > 1}
+
+
+def _cells(values: dict[str, float], intervals: dict[str, list[float]]) -> list[str]:
+    """Values, each with its interval if it has one."""
+    bounds = {name: " ({:.4f} to {:.4f})".format(*interval) for name, interval in intervals.items()}
+    return [f"{value:.4f}{bounds.get(name, '')}" for name, value in values.items()]

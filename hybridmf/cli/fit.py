@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from ..als import ExplicitALS, ImplicitALS
 from ..ccd import CCD
+from ..compare import BASELINES
 from ..core import validate as _validate
 from ..core.table import format_table
 from ..data.splits import WAYS
@@ -24,8 +25,8 @@ from ..errors import MemoryBudgetError
 from ..metrics import Evaluation, PopularityRecommender, evaluate
 from ..model.checkpoint import Checkpoint, has_checkpoints
 from ..model.early_stopping import EarlyStopping
-from ..plan.sgd import RATE_SCHEDULES, SCHEDULES
-from ..plan.types import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS
+from ..plan.sgd import ORDERINGS, ORDERS, RATE_SCHEDULES, SCHEDULES
+from ..plan.types import ASSEMBLIES, DTYPES, PRECISIONS, REDUCTIONS, REORDERINGS, ROW_FORMS, SOLVERS
 from ..ratings import Ratings, split
 from ..sgd import SGD
 from ..tools.preview import plan
@@ -44,10 +45,9 @@ METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
 HYPERPARAMETERS = (
     "factors", "regularization", "regularization_scaling", "alpha", "unobserved_weight", "biases",
     "bias_regularization", "iterations", "solver", "cg_steps", "block_size", "assembly", "balance", "learning_rate",
-    "decay", "rate_schedule", "schedule", "inner_iterations", "nonnegative", "device", "precision", "dtype",
-    "num_threads",
+    "decay", "rate_schedule", "schedule", "order", "ordering", "deterministic", "inner_iterations", "nonnegative",
+    "reorder", "row_form", "reduction", "device", "gpu_memory_limit", "precision", "dtype", "num_threads",
 )  # fmt: skip
-BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular items"}
 
 
 @click.command(
@@ -89,15 +89,25 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option("--decay", type=float, help="Of the learning rate (sgd).")
 @click.option("--rate-schedule", metavar="|".join(RATE_SCHEDULES), help="Learning rates (sgd).  [default: power]")
 @click.option("--schedule", metavar="|".join(SCHEDULES), help="Order of the updates (sgd).  [default: msgd]")
+@click.option("--order", metavar="|".join(ORDERS), help="Of MSGD on several devices (sgd).  [default: passes]")
+@click.option("--ordering", metavar="|".join(ORDERINGS), help="Of MSGD's passes on a GPU (sgd).  [default: mixed]")
+@click.option(
+    "--deterministic/--no-deterministic", default=None,
+    help="Fixed order of the blocks of --schedule blocks (sgd).  [default: --deterministic]",
+)  # fmt: skip
 @click.option("--inner-iterations", type=int, help="Updates of each coordinate (ccd).  [default: 1]")
 @click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (ccd).")
 @click.option("--assembly", metavar="|".join(ASSEMBLIES), help="Kernels that build the equations.  [default: auto]")
 @click.option(
     "--balance", is_flag=True, default=None, help="Change basis before each sweep: fewer sweeps to the minimum."
 )
+@click.option("--reorder", metavar="|".join(REORDERINGS), help="Sort users or items by their ratings.  [default: auto]")
+@click.option("--row-form", metavar="|".join(ROW_FORMS), help="Solution of rows with few ratings.  [default: auto]")
+@click.option("--reduction", metavar="|".join(REDUCTIONS), help="Sums over several GPUs.  [default: auto]")
 @click.option(
     "--device", metavar="auto|cpu|cuda|cuda:N", help="Where to compute; several: cuda:0,cuda:1.  [default: auto]"
 )
+@click.option("--gpu-memory-limit", metavar="BYTES", help='As "6GB".  [default: the free memory]')
 @click.option("--precision", metavar="|".join(PRECISIONS), help="Products on a GPU.  [default: float32]")
 @click.option("--dtype", metavar="|".join(DTYPES), help="Precision of the factors.  [default: float32]")
 @click.option("--num-threads", type=int, help="[default: all cores]")
