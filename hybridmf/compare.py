@@ -378,39 +378,34 @@ class Comparison:
         return text
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Plot seconds per iteration as bars, and the objective or RMSE over seconds; returns a matplotlib figure.
+        """Bars of seconds per iteration and of the held-out metric, and quality over seconds.
+
+        `hybridmf.plots` has each of them alone: `bars`, `score_bars` and `curves`.
 
         Parameters
         ----------
         path : path-like, optional
             File to write the figure to; the suffix selects the format.
 
+        Returns
+        -------
+        matplotlib figure
+
         Raises
         ------
         ImportError
             matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError('plot needs matplotlib: pip install "hybridmf[plot]"') from error
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
-        bars, curves = figure.subplots(1, 2)
-        names = [f"{run.method}\n{run.device}" for run in self.runs]
-        bars.barh(names[::-1], [run.per_iteration for run in self.runs][::-1], color="#4878a8")
-        bars.set_xscale("log")
-        bars.set_xlabel("seconds per iteration")
-        by_score = all(len(run.scores) == len(run.seconds) for run in self.runs)
-        for run, name in zip(self.runs, names, strict=True):
-            curve = run.scores if by_score else run.objective
-            curves.plot(run.before_first + np.cumsum(run.seconds), curve, marker=".", label=name.replace("\n", ", "))
-        curves.set_xscale("log")
-        curves.set_xlabel("seconds, set-up included")
-        curves.set_ylabel("held-out RMSE" if by_score else "objective")
-        curves.legend(fontsize="small")
+        from . import plots
+
+        drawn = [plots.bars, *([] if self.baseline is None else [plots.score_bars]), plots.curves]
+        figure = plots.new_figure(5 * len(drawn), 1.6 + 0.5 * max(6, len(self.runs)))
+        for draw, ax in zip(drawn, figure.subplots(1, len(drawn)), strict=True):
+            draw(self, ax=ax)
+            ax.spines[["top", "right"]].set_visible(False)
         figure.suptitle(self.name)
         if path is not None:
-            figure.savefig(path)
+            plots.save(figure, path)
         return figure
 
 

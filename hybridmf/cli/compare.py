@@ -14,7 +14,7 @@ from ..compare import FEEDBACK, default_models
 from ..compare import compare as run_compare
 from ..datasets import SHAPES
 from ..ratings import Ratings
-from .options import check_folder, debug_option, device_list, examples, refuse_overwriting
+from .options import check_folder, debug_option, device_list, examples, plot_option, refuse_overwriting
 from .sources import ratings_options, read_ratings, refuse_reading_options, where_option
 
 
@@ -52,7 +52,7 @@ from .sources import ratings_options, read_ratings, refuse_reading_options, wher
 @click.option("--seed", type=int, default=0, show_default=True)
 @where_option
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), callback=check_folder, help="Report as JSON.")
-@click.option("--plot", type=click.Path(dir_okay=False), callback=check_folder, help="Figure (needs matplotlib).")
+@plot_option("Picture of seconds and quality")
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @debug_option

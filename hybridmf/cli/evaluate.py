@@ -12,8 +12,9 @@ import click
 from ..core.table import format_table
 from ..metrics import Evaluation, Interval, PopularityRecommender, evaluate
 from ..model.load import load
+from ..plots import recall_curves, save
 from .fit import METRICS
-from .options import debug_option, examples
+from .options import debug_option, examples, plot_option, refuse_overwriting
 from .recommend import seen_matrix
 from .sources import existing_file, ratings_options, read_ratings, where_option
 
@@ -40,6 +41,7 @@ from .sources import existing_file, ratings_options, read_ratings, where_option
 @click.option("--relevance-threshold", type=float, help="Least rating of a relevant item.  [default: above 0]")
 @where_option
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+@plot_option("Picture of Recall@1 to Recall@50 against the most popular items, with --train")
 @ratings_options
 @debug_option
 def command(
@@ -50,6 +52,7 @@ def command(
     relevance_threshold: float | None,
     where: tuple[str, ...],
     as_json: bool,
+    plot: str | None,
     **options: Any,
 ) -> None:
     """Evaluate a trained model on ratings that it has not seen.
@@ -59,6 +62,9 @@ def command(
     Users and items are matched by label; ratings of those that the model does not have are left out. The options for
     columns and separators hold for both files.
     """
+    refuse_overwriting(plot, model_file, test_file, train_file)
+    if plot is not None and train_file is None:
+        raise click.UsageError("--plot compares with the most popular items of --train FILE; give it")
     model = load(model_file)
     kind = "implicit" if model._learned.objective.is_implicit else "explicit"
     names = tuple(dict.fromkeys(metrics)) or METRICS[kind]
@@ -72,6 +78,8 @@ def command(
         name: evaluate(each, test, train=train, metrics=names, relevance_threshold=relevance_threshold)
         for name, each in models.items()
     }
+    if plot is not None:
+        save(recall_curves(model, test, train, relevance_threshold=relevance_threshold).figure, plot)
     ours, *baseline = found.values()
     if as_json:
         facts: dict[str, Any] = {"model": type(model).__name__, "users": ours.n_users, "cold_users": ours.n_cold_users}

@@ -27,10 +27,19 @@ from ..model.checkpoint import Checkpoint, has_checkpoints
 from ..model.early_stopping import EarlyStopping
 from ..plan.sgd import ORDERINGS, ORDERS, RATE_SCHEDULES, SCHEDULES
 from ..plan.types import ASSEMBLIES, DTYPES, PRECISIONS, REDUCTIONS, REORDERINGS, ROW_FORMS, SOLVERS
+from ..plots import save, training
 from ..ratings import Ratings, split
 from ..sgd import SGD
 from ..tools.preview import plan
-from .options import debug_option, device_list, examples, output_option, refuse_overwriting, share_or_number
+from .options import (
+    debug_option,
+    device_list,
+    examples,
+    output_option,
+    plot_option,
+    refuse_overwriting,
+    share_or_number,
+)
 from .report import file_size
 from .sources import columns_text, open_store, ratings_options, read_ratings, where_option
 
@@ -132,6 +141,7 @@ HYPERPARAMETERS = (
 )
 @click.option("--metric", metavar="NAME", help="Of --patience: rmse, mae, ndcg@K, recall@K, ...")
 @where_option
+@plot_option("Picture of the objective, and the metric of --validation, after each iteration")
 @click.option("--json", "as_json", is_flag=True, help="Print results as one JSON object, and nothing else.")
 @click.option("--checkpoint", metavar="DIR", help="Folder for a checkpoint after each iteration.")
 @click.option("--checkpoint-every", type=int, metavar="N", help="After every N iterations.  [default: 1]")
@@ -152,6 +162,7 @@ def command(
     patience: int | None,
     metric: str | None,
     where: tuple[str, ...],
+    plot: str | None,
     as_json: bool,
     checkpoint: str | None,
     checkpoint_every: int | None,
@@ -166,6 +177,7 @@ def command(
     model file is written only if all went well.
     """
     refuse_overwriting(output, ratings_file, test_file)
+    refuse_overwriting(plot, ratings_file, test_file, output)
     quiet = quiet or as_json
     say = _silent if quiet else click.echo
     saving = _checkpoint_options(checkpoint, checkpoint_every, resume)
@@ -196,6 +208,8 @@ def command(
     say(f"\nPlan\n{textwrap.indent(str(plan(train, model)), '  ')}\n")
     if resume:
         say(f"Going on from {checkpoint}.\n" if "resume_from" in saving else f"No checkpoint in {checkpoint} yet.\n")
+    if plot is not None:
+        watching["callback"] = _record_objective
     model.fit(train, show_progress=not quiet, **saving, **watching)
     if not as_json:
         click.echo(_training_summary(model))
@@ -203,6 +217,8 @@ def command(
     if found is not None and not as_json:
         click.echo(found if isinstance(found, str) else _held_out_summary(kind, found))
     _save(model, output)
+    if plot is not None:
+        save(training(model).figure, plot)
     if as_json:
         click.echo(json.dumps(_report(model, train, found, output), indent=2))
         return
@@ -210,6 +226,10 @@ def command(
         "" if train is ratings else f", trained on {train.nnz:,} of {ratings.nnz:,} ratings (--test-size 0 takes all)"
     )
     click.echo(f"Saved {output} ({file_size(output)}){whole}.")
+
+
+def _record_objective(_: Any, __: dict[str, float]) -> None:
+    """A callback: with one, the history has the objective."""
 
 
 def _silent(_: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from ..model.load import load
+from ..plots import degrees, save
 from ..tools.config import config
-from .options import debug_option, examples
+from .options import debug_option, examples, plot_option, refuse_overwriting
 from .report import facts_text, file_size, label_text, pairs, ratings_facts, store_facts
 from .sources import (
     columns_text,
@@ -29,25 +30,38 @@ from .sources import (
 @click.argument("file", required=False, type=click.Path(exists=True))
 @where_option
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object of numbers.")
+@plot_option("Picture of the ratings of each user and item, of a file of ratings or a store")
 @ratings_options
 @debug_option
-def command(file: str | None, where: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str | None, **options: Any) -> None:
     """Describe this installation, a model, a file of ratings or a store."""
+    refuse_overwriting(plot, file)
+    if plot and (file is None or (not os.path.isdir(file) and _is_model(file))):
+        raise click.UsageError("--plot draws the entries of a file of ratings or a store; leave it out")
     if where and (file is None or os.path.isdir(file) or _is_model(file)):
         raise click.UsageError("--where filters rows of a file of ratings; leave it out")
     if file is None:
         refuse_reading_options("none is given")
         facts, text = config(), _installation_text
     elif os.path.isdir(file):
-        facts, text = store_facts(open_store(file)), facts_text
+        store = open_store(file)
+        facts, text = store_facts(store), facts_text
+        _draw(store, plot)
     elif _is_model(file):
         refuse_reading_options(f"{file} is a model")
         facts, text = _model_facts(load(file), file), _model_text
     else:
-        facts, text = ratings_facts(read_ratings(file, where, **options)), facts_text
+        ratings = read_ratings(file, where, **options)
+        facts, text = ratings_facts(ratings), facts_text
+        _draw(ratings, plot)
         columns = columns_text(file, **options)
         facts = ({} if columns is None else {"columns": columns}) | facts
     click.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str) if as_json else text(facts))
+
+
+def _draw(ratings: Any, path: str | None) -> None:
+    if path is not None:
+        save(degrees(ratings).figure, path)
 
 
 def _installation_text(facts: dict[str, Any]) -> str:

@@ -220,10 +220,11 @@ def test_plot(tmp_path):
     result = compare(SMALL, [als(), als(solver="cg")], devices=["cpu"])
     figure = result.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
-    bars, curves = figure.axes
-    assert len(bars.patches) == len(curves.lines) == 2
-    assert curves.get_ylabel() == "held-out RMSE"
+    bars, scores, curves = figure.axes
+    assert len(bars.patches) == 2 and len(curves.lines) == 3  # with the baseline
+    assert len(scores.patches) == 3 and curves.get_ylabel() == "held-out RMSE"
     unscored = compare(SMALL, als(), devices=["cpu"], test_size=0).plot()
+    assert [ax.get_xlabel() for ax in unscored.axes] == ["seconds per iteration", "seconds, set-up included"]
     assert unscored.axes[1].get_ylabel() == "objective"
 
 
