@@ -2,6 +2,7 @@ from . import datasets as datasets
 from . import errors as errors
 from . import formats as formats
 from . import metrics as metrics
+from . import plots as plots
 from . import scale as scale
 from .als import ExplicitALS as ExplicitALS
 from .als import ImplicitALS as ImplicitALS

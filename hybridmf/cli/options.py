@@ -90,6 +90,22 @@ def output_option(text: str, *, required: bool = False) -> Callable[..., Any]:
     return click.option("-o", "--output", type=kind, callback=check_folder, required=required, help=text)
 
 
+def check_plot(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """`check_folder` of a picture, which matplotlib must be able to write."""
+    if check_folder(context, parameter, path) is not None:
+        from ..plots import check_picture
+
+        assert path is not None
+        check_picture(path)
+    return path
+
+
+def plot_option(text: str) -> Callable[..., Any]:
+    """``--plot FILE``, judged at once."""
+    kind = click.Path(dir_okay=False, writable=True)
+    return click.option("--plot", type=kind, callback=check_plot, help=f"{text} (needs matplotlib).")
+
+
 def share_or_number(name: str, value: float) -> float | int:
     """A share below 1, or a whole number."""
     if value >= 1 and not float(value).is_integer():

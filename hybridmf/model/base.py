@@ -314,7 +314,7 @@ class FactorModel(ServingMixin):
         objective, settings = content.objective(self._objective()), self._settings()
         shape = (len(content.state.user), len(content.state.item))
         nnz = int(content.summary.get("nnz", 0))
-        plan = _plan_to_serve(objective, settings, shape, nnz)
+        plan = plan_to_serve(objective, settings, shape, nnz)
         self._learn(
             Learned(
                 objective,
@@ -360,7 +360,7 @@ def _root_mean_square(factors: np.ndarray) -> float:
     return math.sqrt(float(squares.sum(dtype=np.float64)) / max(1, int(np.count_nonzero(squares))))
 
 
-def _plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
+def plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
     """The plan for serving a model, which may have been fitted on a device that is missing here."""
     settings = replace(settings, reduction="auto")  # serving reduces nothing
     try:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cython.parallel cimport prange
 from libc.math cimport NAN
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.stdlib cimport qsort
 
 from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
@@ -17,12 +17,18 @@ PRECISION = 0
 RECALL = 1
 AVERAGE_PRECISION = 2
 NDCG = 3
+RECIPROCAL_RANK = 4
+HIT_RATE = 5
+NOVELTY = 6
 
 cdef enum:
     _PRECISION = 0
     _RECALL = 1
     _AVERAGE_PRECISION = 2
     _NDCG = 3
+    _RECIPROCAL_RANK = 4
+    _HIT_RATE = 5
+    _NOVELTY = 6
     SHORT = 64       # lists up to which comparing all pairs of ids is faster than sorting them
     FEW_USERS = 512  # below this many users a second thread costs more than it brings
 
@@ -79,24 +85,38 @@ cdef double _gain_of(id_t item, const int32_t* indices, const float* data, Py_ss
 
 cdef double _metric(
         int kind, Py_ssize_t cut,
+        const id_t* ids,                               # IN   (n,)
         const double* gains, Py_ssize_t n,             # IN   (n,) gain at each rank
         const double* ideal, Py_ssize_t n_relevant,    # IN   (n_relevant,) gains of the relevant items, falling
-        const double* discounts) noexcept nogil:       # IN   (longest cut,) weight of each rank
-    cdef Py_ssize_t rank, hits = 0
+        const double* discounts,                       # IN   (longest cut,) weight of each rank
+        const double* information) noexcept nogil:     # IN   (n_items,) of the items, for NOVELTY
+    cdef Py_ssize_t rank, hits = 0, shown = 0
     cdef double total = 0.0, best = 0.0
     cdef Py_ssize_t last = cut if cut < n else n
     for rank in range(last):
         if kind == _NDCG:
             total += gains[rank] * discounts[rank]
+        elif kind == _NOVELTY:
+            if ids[rank] >= 0:
+                shown += 1
+                total += information[ids[rank]]
         elif gains[rank] > 0:
             hits += 1
             total += hits / <double> (rank + 1)
+            if kind == _RECIPROCAL_RANK:
+                return total
     if kind == _PRECISION:
         return hits / <double> cut
     if kind == _RECALL:
         return hits / <double> n_relevant
     if kind == _AVERAGE_PRECISION:
         return total / n_relevant
+    if kind == _RECIPROCAL_RANK:
+        return 0.0
+    if kind == _HIT_RATE:
+        return 1.0 if hits else 0.0
+    if kind == _NOVELTY:
+        return total / shown if shown else NAN
     for rank in range(cut if cut < n_relevant else n_relevant):
         best += ideal[rank] * discounts[rank]
     # Rounding may lift a ranking that is not ideal above one that is.
@@ -108,6 +128,8 @@ cdef bint _judge(
         const int32_t* indices, const float* data, Py_ssize_t n_relevant,        # IN   (n_relevant,)
         const int32_t[::1] kinds, const int64_t[::1] cuts,                       # IN   (n_metrics,)
         const double* discounts,                                                 # IN   (longest cut,)
+        const double* information,                                               # IN   (n_items,)
+        const int64_t[::1] shown_cuts, uint8_t[:, ::1] shown,      # IN (n_shown,)  OUT (n_shown, n_items)
         double* gains, double* ideal, int64_t* scratch,                          # scratch (n,) (n_relevant,) (n,)
         double* out, Py_ssize_t stride) noexcept nogil:                          # OUT  one value for each metric
     """One user's metrics; False if the list is no ranking."""
@@ -124,14 +146,20 @@ cdef bint _judge(
         qsort(ideal, n_relevant, sizeof(double), _descending)
     for k in range(kinds.shape[0]):
         out[k * stride] = NAN
-        if n_relevant:
-            out[k * stride] = _metric(kinds[k], cuts[k], gains, n, ideal, n_relevant, discounts)
+        if n_relevant or kinds[k] == _NOVELTY:
+            out[k * stride] = _metric(kinds[k], cuts[k], ids, gains, n, ideal, n_relevant, discounts, information)
+    for k in range(shown_cuts.shape[0]):
+        for rank in range(shown_cuts[k] if shown_cuts[k] < n else n):
+            # Threads may mark an item at the same time: all write the same byte, and most find it written.
+            if ids[rank] >= 0 and not shown[k, ids[rank]]:
+                shown[k, ids[rank]] = 1
     return True
 
 
 def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t[::1] indptr,
           const int32_t[::1] indices, const float[::1] data, Py_ssize_t n_items, const int32_t[::1] kinds,
-          const int64_t[::1] cuts, const double[::1] discounts, int num_threads):
+          const int64_t[::1] cuts, const double[::1] discounts, const double[::1] information,
+          const int64_t[::1] shown_cuts, uint8_t[:, ::1] shown, int num_threads):
     """Metrics of each user's ranking.
 
     Parameters
@@ -144,17 +172,23 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t
         Relevant items and their gains, all positive; indices ascend within rows.
     n_items : int
     kinds : int32 array, shape (n_metrics,)
-        PRECISION, RECALL, AVERAGE_PRECISION or NDCG.
+        PRECISION, RECALL, AVERAGE_PRECISION, NDCG, RECIPROCAL_RANK, HIT_RATE or NOVELTY.
     cuts : int64 array, shape (n_metrics,)
         Ranks that count, at least 1.
     discounts : float64 array, shape (max(n_columns, longest row),) or up to the longest cut
         Weights of the ranks.
+    information : float64 array, shape (n_items,), or empty without NOVELTY
+        Averaged by NOVELTY over the items of a list.
+    shown_cuts : int64 array, shape (n_shown,)
+    shown : uint8 array, shape (n_shown, n_items)
+        Row k gets a 1 at each item among the first ``shown_cuts[k]`` of some user; other elements stay.
     num_threads : int
 
     Returns
     -------
     float64 array, shape (n_metrics, n_users), or None
-        NaN for users without a relevant item. None if an id is out of range, or repeated for a user.
+        NaN for users without a relevant item, and NOVELTY of empty lists. None if an id is out of range, or repeated
+        for a user.
     """
     cdef Py_ssize_t n_users = recommended.shape[0], n_columns = recommended.shape[1], user, row, thread
     cdef int n = 1 if n_users < FEW_USERS else hmf_usable_threads(num_threads)
@@ -163,8 +197,8 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t
     out = np.empty((kinds.shape[0], n_users))
     if n_users == 0:
         return out
+    cdef double[:, ::1] out_view = out if len(out) else np.empty((1, n_users))
     # an element more, so that there is an address where there are no columns or entries
-    cdef double[:, ::1] out_view = out
     cdef double[:, ::1] gains = np.empty((n, n_columns + 1))
     cdef double[:, ::1] ideal = np.empty((n, longest + 1))
     cdef int64_t[:, ::1] scratch = np.empty((n, n_columns + 1), dtype=np.int64)
@@ -172,10 +206,11 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t
     cdef const int32_t* items = &indices[0] if indices.shape[0] else NULL
     cdef const float* values = &data[0] if indices.shape[0] else NULL
     cdef const double* weights = &discounts[0] if discounts.shape[0] else NULL
+    cdef const double* bits = &information[0] if information.shape[0] else NULL
     for user in prange(n_users, nogil=True, schedule="dynamic", chunksize=256, num_threads=n):
         row = rows[user]
         thread = hmf_thread_id()
         faults += not _judge(ids + user * n_columns, n_columns, n_items, items + indptr[row], values + indptr[row],
-                             indptr[row + 1] - indptr[row], kinds, cuts, weights, &gains[thread, 0],
-                             &ideal[thread, 0], &scratch[thread, 0], &out_view[0, user], n_users)
+                             indptr[row + 1] - indptr[row], kinds, cuts, weights, bits, shown_cuts, shown,
+                             &gains[thread, 0], &ideal[thread, 0], &scratch[thread, 0], &out_view[0, user], n_users)
     return None if faults else out
