@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ from ..core.sparse import ValueSummary, transposed
 from ..data.store import StoreMatrix
 from ..plan.types import Plan
 from .learned import scale_of_values, summary_of
+from .prepared import PreparedRatings
+
+logger = logging.getLogger("hybridmf")
 
 
 @dataclass(frozen=True)
@@ -26,15 +30,23 @@ class TrainingData:
         The ratings in both orientations.
     values : ValueSummary or StoreMatrix
         Sums and ranges of the values.
+    seen : csr_array, shape (n_users, n_items), or None
+        The `pattern` of the entries, if they are prepared.
     """
 
     user_items: Any
     item_users: Any
     values: ValueSummary | StoreMatrix
+    seen: Any = None
 
     @classmethod
-    def on_host(cls, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> TrainingData:
+    def on_host(
+        cls, matrix: sp.csr_array | StoreMatrix, plan: Plan, source: PreparedRatings | None = None
+    ) -> TrainingData:
         """Both orientations in memory or in a store."""
+        if source is not None:
+            log_detour(source, plan)
+            return cls(matrix, source.item_users, source.values, source.seen)
         item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
         return cls.of(matrix, item_users, plan)
 
@@ -44,18 +56,23 @@ class TrainingData:
         return cls(user_items, item_users, summary_of(user_items, plan.num_threads))
 
     @classmethod
-    def on_device(cls, matrix: sp.csr_array, plan: Plan) -> TrainingData:
-        """Both orientations on the GPU of the plan; one is uploaded, the other is made there."""
+    def on_device(cls, matrix: sp.csr_array, plan: Plan, source: PreparedRatings | None = None) -> TrainingData:
+        """Both orientations on the GPU of the plan; unless they are there, one is uploaded and the other made there."""
         from ..device.cuda import open_device
         from ..gpu.half import programs_of
         from ..gpu.matrix import DeviceMatrix
 
         device = open_device(plan.device)
         device.compile_ahead(programs_of(device, plan))
-        values = summary_of(matrix, plan.num_threads)
+        values = summary_of(matrix, plan.num_threads) if source is None else source.values
+        seen, held = (None, None) if source is None else (source.seen, source.on_device(plan.device))
+        if held is not None:
+            return cls(held[0], held[1], values, seen)
+        if source is not None:
+            log_detour(source, plan)
         with device.active():
             user_items = DeviceMatrix.of(device, matrix, values.ends)
-            return cls(user_items, user_items.transposed(device), values)
+            return cls(user_items, user_items.transposed(device), values, seen)
 
     @functools.cached_property
     def degrees(self) -> dict[Side, np.ndarray]:
@@ -84,3 +101,13 @@ class TrainingData:
     def scale(self, objective: Objective) -> float:
         """Scale that standardizes explicit ratings; see `hybridmf.core.objective.rating_scale`."""
         return scale_of_values(self.values, self.nnz, objective)
+
+
+def log_detour(source: PreparedRatings, plan: Plan) -> None:
+    """Log that a fit reads prepared ratings from the host, unless it runs there and they were prepared there."""
+    if source.device != "cpu" or plan.gpu is not None:
+        logger.info(
+            "the ratings are prepared on %s, and this fit on %s starts from the copy in the memory of the host",
+            source.device,
+            plan.device_name,
+        )
