@@ -63,9 +63,7 @@ class _ALS(FactorModel):
         return init
 
     def _training_data(self, matrix: Any, plan: Plan, source: PreparedRatings | None) -> TrainingData:
-        if plan.ratings_on_device:
-            return TrainingData.on_device(matrix, plan, source)
-        return super()._training_data(matrix, plan, source)
+        return TrainingData.for_als(matrix, plan, self._objective(), source)
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)

@@ -513,7 +513,7 @@ class HalfSweep(GpuHalf):
 def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[str, str, tuple[str, ...]]]:
     """Arguments of `Device.kernel` for the kernels of this library that a fit of a plan needs first.
 
-    With `wide`, also those for ratings and factors of a wide range, which is known only during a fit.
+    With `wide`, also those for ratings and factors of a wide range; see `may_be_wide`.
     """
     if plan.assembly != "fused":
         return []
@@ -521,12 +521,18 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
     precisions = ["float32", "float32_wide"] if wide and plan.precision == "float32" else [plan.precision]
     kernels = [fused.FusedKernels(device, config, precision, plan.solver) for precision in precisions]
     common = {"REAL": np.dtype(plan.dtype)}
+    solving = [each for one in kernels for each in one.programs(plan.feedback == "implicit", plan.rank > plan.factors)]
     return [
-        *(each for one in kernels for each in one.programs(plan.feedback == "implicit", plan.rank > plan.factors)),
+        *dict.fromkeys(solving),
         program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
         program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),
     ]
+
+
+def may_be_wide(objective: Objective, plan: Plan, ends: np.ndarray) -> bool:
+    """Whether ratings between these absolute values may need kernels for a wide range, as far as is known before."""
+    return plan.precision == "float32" and fused.may_be_wide(range_of_roots(objective, ends))
 
 
 def range_of_roots(objective: Objective, ends: np.ndarray) -> tuple[float, float]:

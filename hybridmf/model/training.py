@@ -12,6 +12,7 @@ import scipy.sparse as sp
 
 from ..core.objective import Objective, Side
 from ..core.sparse import ValueSummary, transposed
+from ..core.system import available_cores
 from ..data.store import StoreMatrix
 from ..plan.types import Plan
 from .learned import scale_of_values, summary_of
@@ -40,31 +41,52 @@ class TrainingData:
     seen: Any = None
 
     @classmethod
-    def on_host(
-        cls, matrix: sp.csr_array | StoreMatrix, plan: Plan, source: PreparedRatings | None = None
+    def for_als(
+        cls, matrix: sp.csr_array | StoreMatrix, plan: Plan, objective: Objective, source: PreparedRatings | None
     ) -> TrainingData:
-        """Both orientations in memory or in a store."""
+        """Both orientations for ALS, on the GPU if the plan has them there; its kernels are compiled meanwhile."""
+        if plan.gpu is None:
+            return cls.on_host(matrix, plan, source)
+        from ..device.cuda import open_device
+        from ..gpu.half import may_be_wide, programs_of
+
+        devices = [open_device(name) for name in plan.devices or (plan.device,)]
+        for device in devices:
+            device.compile_ahead(programs_of(device, plan))
+        values = _values_of(matrix, plan, source)
+        if may_be_wide(objective, plan, values.ends):
+            # if there is a core for each: in turn, those that may not be needed would delay those that are
+            both = [programs_of(device, plan, wide=True) for device in devices]
+            if sum(map(len, both)) <= available_cores():
+                for device, programs in zip(devices, both, strict=True):
+                    device.compile_ahead(programs)
+        if plan.ratings_on_device:
+            return cls._on_device(devices[0], matrix, plan, source, values)
+        return cls.on_host(matrix, plan, source, values)
+
+    @classmethod
+    def on_host(
+        cls,
+        matrix: sp.csr_array | StoreMatrix,
+        plan: Plan,
+        source: PreparedRatings | None = None,
+        values: ValueSummary | StoreMatrix | None = None,
+    ) -> TrainingData:
+        """Both orientations in memory or in a store; `values` if they are known."""
+        values = _values_of(matrix, plan, source) if values is None else values
         if source is not None:
             log_detour(source, plan)
-            return cls(matrix, source.item_users, source.values, source.seen)
+            return cls(matrix, source.item_users, values, source.seen)
         item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
-        return cls.of(matrix, item_users, plan)
+        return cls(matrix, item_users, values)
 
     @classmethod
-    def of(cls, user_items: Any, item_users: Any, plan: Plan) -> TrainingData:
-        """Both orientations as given, csr_array or StoreMatrix."""
-        return cls(user_items, item_users, summary_of(user_items, plan.num_threads))
-
-    @classmethod
-    def on_device(cls, matrix: sp.csr_array, plan: Plan, source: PreparedRatings | None = None) -> TrainingData:
+    def _on_device(
+        cls, device: Any, matrix: Any, plan: Plan, source: PreparedRatings | None, values: ValueSummary | StoreMatrix
+    ) -> TrainingData:
         """Both orientations on the GPU of the plan; unless they are there, one is uploaded and the other made there."""
-        from ..device.cuda import open_device
-        from ..gpu.half import programs_of
         from ..gpu.matrix import DeviceMatrix
 
-        device = open_device(plan.device)
-        device.compile_ahead(programs_of(device, plan))
-        values = summary_of(matrix, plan.num_threads) if source is None else source.values
         seen, held = (None, None) if source is None else (source.seen, source.on_device(plan.device))
         if held is not None:
             return cls(held[0], held[1], values, seen)
@@ -101,6 +123,10 @@ class TrainingData:
     def scale(self, objective: Objective) -> float:
         """Scale that standardizes explicit ratings; see `hybridmf.core.objective.rating_scale`."""
         return scale_of_values(self.values, self.nnz, objective)
+
+
+def _values_of(matrix: Any, plan: Plan, source: PreparedRatings | None) -> ValueSummary | StoreMatrix:
+    return summary_of(matrix, plan.num_threads) if source is None else source.values
 
 
 def log_detour(source: PreparedRatings, plan: Plan) -> None:

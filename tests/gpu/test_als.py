@@ -17,11 +17,12 @@ from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
 from hybridmf.gpu import fused, launch
+from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.factors import DeviceFactors, gram_sum, to_device
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
-from hybridmf.plan.fused import table_width
+from hybridmf.plan.fused import FusedConfig, table_width
 from hybridmf.plan.start import initial_state
 from support.devices import limit_memory, on_a_gpu
 from support.half_sweeps import (
@@ -685,3 +686,43 @@ def test_the_compiler_knows_ahead_what_a_fit_launches(gpu, monkeypatch, kind, op
     slow = {*fused.KERNEL_CODES, "cholesky_sums", "row_range", "count_columns", "draw_rows"}
     launched = {key for key in used if key[1] in slow}
     assert launched and launched <= set(ahead)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spread", "cores", "wide"),
+    [
+        (hmf.ImplicitALS, 100, 16, True),  # counts from 1 to 100
+        (hmf.ImplicitALS, 100, 2, False),  # these would delay the others
+        (hmf.ImplicitALS, 1, 16, False),
+        (hmf.ExplicitALS, 100, 16, False),
+    ],
+)
+@pytest.mark.parametrize("placement", ["device", "streamed", "prepared"])
+def test_kernels_for_a_wide_range_are_compiled_with_the_others(gpu, monkeypatch, kind, spread, cores, wide, placement):
+    if gpu.spec.name != "emulated":
+        pytest.skip("compilations are recorded on the emulated device")
+    ahead, update, started = [], GpuALS.update, []
+    monkeypatch.setattr("hybridmf.model.training.available_cores", lambda: cores)
+    monkeypatch.setattr(gpu, "compile_ahead", lambda programs: ahead.extend(programs))
+    monkeypatch.setattr(GpuALS, "update", lambda self, side: started.append(len(ahead)) or update(self, side))
+    matrix = planted()
+    matrix.data[:] = np.linspace(1, spread, matrix.nnz)
+    options = {"gpu_memory_limit": 12_000} if placement == "streamed" else {}
+    given = hmf.PreparedRatings(matrix, device="cuda") if placement == "prepared" else matrix
+    model = kind(factors=4, iterations=1, device="cuda", random_state=0, **options).fit(given)
+    assert bool(model.plan_.streamed) == (placement == "streamed")
+    codes = [constant for _, _, constants in ahead[: started[0]] for constant in constants if "ARITHMETIC" in constant]
+    assert (f"ARITHMETIC={fused.PRECISION_CODES['float32_wide']}" in codes) == wide and "ARITHMETIC=0" in codes
+    assert len(ahead[: started[0]]) > 3
+
+
+def test_one_program_solves_sums_of_all_kinds(device):
+    config = FusedConfig.rule(64)
+    programs = {name: set() for name in fused.KERNEL_CODES}
+    for precision in ("float32", "float32_wide", "tf32"):
+        for implicit, offsets in ((True, False), (False, True)):
+            for program in fused.FusedKernels(device, config, precision).programs(implicit, offsets):
+                programs[program[1]].add(program)
+    assert {name: len(found) for name, found in programs.items()} == {
+        "solve_rows": 6, "assemble_segments": 6, "solve_partials": 1,
+    }  # fmt: skip
