@@ -15,6 +15,7 @@ from .metrics import evaluate as evaluate
 from .model.checkpoint import Checkpoint as Checkpoint
 from .model.early_stopping import EarlyStopping as EarlyStopping
 from .model.load import load as load
+from .model.prepared import PreparedRatings as PreparedRatings
 from .plan.types import Plan as Plan
 from .ratings import Ratings as Ratings
 from .ratings import k_fold as k_fold

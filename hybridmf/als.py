@@ -9,6 +9,7 @@ from typing import Any
 from .core.objective import SIDES, Objective, Side, State
 from .cpu.als import CpuALS
 from .model.base import FactorModel
+from .model.prepared import PreparedRatings
 from .model.training import TrainingData
 from .plan.solver import Solver
 from .plan.start import Init, Start
@@ -61,10 +62,8 @@ class _ALS(FactorModel):
             )
         return init
 
-    def _training_data(self, matrix: Any, plan: Plan) -> TrainingData:
-        if plan.ratings_on_device:
-            return TrainingData.on_device(matrix, plan)
-        return super()._training_data(matrix, plan)
+    def _training_data(self, matrix: Any, plan: Plan, source: PreparedRatings | None) -> TrainingData:
+        return TrainingData.for_als(matrix, plan, self._objective(), source)
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)

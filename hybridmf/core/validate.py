@@ -230,6 +230,20 @@ def refuse_masked(name: str, values: Any) -> None:
         )
 
 
+def refuse_gpu(matrix: Any, name: str) -> None:
+    """Refuse an array or matrix on a GPU where ratings on the host are expected.
+
+    Raises
+    ------
+    TypeError
+    """
+    if any(hasattr(each, "__cuda_array_interface__") for each in (matrix, getattr(matrix, "data", None))):
+        raise TypeError(
+            f"{name} is on a GPU; fit and PreparedRatings take sparse matrices from there "
+            f"(cupyx.scipy.sparse.csr_matrix), otherwise copy it to the host: {name}.get()"
+        )
+
+
 def without_mask(matrix: Any, name: str) -> Any:
     """A dense matrix whose masked cells are 0, that is, absent entries; anything else as it is."""
     if not isinstance(matrix, np.ma.MaskedArray):
@@ -290,6 +304,7 @@ def as_csr(
     check_choice("duplicates", duplicates, MERGE_RULES)
     matrix = getattr(matrix, "user_items", matrix)  # a Ratings object
     if not sp.issparse(matrix):
+        refuse_gpu(matrix, name)
         refuse_triplets(matrix, name)
         return _from_dense(matrix, name, dtype)
     if matrix.ndim != 2:

@@ -290,7 +290,9 @@ class FusedKernels(RowKernels):
 
     def _program(self, name: str, implicit: bool, offsets: bool) -> tuple[str, str, tuple[str, ...]]:
         config = self.config.assembling(self.precision) if name == "assemble_segments" else self.config
-        constants = _constant_texts(config, self.precision, self.solver, implicit, offsets)
+        # sums are solved alike, whatever they are sums of: one program for all
+        summed = (self.precision, implicit, offsets) if name != "solve_partials" else ("float32", False, False)
+        constants = _constant_texts(config, summed[0], self.solver, *summed[1:])
         # each in a program of its own, so that they are compiled side by side
         return source_text("fused_als.cu"), name, (*constants, f"KERNEL={KERNEL_CODES[name]}")
 

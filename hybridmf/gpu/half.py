@@ -519,7 +519,7 @@ class HalfSweep(GpuHalf):
 def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[str, str, tuple[str, ...]]]:
     """Arguments of `Device.kernel` for the kernels of this library that a fit of a plan needs first.
 
-    With `wide`, also those for ratings and factors of a wide range, which is known only during a fit.
+    With `wide`, also those for factors of a wide range, which is known only during a fit.
     """
     if plan.assembly != "fused":
         return []
@@ -527,12 +527,13 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
     precisions = ["float32", "float32_wide"] if wide and plan.precision == "float32" else [plan.precision]
     kernels = [fused.FusedKernels(device, config, precision, plan.solver) for precision in precisions]
     common = {"REAL": np.dtype(plan.dtype)}
+    implicit, biased = plan.feedback == "implicit", plan.rank > plan.factors
     longest = max(dual_up_to(plan, side) for side in SIDES)
-    biased = plan.rank > plan.factors
+    solving = [each for one in kernels for each in one.programs(implicit, biased)]
     return [
-        *(each for one in kernels for each in one.programs(plan.feedback == "implicit", plan.rank > plan.factors)),
-        *dual.programs(plan.rank, longest, plan.feedback == "implicit", biased),
-        *([program("gram.cu", "gram", REAL=np.dtype(plan.dtype))] if plan.feedback == "implicit" else []),
+        *dict.fromkeys(solving),
+        *dual.programs(plan.rank, longest, implicit, biased),
+        *([program("gram.cu", "gram", REAL=np.dtype(plan.dtype))] if implicit else []),
         program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
         program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),

@@ -21,6 +21,7 @@ from ..core.validate import (
     check_bool,
     check_int,
     check_nonempty,
+    refuse_gpu,
     seed_of,
     without_mask,
 )
@@ -30,7 +31,7 @@ from ..data.align import Labels, labels_of
 from ..data.store import Store, StoreMatrix
 from ..errors import DeviceError
 from ..plan import dispatch
-from ..plan.make import check_memory, make_plan, plan_for
+from ..plan.make import NOTHING, check_memory, make_plan, plan_for
 from ..plan.solver import Solver
 from ..plan.start import Init, Start, check_init, initial_state
 from ..plan.types import Plan, Settings
@@ -41,6 +42,7 @@ from .early_stopping import EarlyStopping, check_early_stopping
 from .estimator import check_is_fitted, numeric_matrix
 from .learned import Learned, pattern
 from .loop import FitLoop, Observers, Record, check_validation
+from .prepared import PreparedRatings, prepared_for
 from .serving import ServingMixin
 from .stopwatch import Stopwatch
 from .training import TrainingData
@@ -88,11 +90,16 @@ class FactorModel(ServingMixin):
 
     # ------------------------------------------------------------------------------------------------ input
 
+    def _source(self, given: Any) -> PreparedRatings | None:
+        """What a fit starts from if its ratings are prepared, or on a GPU; None for other ratings."""
+        return prepared_for(given, self._settings().dtype, self._objective().is_implicit)
+
     def _check_matrix(self, matrix: Any, name: str = "user_items") -> sp.csr_array | StoreMatrix:
         """Training data as canonical CSR, or as a store; explicit zeros are dropped for implicit feedback."""
         if isinstance(matrix, Store) and self._reads_slabs:
             return StoreMatrix(matrix, "user", self._settings().dtype, self._objective().is_implicit)
         if not sp.issparse(matrix) and not isinstance(matrix, (Ratings, Store)):
+            refuse_gpu(matrix, name)
             refuse_triplets(matrix, name)  # by names of columns, which check_array drops
             plain = without_mask(matrix, name)
             matrix = numeric_matrix(self, plain, name)
@@ -118,7 +125,8 @@ class FactorModel(ServingMixin):
         Parameters
         ----------
         user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items); or a data frame
-            A frame with columns of users and items is read by `Ratings.from_frame`, here and in all other methods.
+            Or `PreparedRatings`, for several fits of the same ratings; or a sparse matrix of CuPy. A frame with columns
+            of users and items is read by `Ratings.from_frame`, here and in all other methods.
             Zeros and masked cells of a dense matrix are absent entries. The fit copies a matrix, so later changes to it
             have no effect; Ratings are read-only and not copied. ALS reads a store slab by slab, with the same result
             as in memory; other models load it.
@@ -175,13 +183,14 @@ class FactorModel(ServingMixin):
         )
         if observers.early_stopping is not None and validation is None:
             raise ValueError("early_stopping measures held-out entries: pass them as validation")
-        user_items, validation = as_ratings(user_items), as_ratings(validation)
+        source = self._source(user_items)
+        user_items, validation = as_ratings(user_items if source is None else source), as_ratings(validation)
         check_labels(labels_of(user_items))
-        matrix = self._check_matrix(user_items)
+        matrix = self._check_matrix(user_items) if source is None else source.user_items
         check_nonempty(matrix, "user_items")
         init = self._init(matrix.shape)
         stopwatch.lap("check")
-        plan = plan_for(matrix, objective, settings)
+        plan = plan_for(matrix, objective, settings, NOTHING if source is None else source.held)
         check_memory(plan)
         stopwatch.lap("plan")
         held_out = check_validation(validation, labels_of(user_items), matrix.shape, objective, unknown)
@@ -193,7 +202,7 @@ class FactorModel(ServingMixin):
         stopwatch.lap("check")
 
         logger.info("plan:\n%s", plan)
-        ratings = self._training_data(matrix, plan)
+        ratings = self._training_data(matrix, plan, source)
         stopwatch.lap("convert")
         log_empty_rows(*ratings.degrees.values())
         objective = self._objective(ratings.scale(objective))
@@ -235,7 +244,7 @@ class FactorModel(ServingMixin):
             Learned,
             objective,
             plan,
-            seen=pattern(matrix),
+            seen=pattern(matrix) if ratings.seen is None else ratings.seen,
             total=ratings.values.total,
             user_ids=user_ids,
             item_ids=item_ids,
@@ -250,9 +259,11 @@ class FactorModel(ServingMixin):
         """Seed of random numbers in iterations: from a checkpoint, else by `random_state`; None if none are drawn."""
         return None
 
-    def _training_data(self, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> TrainingData:
-        """The ratings in both orientations, where the solver of the plan reads them."""
-        return TrainingData.on_host(matrix, plan)
+    def _training_data(
+        self, matrix: sp.csr_array | StoreMatrix, plan: Plan, source: PreparedRatings | None
+    ) -> TrainingData:
+        """The ratings in both orientations, where the solver of the plan reads them; `source` if they are prepared."""
+        return TrainingData.on_host(matrix, plan, source)
 
     def _initial_state(
         self, ratings: TrainingData, plan: Plan, objective: Objective, init: Init | None = None

@@ -30,6 +30,7 @@ from ..core.validate import (
     check_shape,
     csr_arrays,
     make_csr,
+    refuse_gpu,
     without_mask,
 )
 from ..data.align import IN_ORDER, align, align_rows, labels_of
@@ -664,6 +665,7 @@ class ServingMixin(Estimator):
         learned = self._learned
         matrix = rows = as_ratings(rows)
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
+            refuse_gpu(rows, name)
             refuse_triplets(rows, name)  # by column names, which check_array drops
             plain = without_mask(rows, name)
             matrix = numeric_matrix(self, plain, name)

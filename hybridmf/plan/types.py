@@ -178,7 +178,7 @@ class Settings:
             assembly=check_choice("assembly", assembly, ASSEMBLIES),
             reorder=check_choice("reorder", reorder, REORDERINGS),
             precision=check_choice("precision", precision, PRECISIONS),
-            dtype=check_choice("dtype", _dtype_name(dtype), DTYPES),
+            dtype=check_dtype(dtype),
             num_threads=check_threads(num_threads),
             device=check_device(device),
             block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
@@ -191,12 +191,17 @@ class Settings:
         )
 
 
-def _dtype_name(dtype: Any) -> Any:
-    """Name of a dtype; other objects are returned unchanged for `check_choice` (np.dtype(None) would be float64)."""
+def check_dtype(dtype: Any) -> str:
+    """Name of a dtype of factors and values, given as name, type or dtype (None, NumPy's float64, is refused).
+
+    Raises
+    ------
+    ValueError
+    """
     if isinstance(dtype, (type, np.dtype)):
         with suppress(TypeError):
-            return np.dtype(dtype).name
-    return dtype
+            dtype = np.dtype(dtype).name
+    return str(check_choice("dtype", dtype, DTYPES))
 
 
 @dataclass(frozen=True)

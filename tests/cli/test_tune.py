@@ -54,7 +54,7 @@ def test_kernels_are_compiled_ahead_of_time(gpu: Any, monkeypatch: pytest.Monkey
     assert result.exit_code == 0 and result.output.startswith("7 factors: "), result.output
     found = {(name, constant) for _, name, constants in asked for constant in constants}
     for name in KERNEL_CODES:
-        for code in ("float32", "float32_wide"):
+        for code in ("float32", "float32_wide") if name != "solve_partials" else ("float32",):
             assert (name, f"ARITHMETIC={PRECISION_CODES[code]}") in found
         assert {(name, f"RANK={rank}") for rank in (7, 8)} <= found  # without and with biases
     assert {"draw_rows", "scatter_entries", "row_range", "prepare_items"} <= {name for _, name, _ in asked}

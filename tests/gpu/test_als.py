@@ -22,7 +22,7 @@ from hybridmf.gpu.gram import gram_sum
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
-from hybridmf.plan.fused import table_width
+from hybridmf.plan.fused import FusedConfig, table_width
 from hybridmf.plan.start import initial_state
 from support.devices import limit_memory, on_a_gpu
 from support.half_sweeps import (
@@ -676,6 +676,27 @@ def test_the_compiler_knows_ahead_what_a_fit_launches(gpu, monkeypatch, kind, op
     monkeypatch.setattr(gpu, "compile_ahead", lambda programs: compile_ahead(ahead.extend(programs) or ahead))
     monkeypatch.setattr(gpu, "kernel", lambda *key: used.append(key) or kernel(*key))
     kind(iterations=1, device="cuda", random_state=0, **options).fit(SMALL)
-    slow = {*fused.KERNEL_CODES, "cholesky_sums", "row_range", "count_columns", "draw_rows"}
+    slow = {
+        *fused.KERNEL_CODES,
+        "cholesky_sums",
+        "row_range",
+        "count_columns",
+        "draw_rows",
+        "dual_rows",
+        "inverse_root",
+    }
+    slow |= {"gram", "split_table"}
     launched = {key for key in used if key[1] in slow}
     assert launched and launched <= set(ahead)
+
+
+def test_one_program_solves_sums_of_all_kinds(device):
+    config = FusedConfig.rule(64)
+    programs = {name: set() for name in fused.KERNEL_CODES}
+    for precision in ("float32", "float32_wide", "tf32"):
+        for implicit, offsets in ((True, False), (False, True)):
+            for program in fused.FusedKernels(device, config, precision).programs(implicit, offsets):
+                programs[program[1]].add(program)
+    assert {name: len(found) for name, found in programs.items()} == {
+        "solve_rows": 6, "assemble_segments": 6, "solve_partials": 1,
+    }  # fmt: skip
