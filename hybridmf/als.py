@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .core.objective import SIDES, Objective, Side, State
+from .core.objective import SIDES, Objective, Scaling, Side, State
 from .cpu.als import CpuALS
 from .model.base import FactorModel
 from .model.training import TrainingData
@@ -91,8 +91,9 @@ class ImplicitALS(_ALS):
     ----------
     factors : int
         Rank, 1 to 2048.
-    regularization : float
-        lambda >= 0.
+    regularization : float or (float, float)
+        lambda >= 0, of both sides or of (users, items). At the minimum, predictions depend on the product of the two
+        alone; their ratio sets the length of user factors against that of item factors.
     alpha : float
         Confidence per unit of feedback, >= 0. The library `implicit` uses ``c = alpha r``: pass it ``1 + alpha r``
         with its ``alpha=1`` for the same model.
@@ -106,10 +107,15 @@ class ImplicitALS(_ALS):
         "auto" chooses the device with the shortest predicted time and logs the reason. "cuda" is the first GPU; a named
         device that cannot be used raises an error. A list runs the fit on several devices, one rank on each; the first
         device serves the fitted model.
-    regularization_scaling : {"none", "count"} or float
-        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power.
+    regularization_scaling : {"none", "count"} or float, or a pair of them
+        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power;
+        of both sides or of (users, items).
     unobserved_weight : float
         Confidence of pairs without an entry, >= 0.
+    count_unobserved : bool
+        Count all pairs of a row in s, each as `unobserved_weight`, beside its entries: the factor of a user is
+        ``(n_u + unobserved_weight n_items) ** nu``, with nu = 1 for "count" (the
+        frequency scaling of Rendle, Krichene, Zhang and Koren 2022).
     cg_steps : int
         Steps of ``solver="cg"``.
     assembly : {"auto", "simd", "rank1", "blas3", "bals", "fused", "sparse_syrk", "mo_als", ...}
@@ -187,13 +193,14 @@ class ImplicitALS(_ALS):
         self,
         factors: int = 64,
         *,
-        regularization: float = 0.01,
+        regularization: float | tuple[float, float] = 0.01,
         alpha: float = 1.0,
         iterations: int = 10,
         solver: str = "cholesky",
         device: str | Sequence[str] = "auto",
-        regularization_scaling: str | float = "none",
+        regularization_scaling: Scaling | tuple[Scaling, Scaling] = "none",
         unobserved_weight: float = 1.0,
+        count_unobserved: bool = False,
         cg_steps: int = 3,
         assembly: str = "auto",
         reorder: str | bool = "auto",
@@ -216,6 +223,7 @@ class ImplicitALS(_ALS):
         self.device = device
         self.regularization_scaling = regularization_scaling
         self.unobserved_weight = unobserved_weight
+        self.count_unobserved = count_unobserved
         self.cg_steps = cg_steps
         self.assembly = assembly
         self.reorder = reorder
@@ -231,7 +239,8 @@ class ImplicitALS(_ALS):
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self, spread: float = 1.0) -> Objective:
-        return Objective.implicit(self.regularization, self.regularization_scaling, self.alpha, self.unobserved_weight)
+        weights = (self.alpha, self.unobserved_weight, self.count_unobserved)
+        return Objective.implicit(self.regularization, self.regularization_scaling, *weights)
 
 
 class ExplicitALS(_ALS):
@@ -245,18 +254,19 @@ class ExplicitALS(_ALS):
     ----------
     factors : int
         Rank, 1 to 2048.
-    regularization : float
-        lambda >= 0.
-    regularization_scaling : {"none", "count"} or float
-        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power.
+    regularization : float or (float, float)
+        lambda >= 0, of both sides or of (users, items).
+    regularization_scaling : {"none", "count"} or float, or a pair of them
+        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power;
+        of both sides or of (users, items).
     biases : bool
         Fit the mean mu (fixed at the training mean) and user and item biases, solved together with the factors. The
         systems of a biased model have one more unknown.
-    bias_regularization : float, optional
-        lambda_b >= 0, the penalty of squared biases; 0 leaves them unpenalized. Default: `regularization` divided by
-        the standard deviation of the training ratings, since lambda has the unit of the ratings and lambda_b has none.
-        For ranking rather than rating prediction, use about twenty times the default together with
-        ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
+    bias_regularization : float or (float, float), optional
+        lambda_b >= 0, the penalty of squared biases, of both sides or of (users, items); 0 leaves them unpenalized.
+        Default: `regularization` divided by the standard deviation of the training ratings, since lambda has the unit
+        of the ratings and lambda_b has none. For ranking rather than rating prediction, use about twenty times the
+        default together with ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
 init, block_size, balance, row_form, reduction, gpu_memory_limit
         As for `ImplicitALS`.
@@ -283,10 +293,10 @@ item_ids_
         self,
         factors: int = 64,
         *,
-        regularization: float = 0.05,
-        regularization_scaling: str | float = "count",
+        regularization: float | tuple[float, float] = 0.05,
+        regularization_scaling: Scaling | tuple[Scaling, Scaling] = "count",
         biases: bool = True,
-        bias_regularization: float | None = None,
+        bias_regularization: float | tuple[float, float] | None = None,
         iterations: int = 15,
         solver: str = "cholesky",
         device: str | Sequence[str] = "auto",

@@ -167,6 +167,13 @@ item_ids_
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self, spread: float = 1.0) -> Objective:
+        for name in ("regularization", "bias_regularization"):
+            value = getattr(self, name)
+            if isinstance(value, (tuple, list)):
+                raise TypeError(
+                    f"{name} must be one number for users and items, got {value!r}: an update moves a user and an item "
+                    "by the same terms; ExplicitALS and CCD take a pair"
+                )
         return Objective.explicit(self.regularization, "count", self.biases, self.bias_regularization, spread)
 
     def _settings(self) -> Settings:

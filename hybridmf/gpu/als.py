@@ -163,10 +163,10 @@ class GpuALS(Alternating):
             self.inward = {side: self.inward[side].times(self._half_sweeps.copiers, basis) for side, basis in bases}
 
     def _penalty_gram(self, side: Side) -> np.ndarray:
-        """``sum_u s_u x_u x_u^T`` in float64 on the host, shape (factors, factors)."""
+        """``sum_u s_u x_u x_u^T`` times lambda relative to that of items; float64, on the host."""
         factors = self.inward[side]
         gram: np.ndarray = factors.exact_gram(self.device, self.halves[side].scale)
-        return gram[: factors.factors, : factors.factors]
+        return self.objective.share(side) * gram[: factors.factors, : factors.factors]
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""

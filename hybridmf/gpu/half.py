@@ -14,7 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._formats import degree_order
-from ..core.objective import Objective, Side
+from ..core.objective import SIDES, Objective, Side
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
@@ -383,8 +383,8 @@ class HalfSweep(GpuHalf):
         self.degrees = np.diff(held.indptr)
         self.width = table_width(plan.rank, self.dtype)
         self.indptr, self.indices, self.ratings = held.starts, held.indices, held.data
-        self.scale = device.upload(objective.row_scale(self.degrees).astype(self.dtype))
-        self.ridge = device.upload(objective.ridge(plan.factors, plan.rank).astype(self.dtype))
+        self.scale = device.upload(objective.row_scale(side, self.degrees).astype(self.dtype))
+        self.ridge = device.upload(objective.ridge(side, plan.factors, plan.rank).astype(self.dtype))
         self.roots = roots or range_of_roots(objective, held.ends)
         order = degree_order(held.indptr)[: int(np.count_nonzero(self.degrees))]
         n_long = len(order) if self._sums_apart() else int(np.count_nonzero(self.degrees > plan.segment))
@@ -580,12 +580,13 @@ def segment_losses(
 
 def objective_value(half: Any, users: GpuFactors, items: GpuFactors, mean: float, item_degrees: np.ndarray) -> float:
     """The objective at O(nnz f + (m + n) f^2), losses and sums in float64; `half` is the users' half sweep."""
-    device, objective, sides = half.device, half.objective, (users, items)
+    device, objective, both = half.device, half.objective, (users, items)
     with device.active():
         total = float(half.losses(users, items, mean).sum())
-        grams = [side.exact_gram(device) for side in sides] if objective.is_implicit else []
+        grams = [factors.exact_gram(device) for factors in both] if objective.is_implicit else []
         degrees = (half.degrees, item_degrees)
-        penalties = [side.penalty(device, objective, each) for side, each in zip(sides, degrees, strict=True)]
+        rows = zip(SIDES, both, degrees, strict=True)
+        penalties = [factors.penalty(device, objective, side, each) for side, factors, each in rows]
         return total + (unobserved_loss(objective, grams) + sum(penalties))
 
 

@@ -196,7 +196,7 @@ class FactorModel(ServingMixin):
         ratings = self._training_data(matrix, plan)
         stopwatch.lap("convert")
         log_empty_rows(*ratings.degrees.values())
-        objective = self._objective(ratings.scale(objective))
+        objective = self._objective(ratings.scale(objective)).for_shape(matrix.shape)
         state = resumed.state if resumed else self._initial_state(ratings, plan, objective, init)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
@@ -311,8 +311,8 @@ class FactorModel(ServingMixin):
 
     def _restore(self, content: _io.ModelFile) -> Any:
         """Restore the state from a model file."""
-        objective, settings = content.objective(self._objective()), self._settings()
         shape = (len(content.state.user), len(content.state.item))
+        objective, settings = content.objective(self._objective().for_shape(shape)), self._settings()
         nnz = int(content.summary.get("nnz", 0))
         plan = _plan_to_serve(objective, settings, shape, nnz)
         self._learn(
@@ -340,17 +340,18 @@ def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
     """Log a warning if factors have shrunk to nothing relative to the scale of the `nnz` ratings."""
     objective, zeros = learned.objective, not learned.total
     users, items = (_root_mean_square(side.matrix) for side in (learned.state.user, learned.state.item))
-    if not objective.regularization or users * items >= COLLAPSED * scale or (zeros and not users * items):
+    strength = math.sqrt(math.prod(objective.regularization))  # predictions depend on the product
+    if not strength or users * items >= COLLAPSED * scale or (zeros and not users * items):
         return
     degree = nnz / math.sqrt(max(1, learned.shape[0] * learned.shape[1]))
-    usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - objective.scaling)
+    usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - sum(objective.scaling) / 2)
     logger.warning(
         "the factors have shrunk to nothing: they add less than %g %% of the ratings' scale (%.3g) to predictions. "
-        "regularization=%g is too strong for ratings of this scale; try regularization=%.1g",
+        "regularization=%s is too strong for ratings of this scale; try regularization=%.1g",
         100 * COLLAPSED,
         scale,
         objective.regularization,
-        min(usual, objective.regularization / 10),
+        min(usual, strength / 10),
     )
 
 

@@ -65,7 +65,7 @@ def contributions(learned: Learned, row: sp.csr_array, item: int, N: int) -> Exp
     values, columns = row.data.astype(np.float64), row.indices
     z, target = _features(learned, columns), _features(learned, np.array([item]))[0]
     degree = np.array([np.count_nonzero(values) if objective.is_implicit else len(values)])
-    ridge = objective.row_scale(degree)[0] * objective.ridge(factors.matrix.shape[1], z.shape[1])
+    ridge = objective.row_scale("user", degree)[0] * objective.ridge("user", factors.matrix.shape[1], z.shape[1])
     baseline = 0.0
     if objective.is_implicit:
         kept = values != 0

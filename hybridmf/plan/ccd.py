@@ -148,9 +148,9 @@ class CcdMethod:
 
 def non_finite(objective: Objective, side: Side, row: int, factor: int | None) -> NonFiniteError:
     """The error for a coordinate that overflowed; a bias where `factor` is None."""
-    what, penalty = f"factor {factor}", f"regularization (now {objective.regularization:g})"
+    what, penalty = f"factor {factor}", f"regularization (now {objective.regularization.of(side):g})"
     if factor is None:
-        what, penalty = "bias", f"bias_regularization (now {objective.bias_regularization:g})"
+        what, penalty = "bias", f"bias_regularization (now {objective.bias_regularization.of(side):g})"
     return NonFiniteError(
         f"{what} of {side} {row} became infinite or NaN; "
         f"scale the ratings down, increase {penalty}, or use dtype='float64'"

@@ -22,13 +22,13 @@ Time of the primal over the dual form of a row with 0.25 / 0.5 / 0.75 f entries,
 0.6 at f = 32, 2.8 / 1.5 / 0.8 at 64, 3.5 / 1.3 / 0.9 at 128, 4.4 / 2.0 / 1.2 at 256."""
 
 
-def obstacle(objective: Objective) -> str:
-    """Why the dual form does not apply to an objective; "" if it does."""
-    if objective.regularization == 0:
+def obstacle(objective: Objective, side: Side) -> str:
+    """Why the dual form does not apply to a side; "" if it does."""
+    if objective.regularization.of(side) == 0:
         return "regularization=0 leaves no ridge to divide by"
-    if objective.biases and objective.bias_regularization == 0:
+    if objective.biases and objective.bias_regularization.of(side) == 0:
         return "bias_regularization=0 leaves biases without a ridge to divide by"
-    if objective.is_implicit and objective.scaling:
+    if objective.is_implicit and objective.scaling.of(side):
         return 'regularization_scaling other than "none" gives each row of an implicit model another ridge'
     if objective.is_implicit and objective.unobserved_weight > 1:
         return "unobserved_weight > 1 exceeds confidences of entries, and the roots of their differences are not real"
@@ -39,7 +39,7 @@ def check_row_form(plan: Plan, objective: Objective) -> None:
     """Raise if a plan for the CPU cannot use the requested ``row_form="dual"``."""
     if plan.row_form != "dual":
         return
-    reason = obstacle(objective)
+    reason = next(filter(None, (obstacle(objective, side) for side in SIDES)), "")
     if plan.solver != "cholesky":
         reason = f'it is a form of solver="cholesky", and this is solver={plan.solver!r}'
     elif plan.assembly not in ("auto", "simd"):
@@ -50,9 +50,10 @@ def check_row_form(plan: Plan, objective: Objective) -> None:
 
 def dual_sides(plan: Plan, objective: Objective) -> tuple[Side, ...]:
     """Sides whose short rows take the dual form; decided from sizes alone, so that fits, ranks and fold-in agree."""
-    if plan.row_form == "primal" or obstacle(objective):
+    if plan.row_form == "primal":
         return ()
-    return tuple(side for side in SIDES if plan.row_form == "dual" or _pays(plan, side))
+    able = (side for side in SIDES if not obstacle(objective, side))
+    return tuple(side for side in able if plan.row_form == "dual" or _pays(plan, side))
 
 
 def dual_up_to(plan: Plan, side: Side) -> int:

@@ -104,7 +104,7 @@ class Worker(Protocol):
     def times(self, factors: Any, basis: np.ndarray) -> Any:
         """Factors in another basis."""
 
-    def penalty(self, objective: Objective, factors: Any, degrees: np.ndarray) -> float:
+    def penalty(self, objective: Objective, side: Side, factors: Any, degrees: np.ndarray) -> float:
         """Penalty of own rows in float64."""
 
     def whole(
@@ -545,8 +545,8 @@ class RankALS(Alternating):
             return {side: self.worker.times(self.own[side], basis) for side, basis in zip(SIDES, bases, strict=True)}
 
     def _penalty_gram(self, side: Side) -> np.ndarray:
-        scale = self.objective.row_scale(self.degrees[side])
-        return self._sum(self.worker.exact_gram(self.own[side], scale, self.plan))
+        scale = self.objective.row_scale(side, self.degrees[side])
+        return self.objective.share(side) * self._sum(self.worker.exact_gram(self.own[side], scale, self.plan))
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
         total: np.ndarray = self.communicator.allreduce(array)
@@ -557,7 +557,7 @@ class RankALS(Alternating):
         with self.worker.active():
             total = self._losses()
             for side in SIDES:
-                total += self.worker.penalty(self.objective, self.own[side], self.degrees[side])
+                total += self.worker.penalty(self.objective, side, self.own[side], self.degrees[side])
             total = float(self._sum(np.array([total]))[0])
             if self.objective.is_implicit:
                 users, items = (self._sum(self.worker.exact_gram(self.own[side], None, self.plan)) for side in SIDES)

@@ -196,7 +196,7 @@ class _Fit:
         if not self.cut.nnz:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
         self.scale = self.cut.scale(communicator, self.objective)
-        self.objective = model._objective(self.scale)
+        self.objective = model._objective(self.scale).for_shape(ratings.shape)
         stopwatch.lap("convert")
         self.history: list[Record] = []
         self.writer: checkpoints.Writer | None = None
