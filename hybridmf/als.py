@@ -8,6 +8,7 @@ from typing import Any
 
 from .core.objective import SIDES, Objective, Scaling, Side, State
 from .cpu.als import CpuALS
+from .data.align import Labels
 from .model.base import FactorModel
 from .model.training import TrainingData
 from .plan.solver import Solver
@@ -48,14 +49,17 @@ class _ALS(FactorModel):
         both = self.solver == "subspace" and not objective.is_implicit
         return replace(super()._start(objective, scale), sides=SIDES if both else ("user",))
 
-    def _sides_read(self) -> tuple[Side, ...]:
-        """Exact solvers overwrite the items' factors; a change of basis reads them before."""
-        return ("user",) if self.solver == "cholesky" and not self.balance else SIDES
+    def _sides_read(self, frozen: Side | None = None) -> tuple[Side, ...]:
+        """Exact solvers overwrite the side solved first, the items'; a change of basis reads them before."""
+        return (frozen or "user",) if self._is_exact() and not self.balance else SIDES
 
-    def _init(self, shape: tuple[int, int]) -> Init:
+    def _is_exact(self) -> bool:
+        return self.solver == "cholesky"
+
+    def _init(self, shape: tuple[int, int], labels: Labels | None = None, frozen: Side | None = None) -> Init:
         """See `FactorModel`; refuses factors that would have no effect."""
-        init = super()._init(shape)
-        if init.given and not set(init.given) & set(self._sides_read()):
+        init = super()._init(shape, labels, frozen)
+        if init.given and not set(init.given) & set(self._sides_read(frozen)):
             raise ValueError(
                 "init has item_factors only, which the exact solver replaces before it reads them; give user_factors"
             )
@@ -135,8 +139,10 @@ class ImplicitALS(_ALS):
         Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
     random_state : int, Generator or None
         Seed of the initial factors.
-    init : {"nonnegative", "signed"} or tuple of arrays, optional
-        Initial factors. "nonnegative" (the default) and "signed" draw them from a uniform distribution. Arrays
+    init : {"nonnegative", "signed"}, fitted model or tuple of arrays, optional
+        Initial factors. "nonnegative" (the default) and "signed" draw them from a uniform distribution. A fitted model
+        of the same number of factors gives its own: its users and items are matched with those of the ratings by label
+        (by position if neither has labels), and new ones are drawn. Arrays
         ``(user_factors, item_factors)``, of shape (n_users, factors) and (n_items, factors), continue from earlier
         factors; models with biases also accept ``(user_factors, item_factors, user_bias, item_bias)``. Rows follow the
         rows and columns of the ratings. Items are solved first, from the user factors: the exact solver ignores

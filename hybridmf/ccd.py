@@ -9,7 +9,6 @@ from .model.base import FactorModel
 from .model.training import TrainingData
 from .plan.ccd import CcdMethod
 from .plan.solver import Solver
-from .plan.start import Init, check_init
 from .plan.types import Plan, Settings
 
 
@@ -52,7 +51,7 @@ class CCD(FactorModel):
         Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
     random_state : int, Generator or None
         Seed of the initial factors.
-    init : {"nonnegative", "signed"} or tuple of arrays, optional
+    init : {"nonnegative", "signed"}, fitted model or tuple of arrays, optional
         As for `ImplicitALS`; factors and biases of both sides are used, and None for one of them draws it. A
         nonnegative model needs nonnegative factors.
     gpu_memory_limit : int or str, optional
@@ -144,11 +143,6 @@ class CCD(FactorModel):
             gpu_memory_limit=self.gpu_memory_limit,
             method=CcdMethod.check(inner_iterations=self.inner_iterations, nonnegative=self.nonnegative),
         )
-
-    def _init(self, shape: tuple[int, int]) -> Init:
-        settings, biases = self._settings(), self._objective().biases
-        nonnegative = bool(self.nonnegative)
-        return check_init(self.init, shape, settings.factors, settings.dtype, biases=biases, nonnegative=nonnegative)
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)

@@ -93,7 +93,7 @@ class SGD(FactorModel):
     random_state : int, Generator or None
         Seed of the initial factors and of every shuffle. A fit resumed from a checkpoint repeats the shuffles of the
         uninterrupted fit, since the checkpoint stores their seed.
-    init : {"nonnegative", "signed"} or tuple of arrays, optional
+    init : {"nonnegative", "signed"}, fitted model or tuple of arrays, optional
         As for `ImplicitALS`; factors and biases of both sides are used, and None for one of them draws it.
     gpu_memory_limit : int or str, optional
         As for `ImplicitALS`.

@@ -178,7 +178,8 @@ class CpuCCD(Unconnected):
     ) -> None:
         half, coordinates = self.halves[side], columns[side][column]
         is_factor = column >= len(self.biases)
-        solves = is_factor or self.biases[column] == side  # otherwise the column has the ones that multiply biases
+        # otherwise the column has the ones that multiply biases, or the side keeps its coordinates
+        solves = (is_factor or self.biases[column] == side) and side != self.plan.frozen
         _ccd.update(
             coordinates,
             pairs[side],

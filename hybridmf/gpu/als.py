@@ -88,7 +88,7 @@ class HalfSweeps:
 
     def link(self, half: Any) -> None:
         """Let the entries of each half sweep start to load while the other one ends."""
-        if self._last is not None and self._last.side != half.side:
+        if self._last is not None and self._last.side != half.side and half.plan.frozen is None:
             half.following, self._last.following = self._last.transfers, half.transfers
         self._last = half
 

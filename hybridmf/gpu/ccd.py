@@ -529,8 +529,8 @@ class GpuCCD(Unconnected):
                 nonnegative = self.method.nonnegative and not biased
                 mode = PassMode(1 if inner else VECTORS[side], pending, nonnegative, bool(biased))
                 rank_one(new[side], self.entries[side], fixed, own, mode)
-                if biased and side not in biased:
-                    new[side][:] = old[side]  # the ones that multiply biases stay
+                if side == self.plan.frozen or (biased and side not in biased):
+                    new[side][:] = old[side]  # so do the ones that multiply biases
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""

@@ -22,6 +22,7 @@ from .cost import (
 from .half_sweep import BATCH_BYTES, fused_or_published
 from .machine import H200, CpuRates, Machine, rate_at, seconds_at, solve_flops, system_flops
 from .row_forms import dual_up_to, side_seconds, side_sizes
+from .solver import frozen_text
 from .types import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS, PRECISIONS, SOLVERS, CpuWork, Plan, Settings
 
 TILE_ENTRY = 1.2e-8
@@ -51,7 +52,7 @@ class AlsMethod:
         }.get(plan.solver, f"{plan.solver}, assembly {plan.assembly_name}")
         if plan.tile_rows:
             solver += f" with tiles of {plan.tile_rows} x {plan.tile_cols}"
-        return solver + f"; reorder {plan.reorder}" + ("; balanced" if plan.balance else "")
+        return solver + f"; reorder {plan.reorder}" + ("; balanced" if plan.balance else "") + frozen_text(plan)
 
     # ----------------------------------------------------------------------------------------------- the plan
 
@@ -63,6 +64,11 @@ class AlsMethod:
         DeviceError, ValueError
             The requested device does not support the request.
         """
+        if base.frozen and base.balance:
+            raise ValueError(
+                f"balance=True changes the factors of both sides, and freeze={base.frozen!r} keeps those of one; use "
+                "balance=False"
+            )
         if base.streamed:
             if base.reorder not in ("auto", "none"):
                 raise ValueError(

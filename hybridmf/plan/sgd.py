@@ -246,6 +246,11 @@ class SgdMethod:
         DeviceError, ValueError
             The requested device does not support the request.
         """
+        if base.frozen:
+            raise ValueError(
+                f"freeze={base.frozen!r} does not apply to SGD, which moves a user and an item by each rating; solve "
+                "one side by ExplicitALS or CCD, which minimize the same objective"
+            )
         base = base.changed(assembly="simd", reorder="none")
         if base.precision not in ("float32", "float16"):
             raise ValueError(f"precision must be 'float32' or 'float16' for SGD, got {base.precision!r}")

@@ -146,6 +146,7 @@ class Settings:
     gpu_memory_limit: int | None
     iterations: int
     method: Method | None = None
+    frozen: Side | None = None
 
     @classmethod
     def check(
@@ -293,6 +294,7 @@ class Kernels:
     precision: str
     instruction_set: str
     balance: bool = False
+    frozen: Side | None = None
     row_form: str = "auto"
     dual_sides: tuple[Side, ...] = ()
     variant: str = ""
@@ -345,7 +347,8 @@ class Plan:
         `slab`, `resident`, `scale`, `scratch`.
     kernels : Kernels
         `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `variant`, `reorder`, `precision`, `balance`,
-        `row_form`, `dual_sides`, `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`, `batch_slots`.
+        `frozen`, `row_form`, `dual_sides`, `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`,
+        `batch_slots`.
     estimate : Prediction
         `bytes`, `estimates`.
     notes : tuple of str
@@ -360,6 +363,8 @@ class Plan:
         The choices made; never "auto".
     cg_steps, block_size, num_threads : int
     balance : bool
+    frozen : {"user", "item"} or None
+        Side that keeps its factors.
     row_form : {"auto", "primal", "dual"}
         Requested form of short rows.
     dual_sides : tuple of {"user", "item"}
@@ -438,6 +443,7 @@ class Plan:
     reorder = _Part(lambda plan: plan.kernels.reorder)
     precision = _Part(lambda plan: plan.kernels.precision)
     balance = _Part(lambda plan: plan.kernels.balance)
+    frozen = _Part(lambda plan: plan.kernels.frozen)
     row_form = _Part(lambda plan: plan.kernels.row_form)
     dual_sides = _Part(lambda plan: plan.kernels.dual_sides)
     instruction_set = _Part(lambda plan: plan.kernels.instruction_set)

@@ -232,7 +232,9 @@ class RankALS(Alternating):
             self._ends = self._all_ends(blocks["user"])
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
-            self.gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
+            self.gathers_ahead = self._all_agree(
+                worker.gathers_ahead and has_room_for_both(plan) and plan.frozen is None
+            )
         self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, gathered factors)
 
     @property

@@ -184,7 +184,7 @@ class _Fit:
         self.iterations = check_int("iterations", model.iterations, 1)
         labels = (ratings.user_ids, ratings.item_ids)
         check_labels(labels)
-        self.init = model._init(ratings.shape)
+        self.init = model._init(ratings.shape, labels)
         held_out = check_validation(validation, labels, ratings.shape, self.objective, unknown)
         degrees = ratings.degrees(communicator)
         stopwatch.lap("check")
