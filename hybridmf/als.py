@@ -34,6 +34,7 @@ class _ALS(FactorModel):
             device=self.device,
             block_size=self.block_size,
             balance=self.balance,
+            nonnegative=self.nonnegative,
             row_form=self.row_form,
             reduction=self.reduction,
             gpu_memory_limit=self.gpu_memory_limit,
@@ -148,6 +149,10 @@ class ImplicitALS(_ALS):
         rows and columns of the ratings. Items are solved first, from the user factors: the exact solver ignores
         `item_factors` (unless ``balance=True``), which may be None; "cg" and "subspace" start from them. Model files
         do not contain these arrays.
+    nonnegative : bool
+        Constrain all factors to be nonnegative; biases may be negative. Each row is the exact minimum under the
+        constraint, by coordinate descent on its normal equations, also in `transform` and other fold-in. On the CPU,
+        with ``solver="cholesky"`` and ``assembly="simd"`` (or "auto"); `init` must be nonnegative.
     block_size : int
         Coordinates in each block of ``solver="subspace"``. With ``block_size >= factors`` the solver is exact.
     balance : bool
@@ -215,6 +220,7 @@ class ImplicitALS(_ALS):
         num_threads: int | None = None,
         random_state: Any = None,
         init: Any = None,
+        nonnegative: bool = False,
         block_size: int = 32,
         balance: bool = False,
         row_form: str = "auto",
@@ -238,6 +244,7 @@ class ImplicitALS(_ALS):
         self.num_threads = num_threads
         self.random_state = random_state
         self.init = init
+        self.nonnegative = nonnegative
         self.block_size = block_size
         self.balance = balance
         self.row_form = row_form
@@ -274,7 +281,7 @@ class ExplicitALS(_ALS):
         of the ratings and lambda_b has none. For ranking rather than rating prediction, use about twenty times the
         default together with ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
-init, block_size, balance, row_form, reduction, gpu_memory_limit
+init, nonnegative, block_size, balance, row_form, reduction, gpu_memory_limit
         As for `ImplicitALS`.
 
     Attributes
@@ -314,6 +321,7 @@ item_ids_
         num_threads: int | None = None,
         random_state: Any = None,
         init: Any = None,
+        nonnegative: bool = False,
         block_size: int = 32,
         balance: bool = False,
         row_form: str = "auto",
@@ -336,6 +344,7 @@ item_ids_
         self.num_threads = num_threads
         self.random_state = random_state
         self.init = init
+        self.nonnegative = nonnegative
         self.block_size = block_size
         self.balance = balance
         self.row_form = row_form

@@ -105,7 +105,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option("--rate-schedule", metavar="|".join(RATE_SCHEDULES), help="Learning rates (sgd).  [default: power]")
 @click.option("--schedule", metavar="|".join(SCHEDULES), help="Order of the updates (sgd).  [default: msgd]")
 @click.option("--inner-iterations", type=int, help="Updates of each coordinate (ccd).  [default: 1]")
-@click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (ccd).")
+@click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (als on the CPU, ccd).")
 @click.option("--assembly", metavar="|".join(ASSEMBLIES), help="Kernels that build the equations.  [default: auto]")
 @click.option(
     "--balance", is_flag=True, default=None, help="Change basis before each sweep: fewer sweeps to the minimum."

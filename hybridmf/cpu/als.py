@@ -25,7 +25,7 @@ from ..native.systems import Rows, Systems, Tiles
 from ..plan.ordering import reordered
 from ..plan.row_forms import changes_basis, dual_up_to
 from ..plan.solver import Alternating
-from ..plan.types import Plan
+from ..plan.types import NONNEGATIVE, Plan
 
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
 
@@ -290,7 +290,7 @@ class HalfSweep:
         rows = Rows(self.indptr, self.indices if indices is None else indices, self.ratings, self.scale)
         # Only the published assemblies, and systems beyond the rank of our Cholesky, use BLAS and LAPACK. Limiting BLAS
         # takes milliseconds, because threadpoolctl has to find the loaded libraries.
-        blas = plan.solver == "cholesky" and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
+        blas = plan.solver in ("cholesky", NONNEGATIVE) and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
         with single_threaded_blas() if blas else nullcontext():
             out, status = self._first_rows(start, self.ratings.dtype), np.zeros(len(self), dtype=np.int32)
             for solve_batch in self._kernel_calls(out, fixed.systems, rows, status):
@@ -340,6 +340,8 @@ class HalfSweep:
             common = (out, systems, rows, batch, status, workspace)
             if plan.solver == "cg":
                 yield partial(_als.cg_rows, *common, plan.cg_steps, _cg_forms_from(plan), threads)
+            elif plan.solver == NONNEGATIVE:
+                yield partial(_als.nonnegative_rows, *common, plan.factors, threads)
             elif plan.solver == "subspace":
                 yield partial(_als.subspace_rows, *common, plan.block_size, threads)
             else:

@@ -43,6 +43,9 @@ GPU_SOLVERS = ("cholesky", "cg")
 
 SOLVERS = ("cholesky", "cg", "subspace")
 
+NONNEGATIVE = "nonnegative"
+"""Solver of the plan in place of "cholesky" if factors have to be nonnegative: exact, too, by coordinate descent."""
+
 PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
 
 DTYPES = ("float32", "float64")
@@ -167,14 +170,23 @@ class Settings:
         balance: Any = False,
         row_form: Any = "auto",
         reduction: Any = "auto",
+        nonnegative: Any = False,
         method: Method | None = None,
     ) -> Settings:
         """Validate each hyperparameter; the plan validates combinations. `method` is validated already."""
+        solver = check_choice("solver", solver, SOLVERS)
+        if check_bool("nonnegative", nonnegative):
+            if solver != "cholesky":
+                raise ValueError(
+                    f'nonnegative=True has a solver of its own, for the exact minimum; use solver="cholesky" (the '
+                    f"default) in place of solver={solver!r}"
+                )
+            solver = NONNEGATIVE
         if isinstance(reorder, (bool, np.bool_)):
             reorder = "both" if reorder else "none"
         return cls(
             factors=check_int("factors", factors, 1, MAX_FACTORS),
-            solver=check_choice("solver", solver, SOLVERS),
+            solver=solver,
             cg_steps=check_int("cg_steps", cg_steps, 1, MAX_CG_STEPS),
             assembly=check_choice("assembly", assembly, ASSEMBLIES),
             reorder=check_choice("reorder", reorder, REORDERINGS),
