@@ -569,7 +569,7 @@ def normal_equations(
     """(A, b) of a row in float64; `gram` is that of all of `fixed`."""
     part = slice(matrix.indptr[row], matrix.indptr[row + 1])
     y, r = fixed[matrix.indices[part]].astype(np.float64), matrix.data[part].astype(np.float64)
-    ridge = objective.regularization * len(r) ** objective.scaling * np.eye(fixed.shape[1])
+    ridge = objective.regularization.user * len(r) ** objective.scaling.user * np.eye(fixed.shape[1])
     if gram is None:
         return y.T @ y + ridge, y.T @ r
     confidence = 1 + objective.alpha * np.abs(r)

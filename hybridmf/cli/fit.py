@@ -32,6 +32,7 @@ from ..ratings import Ratings, split
 from ..sgd import SGD
 from ..tools.preview import plan
 from .options import (
+    PairType,
     debug_option,
     device_list,
     examples,
@@ -52,7 +53,7 @@ MODELS: dict[tuple[str, str], type[Model]] = {
 }
 METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
 HYPERPARAMETERS = (
-    "factors", "regularization", "regularization_scaling", "alpha", "unobserved_weight", "biases",
+    "factors", "regularization", "regularization_scaling", "alpha", "unobserved_weight", "count_unobserved", "biases",
     "bias_regularization", "iterations", "solver", "cg_steps", "block_size", "assembly", "balance", "learning_rate",
     "decay", "rate_schedule", "schedule", "order", "ordering", "deterministic", "inner_iterations", "nonnegative",
     "reorder", "row_form", "reduction", "device", "gpu_memory_limit", "precision", "dtype", "num_threads",
@@ -78,16 +79,23 @@ HYPERPARAMETERS = (
     help="Alternating least squares, stochastic gradient descent or CCD++; the last two are explicit.",
 )  # fmt: skip
 @click.option("--factors", type=int, help="Rank.  [default: 64]")
-@click.option("--regularization", type=float, help="Lambda.  [default: 0.05 explicit, 0.01 implicit]")
 @click.option(
-    "--regularization-scaling", metavar="none|count|POWER",
-    help="What lambda of a row is multiplied by: 1, its ratings, or a power of their number.",
+    "--regularization", type=PairType(), metavar="LAMBDA[,LAMBDA]",
+    help="Lambda, or that of users,items.  [default: 0.05 explicit, 0.01 implicit]",
+)  # fmt: skip
+@click.option(
+    "--regularization-scaling", type=PairType("none", "count"), metavar="none|count|POWER[,...]",
+    help="What lambda of a row is multiplied by: 1, its ratings, or a power of their number; or users,items.",
 )  # fmt: skip
 @click.option("--alpha", type=float, help="Confidence per unit of feedback (implicit only).  [default: 1]")
 @click.option("--unobserved-weight", type=float, help="Confidence of all other pairs (implicit only).  [default: 1]")
+@click.option(
+    "--count-unobserved", is_flag=True, default=None,
+    help="Scaling counts all other pairs of a row, too, each as its weight (implicit only).",
+)  # fmt: skip
 @click.option("--biases/--no-biases", default=None, help="User and item biases (explicit only).  [default: --biases]")
 @click.option(
-    "--bias-regularization", type=float, metavar="LAMBDA_B",
+    "--bias-regularization", type=PairType(), metavar="LAMBDA_B[,LAMBDA_B]",
     help="Penalty of squared biases (explicit only); 0: none.  [default: Lambda / std of the ratings]",
 )  # fmt: skip
 @click.option("--iterations", type=int, help="Full sweeps.  [default: 15 explicit, 10 implicit, 20 sgd]")
@@ -105,7 +113,7 @@ HYPERPARAMETERS = (
     help="Fixed order of the blocks of --schedule blocks (sgd).  [default: --deterministic]",
 )  # fmt: skip
 @click.option("--inner-iterations", type=int, help="Updates of each coordinate (ccd).  [default: 1]")
-@click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (ccd).")
+@click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (als on the CPU, ccd).")
 @click.option("--assembly", metavar="|".join(ASSEMBLIES), help="Kernels that build the equations.  [default: auto]")
 @click.option(
     "--balance", is_flag=True, default=None, help="Change basis before each sweep: fewer sweeps to the minimum."
@@ -254,19 +262,10 @@ def _make_model(kind: str, method: str, given: dict[str, Any], seed: int) -> Mod
         )
     if "device" in chosen:
         chosen["device"] = device_list(chosen["device"])
-    if chosen.get("regularization_scaling") not in (None, "none", "count"):
-        chosen["regularization_scaling"] = _power(chosen["regularization_scaling"])
     model = MODELS[kind, method](random_state=_validate.check_int("--seed", seed, 0), **chosen)
     _validate.check_int("iterations", model.iterations, 1)
     plan(shape=(1, 1), nnz=1, model=model)
     return model
-
-
-def _power(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise click.UsageError(f"--regularization-scaling must be none, count or a number, got {text!r}") from None
 
 
 def _test_size(test_file: str | None, test_size: float) -> float | int:

@@ -113,6 +113,30 @@ def share_or_number(name: str, value: float) -> float | int:
     return int(value) if value >= 1 else value
 
 
+class PairType(click.ParamType):
+    """A value, or a pair of users' and items' with a comma between them."""
+
+    name = "pair"
+
+    def __init__(self, *names: str) -> None:
+        self.names = names  # that a value may have instead of a number
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        """One value, or a tuple of two."""
+        parts = [self._one(part.strip(), value) for part in value.split(",")]
+        if len(parts) > 2:
+            self.fail(f"{value!r} has {len(parts)} values; expected one, or two: USERS,ITEMS", parameter, context)
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def _one(self, text: str, whole: str) -> str | float:
+        if text in self.names:
+            return text
+        try:
+            return float(text)
+        except ValueError:
+            self.fail(f"{whole!r} is not {', '.join((*self.names, 'a number'))}, or two of these: USERS,ITEMS")
+
+
 def device_list(text: str) -> str | list[str]:
     """One device, or several with commas between them."""
     return text.split(",") if "," in text else text

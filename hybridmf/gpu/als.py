@@ -82,7 +82,7 @@ class HalfSweeps:
 
     def link(self, half: Any) -> None:
         """Let the entries of each half sweep start to load while the other one ends."""
-        if self._last is not None and self._last.side != half.side:
+        if self._last is not None and self._last.side != half.side and half.plan.frozen is None:
             half.following, self._last.following = self._last.transfers, half.transfers
         self._last = half
 
@@ -157,10 +157,10 @@ class GpuALS(Alternating):
             self.inward = {side: self.inward[side].times(self._half_sweeps.copiers, basis) for side, basis in bases}
 
     def _penalty_gram(self, side: Side) -> np.ndarray:
-        """``sum_u s_u x_u x_u^T`` in float64 on the host, shape (factors, factors)."""
+        """``sum_u s_u x_u x_u^T`` times lambda relative to that of items; float64, on the host."""
         factors = self.inward[side]
         gram: np.ndarray = factors.exact_gram(self.device, self.halves[side].scale)
-        return gram[: factors.factors, : factors.factors]
+        return self.objective.share(side) * gram[: factors.factors, : factors.factors]
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""

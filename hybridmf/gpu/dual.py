@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.objective import Objective
+from ..core.objective import Objective, Side
 from ..core.system import ceil_div, round_up
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.als_gpu import ROWS_AT_ONCE
@@ -84,6 +84,7 @@ class DualRows:
     ----------
     device : Device
     objective : Objective
+    side : {"user", "item"}
     rank : int
     parts : list of (int, int32 array)
         Sizes of systems, and the rows with at most as many entries, longest first.
@@ -91,11 +92,14 @@ class DualRows:
 
     device: Device
     objective: Objective
+    side: Side
     rank: int
     parts: list[tuple[int, Array]]
 
     @classmethod
-    def of(cls, device: Device, objective: Objective, rank: int, rows: np.ndarray, degrees: np.ndarray) -> DualRows:
+    def of(
+        cls, device: Device, objective: Objective, side: Side, rank: int, rows: np.ndarray, degrees: np.ndarray
+    ) -> DualRows:
         """The rows `rows`, longest first, whose numbers of entries are `degrees`."""
         ends = [int(np.count_nonzero(degrees > size)) for size in (0, *GPU_SIZES)]
         parts = [
@@ -103,7 +107,7 @@ class DualRows:
             for size, first, last in zip(GPU_SIZES, ends[1:], ends, strict=False)
             if first < last
         ]
-        return cls(device, objective, rank, parts[::-1])
+        return cls(device, objective, side, rank, parts[::-1])
 
     def solve(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, epsilon: float) -> None:
         """Solve all rows.
@@ -167,7 +171,8 @@ class DualRows:
         offsets, biased = entries.offsets is not None, objective.biases
         constants = dual_constants(size, self.rank, entries.implicit, offsets, biased)
         order, pack = max(size, BLOCK), max(BLOCK // size, 1)
-        ratio = objective.regularization / objective.bias_regularization if biased else 1.0
+        regularization = objective.regularization.of(self.side)
+        ratio = regularization / objective.bias_regularization.of(self.side) if biased else 1.0
         get_kernel(device, "dual_rows.cu", "dual_rows", **constants)(
             (min(ceil_div(len(rows), TEAMS * pack), device.spec.multiprocessors * BLOCKS_PER_SM[order]),),
             (32 * TEAMS,),
@@ -182,7 +187,7 @@ class DualRows:
                 failed,
                 np.int32(len(rows)),
                 *entries.scalars,
-                np.float32(objective.regularization),
+                np.float32(regularization),
                 np.float32(ratio),
                 np.float32(epsilon),
             ),

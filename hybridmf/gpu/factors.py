@@ -78,7 +78,7 @@ class GpuFactors(LazyFactors):
         """Transform the factors to another basis."""
         raise NotImplementedError
 
-    def penalty(self, device: Device, objective: Objective, degrees: np.ndarray) -> float:
+    def penalty(self, device: Device, objective: Objective, side: Side, degrees: np.ndarray) -> float:
         """`Objective.penalty` of the side."""
         raise NotImplementedError
 
@@ -155,13 +155,13 @@ class DeviceFactors(GpuFactors):
             table[:, : self.factors] = self.device.matmul(self.table[:, : self.factors], on_device)
         return DeviceFactors(self.device, table, self.factors, self.device_bias)
 
-    def penalty(self, device: Device, objective: Objective, degrees: np.ndarray) -> float:
+    def penalty(self, device: Device, objective: Objective, side: Side, degrees: np.ndarray) -> float:
         """See `GpuFactors`."""
         if not len(self):
             return 0.0
         squares = losses.row_squares(device, self.table, self.factors)
         bias = None if self.device_bias is None else device.download(self.device_bias)
-        return objective.penalty_of_squares(squares, degrees, bias)
+        return objective.penalty_of_squares(side, squares, degrees, bias)
 
     def reordered(self, rows: np.ndarray) -> DeviceFactors:
         """All rows in the given order, on the device."""
@@ -335,12 +335,12 @@ class HostFactors(GpuFactors):
             copier.fetch(table[rows], part)
         return HostFactors(table, self.factors, self.host_bias, tables=self.tables)
 
-    def penalty(self, device: Device, objective: Objective, degrees: np.ndarray) -> float:
+    def penalty(self, device: Device, objective: Objective, side: Side, degrees: np.ndarray) -> float:
         """See `GpuFactors`."""
         if not len(self):
             return 0.0
         squares = [losses.row_squares(device, device.upload(self.table[rows]), self.factors) for rows in self._blocks()]
-        return objective.penalty_of_squares(np.concatenate(squares), degrees, self.host_bias)
+        return objective.penalty_of_squares(side, np.concatenate(squares), degrees, self.host_bias)
 
     def vectors(self, first: int, last: int) -> list[np.ndarray]:
         """Some rows as one-dimensional arrays to copy: the table, and biases if there are any."""

@@ -382,12 +382,12 @@ class HalfSweep(GpuHalf):
         self.degrees = np.diff(held.indptr)
         self.width = table_width(plan.rank, self.dtype)
         self.indptr, self.indices, self.ratings = held.starts, held.indices, held.data
-        self.scale = device.upload(objective.row_scale(self.degrees).astype(self.dtype))
-        self.ridge = device.upload(objective.ridge(plan.factors, plan.rank).astype(self.dtype))
+        self.scale = device.upload(objective.row_scale(side, self.degrees).astype(self.dtype))
+        self.ridge = device.upload(objective.ridge(side, plan.factors, plan.rank).astype(self.dtype))
         order = degree_order(held.indptr)[: int(np.count_nonzero(self.degrees))]
         n_dual = int(np.count_nonzero((self.degrees > 0) & (self.degrees <= dual_up_to(plan, side))))
         order, short = order[: len(order) - n_dual], order[len(order) - n_dual :]
-        self.dual = DualRows.of(device, objective, plan.rank, short, self.degrees[short])
+        self.dual = DualRows.of(device, objective, side, plan.rank, short, self.degrees[short])
         n_long = len(order) if self._sums_apart() else int(np.count_nonzero(self.degrees > plan.segment))
         self.long = Pieces.cut(held.indptr, order[:n_long], plan.segment)
         self.short = device.upload(order[n_long:].astype(np.int32))
@@ -578,12 +578,13 @@ def segment_losses(
 
 def objective_value(half: Any, users: GpuFactors, items: GpuFactors, mean: float, item_degrees: np.ndarray) -> float:
     """The objective at O(nnz f + (m + n) f^2), losses and sums in float64; `half` is the users' half sweep."""
-    device, objective, sides = half.device, half.objective, (users, items)
+    device, objective, both = half.device, half.objective, (users, items)
     with device.active():
         total = float(half.losses(users, items, mean).sum())
-        grams = [side.exact_gram(device) for side in sides] if objective.is_implicit else []
+        grams = [factors.exact_gram(device) for factors in both] if objective.is_implicit else []
         degrees = (half.degrees, item_degrees)
-        penalties = [side.penalty(device, objective, each) for side, each in zip(sides, degrees, strict=True)]
+        rows = zip(SIDES, both, degrees, strict=True)
+        penalties = [factors.penalty(device, objective, side, each) for side, factors, each in rows]
         return total + (unobserved_loss(objective, grams) + sum(penalties))
 
 

@@ -229,7 +229,7 @@ class HostHalf(StreamedHalf):
     @functools.cached_property
     def scale(self) -> np.ndarray:
         """s of each row, on the host."""
-        return self.objective.row_scale(self.degrees)
+        return self.objective.row_scale(self.side, self.degrees)
 
     def launches(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Launches:
         """Launch slab after slab; solutions are copied to the host. See `GpuHalf.launches`."""

@@ -373,7 +373,7 @@ class StreamedHalf(GpuHalf):
     @functools.cached_property
     def scale(self) -> Array:
         """s of each row, on the device."""
-        return self.device.upload(self.objective.row_scale(self.degrees).astype(self.slabs.dtype))
+        return self.device.upload(self.objective.row_scale(self.side, self.degrees).astype(self.slabs.dtype))
 
     def entries(self) -> Generator[tuple[slice, SlabHalf], None, None]:
         """Yield rows and half sweep of each slab, with its entries lent until the next one."""

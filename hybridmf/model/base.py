@@ -19,6 +19,7 @@ from ..core.triplets import refuse_triplets
 from ..core.validate import (
     as_csr,
     check_bool,
+    check_choice,
     check_int,
     check_nonempty,
     refuse_gpu,
@@ -46,6 +47,7 @@ from .prepared import PreparedRatings, prepared_for
 from .serving import ServingMixin
 from .stopwatch import Stopwatch
 from .training import TrainingData
+from .warm_start import factors_from
 
 logger = logging.getLogger("hybridmf")
 
@@ -119,6 +121,7 @@ class FactorModel(ServingMixin):
         resume_from: str | os.PathLike[str] | None = None,
         unknown: str = "error",
         early_stopping: EarlyStopping | int | bool | None = None,
+        freeze: Side | None = None,
     ) -> Any:
         """Learn user and item factors.
 
@@ -155,6 +158,10 @@ class FactorModel(ServingMixin):
             and restore the factors of the best iteration, also if all iterations were run. ``n_iter_`` is then the best
             iteration, and ``history_`` has all of them. Checkpoints hold the last iteration, not the best; a resumed
             fit looks for the best one among its own.
+        freeze : {"user", "item"}, optional
+            Keep the factors (and biases) of one side as `init` gives them, and solve the other side only: one iteration
+            of an exact solver, which is then all that runs. Rows of the frozen side without entries keep theirs, too.
+            ALS and CCD.
 
         Returns
         -------
@@ -169,15 +176,19 @@ class FactorModel(ServingMixin):
         Raises
         ------
         TypeError, ValueError
-            A hyperparameter is out of range, ratings are invalid, or a model file cannot hold the labels.
+            A hyperparameter is out of range, ratings are invalid, or a model file cannot hold the labels. RatingsError
+            if `init` is a model whose users or items cannot be matched.
         DeviceError, MemoryBudgetError, FileExistsError
             Raised before any work; the last one if the `checkpoint` folder has checkpoints of another run.
         NotPositiveDefiniteError, NonFiniteError, KeyboardInterrupt
             Raised during the work; the model keeps the factors of the last completed half sweep.
         """
         stopwatch = Stopwatch()
-        objective, settings = self._objective(), self._settings()
+        frozen: Side | None = None if freeze is None else check_choice("freeze", freeze, SIDES)
+        objective, settings = self._objective(), replace(self._settings(), frozen=frozen)
         iterations = check_int("iterations", self.iterations, 1)
+        if frozen is not None and self._is_exact():
+            iterations, settings = 1, replace(settings, iterations=1)
         observers = Observers(
             callback=callback, show_progress=show_progress, early_stopping=check_early_stopping(early_stopping)
         )
@@ -188,7 +199,7 @@ class FactorModel(ServingMixin):
         check_labels(labels_of(user_items))
         matrix = self._check_matrix(user_items) if source is None else source.user_items
         check_nonempty(matrix, "user_items")
-        init = self._init(matrix.shape)
+        init = self._init(matrix.shape, labels_of(user_items), frozen)
         stopwatch.lap("check")
         plan = plan_for(matrix, objective, settings, NOTHING if source is None else source.held)
         check_memory(plan)
@@ -199,13 +210,15 @@ class FactorModel(ServingMixin):
         if where or resume_from is not None:
             data = fingerprint.fingerprint(matrix)
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.offloaded)
+        if resumed and frozen is not None:
+            _check_frozen(resumed.state, init, frozen)
         stopwatch.lap("check")
 
         logger.info("plan:\n%s", plan)
         ratings = self._training_data(matrix, plan, source)
         stopwatch.lap("convert")
         log_empty_rows(*ratings.degrees.values())
-        objective = self._objective(ratings.scale(objective))
+        objective = self._objective(ratings.scale(objective)).for_shape(matrix.shape)
         state = resumed.state if resumed else self._initial_state(ratings, plan, objective, init)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
@@ -287,16 +300,42 @@ class FactorModel(ServingMixin):
         start = replace(self._start(objective, scale), signed=init.signed)
         counts = (degrees["user"], degrees["item"])
         drawn = initial_state(*counts, plan.factors, plan.dtype, objective, mean, seed, start, plan.num_threads)
-        return init.placed(drawn, degrees, self._sides_read())
+        return init.placed(drawn, degrees, self._sides_read(plan.frozen), plan.frozen)
 
-    def _init(self, shape: tuple[int, int]) -> Init:
-        """The checked `init` for ratings of this shape."""
-        settings, biases = self._settings(), self._objective().biases
-        return check_init(self.init, shape, settings.factors, settings.dtype, biases=biases)
+    def _init(self, shape: tuple[int, int], labels: Labels | None = None, frozen: Side | None = None) -> Init:
+        """The checked `init` for ratings of this shape and these labels."""
+        settings, given = self._settings(), self.init
+        given = getattr(given, "estimator", given)  # of scikit-learn's FrozenEstimator, which clones keep as it is
+        new: dict[Side, np.ndarray] = {}
+        if isinstance(given, FactorModel):
+            if not given.__sklearn_is_fitted__():
+                raise ValueError(
+                    "init is a model that is not fitted; fit it first. scikit-learn's clone copies models without "
+                    "their fit: give init=FrozenEstimator(model) to GridSearchCV and the like"
+                )
+            given, new = factors_from(given._learned, labels, shape, settings.factors, frozen)
+        init = check_init(
+            given,
+            shape,
+            settings.factors,
+            settings.dtype,
+            biases=self._objective().biases,
+            nonnegative=bool(getattr(self, "nonnegative", False)),
+        )
+        if frozen is not None and frozen not in init.given:
+            raise ValueError(
+                f"freeze={frozen!r} keeps the {frozen} factors that init gives, and init has none; use init=model, or "
+                f"init={'(user_factors, None)' if frozen == 'user' else '(None, item_factors)'}"
+            )
+        return replace(init, new=new)
 
-    def _sides_read(self) -> tuple[Side, ...]:
+    def _sides_read(self, frozen: Side | None = None) -> tuple[Side, ...]:
         """Sides whose initial factors the first iteration reads."""
         return SIDES
+
+    def _is_exact(self) -> bool:
+        """Whether a half sweep finds the minimum over one side, so that a second one would find it again."""
+        return False
 
     def _start(self, objective: Objective, scale: float) -> Start:
         """How initial factors are distributed; factors of explicit ratings grow with the root of their scale."""
@@ -322,8 +361,8 @@ class FactorModel(ServingMixin):
 
     def _restore(self, content: _io.ModelFile) -> Any:
         """Restore the state from a model file."""
-        objective, settings = content.objective(self._objective()), self._settings()
         shape = (len(content.state.user), len(content.state.item))
+        objective, settings = content.objective(self._objective().for_shape(shape)), self._settings()
         nnz = int(content.summary.get("nnz", 0))
         plan = plan_to_serve(objective, settings, shape, nnz)
         self._learn(
@@ -347,21 +386,31 @@ class FactorModel(ServingMixin):
         return self
 
 
+def _check_frozen(state: State, init: Init, frozen: Side) -> None:
+    """Refuse to resume from a checkpoint whose frozen factors are not those of `init`."""
+    if not np.array_equal(state.side(frozen).matrix, init.given[frozen].matrix):
+        raise ValueError(
+            f"resume_from holds other {frozen} factors than init, and freeze={frozen!r} keeps those of init; resume "
+            "with the init of that run, or start a new one"
+        )
+
+
 def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
     """Log a warning if factors have shrunk to nothing relative to the scale of the `nnz` ratings."""
     objective, zeros = learned.objective, not learned.total
     users, items = (_root_mean_square(side.matrix) for side in (learned.state.user, learned.state.item))
-    if not objective.regularization or users * items >= COLLAPSED * scale or (zeros and not users * items):
+    strength = math.sqrt(math.prod(objective.regularization))  # predictions depend on the product
+    if not strength or users * items >= COLLAPSED * scale or (zeros and not users * items):
         return
     degree = nnz / math.sqrt(max(1, learned.shape[0] * learned.shape[1]))
-    usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - objective.scaling)
+    usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - sum(objective.scaling) / 2)
     logger.warning(
         "the factors have shrunk to nothing: they add less than %g %% of the ratings' scale (%.3g) to predictions. "
-        "regularization=%g is too strong for ratings of this scale; try regularization=%.1g",
+        "regularization=%s is too strong for ratings of this scale; try regularization=%.1g",
         100 * COLLAPSED,
         scale,
         objective.regularization,
-        min(usual, objective.regularization / 10),
+        min(usual, strength / 10),
     )
 
 

@@ -70,6 +70,16 @@ def cg_rows(
     form_from: int,
     n_threads: int,
 ) -> None: ...
+def nonnegative_rows(
+    out: NDArray[_Real],
+    systems: Systems,
+    rows: Rows,
+    order: NDArray[np.int64],
+    status: NDArray[np.int32],
+    workspace: NDArray[_Real],
+    bounded: int,
+    n_threads: int,
+) -> None: ...
 def subspace_rows(
     out: NDArray[_Real],
     systems: Systems,

@@ -182,6 +182,7 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
         precision=settings.precision,
         instruction_set=_als.instruction_set(),
         balance=settings.balance,
+        frozen=settings.frozen,
         row_form=settings.row_form,
         batch_flops=BATCH_FLOPS * settings.num_threads,
     )

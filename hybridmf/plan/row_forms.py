@@ -28,13 +28,13 @@ GPU_DUAL_SHARE = 0.5
 """`DUAL_SHARE` on a GPU."""
 
 
-def obstacle(objective: Objective) -> str:
-    """Why the dual form does not apply to an objective; "" if it does."""
-    if objective.regularization == 0:
+def obstacle(objective: Objective, side: Side) -> str:
+    """Why the dual form does not apply to a side; "" if it does."""
+    if objective.regularization.of(side) == 0:
         return "regularization=0 leaves no ridge to divide by"
-    if objective.biases and objective.bias_regularization == 0:
+    if objective.biases and objective.bias_regularization.of(side) == 0:
         return "bias_regularization=0 leaves biases without a ridge to divide by"
-    if objective.is_implicit and objective.scaling:
+    if objective.is_implicit and objective.scaling.of(side):
         return 'regularization_scaling other than "none" gives each row of an implicit model another ridge'
     if objective.is_implicit and objective.unobserved_weight > 1:
         return "unobserved_weight > 1 exceeds confidences of entries, and the roots of their differences are not real"
@@ -45,7 +45,7 @@ def check_row_form(plan: Plan, objective: Objective) -> None:
     """Raise if a plan cannot use the requested ``row_form="dual"``."""
     if plan.row_form != "dual":
         return
-    reason = obstacle(objective) or _kernel_obstacle(plan)
+    reason = next(filter(None, (obstacle(objective, side) for side in SIDES)), "") or _kernel_obstacle(plan)
     if reason:
         raise ValueError(f'row_form="dual" does not apply: {reason}; use row_form="auto" or "primal"')
 
@@ -66,9 +66,10 @@ def _kernel_obstacle(plan: Plan) -> str:
 
 def dual_sides(plan: Plan, objective: Objective) -> tuple[Side, ...]:
     """Sides whose short rows take the dual form; decided from sizes alone, so that fits, ranks and fold-in agree."""
-    if plan.row_form == "primal" or obstacle(objective) or _kernel_obstacle(plan):
+    if plan.row_form == "primal" or _kernel_obstacle(plan):
         return ()
-    return tuple(side for side in SIDES if plan.row_form == "dual" or _pays(plan, side))
+    able = (side for side in SIDES if not obstacle(objective, side))
+    return tuple(side for side in able if plan.row_form == "dual" or _pays(plan, side))
 
 
 def dual_up_to(plan: Plan, side: Side) -> int:

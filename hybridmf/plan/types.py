@@ -43,6 +43,9 @@ GPU_SOLVERS = ("cholesky", "cg")
 
 SOLVERS = ("cholesky", "cg", "subspace")
 
+NONNEGATIVE = "nonnegative"
+"""Solver of the plan in place of "cholesky" if factors have to be nonnegative: exact, too, by coordinate descent."""
+
 PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
 
 DTYPES = ("float32", "float64")
@@ -146,6 +149,7 @@ class Settings:
     gpu_memory_limit: int | None
     iterations: int
     method: Method | None = None
+    frozen: Side | None = None
 
     @classmethod
     def check(
@@ -166,14 +170,23 @@ class Settings:
         balance: Any = False,
         row_form: Any = "auto",
         reduction: Any = "auto",
+        nonnegative: Any = False,
         method: Method | None = None,
     ) -> Settings:
         """Validate each hyperparameter; the plan validates combinations. `method` is validated already."""
+        solver = check_choice("solver", solver, SOLVERS)
+        if check_bool("nonnegative", nonnegative):
+            if solver != "cholesky":
+                raise ValueError(
+                    f'nonnegative=True has a solver of its own, for the exact minimum; use solver="cholesky" (the '
+                    f"default) in place of solver={solver!r}"
+                )
+            solver = NONNEGATIVE
         if isinstance(reorder, (bool, np.bool_)):
             reorder = "both" if reorder else "none"
         return cls(
             factors=check_int("factors", factors, 1, MAX_FACTORS),
-            solver=check_choice("solver", solver, SOLVERS),
+            solver=solver,
             cg_steps=check_int("cg_steps", cg_steps, 1, MAX_CG_STEPS),
             assembly=check_choice("assembly", assembly, ASSEMBLIES),
             reorder=check_choice("reorder", reorder, REORDERINGS),
@@ -298,6 +311,7 @@ class Kernels:
     precision: str
     instruction_set: str
     balance: bool = False
+    frozen: Side | None = None
     row_form: str = "auto"
     dual_sides: tuple[Side, ...] = ()
     variant: str = ""
@@ -350,7 +364,8 @@ class Plan:
         `slab`, `resident`, `scale`, `scratch`.
     kernels : Kernels
         `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `variant`, `reorder`, `precision`, `balance`,
-        `row_form`, `dual_sides`, `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`, `batch_slots`.
+        `frozen`, `row_form`, `dual_sides`, `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`,
+        `batch_slots`.
     estimate : Prediction
         `bytes`, `estimates`.
     notes : tuple of str
@@ -365,6 +380,8 @@ class Plan:
         The choices made; never "auto".
     cg_steps, block_size, num_threads : int
     balance : bool
+    frozen : {"user", "item"} or None
+        Side that keeps its factors.
     row_form : {"auto", "primal", "dual"}
         Requested form of short rows.
     dual_sides : tuple of {"user", "item"}
@@ -443,6 +460,7 @@ class Plan:
     reorder = _Part(lambda plan: plan.kernels.reorder)
     precision = _Part(lambda plan: plan.kernels.precision)
     balance = _Part(lambda plan: plan.kernels.balance)
+    frozen = _Part(lambda plan: plan.kernels.frozen)
     row_form = _Part(lambda plan: plan.kernels.row_form)
     dual_sides = _Part(lambda plan: plan.kernels.dual_sides)
     instruction_set = _Part(lambda plan: plan.kernels.instruction_set)

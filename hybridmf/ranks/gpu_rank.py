@@ -79,9 +79,9 @@ class GpuWorker:
         """Factors in another basis."""
         return factors.times(self.half_sweeps.copiers, basis)
 
-    def penalty(self, objective: Objective, factors: GpuFactors, degrees: np.ndarray) -> float:
+    def penalty(self, objective: Objective, side: Side, factors: GpuFactors, degrees: np.ndarray) -> float:
         """`Objective.penalty` of own rows."""
-        return factors.penalty(self.device, objective, degrees)
+        return factors.penalty(self.device, objective, side, degrees)
 
     def whole(
         self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray
@@ -278,7 +278,7 @@ class PartialRows(HalfSweep):
         nothing = csr_of(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, block.dtype), block.shape[1])
         super().__init__(device, side, nothing, objective, plan, names)
         self._take(block)
-        self.scale = device.upload(objective.row_scale(degrees).astype(self.dtype))
+        self.scale = device.upload(objective.row_scale(side, degrees).astype(self.dtype))
         self.degrees, self.row_batches, self.n_entries = degrees, batches, int(block.nnz)
         self.offsets = np.concatenate(([0], np.cumsum(degrees_of(block))))
         cut = functools.partial(BatchPieces.make, device, longest=plan.segment, slots=plan.batch_slots)

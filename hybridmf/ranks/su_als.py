@@ -104,7 +104,7 @@ class Worker(Protocol):
     def times(self, factors: Any, basis: np.ndarray) -> Any:
         """Factors in another basis."""
 
-    def penalty(self, objective: Objective, factors: Any, degrees: np.ndarray) -> float:
+    def penalty(self, objective: Objective, side: Side, factors: Any, degrees: np.ndarray) -> float:
         """Penalty of own rows in float64."""
 
     def whole(self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray) -> Whole:
@@ -229,7 +229,9 @@ class RankALS(Alternating):
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
-            self.gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
+            self.gathers_ahead = self._all_agree(
+                worker.gathers_ahead and has_room_for_both(plan) and plan.frozen is None
+            )
         self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, gathered factors)
 
     @property
@@ -531,8 +533,8 @@ class RankALS(Alternating):
             return {side: self.worker.times(self.own[side], basis) for side, basis in zip(SIDES, bases, strict=True)}
 
     def _penalty_gram(self, side: Side) -> np.ndarray:
-        scale = self.objective.row_scale(self.degrees[side])
-        return self._sum(self.worker.exact_gram(self.own[side], scale, self.plan))
+        scale = self.objective.row_scale(side, self.degrees[side])
+        return self.objective.share(side) * self._sum(self.worker.exact_gram(self.own[side], scale, self.plan))
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
         total: np.ndarray = self.communicator.allreduce(array)
@@ -543,7 +545,7 @@ class RankALS(Alternating):
         with self.worker.active():
             total = self._losses()
             for side in SIDES:
-                total += self.worker.penalty(self.objective, self.own[side], self.degrees[side])
+                total += self.worker.penalty(self.objective, side, self.own[side], self.degrees[side])
             total = float(self._sum(np.array([total]))[0])
             if self.objective.is_implicit:
                 users, items = (self._sum(self.worker.exact_gram(self.own[side], None, self.plan)) for side in SIDES)

@@ -85,6 +85,11 @@ def test_fit_stops_early_and_saves_the_best(parts, share):
          hmf.ImplicitALS, {"reorder": "both", "row_form": "primal", "reduction": "auto", "gpu_memory_limit": "6GB"}),
         (["--method", "sgd", "--schedule", "blocks", "--no-deterministic", "--ordering", "user", "--order", "passes"],
          hmf.SGD, {"deterministic": False, "ordering": "user", "order": "passes"}),
+        (["--regularization", "0.1,0.5", "--regularization-scaling", "count,0.5", "--bias-regularization", "1,2"],
+         hmf.ExplicitALS,
+         {"regularization": [0.1, 0.5], "regularization_scaling": ["count", 0.5], "bias_regularization": [1, 2]}),
+        (["--model", "implicit", "--regularization-scaling", "count", "--count-unobserved"], hmf.ImplicitALS,
+         {"count_unobserved": True}),
     ],
 )  # fmt: skip
 def test_every_estimator_and_its_parameters(parts, options, cls, parameters):
@@ -105,7 +110,9 @@ def test_every_parameter_has_an_option():
     [
         (["--method", "sgd", "--solver", "cg"], "--solver is no parameter of SGD"),
         (["--method", "ccd", "--model", "implicit"], "--method ccd is for explicit ratings"),
-        (["--regularization-scaling", "much"], "--regularization-scaling must be none, count or a number"),
+        (["--regularization-scaling", "much"], "'much' is not none, count, a number"),
+        (["--regularization", "1,2,3"], "'1,2,3' has 3 values"),
+        (["--count-unobserved"], "--count-unobserved is no parameter of ExplicitALS"),
         (["--patience", 3], "--patience needs --validation"),
         (["--metric", "mae", "--validation", 0.1], "--metric needs --patience"),
         (["--validation", "nowhere.csv"], "is neither a number nor a file"),

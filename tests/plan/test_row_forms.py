@@ -37,6 +37,11 @@ def test_a_basis_is_changed_where_that_pays() -> None:
     assert few_items.dual_sides == ("user",)
 
 
+def test_each_side_by_its_own_penalty() -> None:
+    assert plan(regularization_scaling=(0.5, "none")).dual_sides == ("item",)
+    assert plan(hmf.ExplicitALS, regularization=(0.1, 0)).dual_sides == ("user",)
+
+
 def test_the_prediction_knows_the_cheaper_rows() -> None:
     for model in (hmf.ImplicitALS, hmf.ExplicitALS):
         seconds = {form: cost_of(plan(model, row_form=form), built_in()).iteration for form in ("auto", "primal")}

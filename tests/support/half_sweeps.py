@@ -64,8 +64,8 @@ def dense_system(matrix, row: int, fixed: Factors, mean: float, objective: Objec
         target = target - mean - fixed.bias[columns]
     weight = np.full(len(design), objective.unobserved_weight if objective.is_implicit else 0.0)
     weight[columns] = confidence
-    ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling)
-    ridge[rank:] = objective.bias_regularization * len(columns) ** objective.scaling
+    ridge = np.full(design.shape[1], objective.regularization.user * len(columns) ** objective.scaling.user)
+    ridge[rank:] = objective.bias_regularization.user * len(columns) ** objective.scaling.user
     return design.T @ (weight[:, None] * design) + np.diag(ridge), design[columns].T @ (confidence * target)
 
 
@@ -140,8 +140,8 @@ class Problem:
         if not len(columns):
             return np.zeros(design.shape[1], real)
         observed, ground = design[columns], real(objective.unobserved_weight if objective.is_implicit else 0)
-        ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling, real)
-        ridge[self.rank :] = objective.bias_regularization * len(columns) ** objective.scaling
+        ridge = np.full(design.shape[1], objective.regularization.user * len(columns) ** objective.scaling.user, real)
+        ridge[self.rank :] = objective.bias_regularization.user * len(columns) ** objective.scaling.user
         A = ground * (design.T @ design) + observed.T @ ((confidence - ground)[:, None] * observed) + np.diag(ridge)
         return np.linalg.solve(A, observed.T @ (confidence * target))
 

@@ -307,8 +307,8 @@ class FusedSide:
         self.table = random_table(matrix.shape[1], self.rank, width, np.float32, 1)
         self.factors, self.indptr = device.upload(self.table), device.upload(np.asarray(indptr, dtype=np.int64))
         self.entries = DeviceEntries(device.upload(indices), device.upload(ratings))
-        objective = Objective("explicit", REGULARIZATION, 1.0)
-        self.scale = objective.row_scale(self.degrees).astype(np.float32)
+        objective = Objective.explicit(REGULARIZATION, "count", False)
+        self.scale = objective.row_scale("user", self.degrees).astype(np.float32)
         n = len(self.degrees)
         self.systems = Systems(
             solutions=device.zeros((n, width), np.float32),
@@ -610,7 +610,7 @@ class CcdTrial:
         self.side: Side = "item" if self.vectors == ccd_gpu.VECTORS["item"] else "user"
         self.matrix = sample.side(self.side, facts["itemsize"])
         self.degrees = np.diff(self.matrix.indptr)
-        self.objective = Objective("explicit", REGULARIZATION, 1.0)
+        self.objective = Objective.explicit(REGULARIZATION, "count", False)
         rng = np.random.default_rng(0)
         # fixed side: previous factor, this one, its new values; own side: previous factor, this one
         self.fixed = [self._vector(rng, self.matrix.shape[1]) for _ in range(3)]
@@ -631,7 +631,7 @@ class CcdTrial:
         """The sample in the layout of a configuration; the residual equals the ratings."""
         layout = ccd_gpu.CcdConfig.staged_as(config, self.matrix.shape[1], self.vectors, self.dtype, self.device.spec)
         if config.segment not in self._entries:
-            self._entries[config.segment] = ccd.CcdEntries(self.device, self.matrix, self.objective, layout)
+            self._entries[config.segment] = ccd.CcdEntries(self.device, self.side, self.matrix, self.objective, layout)
         entries = copy.copy(self._entries[config.segment])  # the layout does not depend on threads
         entries.config, entries._kernels = layout, {}
         return entries
@@ -658,7 +658,7 @@ class CcdTrial:
         self._reset(candidate.config)
         self.solved[...] = np.nan
         self._run(candidate.config, True)
-        penalty = REGULARIZATION * self.objective.row_scale(self.degrees)
+        penalty = REGULARIZATION * self.objective.row_scale(self.side, self.degrees)
         (p, q, c), (a, b) = ([v.astype(np.float64) for v in vectors] for vectors in (self.fixed, self.own))
         solved = self.device.download(self.solved)
         worst = 0.0
