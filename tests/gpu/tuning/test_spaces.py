@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridmf.device.cuda import DeviceSpec
-from hybridmf.gpu.launch import constant_texts, source_text
-from hybridmf.gpu.tuning import spaces, trials
+from hybridmf.gpu.fused import FusedKernels
+from hybridmf.gpu.launch import constant_texts, program
+from hybridmf.gpu.tuning import spaces
 from hybridmf.gpu.tuning.spaces import SPACES
-from support import emulated
+from support import compiler, emulated
 from support.tuning import GIB, H200, SAMPLE
 
 pytestmark = pytest.mark.usefixtures("no_tables")
@@ -37,20 +39,17 @@ def test_candidates_satisfy_the_limits_of_the_hardware(
     space = SPACES[kernel]
     for facts in space.facts(factors, itemsize):
         try:
-            rule = space.rule(facts, spec)
+            first, *others = space.candidates(facts, spec)
         except ValueError:  # the device cannot run this kernel at all
             continue
-        first, *others = space.candidates(facts, spec)
-        assert first == rule
+        assert first.config == space.rule(facts, spec)
         keys = [tuple(one.values.items()) for one in (first, *others)]
         assert len(set(keys)) == len(keys)
         threads, _ = spaces.resident_limits(spec)
         for one in others:
-            shared = getattr(one.config, "shared_bytes", 0)
-            shared = shared("cholesky") if callable(shared) else shared
-            assert shared <= spec.shared_bytes
-            assert getattr(one.config, "threads", 32) <= 1024
-            assert spaces.LEAST_THREADS <= one.threads <= threads
+            assert space.shared(facts, one.config) <= spec.shared_bytes
+            assert one.config.threads <= 1024
+            assert space.least_threads <= one.threads <= threads
             assert one.reuse >= spaces.LEAST_REUSE
 
 
@@ -73,9 +72,10 @@ def test_correctness_constraints_of_the_paper() -> None:
 
 
 def test_known_good_candidates_are_among_them() -> None:
-    """What was faster in trials: long runs with blocks that leave registers, and more threads for two vectors."""
-    hogwild = SPACES["batch_hogwild"].candidates({"ld": 64, "itemsize": 2, "biases": False}, H200)
-    assert {"blocks_per_sm": 4, "run": 32, "batch": 32} in [one.values for one in hogwild]
+    """What was faster in trials: a fifth block on a multiprocessor, and more threads for two vectors."""
+    facts = {"rank": 32, "precision": "bf16", "solver": "cholesky"}
+    fused = [one.values for one in SPACES["fused"].candidates(facts, H200)]
+    assert {"warps": 1, "teams": 4, "stages": 3, "blocks_per_sm": 5} in fused
     staged = SPACES["ccd"].candidates({"itemsize": 4, "vectors": 2}, H200)
     assert {"threads": 1024, "segment": 2048} in [one.values for one in staged]
 
@@ -91,7 +91,6 @@ def test_kernels_that_do_not_serve_have_no_facts(kernel: str, factors: int, item
     ("kernel", "facts", "message"),
     [
         ("fused", {"rank": 8, "precision": "float32", "solver": "cg"}, "below 8.0"),
-        ("cholesky_tiles", {"rank": 8}, "below 8.0"),
         ("msgd", {"ld": 8192, "itemsize": 8}, "shared memory"),
         ("top_k", {"padded": 512}, "shared memory"),
     ],
@@ -101,28 +100,52 @@ def test_devices_that_cannot_run_a_kernel(kernel: str, facts: dict[str, Any], me
         SPACES[kernel].candidates(facts, T4)
 
 
+def test_what_is_tuned() -> None:
+    """The kernels that "auto" chooses, Gates' sparse-syrk and BALS; facts of no others."""
+    assert list(SPACES) == ["fused", "sparse_syrk", "bals", "cholesky_any", "cg_any", "msgd", "ccd", "top_k"]
+
+
+@pytest.mark.parametrize("kernel", SPACES)
+def test_parameters_are_those_of_the_configuration(kernel: str) -> None:
+    """No field of a configuration is left out, and none is named twice."""
+    space = SPACES[kernel]
+    names = [*space.given, *space.parameters, *(["blocks_per_sm"] if space.blocks else [])]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(space.config))
+
+
 @pytest.mark.parametrize("kernel", [kernel for kernel in SPACES if kernel != "fused"])  # which takes long
 def test_candidates_compile(kernel: str) -> None:
-    compile_tests = pytest.importorskip("test_gpu_compile")
     facts = SPACES[kernel].facts(100 if kernel == "cholesky_any" else 48, 4)[0]
     candidates = SPACES[kernel].candidates(facts, H200)
     one = candidates[len(candidates) // 2]
-    for file, name, constants in SPACES[kernel].builds(facts, one.config)[:1]:
-        log = compile_tests.compile_program(compile_tests.Program(file, constant_texts(constants), 90))
-        assert name in {each.function for each in compile_tests.resources_of(log)}
+    for file, name, constants in SPACES[kernel].programs(facts, one.config, H200)[0][:1]:
+        log = compiler.compile_program(compiler.Program(file, constant_texts(constants), 90))
+        assert name in {each.function for each in compiler.resources_of(log)}
 
 
-def test_builds_are_what_is_launched(no_tables: Path) -> None:
+@pytest.mark.parametrize("kernel", ["sparse_syrk", "bals", "cg_any", "ccd"])
+def test_builds_are_what_is_launched(kernel: str, no_tables: Path) -> None:
     """A program that a trial compiles once more, alone, would be compiled in the timed part."""
     if emulated.compiler() is None:
         pytest.skip("no C++ compiler to run kernels on the CPU with")
     device = Recording()
-    space = SPACES["sparse_syrk"]
+    space = SPACES[kernel]
     facts = space.facts(5, 4)[0]
     one = space.candidates(facts, device.spec)[0]
-    trials.MAKERS["sparse_syrk"](device, SAMPLE, facts).error(one)
-    built = {(source_text(file), name, constant_texts(c)) for file, name, c in space.builds(facts, one.config)}
-    assert set(device.asked) == built
+    space.trial(device, SAMPLE, facts).error(one.config)
+    built = {
+        program(file, name, **constants) for file, name, constants in space.programs(facts, one.config, device.spec)[0]
+    }
+    assert {asked for asked in device.asked if asked[1] in {name for _, name, _ in built}} == built
+
+
+def test_programs_of_the_fused_kernels_are_those_of_a_fit() -> None:
+    for rank in (32, 100, 128):
+        facts = {"rank": rank, "precision": "float32", "solver": "cholesky"}
+        one = SPACES["fused"].candidates(facts, H200)[1]
+        built = SPACES["fused"].programs(facts, one.config, H200)[0]
+        kernels = FusedKernels(emulated.EmulatedDevice(), one.config)
+        assert [program(file, name, **constants) for file, name, constants in built] == kernels.programs(False, False)
 
 
 class Recording(emulated.EmulatedDevice):

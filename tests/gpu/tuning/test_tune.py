@@ -12,8 +12,8 @@ import pytest
 
 from hybridmf.device.cuda import Resources
 from hybridmf.errors import DeviceError, DeviceMemoryError
-from hybridmf.gpu.tuning import spaces, trials, tune
-from hybridmf.gpu.tuning.spaces import SPACES, Candidate
+from hybridmf.gpu.tuning import spaces, tune
+from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.gpu.tuning.trials import Part
 from hybridmf.gpu.tuning.tune import Measurement, make_jobs, table_of
 from hybridmf.plan import tables
@@ -53,17 +53,22 @@ class ActedTrial:
     def __init__(self, wrong: tuple[int, ...] = (), raises: tuple[int, ...] = (), device: Acted | None = None) -> None:
         self.wrong, self.raises, self.device = wrong, raises, device
 
-    def parts(self, candidate: Candidate) -> dict[str, Part]:
-        run = replace(Part(lambda: None), flops=float(candidate.values["kb"]))
+    def parts(self, config: Any) -> dict[str, Part]:
+        run = Part(lambda: None, flops=float(config.kb))
         return {"user": run, "item": run}
 
-    def error(self, candidate: Candidate) -> float:
-        kb = candidate.values["kb"]
+    def error(self, config: Any) -> float:
+        kb = config.kb
         if kb in self.raises:
             if self.device is not None:
                 self.device.dead = self.device.dies
             raise DeviceError("launch failed")
         return math.nan if kb in self.wrong else 1e-7
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, kernel: str, trial: Any) -> None:
+    """Replace the trial of a kernel."""
+    monkeypatch.setitem(SPACES, kernel, replace(SPACES[kernel], trial=trial))
 
 
 KBS = (32, 4, 8, 16)
@@ -75,10 +80,10 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``acted(device, ms, **trial)``: one job over a few configurations that take the given milliseconds."""
 
     def run(device: Acted, ms: dict[int, float], *, most: int | None = None, **trial: Any) -> Any:
-        rule = SPACES["sparse_syrk"].rule(FACTS, H200)
+        rule = SPACES["sparse_syrk"].candidates(FACTS, H200)[0]
         others = [replace(rule, config=replace(rule.config, kb=kb), values=rule.values | {"kb": kb}) for kb in KBS]
         monkeypatch.setattr(spaces.Space, "candidates", lambda self, facts, spec: others)
-        monkeypatch.setitem(trials.MAKERS, "sparse_syrk", lambda *_: ActedTrial(device=device, **trial))
+        tried(monkeypatch, "sparse_syrk", lambda *_: ActedTrial(device=device, **trial))
 
         def timer(_: Any, part: Part, repeats: int) -> list[float]:
             return [ms[int(part.flops)]] * repeats
@@ -156,14 +161,14 @@ def test_memory_that_does_not_suffice_skips_a_job(acted: Any, monkeypatch: pytes
     def full(*_: Any) -> None:
         raise DeviceMemoryError("out of memory")
 
-    monkeypatch.setitem(trials.MAKERS, "bals", full)
+    tried(monkeypatch, "bals", full)
     (job,) = tune.tune(emulated.EmulatedDevice(), ["bals"], [4], sample=SAMPLE, most=1)
     assert job.reason == "not tuned: out of memory"
 
 
 def known_kb(kb: int) -> dict[str, int]:
     """An entry in the user's table for the emulated device; the configuration it has."""
-    config: dict[str, int] = SPACES["sparse_syrk"].rule(FACTS, H200).values | {"kb": kb}
+    config: dict[str, int] = SPACES["sparse_syrk"].candidates(FACTS, H200)[0].values | {"kb": kb}
     spec = emulated.EmulatedDevice().spec
     tables.store(table([entry(facts=FACTS, **config)], spec), tables.user_file(spec))
     return config
@@ -228,7 +233,7 @@ def timetable(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(kernels: list[str], budget: float, ranks: Sequence[int] = (16, 32)) -> list[Any]:
         clock = Clock(monkeypatch)
         for kernel in kernels:
-            monkeypatch.setitem(trials.MAKERS, kernel, lambda *_: ActedTrial())
+            tried(monkeypatch, kernel, lambda *_: ActedTrial())
         monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": Part(lambda: None)})
         monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
         monkeypatch.setattr(Acted, "resources", lambda *_: Resources(64, 0))
@@ -250,7 +255,7 @@ def test_a_budget_is_shared_by_weight_and_what_is_left_passes_on(timetable: Any)
 
 def test_a_short_budget_gives_each_kernel_something(timetable: Any) -> None:
     jobs = timetable(["sparse_syrk", "bals", "msgd"], 120.0)
-    assert [(job.space.kernel, job.factors) for job in jobs] == [
+    assert [(job.kernel, job.factors) for job in jobs] == [
         (kernel, rank) for rank in (16, 32) for kernel in ("sparse_syrk", "bals", "msgd")
     ]
     assert all(len(job.timed) >= 1 + tune.FEWEST for job in jobs[:3])
@@ -273,7 +278,7 @@ def test_the_next_rule_is_compiled_ahead_of_other_configurations(monkeypatch: py
             return Resources(64, 0)
 
     for kernel in ("sparse_syrk", "bals"):
-        monkeypatch.setitem(trials.MAKERS, kernel, lambda *_: ActedTrial())
+        tried(monkeypatch, kernel, lambda *_: ActedTrial())
     monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": Part(lambda: None)})
     monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
     timer = Clock(monkeypatch).timer(1.0)
@@ -295,16 +300,14 @@ def test_the_slow_are_timed_once() -> None:
         counted.append(repeats)
         return [9.0] * repeats
 
-    run = tune._Run(Acted(), timer, None, None)
-    runner = tune._Runner(run, make_jobs(["sparse_syrk"], [64], 4)[0], None)  # type: ignore[arg-type]
-    runner.best = 1.0
-    one = Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), "timed")
-    runner._time(ActedTrial(), one)
+    run = tune._Run(Acted(), timer, None, None, 1.0, 1)
+    one = Measurement(SPACES["sparse_syrk"].candidates(FACTS, H200)[0], "timed")
+    run._time(one, ActedTrial().parts(one.candidate.config), 1.0)
     assert counted == [1, 1] and one.ms == {"user": 9.0, "item": 9.0}
 
 
 def test_scores_are_geometric_means() -> None:
-    rule = SPACES["sparse_syrk"].rule(FACTS, H200)
+    rule = SPACES["sparse_syrk"].candidates(FACTS, H200)[0]
     assert Measurement(rule, "timed", ms={"user": 2.0, "item": 8.0}).score == pytest.approx(4.0)
     assert Measurement(rule, "failed").score == math.inf
 
@@ -312,15 +315,15 @@ def test_scores_are_geometric_means() -> None:
 def test_jobs_are_made_once() -> None:
     assert [job.facts for job in make_jobs(["ccd"], [32, 64], 4)] == SPACES["ccd"].facts(32, 4)
     assert len(make_jobs(["top_k", "top_k"], [97, 112], 4)) == 1
-    kernels = {job.space.kernel for job in make_jobs(None, [32, 128], 4)}
-    assert kernels == set(SPACES) == set(trials.MAKERS)
+    kernels = {job.kernel for job in make_jobs(None, [32, 128], 4)}
+    assert kernels == set(SPACES)
 
 
 def test_kernels_take_turns_and_their_usual_kinds_come_first() -> None:
     jobs = make_jobs(["fused", "top_k"], [32, 64], 4)
-    names = [(job.space.kernel, job.factors) for job in jobs[:4]]
+    names = [(job.kernel, job.factors) for job in jobs[:4]]
     assert names == [("fused", 32), ("top_k", 32), ("fused", 64), ("top_k", 64)]
-    fused = [(job.facts["precision"], job.facts["solver"], job.factors) for job in jobs if job.space.kernel == "fused"]
+    fused = [(job.facts["precision"], job.facts["solver"], job.factors) for job in jobs if job.kernel == "fused"]
     assert fused == [(*kind, f) for kind in spaces.FUSED_KINDS for f in (32, 64)]
 
 
