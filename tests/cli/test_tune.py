@@ -110,12 +110,14 @@ def test_a_fit_launches_what_was_found(gpu: Any, monkeypatch: pytest.MonkeyPatch
     by_rule, before = fit()
     ruled, tuned, *_ = SPACES["sparse_syrk"].candidates({"rank": 5, "itemsize": 4}, gpu.spec)
     job = tune.Job("sparse_syrk", 5, {"rank": 5, "itemsize": 4})
-    job.measurements = [Measurement(one, "timed", ms={"user": ms}) for one, ms in ((ruled, 2.0), (tuned, 1.0))]
+    values = SPACES["sparse_syrk"].values
+    times = ((ruled, 2.0), (tuned, 1.0))
+    job.measurements = [Measurement(one, values(one), "timed", ms={"user": ms}) for one, ms in times]
     job.winner = job.measurements[1]
     monkeypatch.setattr(tune, "tune", lambda *_, **__: iter([job]))
     assert invoke("--factors", "5").exit_code == 0
     by_table, after = fit()
-    (build,), _ = SPACES["sparse_syrk"].programs(job.facts, tuned.config, gpu.spec)
+    (build,), _ = SPACES["sparse_syrk"].programs(job.facts, tuned, gpu.spec)
     assert after == {program(*build[:2], **build[2])} and after != before
     np.testing.assert_allclose(by_table, by_rule, rtol=1e-4, atol=1e-5)
 
@@ -123,9 +125,8 @@ def test_a_fit_launches_what_was_found(gpu: Any, monkeypatch: pytest.MonkeyPatch
 def test_what_was_found_before_an_interruption_is_kept(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(device: Any, *_: Any, **__: Any) -> Any:
         job = make_jobs(["sparse_syrk"], [64], 4)[0]
-        job.measurements = [
-            Measurement(SPACES["sparse_syrk"].candidates(FACTS, H200)[0], "timed", ms={"user": 1.0})
-        ] * 2
+        rule = SPACES["sparse_syrk"].rule(FACTS, H200)
+        job.measurements = [Measurement(rule, SPACES["sparse_syrk"].values(rule), "timed", ms={"user": 1.0})] * 2
         job.winner = job.measurements[0]
         yield job
         raise KeyboardInterrupt

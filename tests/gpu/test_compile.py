@@ -102,7 +102,7 @@ def shipped_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
     entries = itertools.chain.from_iterable(table.entries for table in tables.shipped_tables(SPECS[90]))
     for entry in (entry for entry in entries if entry.kernel in SPACES):
         space = SPACES[entry.kernel]
-        config = space.named(entry.facts, SPECS[90], **entry.config).config
+        config = space.named(entry.facts, entry.config)
         yield from itertools.chain(*space.programs(entry.facts, config, SPECS[90]))
 
 

@@ -224,7 +224,7 @@ def test_every_kernel_takes_its_table() -> None:
         factors = 100 if kernel == "cholesky_any" else 64
         facts = space.facts(factors, 4)[0]
         chosen[kernel] = facts, space.candidates(facts, H200)[3]
-    entries = [Entry(kernel, facts, one.values, 1.0, 2.0, 4) for kernel, (facts, one) in chosen.items()]
+    entries = [Entry(kernel, facts, SPACES[kernel].values(one), 1.0, 2.0, 4) for kernel, (facts, one) in chosen.items()]
     tables.store(table(entries), tables.user_file(H200))
     found = {
         "fused": FusedConfig.default(64, H200),
@@ -235,12 +235,12 @@ def test_every_kernel_takes_its_table() -> None:
         "msgd": BlockedConfig.default(64, 4, H200),
         "top_k": GroupMaxConfig.default(64, H200),
     }
-    assert found == {kernel: one.config for kernel, (_, one) in chosen.items() if kernel != "ccd"}
+    assert found == {kernel: one for kernel, (_, one) in chosen.items() if kernel != "ccd"}
     staged = CcdConfig.choose(1000, 1000, 10**6, 2, np.float32, H200)
-    assert StagedConfig(staged.threads, staged.segment) == chosen["ccd"][1].config
-    assert plan_assemblies.bals_tile_sizes(64, 4, H200) == chosen["bals"][1].config.matrix_tile
+    assert StagedConfig(staged.threads, staged.segment) == chosen["ccd"][1]
+    assert plan_assemblies.bals_tile_sizes(64, 4, H200) == chosen["bals"][1].matrix_tile
     for kernel, (facts, one) in chosen.items():  # and what the tuner makes of an entry
-        assert SPACES[kernel].named(facts, H200, **one.values) == one
+        assert SPACES[kernel].named(facts, SPACES[kernel].values(one)) == one
     wide = found["bals"].capacity + 1  # does not hold such tiles: the rule
     assert BalsConfig.default(64, 4, H200, tile_cols=wide) == BalsConfig.rule(64, 4, H200, tile_cols=wide)
 
@@ -263,7 +263,7 @@ def test_what_ships_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
             space = SPACES[one.kernel]
             numbers = [one.facts[name] for name in ("rank", "ld", "padded") if name in one.facts]
             assert one.facts in space.facts(*(numbers or [64]), 4) + space.facts(*(numbers or [64]), 8)
-            assert space.named(one.facts, spec, **one.config).values == one.config
+            assert space.values(space.named(one.facts, one.config)) == one.config
 
 
 def test_neighbours_of_what_ships_run_the_program_that_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,23 +79,6 @@ def occupancy(threads: int, shared_bytes: int, registers: int, spec: DeviceSpec)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A configuration, its values in a tuned table, and properties that rank it; `Space` describes them."""
-
-    config: Any
-    values: dict[str, Any]
-    threads: int
-    reuse: float
-    useful: float
-    family: tuple[Any, ...]
-
-    @property
-    def promise(self) -> float:
-        """Priority: higher values are timed first. Not a prediction of speed."""
-        return self.useful * min(1.0, self.threads / BUSY_THREADS) * self.reuse / (1.0 + self.reuse)
-
-
-@dataclass(frozen=True)
 class Space:
     """A tunable kernel.
 
@@ -149,8 +132,8 @@ class Space:
         timed, *others = (self.builds(facts, config, spec, *kind) for kind in ENTRY_KINDS)
         return timed, [build for kind in others for build in kind if build not in timed]
 
-    def candidates(self, facts: Facts, spec: DeviceSpec) -> list[Candidate]:
-        """Candidates to time: the rule's, then the most promising of each family, then the second of each ...
+    def candidates(self, facts: Facts, spec: DeviceSpec) -> list[Any]:
+        """Configurations to time: the rule's, then the most promising of each family, then the second of each ...
 
         Raises
         ------
@@ -160,18 +143,30 @@ class Space:
         ruled = self.rule(facts, spec)
         if self.shared(facts, ruled) > spec.shared_bytes:
             raise ValueError(f"{ruled} needs {self.shared(facts, ruled)} bytes of shared memory")
-        found = (self._candidate(facts, config, spec) for config in self._configurations(facts, spec))
-        others = {tuple(one.values.items()): one for one in found if self._is_worth_it(one)}
-        first = self._candidate(facts, ruled, spec)
-        others.pop(tuple(first.values.items()), None)
-        return [first, *_interleaved(others.values())]
+        families: dict[tuple[Any, ...], list[Any]] = {}
+        promises = {config: self.promise(facts, config, spec) for config in self._configurations(facts, spec)}
+        for config in sorted(promises, key=lambda one: -promises[one]):  # a stable sort: the order is deterministic
+            if promises[config] > 0 and config != ruled:
+                families.setdefault(tuple(getattr(config, name) for name in self.family), []).append(config)
+        turns = itertools.zip_longest(*families.values())  # families ordered by their best member
+        return [ruled, *(one for turn in turns for one in turn if one is not None)]
 
-    def named(self, facts: Facts, spec: DeviceSpec, **values: Any) -> Candidate:
-        """The candidate of a table entry; ValueError or TypeError for invalid values."""
-        return self._candidate(facts, self.config(**self._given(facts), **values), spec)
+    def promise(self, facts: Facts, config: Any, spec: DeviceSpec) -> float:
+        """Priority of a configuration, not a prediction of its speed; 0 if it violates a soft constraint."""
+        blocks = self._resident(facts, config, spec)
+        threads = config.threads * min(blocks, getattr(config, "blocks_per_sm", blocks))
+        reuse, useful = self.work(config)
+        if threads < self.least_threads or reuse < LEAST_REUSE or useful <= LEAST_USEFUL:
+            return 0.0
+        return useful * min(1.0, max(threads, 1) / BUSY_THREADS) * reuse / (1.0 + reuse)
 
-    def _given(self, facts: Facts) -> Facts:
-        return {name: facts[name] for name in self.given}
+    def named(self, facts: Facts, values: dict[str, Any]) -> Any:
+        """The configuration of a table entry; ValueError or TypeError for invalid values."""
+        return self.config(**{name: facts[name] for name in self.given}, **values)
+
+    def values(self, config: Any) -> dict[str, Any]:
+        """Values of a configuration in a table entry."""
+        return {name: value for name, value in vars(config).items() if name not in self.given}
 
     def _configurations(self, facts: Facts, spec: DeviceSpec) -> Iterator[Any]:
         """Configurations that satisfy the constraints of correctness and of the hardware."""
@@ -183,7 +178,7 @@ class Space:
                 for value in (values(facts | point, spec) if callable(values) else values)
             ]
         for point in points:
-            config = _legal(self.config, **self._given(facts), **point, **({"blocks_per_sm": 1} if self.blocks else {}))
+            config = _legal(self.named, facts, point | ({"blocks_per_sm": 1} if self.blocks else {}))
             if config is not None:
                 yield from self._fitting(facts, config, spec)
 
@@ -202,16 +197,6 @@ class Space:
     def _resident(self, facts: Facts, config: Any, spec: DeviceSpec) -> int:
         return occupancy(config.threads, self.shared(facts, config), self.registers(facts, config), spec)
 
-    def _candidate(self, facts: Facts, config: Any, spec: DeviceSpec) -> Candidate:
-        blocks = self._resident(facts, config, spec)
-        threads = config.threads * min(blocks, getattr(config, "blocks_per_sm", blocks))
-        values = {name: value for name, value in vars(config).items() if name not in self.given}
-        return Candidate(config, values, threads, *self.work(config), tuple(values[name] for name in self.family))
-
-    def _is_worth_it(self, one: Candidate) -> bool:
-        """The soft constraints."""
-        return one.threads >= self.least_threads and one.reuse >= LEAST_REUSE and one.useful > LEAST_USEFUL
-
 
 def _legal(make: Callable[..., Any], *arguments: Any, **fields: Any) -> Any:
     """A configuration; None if its class refuses it."""
@@ -219,14 +204,6 @@ def _legal(make: Callable[..., Any], *arguments: Any, **fields: Any) -> Any:
         return make(*arguments, **fields)
     except ValueError:
         return None
-
-
-def _interleaved(candidates: Iterable[Candidate]) -> list[Candidate]:
-    families: dict[tuple[Any, ...], list[Candidate]] = {}
-    for one in sorted(candidates, key=lambda one: -one.promise):  # a stable sort: the order is deterministic
-        families.setdefault(one.family, []).append(one)
-    turns = itertools.zip_longest(*families.values())  # families ordered by their best member
-    return [one for turn in turns for one in turn if one is not None]
 
 
 # ---------------------------------------------------------------------------------------------------- the kernels

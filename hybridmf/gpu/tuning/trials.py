@@ -21,7 +21,7 @@ import scipy.sparse as sp
 from ...core.objective import SIDES, Objective, Side, Terms
 from ...core.sparse import transposed
 from ...core.validate import csr_arrays, make_csr
-from ...datasets import _degrees, _popularity
+from ...datasets import _stars
 from ...device.cuda import Array, Device
 from ...formats import reorder
 from ...plan import ccd_gpu
@@ -139,16 +139,8 @@ class Sample:
 
         Pairs drawn twice are kept once.
         """
-        rng = np.random.default_rng(seed)
-        users = np.repeat(np.arange(n_users), _degrees(n_users, nnz, rng))
-        edges = np.cumsum(_popularity(n_items))
-        places = np.searchsorted(edges, rng.random(len(users)) * edges[-1])
-        items = rng.permutation(n_items)[np.minimum(places, n_items - 1)]
-        pairs = np.unique(users.astype(np.int64) * n_items + items)
-        values = rng.integers(1, 6, len(pairs)).astype(np.float32)
-        indptr = np.searchsorted(pairs, np.arange(n_users + 1, dtype=np.int64) * n_items)
-        matrix = make_csr(indptr, (pairs % n_items).astype(np.int32), values, (n_users, n_items))
-        return cls(matrix, transposed(matrix), f"{n_users} x {n_items}, {len(pairs)} entries, seed {seed}")
+        matrix = _stars(n_users, n_items, nnz, np.random.default_rng(seed)).user_items
+        return cls(matrix, transposed(matrix), f"{n_users} x {n_items}, {matrix.nnz} entries, seed {seed}")
 
     def side(self, side: Side, itemsize: int = 4) -> sp.csr_array:
         """The ratings by the rows of a side."""

@@ -30,7 +30,7 @@ from ...device.cuda import CudaDevice, Device, Resources
 from ...errors import DeviceError, DeviceMemoryError
 from ...plan.tables import LEAST_MEASURED, Entry, Gpu, Table, known
 from ..launch import program
-from .spaces import SPACES, Build, Candidate, Space
+from .spaces import SPACES, Build, Space
 from .trials import Facts, Part, Sample, Trial
 
 FACTORS = (32, 64, 100, 128)
@@ -91,7 +91,9 @@ class Measurement:
 
     Attributes
     ----------
-    candidate : Candidate
+    config : dataclass
+    values : dict
+        Its values in a tuned table.
     status : {"timed", "spills", "failed", "wrong"}
     reason : str
         Why it was not timed.
@@ -103,7 +105,8 @@ class Measurement:
         Maximum over its kernels.
     """
 
-    candidate: Candidate
+    config: Any
+    values: dict[str, Any]
     status: str
     reason: str = ""
     ms: dict[str, float] = field(default_factory=dict)
@@ -172,7 +175,7 @@ class Job:
 
     def is_known(self, one: Measurement) -> bool:
         """Whether a table has this configuration."""
-        return one.candidate.values in self.known
+        return one.values in self.known
 
     @property
     def rule_ms(self) -> float:
@@ -188,7 +191,7 @@ class Job:
         if self.winner is None or timed < LEAST_MEASURED:
             return None
         times = round(self.winner.score, 5), round(self.rule_ms, 5)
-        return Entry(self.kernel, self.facts, self.winner.candidate.values, *times, timed, rivals=tuple(self.known))
+        return Entry(self.kernel, self.facts, self.winner.values, *times, timed, rivals=tuple(self.known))
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """A record of each configuration, for plots."""
@@ -196,10 +199,9 @@ class Job:
             resources = one.resources
             yield {
                 "bench": "tune", "kernel": self.kernel, "factors": self.factors, "facts": self.facts,
-                "config": one.candidate.values, "rule": place == 0, "known": self.is_known(one),
+                "config": one.values, "rule": place == 0, "known": self.is_known(one),
                 "winner": one is self.winner,
                 "status": one.status, "reason": one.reason, "ms": one.ms, "gflops": one.gflops, "error": one.error,
-                "threads": one.candidate.threads, "reuse": one.candidate.reuse,
                 "registers": None if resources is None else resources.registers,
                 "local_bytes": None if resources is None else resources.local_bytes,
             }  # fmt: skip
@@ -216,7 +218,7 @@ class Job:
             return f"{head} with nothing to compare it with, tables stay as they are {counts}"
         if winner is self.measurements[0] or self.is_known(winner):
             return f"{head}, {'the rule' if winner is self.measurements[0] else 'the table'}'s choice stays {counts}"
-        best = ", ".join(f"{key} {value}" for key, value in winner.candidate.values.items())
+        best = ", ".join(f"{key} {value}" for key, value in winner.values.items())
         return f"{head} instead of {self.rule_ms:.3f} {counts}: {best}"
 
 
@@ -299,17 +301,12 @@ def table_of(device: Device, jobs: Sequence[Job]) -> Table:
 def stamp(device: Device) -> dict[str, Any]:
     """GPU and versions, for every record."""
     spec = device.spec
-    gpu: dict[str, Any] = {
-        "name": spec.name,
-        "capability": list(spec.capability),
-        "multiprocessors": spec.multiprocessors,
-    }
+    gpu = {"name": spec.name, "capability": list(spec.capability), "multiprocessors": spec.multiprocessors}
     if isinstance(device, CudaDevice):
         import cupy
 
         gpu |= {"cuda": cupy.cuda.runtime.runtimeGetVersion(), "cupy": cupy.__version__}
-    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    return {"gpu": gpu, "versions": {"hybridmf": __version__}, "date": today}
+    return {"gpu": gpu, "versions": {"hybridmf": __version__}, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
 
 
 class _Run:
@@ -321,7 +318,7 @@ class _Run:
         self.device, self.timer, self.most, self.table, self.budget = device, timer, most, table, budget
         self.pool = ThreadPoolExecutor(threads)
         self.end = math.inf
-        self.prepared: dict[str, tuple[dict[Future[Resources], Candidate], list[Candidate]]] = {}
+        self.prepared: dict[str, tuple[dict[Future[Resources], Any], list[Any]]] = {}
 
     def work_through(self, jobs: list[Job], sample: Sample | None) -> Iterator[Job]:
         """Run the jobs within the budget."""
@@ -355,7 +352,7 @@ class _Run:
             job.reason = f"not tuned: {' '.join(str(error).split())}"
         job.seconds = time.monotonic() - started
 
-    def _prepare(self, job: Job) -> tuple[dict[Future[Resources], Candidate], list[Candidate]]:
+    def _prepare(self, job: Job) -> tuple[dict[Future[Resources], Any], list[Any]]:
         """Compilations of the rule's configuration and of those of tables, and all other candidates.
 
         Raises
@@ -367,20 +364,18 @@ class _Run:
             spec = self.device.spec
             rule, *others = job.space.candidates(job.facts, spec)
             job.known = known(job.kernel, spec, job.facts, job.space.block, beside=self.table)
-            first = [rule]
+            first = {rule: None}
             for values in job.known:
                 with contextlib.suppress(TypeError, ValueError):  # fits ignore it, too
-                    one = job.space.named(job.facts, spec, **values)
-                    first += [one] if one.values not in [each.values for each in first] else []
-            tried = [one.values for one in first]
-            others = [one for one in others if one.values not in tried]
+                    first[job.space.named(job.facts, values)] = None
+            others = [one for one in others if one not in first]
             job.candidates = len(first) + len(others)
             self.prepared[job.name] = {self._compiling(job, one): one for one in first}, others
         return self.prepared[job.name]
 
-    def _compiling(self, job: Job, one: Candidate, *, variants: bool = False) -> Future[Resources]:
+    def _compiling(self, job: Job, config: Any, *, variants: bool = False) -> Future[Resources]:
         """Compile the programs of a trial, or those for other kinds of entries."""
-        timed, others = job.space.programs(job.facts, one.config, self.device.spec)
+        timed, others = job.space.programs(job.facts, config, self.device.spec)
         return self.pool.submit(self._compile, others if variants else timed)
 
     def _compile(self, builds: Sequence[Build]) -> Resources:
@@ -391,9 +386,8 @@ class _Run:
         )
 
     def _search(
-        self, job: Job, first: dict[Future[Resources], Candidate], others: list[Candidate], sample: Sample,
-        deadline: float,
-    ) -> None:  # fmt: skip
+        self, job: Job, first: dict[Future[Resources], Any], others: list[Any], sample: Sample, deadline: float
+    ) -> None:
         """Check and time configurations until the deadline, then choose the winner."""
         most = None if self.most is None else max(0, self.most - len(first))
         compiling = first | {self._compiling(job, one): one for one in others[:most]}
@@ -405,7 +399,8 @@ class _Run:
                 except DeviceError as error:
                     raise ValueError(f"the rule's configuration does not compile: {error}") from error
                 for future in itertools.chain(first, self._completed(list(compiling)[len(first) :], deadline)):
-                    one = Measurement(compiling[future], "failed")
+                    config = compiling[future]
+                    one = Measurement(config, job.space.values(config), "failed")
                     self._measure(job, trial, one, future, allowed)
                     job.measurements.append(one)
                 self._finals(job, trial, allowed)
@@ -435,13 +430,12 @@ class _Run:
             one.status = "spills"
             one.reason = f"{one.resources.local_bytes} bytes of local memory a thread, the rule's has {allowed}"
             return
-        config = one.candidate.config
         try:
-            one.error = trial.error(config)
+            one.error = trial.error(one.config)
             if not one.error <= trial.tolerance:
                 one.status, one.reason = "wrong", f"error {one.error:.2e} beyond {trial.tolerance:.0e}"
                 return
-            self._time(one, trial.parts(config), min((each.score for each in job.timed), default=math.inf))
+            self._time(one, trial.parts(one.config), min((each.score for each in job.timed), default=math.inf))
             one.status = "timed"
         except (DeviceError, ValueError, TypeError) as problem:
             one.reason = _short(problem)
@@ -481,7 +475,7 @@ class _Run:
         better = [one for one in finalists if one is not rule and one.score <= limit]
         better.sort(key=lambda one: one.score * (1 - GAIN if job.is_known(one) else 1))
         contenders = [*better, rule] if better else []
-        compiling = [self._compiling(job, one.candidate, variants=True) for one in contenders]
+        compiling = [self._compiling(job, one.config, variants=True) for one in contenders]
         for one, future in zip(better, compiling, strict=False):
             try:
                 found, spilled = future.result().local_bytes, compiling[-1].result().local_bytes
@@ -498,7 +492,7 @@ class _Run:
             job.reason = f"none that could be timed is sound; the rule's: {rule.reason}"
 
     def _time_in_turn(self, trial: Trial, finalists: list[Measurement]) -> None:
-        parts = [trial.parts(one.candidate.config) for one in finalists]
+        parts = [trial.parts(one.config) for one in finalists]
         times: list[dict[str, list[float]]] = [{name: [] for name in each} for each in parts]
         for _, (place, each) in itertools.product(range(FINAL_ROUNDS), list(enumerate(parts))):
             for name, part in each.items():

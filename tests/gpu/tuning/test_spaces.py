@@ -15,6 +15,8 @@ from hybridmf.gpu.fused import FusedKernels
 from hybridmf.gpu.launch import constant_texts, program
 from hybridmf.gpu.tuning import spaces
 from hybridmf.gpu.tuning.spaces import SPACES
+from hybridmf.plan.ccd_gpu import StagedConfig
+from hybridmf.plan.fused import FusedConfig
 from support import compiler, emulated
 from support.tuning import GIB, H200, SAMPLE
 
@@ -42,42 +44,40 @@ def test_candidates_satisfy_the_limits_of_the_hardware(
             first, *others = space.candidates(facts, spec)
         except ValueError:  # the device cannot run this kernel at all
             continue
-        assert first.config == space.rule(facts, spec)
-        keys = [tuple(one.values.items()) for one in (first, *others)]
-        assert len(set(keys)) == len(keys)
+        assert first == space.rule(facts, spec)
+        assert len({first, *others}) == 1 + len(others)
         threads, _ = spaces.resident_limits(spec)
         for one in others:
-            assert space.shared(facts, one.config) <= spec.shared_bytes
-            assert one.config.threads <= 1024
-            assert space.least_threads <= one.threads <= threads
-            assert one.reuse >= spaces.LEAST_REUSE
+            assert space.shared(facts, one) <= spec.shared_bytes
+            resident = space._resident(facts, one, spec)
+            assert one.threads <= 1024 and getattr(one, "blocks_per_sm", 1) <= resident
+            assert space.least_threads <= one.threads * resident <= threads
+            reuse, useful = space.work(one)
+            assert reuse >= spaces.LEAST_REUSE and useful > spaces.LEAST_USEFUL
 
 
 def test_every_shape_comes_before_any_second_of_its_kind() -> None:
-    _, *others = SPACES["sparse_syrk"].candidates({"rank": 64, "itemsize": 4}, H200)
-    families = [one.family for one in others]
+    space, facts = SPACES["sparse_syrk"], {"rank": 64, "itemsize": 4}
+    _, *others = space.candidates(facts, H200)
+    families = [(one.nb, one.dx, one.dy) for one in others]
     first_repeat = next(place for place, family in enumerate(families) if family in families[:place])
     assert set(families[:first_repeat]) == set(families)
-    assert [one.promise for one in others[:first_repeat]] == sorted(
-        (one.promise for one in others[:first_repeat]), reverse=True
-    )
+    promises = [space.promise(facts, one, H200) for one in others[:first_repeat]]
+    assert promises == sorted(promises, reverse=True) and promises[-1] > 0
 
 
 def test_correctness_constraints_of_the_paper() -> None:
     """Gates VIII: nb divisible by dx and dy; kb by what shares it; whole warps."""
     for one in SPACES["sparse_syrk"].candidates({"rank": 100, "itemsize": 4}, H200):
-        v = one.values
-        assert v["nb"] % v["dx"] == v["nb"] % v["dy"] == v["kb"] % v["dz"] == 0
-        assert v["dx"] * v["dy"] * v["dz"] % 32 == 0
+        assert one.nb % one.dx == one.nb % one.dy == one.kb % one.dz == 0
+        assert one.dx * one.dy * one.dz % 32 == 0
 
 
 def test_known_good_candidates_are_among_them() -> None:
     """What was faster in trials: a fifth block on a multiprocessor, and more threads for two vectors."""
     facts = {"rank": 32, "precision": "bf16", "solver": "cholesky"}
-    fused = [one.values for one in SPACES["fused"].candidates(facts, H200)]
-    assert {"warps": 1, "teams": 4, "stages": 3, "blocks_per_sm": 5} in fused
-    staged = SPACES["ccd"].candidates({"itemsize": 4, "vectors": 2}, H200)
-    assert {"threads": 1024, "segment": 2048} in [one.values for one in staged]
+    assert FusedConfig(32, 1, 4, 3, 5) in SPACES["fused"].candidates(facts, H200)
+    assert StagedConfig(1024, 2048) in SPACES["ccd"].candidates({"itemsize": 4, "vectors": 2}, H200)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_candidates_compile(kernel: str) -> None:
     facts = SPACES[kernel].facts(100 if kernel == "cholesky_any" else 48, 4)[0]
     candidates = SPACES[kernel].candidates(facts, H200)
     one = candidates[len(candidates) // 2]
-    for file, name, constants in SPACES[kernel].programs(facts, one.config, H200)[0][:1]:
+    for file, name, constants in SPACES[kernel].programs(facts, one, H200)[0][:1]:
         log = compiler.compile_program(compiler.Program(file, constant_texts(constants), 90))
         assert name in {each.function for each in compiler.resources_of(log)}
 
@@ -132,10 +132,8 @@ def test_builds_are_what_is_launched(kernel: str, no_tables: Path) -> None:
     space = SPACES[kernel]
     facts = space.facts(5, 4)[0]
     one = space.candidates(facts, device.spec)[0]
-    space.trial(device, SAMPLE, facts).error(one.config)
-    built = {
-        program(file, name, **constants) for file, name, constants in space.programs(facts, one.config, device.spec)[0]
-    }
+    space.trial(device, SAMPLE, facts).error(one)
+    built = {program(file, name, **constants) for file, name, constants in space.programs(facts, one, device.spec)[0]}
     assert {asked for asked in device.asked if asked[1] in {name for _, name, _ in built}} == built
 
 
@@ -143,8 +141,8 @@ def test_programs_of_the_fused_kernels_are_those_of_a_fit() -> None:
     for rank in (32, 100, 128):
         facts = {"rank": rank, "precision": "float32", "solver": "cholesky"}
         one = SPACES["fused"].candidates(facts, H200)[1]
-        built = SPACES["fused"].programs(facts, one.config, H200)[0]
-        kernels = FusedKernels(emulated.EmulatedDevice(), one.config)
+        built = SPACES["fused"].programs(facts, one, H200)[0]
+        kernels = FusedKernels(emulated.EmulatedDevice(), one)
         assert [program(file, name, **constants) for file, name, constants in built] == kernels.programs(False, False)
 
 

@@ -45,7 +45,7 @@ def test_trials_know_right_answers_from_wrong_ones(kernel: str, device: Any) -> 
     space = SPACES[kernel]
     facts = space.facts(5, 4)[0]
     trial = space.trial(device, SAMPLE, facts)
-    config = space.candidates(facts, device.spec)[0].config
+    config = space.candidates(facts, device.spec)[0]
     assert 0 < trial.error(config) <= trial.tolerance
     parts = trial.parts(config)
     assert all(part.flops > 0 for part in parts.values())

@@ -80,8 +80,8 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``acted(device, ms, **trial)``: one job over a few configurations that take the given milliseconds."""
 
     def run(device: Acted, ms: dict[int, float], *, most: int | None = None, **trial: Any) -> Any:
-        rule = SPACES["sparse_syrk"].candidates(FACTS, H200)[0]
-        others = [replace(rule, config=replace(rule.config, kb=kb), values=rule.values | {"kb": kb}) for kb in KBS]
+        rule = SPACES["sparse_syrk"].rule(FACTS, H200)
+        others = [replace(rule, kb=kb) for kb in KBS]
         monkeypatch.setattr(spaces.Space, "candidates", lambda self, facts, spec: others)
         tried(monkeypatch, "sparse_syrk", lambda *_: ActedTrial(device=device, **trial))
 
@@ -96,13 +96,13 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def statuses(job: Any) -> dict[int, str]:
-    return {one.candidate.values["kb"]: one.status for one in job.measurements}
+    return {one.values["kb"]: one.status for one in job.measurements}
 
 
 def test_the_fastest_wins(acted: Any) -> None:
     job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1})
-    assert job.winner.candidate.values["kb"] == 8
-    assert job.entry == Entry("sparse_syrk", FACTS, job.winner.candidate.values, 1.0, 2.0, 4)
+    assert job.winner.values["kb"] == 8
+    assert job.entry == Entry("sparse_syrk", FACTS, job.winner.values, 1.0, 2.0, 4)
     assert "1.000 ms instead of 2.000" in job.summary()
     (line,) = [line for line in job.lines() if line["winner"]]
     assert line["config"]["kb"] == 8 and not line["rule"] and line["gflops"]["user"] == pytest.approx(8 / 1.0 / 1e6)
@@ -128,18 +128,18 @@ def test_what_spills_fails_or_is_wrong_is_recorded_and_not_chosen(acted: Any) ->
 
 def test_what_the_rule_spills_others_may_too(acted: Any) -> None:
     job = acted(Acted(spills={32: 44, 8: 44, 4: 48}), {32: 2.0, 4: 0.1, 8: 1.0, 16: 1.5})
-    assert statuses(job)[4] == "spills" and job.winner.candidate.values["kb"] == 8
+    assert statuses(job)[4] == "spills" and job.winner.values["kb"] == 8
 
 
 def test_a_winner_must_not_spill_for_other_entries(acted: Any) -> None:
     job = acted(Acted(spills={-8: 16}), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1})
-    assert job.winner.candidate.values["kb"] == 16
+    assert job.winner.values["kb"] == 16
     assert statuses(job)[8] == "spills"
 
 
 def test_a_failed_launch_is_recorded(acted: Any) -> None:
     job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1}, raises=(8,))
-    assert statuses(job)[8] == "failed" and job.winner.candidate.values["kb"] == 16
+    assert statuses(job)[8] == "failed" and job.winner.values["kb"] == 16
 
 
 def test_a_device_that_does_not_recover_ends_it(acted: Any) -> None:
@@ -149,7 +149,7 @@ def test_a_device_that_does_not_recover_ends_it(acted: Any) -> None:
 
 def test_a_rule_that_fails_leaves_the_others(acted: Any) -> None:
     job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1}, wrong=(32,))
-    assert job.winner.candidate.values["kb"] == 8
+    assert job.winner.values["kb"] == 8
     job = acted(Acted(), {32: 2.0}, wrong=KBS)
     assert job.winner is None and job.entry is None and "nothing could be timed" in job.summary()
     job = acted(Acted(broken=(32,)), {})
@@ -168,7 +168,7 @@ def test_memory_that_does_not_suffice_skips_a_job(acted: Any, monkeypatch: pytes
 
 def known_kb(kb: int) -> dict[str, int]:
     """An entry in the user's table for the emulated device; the configuration it has."""
-    config: dict[str, int] = SPACES["sparse_syrk"].candidates(FACTS, H200)[0].values | {"kb": kb}
+    config: dict[str, int] = SPACES["sparse_syrk"].values(SPACES["sparse_syrk"].rule(FACTS, H200)) | {"kb": kb}
     spec = emulated.EmulatedDevice().spec
     tables.store(table([entry(facts=FACTS, **config)], spec), tables.user_file(spec))
     return config
@@ -178,19 +178,19 @@ def test_what_tables_have_is_always_timed(acted: Any) -> None:
     known = known_kb(64)  # none of those that are enumerated
     job = acted(Acted(), {32: 2.0, 64: 1.2, 4: 1.5, 8: 1.0, 16: 1.1}, most=1)
     assert list(statuses(job)) == [32, 64] and job.candidates == 5
-    assert job.winner.candidate.values == known
+    assert job.winner.values == known
     assert "the table's choice stays" in job.summary()
     assert [line["known"] for line in job.lines()] == [False, True]
     job = acted(Acted(), {32: 2.0, 64: 1.2, 4: 1.5, 8: 1.0, 16: 1.1})
-    assert job.winner.candidate.values["kb"] == 8 and job.entry.rivals == (known,)
+    assert job.winner.values["kb"] == 8 and job.entry.rivals == (known,)
 
 
 def test_what_is_in_a_table_must_be_beaten_clearly(acted: Any) -> None:
     known_kb(8)
     job = acted(Acted(), {32: 2.0, 4: 0.995, 8: 1.0, 16: 1.1})
-    assert job.winner.candidate.values["kb"] == 8
+    assert job.winner.values["kb"] == 8
     job = acted(Acted(), {32: 2.0, 4: 0.98, 8: 1.0, 16: 1.1})
-    assert job.winner.candidate.values["kb"] == 4
+    assert job.winner.values["kb"] == 4
 
 
 def test_a_table_that_is_slow_by_now_is_in_the_finals_and_loses(acted: Any) -> None:
@@ -198,7 +198,7 @@ def test_a_table_that_is_slow_by_now_is_in_the_finals_and_loses(acted: Any) -> N
     job = acted(Acted(), {32: 1.0, 4: 1.5, 8: 1.2, 16: 9.0})
     assert job.winner is job.measurements[0] and statuses(job)[16] == "timed"
     job = acted(Acted(broken=(16,)), {32: 2.0, 4: 1.5, 8: 1.0})
-    assert statuses(job)[16] == "failed" and job.winner.candidate.values["kb"] == 8
+    assert statuses(job)[16] == "failed" and job.winner.values["kb"] == 8
 
 
 def test_entries_that_no_class_takes_are_passed_over(acted: Any) -> None:
@@ -301,15 +301,15 @@ def test_the_slow_are_timed_once() -> None:
         return [9.0] * repeats
 
     run = tune._Run(Acted(), timer, None, None, 1.0, 1)
-    one = Measurement(SPACES["sparse_syrk"].candidates(FACTS, H200)[0], "timed")
-    run._time(one, ActedTrial().parts(one.candidate.config), 1.0)
+    one = Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), {}, "timed")
+    run._time(one, ActedTrial().parts(one.config), 1.0)
     assert counted == [1, 1] and one.ms == {"user": 9.0, "item": 9.0}
 
 
 def test_scores_are_geometric_means() -> None:
-    rule = SPACES["sparse_syrk"].candidates(FACTS, H200)[0]
-    assert Measurement(rule, "timed", ms={"user": 2.0, "item": 8.0}).score == pytest.approx(4.0)
-    assert Measurement(rule, "failed").score == math.inf
+    rule = SPACES["sparse_syrk"].rule(FACTS, H200)
+    assert Measurement(rule, {}, "timed", ms={"user": 2.0, "item": 8.0}).score == pytest.approx(4.0)
+    assert Measurement(rule, {}, "failed").score == math.inf
 
 
 def test_jobs_are_made_once() -> None:
