@@ -17,17 +17,15 @@ from ..ranks.group import open_rank
 from ..ranks.transport.communicator import LocalCommunicator
 from ..ranks.transport.threads import ThreadCommunicator, run_ranks
 
-LINK_BYTES = 256 << 20
-"""Bytes of an array that is sent: a copy over a PCIe 5 bus takes 5 ms. At most an eighth of the free memory."""
+COPY_BYTES, COLLECTIVE_BYTES = 256 << 20, 1 << 30
+"""Bytes of arrays: a copy over a PCIe 5 bus takes 5 ms, a collective over NVLink as long. At most an eighth of the free
+memory."""
 
 WIDTH = 1024
 """Columns of the arrays of collectives."""
 
 COUNTS = (2, 4, 8, 16)
 """Numbers of GPUs whose collectives are measured, as far as there are so many."""
-
-LATENCIES = 50
-"""Collectives in a row whose mean time is their latency."""
 
 REPEATS = 4
 """Runs of a measurement, of which the fastest counts."""
@@ -61,14 +59,9 @@ def measure_links(names: Sequence[str], links: LinkRates, say: Callable[[str], A
         except (DeviceError, CommunicatorError) as error:
             say(f"links between GPUs are not measured: {error}")
             return links
-        scattered, gathered, latencies = np.array(rates).T
-        reduced.append((float(count), float(scattered.min())))
-        links = replace(
-            links,
-            reduce_scatter=tuple(reduced),
-            all_gather=float(gathered.min()),
-            collective=float(latencies.max()),
-        )
+        scattered, gathered = np.min(rates, axis=0).tolist()
+        reduced.append((float(count), scattered))
+        links = replace(links, reduce_scatter=tuple(reduced), all_gather=gathered)
     return links
 
 
@@ -84,13 +77,9 @@ def _fastest(control: ThreadCommunicator, run: Callable[[], Any], settle: Callab
     return best
 
 
-def _array_bytes(device: Device) -> int:
-    return min(LINK_BYTES, device.free_bytes() // 8)
-
-
 def _copy_rates(control: ThreadCommunicator, device: Device) -> tuple[float, float, float]:
     """Bytes/s from page-locked memory to the device, back, and within it (read and written)."""
-    host = np.ones(_array_bytes(device) // 4, np.float32)
+    host = np.ones(min(COPY_BYTES, device.free_bytes() // 8) // 4, np.float32)
     with device.active():
         copier = device.copier()
         copier.pin(host)
@@ -106,8 +95,8 @@ def _copy_rates(control: ThreadCommunicator, device: Device) -> tuple[float, flo
     return host.nbytes / to_device, host.nbytes / to_host, 2 * host.nbytes / within
 
 
-def _collective_rates(control: ThreadCommunicator, name: str) -> tuple[float, float, float]:
-    """Bytes/s that a GPU sends in a reduce-scatter and receives in an all-gather, and the latency of a collective."""
+def _collective_rates(control: ThreadCommunicator, name: str) -> tuple[float, float]:
+    """Bytes/s that a GPU sends in a reduce-scatter, and receives in an all-gather."""
     communicator, device = open_rank(name, control)
     assert device is not None
     try:
@@ -117,19 +106,11 @@ def _collective_rates(control: ThreadCommunicator, name: str) -> tuple[float, fl
         communicator.close()
 
 
-def _rates_of(
-    control: ThreadCommunicator, communicator: LocalCommunicator, device: Device
-) -> tuple[float, float, float]:
+def _rates_of(control: ThreadCommunicator, communicator: LocalCommunicator, device: Device) -> tuple[float, float]:
     count = control.size
-    rows = max(1, _array_bytes(device) // (4 * WIDTH * count))
-    counts, whole = [rows] * count, device.zeros((rows * count, WIDTH), np.float32)
-    part, tiny = device.zeros((rows, WIDTH), np.float32), device.zeros((count, 1), np.float32)
-    moved = 4 * WIDTH * rows * (count - 1)
+    rows = max(1, min(COLLECTIVE_BYTES, device.free_bytes() // 8) // (4 * WIDTH * count))
+    counts, moved = [rows] * count, 4 * WIDTH * rows * (count - 1)
+    whole, part = (device.zeros((n, WIDTH), np.float32) for n in (rows * count, rows))
     scattered = _fastest(control, lambda: communicator.reduce_scatter(whole, counts), device.synchronize)
     gathered = _fastest(control, lambda: communicator.allgatherv(part, counts), device.synchronize)
-
-    def many() -> None:
-        for _ in range(LATENCIES):
-            communicator.reduce_scatter(tiny, [1] * count)
-
-    return moved / scattered, moved / gathered, _fastest(control, many, device.synchronize) / LATENCIES
+    return moved / scattered, moved / gathered
