@@ -8,7 +8,7 @@ invalid ones, so that a tuner can enumerate them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -116,6 +116,8 @@ class PublishedKernels(RowKernels):
     epsilon : float
         Pivots at or below this part of their diagonal element count as rounding errors.
     cg_steps : int
+    config, solver_config : optional
+        Configurations of the assembly and of the solver. Default: the tuned ones, or those of the rules.
     """
 
     device: Device
@@ -124,6 +126,8 @@ class PublishedKernels(RowKernels):
     solver: str
     epsilon: float
     cg_steps: int
+    config: Any = field(default=None, kw_only=True)
+    solver_config: Any = field(default=None, kw_only=True)
 
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
         """See `RowKernels`; only lower triangles are written."""
@@ -140,9 +144,9 @@ class PublishedKernels(RowKernels):
         cholesky_any.complete(device, matrices, rhs, slots, gram, systems.ridge, systems.scale[rows])
         arrays = (systems.solutions, systems.status, matrices, rhs, slots, rows)
         if self.solver == "cg":
-            cholesky_any.cg_solve(device, *arrays, self.cg_steps)
+            cholesky_any.cg_solve(device, *arrays, self.cg_steps, self.solver_config)
         else:
-            cholesky_any.cholesky_solve(device, *arrays, self.epsilon)
+            cholesky_any.cholesky_solve(device, *arrays, self.epsilon, self.solver_config)
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class SegmentKernels(PublishedKernels):
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
         """See `RowKernels`."""
         if len(segments):
-            self.sum_segments(self.device, *sums, table, entries, segments, self.rank)
+            self.sum_segments(self.device, *sums, table, entries, segments, self.rank, self.config)
 
 
 def require_fit(config: Any, spec: DeviceSpec) -> None:

@@ -334,7 +334,8 @@ class TileKernels(PublishedKernels):
         tiles = self.tiles
         matrices, rhs = sums
         blocks, size = (segments.first, segments.count), (tiles.tile_rows, tiles.tile_cols)
-        bals(self.device, matrices, rhs, table, entries, tiles, *blocks, self.rank, *size, variant=self.variant)
+        launched = (tiles, *blocks, self.rank, *size, self.config, self.variant)
+        bals(self.device, matrices, rhs, table, entries, *launched)
 
 
 def default_builds(

@@ -13,7 +13,7 @@ from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import BLOCK, FusedConfig
 from .assembly import RowKernels, Sums, Systems
-from .launch import DeviceEntries, check, check_not_host, constant_texts, get_kernel, program, source_text
+from .launch import DeviceEntries, check, check_not_host, get_kernel, program
 
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
@@ -65,11 +65,37 @@ def build_constants(
     return config.constants | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets} | codes
 
 
-@functools.cache
-def _constant_texts(
+def builds(
     config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
-) -> tuple[str, ...]:  # cached: threads of ranks wait for each other while one formats these texts
-    return constant_texts(build_constants(config, precision, solver, implicit, offsets))
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """``(file, kernel, constants)`` of all programs for a kind of entries, the slowest to compile first."""
+    if config.solved_by_sums(solver):
+        names, sums = ["assemble_segments"], [("cholesky_sums.cu", "cholesky_sums", sums_constants(config))]
+    else:
+        names, sums = ["solve_partials", "assemble_segments"], []
+        names = names if config.solved_apart else ["solve_rows", *names]
+    splitting = [("split.cu", "split_table", split_constants(config))] if precision == "float32" else []
+    # each in a program of its own, so that they are compiled side by side
+    return [_build(name, config, precision, solver, implicit, offsets) for name in names] + sums + splitting
+
+
+def _build(
+    name: str, config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
+) -> tuple[str, str, dict[str, Any]]:
+    """``(file, kernel, constants)`` of one kernel of cuda/fused_als.cu."""
+    if name == "assemble_segments":
+        config = config.assembling(precision)
+    # sums are solved alike, whatever they are sums of: one program for all
+    kind = ("float32", solver, False, False) if name == "solve_partials" else (precision, solver, implicit, offsets)
+    return "fused_als.cu", name, build_constants(config, *kind) | {"KERNEL": KERNEL_CODES[name]}
+
+
+@functools.cache
+def _programs(
+    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
+) -> dict[str, tuple[str, str, tuple[str, ...]]]:  # cached: threads of ranks wait for each other while one formats it
+    found = builds(config, precision, solver, implicit, offsets)
+    return {name: program(file, name, **constants) for file, name, constants in found}
 
 
 def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> None:
@@ -286,27 +312,14 @@ class FusedKernels(RowKernels):
         )
 
     def _kernel(self, name: str, entries: DeviceEntries) -> Any:
-        return self.device.kernel(*self._program(name, entries.implicit, entries.offsets is not None))
+        return self.device.kernel(*self._programs(entries.implicit, entries.offsets is not None)[name])
 
-    def _program(self, name: str, implicit: bool, offsets: bool) -> tuple[str, str, tuple[str, ...]]:
-        config = self.config.assembling(self.precision) if name == "assemble_segments" else self.config
-        # sums are solved alike, whatever they are sums of: one program for all
-        summed = (self.precision, implicit, offsets) if name != "solve_partials" else ("float32", False, False)
-        constants = _constant_texts(config, summed[0], self.solver, *summed[1:])
-        # each in a program of its own, so that they are compiled side by side
-        return source_text("fused_als.cu"), name, (*constants, f"KERNEL={KERNEL_CODES[name]}")
+    def _programs(self, implicit: bool, offsets: bool) -> dict[str, tuple[str, str, tuple[str, ...]]]:
+        return _programs(self.config, self.precision, self.solver, implicit, offsets)
 
     def programs(self, implicit: bool, offsets: bool) -> list[tuple[str, str, tuple[str, ...]]]:
         """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
-        splitting = [program("split.cu", "split_table", **split_constants(self.config))]
-        if self.precision != "float32":
-            splitting = []
-        if self.config.solved_by_sums(self.solver):
-            solving = program("cholesky_sums.cu", "cholesky_sums", **sums_constants(self.config))
-            return [self._program("assemble_segments", implicit, offsets), solving, *splitting]
-        names = [] if self.config.solved_apart else ["solve_rows"]
-        names += ["solve_partials", "assemble_segments"]
-        return [*(self._program(name, implicit, offsets) for name in names), *splitting]
+        return list(self._programs(implicit, offsets).values())
 
 
 # ---------------------------------------------------------------------------------------------------- builds
@@ -328,12 +341,11 @@ def default_builds(
             for precision in precisions:
                 for solver in solvers:
                     config = FusedConfig.default(rank, spec, precision, solver)
-                    apart = config.assembling(precision)
-                    constants = build_constants(apart, precision, solver, implicit, offsets)
+                    if config.assembling(precision) != config:  # kernels with warps of their own
+                        yield from builds(config, precision, solver, implicit, offsets)
+                        continue
+                    constants = build_constants(config, precision, solver, implicit, offsets)
                     yield "fused_als.cu", "assemble_segments", constants
-                    if apart != config and not config.solved_by_sums(solver):
-                        constants = build_constants(config, precision, solver, implicit, offsets)
-                        yield "fused_als.cu", "solve_partials", constants | {"KERNEL": KERNEL_CODES["solve_partials"]}
         config = FusedConfig.default(rank, spec)
         if config.solved_by_sums("cholesky"):
             yield "cholesky_sums.cu", "cholesky_sums", sums_constants(config)

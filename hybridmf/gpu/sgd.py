@@ -250,6 +250,11 @@ class BlockedConfig:
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
 
     @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (self.helpers + 1)
+
+    @property
     def stride(self) -> int:
         """Elements between two rows in shared memory: STRIDE of the kernel."""
         tensor = self.chunk == 16 and self.itemsize == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -104,11 +105,6 @@ class AlsMethod:
         self, plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None
     ) -> dispatch.Request:
         """Request of the fit for the dispatcher."""
-
-        def on_gpu(undecided: Plan) -> Plan:
-            assert spec is not None
-            return gpu_plan(undecided, settings, objective, spec)
-
         cpu_only = ""
         if plan.solver == NONNEGATIVE:
             cpu_only = "nonnegative=True is the CPU's"
@@ -120,11 +116,11 @@ class AlsMethod:
             plan,
             settings,
             spec,
-            on_cpu=lambda undecided: cpu_plan(undecided, settings, objective),
-            on_gpu=on_gpu,
+            on_cpu=functools.partial(cpu_plan, settings=settings, objective=objective),
+            on_gpu=functools.partial(_on_gpu, settings, objective, spec),
             cpu_only=cpu_only,
             gpu_only=plan.assembly_name not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
-            others=() if plan.solver == NONNEGATIVE else tuple(_other_ways(plan, spec)),
+            others=None if plan.solver == NONNEGATIVE else functools.partial(_other_ways, plan, spec),
         )
 
     # ----------------------------------------------------------------------------------------------- counts
@@ -233,6 +229,11 @@ def _check_nonnegative(plan: Plan, settings: Settings) -> None:
             f'nonnegative=True needs assembly="simd" and precision="float32", got assembly={plan.assembly_name!r} and '
             f"precision={plan.precision!r}"
         )
+
+
+def _on_gpu(settings: Settings, objective: Objective, spec: DeviceSpec | None, undecided: Plan) -> Plan:
+    assert spec is not None
+    return gpu_plan(undecided, settings, objective, spec)
 
 
 def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:

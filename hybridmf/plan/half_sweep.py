@@ -355,7 +355,7 @@ def half_seconds(
         seconds["gram"] = rates.gram_seconds(fixed / gpus, rows / gpus, rank, itemsize) + rates.gram
     if factors == "device" and grid.groups > 1:
         crossing = table * (grid.groups - 1) / grid.groups
-        seconds["all-gather"] = half.fixed_parts * (crossing / (0.75 * links.all_gather) + links.collective)
+        seconds["all-gather"] = half.fixed_parts * (crossing / links.all_gather + links.collective)
     if grid.splits > 1:
         sums = rows / grid.groups * problem.system_bytes * half.fixed_parts
         crossing = sums * (grid.splits - 1) / grid.splits
@@ -366,13 +366,14 @@ def half_seconds(
         seconds["turns"] = again / links.copy_bytes + half.fixed_parts * half.waves * links.slab
     elif factors != "device":
         seconds["waves"] = half.waves * links.slab
-    load, loads = 0.0, half.waves if half.fixed_parts > 1 else 1  # each wave of rows loads the parts again
+    load, solved, loads = 0.0, 0.0, half.waves if half.fixed_parts > 1 else 1  # each wave of rows loads the parts again
     if factors != "device":
-        load += loads * half.fixed_parts * table + rows / gpus * width
+        load += loads * half.fixed_parts * table
+        solved = rows / gpus * width
     if ratings != "device":
         load += problem.nnz / gpus * problem.entry_bytes
     if load:
-        seconds["from host"] = load / links.pinned_bytes
+        seconds["from host"] = load / links.pinned_bytes + solved / links.fetch_bytes  # which go back
     read = problem.nnz * problem.entry_bytes if ratings == "disk" else 0.0
     if factors == "disk":  # shared by all GPUs
         read += gpus * loads * half.fixed_parts * table + rows * width

@@ -119,7 +119,7 @@ def _short_on_cpu(
         plan = make_plan(objective, on_cpu, shape, nnz, facts)
     except (DeviceError, ValueError):
         return None
-    seconds = plan.estimates[0].total_seconds
+    seconds = plan.estimate.decisive[0].total_seconds
     if seconds > start:
         return None
     reason = f"in about {seconds_text(seconds)} done on the CPU, before a GPU is started ({seconds_text(start)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -327,7 +328,13 @@ class Prediction:
     """Predicted memory and time; `Plan` describes the attributes."""
 
     bytes: dict[str, int] = field(default_factory=dict)
-    estimates: tuple[Estimate, ...] = field(default=(), compare=False, repr=False)
+    decisive: tuple[Estimate, ...] = field(default=(), compare=False, repr=False)
+    alternatives: Callable[[], tuple[Estimate, ...]] | None = field(default=None, compare=False, repr=False)
+
+    @functools.cached_property
+    def estimates(self) -> tuple[Estimate, ...]:
+        """Estimates of the plan and of its alternatives, which are priced here: no choice depends on them."""
+        return self.decisive if self.alternatives is None else self.alternatives()
 
     @property
     def total_bytes(self) -> int:
@@ -367,7 +374,7 @@ class Plan:
         `frozen`, `row_form`, `dual_sides`, `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`,
         `batch_slots`.
     estimate : Prediction
-        `bytes`, `estimates`.
+        `bytes`, `estimates`; `decisive` are the estimates that the choice of the device depended on.
     notes : tuple of str
         Remarks about the choices.
     device, reason : str

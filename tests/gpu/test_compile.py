@@ -11,10 +11,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -37,15 +35,14 @@ from hybridmf.gpu import (
     sparse_syrk,
     topk,
 )
-from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
+from hybridmf.gpu.launch import constant_texts, kernel_folder
 from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.plan import fused as plan_fused
 from hybridmf.plan import tables
+from support.compiler import Program, Resources, compile_program, needs_nvrtc, resources_of
 from support.devices import SPECS
 
-nvrtc = pytest.importorskip(
-    "cuda.bindings.nvrtc", reason="no NVRTC to compile kernels with: pip install cuda-bindings nvidia-cuda-nvrtc"
-)
+needs_nvrtc()
 
 ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
 USUAL_RANKS = (16, 64, 100, 128)
@@ -68,32 +65,6 @@ def excused_bytes(program: Program) -> float:
 FEW_SCALARS = 208
 """Stack, stores and loads together: 2 to 12 scalars and right-hand sides beside the accumulators, outside of the
 products. What avoids them was 20 % slower at rank 100 (four warps a row instead of two), measured on an H200."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """What NVRTC compiles at a time: all kernels of a file, for one set of constants and one architecture."""
-
-    file: str
-    constants: tuple[str, ...]
-    architecture: int
-
-    def __str__(self) -> str:
-        return f"sm_{self.architecture}-{self.file}-{','.join(self.constants)}"
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What ptxas reports of one function, in bytes."""
-
-    function: str
-    stack: int
-    spill_stores: int
-    spill_loads: int
-
-    @property
-    def local_bytes(self) -> int:
-        return self.stack + self.spill_stores + self.spill_loads
 
 
 # ------------------------------------------------------------------------------------------------- what is compiled
@@ -143,10 +114,11 @@ def of_each_run(constants: dict[str, Any]) -> bool:
 
 def shipped_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Builds of what ships for the H200, for all kinds of entries."""
-    for entry in itertools.chain.from_iterable(table.entries for table in tables.shipped_tables(SPECS[90])):
+    entries = itertools.chain.from_iterable(table.entries for table in tables.shipped_tables(SPECS[90]))
+    for entry in (entry for entry in entries if entry.kernel in SPACES):
         space = SPACES[entry.kernel]
-        config = space.named(entry.facts, SPECS[90], **entry.config).config
-        yield from (*space.builds(entry.facts, config), *space.variants(entry.facts, config))
+        config = space.named(entry.facts, entry.config)
+        yield from itertools.chain(*space.programs(entry.facts, config, SPECS[90]))
 
 
 def programs() -> list[Program]:
@@ -163,37 +135,6 @@ def programs() -> list[Program]:
             builds += shipped_builds()
         chosen += [Program(file, constant_texts(constants), architecture) for file, _, constants in builds]
     return sorted(dict.fromkeys(chosen), key=lambda program: program.file != "fused_als.cu")
-
-
-# ------------------------------------------------------------------------------------------------------ the compiler
-
-
-def compile_program(program: Program) -> str:
-    """The log of a compilation; raises on errors. NVRTC works outside Python's lock, so threads compile in parallel."""
-    source = source_text(program.file).encode()
-    status, handle = nvrtc.nvrtcCreateProgram(source, program.file.encode(), 0, [], [])
-    assert not int(status), f"NVRTC: {status.name}"
-    try:
-        options = ["-std=c++17", f"--gpu-architecture=sm_{program.architecture}", "--ptxas-options=-v"]
-        options += [f"-D{constant}" for constant in program.constants]
-        (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
-        log = b" " * nvrtc.nvrtcGetProgramLogSize(handle)[1]
-        nvrtc.nvrtcGetProgramLog(handle, log)
-        text = log.decode().rstrip("\0 \n")
-        if int(status):
-            raise RuntimeError(f"{program} does not compile ({status.name}):\n{text}")
-        return text
-    finally:
-        nvrtc.nvrtcDestroyProgram(handle)
-
-
-def resources_of(log: str) -> list[Resources]:
-    """What the log of ``--ptxas-options=-v`` says of each function."""
-    pattern = (
-        r"Function properties for (\S+)\s+(?:ptxas\s+\S+\s+)?"
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    )
-    return [Resources(name, *map(int, numbers)) for name, *numbers in re.findall(pattern, log)]
 
 
 PROGRAMS = programs()
@@ -279,9 +220,8 @@ def test_every_kernel_is_in_a_build() -> None:
 
 
 def test_errors_of_the_compiler_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sys.modules[__name__], "source_text", lambda file: 'extern "C" __global__ void f() { no_such(); }'
-    )
+    source = 'extern "C" __global__ void f() { no_such(); }'
+    monkeypatch.setattr("support.compiler.source_text", lambda file: source)
     with pytest.raises(RuntimeError, match=r'(?s)sm_90-x.cu- does not compile .*identifier "no_such" is undefined'):
         compile_program(Program("x.cu", (), 90))
 
@@ -290,7 +230,7 @@ def test_local_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An array that is indexed at run time needs a stack frame."""
     body = "float a[64] = {}; for (int k = 0; k < 99; ++k) a[k * index & 63] += out[k]; out[0] = a[index & 63];"
     source = f'extern "C" __global__ void f(float* out, int index) {{ {body} }}'
-    monkeypatch.setattr(sys.modules[__name__], "source_text", lambda file: source)
+    monkeypatch.setattr("support.compiler.source_text", lambda file: source)
     (resources,) = resources_of(compile_program(Program("x.cu", (), 90)))
     assert resources.function == "f"
     assert resources.stack >= 256
