@@ -68,7 +68,7 @@ class _ALS(FactorModel):
         return init
 
     def _training_data(self, matrix: Any, plan: Plan, source: PreparedRatings | None) -> TrainingData:
-        return TrainingData.for_als(matrix, plan, self._objective(), source)
+        return TrainingData.for_als(matrix, plan, source)
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)

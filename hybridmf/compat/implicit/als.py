@@ -227,8 +227,8 @@ class AlternatingLeastSquares:
         scale = self._scale if smallest > self._scale else smallest / 2
         objective: Objective = self._estimator(scale)._objective()
         engine, factors = self._engine(), Factors(fixed.factors)
-        gram = fixed.cached(("gram", engine.name, objective), lambda: engine.gram(factors, objective))
         side: Side = "user" if fixed_side == "item" else "item"
+        gram = fixed.cached(("gram", engine.name, objective), lambda: engine.gram(side, factors, objective))
         converted = self._converted(confidence, scale)
         return np.array(engine.fold_in(side, converted, objective, factors, 0.0, gram).matrix)
 

@@ -226,7 +226,7 @@ def als_trial(
     """Half sweeps of an explicit fit, checked as a whole; `timed` are its kernels with the configuration."""
     rank, itemsize, precision = facts["rank"], facts.get("itemsize", 4), facts.get("precision", "float32")
     solver = facts.get("solver", solver)
-    objective, steps = Objective("explicit", REGULARIZATION, 1.0), 6 if solver == "cg" else 1
+    objective, steps = Objective.explicit(REGULARIZATION, "count", False), 6 if solver == "cg" else 1
     settings = Settings.check(
         factors=rank,
         dtype=f"float{8 * itemsize}",
@@ -275,7 +275,7 @@ def als_trial(
                 prepared[:] = [half(None).first_batch(fixed)]
 
         def error() -> float:
-            scale, errors = objective.row_scale(degrees), [0.0 if solved else math.nan]
+            scale, errors = objective.row_scale(side, degrees), [0.0 if solved else math.nan]
             for row in handful(degrees) if solved else ():
                 columns, ratings = row_entries(matrix, row)
                 y = table[columns, :rank].astype(np.float64)
@@ -340,7 +340,7 @@ def ccd_trial(device: Device, sample: Sample, facts: Facts) -> Trial:
     matrix = sample.side(side, dtype.itemsize)
     n_rows, n_fixed = matrix.shape
     degrees, rng = np.diff(matrix.indptr), np.random.default_rng(0)
-    objective = Objective("explicit", REGULARIZATION, 1.0)
+    objective = Objective.explicit(REGULARIZATION, "count", False)
 
     def vector(n: int) -> np.ndarray:
         values = np.zeros(ccd_gpu.padded(n, dtype), dtype=dtype)
@@ -359,7 +359,7 @@ def ccd_trial(device: Device, sample: Sample, facts: Facts) -> Trial:
     def launch(config: ccd_gpu.StagedConfig) -> None:
         staged = ccd_gpu.CcdConfig.staged_as(config, n_fixed, vectors, dtype, device.spec)
         if config.segment not in layouts:
-            layouts[config.segment] = ccd.CcdEntries(device, matrix, objective, staged)
+            layouts[config.segment] = ccd.CcdEntries(device, side, matrix, objective, staged)
             reset()
         entries = copy.copy(layouts[config.segment])  # the layout does not depend on threads
         entries.config, entries._kernels = staged, {}
@@ -372,7 +372,7 @@ def ccd_trial(device: Device, sample: Sample, facts: Facts) -> Trial:
 
     def error() -> float:
         found, errors = device.download(solved), []
-        penalty = REGULARIZATION * objective.row_scale(degrees)
+        penalty = REGULARIZATION * objective.row_scale(side, degrees)
         for row in handful(degrees, 9):
             at, r = row_entries(matrix, row)
             old, added, new = (values[at].astype(np.float64) for values in (p, q, c))
