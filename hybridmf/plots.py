@@ -299,6 +299,7 @@ def recall_curves(
         style = {"color": "0.5", "linestyle": "--"} if model is popular else {"color": COLORS[place % len(COLORS)]}
         ax.plot(ks, [found[each] for each in names], label=name, **style)
     ax.set(xlabel="k", ylabel="recall@k", xlim=(0, k), ylim=(0, None))
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(frameon=False)
     return ax
 

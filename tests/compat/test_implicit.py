@@ -206,6 +206,21 @@ def test_callbacks_losses_and_continued_fits():
     assert silent[0][2] is None
 
 
+def test_every_backend_gives_the_same(backend):
+    options = OPTIONS | {"use_cg": False, "iterations": 2}
+    model = ours.AlternatingLeastSquares(**options, use_gpu=backend == "cuda")
+    model.fit(PLAYS, show_progress=False)
+    expected = ours.AlternatingLeastSquares(**options, use_gpu=False)
+    expected.fit(PLAYS, show_progress=False)
+    largest = np.abs(expected.user_factors).max()
+    np.testing.assert_allclose(model.user_factors, expected.user_factors, atol=1e-3 * largest)
+    users = np.arange(6)
+    scores, their_scores = (each.recommend(users, PLAYS[users], 4)[1] for each in (model, expected))
+    np.testing.assert_allclose(scores, their_scores, atol=2e-3)
+    folded, theirs = (each.recalculate_user(users, PLAYS[users]) for each in (model, expected))
+    np.testing.assert_allclose(folded, theirs, atol=2e-3 * largest)
+
+
 def test_mistakes():
     model = ours.AlternatingLeastSquares(**OPTIONS)
     with pytest.raises(ValueError, match="has no factors; call fit"):
