@@ -99,8 +99,8 @@ class ImplicitALS(_ALS):
         lambda >= 0, of both sides or of (users, items). At the minimum, predictions depend on the product of the two
         alone; their ratio sets the length of user factors against that of item factors.
     alpha : float
-        Confidence per unit of feedback, >= 0. The library `implicit` uses ``c = alpha r``: pass it ``1 + alpha r``
-        with its ``alpha=1`` for the same model.
+        Confidence per unit of feedback, >= 0; ``fit(weights=)`` takes other confidences. The library `implicit` uses
+        ``c = alpha r``: pass it ``1 + alpha r`` with its ``alpha=1`` for the same model.
     iterations : int
         Full sweeps; each solves the items, then the users.
     solver : {"cholesky", "cg", "subspace"}

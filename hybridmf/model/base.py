@@ -41,13 +41,14 @@ from . import checkpoint as checkpoints
 from . import files as _io
 from .early_stopping import EarlyStopping, check_early_stopping
 from .estimator import check_is_fitted, numeric_matrix
-from .learned import Learned, pattern
+from .learned import Learned, pattern, summary_of
 from .loop import FitLoop, Observers, Record, check_validation
 from .prepared import PreparedRatings, prepared_for
 from .serving import ServingMixin
 from .stopwatch import Stopwatch
 from .training import TrainingData
 from .warm_start import factors_from
+from .weights import in_units, weighted_entries
 
 logger = logging.getLogger("hybridmf")
 
@@ -122,6 +123,7 @@ class FactorModel(ServingMixin):
         unknown: str = "error",
         early_stopping: EarlyStopping | int | bool | None = None,
         freeze: Side | None = None,
+        weights: Any = None,
     ) -> Any:
         """Learn user and item factors.
 
@@ -162,6 +164,11 @@ class FactorModel(ServingMixin):
             Keep the factors (and biases) of one side as `init` gives them, and solve the other side only: one iteration
             of an exact solver, which is then all that runs. Rows of the frozen side without entries keep theirs, too.
             ALS and CCD.
+        weights : Ratings, or sparse or dense matrix, shape (n_users, n_items), optional
+            Confidence c > 0 of each entry of `user_items`, in place of ``1 + alpha |r|`` (`ImplicitALS` only): the
+            signs of `user_items` say what is preferred, these numbers how surely. Labelled ones are aligned by label.
+            Weights belong to the fit: `transform` and other fold-in, and ``objective(matrix)``, use
+            ``1 + alpha |r|``.
 
         Returns
         -------
@@ -196,33 +203,40 @@ class FactorModel(ServingMixin):
             raise ValueError("early_stopping measures held-out entries: pass them as validation")
         source = self._source(user_items)
         user_items, validation = as_ratings(user_items if source is None else source), as_ratings(validation)
+        weights = as_ratings(weights)
         check_labels(labels_of(user_items))
         matrix = self._check_matrix(user_items) if source is None else source.user_items
         check_nonempty(matrix, "user_items")
         init = self._init(matrix.shape, labels_of(user_items), frozen)
+        entries, unit = matrix, 1.0
+        if weights is not None:
+            entries, unit = weighted_entries(matrix, labels_of(user_items), weights, objective)
+            source = None  # what it holds on a GPU are the values that the weights replace
         stopwatch.lap("check")
-        plan = plan_for(matrix, objective, settings, NOTHING if source is None else source.held)
+        held = NOTHING if source is None else source.held
+        plan = plan_for(entries, objective if weights is None else in_units(objective, unit), settings, held)
         check_memory(plan)
         stopwatch.lap("plan")
         held_out = check_validation(validation, labels_of(user_items), matrix.shape, objective, unknown)
         where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from)
         data = ""
         if where or resume_from is not None:
-            data = fingerprint.fingerprint(matrix)
+            data = fingerprint.fingerprint(entries) + ("" if weights is None else f"-{unit!r}")
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.offloaded)
         if resumed and frozen is not None:
             _check_frozen(resumed.state, init, frozen)
         stopwatch.lap("check")
 
         logger.info("plan:\n%s", plan)
-        ratings = self._training_data(matrix, plan, source)
+        ratings = self._training_data(entries, plan, source)
         stopwatch.lap("convert")
         log_empty_rows(*ratings.degrees.values())
         objective = self._objective(ratings.scale(objective)).for_shape(matrix.shape)
         state = resumed.state if resumed else self._initial_state(ratings, plan, objective, init)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
-        solver = self._solver(_seeded(plan, seed_bits), objective, ratings, state, completed)
+        solved = objective if weights is None else in_units(objective, unit)
+        solver = self._solver(_seeded(plan, seed_bits), solved, ratings, state, completed)
         with closing(solver):  # ends threads and connections of ranks, however the fit ends
             writer = None
             if where is not None:
@@ -230,10 +244,11 @@ class FactorModel(ServingMixin):
             loop = FitLoop(
                 self,
                 solver,
-                self._learner(user_items, matrix, objective, plan, ratings),
+                self._learner(user_items, matrix, objective, plan, ratings, weighted=weights is not None),
                 _columns(user_items, matrix.shape),
                 replace(observers, validation=held_out),
                 stopwatch,
+                unit=unit,
                 writer=writer,
                 completed=completed,
                 history=list(resumed.summary["history"]) if resumed else None,
@@ -249,7 +264,7 @@ class FactorModel(ServingMixin):
         return self
 
     def _learner(
-        self, given: Any, matrix: Any, objective: Objective, plan: Plan, ratings: TrainingData
+        self, given: Any, matrix: Any, objective: Objective, plan: Plan, ratings: TrainingData, *, weighted: bool
     ) -> Callable[[State], Learned]:
         """Function from a state to `Learned`, for a fit on `given`, validated as `matrix`."""
         user_ids, item_ids = labels_of(given) or (None, None)
@@ -258,14 +273,14 @@ class FactorModel(ServingMixin):
             objective,
             plan,
             seen=pattern(matrix) if ratings.seen is None else ratings.seen,
-            total=ratings.values.total,
+            total=summary_of(matrix).total if weighted else ratings.values.total,
             user_ids=user_ids,
             item_ids=item_ids,
             params=_io.jsonable(self.get_params(deep=False)),
             item_counts=ratings.degrees["item"],
             value_range=None if objective.is_implicit else ratings.values.value_range,
             frame_kind=getattr(given, "frame_kind", None),
-            values=None if isinstance(matrix, StoreMatrix) else matrix.data,
+            values=None if weighted or isinstance(matrix, StoreMatrix) else matrix.data,
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:

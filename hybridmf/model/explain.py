@@ -43,8 +43,8 @@ def training_row(learned: Learned, user: int) -> sp.csr_array:
     """
     if learned.values is None or not isinstance(learned.seen, sp.csr_array):
         raise ValueError(
-            "the model does not hold the training entries of its users (it was fitted on a store, or saved without "
-            "them): pass user_items, the ratings of the user"
+            "the model does not hold the training entries of its users (it was fitted on a store or with weights, or "
+            "saved without them): pass user_items, the ratings of the user"
         )
     begin, end = learned.seen.indptr[user : user + 2]
     data = learned.values[begin:end]
