@@ -130,7 +130,7 @@ class PartedSlab(HostSlab):
     ) -> Launches:
         """See `GpuHalf.launches`; part by part."""
         systems, (batch,) = self._systems(start, gram), Batch.upload(self._upload, [self.long])
-        kernels, slots = self.kernels_for(fixed), len(batch.segments)
+        (kernels, _), slots = self.prepared(fixed), len(batch.segments)
         sums = kernels.empty(slots)
         for number, part in enumerate(self.parts_of(fixed)):
             operand = kernels.operand(part.table)
@@ -142,6 +142,10 @@ class PartedSlab(HostSlab):
         if len(batch.rows):
             kernels.solve(systems, sums, batch.slots, batch.rows, self._entries_without_part())
         yield self._unpack(systems.solutions), systems.status
+
+    def prepared(self, fixed: Any) -> tuple[RowKernels, Any]:
+        """See `SlabHalf`; parts of the fixed side are prepared one by one."""
+        return (self.kernels_for(fixed), None) if self.shared is None else self.shared
 
     def parts_of(self, fixed: PartedFactors) -> Iterator[DeviceFactors]:
         """Yield each part of the fixed side; meanwhile the slab's indices count from its first row."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 
 import hybridmf as hmf
@@ -85,11 +87,14 @@ SMALL = planted(24, 16, 0.4)
 """What whole fits here are of; user 12 and item 5 have no entries."""
 
 
+SETTINGS = tuple(inspect.signature(Settings.check).parameters)
+
+
 def plan_on(device, objective: Objective, matrix, rank: int, dtype="float32", **changes):
     """Plan of a half sweep: choices a user has, and sizes (segment, batch_slots, tile_rows, tile_cols) to replace."""
     base = plan_for(objective, matrix.shape, matrix.nnz, rank=rank, dtype=dtype)
-    wanted = {"assembly": "auto"} | {name: changes.pop(name) for name in Settings.__annotations__ if name in changes}
-    given = {name: getattr(base, name, None) for name in Settings.__annotations__}
+    wanted = {"assembly": "auto"} | {name: changes.pop(name) for name in SETTINGS if name in changes}
+    given = {name: getattr(base, name, None) for name in SETTINGS}
     settings = Settings.check(**(given | {"device": "cuda", "iterations": 1, "factors": rank} | wanted))
     chosen = {
         name: getattr(settings, name) for name in ("assembly", "precision", "solver", "cg_steps", "reorder", "row_form")
