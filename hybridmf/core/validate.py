@@ -393,6 +393,17 @@ def from_triplets(
     return _assemble(pointer, indices, data, shape, drop_zeros)
 
 
+def in_matrix_order(rows: Any, columns: Any, numbers: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Numbers or times of 8 bytes, one for each triplet, in the order of the entries of `from_triplets`.
+
+    The triplets are those of a matrix that `from_triplets` has made; no pair repeats.
+    """
+    users, items = (np.ascontiguousarray(index, dtype=np.int32) for index in (rows, columns))
+    carried = np.ascontiguousarray(numbers).view(np.float64)  # which is moved and never read
+    by_column = _formats.by_column(users, items, carried, shape[1])
+    return np.asarray(_formats.transpose(*by_column, shape[0])[2].view(numbers.dtype))
+
+
 def _carried(values: np.ndarray, dtype: Any, duplicates: str) -> np.ndarray:
     """A copy of values to sort: in `dtype` if nothing is to be merged and none overflows, else in float64."""
     if duplicates == "error":
