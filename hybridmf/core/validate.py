@@ -237,7 +237,8 @@ def refuse_gpu(matrix: Any, name: str) -> None:
     ------
     TypeError
     """
-    if any(hasattr(each, "__cuda_array_interface__") for each in (matrix, getattr(matrix, "data", None))):
+    values = matrix.data if hasattr(matrix, "format") else matrix
+    if hasattr(values, "__cuda_array_interface__"):
         raise TypeError(
             f"{name} is on a GPU; fit and PreparedRatings take sparse matrices from there "
             f"(cupyx.scipy.sparse.csr_matrix), otherwise copy it to the host: {name}.get()"
