@@ -237,7 +237,7 @@ def refuse_gpu(matrix: Any, name: str) -> None:
     ------
     TypeError
     """
-    values = matrix.data if hasattr(matrix, "format") else matrix
+    values = matrix.data if isinstance(getattr(matrix, "format", None), str) else matrix
     if hasattr(values, "__cuda_array_interface__"):
         raise TypeError(
             f"{name} is on a GPU; fit and PreparedRatings take sparse matrices from there "
