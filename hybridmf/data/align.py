@@ -37,8 +37,12 @@ Labels = tuple[Any, Any]
 
 
 def labels_of(given: Any) -> Labels | None:
-    """Labels of users and items of `Ratings` or a `Store`, None for an axis without; None for a plain matrix."""
-    return (given.user_ids, given.item_ids) if isinstance(given, (Ratings, Store)) else None
+    """Labels of users and items of `Ratings` (prepared ones, too) or a `Store`, None for an axis without.
+
+    None for a plain matrix.
+    """
+    held = getattr(given, "ratings", given)
+    return (held.user_ids, held.item_ids) if isinstance(held, (Ratings, Store)) else None
 
 
 def align(

@@ -13,6 +13,7 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
+from hybridmf.data.align import labels_of
 from hybridmf.errors import DeviceMemoryError, DuplicateEntriesError, NonFiniteError, RatingsError
 from hybridmf.gpu.als import GpuALS
 from hybridmf.model import prepared as prepared_module
@@ -127,6 +128,7 @@ def test_labels_and_frames(ratings_matrix: sp.csr_array) -> None:
         assert model.user_ids_[3] == "u3" and model.item_ids_[3] == 30
         assert model.objective(prepared) == model.objective(ratings)
         assert hmf.plan(prepared, model).nnz == ratings.nnz
+        assert labels_of(prepared)[0] is prepared.ratings.user_ids
     assert prepared.ratings.item_index(30) == 3
     with pytest.raises(ValueError, match="Ratings have their own"):
         hmf.PreparedRatings(ratings, labels["user_ids"])
