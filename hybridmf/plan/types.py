@@ -173,8 +173,9 @@ class Settings:
         reduction: Any = "auto",
         nonnegative: Any = False,
         method: Method | None = None,
+        frozen: Side | None = None,
     ) -> Settings:
-        """Validate each hyperparameter; the plan validates combinations. `method` is validated already."""
+        """Validate each hyperparameter; the plan validates combinations. `method` and `frozen` are valid already."""
         solver = check_choice("solver", solver, SOLVERS)
         if check_bool("nonnegative", nonnegative):
             if solver != "cholesky":
@@ -202,6 +203,7 @@ class Settings:
             gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
             iterations=check_int("iterations", iterations, 1),
             method=method,
+            frozen=frozen,
         )
 
 
