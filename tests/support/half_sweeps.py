@@ -94,7 +94,7 @@ def plan_on(device, objective: Objective, matrix, rank: int, dtype="float32", **
     """Plan of a half sweep: choices a user has, and sizes (segment, batch_slots, tile_rows, tile_cols) to replace."""
     base = plan_for(objective, matrix.shape, matrix.nnz, rank=rank, dtype=dtype)
     wanted = {"assembly": "auto"} | {name: changes.pop(name) for name in SETTINGS if name in changes}
-    given = {name: getattr(base, name, None) for name in SETTINGS}
+    given = {name: getattr(base, name) for name in SETTINGS if hasattr(base, name)}
     settings = Settings.check(**(given | {"device": "cuda", "iterations": 1, "factors": rank} | wanted))
     chosen = {
         name: getattr(settings, name) for name in ("assembly", "precision", "solver", "cg_steps", "reorder", "row_form")
