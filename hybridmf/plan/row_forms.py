@@ -77,7 +77,10 @@ def dual_up_to(plan: Plan, side: Side) -> int:
     if side not in plan.dual_sides or plan.assembly not in ("simd", "fused") or plan.solver != "cholesky":
         return 0
     longest = plan.rank if plan.row_form == "dual" else _share(plan)
-    return longest if plan.gpu is None else min(longest, GPU_SIZES[-1])
+    if plan.gpu is None:
+        return longest
+    everything_there = plan.scale is None and not plan.streamed
+    return min(longest, GPU_SIZES[-1]) if everything_there else 0
 
 
 def changes_basis(plan: Plan, side: Side) -> bool:

@@ -280,7 +280,7 @@ def test_solving_a_row_does_not_depend_on_the_others(device):
 
 @pytest.mark.parametrize("assembly", ASSEMBLIES)
 def test_batches_are_halved_until_they_fit(device, assembly, monkeypatch, caplog):
-    problem = Problem(rows_of([20 + k % 30 for k in range(60)], 60), OBJECTIVES["implicit"])
+    problem = Problem(rows_of([20 + k % 30 for k in range(60)], 60), OBJECTIVES["explicit"])
     sizes = {"segment": SEGMENT, "assembly": assembly} | ({"tile_rows": 4} if assembly == "bals" else {})
     expected = problem.solve(device, batch_slots=1000, **sizes).matrix
     half = problem.half(device, batch_slots=1000, **sizes)
@@ -692,11 +692,11 @@ def test_the_compiler_knows_ahead_what_a_fit_launches(gpu, monkeypatch, kind, op
 
 def test_one_program_solves_sums_of_all_kinds(device):
     config = FusedConfig.rule(64)
-    programs = {name: set() for name in fused.KERNEL_CODES}
+    programs = {name: set() for name in (*fused.KERNEL_CODES, "split_table")}
     for precision in ("float32", "float32_wide", "tf32"):
         for implicit, offsets in ((True, False), (False, True)):
             for program in fused.FusedKernels(device, config, precision).programs(implicit, offsets):
                 programs[program[1]].add(program)
     assert {name: len(found) for name, found in programs.items()} == {
-        "solve_rows": 6, "assemble_segments": 6, "solve_partials": 1,
+        "solve_rows": 6, "assemble_segments": 6, "solve_partials": 1, "split_table": 1,
     }  # fmt: skip

@@ -209,7 +209,7 @@ def test_a_plan_counts_the_memory_of_its_ratings_as_free(
     if gpu.spec.name != "emulated":
         pytest.skip("needs a GPU of this size")
     prepared = hmf.PreparedRatings(ratings_matrix, device="cuda")
-    model = make(device="cuda")
+    model = make(device="cuda", row_form="primal")
     needed = hmf.plan(ratings_matrix, model).total_bytes
     spec = type(gpu.spec)(**vars(gpu.spec) | {"free_bytes": needed - prepared.nbytes})
     monkeypatch.setattr(gpu, "spec", spec)

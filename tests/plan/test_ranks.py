@@ -160,8 +160,8 @@ def test_more_turns_where_they_leave_room_for_more_rows() -> None:
     """A wave loads the whole fixed side: few turns with few rows at a time would load it far more often."""
     plan = plan_scale(FACEBOOK, 4, host_bytes=10**13, model_parallel_only=True)
     half = plan.halves["item"]
-    assert (plan.ratings, plan.factors) == ("host", "host") and half.fixed_parts > 4
-    few = fewest_batches(FACEBOOK, H200, HalfPlan("item", 4, 1, 4, loads=3, splits=1), "host", "host", plan.memory)
+    assert (plan.ratings, plan.factors) == ("host", "host") and half.fixed_parts > 8
+    few = fewest_batches(FACEBOOK, H200, HalfPlan("item", 8, 1, 4, loads=3, splits=1), "host", "host", plan.memory)
     assert few is not None and few.waves > 2 * half.waves and few.total > 2 * half.total
 
 
@@ -342,7 +342,7 @@ def test_plan_of_a_machine_that_is_not_there() -> None:
     plan = hmf.plan(shape=(1_056_000_000, 48_000_000), nnz=112e9, model=model, gpus=4, gpu_memory="141GB")
     assert plan.problem == FACEBOOK and plan.gpus == 4
     text = str(plan)
-    for words in ("4 x H200", "112,000,000,000 entries", "p = ", "q = ", "replicated", "split", "waves", "predicted"):
+    for words in ("4 x H200", "112,000,000,000 entries", "p = ", "q = ", "replicated", "turns", "waves", "predicted"):
         assert words in text
     assert plan.on(2).gpus == 2
     biased = hmf.plan(shape=(100, 50), nnz=500, gpus=2, model=hmf.ExplicitALS(factors=7, biases=True, dtype="float64"))

@@ -31,7 +31,7 @@ def assert_same_fit(one: Any, other: Any) -> None:
 
 MATRIX = planted(50, 30, 0.8)
 
-HOST_LIMIT = 6_000
+HOST_LIMIT = 10_000
 """Too little for the factors of MATRIX beside what a half sweep needs, enough for either side alone."""
 
 TURNS_LIMIT = 5_400
