@@ -27,6 +27,9 @@ GPU_SIZES = (2, 4, 8, 16, 32, 48, 64)
 GPU_DUAL_SHARE = 0.5
 """`DUAL_SHARE` on a GPU."""
 
+GPU_DUAL_RANK = 32
+"""Rank from which "auto" takes the dual form on a GPU: smaller systems are one or two blocks in either form."""
+
 
 def obstacle(objective: Objective, side: Side) -> str:
     """Why the dual form does not apply to a side; "" if it does."""
@@ -129,7 +132,9 @@ def side_seconds(plan: Plan, side: Side, limit: int, rates: CpuRates, filled: fl
 
 def _pays(plan: Plan, side: Side) -> bool:
     """Whether short rows save more than the change of basis costs; by built-in constants, so that all ranks agree."""
-    if plan.feedback == "explicit" or plan.gpu is not None:
+    if plan.gpu is not None:
+        return plan.rank >= GPU_DUAL_RANK
+    if plan.feedback == "explicit":
         return True
     exact, rates = plan.changed(assembly="simd"), CpuRates()
     return side_seconds(exact, side, _share(plan), rates) < side_seconds(exact, side, 0, rates)

@@ -54,7 +54,7 @@ def test_short_rows_are_solved_in_the_dual_form(device, name, rank):
 
 
 def test_auto_takes_the_dual_form_up_to_a_share_of_the_rank(device):
-    problem = Problem(rows_of((3, 8, 9, 16), 30), DUAL["explicit"], 16)
+    problem = Problem(rows_of((3, 16, 17, 32), 40), DUAL["explicit"], 32)
     auto, dual, primal = (solved_by(device, problem, form) for form in ("auto", "dual", "primal"))
     np.testing.assert_array_equal(auto[:2], dual[:2])
     np.testing.assert_array_equal(auto[2:], primal[2:])
@@ -107,7 +107,7 @@ def test_failures_name_the_row(device):
 def test_fits_and_fold_in_of_all_forms_agree(device, model, monkeypatch):
     serve_cuda(device, monkeypatch)
     matrix = planted(24, 40, 0.2)
-    options = {"iterations": 3, "random_state": 0, "device": "cuda", "factors": 16}
+    options = {"iterations": 3, "random_state": 0, "device": "cuda", "factors": 32}
     forms = {form: model(row_form=form, **options).fit(matrix) for form in ("auto", "primal", "dual")}
     assert forms["dual"].plan_.dual_sides == forms["auto"].plan_.dual_sides == ("user", "item")
     assert forms["primal"].plan_.dual_sides == ()
