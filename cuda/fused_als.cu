@@ -2,7 +2,7 @@
 //                A[u] = G + sum_e w_e y_e y_e^T + scale_u ridge,  b[u] = sum_e c_e y_e  (weights: entry_weight)
 // grid  : as many blocks as fit on the device; teams of WARPS warps take rows from a counter, longest rows first
 // block : TEAMS teams (WARPS 1) or one team (WARPS 2 or 4); which warp holds which part of A: system.cuh
-// shapes: factors (n_fixed, LD)  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
+// shapes: factors (n_fixed, LD), or with ARITHMETIC 0 their float16 parts (n_fixed, 2 RANK16) of split.cu  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
 //         indptr (n_out + 1,)  rows (n_rows,): what to solve  segments (n_segments, 3): slot, begin, end
 //         partials (n_slots, PARTIAL): tiles of A as the threads hold them, then b
 // shared: TEAMS * TEAM_FLOATS * 4 bytes: STAGES chunks of CHUNK entries on their way, or the Cholesky factor

@@ -22,6 +22,8 @@ DUAL = {
     "light": OBJECTIVES["implicit-light"],
     "nothing unobserved": OBJECTIVES["implicit-unweighted"],
     "zero weights": Objective("implicit", 0.05, alpha=0.0),
+    "small weights": Objective("implicit", 0.05, alpha=1e-4),
+    "mixed weights": Objective("implicit", 0.05, alpha=0.3),
     "huge alpha": Objective("implicit", 0.05, alpha=1e5),
 }
 
