@@ -24,9 +24,37 @@ typedef struct {
     double bias_rate, bias_penalty; /* of biases */
     double mean;                    /* of the ratings */
     double root, bias_root;         /* added to sums of squared steps (AdaGrad, RPCS) below the square root */
+    ptrdiff_t ld;                   /* elements between rows */
     ptrdiff_t rank;                 /* of rows whose coordinates share sums (RPCS); 0: each has its own, or none */
     int head_only;                  /* RPCS: only the heads of rows move */
 } hmf_sgd_terms;
+
+/* Factors of one side. Arrays of this and the next structs are of the type of the kernel that takes them. */
+typedef struct {
+    void *rows, *bias;             /* (n, ld); (n,) or NULL */
+    void *squares, *bias_squares;  /* sums of squared steps: (n, ld), of RPCS (n, 2), or NULL; (n,) or NULL */
+} hmf_sgd_side;
+
+/* Entries in the order of their updates. */
+typedef struct {
+    ptrdiff_t n;
+    const int32_t *users, *items; /* (n,) */
+    const void *ratings;          /* (n,) */
+} hmf_sgd_entries;
+
+/* Entries starts[row] <= k < ends[row] of each row, in the order of its updates. */
+typedef struct {
+    const int64_t *starts, *ends; /* (n_rows,) */
+    const int32_t *columns;       /* (nnz,) rows of the fixed side */
+    const void *ratings;          /* (nnz,) */
+} hmf_sgd_row_entries;
+
+/* They update entries in their order, both rows moving, or n distinct rows of one side, the other side fixed; with sums
+ * of squares by AdaGrad or (terms->rank > 0) RPCS. They return the sum of squared errors. */
+typedef double hmf_sgd_entries_kernel(const hmf_sgd_entries *entries, const hmf_sgd_side *user,
+                                      const hmf_sgd_side *item, const hmf_sgd_terms *terms);
+typedef double hmf_sgd_rows_kernel(ptrdiff_t n, const int64_t *order, const hmf_sgd_row_entries *entries,
+                                   const hmf_sgd_side *moved, const hmf_sgd_side *fixed, const hmf_sgd_terms *terms);
 
 typedef struct {
     const char *name;
@@ -100,37 +128,9 @@ typedef struct {
     /* first i >= start with scores[i] >= threshold, or n */
     ptrdiff_t (*first_at_least_f)(ptrdiff_t n, const float *scores, float threshold, ptrdiff_t start);
     ptrdiff_t (*first_at_least_d)(ptrdiff_t n, const double *scores, double threshold, ptrdiff_t start);
-    /* stochastic gradient descent (sgd_impl.h): updates of entries in their order, both rows moving; of the entries
-     * of each row, the other side fixed; the same with sums of squares: of AdaGrad, or (terms->rank > 0) of RPCS. They
-     * return the sum of squared errors. */
-    double (*sgd_entries_f)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                            const float *ratings, float *x, float *y, float *user_bias, float *item_bias,
-                            const hmf_sgd_terms *terms);
-    double (*sgd_entries_d)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                            const double *ratings, double *x, double *y, double *user_bias, double *item_bias,
-                            const hmf_sgd_terms *terms);
-    double (*sgd_rows_f)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts, const int64_t *ends,
-                         const int32_t *columns, const float *ratings, float *moved, const float *fixed,
-                         float *moved_bias, const float *fixed_bias, const hmf_sgd_terms *terms);
-    double (*sgd_rows_d)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts, const int64_t *ends,
-                         const int32_t *columns, const double *ratings, double *moved, const double *fixed,
-                         double *moved_bias, const double *fixed_bias, const hmf_sgd_terms *terms);
-    double (*adagrad_entries_f)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                                const float *ratings, float *x, float *y, float *user_bias, float *item_bias,
-                                float *x_squares, float *y_squares, float *user_bias_squares,
-                                float *item_bias_squares, const hmf_sgd_terms *terms);
-    double (*adagrad_entries_d)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                                const double *ratings, double *x, double *y, double *user_bias, double *item_bias,
-                                double *x_squares, double *y_squares, double *user_bias_squares,
-                                double *item_bias_squares, const hmf_sgd_terms *terms);
-    double (*adagrad_rows_f)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
-                             const int64_t *ends, const int32_t *columns, const float *ratings, float *moved,
-                             const float *fixed, float *moved_bias, const float *fixed_bias, float *squares,
-                             float *bias_squares, const hmf_sgd_terms *terms);
-    double (*adagrad_rows_d)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
-                             const int64_t *ends, const int32_t *columns, const double *ratings, double *moved,
-                             const double *fixed, double *moved_bias, const double *fixed_bias, double *squares,
-                             double *bias_squares, const hmf_sgd_terms *terms);
+    /* stochastic gradient descent (sgd_impl.h) */
+    hmf_sgd_entries_kernel *sgd_entries_f, *sgd_entries_d;
+    hmf_sgd_rows_kernel *sgd_rows_f, *sgd_rows_d;
 } hmf_kernel_table;
 
 /* Best table of this processor, or the one HYBRIDMF_ISA names ("avx512", "avx2", "portable") if it can run here. */
