@@ -223,7 +223,7 @@ def _judge(
     values = _rankings.judge(
         recommended,
         rows,
-        *csr_arrays(relevant),
+        csr_arrays(relevant),
         relevant.shape[1],
         np.array([kind for kind, _ in cuts], dtype=np.int32),
         np.array([k for _, k in cuts], dtype=np.int64),

@@ -103,35 +103,54 @@ cdef double _metric(
     return total / best if total < best else 1.0
 
 
+cdef struct Metrics:
+    # what is asked for of each list
+    Py_ssize_t n                # ids of a list
+    Py_ssize_t n_items
+    Py_ssize_t n_metrics
+    const int32_t* kinds        # (n_metrics,)
+    const int64_t* cuts         # (n_metrics,)
+    const double* discounts     # (longest cut,)
+
+
+cdef struct Relevant:
+    # items of a user, with their gains
+    const int32_t* indices
+    const float* gains
+    Py_ssize_t n
+
+
+cdef struct Scratch:
+    double* gains               # (ids of a list,)
+    double* ideal               # (relevant items,)
+    int64_t* ids                # (ids of a list,)
+
+
 cdef bint _judge(
-        const id_t* ids, Py_ssize_t n, Py_ssize_t n_items,                       # IN   (n,)
-        const int32_t* indices, const float* data, Py_ssize_t n_relevant,        # IN   (n_relevant,)
-        const int32_t[::1] kinds, const int64_t[::1] cuts,                       # IN   (n_metrics,)
-        const double* discounts,                                                 # IN   (longest cut,)
-        double* gains, double* ideal, int64_t* scratch,                          # scratch (n,) (n_relevant,) (n,)
-        double* out, Py_ssize_t stride) noexcept nogil:                          # OUT  one value for each metric
+        const Metrics* asked, const id_t* ids, Relevant relevant, Scratch scratch,
+        double* out, Py_ssize_t stride) noexcept nogil:   # OUT  one value for each metric
     """One user's metrics; False if the list is no ranking."""
     cdef Py_ssize_t rank, k
     cdef bint sorted_already = True
-    if not _is_ranking(ids, n, n_items, scratch):
+    if not _is_ranking(ids, asked.n, asked.n_items, scratch.ids):
         return False
-    for rank in range(n):
-        gains[rank] = _gain_of(ids[rank], indices, data, n_relevant)
-    for k in range(n_relevant):
-        ideal[k] = data[k]
-        sorted_already &= data[k] <= data[k - 1 if k else 0]
+    for rank in range(asked.n):
+        scratch.gains[rank] = _gain_of(ids[rank], relevant.indices, relevant.gains, relevant.n)
+    for k in range(relevant.n):
+        scratch.ideal[k] = relevant.gains[k]
+        sorted_already &= relevant.gains[k] <= relevant.gains[k - 1 if k else 0]
     if not sorted_already:
-        qsort(ideal, n_relevant, sizeof(double), _descending)
-    for k in range(kinds.shape[0]):
+        qsort(scratch.ideal, relevant.n, sizeof(double), _descending)
+    for k in range(asked.n_metrics):
         out[k * stride] = NAN
-        if n_relevant:
-            out[k * stride] = _metric(kinds[k], cuts[k], gains, n, ideal, n_relevant, discounts)
+        if relevant.n:
+            out[k * stride] = _metric(asked.kinds[k], asked.cuts[k], scratch.gains, asked.n, scratch.ideal, relevant.n,
+                                      asked.discounts)
     return True
 
 
-def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t[::1] indptr,
-          const int32_t[::1] indices, const float[::1] data, Py_ssize_t n_items, const int32_t[::1] kinds,
-          const int64_t[::1] cuts, const double[::1] discounts, int num_threads):
+def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, Py_ssize_t n_items,
+          const int32_t[::1] kinds, const int64_t[::1] cuts, const double[::1] discounts, int num_threads):
     """Metrics of each user's ranking.
 
     Parameters
@@ -140,7 +159,7 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t
         Item positions, best first; -1 for none.
     rows : int64 array, shape (n_users,)
         Each user's row of the matrix.
-    indptr, indices, data : CSR arrays
+    relevant : tuple of CSR arrays (indptr, indices, data)
         Relevant items and their gains, all positive; indices ascend within rows.
     n_items : int
     kinds : int32 array, shape (n_metrics,)
@@ -156,6 +175,9 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t
     float64 array, shape (n_metrics, n_users), or None
         NaN for users without a relevant item. None if an id is out of range, or repeated for a user.
     """
+    cdef const int64_t[::1] indptr = relevant[0]
+    cdef const int32_t[::1] indices = relevant[1]
+    cdef const float[::1] data = relevant[2]
     cdef Py_ssize_t n_users = recommended.shape[0], n_columns = recommended.shape[1], user, row, thread
     cdef int n = 1 if n_users < FEW_USERS else hmf_usable_threads(num_threads)
     cdef int faults = 0
@@ -172,10 +194,12 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t
     cdef const int32_t* items = &indices[0] if indices.shape[0] else NULL
     cdef const float* values = &data[0] if indices.shape[0] else NULL
     cdef const double* weights = &discounts[0] if discounts.shape[0] else NULL
+    cdef Metrics asked = Metrics(n_columns, n_items, kinds.shape[0], &kinds[0], &cuts[0], weights)
     for user in prange(n_users, nogil=True, schedule="dynamic", chunksize=256, num_threads=n):
         row = rows[user]
         thread = hmf_thread_id()
-        faults += not _judge(ids + user * n_columns, n_columns, n_items, items + indptr[row], values + indptr[row],
-                             indptr[row + 1] - indptr[row], kinds, cuts, weights, &gains[thread, 0],
-                             &ideal[thread, 0], &scratch[thread, 0], &out_view[0, user], n_users)
+        faults += not _judge(&asked, ids + user * n_columns,
+                             Relevant(items + indptr[row], values + indptr[row], indptr[row + 1] - indptr[row]),
+                             Scratch(&gains[thread, 0], &ideal[thread, 0], &scratch[thread, 0]), &out_view[0, user],
+                             n_users)
     return None if faults else out

@@ -232,8 +232,7 @@ class SyrkTrial:
         }
 
     def _run(self, sums: AssemblySample, config: Any) -> None:
-        arrays = (*sums.outputs, sums.factors, sums.entries, sums.segments)
-        sparse_syrk(self.device, *arrays, self.rank, config)
+        sparse_syrk(self.device, sums.outputs, sums.factors, sums.entries, sums.segments, config)
 
     def error(self, candidate: Candidate) -> float:
         """See `Trial`."""
@@ -281,10 +280,8 @@ class BalsTrial:
 
     def _run(self, side: Side, size: tuple[int, int], config: Any) -> None:
         sums, tiles = self.sides[side], self.tiles(side, size)
-        blocks = -(-len(sums.degrees) // size[0])
-        bals.bals(
-            self.device, *sums.row_outputs, sums.factors, sums.entries, tiles, 0, blocks, self.rank, *size, config
-        )
+        blocks = bals.RowBlocks.of(tiles, 0, -(-len(sums.degrees) // size[0]))
+        bals.bals(self.device, sums.row_outputs, sums.factors, sums.entries, tiles, blocks, config)
 
     def error(self, candidate: Candidate) -> float:
         """See `Trial`."""
@@ -426,7 +423,7 @@ class SystemsTrial:
         self.solutions[...] = 0
 
     def _run(self, config: Any, steps: int) -> None:
-        arrays = (self.solutions, self.status, self.matrices, self.rhs, self.slots, self.rows)
+        arrays = (self.solutions, self.status, (self.matrices, self.rhs), self.slots, self.rows)
         if self.kernel == "cg_any":
             cholesky_any.cg_solve(self.device, *arrays, steps, config)
         else:
