@@ -56,7 +56,7 @@ from hybridmf.native.kernels cimport (
     hmf_kernel_table,
     hmf_kernels,
     hmf_kernels_named,
-    prefetch_rows,
+    hmf_rows,
     products,
     real,
     sum_rows,
@@ -199,6 +199,10 @@ cdef inline RowEntries _part(const Rows* rows, Py_ssize_t row, Py_ssize_t start,
 
 cdef inline RowEntries _entries(const Rows* rows, Py_ssize_t row) noexcept nogil:
     return _part(rows, row, rows.indptr[row], rows.indptr[row + 1] - rows.indptr[row])
+
+
+cdef inline hmf_rows _fixed_rows(const Systems* systems, const int32_t* columns, Py_ssize_t n) noexcept nogil:
+    return hmf_rows(n, systems.rank, systems.rank, systems.fixed, columns)
 
 
 cdef inline double _weight(Weights how, double rating) noexcept nogil:
@@ -413,6 +417,7 @@ cdef void _apply_system(
     cdef real sign = <real> (-1.0 if residual else 1.0)
     cdef real* target = weight + CG_CHUNK
     cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), j, k, n, start = 0
+    cdef hmf_rows fixed_rows
     memset(out, 0, ld * sizeof(real))
     if systems.gram != NULL:
         combine(table, rank, ld, <const real*> systems.gram, p, out)
@@ -426,9 +431,9 @@ cdef void _apply_system(
         if residual:
             for k in range(n):
                 target[k] = <real> _target_of(systems, entries, start + k, ratings)
-        apply_rows(table, n, rank, <const real*> systems.fixed, entries.columns + start,
-                   <const real*> weight if systems.how.implicit else NULL, <const real*> target if residual else NULL,
-                   sign, p, out)
+        fixed_rows = _fixed_rows(systems, entries.columns + start, n)
+        apply_rows(table, &fixed_rows, <const real*> weight if systems.how.implicit else NULL,
+                   <const real*> target if residual else NULL, sign, p, out)
         start += n
 
 
@@ -550,6 +555,7 @@ cdef Py_ssize_t _simd_pass(
     cdef Py_ssize_t ld = _padded(those.width), chunk = _simd_rows(ld, sizeof(real)), start = 0, n, k, n_opposite = 0
     cdef real* root = v + chunk * ld
     cdef real* target = root + chunk
+    cdef hmf_rows fixed_rows
     while start < entries.n:
         n = min(chunk, entries.n - start)
         if how.implicit:
@@ -560,8 +566,9 @@ cdef Py_ssize_t _simd_pass(
         if predicted != NULL:
             for k in range(n):
                 target[k] -= (sign * root[k] * root[k] if how.implicit else <real> 1.0) * predicted[start + k]
-        gather(table, n, those.width, ld, <const real*> systems.fixed + those.first, systems.rank, columns + start,
-               entries.n - start, <const real*> root if how.implicit else NULL, <const real*> target, v, b)
+        fixed_rows = hmf_rows(n, those.width, systems.rank, <const real*> systems.fixed + those.first, columns + start)
+        gather(table, &fixed_rows, entries.n - start, ld, <const real*> root if how.implicit else NULL,
+               <const real*> target, v, b)
         syrk_upper(table, n, ld, <const real*> v, sign, a)
         start += n
     return n_opposite
@@ -582,7 +589,7 @@ cdef void _solve_side_by_side(const Systems* systems, int count, Py_ssize_t rank
     cdef real epsilon = <real> systems.epsilon
     cdef int k
     if rank <= _OWN_CHOLESKY_RANK:
-        cholesky(systems.table, count, rank, ld, a, b, epsilon, work, x, codes)
+        cholesky(systems.table, count, rank, a, b, epsilon, work, x, codes)
         return
     for k in range(count):
         for j in range(rank):
@@ -638,7 +645,7 @@ cdef void _start_dual(
     cdef const real* ratings = <const real*> entries.ratings
     cdef const real* offsets = <const real*> systems.offsets
     cdef Py_ssize_t rank = systems.rank, n = entries.n, k
-    cdef Py_ssize_t width = rank - (1 if systems.bias_square > 0 else 0)
+    cdef hmf_rows fixed_rows = _fixed_rows(systems, entries.columns, n)
     cdef real* rest = root + ld
     cdef real ridge = 1
     cdef bint any_rest = False
@@ -657,10 +664,11 @@ cdef void _start_dual(
             root[k] = 1
             b[k] = ratings[k] - (offsets[entries.columns[k]] if offsets != NULL else <real> 0.0)
     memset(root + n, 0, (ld - n) * sizeof(real))
-    products(table, n, size, width, rank, fixed, entries.columns, <const real*> root, <real> systems.bias_square, ridge,
-             ld, a)
+    fixed_rows.width -= systems.bias_square > 0     # the column of a bias takes no part
+    products(table, &fixed_rows, size, <const real*> root, <real> systems.bias_square, ridge, ld, a)
+    fixed_rows.width = rank
     if any_rest:
-        sum_rows(table, n, rank, rank, fixed, entries.columns, <const real*> rest, scratch)
+        sum_rows(table, &fixed_rows, <const real*> rest, scratch)
         for k in range(n):
             b[k] -= root[k] * dot(table, rank, fixed + entries.columns[k] * rank, <const real*> scratch)
 
@@ -678,7 +686,8 @@ cdef void _finish_dual(
         if systems.how.implicit:
             root[k] += rest[k]
         total += root[k]
-    sum_rows(systems.table, n, rank, rank, <const real*> systems.fixed, entries.columns, <const real*> root, x)
+    cdef hmf_rows fixed_rows = _fixed_rows(systems, entries.columns, n)
+    sum_rows(systems.table, &fixed_rows, <const real*> root, x)
     if systems.bias_square > 0:
         x[rank - 1] = <real> (systems.bias_square * total)
 
@@ -690,6 +699,7 @@ cdef void _prefetch_dual(const Systems* systems, const Rows* rows, const int64_t
     Consecutive rows of `order` lie anywhere in memory, and a short row is solved in the time of a few cache misses.
     """
     cdef Py_ssize_t k, row
+    cdef hmf_rows fixed_rows
     for k in range(HMF_SYSTEMS):
         if 3 * HMF_SYSTEMS + k < n_left:
             HMF_PREFETCH(rows.indptr + order[3 * HMF_SYSTEMS + k])
@@ -701,8 +711,12 @@ cdef void _prefetch_dual(const Systems* systems, const Rows* rows, const int64_t
         if HMF_SYSTEMS + k < n_left:
             row = order[HMF_SYSTEMS + k]
             if rows.indptr[row + 1] - rows.indptr[row] <= systems.dual_up_to:
-                prefetch_rows(systems.table, rows.indptr[row + 1] - rows.indptr[row], systems.rank, systems.rank,
-                              <const real*> systems.fixed, rows.indices + rows.indptr[row])
+                fixed_rows = _fixed_rows(systems, rows.indices + rows.indptr[row],
+                                         rows.indptr[row + 1] - rows.indptr[row])
+                if real is float:
+                    systems.table.prefetch_rows_f(&fixed_rows)
+                else:
+                    systems.table.prefetch_rows_d(&fixed_rows)
 
 
 cdef void _simd_group(
@@ -793,7 +807,7 @@ cdef int32_t _subspace_row(
             a[j * ld + j] += <real> (entries.scale * ridge[first + j])
             b[j] -= <real> (entries.scale * ridge[first + j] * x[first + j])
         _simd_add(systems, entries, Coordinates(first, width, predicted), step + 4 * ld, a, b)
-        cholesky(table, 1, width, ld, &a, &b, <real> systems.epsilon, step + ld, &step, &status)
+        cholesky(table, 1, width, &a, &b, <real> systems.epsilon, step + ld, &step, &status)
         if status != 0:
             return <int32_t> (status + first) if status > 0 else status
         for j in range(width):

@@ -18,6 +18,13 @@ enum {
     HMF_SYSTEMS = 2 /* systems factored side by side; four bring no more than two */
 };
 
+/* Rows y_k = fixed + columns[k] * stride, k < n, of which `width` elements take part; of the type of the kernel. */
+typedef struct {
+    ptrdiff_t n, width, stride;
+    const void *fixed;
+    const int32_t *columns; /* (n,) */
+} hmf_rows;
+
 /* What all updates of an epoch of stochastic gradient descent share. */
 typedef struct {
     double rate, penalty;           /* of factors: learning rate, lambda */
@@ -84,41 +91,35 @@ typedef struct {
                          float *target);
     ptrdiff_t (*weigh_d)(ptrdiff_t n, const double *ratings, double alpha, double unobserved, double sign,
                          double *root, double *target);
-    /* v[k] = root[k] * y_k (root NULL: 1), zero-padded to ld; b += target[k] * y_k; y_k: rank elements at fixed + columns[k] stride;
-     * columns is readable up to n_ahead for prefetching */
-    void (*gather_f)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const float *fixed, ptrdiff_t stride,
-                     const int32_t *columns, ptrdiff_t n_ahead, const float *root, const float *target, float *v,
-                     float *b);
-    void (*gather_d)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const double *fixed, ptrdiff_t stride,
-                     const int32_t *columns, ptrdiff_t n_ahead, const double *root, const double *target, double *v,
-                     double *b);
-    /* solve one or HMF_SYSTEMS systems whose upper parts are in a[s] (below finite; destroyed, as are b[s]); status[s] is 0, the
-     * order of the failing leading minor, or -1 for a pivot that is not finite; work (count * 3 * ld) */
-    void (*cholesky_f)(int count, ptrdiff_t rank, ptrdiff_t ld, float *const *a, float *const *b, float epsilon,
-                       float *work, float *const *x, ptrdiff_t *status);
-    void (*cholesky_d)(int count, ptrdiff_t rank, ptrdiff_t ld, double *const *a, double *const *b, double epsilon,
-                       double *work, double *const *x, ptrdiff_t *status);
-    /* a = S (Y Y^T + shift) S + ridge I, upper part, ld x ld, over y_k: width elements at fixed + columns[k] * stride; the
-     * first `size` rows are written, those from n on as rows of the unit matrix; root (ld,): S, zero from n on */
-    void (*products_f)(ptrdiff_t n, ptrdiff_t size, ptrdiff_t width, ptrdiff_t stride, const float *fixed,
-                       const int32_t *columns, const float *root, float shift, float ridge, ptrdiff_t ld, float *a);
-    void (*products_d)(ptrdiff_t n, ptrdiff_t size, ptrdiff_t width, ptrdiff_t stride, const double *fixed,
-                       const int32_t *columns, const double *root, double shift, double ridge, ptrdiff_t ld, double *a);
-    /* out = sum_k coefficient[k] y_k over the same y_k */
-    void (*sum_rows_f)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const float *fixed, const int32_t *columns,
-                       const float *coefficient, float *out);
-    void (*sum_rows_d)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const double *fixed, const int32_t *columns,
-                       const double *coefficient, double *out);
-    /* prefetches the same y_k */
-    void (*prefetch_rows_f)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const float *fixed, const int32_t *columns);
-    void (*prefetch_rows_d)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const double *fixed,
-                            const int32_t *columns);
-    /* out += sum_k (target[k] + sign weight[k] (y_k . p)) y_k over rows columns[k] of fixed; weight NULL: 1,
-     * target NULL: 0 */
-    void (*apply_f)(ptrdiff_t n, ptrdiff_t rank, const float *fixed, const int32_t *columns, const float *weight,
-                    const float *target, float sign, const float *p, float *out);
-    void (*apply_d)(ptrdiff_t n, ptrdiff_t rank, const double *fixed, const int32_t *columns, const double *weight,
-                    const double *target, double sign, const double *p, double *out);
+    /* v[k] = root[k] * y_k (root NULL: 1), zero-padded to ld; b += target[k] * y_k; columns of `rows` is readable up to
+     * n_ahead for prefetching */
+    void (*gather_f)(const hmf_rows *rows, ptrdiff_t n_ahead, ptrdiff_t ld, const float *root, const float *target,
+                     float *v, float *b);
+    void (*gather_d)(const hmf_rows *rows, ptrdiff_t n_ahead, ptrdiff_t ld, const double *root, const double *target,
+                     double *v, double *b);
+    /* solve one or HMF_SYSTEMS systems, ld x ld with ld the rank padded to a multiple of HMF_PAD, whose upper parts
+     * are in a[s] (below finite; destroyed, as are b[s]); status[s] is 0, the order of the failing leading minor, or
+     * -1 for a pivot that is not finite; work (count * 3 * ld) */
+    void (*cholesky_f)(int count, ptrdiff_t rank, float *const *a, float *const *b, float epsilon, float *work,
+                       float *const *x, ptrdiff_t *status);
+    void (*cholesky_d)(int count, ptrdiff_t rank, double *const *a, double *const *b, double epsilon, double *work,
+                       double *const *x, ptrdiff_t *status);
+    /* a = S (Y Y^T + shift) S + ridge I, upper part, ld x ld; the first `size` rows are written, those from n on as
+     * rows of the unit matrix; root (ld,): S, zero from n on */
+    void (*products_f)(const hmf_rows *rows, ptrdiff_t size, const float *root, float shift, float ridge, ptrdiff_t ld,
+                       float *a);
+    void (*products_d)(const hmf_rows *rows, ptrdiff_t size, const double *root, double shift, double ridge,
+                       ptrdiff_t ld, double *a);
+    /* out = sum_k coefficient[k] y_k */
+    void (*sum_rows_f)(const hmf_rows *rows, const float *coefficient, float *out);
+    void (*sum_rows_d)(const hmf_rows *rows, const double *coefficient, double *out);
+    void (*prefetch_rows_f)(const hmf_rows *rows);
+    void (*prefetch_rows_d)(const hmf_rows *rows);
+    /* out += sum_k (target[k] + sign weight[k] (y_k . p)) y_k; weight NULL: 1, target NULL: 0 */
+    void (*apply_f)(const hmf_rows *rows, const float *weight, const float *target, float sign, const float *p,
+                    float *out);
+    void (*apply_d)(const hmf_rows *rows, const double *weight, const double *target, double sign, const double *p,
+                    double *out);
     /* out += sum_k coefficient[k] * row k of a row-major n x rank matrix */
     void (*combine_f)(ptrdiff_t n, ptrdiff_t rank, const float *rows, const float *coefficient, float *out);
     void (*combine_d)(ptrdiff_t n, ptrdiff_t rank, const double *rows, const double *coefficient, double *out);
