@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -94,6 +95,7 @@ def _seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+@functools.cache
 def sources_sha256() -> str:
     """sha256 of the library's source files, concatenated in path order: which code a figure belongs to."""
     digest = hashlib.sha256()
@@ -101,6 +103,13 @@ def sources_sha256() -> str:
         if path.suffix in (".py", ".pyx", ".pxd", ".h") or path.name.startswith(("kernels", "ccd_")):
             digest.update(path.read_bytes() if path.is_file() else b"")
     return digest.hexdigest()
+
+
+@functools.cache
+def commit() -> str:
+    """Commit of the checkout, empty outside of one."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def processor() -> str:
@@ -116,7 +125,6 @@ def processor() -> str:
 
 def record(file: str, line: dict[str, Any]) -> None:
     """Append one measurement with machine, versions and sources to bench/results/<file>.jsonl."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     stamp = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "machine": {
@@ -130,7 +138,7 @@ def record(file: str, line: dict[str, Any]) -> None:
             "scipy": scipy.__version__,
             "hybridmf": hmf.__version__,
         },
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "sources_sha256": sources_sha256(),
     }
     RESULTS.mkdir(parents=True, exist_ok=True)

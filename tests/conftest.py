@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -13,10 +14,20 @@ from typing import Any
 
 import pytest
 import scipy.sparse as sp
+from hypothesis import HealthCheck, settings
 
 # read when libgomp is loaded: threads that spin while they wait take the cores from the other processes of a run
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 pytest.register_assert_rewrite("support")
+
+# the same examples in every run, however slow the machine; `--hypothesis-profile explore` draws others
+ANY_SPEED = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("explore", **ANY_SPEED)
+settings.register_profile("repeatable", derandomize=True, database=None, **ANY_SPEED)
+settings.load_profile("repeatable")
 
 from hybridmf.core.cache import CACHE_DIR
 from hybridmf.device import cuda as devices
@@ -43,6 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # workers of pytest-xdist share what they compile
         os.environ.setdefault("HYBRIDMF_EMULATOR_DIR", folder)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_finish() -> None:
+    """Leave the thousands of collected tests out of later collections of garbage: each took 0.1 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

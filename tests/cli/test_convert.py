@@ -43,7 +43,7 @@ def test_convert_keeps_the_ratings(folder, tmp_path, name):
     }[name])  # fmt: skip
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=5))
 def test_csv_and_mtx_keep_every_float32(tmp_path_factory, values):
     tmp_path = tmp_path_factory.mktemp("floats")

@@ -22,7 +22,7 @@ def random_grams(rank: int, rows: int, seed: int) -> tuple[np.ndarray, np.ndarra
     return sides[0].T @ sides[0], sides[1].T @ sides[1]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(rank=st.integers(1, 9), seed=st.integers(0, 10**6))
 def test_both_sides_come_to_the_same_gram_matrix(rank, seed):
     """Where the penalty is stationary, ``G A G = H B H``; and it is least there."""

@@ -318,7 +318,7 @@ TRIPLETS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(
 MERGE = {"sum": sum, "mean": lambda v: sum(v) / len(v), "last": lambda v: v[-1], "max": max}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TRIPLETS, st.sampled_from(sorted(MERGE)), st.booleans())
 def test_merging_is_a_dictionary_of_lists(triplets, rule, drop_zeros):
     pairs: dict[tuple[int, int], list[int]] = {}

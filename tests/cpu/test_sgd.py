@@ -260,7 +260,7 @@ def test_copies():
 # ------------------------------------------------------------------------------------------------------------- blocks
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 30), st.integers(1, 30), st.floats(0.02, 1), st.integers(0, 2**32), st.integers(1, 3))
 def test_blocks_hold_every_entry_once_and_share_no_row(m, n, density, seed, threads):
     rng = np.random.default_rng(seed)

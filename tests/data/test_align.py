@@ -64,7 +64,7 @@ def with_strangers(ratings: hmf.Ratings) -> hmf.Ratings:
 # ------------------------------------------------------------------------------------------------------- evaluate
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(list(MODELS)),
     st.permutations(range(M)),

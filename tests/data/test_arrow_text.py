@@ -8,7 +8,7 @@ import importlib
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
@@ -19,7 +19,7 @@ from support.reading import assert_canonical, read, triplets, write
 
 conversion = importlib.import_module("hybridmf.data.convert")  # hybridmf.convert is the function
 
-MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=80)
 
 ODD_FIELDS = (
     "007", "-0", "-07", "+7", "0x7", "0X1F", "-0x7", "1e3", "1.0", "0", "-5", " 7", "7 ", "\t7", "", " ", "a b", "#x",

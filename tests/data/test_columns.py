@@ -275,7 +275,7 @@ def test_real_ratings_are_entries(data_dir):
 
 
 # a law of chance, which one of a thousand small matrices breaks: the same examples each time
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     st.integers(1, 300), st.integers(2, 4), st.sampled_from([2, 6, 11, 101]), st.floats(0.05, 1), st.integers(0, 2**31)
 )
@@ -432,7 +432,7 @@ def test_ids_are_told_apart_by_their_text(odd, separator, side, tmp_path):
 
 
 @pytest.mark.parametrize("piece", [1, 5, 64])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text(st.sampled_from("a,1 \t\n\n\n"), max_size=60))
 def test_numbered_lines_are_those_of_the_text(piece, text):
     with pytest.MonkeyPatch.context() as patch:

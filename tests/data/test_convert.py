@@ -167,7 +167,7 @@ def test_a_pair_that_repeats_is_named_as_in_memory(kind, tmp_path):
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7), st.integers(-3, 3)), min_size=1, max_size=60),
     st.integers(8, 400),
 )
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_any_entries_and_slabs(entries, slab_bytes):
 
     with tempfile.TemporaryDirectory() as folder:

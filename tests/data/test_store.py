@@ -279,6 +279,8 @@ def spoil(manifest: Any, where: list[Any], change: Callable[[Any], Any]) -> None
     *outer, last = where
     for key in outer:
         manifest = manifest[key]
+    if isinstance(manifest, dict):
+        last = str(last)  # the first change put an object in place of a list
     found = manifest[last] if isinstance(manifest, list) or last in manifest else None
     new = change(found)
     if new is DELETED:
@@ -300,7 +302,7 @@ CHANGES = st.one_of(
 
 
 @given(st.integers(0, 1), st.lists(st.tuples(st.sampled_from(PATHS), CHANGES), min_size=1, max_size=2))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_a_manifest_that_contradicts_itself_is_refused_or_harmless(zeros, changes):
     """Any field, with a checksum to match: the same ratings or a StoreError, nothing else."""
     path, text, expected = small_store(5 * zeros)
@@ -383,7 +385,7 @@ def test_what_is_no_manifest(text, store):
 
 
 @given(st.lists(st.integers(0, 30), max_size=50), st.integers(1, 100))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_slabs_cover_all_rows(degrees, entries):
     bounds = slab_bounds(np.array(degrees, dtype=np.int64), entries)
     assert bounds[0] == 0 and bounds[-1] == len(degrees)

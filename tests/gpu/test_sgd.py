@@ -496,7 +496,7 @@ def test_ranges_are_where_the_cache_wants_them():
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 12), max_size=4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_bounds_of_ranges(seed, columns):
     rng = np.random.default_rng(seed)
     matrix = as_csr(sp.random_array((7, 12), density=rng.random(), rng=rng, format="csr"), dtype=np.float32)

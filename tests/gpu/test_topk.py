@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.core import reference
@@ -59,7 +59,7 @@ def check_close(
         assert not np.take_along_axis(seen.toarray(), np.where(there, ids, 0), axis=1)[there].any()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(
     st.integers(1, 20), st.integers(1, 300), st.integers(1, 9), st.integers(1, 32), st.integers(0, 10**6),
     st.booleans(), st.booleans(), st.sampled_from([np.float32, np.float64]),

@@ -582,14 +582,14 @@ def test_a_file_is_written_without_a_copy_of_it(tmp_path):
     assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_the_crc_of_two_pieces(first, second):
     expected = zlib.crc32(first + second)
     assert combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == expected
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 60), max_size=4), st.sampled_from([np.float32, np.float64]))
 def test_the_fingerprint_does_not_depend_on_how_rows_are_cut(cuts, dtype):
     matrix = planted().astype(dtype)

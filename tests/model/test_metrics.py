@@ -224,7 +224,7 @@ cases = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(cases, st.integers(1, 20), st.integers(0, 2**32 - 1))
 def test_laws_of_rankings(case, k, seed):
     recommended, relevant = case
@@ -238,7 +238,7 @@ def test_laws_of_rankings(case, k, seed):
         np.testing.assert_array_equal(function(recommended[order], relevant[order], k), values[order])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(cases, st.integers(1, 20))
 def test_perfect_rankings(case, k):
     _, relevant = case
@@ -322,7 +322,7 @@ def test_auc_extremes():
     np.testing.assert_array_equal(auc(users, items, relevant), [1, 0, np.nan, np.nan, 0.5])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(1, 8))
 def test_laws_of_auc(seed, n_users, n_items):
     user_factors, item_factors, relevant, seen, _ = auc_case(seed, n_users, n_items)
@@ -593,7 +593,7 @@ def popular_by_hand(counts, seen, N, allowed):
     return ids + [-1] * padding, [float(counts[i]) for i in ids] + [-np.inf] * padding
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 7),

@@ -51,7 +51,7 @@ def expected_top(users, items, count, left_out, counts, biases=None):
 # ------------------------------------------------------------------------------------------- recommend: right answers
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_recommend_is_the_stable_sort_of_the_dense_scores(data):
     """Ties to the lower item, duplicated items, every filter, biases, scalar and vector ids."""

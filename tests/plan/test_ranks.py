@@ -52,7 +52,7 @@ def feasible(problem: Problem, gpus: int, memory: int) -> ScalePlan:
         raise
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(problems, gpu_counts, memories)
 def test_plans_fit_and_cover_everything(problem: Problem, gpus: int, memory: int) -> None:
     plan = feasible(problem, gpus, memory)
@@ -67,7 +67,7 @@ def test_plans_fit_and_cover_everything(problem: Problem, gpus: int, memory: int
     assert plan.seconds == sum(half.total for half in plan.halves.values())
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(problems, gpu_counts, memories, st.floats(1, 50))
 def test_more_memory_is_never_slower(problem: Problem, gpus: int, memory: int, times: float) -> None:
     plan = feasible(problem, gpus, memory)
@@ -78,7 +78,7 @@ def test_more_memory_is_never_slower(problem: Problem, gpus: int, memory: int, t
         assert more.seconds <= plan.seconds * NEAR * 1.0001
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     problems, gpu_counts, memories, st.floats(1, 50), st.sampled_from(["device", "host"]),
     st.sampled_from(["device", "host"]), st.sampled_from(["user", "item"]), st.integers(0, 3),
@@ -113,7 +113,7 @@ def test_both_half_sweeps_have_the_same_buffers(memory: int, longest: int) -> No
     assert found
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(problems, gpu_counts, gpu_counts, memories)
 def test_the_same_plan_on_other_gpus(problem: Problem, gpus: int, others: int, memory: int) -> None:
     """Elasticity (cuMF 4.4): the parts stay, the waves change."""
@@ -134,7 +134,7 @@ def test_the_same_plan_on_other_gpus(problem: Problem, gpus: int, others: int, m
     assert same.halves == plan.halves
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(problems, gpu_counts, gpu_counts, memories)
 def test_model_parallel_plans_are_served(problem: Problem, gpus: int, others: int, memory: int) -> None:
     try:

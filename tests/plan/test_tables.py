@@ -195,7 +195,7 @@ def test_what_tables_say_is_found_once() -> None:
     assert tables.known("mo_als", H200, RANK_64) == []
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.builds(

@@ -107,7 +107,7 @@ def sizes_of_batches(half: StreamedPartialRows) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.integers(0, 40), max_size=30), min_size=1, max_size=4), st.integers(1, 60), st.integers(1, 9)
 )

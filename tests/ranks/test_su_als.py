@@ -102,7 +102,7 @@ def test_more_ranks_than_rows() -> None:
         assert_close(sweeps(multi(name, matrix, both((1, 8)))), sweeps(single(name, matrix)), 0)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     st.integers(1, 25), st.integers(1, 25), st.floats(0.05, 0.9), st.integers(1, 4),
     st.sampled_from(["explicit", "implicit"]),
@@ -372,7 +372,7 @@ def test_threads_of_ranks_that_cannot_begin_end(ratings_matrix: sp.csr_array) ->
 # ------------------------------------------------------------------------------------------------------------ layouts
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 30), st.integers(1, 20), st.sampled_from(GRIDS), st.integers(0, 3))
 def test_blocks_cover_the_matrix_once(m: int, n: int, grid: tuple[int, int], seed: int) -> None:
     rng = np.random.default_rng(seed)

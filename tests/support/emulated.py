@@ -60,7 +60,7 @@ def _folder() -> Path:
     return folder
 
 
-def _command(optimization: str = "-Og") -> list[str]:
+def _command(optimization: str = "-O0") -> list[str]:
     """The compiler: most kernels take it longer than they run."""
     return [compiler() or "c++", "-std=c++17", optimization, "-fPIC", "-w"]
 

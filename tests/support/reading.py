@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import scipy.sparse as sp
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 from hybridmf.ratings import Ratings
 
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=40)
 
 
 def triplets(ratings):

@@ -16,7 +16,7 @@ from support.command_line import raising, refuse, succeed
 # ----------------------------------------------------------------------------------------------------------- demo
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(n_users=st.integers(1, 60), n_items=st.integers(1, 80), seed=st.integers(0, 2**40))
 def test_generated_films_are_sound_and_repeatable(n_users, n_items, seed):
     films = demo.generate(n_users, n_items, seed)

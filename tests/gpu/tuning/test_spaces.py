@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.device.cuda import DeviceSpec
@@ -24,7 +24,7 @@ A40 = DeviceSpec("A40", 0, (8, 6), 84, 99 << 10, 6 << 20, 48 * GIB, 47 * GIB)
 # ---------------------------------------------------------------------------------------------------- spaces
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     kernel=st.sampled_from(list(SPACES)),
     factors=st.integers(1, 300),

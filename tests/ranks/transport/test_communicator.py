@@ -32,7 +32,7 @@ def test_laws_of_threads(size):
     assert min(run_ranks(size, laws)) > 80
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 3), st.sampled_from(DTYPES))
 def test_any_counts(counts, width, dtype):
     size, rows = len(counts), sum(counts)
