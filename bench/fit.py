@@ -8,9 +8,10 @@
 A case is a shape, a feedback, a rank and a number of iterations (`CASES`). For each device it is fitted once to warm up
 ("first") and then `--repeats` times; the median fit is recorded with its `timings_`, the share of its wall time that
 these account for, the first recommendation, and the time of `evaluate`. "cold" fits run in a process of their own, with
-an empty folder of compiled kernels: import, read (from a CSV file), fit, first recommendation. Rivals fit the same
-matrix. All factors are judged alike: the objective of `hybridmf` (docs/methods.md), NDCG@10 of up to 20,000 users or
-the RMSE of held-out entries.
+an empty folder of compiled kernels: import, read (from a CSV file), fit, first recommendation. A "search" fits several
+lambdas, each from the matrix, and all from one `PreparedRatings`, which it makes. Rivals fit the same matrix. All
+factors are judged alike: the objective of `hybridmf` (docs/methods.md), NDCG@10 of up to 20,000 users or the RMSE of
+held-out entries.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import click
 import numpy as np
 import rivals
 import scipy.sparse as sp
-from common import RESULTS, median, record
+from common import RESULTS, alternate, median, record
 from fit_data import Split, draw
 from paper_common import figure
 
@@ -61,12 +62,12 @@ class Case:
         """Shape, feedback and sizes."""
         return f"{self.shape} {self.feedback} f={self.factors}, {self.iterations} iterations"
 
-    def model(self, device: Any) -> Any:
-        """An estimator of the case."""
+    def model(self, device: Any, strength: float = 1.0) -> Any:
+        """An estimator of the case, with so many times its lambda."""
         options: dict[str, Any] = {"factors": self.factors, "iterations": self.iterations, "random_state": 0}
         if self.feedback == "implicit":
-            return hmf.ImplicitALS(regularization=0.01, alpha=1.0, device=device, **options)
-        return hmf.ExplicitALS(regularization=0.05, biases=False, device=device, **options)
+            return hmf.ImplicitALS(regularization=0.01 * strength, alpha=1.0, device=device, **options)
+        return hmf.ExplicitALS(regularization=0.05 * strength, biases=False, device=device, **options)
 
 
 CASES = (
@@ -79,6 +80,12 @@ CASES = (
     Case("millionsong", "implicit", 128, 6),
     Case("2e9", "explicit", 16, 2),
 )
+SEARCHED = ("ml100k", "ml20m", "netflix", "millionsong")
+"""Shapes of whose first case several lambdas are fitted."""
+
+STRENGTHS = (0.1, 1.0, 10.0, 100.0)
+"""Lambdas of a search, in that of the case."""
+
 COLD = ("ml100k", "ml1m", "ml20m")
 """Shapes whose first case is also fitted in a process of its own, from a matrix and from a file."""
 
@@ -150,6 +157,26 @@ def ours(case: Case, data: Split, device: Any, repeats: int) -> dict[str, Any]:
         result["evaluate_all"] = median([_seconds(lambda: hmf.evaluate(model, data.test, metrics=metrics))
                                          for _ in range(2)])  # fmt: skip
     return result | judge(case, data, (model.user_factors, model.item_factors))
+
+
+def search(case: Case, data: Split, device: str, repeats: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Fits with several lambdas, each from the matrix and all from one object, in turn; medians."""
+
+    def from_matrix() -> list[Any]:
+        return [case.model(device, strength).fit(data.train) for strength in STRENGTHS]
+
+    def prepared_once() -> list[Any]:
+        prepared = hmf.PreparedRatings(data.train, device=device)
+        return [case.model(device, strength).fit(prepared) for strength in STRENGTHS]
+
+    one, other = (
+        case.model(device).fit(given) for given in (data.train, hmf.PreparedRatings(data.train, device=device))
+    )
+    if not np.array_equal(one.user_factors, other.user_factors):
+        raise click.ClickException(f"{case.name}: prepared ratings lead to other factors")
+    ways = {"each from the matrix": from_matrix, "prepared once": prepared_once}
+    for way, seconds in alternate(ways, repeats).items():
+        yield f"hybridmf, {device}, {len(STRENGTHS)} lambdas, {way}", {"seconds": median(seconds)}
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -323,7 +350,7 @@ def draw_fits(path: Path) -> None:
     newest: dict[tuple[str, str], float] = {}
     for text in (RESULTS / "fit.jsonl").read_text().splitlines():
         line = json.loads(text)
-        if "cold" not in line["what"]:
+        if "cold" not in line["what"] and "lambdas" not in line["what"]:
             case = Case(*(line[name] for name in ("shape", "feedback", "factors", "iterations")))
             newest[case.name, line["what"]] = line["seconds"]
     bars = [(f"{case.name}\n{what}", seconds) for case in CASES for (name, what), seconds in newest.items()
@@ -347,11 +374,12 @@ def draw_fits(path: Path) -> None:
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--rivals/--no-rivals", "with_rivals", default=True, show_default=True)
 @click.option("--cold/--no-cold", "with_cold", default=True, show_default=True)
+@click.option("--search/--no-search", "with_search", default=True, show_default=True)
 @click.option("--budget", type=float, help="Seconds after which no further case begins.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the recorded fits into this SVG file, and stop.")
 def main(
     profile: str, wanted: str, feedback: str, devices: str, repeats: int, with_rivals: bool, with_cold: bool,
-    budget: float | None, plot: Path | None,
+    with_search: bool, budget: float | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Whole fits by part, beside other libraries."""
     if plot is not None:
@@ -365,10 +393,12 @@ def main(
             continue
         if feedback not in ("both", case.feedback) or (budget and time.perf_counter() - started > budget):
             continue
-        run_case(case, given, profile, repeats, with_rivals, with_cold)
+        run_case(case, given, profile, repeats, with_rivals, with_cold, with_search)
 
 
-def run_case(case: Case, devices: list[Any], profile: str, repeats: int, with_rivals: bool, with_cold: bool) -> None:
+def run_case(
+    case: Case, devices: list[Any], profile: str, repeats: int, with_rivals: bool, with_cold: bool, with_search: bool
+) -> None:
     """Draw the ratings of a case, fit them on each device, cold and warm, and beside rivals."""
     began = time.perf_counter()
     data = draw(case.shape, implicit=case.feedback == "implicit")
@@ -378,8 +408,13 @@ def run_case(case: Case, devices: list[Any], profile: str, repeats: int, with_ri
         if runs_here(case, data, device, profile):
             result = ours(case, data, device, repeats)
             report(case, f"hybridmf, {device if isinstance(device, str) else '+'.join(device)}", result, common)
-    first = next(each for each in CASES if each.shape == case.shape)
-    if with_cold and case.shape in COLD and case == first:
+    first = case == next(each for each in CASES if each.shape == case.shape)
+    if with_search and case.shape in SEARCHED and first:
+        for device in devices:
+            if isinstance(device, str) and runs_here(case, data, device, profile):
+                for what, result in search(case, data, device, repeats):
+                    report(case, what, result, common)
+    if with_cold and case.shape in COLD and first:
         with tempfile.TemporaryDirectory() as folder:
             for device in ("auto", *(each for each in devices if isinstance(each, str))):
                 if device != "cpu" and (device != "auto" or case.shape == "ml100k"):

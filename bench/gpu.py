@@ -33,7 +33,6 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,15 +48,14 @@ from hybridmf.core.validate import csr_arrays, make_csr
 from hybridmf.device.cuda import CudaDevice, open_device
 from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix, reorder, transpose
-from hybridmf.gpu import bals, cholesky_any, fused
+from hybridmf.gpu import bals, cholesky_any
 from hybridmf.gpu.factors import DeviceFactors, to_device
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
-from hybridmf.gpu.launch import DeviceEntries, get_kernel
+from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.mo_als import mo_als
 from hybridmf.gpu.sparse_syrk import sparse_syrk
 from hybridmf.gpu.topk import PackedItems, top_k_on_device
 from hybridmf.plan import assemblies as plan_assemblies
-from hybridmf.plan import fused as plan_fused
 from hybridmf.plan.als_gpu import GPU_SEGMENT
 from hybridmf.plan.fused import table_width
 from hybridmf.plan.make import make_plan
@@ -316,7 +314,7 @@ class Session:
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     drawn: dict[tuple[str, str], Data] = field(default_factory=dict)
-    swept: dict[tuple[str, str, int], Sweeps] = field(default_factory=dict)
+    swept: dict[Any, Sweeps] = field(default_factory=dict)
     exact: dict[tuple[str, str, int], float] = field(default_factory=dict)
 
     def data(self, shape: str, feedback: str = "explicit") -> Data:
@@ -329,13 +327,13 @@ class Session:
             click.echo(f"{shape}, {feedback}: {m:,} x {n:,}, {data.nnz:,} entries; {seconds:.1f} s")
         return self.drawn[shape, feedback]
 
-    def sweeps(self, shape: str, feedback: str, factors: int) -> Sweeps:
+    def sweeps(self, shape: str, feedback: str, factors: int, options: tuple[tuple[str, str], ...] = ()) -> Sweeps:
         """Half sweeps of a shape and rank as at the start, ratings on the device; the last ones are kept."""
-        key = (shape, feedback, factors)
+        key = (shape, feedback, factors, options)
         if key not in self.swept:
             self.swept.clear()
             data = self.data(shape, feedback)
-            self.swept[key] = Sweeps.start(self.device, data, feedback, factors)
+            self.swept[key] = Sweeps.start(self.device, data, feedback, factors, **dict(options))
         return copy.copy(self.swept[key])
 
     def report(self, row: Row) -> None:
@@ -402,17 +400,23 @@ class AlsCase:
     solver: str = "cholesky"
     rival: str = ""
     rival_ms: float | None = None
+    row_form: str = "auto"
 
     @property
     def name(self) -> str:
         """In the table."""
         solver = "exact" if self.solver == "cholesky" else f"CG {CG_STEPS}"
-        return f"{self.feedback} {solver} {self.precision}"
+        return f"{self.feedback} {solver} {self.precision}" + (" primal" if self.row_form == "primal" else "")
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """Cases that share ratings on the device."""
+        """Cases that start from the same factors."""
         return self.shape, self.feedback, self.factors
+
+    @property
+    def options(self) -> tuple[tuple[str, str], ...]:
+        """Options of the plan that decide how the rows are divided among kernels."""
+        return ("solver", self.solver), ("row_form", self.row_form)
 
 
 CG_STEPS = 6
@@ -432,6 +436,11 @@ def implicit_cases(shape: str, factors: int, rival_ms: float | None, *precisions
     return [AlsCase(shape, "implicit", factors, precision, "cholesky", *rival) for precision in precisions]
 
 
+def both_forms(shape: str, feedback: str, factors: int) -> list[AlsCase]:
+    """Exact with short rows in the dual form, and all rows in the primal form."""
+    return [AlsCase(shape, feedback, factors, row_form=form) for form in ("auto", "primal")]
+
+
 ALS_CASES = {
     "quick": [
         *explicit_cases("netflix", 100, 250.0, ("float32", "bf16x3", "tf32", "bf16")),
@@ -439,6 +448,7 @@ ALS_CASES = {
         *implicit_cases("netflix", 128, 850.0, "float32", "bf16x3"),
         *implicit_cases("netflix", 32, None, "float32"),
         *implicit_cases("msd", 64, 219.0, "float32"),
+        *both_forms("shop", "implicit", 128),
     ],
 }
 ALS_CASES["full"] = [
@@ -450,6 +460,9 @@ ALS_CASES["full"] = [
     *implicit_cases("netflix", 32, None, "float32", "bf16x3"),
     *implicit_cases("msd", 64, 219.0, "float32", "bf16x3"),
     *implicit_cases("msd", 128, 324.0, "float32", "bf16x3"),
+    *(case for f in (64, 128) for shape in ("shop", "msd", "netflix") for case in both_forms(shape, "implicit", f)),
+    *both_forms("netflix", "explicit", 100),
+    *both_forms("netflix", "explicit", 128),
 ]
 
 
@@ -556,7 +569,7 @@ def normal_equations(
     """(A, b) of a row in float64; `gram` is that of all of `fixed`."""
     part = slice(matrix.indptr[row], matrix.indptr[row + 1])
     y, r = fixed[matrix.indices[part]].astype(np.float64), matrix.data[part].astype(np.float64)
-    ridge = objective.regularization * len(r) ** objective.scaling * np.eye(fixed.shape[1])
+    ridge = objective.regularization.user * len(r) ** objective.scaling.user * np.eye(fixed.shape[1])
     if gram is None:
         return y.T @ y + ridge, y.T @ r
     confidence = 1 + objective.alpha * np.abs(r)
@@ -590,38 +603,17 @@ def check_sweeps(sweeps: Sweeps) -> float:
     return max(check_half(patient, "item"), check_half(patient, "user"))
 
 
-def compile_ahead(device: Any, variants: set[tuple[int, str, str, str]]) -> None:
-    """Compile the fused kernels of (rank, feedback, precision, solver) on all cores; the compiler runs unlocked.
-
-    One kernel of each variant is enough: CuPy keeps what one compilation makes of the whole file.
-    """
-
-    def compile_one(variant: tuple[int, str, str, str]) -> None:
-        rank, feedback, precision, solver = variant
-        codes = {"ARITHMETIC": fused.PRECISION_CODES[precision], "SOLVER": fused.SOLVER_CODES[solver]}
-        weights = {"IMPLICIT": feedback == "implicit", "HAS_OFFSETS": False}
-        constants = plan_fused.FusedConfig.default(rank, device.spec, precision, solver).constants | weights | codes
-        get_kernel(device, "fused_als.cu", "assemble_segments", **constants)  # the one that every rank has
-
-    started = time.perf_counter()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, sorted(variants, reverse=True)))  # the largest take longest
-    click.echo(f"{len(variants)} variants of the fused kernels compiled in {time.perf_counter() - started:.1f} s")
-
-
 def run_als(session: Session, profile: str, shape: str | None) -> None:
     """Time full iterations; cases of one group follow each other, the exact float32 one first."""
     cases = [case for case in ALS_CASES[profile] if shape in (None, case.shape)]
-    with session.case("als, compilation"):
-        compile_ahead(session.device, {(c.factors, c.feedback, c.precision, c.solver) for c in cases})
     set_up: set[str] = set()
     for case in cases:
         with session.case(f"als, {case.shape}, {case.factors}, {case.name}"):
-            sweeps = session.sweeps(*case.group)
+            sweeps = session.sweeps(*case.group, case.options)
             if case.shape not in set_up:
                 set_up.add(case.shape)
                 report_set_up(session, sweeps)
-            measure_als(session, case, sweeps.planned(precision=case.precision, solver=case.solver))
+            measure_als(session, case, sweeps.planned(precision=case.precision))
 
 
 def measure_als(session: Session, case: AlsCase, sweeps: Sweeps) -> None:
@@ -1036,10 +1028,6 @@ PRECISIONS = ("float32", "bf16x3", "tf32", "float16", "bf16")
 def run_precision(session: Session, profile: str, shape: str | None) -> None:
     """Each precision against float64: one half sweep, and RMSE or objective after a few iterations."""
     cases = [(shape or where, feedback, factors) for where, feedback, factors in PRECISION_CASES[profile]]
-    with session.case("precision, compilation"):
-        kinds = {(feedback, factors) for _, feedback, factors in cases}
-        variants = {(f, feedback, precision, "cholesky") for feedback, f in kinds for precision in PRECISIONS}
-        compile_ahead(session.device, variants)
     for where, feedback, factors in cases:
         with session.case(f"precision, {where}, {feedback}, {factors}"):
             measure_precisions(session, where, feedback, factors)
@@ -1051,7 +1039,7 @@ def measure_precisions(session: Session, shape: str, feedback: str, factors: int
     exact = Sweeps.start(device, data, feedback, factors, dtype="float64")
     session.require(check_sweeps(exact), 1e-11)
     best = exact.planned().iterate(QUALITY_ITERATIONS).quality()
-    start = session.sweeps(shape, feedback, factors)
+    start = session.sweeps(shape, feedback, factors, (("row_form", "primal"),))
     warm = start.planned().iterate(2)
     width = table_width(factors, np.float64)
     exact.factors = {side: widened(device, warm.factors[side], width) for side in SIDES}

@@ -28,21 +28,25 @@ from typing import Any
 
 import click
 import numpy as np
+import scipy.sparse as sp
 from common import ROOT, median, record
 from paper_common import Line, Recorder, compile_bals, read_lines
 
 from hybridmf._version import __version__
 from hybridmf.datasets import SHAPES
-from hybridmf.device.cuda import Device
+from hybridmf.device.cuda import Array, Device
 from hybridmf.formats import BalsMatrix, reorder
 from hybridmf.gpu import bals
 from hybridmf.gpu.bals import BalsLocalConfig
+from hybridmf.gpu.half import Pieces
+from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
 from hybridmf.gpu.tuning import plots as tune_plots
-from hybridmf.gpu.tuning.trials import AssemblySample, Part, Sample
+from hybridmf.gpu.tuning.trials import Part, Sample, handful, random_table, relative, row_entries
 from hybridmf.gpu.tuning.tune import event_times, stamp, tune
 from hybridmf.plan import tables
 from hybridmf.plan.assemblies import BalsConfig
+from hybridmf.plan.fused import table_width
 from hybridmf.plan.tables import Entry, Table
 
 FILE = "tuning"
@@ -68,7 +72,66 @@ SHIPS_FROM = 1.03
 may take on either: other data have longer or shorter rows than these, and should not lose much."""
 
 TOLERANCE = 2e-5
+"""Tolerated error of a sum, relative to the largest element."""
+
 REPEATS = 3
+
+SEGMENT = 2048
+"""Entries of a segment, as in a plan."""
+
+
+# ---------------------------------------------------------------------------------------------------- data
+
+
+class AssemblySample:
+    """Rows for a published assembly in float32, and the outputs for their systems."""
+
+    def __init__(self, device: Device, matrix: sp.csr_array, rank: int) -> None:
+        self.device, self.rank, self.matrix = device, rank, matrix
+        self.degrees = np.diff(matrix.indptr)
+        self.table = random_table(matrix.shape[1], rank, table_width(rank, np.float32), np.float32, 1)
+        self.factors = device.upload(self.table)
+        self.entries = DeviceEntries(device.upload(matrix.indices), device.upload(matrix.data))
+        order = np.argsort(-self.degrees, kind="stable")[: int(np.count_nonzero(self.degrees))]
+        self.pieces = Pieces.cut(np.asarray(matrix.indptr, dtype=np.int64), order, SEGMENT)
+        self.segments = device.upload(self.pieces.segments)
+        self.flops = float(matrix.nnz) * rank * (rank + 1)
+
+    @functools.cached_property
+    def outputs(self) -> tuple[Array, Array]:
+        """(matrices, rhs), one slot per segment."""
+        return self._empty(len(self.pieces.segments))
+
+    @functools.cached_property
+    def row_outputs(self) -> tuple[Array, Array]:
+        """(matrices, rhs), one slot per row."""
+        return self._empty(len(self.degrees))
+
+    def _empty(self, n: int) -> tuple[Array, Array]:
+        rank, empty = self.rank, self.device.empty
+        return empty((n, rank, rank), np.float32), empty((n, rank), np.float32)
+
+    def clear(self, outputs: tuple[Array, Array]) -> None:
+        """Overwrite results of another configuration, which must not pass the check."""
+        for array in outputs:
+            array[...] = np.nan
+
+    def error(self, outputs: tuple[Array, Array], by_row: bool) -> float:
+        """Largest error over a few rows, relative to the largest element of each."""
+        errors = []
+        for row in handful(self.degrees):
+            A, b = (self._download(array, row, by_row) for array in outputs)
+            columns, ratings = row_entries(self.matrix, row)
+            y = self.table[columns, : self.rank].astype(np.float64)
+            errors += [relative(np.tril(A), np.tril(y.T @ y)), relative(b, y.T @ ratings)]
+        return float(np.max(errors))  # NaN stays
+
+    def _download(self, array: Array, row: int, by_row: bool) -> np.ndarray:
+        first, last = row, row + 1
+        if not by_row:
+            place = int(np.flatnonzero(self.pieces.rows == row)[0])
+            first, last = self.pieces.slots[place : place + 2]
+        return self.device.download(array[first:last]).sum(axis=0, dtype=np.float64)
 
 
 # ---------------------------------------------------------------------------------------------------- measuring
@@ -97,7 +160,7 @@ def run_tiles(recorder: Recorder, device: Device, profile: str) -> None:
         given = Sample.draw(m, n, nnz).user_items
         for order, matrix in (("given", given), ("by degree", reorder(given).matrix)):
             with recorder.case(f"tiles, {shape}, {order}"):
-                sums = AssemblySample(device, matrix, FACTORS, 4)
+                sums = AssemblySample(device, matrix, FACTORS)
                 gates = gates_gflops(device, sums)
                 click.echo(f"{shape}, {order}: sparse-syrk {gates:,.0f} GFLOP/s")
                 more = {"shape": shape, "order": order, "gates_gflops": gates, "nnz": len(sums.matrix.data)}

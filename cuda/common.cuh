@@ -61,6 +61,13 @@ template <class T> __device__ __forceinline__ T warp_sum(T value) {
     return value;
 }
 
+__device__ __forceinline__ float warp_largest(float value) {
+#pragma unroll
+    for (int distance = WARP / 2; distance > 0; distance /= 2)
+        value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, distance));
+    return value;
+}
+
 // The value, which the compiler may not compute ahead of this point: addresses that it would otherwise hoist out of a
 // long loop would have to be kept in registers meanwhile, or spilled.
 __device__ __forceinline__ int fresh(int value) {

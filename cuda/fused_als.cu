@@ -48,23 +48,30 @@ static_assert(STAGES >= 2, "one chunk is computed while the next ones arrive");
 
 constexpr int ENTRIES_PER_WARP = WARPS == 1 ? 16 : 8;  // of a chunk, fetched by one warp
 constexpr int CHUNK = ENTRIES_PER_WARP * WARPS;
-constexpr int LANES = LD <= 32 ? 8 : LD <= 64 ? 16 : 32; // that copy one row, 16 bytes each
+constexpr int PIECES = (ARITHMETIC == FLOAT32 ? RANK16 : LD) / 4;     // of 16 bytes in a row of the table
+constexpr int LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // that copy one row
 constexpr int ENTRIES_PER_COPY = WARP / LANES;
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
-constexpr bool SCALED = ARITHMETIC == FLOAT32;         // float16 parts: see Precision
-constexpr bool WEIGHTED = IMPLICIT || SCALED;
+constexpr bool SPLIT = ARITHMETIC == FLOAT32;          // the table holds float16 parts: see split.cu
+constexpr int TABLE_LD = SPLIT ? RANK16 : LD;          // floats from one row of the table to the next
+constexpr int STAGE_STRIDE = SPLIT ? RANK16 + 4 : STRIDE;  // in a stage; 16 bytes more than 128 or 64 n, for `load_operand`
 constexpr int SLOTS = STAGES + 1;                      // chunks whose indices and weights are known
 constexpr int ROWS = product_rows(ARITHMETIC);         // entries of one product
 constexpr bool ROUNDED = ARITHMETIC == FLOAT32 || ARITHMETIC == FLOAT32_WIDE;
 
 struct ChunkEntries {
-    float2 weight[CHUNK];  // (root of the outer weight, linear weight)
-    int index[CHUNK];      // row of the factors, -1 beyond the last entry
+    union {
+        float2 weight[CHUNK];  // (root of the outer weight, linear weight)
+        struct {
+            unsigned short outer[2][CHUNK], linear[2][CHUNK];  // SPLIT: float16 parts, scaled
+        };
+    };
+    int index[CHUNK];  // row of the factors, -1 beyond the last entry
 };
 
 constexpr int SOLVING = SOLVER == 0 ? PACKED : RANK16 * STRIDE;  // the factor, or A for conjugate gradients
-constexpr int STAGED = STAGES * CHUNK * STRIDE > SOLVING ? STAGES * CHUNK * STRIDE : SOLVING;
+constexpr int STAGED = STAGES * CHUNK * STAGE_STRIDE > SOLVING ? STAGES * CHUNK * STAGE_STRIDE : SOLVING;
 constexpr int TEAM_FLOATS = STAGED + TEAM_VECTORS + SLOTS * CHUNK * 3;
 
 __device__ __forceinline__ TeamMemory team_memory(int team) {
@@ -82,7 +89,8 @@ struct Inputs {
     const int* indices;
     const float* ratings;
     const float* offsets;
-    float alpha, unobserved_weight, scale;
+    float alpha, unobserved_weight;
+    float table_scale;  // of a table of float16 parts, a power of two
 };
 
 // An entry between the loading of its index and its place in shared memory.
@@ -108,6 +116,32 @@ struct Stream {
         return {__ldg(in.indices + begin + at), __ldg(in.ratings + begin + at), 0};
     }
 
+    // Powers of two by which outer and linear weights of these entries are at most 1, for this warp, in shared memory:
+    // registers are scarce.
+    __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(memory.failed) + 2 + 2 * warp; }
+
+    // The power of two that brings a value to 1/2 ... 1, or to less where it is beyond 2^60.
+    __device__ __forceinline__ static float scale_of(float most) {
+        const float fitting = fminf(fmaxf(1.0f / most, 0x1p-60f), 0x1p60f);
+        return __uint_as_float(__float_as_uint(fitting) & 0x7f800000u);
+    }
+
+    __device__ __forceinline__ void set_scales() const {
+        float most = 0;
+        for (int at = lane; at < count; at += WARP) {
+            const float rating = __ldg(in.ratings + begin + at);
+            const float offset = HAS_OFFSETS ? __ldg(in.offsets + __ldg(in.indices + begin + at)) : 0.0f;
+            most = fmaxf(most, fabsf(rating - offset));
+        }
+        most = warp_largest(most);
+        const EntryWeight w = entry_weight(most, 0, in.alpha, in.unobserved_weight);
+        if (lane == 0) {
+            scales()[0] = IMPLICIT ? scale_of(w.outer) : 1.0f;
+            scales()[1] = scale_of(w.linear);
+        }
+        __syncwarp();
+    }
+
     __device__ __forceinline__ void load_offset(Entry& entry) const {
         if (HAS_OFFSETS && entry.index >= 0) entry.offset = __ldg(in.offsets + entry.index);
     }
@@ -117,11 +151,21 @@ struct Stream {
         if (lane < ENTRIES_PER_WARP) {
             ChunkEntries& slot = slots[chunk % SLOTS];
             const EntryWeight w = entry_weight(arriving.rating, arriving.offset, in.alpha, in.unobserved_weight);
-            const float root = IMPLICIT ? sqrtf(w.outer) : 1.0f;
             const bool valid = arriving.index >= 0;
-            slot.weight[warp * ENTRIES_PER_WARP + lane] =
-                make_float2(SCALED ? root * in.scale : root, valid ? w.linear : 0.0f);
-            slot.index[warp * ENTRIES_PER_WARP + lane] = arriving.index;
+            const int at = warp * ENTRIES_PER_WARP + lane;
+            if constexpr (SPLIT) {
+                const float outer = w.outer * scales()[0], linear = valid ? w.linear * scales()[1] : 0.0f;
+                const unsigned high = pack_float16(outer, linear);
+                const float2 rounded = unpack_float16(high);
+                const unsigned low = pack_float16(outer - rounded.x, linear - rounded.y);
+                slot.outer[0][at] = high & 0xffffu;
+                slot.outer[1][at] = low & 0xffffu;
+                slot.linear[0][at] = high >> 16;
+                slot.linear[1][at] = low >> 16;
+            } else {
+                slot.weight[at] = make_float2(IMPLICIT ? sqrtf(w.outer) : 1.0f, valid ? w.linear : 0.0f);
+            }
+            slot.index[at] = arriving.index;
         }
         arriving = next;
         load_offset(arriving);
@@ -133,20 +177,39 @@ struct Stream {
         if (chunk < chunks) {
             const int first = warp * ENTRIES_PER_WARP + lane / LANES, piece = lane % LANES;
             const int* index = slots[chunk % SLOTS].index + first;
-            float* stage = memory.staged + (chunk % STAGES * CHUNK + first) * STRIDE + 4 * piece;
+            float* stage = memory.staged + (chunk % STAGES * CHUNK + first) * STAGE_STRIDE + 4 * piece;
             const float* source = in.factors + 4 * piece;
-            if (piece < LD / 4)
+            if (piece < PIECES)
 #pragma unroll
                 for (int k = 0; k < ENTRIES_PER_WARP; k += ENTRIES_PER_COPY) {
                     const int row = index[k];
-                    copy_async_16(stage + k * STRIDE, source + int64(row < 0 ? 0 : row) * LD, row >= 0);
+                    copy_async_16(stage + k * STAGE_STRIDE, source + int64(row < 0 ? 0 : row) * TABLE_LD, row >= 0);
                 }
         }
         copy_commit();
     }
 
+    // Products of the entries k ... of a chunk.
+    __device__ __forceinline__ void multiply(Holding& mine, const float* rows, const ChunkEntries& slot, int k) const {
+        if constexpr (SPLIT) {
+            const SplitWeights weights{{slot.outer[0] + k, slot.outer[1] + k}, {slot.linear[0] + k, slot.linear[1] + k}};
+            const unsigned short* parts = reinterpret_cast<const unsigned short*>(rows);
+            accumulate_split<IMPLICIT>(mine, parts, 2 * STAGE_STRIDE, weights, warp, lane);
+        } else {
+            StepWeights<ROWS> steps;
+#pragma unroll
+            for (int step = 0; step < ROWS / 4; step++) {
+                const float2 pair = slot.weight[k + 4 * step + lane % 4];
+                steps.root[step] = pair.x;
+                steps.linear[step] = pair.y;
+            }
+            accumulate<ARITHMETIC, IMPLICIT, ROUNDED>(mine.tiles, mine, rows, steps, warp, lane);
+        }
+    }
+
     __device__ __forceinline__ void run(Holding& mine) {
         const int chunks = (count + CHUNK - 1) / CHUNK;
+        if constexpr (SPLIT) set_scales();
         arriving = load(0);
         load_offset(arriving);
         next = load(1);
@@ -161,26 +224,21 @@ struct Stream {
             team_sync();  // the chunk has arrived for all, and all have done with the one before, whose buffer is next
             prepare(chunk + STAGES);
             issue(chunk + STAGES - 1, chunks);
-            const float* stage = memory.staged + chunk % STAGES * CHUNK * STRIDE;
-            const float2* weight = slots[chunk % SLOTS].weight;
+            const float* stage = memory.staged + chunk % STAGES * CHUNK * STAGE_STRIDE;
+            const ChunkEntries& slot = slots[chunk % SLOTS];
 #pragma unroll 1
-            for (int k = 0; k < CHUNK; k += ROWS) {
-                StepWeights<ROWS> steps;
-#pragma unroll
-                for (int step = 0; step < ROWS / 4; step++) {
-                    const float2 pair = weight[k + 4 * step + lane % 4];
-                    steps.root[step] = pair.x;
-                    steps.linear[step] = pair.y;
-                }
-                accumulate<ARITHMETIC, WEIGHTED, ROUNDED>(mine.tiles, mine, stage + k * STRIDE, steps, warp, lane);
-            }
+            for (int k = 0; k < CHUNK; k += ROWS) multiply(mine, stage + k * STAGE_STRIDE, slot, k);
         }
-        if constexpr (SCALED) {
-            const float unscale = 1.0f / (in.scale * in.scale);  // powers of two
+        if constexpr (SPLIT) {
+            const float unscale = 1.0f / in.table_scale, of_tiles = unscale * unscale / scales()[0];
 #pragma unroll
             for (int k = 0; k < Holding::TILES; k++)
 #pragma unroll
-                for (int q = 0; q < 8; q++) mine.tiles[k].value[q / 4][q % 4] *= unscale;
+                for (int q = 0; q < 8; q++) mine.tiles[k].value[q / 4][q % 4] *= of_tiles;
+#pragma unroll
+            for (int b = 0; b < Holding::ROWS; b++)
+#pragma unroll
+                for (int half = 0; half < BLOCK_HALVES; half++) mine.rhs[b][half] *= unscale / scales()[1];
         }
         team_sync();  // the buffers become the Cholesky factor
     }
@@ -224,13 +282,13 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_rows(float* solutions, int* status, const float* factors, const int* indices, const float* ratings, const float* offsets,
            const int64* indptr, const int* rows, const float* gram, const float* ridge, const float* scale, int* counter,
-           int n_rows, float alpha, float unobserved_weight, float entry_scale, float epsilon, int cg_steps) {
+           int n_rows, float alpha, float unobserved_weight, float table_scale, float epsilon, int cg_steps) {
     __shared__ int position_shared;
     const int team = threadIdx.x / TEAM;
     const int warp = threadIdx.x % TEAM / WARP;
     int lane = lane_number();
     const TeamMemory memory = team_memory(team);
-    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, entry_scale};
+    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, table_scale};
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
     while (true) {
@@ -254,13 +312,13 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 assemble_segments(float* partials, const float* factors, const int* indices, const float* ratings, const float* offsets,
                   const int64* segments, int* counter, int n_segments, float alpha, float unobserved_weight,
-                  float entry_scale) {
+                  float table_scale) {
     __shared__ int position_shared;
     const int team = threadIdx.x / TEAM;
     const int warp = threadIdx.x % TEAM / WARP;
     int lane = lane_number();
     const TeamMemory memory = team_memory(team);
-    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, entry_scale};
+    const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, table_scale};
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
     while (true) {

@@ -37,3 +37,49 @@ __device__ __forceinline__ void mma_float16(float (&d)[4], const unsigned (&a)[4
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
 }
+
+// ---------------------------------------------------------------------------------------------- float16 operands
+
+// Two pairs of float16: a b, and a b + c.
+__device__ __forceinline__ unsigned multiply_float16(unsigned a, unsigned b) {
+#if defined(HYBRIDMF_EMULATE)
+    return emulator::fma_float16(a, b, 0x80008000u);
+#elif HAS_ASYNC_COPY
+    unsigned product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+#else
+    return 0;
+#endif
+}
+
+__device__ __forceinline__ unsigned multiply_add_float16(unsigned a, unsigned b, unsigned c) {
+#if defined(HYBRIDMF_EMULATE)
+    return emulator::fma_float16(a, b, c);
+#elif HAS_ASYNC_COPY
+    unsigned sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+#else
+    return 0;
+#endif
+}
+
+// The operand of 16 rows k and 16 columns m of 16-bit values in shared memory, `stride` values from row to row, read down
+// the columns: AS_COLUMNS for B, (k, m = 8 half + g) in r[2 half] for k = 2 t, 2 t + 1 and in r[2 half + 1] for k + 8; else
+// for A, in r[half] and r[2 + half]. Rows start at multiples of 16 bytes.
+template <bool AS_COLUMNS>
+__device__ __forceinline__ void load_operand(unsigned (&r)[4], const unsigned short* corner, int stride, int lane) {
+#if defined(HYBRIDMF_EMULATE)
+    for (int q = 0; q < 4; q++) {
+        const int half = AS_COLUMNS ? q / 2 : q % 2, k = lane % 4 * 2 + 8 * (AS_COLUMNS ? q % 2 : q / 2);
+        const unsigned short* first = corner + k * stride + 8 * half + lane / 4;
+        r[q] = first[0] | unsigned(first[stride]) << 16;
+    }
+#elif HAS_ASYNC_COPY
+    const int q = lane / 8, half = AS_COLUMNS ? q / 2 : q % 2, k = lane % 8 + 8 * (AS_COLUMNS ? q % 2 : q / 2);
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(corner + k * stride + 8 * half));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+#endif
+}

@@ -18,7 +18,7 @@ from ._version import __version__ as __version__
 _public, _, _names = lazy_loader.attach_stub(__name__, __file__)
 __all__ = ["__version__", *_names]
 
-_MODULES = ("als", "ccd", "dask", "ratings", "sgd")
+_MODULES = ("als", "ann", "ccd", "compat", "dask", "ratings", "sgd")
 """Public modules that are no public names: what they hold is, and Dask need not be installed."""
 
 

@@ -2,6 +2,7 @@ from . import datasets as datasets
 from . import errors as errors
 from . import formats as formats
 from . import metrics as metrics
+from . import plots as plots
 from . import scale as scale
 from .als import ExplicitALS as ExplicitALS
 from .als import ImplicitALS as ImplicitALS
@@ -14,6 +15,7 @@ from .metrics import evaluate as evaluate
 from .model.checkpoint import Checkpoint as Checkpoint
 from .model.early_stopping import EarlyStopping as EarlyStopping
 from .model.load import load as load
+from .model.prepared import PreparedRatings as PreparedRatings
 from .plan.types import Plan as Plan
 from .ratings import Ratings as Ratings
 from .ratings import k_fold as k_fold

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .core.objective import SIDES, Objective, Side, State
+from .core.objective import SIDES, Objective, Scaling, Side, State
 from .cpu.als import CpuALS
+from .data.align import Labels
 from .model.base import FactorModel
+from .model.prepared import PreparedRatings
 from .model.training import TrainingData
 from .plan.solver import Solver
 from .plan.start import Init, Start
@@ -33,6 +35,7 @@ class _ALS(FactorModel):
             device=self.device,
             block_size=self.block_size,
             balance=self.balance,
+            nonnegative=self.nonnegative,
             row_form=self.row_form,
             reduction=self.reduction,
             gpu_memory_limit=self.gpu_memory_limit,
@@ -48,23 +51,24 @@ class _ALS(FactorModel):
         both = self.solver == "subspace" and not objective.is_implicit
         return replace(super()._start(objective, scale), sides=SIDES if both else ("user",))
 
-    def _sides_read(self) -> tuple[Side, ...]:
-        """Exact solvers overwrite the items' factors; a change of basis reads them before."""
-        return ("user",) if self.solver == "cholesky" and not self.balance else SIDES
+    def _sides_read(self, frozen: Side | None = None) -> tuple[Side, ...]:
+        """Exact solvers overwrite the side solved first, the items'; a change of basis reads them before."""
+        return (frozen or "user",) if self._is_exact() and not self.balance else SIDES
 
-    def _init(self, shape: tuple[int, int]) -> Init:
+    def _is_exact(self) -> bool:
+        return self.solver == "cholesky"
+
+    def _init(self, shape: tuple[int, int], labels: Labels | None = None, frozen: Side | None = None) -> Init:
         """See `FactorModel`; refuses factors that would have no effect."""
-        init = super()._init(shape)
-        if init.given and not set(init.given) & set(self._sides_read()):
+        init = super()._init(shape, labels, frozen)
+        if init.given and not set(init.given) & set(self._sides_read(frozen)):
             raise ValueError(
                 "init has item_factors only, which the exact solver replaces before it reads them; give user_factors"
             )
         return init
 
-    def _training_data(self, matrix: Any, plan: Plan) -> TrainingData:
-        if plan.ratings_on_device:
-            return TrainingData.on_device(matrix, plan)
-        return super()._training_data(matrix, plan)
+    def _training_data(self, matrix: Any, plan: Plan, source: PreparedRatings | None) -> TrainingData:
+        return TrainingData.for_als(matrix, plan, source)
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)
@@ -91,11 +95,12 @@ class ImplicitALS(_ALS):
     ----------
     factors : int
         Rank, 1 to 2048.
-    regularization : float
-        lambda >= 0.
+    regularization : float or (float, float)
+        lambda >= 0, of both sides or of (users, items). At the minimum, predictions depend on the product of the two
+        alone; their ratio sets the length of user factors against that of item factors.
     alpha : float
-        Confidence per unit of feedback, >= 0. The library `implicit` uses ``c = alpha r``: pass it ``1 + alpha r``
-        with its ``alpha=1`` for the same model.
+        Confidence per unit of feedback, >= 0; ``fit(weights=)`` takes other confidences. The library `implicit` uses
+        ``c = alpha r``: pass it ``1 + alpha r`` with its ``alpha=1`` for the same model.
     iterations : int
         Full sweeps; each solves the items, then the users.
     solver : {"cholesky", "cg", "subspace"}
@@ -106,10 +111,15 @@ class ImplicitALS(_ALS):
         "auto" chooses the device with the shortest predicted time and logs the reason. "cuda" is the first GPU; a named
         device that cannot be used raises an error. A list runs the fit on several devices, one rank on each; the first
         device serves the fitted model.
-    regularization_scaling : {"none", "count"} or float
-        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power.
+    regularization_scaling : {"none", "count"} or float, or a pair of them
+        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power;
+        of both sides or of (users, items).
     unobserved_weight : float
         Confidence of pairs without an entry, >= 0.
+    count_unobserved : bool
+        Count all pairs of a row in s, each as `unobserved_weight`, beside its entries: the factor of a user is
+        ``(n_u + unobserved_weight n_items) ** nu``, with nu = 1 for "count" (the
+        frequency scaling of Rendle, Krichene, Zhang and Koren 2022).
     cg_steps : int
         Steps of ``solver="cg"``.
     assembly : {"auto", "simd", "rank1", "blas3", "bals", "fused", "sparse_syrk", "mo_als", ...}
@@ -129,13 +139,19 @@ class ImplicitALS(_ALS):
         Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
     random_state : int, Generator or None
         Seed of the initial factors.
-    init : {"nonnegative", "signed"} or tuple of arrays, optional
-        Initial factors. "nonnegative" (the default) and "signed" draw them from a uniform distribution. Arrays
+    init : {"nonnegative", "signed"}, fitted model or tuple of arrays, optional
+        Initial factors. "nonnegative" (the default) and "signed" draw them from a uniform distribution. A fitted model
+        of the same number of factors gives its own: its users and items are matched with those of the ratings by label
+        (by position if neither has labels), and new ones are drawn. Arrays
         ``(user_factors, item_factors)``, of shape (n_users, factors) and (n_items, factors), continue from earlier
         factors; models with biases also accept ``(user_factors, item_factors, user_bias, item_bias)``. Rows follow the
         rows and columns of the ratings. Items are solved first, from the user factors: the exact solver ignores
         `item_factors` (unless ``balance=True``), which may be None; "cg" and "subspace" start from them. Model files
         do not contain these arrays.
+    nonnegative : bool
+        Constrain all factors to be nonnegative; biases may be negative. Each row is the exact minimum under the
+        constraint, by coordinate descent on its normal equations, also in `transform` and other fold-in. On the CPU,
+        with ``solver="cholesky"`` and ``assembly="simd"`` (or "auto"); `init` must be nonnegative.
     block_size : int
         Coordinates in each block of ``solver="subspace"``. With ``block_size >= factors`` the solver is exact.
     balance : bool
@@ -187,13 +203,14 @@ class ImplicitALS(_ALS):
         self,
         factors: int = 64,
         *,
-        regularization: float = 0.01,
+        regularization: float | tuple[float, float] = 0.01,
         alpha: float = 1.0,
         iterations: int = 10,
         solver: str = "cholesky",
         device: str | Sequence[str] = "auto",
-        regularization_scaling: str | float = "none",
+        regularization_scaling: Scaling | tuple[Scaling, Scaling] = "none",
         unobserved_weight: float = 1.0,
+        count_unobserved: bool = False,
         cg_steps: int = 3,
         assembly: str = "auto",
         reorder: str | bool = "auto",
@@ -202,6 +219,7 @@ class ImplicitALS(_ALS):
         num_threads: int | None = None,
         random_state: Any = None,
         init: Any = None,
+        nonnegative: bool = False,
         block_size: int = 32,
         balance: bool = False,
         row_form: str = "auto",
@@ -216,6 +234,7 @@ class ImplicitALS(_ALS):
         self.device = device
         self.regularization_scaling = regularization_scaling
         self.unobserved_weight = unobserved_weight
+        self.count_unobserved = count_unobserved
         self.cg_steps = cg_steps
         self.assembly = assembly
         self.reorder = reorder
@@ -224,6 +243,7 @@ class ImplicitALS(_ALS):
         self.num_threads = num_threads
         self.random_state = random_state
         self.init = init
+        self.nonnegative = nonnegative
         self.block_size = block_size
         self.balance = balance
         self.row_form = row_form
@@ -231,7 +251,8 @@ class ImplicitALS(_ALS):
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self, spread: float = 1.0) -> Objective:
-        return Objective.implicit(self.regularization, self.regularization_scaling, self.alpha, self.unobserved_weight)
+        weights = (self.alpha, self.unobserved_weight, self.count_unobserved)
+        return Objective.implicit(self.regularization, self.regularization_scaling, *weights)
 
 
 class ExplicitALS(_ALS):
@@ -245,20 +266,21 @@ class ExplicitALS(_ALS):
     ----------
     factors : int
         Rank, 1 to 2048.
-    regularization : float
-        lambda >= 0.
-    regularization_scaling : {"none", "count"} or float
-        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power.
+    regularization : float or (float, float)
+        lambda >= 0, of both sides or of (users, items).
+    regularization_scaling : {"none", "count"} or float, or a pair of them
+        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power;
+        of both sides or of (users, items).
     biases : bool
         Fit the mean mu (fixed at the training mean) and user and item biases, solved together with the factors. The
         systems of a biased model have one more unknown.
-    bias_regularization : float, optional
-        lambda_b >= 0, the penalty of squared biases; 0 leaves them unpenalized. Default: `regularization` divided by
-        the standard deviation of the training ratings, since lambda has the unit of the ratings and lambda_b has none.
-        For ranking rather than rating prediction, use about twenty times the default together with
-        ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
+    bias_regularization : float or (float, float), optional
+        lambda_b >= 0, the penalty of squared biases, of both sides or of (users, items); 0 leaves them unpenalized.
+        Default: `regularization` divided by the standard deviation of the training ratings, since lambda has the unit
+        of the ratings and lambda_b has none. For ranking rather than rating prediction, use about twenty times the
+        default together with ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
-init, block_size, balance, row_form, reduction, gpu_memory_limit
+init, nonnegative, block_size, balance, row_form, reduction, gpu_memory_limit
         As for `ImplicitALS`.
 
     Attributes
@@ -283,10 +305,10 @@ item_ids_
         self,
         factors: int = 64,
         *,
-        regularization: float = 0.05,
-        regularization_scaling: str | float = "count",
+        regularization: float | tuple[float, float] = 0.05,
+        regularization_scaling: Scaling | tuple[Scaling, Scaling] = "count",
         biases: bool = True,
-        bias_regularization: float | None = None,
+        bias_regularization: float | tuple[float, float] | None = None,
         iterations: int = 15,
         solver: str = "cholesky",
         device: str | Sequence[str] = "auto",
@@ -298,6 +320,7 @@ item_ids_
         num_threads: int | None = None,
         random_state: Any = None,
         init: Any = None,
+        nonnegative: bool = False,
         block_size: int = 32,
         balance: bool = False,
         row_form: str = "auto",
@@ -320,6 +343,7 @@ item_ids_
         self.num_threads = num_threads
         self.random_state = random_state
         self.init = init
+        self.nonnegative = nonnegative
         self.block_size = block_size
         self.balance = balance
         self.row_form = row_form

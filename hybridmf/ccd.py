@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .core.objective import Objective, State
+from .core.objective import Objective, Scaling, State
 from .model.base import FactorModel
 from .model.training import TrainingData
 from .plan.ccd import CcdMethod
 from .plan.solver import Solver
-from .plan.start import Init, check_init
 from .plan.types import Plan, Settings
 
 
@@ -27,10 +26,11 @@ class CCD(FactorModel):
     ----------
     factors : int
         Rank, 1 to 2048.
-    regularization : float
-        lambda >= 0.
-    regularization_scaling : {"none", "count"} or float
-        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power.
+    regularization : float or (float, float)
+        lambda >= 0, of both sides or of (users, items).
+    regularization_scaling : {"none", "count"} or float, or a pair of them
+        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power;
+        of both sides or of (users, items).
     iterations : int
         Outer iterations; each visits every factor once.
     inner_iterations : int
@@ -40,8 +40,8 @@ class CCD(FactorModel):
         constraint.
     biases : bool
         Fit the mean mu (fixed at the training mean) and user and item biases. Without biases, all three are 0.
-    bias_regularization : float, optional
-        lambda_b >= 0. Default: as for `ExplicitALS`.
+    bias_regularization : float or (float, float), optional
+        lambda_b >= 0, of both sides or of (users, items). Default: as for `ExplicitALS`.
     device : {"auto", "cpu", "cuda", "cuda:N"}
         "auto" chooses the device with the shortest predicted time and logs the reason. "cuda" is the first GPU; a named
         device that cannot be used raises an error.
@@ -51,7 +51,7 @@ class CCD(FactorModel):
         Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
     random_state : int, Generator or None
         Seed of the initial factors.
-    init : {"nonnegative", "signed"} or tuple of arrays, optional
+    init : {"nonnegative", "signed"}, fitted model or tuple of arrays, optional
         As for `ImplicitALS`; factors and biases of both sides are used, and None for one of them draws it. A
         nonnegative model needs nonnegative factors.
     gpu_memory_limit : int or str, optional
@@ -99,13 +99,13 @@ class CCD(FactorModel):
         self,
         factors: int = 64,
         *,
-        regularization: float = 0.05,
-        regularization_scaling: str | float = "count",
+        regularization: float | tuple[float, float] = 0.05,
+        regularization_scaling: Scaling | tuple[Scaling, Scaling] = "count",
         iterations: int = 15,
         inner_iterations: int = 1,
         nonnegative: bool = False,
         biases: bool = False,
-        bias_regularization: float | None = None,
+        bias_regularization: float | tuple[float, float] | None = None,
         device: str = "auto",
         dtype: Any = "float32",
         num_threads: int | None = None,
@@ -143,11 +143,6 @@ class CCD(FactorModel):
             gpu_memory_limit=self.gpu_memory_limit,
             method=CcdMethod.check(inner_iterations=self.inner_iterations, nonnegative=self.nonnegative),
         )
-
-    def _init(self, shape: tuple[int, int]) -> Init:
-        settings, biases = self._settings(), self._objective().biases
-        nonnegative = bool(self.nonnegative)
-        return check_init(self.init, shape, settings.factors, settings.dtype, biases=biases, nonnegative=nonnegative)
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)

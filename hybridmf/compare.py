@@ -8,7 +8,7 @@ import os
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ from .core.validate import check_bool, check_choice, check_int, check_real
 from .data.store import Store
 from .datasets import SHAPES, synthetic
 from .errors import DeviceError, MemoryBudgetError
-from .metrics import evaluate
+from .metrics import Evaluation, Interval, PopularityRecommender, evaluate
 from .model.base import FactorModel
 from .model.estimator import unfitted
 from .model.stopwatch import BEFORE
@@ -36,6 +36,9 @@ from .sgd import SGD
 
 METRICS = {"explicit": "rmse", "implicit": "ndcg@10"}
 FEEDBACK = tuple(METRICS)
+
+BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular items"}
+"""What `PopularityRecommender` predicts, and what it recommends."""
 
 TOLERANCE = 1e-3
 """Relative difference of the objective beyond which two devices disagree: rounding over some iterations is far less."""
@@ -53,6 +56,10 @@ Lower is better for seconds, objective and RMSE; higher for NDCG. An iteration i
 method: compare methods by quality over time, devices by seconds per iteration. speedup: over the slowest row. of gemm:
 share of the rate of a float32 matrix product on the device. objective: the loss that a method minimizes, on the
 training part."""
+
+LEGEND_OF_SCORES = """\
+95 %: bootstrap over users. The difference to the baseline compares both user by user; if its interval contains 0, the
+method is no better than the baseline, or the test part is too small to tell."""
 
 LEGEND_OF_PHASES = """\
 peak: additional memory of the fit (memory that the process reused does not count). planned: memory by the plan."""
@@ -77,6 +84,10 @@ class Run:
     metric : str
     scores : tuple of float
         The metric on held-out entries after each iteration; for implicit feedback after the last iteration only.
+    interval : Interval or None
+        The last score with its 95 % confidence interval; None without held-out entries of two users.
+    difference : Interval or None
+        The last score minus that of the baseline, with its 95 % interval by the paired bootstrap.
     peak_bytes : int or None
         Peak of the additional memory of the fit; None if the system does not report it.
     gflops, of_ceiling : float
@@ -97,6 +108,8 @@ class Run:
     gflops: float
     of_ceiling: float
     bytes_per_second: float
+    interval: Interval | None = None
+    difference: Interval | None = None
 
     @property
     def per_iteration(self) -> float:
@@ -125,6 +138,13 @@ class Run:
         return self.before_first + sum(self.seconds[: reached[0]]) if reached else None
 
     @property
+    def beats_the_baseline(self) -> bool:
+        """Whether the interval of the difference is on the better side of 0."""
+        if self.difference is None:
+            return False
+        return self.difference.high < 0 if self.metric == "rmse" else self.difference.low > 0
+
+    @property
     def before_first(self) -> float:
         """Seconds before the first iteration, including the compilation of kernels."""
         return sum(self.phases[phase] for phase in BEFORE)
@@ -140,12 +160,44 @@ class Run:
             **{f"seconds_{phase.replace(' ', '_')}": seconds for phase, seconds in self.phases.items()},
             "objective": self.objective[-1],
             self.metric: self.scores[-1] if self.scores else None,
+            **_bounds(self.metric, self.interval),
+            "minus_baseline": None if self.difference is None else self.difference.value,
+            **_bounds("minus_baseline", self.difference),
             "peak_bytes": self.peak_bytes,
             "planned_bytes": self.plan.total_bytes,
             "gflops": self.gflops,
             "of_ceiling": self.of_ceiling,
             "gigabytes_per_second": self.bytes_per_second / 1e9,
         }
+
+
+def _bounds(name: str, interval: Interval | None) -> dict[str, float | None]:
+    low, high = (None, None) if interval is None else interval[1:]
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What the methods have to beat: `PopularityRecommender` on the same ratings.
+
+    Attributes
+    ----------
+    name : str
+    metric : str
+    score : float
+        The metric on held-out entries.
+    interval : Interval or None
+        The score with its 95 % confidence interval.
+    """
+
+    name: str
+    metric: str
+    score: float
+    interval: Interval | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields for JSON."""
+        return {"name": self.name, self.metric: self.score, **_bounds(self.metric, self.interval)}
 
 
 @dataclass(frozen=True)
@@ -169,6 +221,8 @@ class Comparison:
     factor_differences : dict
         Keyed by (method, device): the largest difference from the factors of the method's first device, relative to
         the largest factor.
+    baseline : Baseline or None
+        None without held-out entries.
     """
 
     name: str
@@ -179,6 +233,7 @@ class Comparison:
     skipped: tuple[str, ...] = ()
     disagreements: tuple[str, ...] = ()
     factor_differences: dict[tuple[str, str], float] = field(default_factory=dict)
+    baseline: Baseline | None = None
 
     @property
     def agree(self) -> bool:
@@ -193,7 +248,9 @@ class Comparison:
             f"DISAGREEMENT: {each}" for each in self.disagreements
         ]
         notes = [textwrap.fill(note, 120, subsequent_indent="  ", break_on_hyphens=False) for note in notes]
-        parts = [head, self._speeds(), LEGEND, self._phases(), LEGEND_OF_PHASES, self._verdict(), "\n".join(notes)]
+        scores = [] if self.baseline is None else [self._held_out(self.baseline), LEGEND_OF_SCORES]
+        parts = [head, self._speeds(), LEGEND, *scores, self._phases(), LEGEND_OF_PHASES, self._verdict()]
+        parts.append("\n".join(notes))
         return "\n\n".join(part for part in parts if part)
 
     def _verdict(self) -> str:
@@ -204,6 +261,9 @@ class Comparison:
             f"Shortest iteration: {fastest.title}, {_seconds(fastest.per_iteration)} s.",
             f"Lowest objective: {lowest.title}, {_amount(lowest.objective[-1])}.",
         ]
+        lost = [run.title for run in self.runs if self.baseline is not None and not run.beats_the_baseline]
+        if self.baseline is not None and lost:
+            lines.append(f"No better than the {self.baseline.name}: {', '.join(lost)}.")
         best = self._best_score()
         if best is not None:
             metric = best.metric.upper()
@@ -249,6 +309,16 @@ class Comparison:
         if not self.factor_differences:  # one device: nothing to differ from
             header, rows = header[:-1], [row[:-1] for row in rows]
         return format_table(header, rows, "<<" + ">" * (len(header) - 2), indent=0)
+
+    def _held_out(self, baseline: Baseline) -> str:
+        """Scores with their intervals, and the baseline in the last row."""
+        rows = [
+            [run.method, run.device, f"{run.scores[-1]:.4f}", _range(run.interval), _signed(run.difference)]
+            for run in self.runs
+        ]
+        rows.append([baseline.name, "", f"{baseline.score:.4f}", _range(baseline.interval), ""])
+        header = ["held out", "device", baseline.metric.upper(), "95 %", "minus the baseline (95 %)"]
+        return format_table(header, rows, "<<>>>", indent=0)
 
     def _phases(self) -> str:
         names = list(dict.fromkeys(phase for run in self.runs for phase, seconds in run.phases.items() if seconds))
@@ -298,6 +368,7 @@ class Comparison:
                 }
                 for run in self.runs
             ],
+            "baseline": None if self.baseline is None else self.baseline.as_dict(),
             "skipped": list(self.skipped),
             "disagreements": list(self.disagreements),
         }
@@ -307,44 +378,47 @@ class Comparison:
         return text
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Plot seconds per iteration as bars, and the objective or RMSE over seconds; returns a matplotlib figure.
+        """Bars of seconds per iteration and of the held-out metric, and quality over seconds.
+
+        `hybridmf.plots` has each of them alone: `bars`, `score_bars` and `curves`.
 
         Parameters
         ----------
         path : path-like, optional
             File to write the figure to; the suffix selects the format.
 
+        Returns
+        -------
+        matplotlib figure
+
         Raises
         ------
         ImportError
             matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError('plot needs matplotlib: pip install "hybridmf[plot]"') from error
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
-        bars, curves = figure.subplots(1, 2)
-        names = [f"{run.method}\n{run.device}" for run in self.runs]
-        bars.barh(names[::-1], [run.per_iteration for run in self.runs][::-1], color="#4878a8")
-        bars.set_xscale("log")
-        bars.set_xlabel("seconds per iteration")
-        by_score = all(len(run.scores) == len(run.seconds) for run in self.runs)
-        for run, name in zip(self.runs, names, strict=True):
-            curve = run.scores if by_score else run.objective
-            curves.plot(run.before_first + np.cumsum(run.seconds), curve, marker=".", label=name.replace("\n", ", "))
-        curves.set_xscale("log")
-        curves.set_xlabel("seconds, set-up included")
-        curves.set_ylabel("held-out RMSE" if by_score else "objective")
-        curves.legend(fontsize="small")
+        from . import plots
+
+        drawn = [plots.bars, *([] if self.baseline is None else [plots.score_bars]), plots.curves]
+        figure = plots.new_figure(5 * len(drawn), 1.6 + 0.5 * max(6, len(self.runs)))
+        for draw, ax in zip(drawn, figure.subplots(1, len(drawn)), strict=True):
+            draw(self, ax=ax)
+            ax.spines[["top", "right"]].set_visible(False)
         figure.suptitle(self.name)
         if path is not None:
-            figure.savefig(path)
+            plots.save(figure, path)
         return figure
 
 
 def _amount(value: float) -> str:
     return f"{value:,.0f}" if 1e5 <= value < 1e12 else f"{value:,.6g}"
+
+
+def _range(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.low:.4f} - {interval.high:.4f}"
+
+
+def _signed(interval: Interval | None) -> str:
+    return "-" if interval is None else "{:+.4f} ({:+.4f} to {:+.4f})".format(*interval)
 
 
 def _seconds(value: float) -> str:
@@ -538,6 +612,7 @@ class _Result:
     run: Run
     users: np.ndarray
     items: np.ndarray
+    found: Evaluation | None
 
 
 def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratings | None, bar: Any) -> _Result:
@@ -549,13 +624,14 @@ def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratin
     opened = _open(plan)
     ceiling = _ceiling(plan, opened) * (1 if opened is None else max(1, len(plan.devices)))
     memory = _Memory(opened)
-    objective, scores = [], []
+    objective: list[float] = []
+    found: list[Evaluation] = []
 
     def observe(fitted: Any, record: dict[str, float]) -> None:
         memory.sample()
         objective.append(record["objective"])
         if test is not None and metric == "rmse":
-            scores.append(evaluate(fitted, test, metrics=(metric,))[metric])
+            found.append(evaluate(fitted, test, metrics=(metric,)))
         bar.update()
         bar.set_postfix_str(f"{record['seconds']:.3g} s / iteration")
 
@@ -563,7 +639,8 @@ def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratin
     model.fit(train, callback=observe)
     peak = memory.peak()
     if test is not None and metric != "rmse":
-        scores.append(evaluate(model, test, train=train, metrics=(metric,))[metric])
+        found.append(evaluate(model, test, train=train, metrics=(metric,)))
+    scores = [each[metric] for each in found]
     seconds = tuple(record["seconds"] for record in model.history_)
     usual = median(seconds[1:] or seconds)
     extra = max(0.0, seconds[0] - usual) if opened is not None else 0.0
@@ -574,7 +651,25 @@ def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratin
         name, model.plan_.device_name, model.plan_, seconds, phases, tuple(objective), metric, tuple(scores), peak,
         rate, rate / ceiling, model.plan_.bytes_per_iteration / usual,
     )  # fmt: skip
-    return _Result(run, model.user_factors_, model.item_factors_)
+    return _Result(run, model.user_factors_, model.item_factors_, found[-1] if found else None)
+
+
+def _beside_the_baseline(
+    results: Sequence[_Result], train: Ratings, test: Ratings | None, kind: str
+) -> tuple[tuple[Run, ...], Baseline | None]:
+    """Runs with their intervals, and the baseline."""
+    if test is None:
+        return tuple(result.run for result in results), None
+    metric = METRICS[kind]
+    simple = evaluate(PopularityRecommender().fit(train), test, train=train, metrics=(metric,))
+    if simple.n_users < 2:
+        return tuple(result.run for result in results), Baseline(BASELINES[kind], metric, simple[metric])
+    runs = []
+    for result in results:
+        assert result.found is not None
+        found = result.found
+        runs.append(replace(result.run, interval=found.interval(metric), difference=found.difference(simple, metric)))
+    return tuple(runs), Baseline(BASELINES[kind], metric, simple[metric], simple.interval(metric))
 
 
 def compare(
@@ -660,8 +755,10 @@ def compare(
     if not results:
         raise DeviceError("nothing ran: " + "; ".join(skipped))
     differences, disagreements = _differences(results, tolerance)
-    runs = tuple(result.run for result in results)
-    return Comparison(name, train.shape, train.nnz, loaded, runs, tuple(skipped), tuple(disagreements), differences)
+    runs, baseline = _beside_the_baseline(results, train, test, kind)
+    return Comparison(
+        name, train.shape, train.nnz, loaded, runs, tuple(skipped), tuple(disagreements), differences, baseline
+    )
 
 
 def _cases(

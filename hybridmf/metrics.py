@@ -28,7 +28,12 @@ from .core.validate import (
 )
 from .data.align import align, labels_of
 from .errors import NonFiniteError
+from .model.evaluation import Evaluation as Evaluation
+from .model.evaluation import Interval as Interval
+from .model.evaluation import as_evaluation
+from .model.learned import count_items
 from .model.popularity import PopularityRecommender as PopularityRecommender
+from .model.recommenders import OtherModel, ReadyLists
 from .native import _rankings
 from .ratings import as_ratings
 
@@ -181,6 +186,83 @@ def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") ->
     return _judged(recommended, relevant, k, _rankings.NDCG, gains)
 
 
+def mrr_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
+    """Reciprocal rank: 1 over the rank of the first relevant item among the first k, 0 without one.
+
+    Equals ``ir_measures.RR@k``; its mean over users is the MRR. Parameters, result and errors as for `precision_at_k`.
+    """
+    return _judged(recommended, relevant, k, _rankings.RECIPROCAL_RANK)
+
+
+def hit_rate_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
+    """Whether a relevant item is among the first k, as 1 or 0.
+
+    Equals ``ir_measures.Success@k``. Parameters, result and errors as for `precision_at_k`.
+    """
+    return _judged(recommended, relevant, k, _rankings.HIT_RATE)
+
+
+def novelty_at_k(recommended: Any, train: Any, k: int) -> np.ndarray:
+    """Mean self-information of the first k items: -log2 of the share of users who have the item (Zhou et al. 2010).
+
+    Parameters
+    ----------
+    recommended : integer array, shape (n_users, n_columns)
+        As for `precision_at_k`.
+    train : CSR matrix, shape (n_users, n_items)
+        Its entries are the items that users have. An item that nobody has counts as one that a single user has.
+    k : int
+        At least 1.
+
+    Returns
+    -------
+    float64 array, shape (n_users,)
+        In bits: 0 for items that everybody has. NaN for users without a recommended item.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `precision_at_k`.
+    """
+    k = check_int("k", k, 1)
+    train = as_csr(train, name="train")
+    recommended = _as_rankings(recommended, train.shape[0], k)
+    information = _information(count_items(train), train.shape[0])
+    everybody = np.arange(train.shape[0])
+    return _judge(recommended, everybody, train, [(_rankings.NOVELTY, k)], information)[0]
+
+
+def coverage_at_k(recommended: Any, n_items: int, k: int) -> float:
+    """Share of all items that are among the first k of some user.
+
+    Parameters
+    ----------
+    recommended : integer array, shape (n_users, n_columns)
+        As for `precision_at_k`.
+    n_items : int
+        Number of all items, at least 1.
+    k : int
+        At least 1.
+
+    Returns
+    -------
+    float
+        In [0, 1].
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `precision_at_k`.
+    """
+    k, n_items = check_int("k", k, 1), check_int("n_items", n_items, 1)
+    refuse_masked("recommended", recommended)
+    n_users = len(recommended)
+    nothing = sp.csr_array((n_users, n_items), dtype=np.float32)
+    shown = np.zeros((1, n_items), dtype=np.uint8)
+    _judge(_as_rankings(recommended, n_users, k), np.arange(n_users), nothing, [], None, [k], shown)
+    return float(shown.mean())
+
+
 def mean_over_users(values: Any) -> float:
     """Mean of a per-user metric over the users for whom it is defined (not NaN).
 
@@ -215,24 +297,43 @@ def _judged(recommended: Any, relevant: Any, k: int, kind: int, gains: str = "bi
 
 
 def _judge(
-    recommended: np.ndarray, rows: np.ndarray, relevant: sp.csr_array, cuts: Sequence[tuple[int, int]]
+    recommended: np.ndarray,
+    rows: np.ndarray,
+    relevant: sp.csr_array,
+    cuts: Sequence[tuple[int, int]],
+    information: np.ndarray | None = None,
+    shown_cuts: Sequence[int] = (),
+    shown: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Values of metrics, shape (n_metrics, n_users), by their kinds and cuts; `rows` are those of each user."""
-    longest = max(recommended.shape[1], relevant.shape[1])
-    discounts = _discounts(np.arange(min(longest, max(k for _, k in cuts))))
+    """Values of metrics, shape (n_metrics, n_users), by their kinds and cuts; `rows` are those of each user.
+
+    Items among the first ``shown_cuts[k]`` of some user are marked in ``shown[k]``, uint8.
+    """
+    n_items = relevant.shape[1]
+    longest = max(recommended.shape[1], n_items)
+    discounts = _discounts(np.arange(min(longest, max((k for _, k in cuts), default=0))))
     values = _rankings.judge(
         recommended,
         rows,
         csr_arrays(relevant),
-        relevant.shape[1],
+        n_items,
         np.array([kind for kind, _ in cuts], dtype=np.int32),
         np.array([k for _, k in cuts], dtype=np.int64),
         discounts,
+        np.empty(0) if information is None else information,
+        np.array(shown_cuts, dtype=np.int64),
+        np.empty((0, n_items), dtype=np.uint8) if shown is None else shown,
         check_threads(None),
     )
     if values is None:
-        raise _no_ranking(recommended, relevant.shape[1])
+        raise _no_ranking(recommended, n_items)
     return values
+
+
+def _information(item_counts: np.ndarray, n_users: int) -> np.ndarray:
+    """Bits of each item that `item_counts` of the users have."""
+    bits: np.ndarray = np.log2(n_users) - np.log2(np.maximum(item_counts, 1))
+    return bits
 
 
 def _as_rankings(recommended: Any, n_users: int, k: int) -> np.ndarray:
@@ -405,27 +506,12 @@ _RANKING: Mapping[str, int] = {
     "precision": _rankings.PRECISION,
     "recall": _rankings.RECALL,
     "map": _rankings.AVERAGE_PRECISION,
+    "mrr": _rankings.RECIPROCAL_RANK,
+    "hit_rate": _rankings.HIT_RATE,
+    "novelty": _rankings.NOVELTY,
 }
-_RANKING_NAME = re.compile(rf"({'|'.join(_RANKING)})@([1-9][0-9]*)")
+_RANKING_NAME = re.compile(rf"({'|'.join(_RANKING)}|coverage)@([1-9][0-9]*)")
 _ERRORS: Mapping[str, Callable[[Any, Any], float]] = {"rmse": rmse, "mae": mae}
-
-
-class Evaluation(dict[str, float]):
-    """Metrics by name, as returned by `evaluate`: a dict with the numbers of users and entries behind the values.
-
-    Attributes
-    ----------
-    n_users : int
-        Evaluated users: those with a relevant test item; if only rmse and mae are requested, those with a test entry.
-    n_cold_users : int or None
-        Evaluated users without training entries; None if neither the model nor `train` determines them.
-    n_dropped : int
-        Test entries dropped by ``unknown="drop"``.
-    """
-
-    n_users: int = 0
-    n_cold_users: int | None = None
-    n_dropped: int = 0
 
 
 def evaluate(
@@ -446,10 +532,14 @@ def evaluate(
 
     Parameters
     ----------
-    model : fitted estimator or PopularityRecommender
-        Must have `n_users`, `n_items` and, depending on the metrics, `recommend`, `predict`, or `user_factors`,
-        `item_factors` and optionally `item_bias_` (for ``auc``). Optional attributes are its labels `user_ids_` and
-        `item_ids_`, and `cold_users_`, the mask of users without training entries.
+    model : fitted estimator or PopularityRecommender, other model, or integer array, shape (n_users, k)
+        Must have, depending on the metrics, `recommend`, `predict`, or `user_factors`, `item_factors` and optionally
+        `item_bias_` (for ``auc``). Optional attributes are `n_users` and `n_items`, its labels `user_ids_` and
+        `item_ids_`, and `cold_users_`, the mask of users without training entries. A model without `n_users`, such as
+        one of the library `implicit`, has the users and items of `train`, which its
+        ``recommend(users, rows_of_train, N=, filter_already_liked_items=True)`` leaves out. An array has item
+        positions of each user, best first, -1 for none, in the positions of `train`, else of `test`; they are taken as
+        they are, with items of `train`.
     test : Ratings or sparse matrix, shape (n_users, n_items)
         Held-out entries. Labelled ratings are aligned with the model by label, in any order; a plain matrix uses the
         positions of the model.
@@ -458,7 +548,9 @@ def evaluate(
         the training data of the model; ``auc`` requires `train`. An item in both `train` and `test` counts as relevant
         but cannot be recommended, so keep the two disjoint, as `split` does. Labels are as for `test`.
     metrics : sequence of str, or one str
-        ``"ndcg@k"``, ``"precision@k"``, ``"recall@k"``, ``"map@k"`` for any k >= 1, ``"auc"``, ``"rmse"``, ``"mae"``.
+        ``"ndcg@k"``, ``"precision@k"``, ``"recall@k"``, ``"map@k"``, ``"mrr@k"``, ``"hit_rate@k"``, ``"novelty@k"``,
+        ``"coverage@k"`` for any k >= 1, ``"auc"``, ``"rmse"``, ``"mae"``. Novelty needs `train`, or a model of this
+        library.
     users : integer array or "warm", optional
         Positions of the users to evaluate, each counted once. "warm" selects the users with training entries,
         determined by `cold_users_` of the model if present, else by `train`. Default: all users.
@@ -473,8 +565,9 @@ def evaluate(
     Returns
     -------
     Evaluation
-        A dict with one value for each name in `metrics`, in that order. Its attributes `n_users`, `n_cold_users` and
-        `n_dropped` count the users and entries behind the values.
+        A dict with one value for each name in `metrics`, in that order. Its attributes count the users and entries
+        behind the values and hold the values of each user; its methods `interval` and `difference` give confidence
+        intervals.
 
     Raises
     ------
@@ -487,6 +580,8 @@ def evaluate(
         entry for these users, ``auc`` without `train`, or ``users="warm"`` if the cold users are unknown.
     """
     names = _checked_names(metrics)
+    test, train = as_ratings(test), as_ratings(train)
+    model = _adapted(model, test, train)
     _check_model(model, names)
     if block_users is not None:
         block_users = check_int("block_users", block_users, 1)
@@ -497,6 +592,8 @@ def evaluate(
         raise ValueError('metric "auc" needs train=, the matrix the model was fitted on: its items are left out')
     cold = _cold_users(model, train)
     users = _checked_users(users, model.n_users, cold)
+    if any(name.startswith("novelty") for name in names) and _item_counts(model, train) is None:
+        raise ValueError('metric "novelty@k" needs train=: the model does not have the number of entries of its items')
     found = _measure(model, test, train, names, users, relevance_threshold, block_users, cold)
     found.n_dropped = dropped
     if found.n_cold_users:
@@ -515,22 +612,53 @@ def _measure(
     cold: np.ndarray | None = None,
 ) -> Evaluation:
     """`evaluate` for validated arguments: matrices in model positions, ascending users, and a mask of cold users."""
+    with_entries = users[np.diff(test.indptr)[users] > 0]
+    counted, n_entries = with_entries, np.diff(test.indptr)[with_entries].astype(np.int64)
     values: dict[str, float] = {}
-    counted = users[np.diff(test.indptr)[users] > 0]
+    per_user: dict[str, np.ndarray] = {}
     if any(name in _ERRORS for name in names):
-        values |= _evaluate_errors(model, test, counted, len(users), block_users)
+        values, per_user = _evaluate_errors(model, test, counted, len(users), block_users)
     if any(name not in _ERRORS for name in names):
         relevant = _relevant_entries(test, relevance_threshold)
         counted = users[np.diff(relevant.indptr)[users] > 0]
         _check_some_relevant(counted, users, relevance_threshold)
         cuts = {name: match for name in names if (match := _RANKING_NAME.fullmatch(name))}
-        values |= _evaluate_rankings(model, relevant, train, counted, cuts, block_users)
+        shares, ranked = _evaluate_rankings(model, relevant, train, counted, cuts, block_users)
         if "auc" in names:
-            values["auc"] = _evaluate_auc(model, relevant, train, counted)
-    found = Evaluation((name, values[name]) for name in names)
-    found.n_users = len(counted)
-    found.n_cold_users = None if cold is None else int(np.count_nonzero(cold[counted]))
-    return found
+            ranked["auc"] = _evaluate_auc(model, relevant, train, counted)
+        values |= shares | {name: mean_over_users(each) for name, each in ranked.items()}
+        place = np.searchsorted(with_entries, counted)
+        for name, each in ranked.items():
+            per_user[name] = np.full(len(with_entries), np.nan)
+            per_user[name][place] = each
+    return as_evaluation(
+        {name: values[name] for name in names},
+        n_users=len(counted),
+        n_cold_users=None if cold is None else int(np.count_nonzero(cold[counted])),
+        users=with_entries,
+        n_entries=n_entries,
+        per_user={name: per_user[name] for name in names if name in per_user},
+    )
+
+
+def _adapted(model: Any, test: Any, train: Any) -> Any:
+    """The model; one that does not know its users and items gets those of the ratings."""
+    if isinstance(model, (np.ndarray, list, tuple)):
+        return ReadyLists(model, _with_shape("test", test) if train is None else _with_shape("train", train))
+    known = isinstance(model, (type, PopularityRecommender)) or _has(model, "n_users")
+    if known or not callable(getattr(model, "recommend", None)):
+        return model
+    if train is None:
+        raise ValueError(
+            f"{type(model).__name__} does not say which items its users have seen: pass train=, the matrix that it was "
+            "fitted on; its items are left out"
+        )
+    return OtherModel(model, _with_shape("train", train))
+
+
+def _with_shape(name: str, given: Any) -> Any:
+    """Ratings, or a matrix."""
+    return as_csr(given, name=name) if labels_of(given) is None else given
 
 
 def _check_model(model: Any, names: Sequence[str]) -> None:
@@ -545,8 +673,14 @@ def _check_model(model: Any, names: Sequence[str]) -> None:
         hint = ", once it is fitted: call fit(train) first" if hasattr(model, "fit") else ""
         raise TypeError(
             f"model must be a fitted estimator, a PopularityRecommender, or another object with "
-            f"{', '.join(needed)}; {type(model).__name__} has no {', '.join(missing)}{hint}"
+            f"{', '.join(needed)}; {_name_of(model)} has no {', '.join(missing)}{hint}"
         )
+
+
+def _name_of(model: Any) -> str:
+    if isinstance(model, ReadyLists):
+        return "an array"
+    return type(model.model if isinstance(model, OtherModel) else model).__name__
 
 
 def _has(model: Any, name: str) -> bool:
@@ -587,14 +721,13 @@ def _checked_names(metrics: Sequence[str]) -> tuple[str, ...]:
     names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
     for name in names:
         if not isinstance(name, str) or not (name == "auc" or name in _ERRORS or _RANKING_NAME.fullmatch(name)):
-            known = ", ".join(["rmse", "mae", "auc", *(f"{kind}@k" for kind in _RANKING)])
+            known = ", ".join(["rmse", "mae", "auc", *(f"{kind}@k" for kind in (*_RANKING, "coverage"))])
             raise ValueError(f'metrics has {name!r}; known are {known} (k a positive integer, as in "ndcg@10")')
     return names
 
 
 def _checked_like(model: Any, given: Any, name: str, unknown: str) -> tuple[sp.csr_array, int]:
     """A matrix in the positions of the model, aligned by label if it has labels, and the number of dropped entries."""
-    given = as_ratings(given)
     labels = getattr(model, "user_ids_", None), getattr(model, "item_ids_", None)
     matrix, dropped = align(as_csr(given, name=name), labels_of(given), labels, name=name, unknown=unknown)
     check_shape(name, matrix, (model.n_users, model.n_items), _AXES)
@@ -622,8 +755,8 @@ def _check_some_relevant(evaluated: np.ndarray, users: np.ndarray, threshold: fl
 
 def _evaluate_errors(
     model: Any, test: sp.csr_array, users: np.ndarray, n_users: int, block_users: int | None
-) -> dict[str, float]:
-    """Errors over the entries of `users`, those of the `n_users` users that have entries."""
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Errors over the entries of `users`, those of the `n_users` users that have entries; and those of each user."""
     truth, predicted = [], []
     for block in _entry_blocks(test, users, block_users):
         entries = take_rows(test, block)
@@ -631,7 +764,13 @@ def _evaluate_errors(
         predicted.append(np.asarray(model.predict(block[entry_rows(entries)], entries.indices)))
     if not truth:
         raise ValueError(f"test has no entry for any of the {n_users} users; rmse and mae need at least one")
-    return {name: error(np.concatenate(truth), np.concatenate(predicted)) for name, error in _ERRORS.items()}
+    arrays = np.concatenate(truth), np.concatenate(predicted)
+    values = {name: error(*arrays) for name, error in _ERRORS.items()}
+    difference = _differences(*arrays)
+    counts = np.diff(test.indptr)[users]
+    rows = np.repeat(np.arange(len(users)), counts)
+    squares, sizes = (np.bincount(rows, each, len(users)) / counts for each in (difference**2, np.abs(difference)))
+    return values, {"rmse": np.sqrt(squares), "mae": sizes}
 
 
 def _entry_blocks(test: sp.csr_array, users: np.ndarray, block_users: int | None) -> Iterator[np.ndarray]:
@@ -650,18 +789,38 @@ def _evaluate_rankings(
     users: np.ndarray,
     cuts: Mapping[str, re.Match[str]],
     block_users: int | None,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Metrics of all lists together, and those of each user."""
     if not cuts:
-        return {}
-    wanted = [(_RANKING[match[1]], int(match[2])) for match in cuts.values()]
+        return {}, {}
+    of_lists = {name: int(match[2]) for name, match in cuts.items() if match[1] == "coverage"}
+    wanted = {name: (_RANKING[match[1]], int(match[2])) for name, match in cuts.items() if name not in of_lists}
+    information = None
+    if any(kind == _rankings.NOVELTY for kind, _ in wanted.values()):
+        counts = _item_counts(model, train)
+        assert counts is not None
+        information = _information(counts, model.n_users)
+    shown = np.zeros((len(of_lists), model.n_items), dtype=np.uint8)
     # Lists longer than the number of items would only add padding.
-    longest = min(max(k for _, k in wanted), model.n_items)
+    longest = min(max(int(match[2]) for match in cuts.values()), model.n_items)
     values = []
     for block in _blocks(users, block_users or _users_at_once(model, longest)):
         rows = None if train is None else take_rows(train, block)
         ids, _ = model.recommend(block, user_items=rows, N=longest, filter_already_liked_items=True)
-        values.append(_judge(_as_rankings(ids, len(block), longest), block, relevant, wanted))
-    return dict(zip(cuts, map(mean_over_users, np.concatenate(values, axis=1)), strict=True))
+        lists = _as_rankings(ids, len(block), longest)
+        values.append(
+            _judge(lists, block, relevant, list(wanted.values()), information, list(of_lists.values()), shown)
+        )
+    covered = dict(zip(of_lists, shown.mean(axis=1).tolist(), strict=True))
+    return covered, dict(zip(wanted, np.concatenate(values, axis=1), strict=True))
+
+
+def _item_counts(model: Any, train: sp.csr_array | None) -> np.ndarray | None:
+    """Training entries of each item, by `train`, else by the model; None if neither has them."""
+    if train is not None:
+        return count_items(train)
+    counts = getattr(model, "item_counts_", None)
+    return None if counts is None else np.asarray(counts)
 
 
 def _users_at_once(model: Any, n: int) -> int:
@@ -669,10 +828,10 @@ def _users_at_once(model: Any, n: int) -> int:
     return max(BLOCK_USERS, BLOCK_RESULTS // n) if getattr(model, "_recommends_in_blocks", False) else BLOCK_USERS
 
 
-def _evaluate_auc(model: Any, relevant: sp.csr_array, train: sp.csr_array, users: np.ndarray) -> float:
+def _evaluate_auc(model: Any, relevant: sp.csr_array, train: sp.csr_array, users: np.ndarray) -> np.ndarray:
     if getattr(model, "user_factors", None) is None or getattr(model, "item_factors", None) is None:
         raise TypeError(
-            f'metric "auc" needs a model with user_factors and item_factors; {type(model).__name__} has none: '
+            f'metric "auc" needs a model with user_factors and item_factors; {_name_of(model)} has none: '
             "leave auc out, or call hybridmf.metrics.auc with factors"
         )
     chosen = np.zeros(relevant.shape[0], dtype=bool)
@@ -685,7 +844,7 @@ def _evaluate_auc(model: Any, relevant: sp.csr_array, train: sp.csr_array, users
             "test has no user with both a relevant and an irrelevant item outside train, so auc is not defined; "
             "check that train does not contain test"
         )
-    return mean_over_users(values)
+    return values[users]
 
 
 def _blocks(rows: np.ndarray, size: int) -> Iterator[np.ndarray]:

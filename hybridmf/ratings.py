@@ -60,7 +60,7 @@ from .data.readers import (
 )
 from .data.splits import WAYS, entries_of_users, fold_of_entries, last_of_each_user, latest_entries, random_entries
 from .data.text import find_layout, read_fields, read_text, text_separator
-from .data.transforms import EntryView, Transforms
+from .data.transforms import Transforms
 from .errors import DuplicateEntriesError, RatingsError
 
 
@@ -102,6 +102,17 @@ class Ratings(Transforms):
         self.item_ids = label_array("item_ids", item_ids, self.n_items)
         self.timestamps: np.ndarray | None = None
         self.frame_kind: str | None = None
+
+    @classmethod
+    def _checked(
+        cls, user_items: sp.csr_array, user_ids: Iterable[Any] | None = None, item_ids: Iterable[Any] | None = None
+    ) -> Ratings:
+        """Ratings of a canonical float32 matrix whose arrays only the library holds, which is not checked again."""
+        ratings = cls.__new__(cls)
+        ratings.user_items, ratings.timestamps, ratings.frame_kind = frozen_csr(user_items), None, None
+        ratings.user_ids = label_array("user_ids", user_ids, ratings.n_users)
+        ratings.item_ids = label_array("item_ids", item_ids, ratings.n_items)
+        return ratings
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -654,9 +665,10 @@ def k_fold(ratings: Any, n_splits: int = 5, random_state: Any = None) -> Iterato
 
 
 def as_ratings(given: Any) -> Any:
-    """Ratings of a data frame with columns of users and items, or of a view of entries; anything else as it is."""
-    if isinstance(given, EntryView):
-        return given.ratings
+    """Ratings of a data frame with columns of users and items, a view of entries or `PreparedRatings`; others as is."""
+    held = getattr(given, "ratings", None)
+    if isinstance(held, Ratings):
+        return held
     names = frame_names(given)
     return Ratings.from_frame(given) if names is not None and named_like_entries(names) else given
 

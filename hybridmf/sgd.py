@@ -93,7 +93,7 @@ class SGD(FactorModel):
     random_state : int, Generator or None
         Seed of the initial factors and of every shuffle. A fit resumed from a checkpoint repeats the shuffles of the
         uninterrupted fit, since the checkpoint stores their seed.
-    init : {"nonnegative", "signed"} or tuple of arrays, optional
+    init : {"nonnegative", "signed"}, fitted model or tuple of arrays, optional
         As for `ImplicitALS`; factors and biases of both sides are used, and None for one of them draws it.
     gpu_memory_limit : int or str, optional
         As for `ImplicitALS`.
@@ -167,6 +167,13 @@ item_ids_
         self.gpu_memory_limit = gpu_memory_limit
 
     def _objective(self, spread: float = 1.0) -> Objective:
+        for name in ("regularization", "bias_regularization"):
+            value = getattr(self, name)
+            if isinstance(value, (tuple, list)):
+                raise TypeError(
+                    f"{name} must be one number for users and items, got {value!r}: an update moves a user and an item "
+                    "by the same terms; ExplicitALS and CCD take a pair"
+                )
         return Objective.explicit(self.regularization, "count", self.biases, self.bias_regularization, spread)
 
     def _settings(self) -> Settings:

@@ -14,8 +14,8 @@ from ..compare import FEEDBACK, default_models
 from ..compare import compare as run_compare
 from ..datasets import SHAPES
 from ..ratings import Ratings
-from .options import check_folder, debug_option, device_list, examples, refuse_overwriting
-from .sources import ratings_options, read_ratings, refuse_reading_options
+from .options import check_folder, debug_option, device_list, examples, plot_option, refuse_overwriting
+from .sources import ratings_options, read_ratings, refuse_reading_options, where_option
 
 
 @click.command(
@@ -50,8 +50,9 @@ from .sources import ratings_options, read_ratings, refuse_reading_options
     help="Scale of the sides of a synthetic shape, up to 1: 0.1 draws a hundredth of its ratings.",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
+@where_option
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), callback=check_folder, help="Report as JSON.")
-@click.option("--plot", type=click.Path(dir_okay=False), callback=check_folder, help="Figure (needs matplotlib).")
+@plot_option("Picture of seconds and quality")
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @debug_option
@@ -65,6 +66,7 @@ def command(
     test_size: float,
     scale: float,
     seed: int,
+    where: tuple[str, ...],
     json_file: str | None,
     plot: str | None,
     quiet: bool,
@@ -93,7 +95,7 @@ def command(
     if unknown:
         raise click.UsageError(f"--method {unknown[0]} is unknown for {feedback} feedback; known: {', '.join(models)}")
     started = time.perf_counter()
-    given = _source(ratings, options, quiet)
+    given = _source(ratings, where, options, quiet)
     read_seconds = time.perf_counter() - started
     result = run_compare(
         given,
@@ -116,12 +118,14 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-def _source(name: str, options: dict[str, Any], quiet: bool) -> str | Ratings:
+def _source(name: str, where: tuple[str, ...], options: dict[str, Any], quiet: bool) -> str | Ratings:
     """Name of what is drawn; ratings of a file or a store."""
     if name == "demo" or name in SHAPES:
+        if where:
+            raise click.UsageError(f"--where filters rows of a file, and {name} is drawn from a seed; leave it out")
         refuse_reading_options(f"{name} is drawn from a seed")
         return name
     if not os.path.exists(name):
         shapes = ", ".join(SHAPES)
         raise click.UsageError(f"{name!r} is neither a file nor a known shape; shapes: demo, {shapes}")
-    return read_ratings(name, show_progress=not quiet, **options)
+    return read_ratings(name, where, show_progress=not quiet, **options)

@@ -18,9 +18,10 @@ from .. import formats
 from ..core.files import write_atomically
 from ..core.table import format_table
 from ..data.convert import convert as convert_to_store
+from ..plots import occupancy, save
 from ..ratings import Ratings
-from .options import check_folder_above, debug_option, examples, refuse_overwriting
-from .report import file_size, names_of, pairs, ratings_facts, store_facts, with_output
+from .options import check_folder_above, debug_option, examples, plot_option, refuse_overwriting
+from .report import facts_text, file_size, names_of, ratings_facts, store_facts, with_output
 from .sources import columns_text, open_store, ratings_options, read_ratings, reading_arguments
 
 
@@ -46,6 +47,7 @@ from .sources import columns_text, open_store, ratings_options, read_ratings, re
 @click.option("--tile-rows", type=int, default=256, show_default=True, help="Height of a BALS tile.")
 @click.option("--tile-cols", type=int, default=192, show_default=True, help="Width of a BALS tile.")
 @click.option("--num-threads", type=int, help="[default: all cores]")
+@plot_option("Picture of the BALS tiles before and after reordering")
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No statistics.")
 @debug_option
@@ -59,6 +61,7 @@ def command(
     slab_bytes: str,
     memory_limit: str,
     overwrite: bool,
+    plot: str | None,
     quiet: bool,
     **options: Any,
 ) -> None:
@@ -71,16 +74,19 @@ def command(
     The statistics tell what BALS tiles would save on these ratings, as they are and reordered by degree.
     """
     refuse_overwriting(out, ratings_file)
+    refuse_overwriting(plot, ratings_file)
     target = target or _format_of(out)
     if out is None and target != "bals-stats":
         raise click.UsageError("name a file OUT to write, or say --to bals-stats for statistics only")
+    if plot is not None and target == "store":
+        raise click.UsageError("--plot needs the ratings in memory, and a conversion to a store does not; leave it out")
     if target == "store":
         assert out is not None
         sizes: dict[str, Any] = {"slab_bytes": slab_bytes, "memory_limit": memory_limit, "overwrite": overwrite}
         source = open_store(ratings_file) if os.path.isdir(ratings_file) else ratings_file
         store = convert_to_store(source, out, **sizes, **reading_arguments(**options))
         if not quiet:
-            click.echo(pairs(_column_facts(ratings_file, options) | store_facts(store)))
+            click.echo(facts_text(_column_facts(ratings_file, options) | store_facts(store)))
         return
     if out is not None and os.path.isdir(out):
         raise click.UsageError(f"{out} is a folder, which can only become a store; give the name of a file")
@@ -88,10 +94,12 @@ def command(
     statistics = {}
     if not quiet or target == "bals-stats":
         statistics = bals_statistics(ratings.user_items, tile_rows, tile_cols, num_threads)
+    if plot is not None:
+        save(occupancy(ratings, tile_rows, tile_cols)[0].figure, plot)
     if out is not None:
         _write_ratings(ratings, out, target, statistics)
     if not quiet:
-        click.echo(pairs(_column_facts(ratings_file, options) | ratings_facts(ratings)))
+        click.echo(facts_text(_column_facts(ratings_file, options) | ratings_facts(ratings)))
         click.echo(f"\nBALS tiles of {tile_rows} x {tile_cols}\n\n{_bals_table(statistics)}")
         if out is not None:
             click.echo(f"\nWrote {out} ({file_size(out)}).")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
 from ..core.table import format_table
-from ..metrics import PopularityRecommender, evaluate
+from ..metrics import Evaluation, Interval, PopularityRecommender, evaluate
 from ..model.load import load
+from ..plots import recall_curves, save
 from .fit import METRICS
-from .options import debug_option, examples
+from .options import debug_option, examples, plot_option, refuse_overwriting
 from .recommend import seen_matrix
 from .sources import existing_file, ratings_options, read_ratings, where_option
 
@@ -32,11 +35,13 @@ from .sources import existing_file, ratings_options, read_ratings, where_option
 )  # fmt: skip
 @click.option(
     "--metric", "metrics", multiple=True, metavar="NAME",
-    help="ndcg@K, precision@K, recall@K, map@K, auc, rmse or mae; may be repeated.  [default: by the model]",
+    help="ndcg@K, precision@K, recall@K, map@K, mrr@K, hit_rate@K, novelty@K, coverage@K, auc, rmse or mae; may be "
+    "repeated.  [default: by the model]",
 )  # fmt: skip
 @click.option("--relevance-threshold", type=float, help="Least rating of a relevant item.  [default: above 0]")
 @where_option
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+@plot_option("Picture of Recall@1 to Recall@50 against the most popular items, with --train")
 @ratings_options
 @debug_option
 def command(
@@ -47,13 +52,19 @@ def command(
     relevance_threshold: float | None,
     where: tuple[str, ...],
     as_json: bool,
+    plot: str | None,
     **options: Any,
 ) -> None:
     """Evaluate a trained model on ratings that it has not seen.
 
+    Metrics come with their 95 % intervals, by the bootstrap over users; the difference to the baseline is paired.
+
     Users and items are matched by label; ratings of those that the model does not have are left out. The options for
     columns and separators hold for both files.
     """
+    refuse_overwriting(plot, model_file, test_file, train_file)
+    if plot is not None and train_file is None:
+        raise click.UsageError("--plot compares with the most popular items of --train FILE; give it")
     model = load(model_file)
     kind = "implicit" if model._learned.objective.is_implicit else "explicit"
     names = tuple(dict.fromkeys(metrics)) or METRICS[kind]
@@ -67,15 +78,32 @@ def command(
         name: evaluate(each, test, train=train, metrics=names, relevance_threshold=relevance_threshold)
         for name, each in models.items()
     }
-    ours = found[type(model).__name__]
+    if plot is not None:
+        save(recall_curves(model, test, train, relevance_threshold=relevance_threshold).figure, plot)
+    ours, *baseline = found.values()
     if as_json:
         facts: dict[str, Any] = {"model": type(model).__name__, "users": ours.n_users, "cold_users": ours.n_cold_users}
-        facts["metrics"] = dict(ours)
-        if train is not None:
-            facts["baseline"] = dict(found["most popular items, mean ratings"])
+        facts |= {"metrics": dict(ours), "intervals": _intervals(ours, ours.interval)}
+        if baseline:
+            facts["baseline"] = dict(baseline[0])
+            facts["minus_baseline"] = _intervals(ours, partial(ours.difference, baseline[0]))
         click.echo(json.dumps(facts, indent=2))
         return
-    rows = [[name, *(f"{value:.4f}" for value in values.values())] for name, values in found.items()]
+    rows = [[name, *_cells(values, _intervals(values, values.interval))] for name, values in found.items()]
+    if baseline:
+        gains = {name: value - baseline[0][name] for name, value in ours.items()}
+        rows.append(["difference", *_cells(gains, _intervals(ours, partial(ours.difference, baseline[0])))])
     click.echo(format_table(["model", *names], rows, "<" + ">" * len(names)))
     cold = f", {ours.n_cold_users:,} of them without training ratings" if ours.n_cold_users else ""
-    click.echo(f"\n{ours.n_users:,} users{cold}.")
+    click.echo(f"\n{ours.n_users:,} users{cold}. In parentheses: 95 % intervals.")
+
+
+def _intervals(values: Evaluation, interval: Callable[[str], Interval]) -> dict[str, list[float]]:
+    """Bounds of the metrics that have values for each of several users."""
+    return {name: list(interval(name)[1:]) for name in values.per_user if values.n_users > 1}
+
+
+def _cells(values: dict[str, float], intervals: dict[str, list[float]]) -> list[str]:
+    """Values, each with its interval if it has one."""
+    bounds = {name: " ({:.4f} to {:.4f})".format(*interval) for name, interval in intervals.items()}
+    return [f"{value:.4f}{bounds.get(name, '')}" for name, value in values.items()]

@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from ..als import ExplicitALS, ImplicitALS
 from ..ccd import CCD
+from ..compare import BASELINES
 from ..core import validate as _validate
 from ..core.table import format_table
 from ..data.splits import WAYS
@@ -24,12 +25,22 @@ from ..errors import MemoryBudgetError
 from ..metrics import Evaluation, PopularityRecommender, evaluate
 from ..model.checkpoint import Checkpoint, has_checkpoints
 from ..model.early_stopping import EarlyStopping
-from ..plan.sgd import RATE_SCHEDULES, SCHEDULES
-from ..plan.types import ASSEMBLIES, DTYPES, PRECISIONS, SOLVERS
+from ..plan.sgd import ORDERINGS, ORDERS, RATE_SCHEDULES, SCHEDULES
+from ..plan.types import ASSEMBLIES, DTYPES, PRECISIONS, REDUCTIONS, REORDERINGS, ROW_FORMS, SOLVERS
+from ..plots import save, training
 from ..ratings import Ratings, split
 from ..sgd import SGD
 from ..tools.preview import plan
-from .options import debug_option, device_list, examples, output_option, refuse_overwriting, share_or_number
+from .options import (
+    PairType,
+    debug_option,
+    device_list,
+    examples,
+    output_option,
+    plot_option,
+    refuse_overwriting,
+    share_or_number,
+)
 from .report import file_size
 from .sources import columns_text, open_store, ratings_options, read_ratings, where_option
 
@@ -42,12 +53,11 @@ MODELS: dict[tuple[str, str], type[Model]] = {
 }
 METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
 HYPERPARAMETERS = (
-    "factors", "regularization", "regularization_scaling", "alpha", "unobserved_weight", "biases",
+    "factors", "regularization", "regularization_scaling", "alpha", "unobserved_weight", "count_unobserved", "biases",
     "bias_regularization", "iterations", "solver", "cg_steps", "block_size", "assembly", "balance", "learning_rate",
-    "decay", "rate_schedule", "schedule", "inner_iterations", "nonnegative", "device", "precision", "dtype",
-    "num_threads",
+    "decay", "rate_schedule", "schedule", "order", "ordering", "deterministic", "inner_iterations", "nonnegative",
+    "reorder", "row_form", "reduction", "device", "gpu_memory_limit", "precision", "dtype", "num_threads",
 )  # fmt: skip
-BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular items"}
 
 
 @click.command(
@@ -69,16 +79,23 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
     help="Alternating least squares, stochastic gradient descent or CCD++; the last two are explicit.",
 )  # fmt: skip
 @click.option("--factors", type=int, help="Rank.  [default: 64]")
-@click.option("--regularization", type=float, help="Lambda.  [default: 0.05 explicit, 0.01 implicit]")
 @click.option(
-    "--regularization-scaling", metavar="none|count|POWER",
-    help="What lambda of a row is multiplied by: 1, its ratings, or a power of their number.",
+    "--regularization", type=PairType(), metavar="LAMBDA[,LAMBDA]",
+    help="Lambda, or that of users,items.  [default: 0.05 explicit, 0.01 implicit]",
+)  # fmt: skip
+@click.option(
+    "--regularization-scaling", type=PairType("none", "count"), metavar="none|count|POWER[,...]",
+    help="What lambda of a row is multiplied by: 1, its ratings, or a power of their number; or users,items.",
 )  # fmt: skip
 @click.option("--alpha", type=float, help="Confidence per unit of feedback (implicit only).  [default: 1]")
 @click.option("--unobserved-weight", type=float, help="Confidence of all other pairs (implicit only).  [default: 1]")
+@click.option(
+    "--count-unobserved", is_flag=True, default=None,
+    help="Scaling counts all other pairs of a row, too, each as its weight (implicit only).",
+)  # fmt: skip
 @click.option("--biases/--no-biases", default=None, help="User and item biases (explicit only).  [default: --biases]")
 @click.option(
-    "--bias-regularization", type=float, metavar="LAMBDA_B",
+    "--bias-regularization", type=PairType(), metavar="LAMBDA_B[,LAMBDA_B]",
     help="Penalty of squared biases (explicit only); 0: none.  [default: Lambda / std of the ratings]",
 )  # fmt: skip
 @click.option("--iterations", type=int, help="Full sweeps.  [default: 15 explicit, 10 implicit, 20 sgd]")
@@ -89,15 +106,25 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 @click.option("--decay", type=float, help="Of the learning rate (sgd).")
 @click.option("--rate-schedule", metavar="|".join(RATE_SCHEDULES), help="Learning rates (sgd).  [default: power]")
 @click.option("--schedule", metavar="|".join(SCHEDULES), help="Order of the updates (sgd).  [default: msgd]")
+@click.option("--order", metavar="|".join(ORDERS), help="Of MSGD on several devices (sgd).  [default: passes]")
+@click.option("--ordering", metavar="|".join(ORDERINGS), help="Of MSGD's passes on a GPU (sgd).  [default: mixed]")
+@click.option(
+    "--deterministic/--no-deterministic", default=None,
+    help="Fixed order of the blocks of --schedule blocks (sgd).  [default: --deterministic]",
+)  # fmt: skip
 @click.option("--inner-iterations", type=int, help="Updates of each coordinate (ccd).  [default: 1]")
-@click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (ccd).")
+@click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (als on the CPU, ccd).")
 @click.option("--assembly", metavar="|".join(ASSEMBLIES), help="Kernels that build the equations.  [default: auto]")
 @click.option(
     "--balance", is_flag=True, default=None, help="Change basis before each sweep: fewer sweeps to the minimum."
 )
+@click.option("--reorder", metavar="|".join(REORDERINGS), help="Sort users or items by their ratings.  [default: auto]")
+@click.option("--row-form", metavar="|".join(ROW_FORMS), help="Solution of rows with few ratings.  [default: auto]")
+@click.option("--reduction", metavar="|".join(REDUCTIONS), help="Sums over several GPUs.  [default: auto]")
 @click.option(
     "--device", metavar="auto|cpu|cuda|cuda:N", help="Where to compute; several: cuda:0,cuda:1.  [default: auto]"
 )
+@click.option("--gpu-memory-limit", metavar="BYTES", help='As "6GB".  [default: the free memory]')
 @click.option("--precision", metavar="|".join(PRECISIONS), help="Products on a GPU.  [default: float32]")
 @click.option("--dtype", metavar="|".join(DTYPES), help="Precision of the factors.  [default: float32]")
 @click.option("--num-threads", type=int, help="[default: all cores]")
@@ -122,6 +149,7 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 )
 @click.option("--metric", metavar="NAME", help="Of --patience: rmse, mae, ndcg@K, recall@K, ...")
 @where_option
+@plot_option("Picture of the objective, and the metric of --validation, after each iteration")
 @click.option("--json", "as_json", is_flag=True, help="Print results as one JSON object, and nothing else.")
 @click.option("--checkpoint", metavar="DIR", help="Folder for a checkpoint after each iteration.")
 @click.option("--checkpoint-every", type=int, metavar="N", help="After every N iterations.  [default: 1]")
@@ -142,6 +170,7 @@ def command(
     patience: int | None,
     metric: str | None,
     where: tuple[str, ...],
+    plot: str | None,
     as_json: bool,
     checkpoint: str | None,
     checkpoint_every: int | None,
@@ -156,6 +185,7 @@ def command(
     model file is written only if all went well.
     """
     refuse_overwriting(output, ratings_file, test_file)
+    refuse_overwriting(plot, ratings_file, test_file, output)
     quiet = quiet or as_json
     say = _silent if quiet else click.echo
     saving = _checkpoint_options(checkpoint, checkpoint_every, resume)
@@ -186,6 +216,8 @@ def command(
     say(f"\nPlan\n{textwrap.indent(str(plan(train, model)), '  ')}\n")
     if resume:
         say(f"Going on from {checkpoint}.\n" if "resume_from" in saving else f"No checkpoint in {checkpoint} yet.\n")
+    if plot is not None:
+        watching["callback"] = _record_objective
     model.fit(train, show_progress=not quiet, **saving, **watching)
     if not as_json:
         click.echo(_training_summary(model))
@@ -193,6 +225,8 @@ def command(
     if found is not None and not as_json:
         click.echo(found if isinstance(found, str) else _held_out_summary(kind, found))
     _save(model, output)
+    if plot is not None:
+        save(training(model).figure, plot)
     if as_json:
         click.echo(json.dumps(_report(model, train, found, output), indent=2))
         return
@@ -200,6 +234,10 @@ def command(
         "" if train is ratings else f", trained on {train.nnz:,} of {ratings.nnz:,} ratings (--test-size 0 takes all)"
     )
     click.echo(f"Saved {output} ({file_size(output)}){whole}.")
+
+
+def _record_objective(_: Any, __: dict[str, float]) -> None:
+    """A callback: with one, the history has the objective."""
 
 
 def _silent(_: str) -> None:
@@ -224,19 +262,10 @@ def _make_model(kind: str, method: str, given: dict[str, Any], seed: int) -> Mod
         )
     if "device" in chosen:
         chosen["device"] = device_list(chosen["device"])
-    if chosen.get("regularization_scaling") not in (None, "none", "count"):
-        chosen["regularization_scaling"] = _power(chosen["regularization_scaling"])
     model = MODELS[kind, method](random_state=_validate.check_int("--seed", seed, 0), **chosen)
     _validate.check_int("iterations", model.iterations, 1)
     plan(shape=(1, 1), nnz=1, model=model)
     return model
-
-
-def _power(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise click.UsageError(f"--regularization-scaling must be none, count or a number, got {text!r}") from None
 
 
 def _test_size(test_file: str | None, test_size: float) -> float | int:

@@ -2,47 +2,77 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 import click
 
 from ..model.load import load
+from ..plots import degrees, save
 from ..tools.config import config
-from .options import debug_option, examples
-from .report import file_size, label_text, pairs, ratings_facts, store_facts
-from .sources import columns_text, open_store, ratings_options, read_ratings, refuse_reading_options
+from .options import debug_option, examples, plot_option, refuse_overwriting
+from .report import facts_text, file_size, label_text, pairs, ratings_facts, store_facts
+from .sources import (
+    columns_text,
+    open_store,
+    ratings_options,
+    read_ratings,
+    refuse_reading_options,
+    where_option,
+)
 
 
-@click.command("info", epilog=examples("hybridmf info", "hybridmf info model.safetensors", "hybridmf info ratings.csv"))
+@click.command(
+    "info",
+    epilog=examples("hybridmf info", "hybridmf info model.safetensors", "hybridmf info ratings.csv --json"),
+)
 @click.argument("file", required=False, type=click.Path(exists=True))
+@where_option
+@click.option("--json", "as_json", is_flag=True, help="As one JSON object of numbers.")
+@plot_option("Picture of the ratings of each user and item, of a file of ratings or a store")
 @ratings_options
 @debug_option
-def command(file: str | None, **options: Any) -> None:
+def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str | None, **options: Any) -> None:
     """Describe this installation, a model, a file of ratings or a store."""
+    refuse_overwriting(plot, file)
+    if plot and (file is None or (not os.path.isdir(file) and _is_model(file))):
+        raise click.UsageError("--plot draws the entries of a file of ratings or a store; leave it out")
+    if where and (file is None or os.path.isdir(file) or _is_model(file)):
+        raise click.UsageError("--where filters rows of a file of ratings; leave it out")
     if file is None:
         refuse_reading_options("none is given")
-        click.echo(pairs(_installation()))
+        facts, text = config(), _installation_text
     elif os.path.isdir(file):
-        click.echo(pairs(store_facts(open_store(file))))
+        store = open_store(file)
+        facts, text = store_facts(store), facts_text
+        _draw(store, plot)
     elif _is_model(file):
         refuse_reading_options(f"{file} is a model")
-        click.echo(pairs(_model_facts(load(file), file)))
+        facts, text = _model_facts(load(file), file), _model_text
     else:
-        facts = ratings_facts(read_ratings(file, **options))
+        ratings = read_ratings(file, where, **options)
+        facts, text = ratings_facts(ratings), facts_text
+        _draw(ratings, plot)
         columns = columns_text(file, **options)
-        click.echo(pairs(({} if columns is None else {"columns": columns}) | facts))
+        facts = ({} if columns is None else {"columns": columns}) | facts
+    click.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str) if as_json else text(facts))
 
 
-def _installation() -> dict[str, Any]:
-    facts = config()
-    memory = facts.pop("memory_available")
-    gpu, reason, cupy = facts.pop("gpu"), facts.pop("gpu_reason"), facts.pop("cupy")
-    facts["blas"] = "; ".join(facts["blas"]) or "none found"
-    facts["memory free"] = "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
-    facts["CuPy"] = cupy or "not installed"
-    facts["GPU"] = reason if gpu else f"none: {reason}"
-    return {name.replace("_", " "): value for name, value in facts.items()}
+def _draw(ratings: Any, path: str | None) -> None:
+    if path is not None:
+        save(degrees(ratings).figure, path)
+
+
+def _installation_text(facts: dict[str, Any]) -> str:
+    shown = dict(facts)
+    memory = shown.pop("memory_available")
+    gpu, reason, cupy = shown.pop("gpu"), shown.pop("gpu_reason"), shown.pop("cupy")
+    shown["blas"] = "; ".join(shown["blas"]) or "none found"
+    shown["memory free"] = "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
+    shown["CuPy"] = cupy or "not installed"
+    shown["GPU"] = gpu or f"none: {reason}"
+    return pairs({name.replace("_", " "): value for name, value in shown.items()})
 
 
 def _is_model(path: str) -> bool:
@@ -53,14 +83,30 @@ def _is_model(path: str) -> bool:
 
 
 def _model_facts(model: Any, path: str) -> dict[str, Any]:
-    facts = {
+    return {
         "model": type(model).__name__,
-        "file": f"{path} ({file_size(path)})",
-        "users": f"{model.n_users:,}, {label_text(model.user_ids_)}",
-        "items": f"{model.n_items:,}, {label_text(model.item_ids_)}",
-        "trained on": f"{model.plan_.nnz:,} ratings, {model.n_iter_} iterations",
+        "file": path,
+        "users": model.n_users,
+        "items": model.n_items,
+        "user_labels": None if model.user_ids is None else model.user_ids[:3].tolist(),
+        "item_labels": None if model.item_ids is None else model.item_ids[:3].tolist(),
+        "ratings": model.plan_.nnz,
+        "iterations": model.n_iter_,
+        "history": model.history_,
+        "seen_items": model._learned.seen is not None,
+        "parameters": model.get_params(),
     }
-    record = model.history_[model.n_iter_ - 1] if len(model.history_) >= model.n_iter_ else {}
-    facts |= {name: f"{value:,.6g}" for name, value in record.items() if name not in ("iteration", "seconds")}
-    facts["seen items"] = "stored" if model._learned.seen is not None else "not stored (recommend needs --ratings)"
-    return facts | {name: value for name, value in model.get_params().items() if value is not None}
+
+
+def _model_text(facts: dict[str, Any]) -> str:
+    shown = {
+        "model": facts["model"],
+        "file": f"{facts['file']} ({file_size(facts['file'])})",
+        "users": f"{facts['users']:,}, {label_text(facts['user_labels'])}",
+        "items": f"{facts['items']:,}, {label_text(facts['item_labels'])}",
+        "trained on": f"{facts['ratings']:,} ratings, {facts['iterations']} iterations",
+    }
+    record = facts["history"][facts["iterations"] - 1] if len(facts["history"]) >= facts["iterations"] else {}
+    shown |= {name: f"{value:,.6g}" for name, value in record.items() if name not in ("iteration", "seconds")}
+    shown["seen items"] = "stored" if facts["seen_items"] else "not stored (recommend needs --ratings)"
+    return pairs(shown | {name: value for name, value in facts["parameters"].items() if value is not None})

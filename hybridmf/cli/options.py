@@ -90,11 +90,51 @@ def output_option(text: str, *, required: bool = False) -> Callable[..., Any]:
     return click.option("-o", "--output", type=kind, callback=check_folder, required=required, help=text)
 
 
+def check_plot(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """`check_folder` of a picture, which matplotlib must be able to write."""
+    if check_folder(context, parameter, path) is not None:
+        from ..plots import check_picture
+
+        assert path is not None
+        check_picture(path)
+    return path
+
+
+def plot_option(text: str) -> Callable[..., Any]:
+    """``--plot FILE``, judged at once."""
+    kind = click.Path(dir_okay=False, writable=True)
+    return click.option("--plot", type=kind, callback=check_plot, help=f"{text} (needs matplotlib).")
+
+
 def share_or_number(name: str, value: float) -> float | int:
     """A share below 1, or a whole number."""
     if value >= 1 and not float(value).is_integer():
         raise click.UsageError(f"{name} must be a share below 1 or a whole number, got {value:g}")
     return int(value) if value >= 1 else value
+
+
+class PairType(click.ParamType):
+    """A value, or a pair of users' and items' with a comma between them."""
+
+    name = "pair"
+
+    def __init__(self, *names: str) -> None:
+        self.names = names  # that a value may have instead of a number
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        """One value, or a tuple of two."""
+        parts = [self._one(part.strip(), value) for part in value.split(",")]
+        if len(parts) > 2:
+            self.fail(f"{value!r} has {len(parts)} values; expected one, or two: USERS,ITEMS", parameter, context)
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def _one(self, text: str, whole: str) -> str | float:
+        if text in self.names:
+            return text
+        try:
+            return float(text)
+        except ValueError:
+            self.fail(f"{whole!r} is not {', '.join((*self.names, 'a number'))}, or two of these: USERS,ITEMS")
 
 
 def device_list(text: str) -> str | list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, TextIO
 
 import numpy as np
@@ -22,50 +22,83 @@ def pairs(facts: dict[str, Any]) -> str:
 
 
 def ratings_facts(ratings: Ratings) -> dict[str, Any]:
-    """Sizes, density, values and degrees of ratings, as text by name."""
-    n_users, n_items = ratings.shape
+    """Sizes, density, values and degrees of ratings: numbers by name."""
     matrix = ratings.user_items
-    facts = {
-        "users": f"{n_users:,}, {label_text(ratings.user_ids)}",
-        "items": f"{n_items:,}, {label_text(ratings.item_ids)}",
-        "ratings": f"{ratings.nnz:,}",
-        "density": f"{ratings.nnz / max(n_users * n_items, 1):.3%}",
-    }
+    facts = _sizes(ratings)
     if ratings.nnz:
         data = matrix.data
-        facts["values"] = f"{data.min():g} to {data.max():g}, mean {data.mean(dtype=np.float64):.4g}"
-    facts["ratings per user"] = _degree_text(np.diff(matrix.indptr))
-    facts["ratings per item"] = _degree_text(np.bincount(matrix.indices, minlength=n_items))
+        facts["values"] = {
+            "min": float(data.min()), "max": float(data.max()), "mean": float(data.mean(dtype=np.float64)),
+        }  # fmt: skip
+    facts["ratings_per_user"] = _degrees(np.diff(matrix.indptr))
+    facts["ratings_per_item"] = _degrees(np.bincount(matrix.indices, minlength=ratings.n_items))
     return facts
 
 
 def store_facts(store: Store) -> dict[str, Any]:
-    """Sizes, degrees and slabs of a store, as text by name; entries are not read."""
-    n_users, n_items = store.shape
-    return {
-        "users": f"{n_users:,}, {label_text(store.user_ids)}",
-        "items": f"{n_items:,}, {label_text(store.item_ids)}",
-        "ratings": f"{store.nnz:,}",
-        "density": f"{store.nnz / max(n_users * n_items, 1):.3%}",
-        "ratings per user": _degree_text(store.degrees("user")),
-        "ratings per item": _degree_text(store.degrees("item")),
-        "slabs": f"{len(store.slabs('user')):,} of users, {len(store.slabs('item')):,} of items",
-        "bytes": f"{store.nbytes / 1e6:,.1f} MB",
+    """Sizes, degrees and slabs of a store: numbers by name; entries are not read."""
+    return _sizes(store) | {
+        "ratings_per_user": _degrees(store.degrees("user")),
+        "ratings_per_item": _degrees(store.degrees("item")),
+        "slabs": {"user": len(store.slabs("user")), "item": len(store.slabs("item"))},
+        "bytes": store.nbytes,
     }
 
 
-def _degree_text(degrees: np.ndarray) -> str:
+def _sizes(ratings: Ratings | Store) -> dict[str, Any]:
+    n_users, n_items = ratings.shape
+    return {
+        "users": n_users,
+        "items": n_items,
+        "user_labels": _first(ratings.user_ids),
+        "item_labels": _first(ratings.item_ids),
+        "ratings": ratings.nnz,
+        "density": ratings.nnz / max(n_users * n_items, 1),
+    }
+
+
+def _first(ids: np.ndarray | None) -> list[Any] | None:
+    """The first labels."""
+    return None if ids is None else ids[:3].tolist()
+
+
+def _degrees(degrees: np.ndarray) -> dict[str, float] | None:
     if not len(degrees):
-        return "none"
-    return (
-        f"min {degrees.min():,}, median {np.median(degrees):,g}, mean {degrees.mean():,.1f}, max {degrees.max():,}; "
-        f"{np.count_nonzero(degrees == 0):,} empty"
-    )
+        return None
+    return {
+        "min": int(degrees.min()),
+        "median": float(np.median(degrees)),
+        "mean": float(degrees.mean()),
+        "max": int(degrees.max()),
+        "empty": int(np.count_nonzero(degrees == 0)),
+    }
 
 
-def label_text(ids: np.ndarray | None) -> str:
+def facts_text(facts: dict[str, Any]) -> str:
+    """`ratings_facts` or `store_facts` in two columns."""
+    shown = {
+        "users": f"{facts['users']:,}, {label_text(facts['user_labels'])}",
+        "items": f"{facts['items']:,}, {label_text(facts['item_labels'])}",
+        "ratings": f"{facts['ratings']:,}",
+        "density": f"{facts['density']:.3%}",
+    }
+    if "columns" in facts:
+        shown = {"columns": facts["columns"]} | shown
+    if "values" in facts:
+        shown["values"] = "{min:g} to {max:g}, mean {mean:.4g}".format(**facts["values"])
+    for name in ("user", "item"):
+        degrees = facts[f"ratings_per_{name}"]
+        text = "min {min:,}, median {median:,g}, mean {mean:,.1f}, max {max:,}; {empty:,} empty"
+        shown[f"ratings per {name}"] = "none" if degrees is None else text.format(**degrees)
+    if "slabs" in facts:
+        shown["slabs"] = "{user:,} of users, {item:,} of items".format(**facts["slabs"])
+        shown["bytes"] = f"{facts['bytes'] / 1e6:,.1f} MB"
+    return pairs(shown)
+
+
+def label_text(ids: Sequence[Any] | None) -> str:
     """The first labels, or that there are none."""
-    return "positions" if ids is None else f"labels such as {', '.join(map(str, ids[:3].tolist()))}"
+    return "positions" if ids is None else f"labels such as {', '.join(map(str, ids[:3]))}"
 
 
 def names_of(ids: np.ndarray | None, count: int) -> list[Any]:

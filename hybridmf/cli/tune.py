@@ -46,7 +46,7 @@ def command(calibrate: bool, compile_only: bool, **options: Any) -> None:
     Finds the fastest configuration of each kernel on this machine's GPU, for all fits that follow: each is compiled,
     its answer checked, and timed. What is found is kept even if the command is interrupted.
 
-    With --calibrate: the rates of cores and GPU by which device="auto" picks the device of each fit.
+    With --calibrate: the rates of cores, GPU and links by which plans pick the device and the partition of each fit.
 
     With --compile: nothing is measured. Fits and recommendations with these numbers of factors find their kernels on
     disk, in CuPy's cache (CUPY_CACHE_DIR), as on a fresh machine or in the image of a container.

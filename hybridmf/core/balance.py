@@ -18,7 +18,7 @@ def balancing(user_gram: np.ndarray, item_gram: np.ndarray) -> tuple[np.ndarray,
     Parameters
     ----------
     user_gram, item_gram : float64 array, shape (rank, rank)
-        ``A = sum_u s_u x_u x_u^T`` and ``B = sum_i s_i y_i y_i^T``.
+        ``A = sum_u s_u x_u x_u^T`` and ``B = sum_i s_i y_i y_i^T``, each times lambda of its side where these differ.
 
     Returns
     -------

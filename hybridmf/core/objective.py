@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from .validate import check_bool, check_choice, check_real
 
 Side = Literal["user", "item"]
 SIDES: tuple[Side, Side] = ("user", "item")
+
+Scaling: TypeAlias = "str | float"
+"""One value of `regularization_scaling`."""
 
 SCALES = (1e-30, 1e30)
 """Bounds of `rating_scale`: initial factors are drawn in float32 for any ratings."""
@@ -26,11 +29,48 @@ def other_side(side: Side) -> Side:
     return "item" if side == "user" else "user"
 
 
-def check_scaling(value: object) -> float:
+class PerSide(NamedTuple):
+    """A number for each side."""
+
+    user: float
+    item: float
+
+    def of(self, side: Side) -> float:
+        """The number of a side."""
+        return self.user if side == "user" else self.item
+
+    def __str__(self) -> str:
+        return f"{self.user:g}" if self.user == self.item else f"({self.user:g}, {self.item:g})"
+
+
+ZERO = PerSide(0.0, 0.0)
+
+
+def check_per_side(name: str, value: object, check: Callable[[str, object], float]) -> PerSide:
+    """The checked numbers of users and items, from one value for both or a pair (users, items).
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if not isinstance(value, (tuple, list)):
+        number = check(name, value)
+        return PerSide(number, number)
+    if len(value) != 2:
+        raise ValueError(f"{name} must be one value, or a pair (users, items); got {len(value)} values: {value!r}")
+    return PerSide(*(check(f"{name} of {side}s", one) for side, one in zip(SIDES, value, strict=True)))
+
+
+def check_nonnegative(name: str, value: object) -> float:
+    """Return `value` as a float that is not negative."""
+    return check_real(name, value, 0.0)
+
+
+def _check_scaling(name: str, value: object) -> float:
     """Exponent nu of ``s = n_u ** nu``: 0 for "none", 1 for "count" (ALS-WR, cuMF eq. 1), or the number given."""
     if isinstance(value, str):
-        return {"none": 0.0, "count": 1.0}[check_choice("regularization_scaling", value, ("none", "count"))]
-    return check_real("regularization_scaling", value, 0.0)
+        return {"none": 0.0, "count": 1.0}[check_choice(name, value, ("none", "count"))]
+    return check_real(name, value, 0.0)
 
 
 @dataclass(frozen=True)
@@ -42,28 +82,43 @@ class Objective:
     Implicit: ``sum_all c (p - x.y)^2`` + the same penalty, with ``c = 1 + alpha |r|``, ``p = [r > 0]`` where observed
     and ``c = unobserved_weight``, ``p = 0`` elsewhere.
 
+    lambda, lambda_b and nu may differ between users and items; a number given for one of them stands for both sides.
+
     Attributes
     ----------
     feedback : {"explicit", "implicit"}
-    regularization : float
+    regularization : PerSide
         lambda.
-    scaling : float
-        nu; ``s = n ** nu`` for a row with n entries.
+    scaling : PerSide
+        nu; ``s = (n + added) ** nu`` for a row with n entries.
     alpha, unobserved_weight : float
         Implicit feedback only.
     biases : bool
         Explicit feedback only.
-    bias_regularization : float
+    bias_regularization : PerSide
         lambda_b, the penalty of squared biases.
+    count_unobserved : bool
+        Implicit feedback only: whether s counts all pairs of a row, each as `unobserved_weight`, beside its entries
+        (Rendle, Krichene, Zhang and Koren 2022, who write alpha_0 for this weight).
+    added : PerSide
+        Their sum; see `for_shape`.
     """
 
     feedback: Literal["explicit", "implicit"]
-    regularization: float
-    scaling: float = 0.0
+    regularization: PerSide
+    scaling: PerSide = ZERO
     alpha: float = 1.0
     unobserved_weight: float = 1.0
     biases: bool = False
-    bias_regularization: float = 0.0
+    bias_regularization: PerSide = ZERO
+    count_unobserved: bool = False
+    added: PerSide = ZERO
+
+    def __post_init__(self) -> None:
+        for name in ("regularization", "scaling", "bias_regularization", "added"):
+            value = getattr(self, name)
+            if not isinstance(value, PerSide):
+                object.__setattr__(self, name, PerSide(value, value))
 
     @classmethod
     def explicit(
@@ -78,36 +133,57 @@ class Objective:
 
         lambda has the unit of the ratings and lambda_b has none: a `bias_regularization` of None is lambda / `spread`.
         """
-        lambda_ = check_real("regularization", regularization, 0.0)
+        lambdas = check_per_side("regularization", regularization, check_nonnegative)
         if bias_regularization is None:
-            bias_regularization = lambda_ / spread
+            bias_regularization = tuple(lambda_ / spread for lambda_ in lambdas)
         return cls(
             "explicit",
-            lambda_,
-            check_scaling(scaling),
+            lambdas,
+            check_per_side("regularization_scaling", scaling, _check_scaling),
             biases=check_bool("biases", biases),
-            bias_regularization=check_real("bias_regularization", bias_regularization, 0.0),
+            bias_regularization=check_per_side("bias_regularization", bias_regularization, check_nonnegative),
         )
 
     @classmethod
-    def implicit(cls, regularization: object, scaling: object, alpha: object, unobserved_weight: object) -> Objective:
+    def implicit(
+        cls,
+        regularization: object,
+        scaling: object,
+        alpha: object,
+        unobserved_weight: object,
+        count_unobserved: object = False,
+    ) -> Objective:
         """Checked objective of implicit feedback (Hu, Koren and Volinsky 2008; Gates et al. eq. 1)."""
-        return cls(
+        objective = cls(
             "implicit",
-            check_real("regularization", regularization, 0.0),
-            check_scaling(scaling),
+            check_per_side("regularization", regularization, check_nonnegative),
+            check_per_side("regularization_scaling", scaling, _check_scaling),
             alpha=check_real("alpha", alpha, 0.0),
             unobserved_weight=check_real("unobserved_weight", unobserved_weight, 0.0),
+            count_unobserved=check_bool("count_unobserved", count_unobserved),
         )
+        if objective.count_unobserved and not any(objective.scaling):
+            raise ValueError(
+                f"count_unobserved=True has no effect with regularization_scaling={scaling!r}, which counts nothing; "
+                'use regularization_scaling="count" or a power, or count_unobserved=False'
+            )
+        return objective
+
+    def for_shape(self, shape: tuple[int, int]) -> Objective:
+        """The objective for ratings of this many users and items, whose pairs `count_unobserved` counts."""
+        if not self.count_unobserved:
+            return self
+        users, items = shape
+        return replace(self, added=PerSide(self.unobserved_weight * items, self.unobserved_weight * users))
 
     @property
     def weights(self) -> dict[str, float]:
-        """What multiplies errors and penalties, by the name of its parameter."""
+        """What multiplies errors and penalties, by the name of its parameter; the larger one of both sides."""
         if self.is_implicit:
             names = ["regularization", "alpha", "unobserved_weight"]
         else:
             names = ["regularization", "bias_regularization"] if self.biases else ["regularization"]
-        return {name: getattr(self, name) for name in names}
+        return {name: float(np.max(getattr(self, name))) for name in names}
 
     def check_finite_in(self, dtype: np.dtype) -> None:
         """Refuse a weight that is infinite in the type of the computation.
@@ -128,26 +204,32 @@ class Objective:
         """Whether feedback is implicit."""
         return self.feedback == "implicit"
 
-    def row_scale(self, degrees: np.ndarray) -> np.ndarray:
-        """s of each row from its number of entries; float64, shape of `degrees`. Empty rows get 1 (unused)."""
-        return np.maximum(degrees, 1).astype(np.float64) ** self.scaling
+    def row_scale(self, side: Side, degrees: np.ndarray) -> np.ndarray:
+        """s of each row from its number of entries; float64, shape of `degrees`. Empty rows count as 1 (unused)."""
+        return (np.maximum(degrees, 1).astype(np.float64) + self.added.of(side)) ** self.scaling.of(side)
 
-    def ridge(self, factors: int, rank: int) -> np.ndarray:
+    def ridge(self, side: Side, factors: int, rank: int) -> np.ndarray:
         """Diagonal that ``s_u`` multiplies in the normal equations, float64, shape (rank,): factors, then a bias."""
-        ridge = np.full(rank, self.regularization)
-        ridge[factors:] = self.bias_regularization
+        ridge = np.full(rank, self.regularization.of(side))
+        ridge[factors:] = self.bias_regularization.of(side)
         return ridge
 
-    def penalty(self, factors: np.ndarray, degrees: np.ndarray, bias: np.ndarray | None = None) -> float:
-        """Penalty of one side, ``sum_u s_u (lambda |x_u|^2 + lambda_b b_u^2)``, in float64."""
-        return self.penalty_of_squares(np.einsum("ij,ij->i", factors, factors, dtype=np.float64), degrees, bias)
+    def share(self, side: Side) -> float:
+        """lambda of a side divided by that of the items; 1 where one is 0, so that no basis has the least penalty."""
+        return self.regularization.of(side) / self.regularization.item if all(self.regularization) else 1.0
 
-    def penalty_of_squares(self, squares: np.ndarray, degrees: np.ndarray, bias: np.ndarray | None = None) -> float:
+    def penalty(self, side: Side, factors: np.ndarray, degrees: np.ndarray, bias: np.ndarray | None = None) -> float:
+        """Penalty of one side, ``sum_u s_u (lambda |x_u|^2 + lambda_b b_u^2)``, in float64."""
+        return self.penalty_of_squares(side, np.einsum("ij,ij->i", factors, factors, dtype=np.float64), degrees, bias)
+
+    def penalty_of_squares(
+        self, side: Side, squares: np.ndarray, degrees: np.ndarray, bias: np.ndarray | None = None
+    ) -> float:
         """`penalty` from the squared length of each row's factors, shape (n,)."""
-        rows = self.regularization * squares
+        rows = self.regularization.of(side) * squares
         if bias is not None:
-            rows = rows + self.bias_regularization * np.square(bias, dtype=np.float64)
-        return float(rows @ self.row_scale(degrees))
+            rows = rows + self.bias_regularization.of(side) * np.square(bias, dtype=np.float64)
+        return float(rows @ self.row_scale(side, degrees))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .objective import Factors, Objective, Side, State, Terms
+from .objective import SIDES, Factors, Objective, PerSide, Side, State, Terms
 
 
 def _weights(objective: Objective, ratings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -21,9 +21,14 @@ def _weights(objective: Objective, ratings: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def solve_row(
-    columns: np.ndarray, ratings: np.ndarray, fixed: Factors, mean: float, objective: Objective
+    columns: np.ndarray,
+    ratings: np.ndarray,
+    fixed: Factors,
+    mean: float,
+    objective: Objective,
+    side: Side = "user",
 ) -> tuple[np.ndarray, float]:
-    """Minimizer (x, b) of the objective over one row's factors and bias.
+    """Minimizer (x, b) of the objective over the factors and the bias of one row of a side.
 
     Parameters
     ----------
@@ -37,12 +42,13 @@ def solve_row(
     if len(columns) == 0:
         return np.zeros(rank), 0.0
     confidence, preference = _weights(objective, np.asarray(ratings, dtype=np.float64))
-    ridge = np.full(rank, objective.regularization * len(columns) ** objective.scaling)
+    scale = (len(columns) + objective.added.of(side)) ** objective.scaling.of(side)
+    ridge = np.full(rank, objective.regularization.of(side) * scale)
     if objective.biases:
         assert fixed.bias is not None
         preference = preference - mean - fixed.bias[columns].astype(np.float64)
         Y = np.column_stack([Y, np.ones(len(Y))])
-        ridge = np.append(ridge, objective.bias_regularization * len(columns) ** objective.scaling)
+        ridge = np.append(ridge, objective.bias_regularization.of(side) * scale)
     observed = Y[columns]
     if objective.is_implicit:  # unobserved pairs: c = w0, p = 0
         weight = np.full(len(Y), objective.unobserved_weight)
@@ -55,7 +61,12 @@ def solve_row(
 
 
 def solve_row_dual(
-    columns: np.ndarray, ratings: np.ndarray, fixed: Factors, mean: float, objective: Objective
+    columns: np.ndarray,
+    ratings: np.ndarray,
+    fixed: Factors,
+    mean: float,
+    objective: Objective,
+    side: Side = "user",
 ) -> tuple[np.ndarray, float]:
     """`solve_row` by one equation for each entry (docs/methods.md)."""
     Y = fixed.matrix.astype(np.float64)
@@ -64,26 +75,27 @@ def solve_row_dual(
     observed = Y[columns]
     confidence, preference = _weights(objective, np.asarray(ratings, dtype=np.float64))
     if objective.is_implicit:
-        M = objective.unobserved_weight * Y.T @ Y + objective.regularization * np.eye(Y.shape[1])
+        M = objective.unobserved_weight * Y.T @ Y + objective.regularization.of(side) * np.eye(Y.shape[1])
         G = observed @ np.linalg.solve(M, observed.T)
         S, t = np.diag(np.sqrt(confidence - objective.unobserved_weight)), preference * confidence
         v = t - S @ np.linalg.solve(np.eye(len(t)) + S @ G @ S, S @ G @ t)
         return np.linalg.solve(M, observed.T @ v), 0.0
-    ridge = objective.regularization * len(columns) ** objective.scaling
+    lambda_ = objective.regularization.of(side)
+    ridge = lambda_ * len(columns) ** objective.scaling.of(side)
     G, shared = observed @ observed.T, 0.0
     if objective.biases:
         assert fixed.bias is not None
         preference = preference - mean - fixed.bias[columns].astype(np.float64)
-        shared = objective.regularization / objective.bias_regularization
+        shared = lambda_ / objective.bias_regularization.of(side)
     v = np.linalg.solve(G + shared + ridge * np.eye(len(columns)), preference)
     return observed.T @ v, shared * float(v.sum())
 
 
-def half_sweep(matrix: Any, fixed: Factors, mean: float, objective: Objective) -> Factors:
-    """New factors of all rows of `matrix` (n_rows, n_fixed), row by row."""
+def half_sweep(matrix: Any, fixed: Factors, mean: float, objective: Objective, side: Side = "user") -> Factors:
+    """New factors of all rows of a side, those of `matrix` (n_rows, n_fixed), row by row."""
     matrix = sp.csr_array(matrix)
     bounds = zip(matrix.indptr[:-1], matrix.indptr[1:], strict=True)
-    rows = [solve_row(matrix.indices[a:b], matrix.data[a:b], fixed, mean, objective) for a, b in bounds]
+    rows = [solve_row(matrix.indices[a:b], matrix.data[a:b], fixed, mean, objective, side) for a, b in bounds]
     return Factors(np.array([x for x, _ in rows]), np.array([b for _, b in rows]) if objective.biases else None)
 
 
@@ -91,7 +103,7 @@ def fit(matrix: Any, state: State, objective: Objective, iterations: int) -> Sta
     """Full sweeps, items first, from a given state."""
     matrix = sp.csr_array(matrix)
     for _ in range(iterations):
-        state = state.with_side("item", half_sweep(matrix.T.tocsr(), state.user, state.mean, objective))
+        state = state.with_side("item", half_sweep(matrix.T.tocsr(), state.user, state.mean, objective, "item"))
         state = state.with_side("user", half_sweep(matrix, state.item, state.mean, objective))
     return state
 
@@ -111,11 +123,13 @@ def objective_value(matrix: Any, state: State, objective: Objective) -> float:
         np.bincount(index, minlength=size) for index, size in zip((coo.row, coo.col), predicted.shape, strict=True)
     ]
     penalty = 0.0
-    for degree, side in zip(degrees, (state.user, state.item), strict=True):
-        squares = objective.regularization * (side.matrix.astype(np.float64) ** 2).sum(axis=1)
-        if side.bias is not None:
-            squares = squares + objective.bias_regularization * side.bias.astype(np.float64) ** 2
-        penalty += (np.maximum(degree, 1.0) ** objective.scaling * squares).sum()
+    for degree, side in zip(degrees, SIDES, strict=True):
+        factors, lambda_b = state.side(side), objective.bias_regularization.of(side)
+        squares = objective.regularization.of(side) * (factors.matrix.astype(np.float64) ** 2).sum(axis=1)
+        if factors.bias is not None:
+            squares = squares + lambda_b * factors.bias.astype(np.float64) ** 2
+        scale = (np.maximum(degree, 1.0) + objective.added.of(side)) ** objective.scaling.of(side)
+        penalty += (scale * squares).sum()
     return float((C * (P - predicted) ** 2).sum() + penalty)
 
 
@@ -206,24 +220,24 @@ def ccd(
         In the order of the entries by rows.
     """
     coo = sp.csr_array(matrix).tocoo()
-    index = {"user": coo.row, "item": coo.col}
+    index: dict[Side, np.ndarray] = {"user": coo.row, "item": coo.col}
     w = np.ones(coo.nnz) if weights is None else np.asarray(weights, dtype=np.float64)
     factors = {side: getattr(state, side).matrix.astype(np.float64) for side in index}
     degrees = {side: np.bincount(index[side], minlength=len(factors[side])) for side in index}
-    scale = {side: objective.row_scale(degrees[side]) for side in index}
+    scale = {side: objective.row_scale(side, degrees[side]) for side in index}
     bias = {side: getattr(state, side).bias for side in index}
     bias = {side: np.zeros(len(scale[side])) if b is None else b.astype(np.float64) for side, b in bias.items()}
 
     def product(t: int) -> np.ndarray:
         return factors["user"][coo.row, t] * factors["item"][coo.col, t]
 
-    def minimizer(side: str, y: Any, residual: np.ndarray, ridge: float) -> np.ndarray:
+    def minimizer(side: Side, y: Any, residual: np.ndarray, ridge: PerSide) -> np.ndarray:
         size = len(degrees[side])
         numerator = np.bincount(index[side], w * residual * y, minlength=size)
-        denominator = np.bincount(index[side], w * y * y, minlength=size) + ridge * scale[side]
+        denominator = np.bincount(index[side], w * y * y, minlength=size) + ridge.of(side) * scale[side]
         return np.divide(numerator, denominator, out=np.zeros(size), where=denominator > 0)
 
-    def solve(side: str, fixed: str, t: int, residual: np.ndarray) -> None:
+    def solve(side: Side, fixed: Side, t: int, residual: np.ndarray) -> None:
         x = minimizer(side, factors[fixed][index[fixed], t], residual, objective.regularization)
         factors[side][:, t] = np.maximum(x, 0) if nonnegative else x
 

@@ -230,6 +230,21 @@ def refuse_masked(name: str, values: Any) -> None:
         )
 
 
+def refuse_gpu(matrix: Any, name: str) -> None:
+    """Refuse an array or matrix on a GPU where ratings on the host are expected.
+
+    Raises
+    ------
+    TypeError
+    """
+    values = matrix.data if isinstance(getattr(matrix, "format", None), str) else matrix
+    if hasattr(values, "__cuda_array_interface__"):
+        raise TypeError(
+            f"{name} is on a GPU; fit and PreparedRatings take sparse matrices from there "
+            f"(cupyx.scipy.sparse.csr_matrix), otherwise copy it to the host: {name}.get()"
+        )
+
+
 def without_mask(matrix: Any, name: str) -> Any:
     """A dense matrix whose masked cells are 0, that is, absent entries; anything else as it is."""
     if not isinstance(matrix, np.ma.MaskedArray):
@@ -290,6 +305,7 @@ def as_csr(
     check_choice("duplicates", duplicates, MERGE_RULES)
     matrix = getattr(matrix, "user_items", matrix)  # a Ratings object
     if not sp.issparse(matrix):
+        refuse_gpu(matrix, name)
         refuse_triplets(matrix, name)
         return _from_dense(matrix, name, dtype)
     if matrix.ndim != 2:
@@ -376,6 +392,17 @@ def from_triplets(
     pointer, indices, data = _sorted_unique(pointer, columns, work, shape, name, duplicates)
     data = _finite_values(data, indices, pointer, name, dtype)
     return _assemble(pointer, indices, data, shape, drop_zeros)
+
+
+def in_matrix_order(rows: Any, columns: Any, numbers: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Numbers or times of 8 bytes, one for each triplet, in the order of the entries of `from_triplets`.
+
+    The triplets are those of a matrix that `from_triplets` has made; no pair repeats.
+    """
+    users, items = (np.ascontiguousarray(index, dtype=np.int32) for index in (rows, columns))
+    carried = np.ascontiguousarray(numbers).view(np.float64)  # which is moved and never read
+    by_column = _formats.by_column(users, items, carried, shape[1])
+    return np.asarray(_formats.transpose(*by_column, shape[0])[2].view(numbers.dtype))
 
 
 def _carried(values: np.ndarray, dtype: Any, duplicates: str) -> np.ndarray:

@@ -25,7 +25,7 @@ from ..native.systems import Rows, Systems, Tiles, Weights
 from ..plan.ordering import reordered
 from ..plan.row_forms import changes_basis, dual_up_to
 from ..plan.solver import Alternating
-from ..plan.types import Plan
+from ..plan.types import NONNEGATIVE, Plan
 
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
 
@@ -67,6 +67,11 @@ def _design(fixed: Factors, objective: Objective) -> np.ndarray:
     return np.concatenate([fixed.matrix, np.ones((len(fixed), 1), dtype=fixed.matrix.dtype)], axis=1)
 
 
+def _bias_square(objective: Objective, side: Side) -> float:
+    """lambda / lambda_b of a side."""
+    return objective.regularization.of(side) / objective.bias_regularization.of(side)
+
+
 def _offsets(fixed: Factors, mean: float, objective: Objective) -> np.ndarray:
     """Part of each rating that the mean and the biases of the fixed side explain."""
     if not objective.biases or fixed.bias is None:
@@ -104,7 +109,10 @@ class WeightedGram:
 
     Parameters
     ----------
-    factors : float array, shape (n_rows, rank)
+    side : {"user", "item"}
+        The side to solve, whose ridge the basis takes in.
+    factors : float array, shape (n_fixed, rank)
+        The other side.
     objective : Objective
     num_threads : int
     blas : bool
@@ -116,8 +124,10 @@ class WeightedGram:
         (0, 0) for explicit feedback.
     """
 
-    def __init__(self, factors: np.ndarray, objective: Objective, num_threads: int, *, blas: bool = False) -> None:
-        self.regularization, self.dtype = objective.regularization, factors.dtype
+    def __init__(
+        self, side: Side, factors: np.ndarray, objective: Objective, num_threads: int, *, blas: bool = False
+    ) -> None:
+        self.regularization, self.dtype = objective.regularization.of(side), factors.dtype
         self.matrix = _empty(np.dtype(np.float64), 2)
         if objective.is_implicit:
             with single_threaded_blas() if blas else nullcontext():
@@ -171,7 +181,7 @@ class FixedSide:
         self, side: Side, fixed: Factors, mean: float, objective: Objective, plan: Plan, gram: WeightedGram
     ) -> None:
         design, longest, self.back = _design(fixed, objective), dual_up_to(plan, side), None
-        matrix, ridge = gram.matrix, objective.ridge(plan.factors, plan.rank)
+        matrix, ridge = gram.matrix, objective.ridge(side, plan.factors, plan.rank)
         if changes_basis(plan, side):
             if gram.basis is None:
                 longest = 0  # the primal form names the row that is not positive definite
@@ -193,9 +203,7 @@ class FixedSide:
             alpha=objective.alpha,
             unobserved=objective.unobserved_weight,
             dual_up_to=longest,
-            bias_square=objective.regularization / objective.bias_regularization
-            if objective.biases and longest
-            else 0.0,
+            bias_square=_bias_square(objective, side) if objective.biases and longest else 0.0,
             epsilon=_epsilon(design.dtype),
         )
 
@@ -231,7 +239,7 @@ class HalfSweep:
         self.side, self.objective, self.plan = side, objective, plan
         self.indptr, self.indices, self.ratings = csr_arrays(matrix)
         self.degrees = np.diff(self.indptr)
-        self.scale = objective.row_scale(self.degrees)
+        self.scale = objective.row_scale(side, self.degrees)
         self.order = _formats.degree_order(self.indptr)
         self.bals: BalsMatrix | None = None
         if plan.assembly == "bals":
@@ -269,7 +277,7 @@ class HalfSweep:
         """
         plan, indices = self.plan, self.indices
         if gram is None:
-            gram = WeightedGram(fixed.matrix, self.objective, plan.num_threads, blas=plan.uses_blas)
+            gram = WeightedGram(self.side, fixed.matrix, self.objective, plan.num_threads, blas=plan.uses_blas)
         if changes_basis(plan, self.side) and len(indices) < len(fixed):
             # few rows need not change the basis of all fixed rows
             columns, indices = np.unique(indices, return_inverse=True)
@@ -282,7 +290,7 @@ class HalfSweep:
         rows = Rows(self.indptr, self.indices if indices is None else indices, self.ratings, self.scale)
         # Only the published assemblies, and systems beyond the rank of our Cholesky, use BLAS and LAPACK. Limiting BLAS
         # takes milliseconds, because threadpoolctl has to find the loaded libraries.
-        blas = plan.solver == "cholesky" and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
+        blas = plan.solver in ("cholesky", NONNEGATIVE) and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
         with single_threaded_blas() if blas else nullcontext():
             out, status = self._first_rows(start, self.ratings.dtype), np.zeros(len(self), dtype=np.int32)
             for solve_batch in self._kernel_calls(out, fixed.systems, rows, status):
@@ -332,6 +340,8 @@ class HalfSweep:
             common = (out, systems, rows, batch, status, workspace)
             if plan.solver == "cg":
                 yield partial(_als.cg_rows, *common, plan.cg_steps, _cg_forms_from(plan))
+            elif plan.solver == NONNEGATIVE:
+                yield partial(_als.nonnegative_rows, *common, plan.factors)
             elif plan.solver == "subspace":
                 yield partial(_als.subspace_rows, *common, plan.block_size)
             else:
@@ -425,12 +435,13 @@ class StreamedHalf:
         self.check: Callable[[], None] | None = None  # as in `HalfSweep`
         self.names = np.arange(len(slabs.degrees)) if names is None else names
         self.degrees = slabs.degrees
-        self.scale = objective.row_scale(self.degrees)
+        self.scale = objective.row_scale(side, self.degrees)
 
     def solve(self, fixed: Factors, mean: float, start: Factors | None = None) -> Factors:
         """New factors of the side; see `HalfSweep.solve`."""
         plan, bounds = self.plan, self.slabs.bounds
-        gram = WeightedGram(np.ascontiguousarray(fixed.matrix), self.objective, plan.num_threads, blas=plan.uses_blas)
+        fixed_rows = np.ascontiguousarray(fixed.matrix)
+        gram = WeightedGram(self.side, fixed_rows, self.objective, plan.num_threads, blas=plan.uses_blas)
         prepared = FixedSide(self.side, fixed, mean, self.objective, plan, gram)
         out = aligned_zeros((len(self.degrees), plan.factors), fixed.matrix.dtype)
         bias = np.zeros(len(out), dtype=out.dtype) if self.objective.biases else None
@@ -505,11 +516,11 @@ class CpuALS(Alternating):
             self.state = self.state.with_side(side, Factors(matrix, factors.bias))
 
     def _penalty_gram(self, side: Side) -> np.ndarray:
-        """``sum_u s_u x_u x_u^T`` in float64, shape (factors, factors)."""
+        """``sum_u s_u x_u x_u^T`` times lambda relative to that of items; float64, shape (factors, factors)."""
         matrix = self._inward(side).matrix
         weights = np.sqrt(self.halves[side].scale).astype(matrix.dtype)
         gram: np.ndarray = _als.gram(matrix * weights[:, None], self.plan.num_threads)
-        return gram
+        return self.objective.share(side) * gram
 
     def objective_value(self) -> float:
         """The objective at the current factors, in float64."""
@@ -565,5 +576,5 @@ def total_objective(
     if objective.is_implicit:
         grams = [_als.gram(factors, num_threads) for factors in (users, items)]
         total += objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
-    user_penalty = objective.penalty(users, user_degrees, state.user.bias)
-    return total + user_penalty + objective.penalty(items, item_degrees, state.item.bias)
+    user_penalty = objective.penalty("user", users, user_degrees, state.user.bias)
+    return total + user_penalty + objective.penalty("item", items, item_degrees, state.item.bias)

@@ -48,20 +48,21 @@ class _Half:
 
     Parameters
     ----------
+    side : {"user", "item"}
     matrix : csr_array, shape (n_rows, n_fixed)
         One row for each row of the side.
     weights : csr_array of the same pattern, or None
     objective : Objective
     """
 
-    def __init__(self, matrix: sp.csr_array, weights: sp.csr_array | None, objective: Objective) -> None:
+    def __init__(self, side: Side, matrix: sp.csr_array, weights: sp.csr_array | None, objective: Objective) -> None:
         indptr, indices, self.ratings = csr_arrays(matrix)
         given: np.ndarray = np.empty(0, dtype=matrix.dtype) if weights is None else weights.data
         residual = aligned_zeros(self.ratings.shape, matrix.dtype)
         self.rows = ResidualRows(indptr, indices, residual, given, *_ccd.schedule(indptr))
         self.degrees = np.diff(indptr)
         # of factors, and of biases if there are any
-        self.ridges = objective.ridge(1, 1 + objective.biases)[:, None] * objective.row_scale(self.degrees)
+        self.ridges = objective.ridge(side, 1, 1 + objective.biases)[:, None] * objective.row_scale(side, self.degrees)
 
 
 class CpuCCD(Unconnected):
@@ -101,8 +102,8 @@ class CpuCCD(Unconnected):
         of_users = None if weights is None else _weight_matrix(user_items, weights)
         of_items = None if of_users is None else transposed(of_users, plan.num_threads)
         self.halves: dict[Side, _Half] = {
-            "user": _Half(user_items, of_users, objective),
-            "item": _Half(item_users, of_items, objective),
+            "user": _Half("user", user_items, of_users, objective),
+            "item": _Half("item", item_users, of_items, objective),
         }
         self._workspace = workspaces(plan.num_threads, _ccd.LONG_ROW, user_items.dtype)
 
@@ -178,7 +179,8 @@ class CpuCCD(Unconnected):
     ) -> None:
         half, coordinates = self.halves[side], columns[side][column]
         is_factor = column >= len(self.biases)
-        solves = is_factor or self.biases[column] == side  # otherwise the column has the ones that multiply biases
+        # otherwise the column has the ones that multiply biases, or the side keeps its coordinates
+        solves = (is_factor or self.biases[column] == side) and side != self.plan.frozen
         _ccd.update(
             coordinates,
             pairs[side],
@@ -203,8 +205,8 @@ class CpuCCD(Unconnected):
             penalty = self.objective.penalty
             return (
                 float(np.dot(users.rows.weights * error, error))
-                + penalty(self.state.user.matrix, users.degrees, self.state.user.bias)
-                + penalty(self.state.item.matrix, items.degrees, self.state.item.bias)
+                + penalty("user", self.state.user.matrix, users.degrees, self.state.user.bias)
+                + penalty("item", self.state.item.matrix, items.degrees, self.state.item.bias)
             )
         csr = (users.rows.indptr, users.rows.indices, users.ratings)
         return objective_value(self.objective, csr, self.state, users.degrees, items.degrees, self.plan.num_threads)

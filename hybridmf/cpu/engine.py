@@ -35,10 +35,10 @@ class CpuEngine:
         """See `hybridmf.cpu.topk.top_k`."""
         return topk.top_k(users, packed, n, seen=seen, candidates=candidates, num_threads=self.plan.num_threads)
 
-    def gram(self, fixed: Factors, objective: Objective) -> als.WeightedGram:
+    def gram(self, side: Side, fixed: Factors, objective: Objective) -> als.WeightedGram:
         """Weighted Gram matrix, computed as in the fit, so that training rows get their training factors."""
         plan = for_fold_in(self.plan)
-        return als.WeightedGram(fixed.matrix, objective, plan.num_threads, blas=plan.uses_blas)
+        return als.WeightedGram(side, fixed.matrix, objective, plan.num_threads, blas=plan.uses_blas)
 
     def fold_in(
         self,

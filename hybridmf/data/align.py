@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES
+from ..core.objective import SIDES, Side
 from ..core.sparse import entry_rows, take_rows
 from ..core.validate import check_choice, check_shape, from_triplets
 from ..errors import RatingsError, UnknownLabelError
@@ -37,8 +37,12 @@ Labels = tuple[Any, Any]
 
 
 def labels_of(given: Any) -> Labels | None:
-    """Labels of users and items of `Ratings` or a `Store`, None for an axis without; None for a plain matrix."""
-    return (given.user_ids, given.item_ids) if isinstance(given, (Ratings, Store)) else None
+    """Labels of users and items of `Ratings` (prepared ones, too) or a `Store`, None for an axis without.
+
+    None for a plain matrix.
+    """
+    held = getattr(given, "ratings", given)
+    return (held.user_ids, held.item_ids) if isinstance(held, (Ratings, Store)) else None
 
 
 def align(
@@ -124,6 +128,35 @@ def align_rows(
     if labelled:
         check_shape(name, matrix, (n_users, None), ("n_users", "n_items"))
     return take_rows(matrix, users) if labelled or matrix.shape[0] == n_users != len(users) else matrix
+
+
+def positions_in(side: Side, have: Any, want: Any, counts: tuple[int, int], name: str, owner: str) -> np.ndarray:
+    """Position of each row of `name` among those of `owner`, by label if both have labels; -1 for unknown ones.
+
+    Parameters
+    ----------
+    side : {"user", "item"}
+    have, want : array or None
+        Labels of either.
+    counts : (int, int)
+        Rows of either.
+    name, owner : str
+        For messages.
+
+    Raises
+    ------
+    RatingsError
+        Only one of the two has labels, or neither has and their numbers of rows differ.
+    """
+    places = _places(SIDES.index(side), have, want, counts[0], name, owner)
+    if places is not None:
+        return places
+    if counts[0] != counts[1]:
+        raise RatingsError(
+            f"{name} has {counts[0]} {side}s and {owner} {counts[1]}, and without labels only their number could say "
+            "which are the same; fit both on labelled Ratings, or give arrays of factors"
+        )
+    return np.arange(counts[0])
 
 
 def _places(axis: int, have: Any, want: Any, count: int, name: str, owner: str) -> np.ndarray | None:

@@ -11,7 +11,6 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from ..core.files import open_bytes
 from . import lines
 from ._spelling import spelled_plainly
 from .labels import MAX_VALUE
-from .layout import Chunk, TextLayout
+from .layout import TextLayout, TimedChunk
 
 BLOCK_BYTES = 1 << 24
 """Text parsed at a time: bounds memory whatever the file's size."""
@@ -48,19 +47,19 @@ class _Irregular(Exception):
 _DECLINED = (_Irregular, OSError, EOFError, zlib.error)  # the latter for damaged gzip files
 
 
-def integer_chunks(layout: TextLayout, size: int = BLOCK_BYTES) -> Iterator[Chunk | None]:
+def integer_chunks(layout: TextLayout, size: int = BLOCK_BYTES) -> Iterator[TimedChunk | None]:
     """Users, items (int64) and values (float64) of `size` bytes after others; None to decline."""
     try:
         for table in _tables(layout, size, integers=True):
             users, items = (table[place].to_numpy() for place in (layout.user, layout.item))
-            yield users, items, _values(table, layout)
+            yield users, items, _values(table, layout), *_times(table, layout)
     except _DECLINED:
         yield None
 
 
 def label_chunks(
     layout: TextLayout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_BYTES
-) -> Iterator[Chunk | None]:
+) -> Iterator[TimedChunk | None]:
     """Codes (int32) of users and items and values (float64) of `size` bytes after others; None to decline.
 
     The tables get the code of each new label: labels count in the order of their first appearance.
@@ -68,28 +67,28 @@ def label_chunks(
     try:
         for table in _tables(layout, size, integers=False):
             users, items = _codes(table[layout.user], user_table), _codes(table[layout.item], item_table)
-            yield users, items, _values(table, layout)
-    except _DECLINED:
-        yield None
-
-
-def time_chunks(layout: TextLayout, place: int, dates: bool, size: int = BLOCK_BYTES) -> Iterator[np.ndarray | None]:
-    """One column of `size` bytes after others: numbers (float64) or dates (datetime64); None to decline."""
-    alone = replace(layout, user=place, item=place, value=place)
-    try:
-        for table in _tables(alone, size, integers=False, dates=dates):
-            yield table[place].to_numpy() if dates else _values(table, alone)
+            yield users, items, _values(table, layout), *_times(table, layout)
     except _DECLINED:
         yield None
 
 
 def _values(table: dict[int, Any], layout: TextLayout) -> np.ndarray:
-    if layout.value is None:
-        return np.ones(len(table[layout.user]))
-    values = table[layout.value].to_numpy()
-    if not np.all(np.abs(values) <= MAX_VALUE):
+    return np.ones(len(table[layout.user])) if layout.value is None else _numbers(table[layout.value])
+
+
+def _times(table: dict[int, Any], layout: TextLayout) -> tuple[np.ndarray, ...]:
+    if not layout.times:
+        return ()
+    assert layout.columns.time is not None
+    column = table[layout.columns.time]
+    return (column.to_numpy() if layout.times == "dates" else _numbers(column),)
+
+
+def _numbers(column: Any) -> np.ndarray:
+    numbers: np.ndarray = column.to_numpy()
+    if not np.all(np.abs(numbers) <= MAX_VALUE):
         raise _Irregular
-    return values
+    return numbers
 
 
 def _codes(column: Any, table: dict[str, int]) -> np.ndarray:
@@ -104,8 +103,8 @@ def _codes(column: Any, table: dict[str, int]) -> np.ndarray:
 # -------------------------------------------------------------------------------------------------------------- blocks
 
 
-def _tables(layout: TextLayout, size: int, *, integers: bool, dates: bool = False) -> Iterator[dict[int, Any]]:
-    """Columns of users, items and values, by their places, of each block of whole lines below the header."""
+def _tables(layout: TextLayout, size: int, *, integers: bool) -> Iterator[dict[int, Any]]:
+    """Columns of users, items, values and times, by their places, of each block of whole lines below the header."""
     if layout.encoding != "utf-8-sig" or os.path.getsize(layout.path) < SMALLEST:
         raise _Irregular
     header = layout.header
@@ -119,7 +118,7 @@ def _tables(layout: TextLayout, size: int, *, integers: bool, dates: bool = Fals
                 content, delimiter = _one_byte_delimiter(content, layout.separator)
                 if integers and not spelled_plainly(content, delimiter):
                     raise _Irregular
-                yield _parse(content, delimiter, layout, integers, dates)
+                yield _parse(content, delimiter, layout, integers)
 
 
 def _blocks(stream: Any, size: int) -> Iterator[bytes]:
@@ -195,14 +194,16 @@ def _blank_of(block: bytes) -> bytes:
     return blank
 
 
-def _parse(block: bytes, delimiter: bytes, layout: TextLayout, integers: bool, dates: bool) -> dict[int, Any]:
+def _parse(block: bytes, delimiter: bytes, layout: TextLayout, integers: bool) -> dict[int, Any]:
     try:
         import pyarrow as pa
         from pyarrow import csv as arrow_csv
     except ImportError as error:
         raise _Irregular from error
     ids = pa.int64() if integers else pa.dictionary(pa.int32(), pa.string())
-    kinds = {layout.user: ids, layout.item: ids, layout.value: pa.timestamp("ns") if dates else pa.float64()}
+    kinds = {layout.user: ids, layout.item: ids, layout.value: pa.float64()}
+    if layout.times:
+        kinds[layout.columns.time] = pa.timestamp("ns") if layout.times == "dates" else pa.float64()
     used = {place: str(place) for place in range(layout.n_fields) if place in kinds}
     try:
         table = arrow_csv.read_csv(

@@ -10,7 +10,16 @@ from typing import Any, cast
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.validate import MERGE_HINT, Repeats, check_ids, check_int, from_triplets, refuse_masked, repeats
+from ..core.validate import (
+    MERGE_HINT,
+    Repeats,
+    check_ids,
+    check_int,
+    from_triplets,
+    in_matrix_order,
+    refuse_masked,
+    repeats,
+)
 from ..errors import DuplicateEntriesError, RatingsError, UnknownLabelError
 
 MAX_PADDED = 256
@@ -56,8 +65,10 @@ class Entries:
         """Time of each entry of `to_matrix`, in its order; of a merged entry the latest, or that of the entry kept."""
         if self.times is None:
             return None
+        if duplicates == "error":  # no pair repeats
+            return in_matrix_order(self.users, self.items, self.times, self.shape)
         order, rule = np.arange(len(self.times)), duplicates
-        if duplicates not in ("error", "first", "last"):
+        if duplicates not in ("first", "last"):
             order, rule = np.argsort(self.times, kind="stable"), "max"
         places = np.empty(len(order))
         places[order] = np.arange(len(order))  # exact in float64
@@ -137,7 +148,8 @@ def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
         raise RatingsError(f"{name} has no time at entry {bad[0]} ({times[bad[0]]}); remove or fill such entries")
     if times.dtype.kind == "f" and len(times) and np.all(times == np.floor(times)) and np.abs(times).max() < 2**63:
         return times.astype(np.int64)
-    return times.astype(np.int64) if times.dtype.kind in "iu" else times
+    kinds = {"i": np.int64, "u": np.int64, "f": np.float64}
+    return times.astype(kinds[times.dtype.kind], copy=False) if times.dtype.kind in kinds else times
 
 
 # ------------------------------------------------------------------------------------------------- labels and positions

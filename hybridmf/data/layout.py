@@ -14,6 +14,9 @@ from .columns import Columns
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Users, items and values of some entries."""
 
+TimedChunk = tuple[np.ndarray, ...]
+"""The same, and the times of these entries if the layout says `times`."""
+
 
 @dataclass(frozen=True)
 class TextLayout:
@@ -30,6 +33,7 @@ class TextLayout:
     value: int | None
     integer_ids: bool  # of the first entry: worth trying the fast path
     columns: Columns
+    times: str = ""  # "numbers" or "dates" to read the column of times with the others, as such
     on_read: Callable[[int], object] | None = None  # is passed the bytes of the file that were read so far
 
     def open(self) -> io.TextIOWrapper:

@@ -43,10 +43,6 @@ class Slabs(Protocol):
     def prefetch(self, slab: int) -> None:
         """Have the system read a slab ahead, if it lies in a file."""
 
-    @property
-    def ends(self) -> np.ndarray:
-        """Smallest and largest absolute value of the entries, shape (2,); (0,) if there are none."""
-
 
 def slab_bounds(degrees: np.ndarray, entries: int, rows: int | None = None) -> np.ndarray:
     """Cut rows into slabs of at most `entries` entries; a row counts as one more, and one beyond the limit is alone.
@@ -115,11 +111,6 @@ class MemorySlabs:
         """Entries of each row."""
         return np.diff(csr_arrays(self.csr)[0])
 
-    @property
-    def ends(self) -> np.ndarray:
-        """Smallest and largest absolute value."""
-        return magnitudes(self.csr.data)
-
     def matrix(self, slab: int) -> sp.csr_array:
         """Rows of a slab; values and indices are views."""
         return rows_of(self.csr, *self.bounds[slab : slab + 2].tolist())
@@ -156,11 +147,6 @@ class RangeSlabs:
         self.bounds = bounds
         self._slab_of = np.searchsorted(source.bounds, first + bounds[:-1], side="right") - 1
         self._at_hand: tuple[int, sp.csr_array] | None = None
-
-    @property
-    def ends(self) -> np.ndarray:
-        """Those of the source, which may lie beyond the ones of these rows."""
-        return self.source.ends
 
     def cut(self, entries: int, rows: int | None = None) -> RangeSlabs:
         """The same rows in slabs of at most so many entries and rows."""
@@ -204,7 +190,7 @@ class ColumnSlabs:
 
     Attributes
     ----------
-    shape, dtype, nnz, degrees, ends
+    shape, dtype, nnz, degrees
         Of these rows and columns, as of `Slabs`.
     """
 
@@ -213,12 +199,9 @@ class ColumnSlabs:
         self._parts = [RangeSlabs(source, *rows) for rows in ranges]
         self._starts = np.cumsum([0, *(part.shape[0] for part in self._parts)]).tolist()
         self.shape = (self._starts[-1], columns[1] - columns[0])
-        degrees, ends = [np.zeros(0, np.int64)], [np.zeros(0, self.dtype)]
-        for piece in self.rows(0, self.shape[0]):
-            degrees.append(np.diff(piece.indptr))
-            ends.append(magnitudes(piece.data))
+        pieces = self.rows(0, self.shape[0])
+        self.degrees = np.concatenate([np.zeros(0, np.int64), *(np.diff(piece.indptr) for piece in pieces)])
         self._release()
-        self.degrees, self.ends = np.concatenate(degrees), magnitudes(np.concatenate(ends))
         self.nnz = int(self.degrees.sum())
 
     def rows(self, first: int, last: int) -> Iterator[sp.csr_array]:

@@ -531,11 +531,6 @@ class StoreMatrix:
         return ValueSummary.of(matrix.data for matrix in users.matrices())
 
     @property
-    def ends(self) -> np.ndarray:
-        """Smallest and largest absolute value; empty if there are no entries."""
-        return np.array(self.store._manifest["magnitudes"][self._kind], dtype=np.float64)
-
-    @property
     def largest_slab(self) -> int:
         """Entries of the largest slab of either side."""
         sides = [self, self.transposed()]

@@ -33,7 +33,7 @@ from ..errors import RatingsError
 from . import arrow_text
 from .columns import AUTO, DEFAULT_PLACES, Columns, resolve_columns
 from .labels import MAX_POSITION, MAX_VALUE, Entries, as_times, factorize_integers, factorize_objects
-from .layout import Chunk, TextLayout, open_text
+from .layout import Chunk, TextLayout, TimedChunk, open_text
 from .lines import Lines, line_blocks
 
 logger = logging.getLogger("hybridmf")
@@ -284,35 +284,42 @@ def _has_header(
 def read_text(layout: TextLayout, show_progress: bool = False) -> Entries:
     """Entries below the header, labels sorted; int64 where all of a column are integers, else strings."""
     with reading_progress(layout.path, show_progress) as on_read:
-        watched = replace(layout, on_read=on_read)
-        (users, user_ids), (items, item_ids), values = _read_regular(watched) or _read_any(watched)
+        ((users, user_ids), (items, item_ids), values), times = _read_columns(replace(layout, on_read=on_read))
         if not len(users):
             raise RatingsError(f"{layout.path} holds no ratings, only a header")
-        times = None if layout.columns.time is None else _read_times(watched, layout.columns.time)
 
     shape = (len(user_ids), len(item_ids))
     where = functools.partial(lines_of, layout)
     return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where, times)
 
 
-def _read_times(layout: TextLayout, place: int) -> np.ndarray:
-    """Times of all entries.
+def _read_columns(layout: TextLayout) -> tuple[Columnar, np.ndarray | None]:
+    """Users, items and values, and the times of all entries if the layout has a column of them."""
+    place = layout.columns.time
+    if place is None:
+        return _read_regular(layout) or _read_any(layout), None
+    if place not in (layout.user, layout.item, layout.value):
+        numbers, dates = (replace(layout, times=kind) for kind in ("numbers", "dates"))
+        found = _read_regular(numbers) or _read_regular(dates) or _read_integers(numbers)
+        if found is not None:
+            return found[:3], as_times(found[3])
+    # irregular times do not slow the rest down
+    columns = _read_regular(layout) or _read_integers(layout)
+    if columns is not None:
+        return columns, _parsed_times(layout, place, [row[place].strip() for _, row in _records(layout)])
+    texts: list[str] = []
+    return _read_records(layout, place, texts), _parsed_times(layout, place, texts)
+
+
+def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarray:
+    """Times of all entries, from their text.
 
     Raises
     ------
     RatingsError
     """
-    numbers = _join_column(arrow_text.time_chunks(layout, place, dates=False))
-    if numbers is None and layout.integer_ids:
-        found = _join(integer_chunks(replace(layout, user=place, item=place, value=place)))
-        numbers = None if found is None else found[2]
-    if numbers is not None:
-        return as_times(numbers)
-    dates = _join_column(arrow_text.time_chunks(layout, place, dates=True))
-    if dates is not None:
-        return as_times(dates)
     try:
-        return parse_times([row[place].strip() for _, row in _records(layout)])
+        return parse_times(texts)
     except ValueError as error:
         raise RatingsError(
             f"{layout.path}, column {place} (timestamp) is neither numbers nor dates as 2026-11-23T12:00:00 ({error}); "
@@ -320,23 +327,13 @@ def _read_times(layout: TextLayout, place: int) -> np.ndarray:
         ) from error
 
 
-def _join_column(chunks: Iterator[np.ndarray | None]) -> np.ndarray | None:
-    """All chunks in one; None if there are none, or as soon as one is None."""
-    parts = []
-    for chunk in chunks:
-        if chunk is None:
-            return None
-        parts.append(chunk)
-    return np.concatenate(parts) if parts else None
-
-
 def read_fields(layout: TextLayout, place: int) -> np.ndarray:
     """One column of all records as text, without white space around it."""
     return np.array([row[place].strip() for _, row in _records(layout)], dtype=object)
 
 
-def _read_regular(layout: TextLayout) -> Columnar | None:
-    """What `_read_any` returns, through pyarrow; None where that declines."""
+def _read_regular(layout: TextLayout) -> Any:
+    """`Columnar`, with times as a fourth element if the layout says so, through pyarrow; None where that declines."""
     numeric = _join(arrow_text.integer_chunks(layout)) if layout.integer_ids else None
     if numeric is not None:
         return _with_integer_labels(numeric)
@@ -346,32 +343,36 @@ def _read_regular(layout: TextLayout) -> Columnar | None:
     return None if coded is None else _with_sorted_labels(coded, user_table, item_table)
 
 
+def _read_integers(layout: TextLayout) -> Any:
+    """What `_read_regular` returns, by numpy.loadtxt; None as soon as anything is out of the ordinary."""
+    numeric = _join(integer_chunks(layout)) if layout.integer_ids else None
+    return None if numeric is None else _with_integer_labels(numeric)
+
+
 def _read_any(layout: TextLayout) -> Columnar:
-    """((positions, labels) of users, the same of items, values)."""
-    numeric = _read_integers(layout) if layout.integer_ids else None
-    return _read_records(layout) if numeric is None else _with_integer_labels(numeric)
+    """Users, items and values, whatever the file holds."""
+    return _read_integers(layout) or _read_records(layout)
 
 
-def _with_integer_labels(chunk: Chunk) -> Columnar:
-    return factorize_integers(chunk[0]), factorize_integers(chunk[1]), chunk[2]
+def _with_integer_labels(chunk: TimedChunk) -> Any:
+    return factorize_integers(chunk[0]), factorize_integers(chunk[1]), *chunk[2:]
 
 
-def _with_sorted_labels(chunk: Chunk, user_table: dict[str, int], item_table: dict[str, int]) -> Columnar:
-    users, items, values = chunk
-    return sorted_labels(users, list(user_table)), sorted_labels(items, list(item_table)), values
+def _with_sorted_labels(chunk: TimedChunk, user_table: dict[str, int], item_table: dict[str, int]) -> Any:
+    return sorted_labels(chunk[0], list(user_table)), sorted_labels(chunk[1], list(item_table)), *chunk[2:]
 
 
-def _join(chunks: Iterator[Chunk | None]) -> Chunk | None:
+def _join(chunks: Iterator[TimedChunk | None] | Iterator[Chunk]) -> TimedChunk | None:
     """All chunks in one; None as soon as one is None."""
-    parts: list[list[np.ndarray]] = [[], [], []]
+    parts: list[list[np.ndarray]] = []
     for chunk in chunks:
         if chunk is None:
             return None
+        parts = parts or [[] for _ in chunk]
         for column, values in zip(parts, chunk, strict=True):
             column.append(_narrow(values))
     # column by column, so that no more than one of them is in memory twice
-    users, items, values = (np.concatenate(parts.pop(0)) for _ in range(3)) if parts[0] else NOTHING
-    return users, items, values
+    return tuple(np.concatenate(parts.pop(0)) for _ in range(len(parts))) if parts else NOTHING
 
 
 def _narrow(ids: np.ndarray) -> np.ndarray:
@@ -387,14 +388,11 @@ def lines_of(layout: TextLayout, first: int, second: int) -> str:
     return f"lines {lines[0]} and {lines[1]}"
 
 
-def _read_integers(layout: TextLayout) -> Chunk | None:
-    """Users, items (int64) and values (float64) by numpy.loadtxt; None as soon as anything is out of the ordinary."""
-    return _join(integer_chunks(layout))
-
-
-def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[Chunk | None]:
+def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[TimedChunk | None]:
     """Users, items (int64) and values (float64) of `size` characters after others; None at the first irregularity."""
-    kinds = {layout.user: "i8", layout.item: "i8", layout.value: "f8"}
+    kinds = {layout.user: "i8", layout.item: "i8", layout.value: "f8"} | (
+        {layout.columns.time: "f8"} if layout.times else {}
+    )
     dtype = np.dtype([(f"f{k}", kinds.get(k, "U1")) for k in range(layout.n_fields)])
     separator = r"\s" if layout.separator == " " else re.escape(layout.separator)
     odd = re.compile(rf"(?:\n|{separator})[ \t]*(?:-?0[0-9]|-0(?![0-9.]))")
@@ -410,13 +408,15 @@ def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[Chun
         if not any(lines):
             continue
         table = _parse_block(lines, dtype, layout)
-        values = None if table is None else np.ones(len(table))
-        if table is not None and layout.value is not None:
-            values = table[f"f{layout.value}"]
-        if table is None or values is None or not np.all(np.abs(values) <= MAX_VALUE):
+        if table is None:
             yield None
             return
-        yield table[f"f{layout.user}"], table[f"f{layout.item}"], values
+        numbers = [np.ones(len(table)) if layout.value is None else table[f"f{layout.value}"]]
+        numbers += [table[f"f{layout.columns.time}"]] if layout.times else []
+        if not all(np.all(np.abs(column) <= MAX_VALUE) for column in numbers):
+            yield None
+            return
+        yield table[f"f{layout.user}"], table[f"f{layout.item}"], *numbers
 
 
 def _blocks(layout: TextLayout, size: int | None = None) -> Iterator[str]:
@@ -468,21 +468,28 @@ def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
             yield lines, row
 
 
-def _read_records(layout: TextLayout) -> Columnar:
-    """((positions, labels) of users, the same of items, values) through the csv module."""
+def _read_records(layout: TextLayout, column: int | None = None, texts: list[str] | None = None) -> Columnar:
+    """((positions, labels) of users, the same of items, values) through the csv module; adds a column to `texts`."""
     user_table: dict[str, int] = {}
     item_table: dict[str, int] = {}
-    coded = _join(record_chunks(layout, user_table, item_table))
+    coded = _join(record_chunks(layout, user_table, item_table, column=column, texts=texts))
     assert coded is not None
-    return _with_sorted_labels(coded, user_table, item_table)
+    columns: Columnar = _with_sorted_labels(coded, user_table, item_table)
+    return columns
 
 
 def record_chunks(
-    layout: TextLayout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_RECORDS
+    layout: TextLayout,
+    user_table: dict[str, int],
+    item_table: dict[str, int],
+    size: int = BLOCK_RECORDS,
+    column: int | None = None,
+    texts: list[str] | None = None,
 ) -> Iterator[Chunk]:
     """Codes (int32) of users and items and values (float64) of `size` records after others, through the csv module.
 
-    The tables get the code of each new label: labels count in the order of their first appearance.
+    The tables get the code of each new label: labels count in the order of their first appearance. The text of a
+    `column` is added to `texts`.
     """
     users, items, values = array("i"), array("i"), array("d")
     for lines, row in _records(layout):
@@ -492,6 +499,8 @@ def record_chunks(
         users.append(user_table.setdefault(user, len(user_table)))
         items.append(item_table.setdefault(item, len(item_table)))
         values.append(1.0 if layout.value is None else _value(layout, lines, row[layout.value]))
+        if column is not None and texts is not None:
+            texts.append(row[column].strip())
         if len(values) == size:
             yield np.array(users, dtype=np.int32), np.array(items, dtype=np.int32), np.array(values, dtype=np.float64)
             users, items, values = array("i"), array("i"), array("d")

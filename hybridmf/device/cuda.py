@@ -40,6 +40,9 @@ SMALL_COPY = 64 << 10
 """Bytes up to which a download bypasses the pinned buffers, which another thread may be using: a fit that reads a
 status must not wait for the download of all factors for a checkpoint."""
 
+DLPACK_CUDA = (2, 13)
+"""Kinds of devices in DLPack: kDLCUDA and kDLCUDAManaged."""
+
 LONG_COMPILATION = 0.5
 """Seconds after which a fit that waits for the compiler says so."""
 
@@ -120,6 +123,9 @@ class Device(Protocol):
     def upload(self, array: np.ndarray) -> Array:
         """Copy to the device, C order."""
 
+    def adopt(self, array: Any) -> Array:
+        """Copy of an array of any library that is on this device (see `gpu_of`), C order."""
+
     def download(self, array: Array) -> np.ndarray:
         """Copy to the host; waits for the kernels that compute the array."""
 
@@ -191,6 +197,16 @@ def _cupy() -> Any:
         raise DeviceError(f"CuPy cannot be imported: {_one_line(error)}; {INSTALL}") from error
     except Exception as error:  # a library of CUDA that does not load, a CuPy built for another NumPy
         raise DeviceError(f"CuPy cannot be imported: {_one_line(error)}; {INSTALL}") from error
+
+
+def gpu_of(array: Any) -> str | None:
+    """Name of the GPU that holds an array of any library with DLPack or the CUDA array interface; None for the host."""
+    if hasattr(array, "__dlpack_device__"):
+        kind, index = array.__dlpack_device__()
+        return f"cuda:{index}" if kind in DLPACK_CUDA else None
+    if hasattr(array, "__cuda_array_interface__"):
+        return f"cuda:{_cupy().asarray(array).device.id}"
+    return None
 
 
 def _one_line(error: Exception) -> str:
@@ -366,6 +382,15 @@ class CudaDevice:
                 self._copies.copy(target.reshape(-1), array.reshape(-1))
                 self._copies.synchronize()
         return target
+
+    def adopt(self, array: Any) -> Array:
+        """Copy of an array of CuPy, PyTorch, ... on this device; DLPack, where there is it, orders it by streams."""
+        cupy = self._cupy
+        with self.active():
+            given = cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
+            target = self.empty(given.shape, given.dtype)
+            target[...] = given
+            return target
 
     def download(self, array: Array) -> np.ndarray:
         """Copy to the host, through pinned buffers if large; waits for the kernels that compute the array."""

@@ -17,7 +17,7 @@ from ..plan.ordering import reordered
 from ..plan.solver import Alternating
 from ..plan.types import Plan
 from .factors import Copiers, GpuFactors, HostTables, to_device, to_host
-from .half import HalfSweep, objective_value, range_of_roots
+from .half import HalfSweep, objective_value
 from .matrix import DeviceMatrix
 from .offloaded import HostHalf
 from .stream import Pipeline, StreamedHalf, slabs_of
@@ -48,7 +48,6 @@ class HalfSweeps:
         objective: Objective,
         plan: Plan,
         names: np.ndarray | None = None,
-        ends: np.ndarray | None = None,
         tables: HostTables | None = None,
     ) -> HalfSweep | StreamedHalf:
         """The half sweep over some rows.
@@ -58,22 +57,17 @@ class HalfSweeps:
         side, objective, plan, names
             As for `HalfSweep`.
         block : csr_array, DeviceMatrix, RangeSlabs or StoreMatrix
-        ends : float array, optional
-            Smallest and largest absolute value of all ratings, if `block` is the share of one rank.
         tables : HostTables, optional
             For the solved factors, if they are offloaded.
         """
         device = self.device
         if plan.offloaded:
-            return HostHalf(
-                device, side, slabs_of(block, side, plan), objective, plan, self.copiers, names, ends, tables
-            )
+            return HostHalf(device, side, slabs_of(block, side, plan), objective, plan, self.copiers, names, tables)
         if isinstance(block, sp.csr_array | DeviceMatrix) and not plan.streamed:
-            roots = None if ends is None else range_of_roots(objective, ends)
-            return HalfSweep(device, side, block, objective, plan, names, roots)
+            return HalfSweep(device, side, block, objective, plan, names)
         slabs = slabs_of(block, side, plan)
         pipeline = None if plan.resident else self.entries(plan, slabs.dtype)
-        half = StreamedHalf(device, side, slabs, objective, plan, pipeline, names, ends)
+        half = StreamedHalf(device, side, slabs, objective, plan, pipeline, names)
         self.link(half)
         return half
 
@@ -88,7 +82,7 @@ class HalfSweeps:
 
     def link(self, half: Any) -> None:
         """Let the entries of each half sweep start to load while the other one ends."""
-        if self._last is not None and self._last.side != half.side:
+        if self._last is not None and self._last.side != half.side and half.plan.frozen is None:
             half.following, self._last.following = self._last.transfers, half.transfers
         self._last = half
 
@@ -163,10 +157,10 @@ class GpuALS(Alternating):
             self.inward = {side: self.inward[side].times(self._half_sweeps.copiers, basis) for side, basis in bases}
 
     def _penalty_gram(self, side: Side) -> np.ndarray:
-        """``sum_u s_u x_u x_u^T`` in float64 on the host, shape (factors, factors)."""
+        """``sum_u s_u x_u x_u^T`` times lambda relative to that of items; float64, on the host."""
         factors = self.inward[side]
         gram: np.ndarray = factors.exact_gram(self.device, self.halves[side].scale)
-        return gram[: factors.factors, : factors.factors]
+        return self.objective.share(side) * gram[: factors.factors, : factors.factors]
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""

@@ -8,7 +8,7 @@ invalid ones, so that a tuner can enumerate them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -72,6 +72,10 @@ Sums: TypeAlias = "tuple[Array, ...]"
 class RowKernels:
     """The kernels of an assembly, as called by a half sweep; methods launch and do not wait."""
 
+    def operand(self, table: Array) -> Array:
+        """The factors of the fixed side as `assemble` and `solve_rows` read them: `table` itself, or made of it."""
+        return table
+
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
         """Allocate sums; `whole`: zero the elements that `assemble` does not write, so that they can be read."""
         raise NotImplementedError
@@ -83,7 +87,7 @@ class RowKernels:
         ----------
         sums : Sums
         table : float array, shape (n_fixed, width)
-            Factors of the fixed side.
+            `operand` of the fixed side.
         entries : DeviceEntries
         segments : int64 array, shape (n_segments, 3)
             (slot, begin, end) of each.
@@ -112,6 +116,8 @@ class PublishedKernels(RowKernels):
     epsilon : float
         Pivots at or below this part of their diagonal element count as rounding errors.
     cg_steps : int
+    config, solver_config : optional
+        Configurations of the assembly and of the solver. Default: the tuned ones, or those of the rules.
     """
 
     device: Device
@@ -120,6 +126,8 @@ class PublishedKernels(RowKernels):
     solver: str
     epsilon: float
     cg_steps: int
+    config: Any = field(default=None, kw_only=True)
+    solver_config: Any = field(default=None, kw_only=True)
 
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
         """See `RowKernels`; only lower triangles are written."""
@@ -136,9 +144,9 @@ class PublishedKernels(RowKernels):
         cholesky_any.complete(device, matrices, rhs, slots, gram, systems.ridge, systems.scale[rows])
         arrays = (systems.solutions, systems.status, sums, slots, rows)
         if self.solver == "cg":
-            cholesky_any.cg_solve(device, *arrays, self.cg_steps)
+            cholesky_any.cg_solve(device, *arrays, self.cg_steps, self.solver_config)
         else:
-            cholesky_any.cholesky_solve(device, *arrays, self.epsilon)
+            cholesky_any.cholesky_solve(device, *arrays, self.epsilon, self.solver_config)
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class SegmentKernels(PublishedKernels):
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
         """See `RowKernels`."""
         if len(segments):
-            self.sum_segments(self.device, sums, table, entries, segments)
+            self.sum_segments(self.device, sums, table, entries, segments, self.config)
 
 
 def require_fit(config: Any, spec: DeviceSpec) -> None:

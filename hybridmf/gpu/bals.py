@@ -312,7 +312,7 @@ class TileKernels(PublishedKernels):
 
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: RowBlocks) -> None:
         """See `RowKernels`."""
-        bals(self.device, sums, table, entries, self.tiles, segments, self.variant)
+        bals(self.device, sums, table, entries, self.tiles, segments, self.config or self.variant)
 
 
 def default_builds(

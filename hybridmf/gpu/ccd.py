@@ -149,6 +149,7 @@ class CcdEntries:
     Parameters
     ----------
     device : Device
+    side : {"user", "item"}
     matrix : csr_array, shape (n_rows, n_fixed)
         One row for each row of the side, indices ascending.
     objective : Objective
@@ -158,6 +159,7 @@ class CcdEntries:
     def __init__(
         self,
         device: Device,
+        side: Side,
         matrix: sp.csr_array,
         objective: Objective,
         config: CcdConfig,
@@ -169,7 +171,7 @@ class CcdEntries:
         indptr, indices, ratings = csr_arrays(matrix)
         self.degrees = np.diff(indptr)
         # of factors, and of biases if there are any
-        ridges = objective.ridge(1, 1 + objective.biases)[:, None] * objective.row_scale(self.degrees)
+        ridges = objective.ridge(side, 1, 1 + objective.biases)[:, None] * objective.row_scale(side, self.degrees)
         self.penalties = device.upload(ridges.astype(self.dtype))
         layout = PieceLayout.cut(indptr[:-1], self._counts(indptr, indices), config.segment)
         self.pieces, self.split = device.upload(layout.pieces), device.upload(layout.split)
@@ -425,7 +427,7 @@ class GpuCCD(Unconnected):
                 (n_rows, n_fixed), vectors = matrix.shape, VECTORS[side]
                 config = CcdConfig.choose(n_rows, n_fixed, matrix.nnz, vectors, matrix.dtype, device.spec)
             with device.active():
-                self.entries[side] = CcdEntries(device, matrix, objective, config)
+                self.entries[side] = CcdEntries(device, side, matrix, objective, config)
         self.width = table_width(plan.rank, user_items.dtype)
         users, items = (to_device(device, state.side(side), self.width) for side in SIDES)
         self._state = State(users, items, state.mean)
@@ -527,8 +529,8 @@ class GpuCCD(Unconnected):
                 nonnegative = self.method.nonnegative and not biased
                 mode = PassMode(1 if inner else VECTORS[side], pending, nonnegative, bool(biased))
                 rank_one(new[side], self.entries[side], fixed, own, mode)
-                if biased and side not in biased:
-                    new[side][:] = old[side]  # the ones that multiply biases stay
+                if side == self.plan.frozen or (biased and side not in biased):
+                    new[side][:] = old[side]  # so do the ones that multiply biases
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
@@ -539,7 +541,7 @@ class GpuCCD(Unconnected):
                 held = self._held(side)
                 squares = losses.row_squares(self.device, held.table, self.plan.factors)
                 bias = None if held.device_bias is None else self.device.download(held.device_bias)
-                total += self.objective.penalty_of_squares(squares, self.entries[side].degrees, bias)
+                total += self.objective.penalty_of_squares(side, squares, self.entries[side].degrees, bias)
             return total
 
 

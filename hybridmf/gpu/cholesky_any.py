@@ -398,15 +398,8 @@ class TilesConfig:
         return rank <= 64 and np.dtype(dtype) == np.float32 and spec.capability >= (8, 0)
 
     @classmethod
-    def default(cls, rank: int, spec: DeviceSpec) -> TilesConfig:
-        """The tuned choice for a device, or that of the rule."""
-        found = tables.best(cls, "cholesky_tiles", spec, {"rank": rank}, block=16)
-        fits = found is not None and found.shared_bytes <= spec.shared_bytes
-        return found if found is not None and fits else cls.rule(rank)
-
-    @classmethod
     def rule(cls, rank: int) -> TilesConfig:
-        """The choice for a rank without a tuned table entry."""
+        """The choice for a rank."""
         return cls(rank, 4, {1: 8, 2: 5, 3: 3, 4: 2}[ceil_div(rank, 16)])
 
     @property
@@ -462,7 +455,7 @@ def cholesky_solve(
     if not n or not rank:
         return
     if config is None and TilesConfig.serves(rank, dtype, device.spec):
-        config = TilesConfig.default(rank, device.spec)
+        config = TilesConfig.rule(rank)
     if isinstance(config, TilesConfig):
         tiles = config
         kernel = get_kernel(device, "cholesky.cu", "cholesky_tiles", **tiles.constants)
@@ -535,5 +528,5 @@ def default_builds(
             config = CholeskyConfig.default(rank, itemsize, spec)
             yield "cholesky_any.cu", config.kernel, config.constants
             if TilesConfig.serves(rank, f"f{itemsize}", spec):
-                yield "cholesky.cu", "cholesky_tiles", TilesConfig.default(rank, spec).constants
+                yield "cholesky.cu", "cholesky_tiles", TilesConfig.rule(rank).constants
             yield "cg_any.cu", "cg", CgConfig.default(rank, itemsize, spec).constants

@@ -41,7 +41,7 @@ class GpuEngine:
         width = fused.table_width(self.plan.rank, factors.matrix.dtype)
         return tables.to_device(self.device, factors, width)
 
-    def gram(self, fixed: Factors, objective: Objective) -> tuple[tables.DeviceFactors, Array | None]:
+    def gram(self, side: Side, fixed: Factors, objective: Objective) -> tuple[tables.DeviceFactors, Array | None]:
         """Copy the fixed side to the device; return it with its weighted Gram matrix."""
         table = self._table(fixed)
         with self.device.active():

@@ -8,14 +8,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ..core.objective import Factors, LazyFactors, Objective, Side
 from ..core.scratch import mapped
-from ..core.system import ceil_div, round_up
+from ..core.system import round_up
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
 from ..plan.fused import BLOCK, table_width
@@ -23,13 +22,8 @@ from ..plan.start import DrawnFactors
 from ..plan.types import Plan
 from . import losses
 from .draw import drawn_table
+from .gram import gram_sum
 from .rows import RowRange, read_range, widen_range
-
-GRAM_ROWS = 4096
-"""Rows of a piece whose products cuBLAS adds in float32; sums of pieces are added in float64."""
-
-GRAM_BYTES = 64 << 20
-"""Bytes of pieces multiplied at a time: CuPy copies the operands of stacked products, which plans do not count."""
 
 EXACT_ROWS = 65536
 """Rows converted to float64 at a time for the Gram matrix in float64."""
@@ -84,7 +78,7 @@ class GpuFactors(LazyFactors):
         """Transform the factors to another basis."""
         raise NotImplementedError
 
-    def penalty(self, device: Device, objective: Objective, degrees: np.ndarray) -> float:
+    def penalty(self, device: Device, objective: Objective, side: Side, degrees: np.ndarray) -> float:
         """`Objective.penalty` of the side."""
         raise NotImplementedError
 
@@ -161,13 +155,13 @@ class DeviceFactors(GpuFactors):
             table[:, : self.factors] = self.device.matmul(self.table[:, : self.factors], on_device)
         return DeviceFactors(self.device, table, self.factors, self.device_bias)
 
-    def penalty(self, device: Device, objective: Objective, degrees: np.ndarray) -> float:
+    def penalty(self, device: Device, objective: Objective, side: Side, degrees: np.ndarray) -> float:
         """See `GpuFactors`."""
         if not len(self):
             return 0.0
         squares = losses.row_squares(device, self.table, self.factors)
         bias = None if self.device_bias is None else device.download(self.device_bias)
-        return objective.penalty_of_squares(squares, degrees, bias)
+        return objective.penalty_of_squares(side, squares, degrees, bias)
 
     def reordered(self, rows: np.ndarray) -> DeviceFactors:
         """All rows in the given order, on the device."""
@@ -221,25 +215,8 @@ def weighted_gram(device: Device, table: Array, rank: int, objective: Objective)
     return padded_gram(device, gram_sum(device, table), rank, table.dtype, objective)
 
 
-def gram_sum(device: Device, table: Array) -> Any:
-    """``F^T F`` of a table: float32 products of pieces, added in float64; shape (width, width)."""
-    n, width = table.shape
-    rows = max(GRAM_ROWS, ceil_div(n, 64))
-    at_once = rows * max(1, GRAM_BYTES // (rows * width * table.dtype.itemsize))
-    whole = n // rows * rows
-    total: Any = 0.0
-    for first, last in pairwise([*range(0, whole, at_once), whole, n]):
-        part = table[first:last]
-        if part.nbytes > GRAM_BYTES:  # one piece
-            total = total + device.matmul(part.T, part).astype(np.float64)
-        elif len(part):
-            stack = part.reshape(max(1, len(part) // rows), -1, width)
-            total = total + device.matmul(stack.transpose(0, 2, 1), stack).sum(axis=0, dtype=np.float64)
-    return total
-
-
 def padded_gram(device: Device, total: Array, rank: int, dtype: Any, objective: Objective) -> Array:
-    """`weighted_gram` from a sum of `gram_sum`."""
+    """`weighted_gram` from a sum of `hybridmf.gpu.gram.gram_sum`."""
     side = round_up(rank, BLOCK)
     gram = device.zeros((side, side), dtype)
     gram[:rank, :rank] = (objective.unobserved_weight * total)[:rank, :rank]
@@ -358,12 +335,12 @@ class HostFactors(GpuFactors):
             copier.fetch(table[rows], part)
         return HostFactors(table, self.factors, self.host_bias, tables=self.tables)
 
-    def penalty(self, device: Device, objective: Objective, degrees: np.ndarray) -> float:
+    def penalty(self, device: Device, objective: Objective, side: Side, degrees: np.ndarray) -> float:
         """See `GpuFactors`."""
         if not len(self):
             return 0.0
         squares = [losses.row_squares(device, device.upload(self.table[rows]), self.factors) for rows in self._blocks()]
-        return objective.penalty_of_squares(np.concatenate(squares), degrees, self.host_bias)
+        return objective.penalty_of_squares(side, np.concatenate(squares), degrees, self.host_bias)
 
     def vectors(self, first: int, last: int) -> list[np.ndarray]:
         """Some rows as one-dimensional arrays to copy: the table, and biases if there are any."""

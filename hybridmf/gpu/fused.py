@@ -13,7 +13,7 @@ from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import BLOCK, FusedConfig
 from .assembly import RowKernels, Sums, Systems
-from .launch import DeviceEntries, check, check_not_host, constant_texts, get_kernel, program, source_text
+from .launch import DeviceEntries, check, check_not_host, get_kernel, program
 
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
@@ -21,18 +21,17 @@ SOLVER_CODES = {"cholesky": 0, "cg": 1}
 KERNEL_CODES = {"solve_rows": 1, "assemble_segments": 2, "solve_partials": 3}
 
 WIDEST = 2.0**16
-"""Ratio of the largest weighted factor to a row's largest up to which float16 parts keep 22 bits of the latter."""
+"""Ratio of the largest factor to a row's largest up to which float16 parts keep 22 bits of the latter."""
 
 LARGEST_PART = 2.0**14
-"""Bound of scaled values: float16 ends at 65,504, and a power of two below leaves room for rounding."""
+"""Bound of scaled factors: float16 ends at 65,504, and a power of two below leaves room for rounding."""
+
+SPLIT_THREADS = 256
 
 
-def entry_scale(largest_factor: float, largest_root: float) -> float:
-    """Power of two that brings the largest weighted factor near `LARGEST_PART` (float16 parts; see fragments.cuh)."""
-    largest = largest_factor * largest_root
-    if not np.isfinite(largest) or largest <= 0:
-        return 1.0
-    return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / largest)), -60, 60))
+def split_constants(config: FusedConfig) -> dict[str, Any]:
+    """Compile-time constants of cuda/split.cu."""
+    return {"RANK16": config.rank16, "LD": config.width}
 
 
 SUMS_WARPS = 4
@@ -66,11 +65,37 @@ def build_constants(
     return config.constants | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets} | codes
 
 
-@functools.cache
-def _constant_texts(
+def builds(
     config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
-) -> tuple[str, ...]:  # cached: threads of ranks wait for each other while one formats these texts
-    return constant_texts(build_constants(config, precision, solver, implicit, offsets))
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """``(file, kernel, constants)`` of all programs for a kind of entries, the slowest to compile first."""
+    if config.solved_by_sums(solver):
+        names, sums = ["assemble_segments"], [("cholesky_sums.cu", "cholesky_sums", sums_constants(config))]
+    else:
+        names, sums = ["solve_partials", "assemble_segments"], []
+        names = names if config.solved_apart else ["solve_rows", *names]
+    splitting = [("split.cu", "split_table", split_constants(config))] if precision == "float32" else []
+    # each in a program of its own, so that they are compiled side by side
+    return [_build(name, config, precision, solver, implicit, offsets) for name in names] + sums + splitting
+
+
+def _build(
+    name: str, config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
+) -> tuple[str, str, dict[str, Any]]:
+    """``(file, kernel, constants)`` of one kernel of cuda/fused_als.cu."""
+    if name == "assemble_segments":
+        config = config.assembling(precision)
+    # sums are solved alike, whatever they are sums of: one program for all
+    kind = ("float32", solver, False, False) if name == "solve_partials" else (precision, solver, implicit, offsets)
+    return "fused_als.cu", name, build_constants(config, *kind) | {"KERNEL": KERNEL_CODES[name]}
+
+
+@functools.cache
+def _programs(
+    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
+) -> dict[str, tuple[str, str, tuple[str, ...]]]:  # cached: threads of ranks wait for each other while one formats it
+    found = builds(config, precision, solver, implicit, offsets)
+    return {name: program(file, name, **constants) for file, name, constants in found}
 
 
 def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> None:
@@ -85,13 +110,16 @@ def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> Non
     check_not_host(device, solutions=systems.solutions, status=systems.status, ridge=systems.ridge, scale=systems.scale)
 
 
-def _check_entries(device: Device, config: FusedConfig, factors: Array, entries: DeviceEntries) -> None:
-    check("factors", factors, np.float32, (None, config.width))
+def _check_entries(device: Device, config: FusedConfig, precision: str, table: Array, entries: DeviceEntries) -> None:
+    if precision == "float32":
+        check("table", table, np.uint32, (None, config.rank16))
+    else:
+        check("table", table, np.float32, (None, config.width))
     check("indices", entries.indices, np.int32, (None,))
     check("ratings", entries.ratings, np.float32, (len(entries.indices),))
-    check_not_host(device, factors=factors, indices=entries.indices, ratings=entries.ratings)
+    check_not_host(device, table=table, indices=entries.indices, ratings=entries.ratings)
     if entries.offsets is not None:
-        check("offsets", entries.offsets, np.float32, (len(factors),))
+        check("offsets", entries.offsets, np.float32, (len(table),))
         check_not_host(device, offsets=entries.offsets)
 
 
@@ -113,8 +141,8 @@ class FusedKernels(RowKernels):
     epsilon : float
         Pivots at or below this part of their diagonal element count as rounding errors.
     cg_steps : int
-    entry_scale : float
-        Power of two that scales weighted factors (`entry_scale`); 1 unless the precision is float32.
+    largest : float
+        Largest absolute value of the factors; read only if the precision is float32.
     """
 
     device: Device
@@ -123,7 +151,28 @@ class FusedKernels(RowKernels):
     solver: str = "cholesky"
     epsilon: float = 0.0
     cg_steps: int = 1
-    entry_scale: float = 1.0
+    largest: float = 1.0
+
+    @property
+    def table_scale(self) -> float:
+        """Power of two by which float16 parts of the factors are scaled."""
+        if not np.isfinite(self.largest) or self.largest <= 0:
+            return 1.0
+        return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / self.largest)), -60, 60))
+
+    def operand(self, table: Array) -> Array:
+        """Float16 parts of the factors if the precision is float32 (cuda/split.cu), uint32 of shape (n, rank16)."""
+        if self.precision != "float32":
+            return table
+        device, config = self.device, self.config
+        check("table", table, np.float32, (None, config.width))
+        check_not_host(device, table=table)
+        parts = device.empty((len(table), config.rank16), np.uint32)
+        if len(table):
+            kernel = get_kernel(device, "split.cu", "split_table", **split_constants(config))
+            blocks = min(ceil_div(parts.size // 2, SPLIT_THREADS), 16 * device.spec.multiprocessors)
+            kernel((blocks,), (SPLIT_THREADS,), (parts, table, np.int64(len(table)), np.float32(self.table_scale)), 0)
+        return parts
 
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
         """See `RowKernels`; all elements are written."""
@@ -135,16 +184,16 @@ class FusedKernels(RowKernels):
         Parameters
         ----------
         sums : (float32 array, shape (n_slots, partial_floats),)
-        table : float32 array, shape (n_fixed, width)
-            Zeros beyond the rank.
+        table : array, shape (n_fixed, width) or (n_fixed, rank16)
+            The result of `operand`.
         entries : DeviceEntries
         segments : int64 array, shape (n_segments, 3)
             (slot, begin, end) of each.
         """
         if not len(segments):
             return
-        device, config, (partials,) = self.device, self.config, sums
-        _check_entries(device, config, table, entries)
+        device, config, (partials,) = self.device, self.config.assembling(self.precision), sums
+        _check_entries(device, config, self.precision, table, entries)
         check("partials", partials, np.float32, (None, config.partial_floats))
         check("segments", segments, np.int64, (None, 3))
         check_not_host(device, partials=partials, segments=segments)
@@ -159,7 +208,7 @@ class FusedKernels(RowKernels):
                 device.zeros(1, np.int32),
                 np.int32(len(segments)),
                 *entries.scalars,
-                np.float32(self.entry_scale),
+                np.float32(self.table_scale),
             ),
             config.shared_bytes(self.solver),
         )
@@ -235,7 +284,7 @@ class FusedKernels(RowKernels):
             return
         device, config = self.device, self.config
         _check_systems(device, config, systems)
-        _check_entries(device, config, table, entries)
+        _check_entries(device, config, self.precision, table, entries)
         check("indptr", indptr, np.int64, (len(systems.scale) + 1,))
         check("rows", rows, np.int32, (None,))
         check_not_host(device, indptr=indptr, rows=rows)
@@ -255,7 +304,7 @@ class FusedKernels(RowKernels):
                 device.zeros(1, np.int32),
                 np.int32(len(rows)),
                 *entries.scalars,
-                np.float32(self.entry_scale),
+                np.float32(self.table_scale),
                 np.float32(self.epsilon),
                 np.int32(self.cg_steps),
             ),
@@ -263,21 +312,14 @@ class FusedKernels(RowKernels):
         )
 
     def _kernel(self, name: str, entries: DeviceEntries) -> Any:
-        return self.device.kernel(*self._program(name, entries.implicit, entries.offsets is not None))
+        return self.device.kernel(*self._programs(entries.implicit, entries.offsets is not None)[name])
 
-    def _program(self, name: str, implicit: bool, offsets: bool) -> tuple[str, str, tuple[str, ...]]:
-        constants = _constant_texts(self.config, self.precision, self.solver, implicit, offsets)
-        # each in a program of its own, so that they are compiled side by side
-        return source_text("fused_als.cu"), name, (*constants, f"KERNEL={KERNEL_CODES[name]}")
+    def _programs(self, implicit: bool, offsets: bool) -> dict[str, tuple[str, str, tuple[str, ...]]]:
+        return _programs(self.config, self.precision, self.solver, implicit, offsets)
 
     def programs(self, implicit: bool, offsets: bool) -> list[tuple[str, str, tuple[str, ...]]]:
         """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
-        if self.config.solved_by_sums(self.solver):
-            solving = program("cholesky_sums.cu", "cholesky_sums", **sums_constants(self.config))
-            return [self._program("assemble_segments", implicit, offsets), solving]
-        names = [] if self.config.solved_apart else ["solve_rows"]
-        names += ["solve_partials", "assemble_segments"]
-        return [self._program(name, implicit, offsets) for name in names]
+        return list(self._programs(implicit, offsets).values())
 
 
 # ---------------------------------------------------------------------------------------------------- builds
@@ -299,10 +341,12 @@ def default_builds(
             for precision in precisions:
                 for solver in solvers:
                     config = FusedConfig.default(rank, spec, precision, solver)
-                    yield (
-                        "fused_als.cu", "assemble_segments",
-                        build_constants(config, precision, solver, implicit, offsets),
-                    )  # fmt: skip
+                    if config.assembling(precision) != config:  # kernels with warps of their own
+                        yield from builds(config, precision, solver, implicit, offsets)
+                        continue
+                    constants = build_constants(config, precision, solver, implicit, offsets)
+                    yield "fused_als.cu", "assemble_segments", constants
         config = FusedConfig.default(rank, spec)
         if config.solved_by_sums("cholesky"):
             yield "cholesky_sums.cu", "cholesky_sums", sums_constants(config)
+        yield "split.cu", "split_table", split_constants(config)

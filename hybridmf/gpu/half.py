@@ -14,7 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._formats import degree_order
-from ..core.objective import Objective, Side
+from ..core.objective import SIDES, Objective, Side
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
@@ -22,9 +22,11 @@ from ..formats import tiled
 from ..native.status import SINGULAR_PIVOT, check_status
 from ..plan import fused as plan_fused
 from ..plan.fused import FusedConfig, table_width
+from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
-from . import bals, draw, fused, losses, matrix, rows
+from . import bals, draw, dual, fused, losses, matrix, rows
 from .assembly import RowKernels, SegmentKernels, Systems
+from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .launch import DeviceEntries, program
 from .matrix import DeviceMatrix
@@ -358,8 +360,6 @@ class HalfSweep(GpuHalf):
     plan : Plan
     names : int64 array, shape (n_rows,), optional
         Number of each row in error messages. Default: its position in `matrix`.
-    roots : (float, float), optional
-        `range_of_roots` of all ratings, if `matrix` is a slab of them.
     """
 
     keeps_batches = True
@@ -375,7 +375,6 @@ class HalfSweep(GpuHalf):
         objective: Objective,
         plan: Plan,
         names: np.ndarray | None = None,
-        roots: tuple[float, float] | None = None,
     ) -> None:
         self.device, self.side, self.objective, self.plan, self.names = device, side, objective, plan, names
         held = DeviceMatrix.of(device, matrix)
@@ -383,10 +382,12 @@ class HalfSweep(GpuHalf):
         self.degrees = np.diff(held.indptr)
         self.width = table_width(plan.rank, self.dtype)
         self.indptr, self.indices, self.ratings = held.starts, held.indices, held.data
-        self.scale = device.upload(objective.row_scale(self.degrees).astype(self.dtype))
-        self.ridge = device.upload(objective.ridge(plan.factors, plan.rank).astype(self.dtype))
-        self.roots = roots or range_of_roots(objective, held.ends)
+        self.scale = device.upload(objective.row_scale(side, self.degrees).astype(self.dtype))
+        self.ridge = device.upload(objective.ridge(side, plan.factors, plan.rank).astype(self.dtype))
         order = degree_order(held.indptr)[: int(np.count_nonzero(self.degrees))]
+        n_dual = int(np.count_nonzero((self.degrees > 0) & (self.degrees <= dual_up_to(plan, side))))
+        order, short = order[: len(order) - n_dual], order[len(order) - n_dual :]
+        self.dual = DualRows.of(device, objective, side, plan.rank, short, self.degrees[short])
         n_long = len(order) if self._sums_apart() else int(np.count_nonzero(self.degrees > plan.segment))
         self.long = Pieces.cut(held.indptr, order[:n_long], plan.segment)
         self.short = device.upload(order[n_long:].astype(np.int32))
@@ -422,38 +423,43 @@ class HalfSweep(GpuHalf):
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
         # made on first use: the device is idle until the first sums are launched
         systems = functools.cache(functools.partial(self._systems, start, gram))
-        table, entries, kernels = fixed.table, self._entries(fixed, mean), self.kernels_for(fixed)
+        entries, (kernels, operand) = self._entries(fixed, mean), self.prepared(fixed)
         for batch in self.batches:
             with self.batches.fitting(batch):
                 sums = kernels.empty(len(batch.segments))
-                kernels.assemble(sums, table, entries, batch.segments)
+                kernels.assemble(sums, operand, entries, batch.segments)
                 yield None
                 kernels.solve(systems(), sums, batch.slots, batch.rows, entries)
             sums = ()
             yield None
         if len(self.short):
-            kernels.solve_rows(systems(), table, entries, self.indptr, self.short)
+            kernels.solve_rows(systems(), operand, entries, self.indptr, self.short)
+        self.dual.solve(systems(), fixed.table, entries, self.indptr, self.epsilon)
         yield self._unpack(systems().solutions), systems().status
+
+    def prepared(self, fixed: GpuFactors) -> tuple[RowKernels, Array]:
+        """The kernels for these factors, and the factors as they read them."""
+        kernels = self.kernels_for(fixed)
+        return kernels, kernels.operand(fixed.table)
 
     def kernels_for(self, fixed: GpuFactors) -> RowKernels:
         """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""
-        plan, device, (smallest, largest) = self.plan, self.device, self.roots
+        plan, device = self.plan, self.device
         if plan.assembly != "fused":
             method = (device, plan.rank, self.dtype, plan.solver, self.epsilon, plan.cg_steps)
             if self.tiles is not None:
                 local = plan.variant == "local"
                 return bals.TileKernels(*method, tiles=self.tiles, variant="local" if local else "chip")
             return SegmentKernels(*method, sum_segments=SEGMENT_SUMS[plan.assembly_name])
-        precision, scale = plan.precision, 1.0
+        precision, largest = plan.precision, 1.0
         if precision == "float32":
             fixed.find_range()
             rows = fixed.range
             assert rows is not None
-            if largest * rows.largest > fused.WIDEST * smallest * rows.least:
+            largest = rows.largest
+            if largest > fused.WIDEST * rows.least:
                 precision = "float32_wide"
-            else:
-                scale = fused.entry_scale(rows.largest, largest)
-        kernels = fused.FusedKernels(device, self._config, precision, plan.solver, self.epsilon, plan.cg_steps, scale)
+        kernels = fused.FusedKernels(device, self._config, precision, plan.solver, self.epsilon, plan.cg_steps, largest)
         if precision != plan.precision:  # known only now, from the range of the factors
             device.compile_ahead(kernels.programs(plan.feedback == "implicit", self.objective.biases))
         return kernels
@@ -513,7 +519,7 @@ class HalfSweep(GpuHalf):
 def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[str, str, tuple[str, ...]]]:
     """Arguments of `Device.kernel` for the kernels of this library that a fit of a plan needs first.
 
-    With `wide`, also those for ratings and factors of a wide range, which is known only during a fit.
+    With `wide`, also those for factors of a wide range, which is known only during a fit.
     """
     if plan.assembly != "fused":
         return []
@@ -521,25 +527,17 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
     precisions = ["float32", "float32_wide"] if wide and plan.precision == "float32" else [plan.precision]
     kernels = [fused.FusedKernels(device, config, precision, plan.solver) for precision in precisions]
     common = {"REAL": np.dtype(plan.dtype)}
+    implicit, biased = plan.feedback == "implicit", plan.rank > plan.factors
+    longest = max(dual_up_to(plan, side) for side in SIDES)
+    solving = [each for one in kernels for each in one.programs(implicit, biased)]
     return [
-        *(each for one in kernels for each in one.programs(plan.feedback == "implicit", plan.rank > plan.factors)),
+        *dict.fromkeys(solving),
+        *dual.programs(plan.rank, longest, implicit, biased),
+        *([program("gram.cu", "gram", REAL=np.dtype(plan.dtype))] if implicit else []),
         program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
         program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),
     ]
-
-
-def range_of_roots(objective: Objective, ends: np.ndarray) -> tuple[float, float]:
-    """Square roots of the smallest and largest weight of an entry beyond the Gram matrix; zeros do not count.
-
-    `ends` are the smallest and largest absolute value of the ratings; empty if there are none.
-    """
-    if not objective.is_implicit or not len(ends):
-        return 1.0, 1.0
-    weights = 1 + objective.alpha * ends.astype(np.float64) - objective.unobserved_weight
-    # unobserved_weight 1 leaves alpha |r|: the smallest rating decides
-    smallest, largest = np.sqrt(np.maximum(weights, 0))
-    return (float(smallest) if smallest > 0 else float(largest)), max(float(largest), np.finfo(np.float32).tiny)
 
 
 def _rest(pieces: Pieces, done: int) -> Pieces:
@@ -580,12 +578,13 @@ def segment_losses(
 
 def objective_value(half: Any, users: GpuFactors, items: GpuFactors, mean: float, item_degrees: np.ndarray) -> float:
     """The objective at O(nnz f + (m + n) f^2), losses and sums in float64; `half` is the users' half sweep."""
-    device, objective, sides = half.device, half.objective, (users, items)
+    device, objective, both = half.device, half.objective, (users, items)
     with device.active():
         total = float(half.losses(users, items, mean).sum())
-        grams = [side.exact_gram(device) for side in sides] if objective.is_implicit else []
+        grams = [factors.exact_gram(device) for factors in both] if objective.is_implicit else []
         degrees = (half.degrees, item_degrees)
-        penalties = [side.penalty(device, objective, each) for side, each in zip(sides, degrees, strict=True)]
+        rows = zip(SIDES, both, degrees, strict=True)
+        penalties = [factors.penalty(device, objective, side, each) for side, factors, each in rows]
         return total + (unobserved_loss(objective, grams) + sum(penalties))
 
 

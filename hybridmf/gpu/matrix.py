@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,6 @@ import scipy.sparse as sp
 
 from ..core.system import ceil_div
 from ..core.validate import csr_arrays
-from ..data.slabs import magnitudes
 from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from .launch import check, check_not_host, get_kernel
@@ -46,8 +44,6 @@ class DeviceMatrix:
         Of `data`.
     host : csr_array or None
         The same matrix on the host, if it is there.
-    known_ends : array or None
-        `ends` if they are known.
     """
 
     shape: tuple[int, int]
@@ -57,16 +53,15 @@ class DeviceMatrix:
     data: Array
     dtype: np.dtype
     host: sp.csr_array | None = field(default=None, repr=False)
-    known_ends: np.ndarray | None = None
 
     @classmethod
-    def of(cls, device: Device, matrix: sp.csr_array | DeviceMatrix, ends: np.ndarray | None = None) -> DeviceMatrix:
-        """A matrix on a device, copied there if it is on the host; `ends` if they are known."""
+    def of(cls, device: Device, matrix: sp.csr_array | DeviceMatrix) -> DeviceMatrix:
+        """A matrix on a device, copied there if it is on the host."""
         if isinstance(matrix, DeviceMatrix):
             return matrix
         indptr, indices, data = csr_arrays(matrix)
         starts, columns, values = (device.upload(array) for array in (indptr, indices, data))
-        return cls(matrix.shape, indptr, starts, columns, values, data.dtype, matrix, ends)
+        return cls(matrix.shape, indptr, starts, columns, values, data.dtype, matrix)
 
     @classmethod
     def without_entries(cls, device: Device, indptr: np.ndarray, dtype: Any) -> DeviceMatrix:
@@ -77,13 +72,6 @@ class DeviceMatrix:
     def nnz(self) -> int:
         """Number of entries."""
         return int(self.indptr[-1])
-
-    @functools.cached_property
-    def ends(self) -> np.ndarray:
-        """Smallest and largest absolute value; empty if there are no entries."""
-        if self.known_ends is not None:
-            return self.known_ends
-        return np.empty(0) if self.host is None else magnitudes(self.host.data)
 
     def transposed(self, device: Device) -> DeviceMatrix:
         """The transpose, with the arrays of `hybridmf.formats.transpose`.
@@ -117,7 +105,7 @@ class DeviceMatrix:
             given = (self.starts, self.indices, self.data)
             arguments = (rows, values, counts, bounds, starts, *given, np.int64(n_rows), *sizes)
             kernel("scatter_entries")(warps, (THREADS,), arguments, 0)
-        return DeviceMatrix((n_columns, n_rows), indptr, starts, rows, values, real, known_ends=self.known_ends)
+        return DeviceMatrix((n_columns, n_rows), indptr, starts, rows, values, real)
 
 
 def _counts(device: Device, nnz: int, n_columns: int) -> tuple[Array, Array]:

@@ -33,8 +33,10 @@ from ..plan.fused import table_width
 from ..plan.half_sweep import slots_at_once
 from ..plan.types import Plan
 from .assembly import RowKernels, Sums
-from .factors import Copiers, DeviceFactors, HostFactors, HostTables, gram_sum, padded_gram, weighted_gram
+from .factors import Copiers, DeviceFactors, HostFactors, HostTables, padded_gram, weighted_gram
+from .gram import gram_sum
 from .half import Batch, Launches, loss_segments, segment_losses
+from .launch import DeviceEntries
 from .rows import RowRange, clip_segments, widen_range
 from .stream import Loader, Pipeline, SlabHalf, StreamedHalf, Transfers
 
@@ -128,16 +130,22 @@ class PartedSlab(HostSlab):
     ) -> Launches:
         """See `GpuHalf.launches`; part by part."""
         systems, (batch,) = self._systems(start, gram), Batch.upload(self._upload, [self.long])
-        kernels, slots = self.kernels_for(fixed), len(batch.segments)
+        (kernels, _), slots = self.prepared(fixed), len(batch.segments)
         sums = kernels.empty(slots)
         for number, part in enumerate(self.parts_of(fixed)):
+            operand = kernels.operand(part.table)
             for chunk in self._chunks(slots):
                 segments = self._clipped(batch.segments[chunk], part, chunk.start)
-                self._add(kernels, tuple(each[chunk] for each in sums), part, mean, segments, anew=number == 0)
+                entries = self._entries(part, mean)
+                self._add(kernels, tuple(each[chunk] for each in sums), operand, entries, segments, anew=number == 0)
             yield None
         if len(batch.rows):
             kernels.solve(systems, sums, batch.slots, batch.rows, self._entries_without_part())
         yield self._unpack(systems.solutions), systems.status
+
+    def prepared(self, fixed: Any) -> tuple[RowKernels, Any]:
+        """See `SlabHalf`; parts of the fixed side are prepared one by one."""
+        return (self.kernels_for(fixed), None) if self.shared is None else self.shared
 
     def parts_of(self, fixed: PartedFactors) -> Iterator[DeviceFactors]:
         """Yield each part of the fixed side; meanwhile the slab's indices count from its first row."""
@@ -157,11 +165,11 @@ class PartedSlab(HostSlab):
             yield slice(start, min(start + self.batches.slots, n_slots))
 
     def _add(
-        self, kernels: RowKernels, sums: Sums, part: DeviceFactors, mean: float, segments: Array, *, anew: bool
+        self, kernels: RowKernels, sums: Sums, operand: Array, entries: DeviceEntries, segments: Array, *, anew: bool
     ) -> None:
         """Add the sums of a part to those of some slots; `anew`: overwrite them."""
         fresh = sums if anew else kernels.empty(len(segments))
-        kernels.assemble(fresh, part.table, self._entries(part, mean), segments)
+        kernels.assemble(fresh, operand, entries, segments)
         if not anew:
             for target, more in zip(sums, fresh, strict=True):
                 target += more
@@ -185,7 +193,7 @@ class HostHalf(StreamedHalf):
 
     Parameters
     ----------
-    device, side, slabs, objective, plan, names, ends
+    device, side, slabs, objective, plan, names
         As for `StreamedHalf`; the `scale` of the plan has the number of parts of the fixed side.
     copiers : Copiers
     tables : HostTables, optional
@@ -201,7 +209,6 @@ class HostHalf(StreamedHalf):
         plan: Plan,
         copiers: Copiers,
         names: np.ndarray | None = None,
-        ends: np.ndarray | None = None,
         tables: HostTables | None = None,
     ) -> None:
         assert plan.scale is not None
@@ -209,7 +216,7 @@ class HostHalf(StreamedHalf):
         self.fixed_parts, self.copiers = half.fixed_parts, copiers
         self.buffers = half.buffers if half.fixed_parts > 1 else 1
         plan = plan.changed(batch_slots=slots_at_once(plan.scale.problem, half))
-        super().__init__(device, side, slabs, objective, plan, None, names, ends)
+        super().__init__(device, side, slabs, objective, plan, None, names)
         if isinstance(slabs, MemorySlabs):
             copiers.entries.pin(slabs.csr.indices)
             copiers.entries.pin(slabs.csr.data)
@@ -226,7 +233,7 @@ class HostHalf(StreamedHalf):
     @functools.cached_property
     def scale(self) -> np.ndarray:
         """s of each row, on the host."""
-        return self.objective.row_scale(self.degrees)
+        return self.objective.row_scale(self.side, self.degrees)
 
     def launches(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Launches:
         """Launch slab after slab; solutions are copied to the host. See `GpuHalf.launches`."""

@@ -254,6 +254,11 @@ class BlockedConfig:
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
 
     @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (self.helpers + 1)
+
+    @property
     def stride(self) -> int:
         """Elements between two rows in shared memory: STRIDE of the kernel."""
         tensor = self.chunk == 16 and self.itemsize == 4
@@ -788,7 +793,7 @@ class GpuSGD(Unconnected):
         return self._training_loss.at(self.tables, self.mean)
 
     def _penalty(self, side: Side) -> float:
-        return penalty(self.tables[side], self.objective, np.diff(self.indptr[side]))
+        return penalty(side, self.tables[side], self.objective, np.diff(self.indptr[side]))
 
 
 def working_rows(table: DeviceFactors, factors: int, stored: Any) -> Rows:
@@ -847,13 +852,13 @@ class TrainingLoss:
         return self._segments
 
 
-def penalty(table: DeviceFactors, objective: Objective, degrees: np.ndarray) -> float:
+def penalty(side: Side, table: DeviceFactors, objective: Objective, degrees: np.ndarray) -> float:
     """Penalty of the rows of a side, in float64."""
     if not len(table):
         return 0.0
     squares = losses.row_squares(table.device, table.table, table.factors)
     bias = None if table.device_bias is None else table.device.download(table.device_bias)
-    return objective.penalty_of_squares(squares, degrees, bias)
+    return objective.penalty_of_squares(side, squares, degrees, bias)
 
 
 def epoch_result(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[float, bool]:

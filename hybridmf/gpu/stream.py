@@ -34,7 +34,7 @@ from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.types import Plan
 from .assembly import RowKernels
 from .factors import DeviceFactors, GpuFactors, weighted_gram
-from .half import GpuHalf, HalfSweep, Launches, range_of_roots
+from .half import GpuHalf, HalfSweep, Launches
 from .matrix import DeviceMatrix
 
 Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
@@ -263,8 +263,6 @@ class SlabHalf(HalfSweep):
     degrees : int64 array, shape (n_rows,)
     dtype : dtype
         Of the ratings.
-    roots : (float, float)
-        `range_of_roots` of all ratings.
     """
 
     def __init__(
@@ -275,12 +273,11 @@ class SlabHalf(HalfSweep):
         dtype: Any,
         objective: Objective,
         plan: Plan,
-        roots: tuple[float, float],
     ) -> None:
         indptr = np.concatenate(([0], np.cumsum(degrees)))
         rows = DeviceMatrix.without_entries(device, indptr, dtype)
-        super().__init__(device, side, rows, objective, plan, roots=roots)
-        self.shared_kernels: RowKernels | None = None
+        super().__init__(device, side, rows, objective, plan)
+        self.shared: tuple[RowKernels, Array] | None = None
         self._lent: tuple[Array | None, Array] | None = None
 
     def lend(self, indices: Array, ratings: Array) -> None:
@@ -311,11 +308,9 @@ class SlabHalf(HalfSweep):
         finally:
             self._lent = None  # references would keep the whole table alive
 
-    def kernels_for(self, fixed: GpuFactors) -> RowKernels:
-        """The kernels of the half sweep, the same for all slabs."""
-        if self.shared_kernels is None:
-            return super().kernels_for(fixed)
-        return self.shared_kernels
+    def prepared(self, fixed: GpuFactors) -> tuple[RowKernels, Array]:
+        """See `HalfSweep`; the same for all slabs of a half sweep."""
+        return super().prepared(fixed) if self.shared is None else self.shared
 
 
 class StreamedHalf(GpuHalf):
@@ -334,8 +329,6 @@ class StreamedHalf(GpuHalf):
         Loads the slabs in each half sweep; None: they stay on the device after the first.
     names : int64 array, shape (n_rows,), optional
         Number of each row in error messages. Default: its position.
-    ends : float array, optional
-        Smallest and largest absolute value of all ratings, if `slabs` are the share of one rank.
 
     Attributes
     ----------
@@ -354,7 +347,6 @@ class StreamedHalf(GpuHalf):
         plan: Plan,
         pipeline: Pipeline | None,
         names: np.ndarray | None = None,
-        ends: np.ndarray | None = None,
     ) -> None:
         self.device, self.side, self.slabs, self.objective, self.plan = device, side, slabs, objective, plan
         self.pipeline, self.names = pipeline, names
@@ -366,10 +358,9 @@ class StreamedHalf(GpuHalf):
             if isinstance(slabs, MemorySlabs):
                 pipeline.copier.pin(slabs.csr.indices)
                 pipeline.copier.pin(slabs.csr.data)
-        roots = range_of_roots(objective, slabs.ends if ends is None else ends)
         self.rows = [slice(int(a), int(b)) for a, b in pairwise(slabs.bounds)]
         self.parts = [
-            self._slab_half(device, side, self.degrees[rows], slabs.dtype, objective, plan, roots) for rows in self.rows
+            self._slab_half(device, side, self.degrees[rows], slabs.dtype, objective, plan) for rows in self.rows
         ]
         for part in self.parts[1:]:
             part.ridge = self.parts[0].ridge
@@ -382,7 +373,7 @@ class StreamedHalf(GpuHalf):
     @functools.cached_property
     def scale(self) -> Array:
         """s of each row, on the device."""
-        return self.device.upload(self.objective.row_scale(self.degrees).astype(self.slabs.dtype))
+        return self.device.upload(self.objective.row_scale(self.side, self.degrees).astype(self.slabs.dtype))
 
     def entries(self) -> Generator[tuple[slice, SlabHalf], None, None]:
         """Yield rows and half sweep of each slab, with its entries lent until the next one."""
@@ -427,15 +418,15 @@ class StreamedHalf(GpuHalf):
 
     @contextmanager
     def _kernels(self, fixed: Any) -> Iterator[None]:
-        """Let all slabs use the kernels of the first."""
-        shared = self.parts[0].kernels_for(fixed) if self.parts else None
+        """Let all slabs use what the first has prepared."""
+        shared = self.parts[0].prepared(fixed) if self.parts else None
         for part in self.parts:
-            part.shared_kernels = shared
+            part.shared = shared
         try:
             yield
         finally:
             for part in self.parts:
-                part.shared_kernels = None
+                part.shared = None
 
     def losses(self, users: DeviceFactors, items: DeviceFactors, mean: float) -> np.ndarray:
         """Losses of segments of the rows of all slabs, where rows are users; see `HalfSweep.losses`."""

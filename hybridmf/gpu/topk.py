@@ -95,6 +95,11 @@ class GroupMaxConfig:
         return cls(padded, 64 if padded <= 128 else 32 if padded <= 256 else 16, 2 if padded <= 128 else 1)
 
     @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * WARPS
+
+    @property
     def block_users(self) -> int:
         """Users of a block."""
         return WARPS * self.users_per_warp

@@ -19,8 +19,10 @@ from ..core.triplets import refuse_triplets
 from ..core.validate import (
     as_csr,
     check_bool,
+    check_choice,
     check_int,
     check_nonempty,
+    refuse_gpu,
     seed_of,
     without_mask,
 )
@@ -30,7 +32,7 @@ from ..data.align import Labels, labels_of
 from ..data.store import Store, StoreMatrix
 from ..errors import DeviceError
 from ..plan import dispatch
-from ..plan.make import check_memory, make_plan, plan_for
+from ..plan.make import NOTHING, check_memory, make_plan, plan_for
 from ..plan.solver import Solver
 from ..plan.start import Init, Start, check_init, initial_state
 from ..plan.types import Plan, Settings
@@ -39,11 +41,14 @@ from . import checkpoint as checkpoints
 from . import files as _io
 from .early_stopping import EarlyStopping, check_early_stopping
 from .estimator import check_is_fitted, numeric_matrix
-from .learned import Learned, pattern
+from .learned import Learned, pattern, summary_of
 from .loop import FitLoop, Observers, Record, check_validation
+from .prepared import PreparedRatings, prepared_for
 from .serving import ServingMixin
 from .stopwatch import Stopwatch
 from .training import TrainingData
+from .warm_start import factors_from
+from .weights import in_units, weighted_entries
 
 logger = logging.getLogger("hybridmf")
 
@@ -88,11 +93,16 @@ class FactorModel(ServingMixin):
 
     # ------------------------------------------------------------------------------------------------ input
 
+    def _source(self, given: Any) -> PreparedRatings | None:
+        """What a fit starts from if its ratings are prepared, or on a GPU; None for other ratings."""
+        return prepared_for(given, self._settings().dtype, self._objective().is_implicit)
+
     def _check_matrix(self, matrix: Any, name: str = "user_items") -> sp.csr_array | StoreMatrix:
         """Training data as canonical CSR, or as a store; explicit zeros are dropped for implicit feedback."""
         if isinstance(matrix, Store) and self._reads_slabs:
             return StoreMatrix(matrix, "user", self._settings().dtype, self._objective().is_implicit)
         if not sp.issparse(matrix) and not isinstance(matrix, (Ratings, Store)):
+            refuse_gpu(matrix, name)
             refuse_triplets(matrix, name)  # by names of columns, which check_array drops
             plain = without_mask(matrix, name)
             matrix = numeric_matrix(self, plain, name)
@@ -112,13 +122,16 @@ class FactorModel(ServingMixin):
         resume_from: str | os.PathLike[str] | None = None,
         unknown: str = "error",
         early_stopping: EarlyStopping | int | bool | None = None,
+        freeze: Side | None = None,
+        weights: Any = None,
     ) -> Any:
         """Learn user and item factors.
 
         Parameters
         ----------
         user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items); or a data frame
-            A frame with columns of users and items is read by `Ratings.from_frame`, here and in all other methods.
+            Or `PreparedRatings`, for several fits of the same ratings; or a sparse matrix of CuPy. A frame with columns
+            of users and items is read by `Ratings.from_frame`, here and in all other methods.
             Zeros and masked cells of a dense matrix are absent entries. The fit copies a matrix, so later changes to it
             have no effect; Ratings are read-only and not copied. ALS reads a store slab by slab, with the same result
             as in memory; other models load it.
@@ -147,6 +160,15 @@ class FactorModel(ServingMixin):
             and restore the factors of the best iteration, also if all iterations were run. ``n_iter_`` is then the best
             iteration, and ``history_`` has all of them. Checkpoints hold the last iteration, not the best; a resumed
             fit looks for the best one among its own.
+        freeze : {"user", "item"}, optional
+            Keep the factors (and biases) of one side as `init` gives them, and solve the other side only: one iteration
+            of an exact solver, which is then all that runs. Rows of the frozen side without entries keep theirs, too.
+            ALS and CCD.
+        weights : Ratings, or sparse or dense matrix, shape (n_users, n_items), optional
+            Confidence c > 0 of each entry of `user_items`, in place of ``1 + alpha |r|`` (`ImplicitALS` only): the
+            signs of `user_items` say what is preferred, these numbers how surely. Labelled ones are aligned by label.
+            Weights belong to the fit: `transform` and other fold-in, and ``objective(matrix)``, use
+            ``1 + alpha |r|``.
 
         Returns
         -------
@@ -161,46 +183,60 @@ class FactorModel(ServingMixin):
         Raises
         ------
         TypeError, ValueError
-            A hyperparameter is out of range, ratings are invalid, or a model file cannot hold the labels.
+            A hyperparameter is out of range, ratings are invalid, or a model file cannot hold the labels. RatingsError
+            if `init` is a model whose users or items cannot be matched.
         DeviceError, MemoryBudgetError, FileExistsError
             Raised before any work; the last one if the `checkpoint` folder has checkpoints of another run.
         NotPositiveDefiniteError, NonFiniteError, KeyboardInterrupt
             Raised during the work; the model keeps the factors of the last completed half sweep.
         """
         stopwatch = Stopwatch()
-        objective, settings = self._objective(), self._settings()
+        frozen: Side | None = None if freeze is None else check_choice("freeze", freeze, SIDES)
+        objective, settings = self._objective(), replace(self._settings(), frozen=frozen)
         iterations = check_int("iterations", self.iterations, 1)
+        if frozen is not None and self._is_exact():
+            iterations, settings = 1, replace(settings, iterations=1)
         observers = Observers(
             callback=callback, show_progress=show_progress, early_stopping=check_early_stopping(early_stopping)
         )
         if observers.early_stopping is not None and validation is None:
             raise ValueError("early_stopping measures held-out entries: pass them as validation")
-        user_items, validation = as_ratings(user_items), as_ratings(validation)
+        source = self._source(user_items)
+        user_items, validation = as_ratings(user_items if source is None else source), as_ratings(validation)
+        weights = as_ratings(weights)
         check_labels(labels_of(user_items))
-        matrix = self._check_matrix(user_items)
+        matrix = self._check_matrix(user_items) if source is None else source.user_items
         check_nonempty(matrix, "user_items")
-        init = self._init(matrix.shape)
+        init = self._init(matrix.shape, labels_of(user_items), frozen)
+        entries, unit = matrix, 1.0
+        if weights is not None:
+            entries, unit = weighted_entries(matrix, labels_of(user_items), weights, objective)
+            source = None  # what it holds on a GPU are the values that the weights replace
         stopwatch.lap("check")
-        plan = plan_for(matrix, objective, settings)
+        held = NOTHING if source is None else source.held
+        plan = plan_for(entries, objective if weights is None else in_units(objective, unit), settings, held)
         check_memory(plan)
         stopwatch.lap("plan")
         held_out = check_validation(validation, labels_of(user_items), matrix.shape, objective, unknown)
         where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from)
         data = ""
         if where or resume_from is not None:
-            data = fingerprint.fingerprint(matrix)
+            data = fingerprint.fingerprint(entries) + ("" if weights is None else f"-{unit!r}")
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.offloaded)
+        if resumed and frozen is not None:
+            _check_frozen(resumed.state, init, frozen)
         stopwatch.lap("check")
 
         logger.info("plan:\n%s", plan)
-        ratings = self._training_data(matrix, plan)
+        ratings = self._training_data(entries, plan, source)
         stopwatch.lap("convert")
         log_empty_rows(*ratings.degrees.values())
-        objective = self._objective(ratings.scale(objective))
+        objective = self._objective(ratings.scale(objective)).for_shape(matrix.shape)
         state = resumed.state if resumed else self._initial_state(ratings, plan, objective, init)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
-        solver = self._solver(_seeded(plan, seed_bits), objective, ratings, state, completed)
+        solved = objective if weights is None else in_units(objective, unit)
+        solver = self._solver(_seeded(plan, seed_bits), solved, ratings, state, completed)
         with closing(solver):  # ends threads and connections of ranks, however the fit ends
             writer = None
             if where is not None:
@@ -208,10 +244,11 @@ class FactorModel(ServingMixin):
             loop = FitLoop(
                 self,
                 solver,
-                self._learner(user_items, matrix, objective, plan, ratings),
+                self._learner(user_items, matrix, objective, plan, ratings, weighted=weights is not None),
                 _columns(user_items, matrix.shape),
                 replace(observers, validation=held_out),
                 stopwatch,
+                unit=unit,
                 writer=writer,
                 completed=completed,
                 history=list(resumed.summary["history"]) if resumed else None,
@@ -227,7 +264,7 @@ class FactorModel(ServingMixin):
         return self
 
     def _learner(
-        self, given: Any, matrix: Any, objective: Objective, plan: Plan, ratings: TrainingData
+        self, given: Any, matrix: Any, objective: Objective, plan: Plan, ratings: TrainingData, *, weighted: bool
     ) -> Callable[[State], Learned]:
         """Function from a state to `Learned`, for a fit on `given`, validated as `matrix`."""
         user_ids, item_ids = labels_of(given) or (None, None)
@@ -235,24 +272,26 @@ class FactorModel(ServingMixin):
             Learned,
             objective,
             plan,
-            seen=pattern(matrix),
-            total=ratings.values.total,
+            seen=pattern(matrix) if ratings.seen is None else ratings.seen,
+            total=summary_of(matrix).total if weighted else ratings.values.total,
             user_ids=user_ids,
             item_ids=item_ids,
             params=_io.jsonable(self.get_params(deep=False)),
             item_counts=ratings.degrees["item"],
             value_range=None if objective.is_implicit else ratings.values.value_range,
             frame_kind=getattr(given, "frame_kind", None),
-            values=None if isinstance(matrix, StoreMatrix) else matrix.data,
+            values=None if weighted or isinstance(matrix, StoreMatrix) else matrix.data,
         )
 
     def _seed_bits(self, kept: int | None) -> int | None:
         """Seed of random numbers in iterations: from a checkpoint, else by `random_state`; None if none are drawn."""
         return None
 
-    def _training_data(self, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> TrainingData:
-        """The ratings in both orientations, where the solver of the plan reads them."""
-        return TrainingData.on_host(matrix, plan)
+    def _training_data(
+        self, matrix: sp.csr_array | StoreMatrix, plan: Plan, source: PreparedRatings | None
+    ) -> TrainingData:
+        """The ratings in both orientations, where the solver of the plan reads them; `source` if they are prepared."""
+        return TrainingData.on_host(matrix, plan, source)
 
     def _initial_state(
         self, ratings: TrainingData, plan: Plan, objective: Objective, init: Init | None = None
@@ -276,16 +315,42 @@ class FactorModel(ServingMixin):
         start = replace(self._start(objective, scale), signed=init.signed)
         counts = (degrees["user"], degrees["item"])
         drawn = initial_state(*counts, plan.factors, plan.dtype, objective, mean, seed, start, plan.num_threads)
-        return init.placed(drawn, degrees, self._sides_read())
+        return init.placed(drawn, degrees, self._sides_read(plan.frozen), plan.frozen)
 
-    def _init(self, shape: tuple[int, int]) -> Init:
-        """The checked `init` for ratings of this shape."""
-        settings, biases = self._settings(), self._objective().biases
-        return check_init(self.init, shape, settings.factors, settings.dtype, biases=biases)
+    def _init(self, shape: tuple[int, int], labels: Labels | None = None, frozen: Side | None = None) -> Init:
+        """The checked `init` for ratings of this shape and these labels."""
+        settings, given = self._settings(), self.init
+        given = getattr(given, "estimator", given)  # of scikit-learn's FrozenEstimator, which clones keep as it is
+        new: dict[Side, np.ndarray] = {}
+        if isinstance(given, FactorModel):
+            if not given.__sklearn_is_fitted__():
+                raise ValueError(
+                    "init is a model that is not fitted; fit it first. scikit-learn's clone copies models without "
+                    "their fit: give init=FrozenEstimator(model) to GridSearchCV and the like"
+                )
+            given, new = factors_from(given._learned, labels, shape, settings.factors, frozen)
+        init = check_init(
+            given,
+            shape,
+            settings.factors,
+            settings.dtype,
+            biases=self._objective().biases,
+            nonnegative=bool(getattr(self, "nonnegative", False)),
+        )
+        if frozen is not None and frozen not in init.given:
+            raise ValueError(
+                f"freeze={frozen!r} keeps the {frozen} factors that init gives, and init has none; use init=model, or "
+                f"init={'(user_factors, None)' if frozen == 'user' else '(None, item_factors)'}"
+            )
+        return replace(init, new=new)
 
-    def _sides_read(self) -> tuple[Side, ...]:
+    def _sides_read(self, frozen: Side | None = None) -> tuple[Side, ...]:
         """Sides whose initial factors the first iteration reads."""
         return SIDES
+
+    def _is_exact(self) -> bool:
+        """Whether a half sweep finds the minimum over one side, so that a second one would find it again."""
+        return False
 
     def _start(self, objective: Objective, scale: float) -> Start:
         """How initial factors are distributed; factors of explicit ratings grow with the root of their scale."""
@@ -311,10 +376,10 @@ class FactorModel(ServingMixin):
 
     def _restore(self, content: _io.ModelFile) -> Any:
         """Restore the state from a model file."""
-        objective, settings = content.objective(self._objective()), self._settings()
         shape = (len(content.state.user), len(content.state.item))
+        objective, settings = content.objective(self._objective().for_shape(shape)), self._settings()
         nnz = int(content.summary.get("nnz", 0))
-        plan = _plan_to_serve(objective, settings, shape, nnz)
+        plan = plan_to_serve(objective, settings, shape, nnz)
         self._learn(
             Learned(
                 objective,
@@ -336,21 +401,31 @@ class FactorModel(ServingMixin):
         return self
 
 
+def _check_frozen(state: State, init: Init, frozen: Side) -> None:
+    """Refuse to resume from a checkpoint whose frozen factors are not those of `init`."""
+    if not np.array_equal(state.side(frozen).matrix, init.given[frozen].matrix):
+        raise ValueError(
+            f"resume_from holds other {frozen} factors than init, and freeze={frozen!r} keeps those of init; resume "
+            "with the init of that run, or start a new one"
+        )
+
+
 def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
     """Log a warning if factors have shrunk to nothing relative to the scale of the `nnz` ratings."""
     objective, zeros = learned.objective, not learned.total
     users, items = (_root_mean_square(side.matrix) for side in (learned.state.user, learned.state.item))
-    if not objective.regularization or users * items >= COLLAPSED * scale or (zeros and not users * items):
+    strength = math.sqrt(math.prod(objective.regularization))  # predictions depend on the product
+    if not strength or users * items >= COLLAPSED * scale or (zeros and not users * items):
         return
     degree = nnz / math.sqrt(max(1, learned.shape[0] * learned.shape[1]))
-    usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - objective.scaling)
+    usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - sum(objective.scaling) / 2)
     logger.warning(
         "the factors have shrunk to nothing: they add less than %g %% of the ratings' scale (%.3g) to predictions. "
-        "regularization=%g is too strong for ratings of this scale; try regularization=%.1g",
+        "regularization=%s is too strong for ratings of this scale; try regularization=%.1g",
         100 * COLLAPSED,
         scale,
         objective.regularization,
-        min(usual, objective.regularization / 10),
+        min(usual, strength / 10),
     )
 
 
@@ -360,7 +435,7 @@ def _root_mean_square(factors: np.ndarray) -> float:
     return math.sqrt(float(squares.sum(dtype=np.float64)) / max(1, int(np.count_nonzero(squares))))
 
 
-def _plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
+def plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
     """The plan for serving a model, which may have been fitted on a device that is missing here."""
     settings = replace(settings, reduction="auto")  # serving reduces nothing
     try:

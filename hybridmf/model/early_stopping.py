@@ -14,7 +14,7 @@ from ..core.validate import check_int, check_real
 from .learned import Learned
 
 LOWER_IS_BETTER = ("rmse", "mae")
-METRICS = re.compile(r"rmse|mae|(?:ndcg|precision|recall|map)@[1-9][0-9]*")
+METRICS = re.compile(r"rmse|mae|(?:ndcg|precision|recall|map|mrr|hit_rate)@[1-9][0-9]*")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class EarlyStopping:
     patience : int
         Iterations without an improvement after which the fit stops.
     metric : str, optional
-        ``"ndcg@k"``, ``"precision@k"``, ``"recall@k"``, ``"map@k"``, ``"rmse"`` or ``"mae"``. Default: RMSE for
+        ``"ndcg@k"``, ``"precision@k"``, ``"recall@k"``, ``"map@k"``, ``"mrr@k"``, ``"hit_rate@k"``, ``"rmse"`` or
+        ``"mae"``. Default: RMSE for
         explicit and NDCG@10 for implicit feedback.
     min_delta : float
         Least improvement that counts.
@@ -50,8 +51,8 @@ class EarlyStopping:
         check_real("min_delta", self.min_delta, 0.0)
         if self.metric is not None and not (isinstance(self.metric, str) and METRICS.fullmatch(self.metric)):
             raise ValueError(
-                f"metric must be rmse, mae, ndcg@k, precision@k, recall@k or map@k (k a positive integer, as in "
-                f'"ndcg@10"), got {self.metric!r}'
+                f"metric must be rmse, mae, ndcg@k, precision@k, recall@k, map@k, mrr@k or hit_rate@k (k a positive "
+                f'integer, as in "ndcg@10"), got {self.metric!r}'
             )
 
 

@@ -31,8 +31,8 @@ class Engine(Protocol):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ids and scores, shape (n_users, n), of the `n` best items; -1 and -inf if fewer are left."""
 
-    def gram(self, fixed: Factors, objective: Objective) -> Any:
-        """The part of `fold_in` that depends on the fixed side only."""
+    def gram(self, side: Side, fixed: Factors, objective: Objective) -> Any:
+        """The part of `fold_in` of rows of `side` that depends on the fixed side only."""
 
     def fold_in(
         self, side: Side, matrix: sp.csr_array, objective: Objective, fixed: Factors, mean: float, gram: Any

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import reprlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,6 +59,7 @@ class Estimator:
             setattr(self, name, value)
         return self
 
+    @reprlib.recursive_repr()
     def __repr__(self) -> str:
         shown = {name: repr(value) for name, value in self.get_params().items()}
         changed = (f"{name}={text}" for name, text in shown.items() if text != repr(self._defaults()[name]))

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
+import scipy.optimize
 import scipy.sparse as sp
 
 from ..core.validate import make_csr
+from ..plan.types import NONNEGATIVE
 from .learned import Learned
 
 
@@ -41,8 +43,8 @@ def training_row(learned: Learned, user: int) -> sp.csr_array:
     """
     if learned.values is None or not isinstance(learned.seen, sp.csr_array):
         raise ValueError(
-            "the model does not hold the training entries of its users (it was fitted on a store, or saved without "
-            "them): pass user_items, the ratings of the user"
+            "the model does not hold the training entries of its users (it was fitted on a store or with weights, or "
+            "saved without them): pass user_items, the ratings of the user"
         )
     begin, end = learned.seen.indptr[user : user + 2]
     data = learned.values[begin:end]
@@ -51,6 +53,8 @@ def training_row(learned: Learned, user: int) -> sp.csr_array:
 
 def contributions(learned: Learned, row: sp.csr_array, item: int, N: int) -> Explanation:
     """Solve the user's normal equations A x = sum_j w_j z_j for the item z: its score z.x is sum_j w_j z_j.(A^-1 z).
+
+    Where factors are nonnegative, A and z are those of the coordinates of x that are not 0.
 
     Parameters
     ----------
@@ -65,7 +69,7 @@ def contributions(learned: Learned, row: sp.csr_array, item: int, N: int) -> Exp
     values, columns = row.data.astype(np.float64), row.indices
     z, target = _features(learned, columns), _features(learned, np.array([item]))[0]
     degree = np.array([np.count_nonzero(values) if objective.is_implicit else len(values)])
-    ridge = objective.row_scale(degree)[0] * objective.ridge(factors.matrix.shape[1], z.shape[1])
+    ridge = objective.row_scale("user", degree)[0] * objective.ridge("user", factors.matrix.shape[1], z.shape[1])
     baseline = 0.0
     if objective.is_implicit:
         kept = values != 0
@@ -82,9 +86,22 @@ def contributions(learned: Learned, row: sp.csr_array, item: int, N: int) -> Exp
     if not len(columns):
         return Explanation(baseline, baseline, np.empty(0, np.int32), np.empty(0))
     matrix[np.diag_indices(len(matrix))] += ridge
-    parts = weights * (z @ scipy.linalg.solve(matrix, target, assume_a="pos"))
+    moved = np.ones(len(matrix), bool)
+    if learned.plan.solver == NONNEGATIVE:
+        moved = _off_bounds(matrix, weights @ z, factors.matrix.shape[1])
+    parts = weights * (z[:, moved] @ scipy.linalg.solve(matrix[np.ix_(moved, moved)], target[moved], assume_a="pos"))
     order = np.argsort(-parts, kind="stable")[:N]
     return Explanation(baseline + float(parts.sum()), baseline, columns[order].astype(np.int32), parts[order])
+
+
+def _off_bounds(matrix: np.ndarray, right: np.ndarray, bounded: int) -> np.ndarray:
+    """Coordinates of the solution that are not 0, where the first `bounded` are nonnegative."""
+    root = scipy.linalg.cholesky(matrix, lower=True)
+    least = np.where(np.arange(len(matrix)) < bounded, 0.0, -np.inf)
+    target = scipy.linalg.solve_triangular(root, right, lower=True)
+    solved = scipy.optimize.lsq_linear(root.T, target, (least, np.inf), method="bvls", tol=1e-12)
+    moved: np.ndarray = (solved.active_mask == 0) | (np.arange(len(matrix)) >= bounded)
+    return moved
 
 
 def _features(learned: Learned, items: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ import safetensors
 from .. import _formats
 from ..core.files import write_atomically as write_atomically
 from ..core.frames import KINDS
-from ..core.objective import Factors, Objective, State
+from ..core.objective import Factors, Objective, State, check_nonnegative, check_per_side
 from ..core.validate import check_choice, check_int, check_range, check_real, make_csr
 from ..data.labels import LABEL_DTYPES, decode_labels, encode_labels
 from ..errors import ModelFileError
@@ -67,8 +67,9 @@ def jsonable(params: dict[str, Any]) -> dict[str, Any]:
             value = value.item()
         if isinstance(value, (type, np.dtype)):
             value = np.dtype(value).name
-        if isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value):
-            value = list(value)
+        if isinstance(value, (tuple, list)):
+            value = [each.item() if isinstance(each, np.generic) else each for each in value]
+            value = value if all(isinstance(each, (str, int, float)) for each in value) else None
         plain[key] = value if isinstance(value, (str, int, float, bool, list, type(None))) else None
     return plain
 
@@ -111,8 +112,12 @@ def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str,
         "value_range": model._learned.value_range,
         "frame_kind": model._learned.frame_kind,
     } | (extra or {})
-    if model._learned.objective.biases:  # a default depends on the ratings
-        summary["bias_regularization"] = model._learned.objective.bias_regularization
+    objective = model._learned.objective
+    if objective.biases:  # a default depends on the ratings
+        users, items = objective.bias_regularization
+        summary["bias_regularization"] = users if users == items else [users, items]
+    if objective.count_unobserved:  # users and items of the fit; updates may have added some
+        summary["unobserved"] = list(objective.added)
     return {
         "format": FORMAT,
         "version": str(VERSION),
@@ -333,18 +338,20 @@ class ModelFile:
         self.value_range = None if found is None else check_range("value_range", found)
         kind = summary.setdefault("frame_kind", None)  # files of earlier versions have none
         self.frame_kind: str | None = None if kind is None else check_choice("frame_kind", kind, KINDS)
-        if "bias_regularization" in summary:
-            check_real("bias_regularization", summary["bias_regularization"], 0.0)
+        for name in ("bias_regularization", "unobserved"):
+            if name in summary:
+                summary[name] = check_per_side(name, summary[name], check_nonnegative)
         history = summary["history"]
         records = isinstance(history, list) and all(isinstance(record, dict) for record in history)
         self._require(records, "history is not a list of records")
 
     def objective(self, by_params: Objective) -> Objective:
-        """The objective of the fit: `by_params`, with the bias penalty derived from the training ratings."""
+        """The objective of the fit: `by_params`, with what was derived from the training ratings."""
+        objective = replace(by_params, added=self.summary.get("unobserved", by_params.added))
         found = self.summary.get("bias_regularization")  # files of earlier versions have none
         if found is None or self.params.get("bias_regularization") is not None:
-            return by_params
-        return replace(by_params, bias_regularization=found)
+            return objective
+        return replace(objective, bias_regularization=found)
 
     def _state(self, tensors: dict[str, np.ndarray]) -> State:
         users, items = tensors["user_factors"], tensors["item_factors"]

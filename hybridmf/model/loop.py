@@ -131,6 +131,8 @@ class FitLoop:
     observers : Observers
         Only those of the first rank are used.
     stopwatch : Stopwatch
+    unit : float
+        What the objective of the solver is multiplied by in records.
     ranks : Ranks
     writer : Writer, optional
         Writer of checkpoints, on the first rank.
@@ -149,13 +151,14 @@ class FitLoop:
         observers: Observers,
         stopwatch: Stopwatch,
         *,
+        unit: float = 1.0,
         ranks: Ranks | None = None,
         writer: checkpoints.Writer | None = None,
         completed: int = 0,
         history: list[Record] | None = None,
     ) -> None:
         self.model, self.solver, self.learn, self.columns = model, solver, learn, columns
-        self.observers, self.stopwatch, self.writer = observers, stopwatch, writer
+        self.observers, self.stopwatch, self.writer, self.unit = observers, stopwatch, writer, unit
         self.ranks: Ranks = OneProcess() if ranks is None else ranks
         self.completed, self.history = completed, [] if history is None else history
         self.learned: Learned | None = None
@@ -202,7 +205,7 @@ class FitLoop:
         if self._model_is_needed():
             self._complete_model()
         if self.needs_objective:
-            record["objective"] = self.solver.objective_value()
+            record["objective"] = self.unit * self.solver.objective_value()
         if self.observers.validation is not None:
             record |= self._validate(self.observers.validation)
         if self.observers.need_objective:

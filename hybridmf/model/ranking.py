@@ -234,5 +234,5 @@ def fold_in(learned: Learned, side: Side, matrix: sp.csr_array) -> Factors:
     fixed = learned.state.side(other_side(side))
     engine = engine_for(learned.plan)
     # independent of the rows, and most of the work for a few rows
-    gram = learned.cached(("gram", side, engine.name), lambda: engine.gram(fixed, learned.objective))
+    gram = learned.cached(("gram", side, engine.name), lambda: engine.gram(side, fixed, learned.objective))
     return engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)

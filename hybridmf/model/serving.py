@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.frames import check_kind, kind_of
-from ..core.objective import Side
+from ..core.objective import Side, scoring_rows
 from ..core.sparse import keep_entries, take_rows, transposed, without_zeros
 from ..core.system import available_memory
 from ..core.triplets import refuse_triplets
@@ -30,6 +30,7 @@ from ..core.validate import (
     check_shape,
     csr_arrays,
     make_csr,
+    refuse_gpu,
     without_mask,
 )
 from ..data.align import IN_ORDER, align, align_rows, labels_of
@@ -169,6 +170,13 @@ class ServingMixin(Estimator):
         """Items without factors, usually because they have no training entries: bool array, shape (n_items,)."""
         check_is_fitted(self)
         return blank_mask(self._learned, "item")
+
+    @property
+    def item_counts_(self) -> np.ndarray | None:
+        """Training entries of each item, int64, shape (n_items,); None for files of models that lack them."""
+        check_is_fitted(self)
+        counts = self._learned.item_counts
+        return None if counts is None else counts.view()
 
     @property
     def n_users(self) -> int:
@@ -531,6 +539,60 @@ class ServingMixin(Estimator):
         found = contributions(learned, row, int(item[0]), N)
         return found._replace(ids=labelled(learned, "item", found.ids)) if by_label else found
 
+    # ------------------------------------------------------------------------------------------------ vectors
+
+    def export_items(self, *, labels: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Vectors for an index of maximal inner products: their products with those of `export_users` are the scores.
+
+        Parameters
+        ----------
+        labels : bool
+            Return labels of the items; False, or for a model without labels: their positions.
+
+        Returns
+        -------
+        vectors : float32 array, shape (n, d)
+            Of the items with factors; d is `factors`, and two more for a model with biases.
+        ids : array, shape (n,)
+            Labels, or int64 positions.
+
+        Raises
+        ------
+        NotFittedError, TypeError
+        """
+        return self._exported("item", None, check_bool("labels", labels))
+
+    def export_users(self, userid: Any = None) -> np.ndarray:
+        """Vectors of users, to search an index of the vectors of `export_items`.
+
+        Parameters
+        ----------
+        userid : int or int array, shape (n,), optional
+            Positions; default: all users.
+
+        Returns
+        -------
+        float32 array, shape (n, d), or (d,) for one user
+
+        Raises
+        ------
+        NotFittedError, TypeError, ValueError
+        """
+        check_is_fitted(self)
+        users = None if userid is None else check_ids("userid", userid, self.n_users, "n_users")
+        vectors, _ = self._exported("user", users, False)
+        return vectors[0] if userid is not None and np.ndim(userid) == 0 else vectors
+
+    def _exported(self, side: Side, rows: np.ndarray | None, by_label: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Scoring rows of a side, and their labels or positions; without `rows`, of all items that have factors."""
+        check_is_fitted(self)
+        learned = self._learned
+        if rows is None:
+            rows = np.arange(self.n_users) if side == "user" else np.flatnonzero(~blank_mask(learned, "item"))
+        vectors = scoring_rows(learned.state.side(side).take(rows), side, learned.state.mean)
+        ids = learned.labels(side)
+        return np.ascontiguousarray(vectors, dtype=np.float32), ids[rows] if by_label and ids is not None else rows
+
     # ------------------------------------------------------------------------------------------------ predictions
 
     def predict(
@@ -603,6 +665,7 @@ class ServingMixin(Estimator):
         learned = self._learned
         matrix = rows = as_ratings(rows)
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
+            refuse_gpu(rows, name)
             refuse_triplets(rows, name)  # by column names, which check_array drops
             plain = without_mask(rows, name)
             matrix = numeric_matrix(self, plain, name)
@@ -882,6 +945,18 @@ def _rows_of_strangers(learned: Learned, n_rows: int, name: str, given: Any) -> 
     matrix, _ = align(matrix, labels_of(given), (IN_ORDER, learned.item_ids), name=name, unknown=None)
     check_shape(name, matrix, (n_rows, learned.shape[1]), ("n_rows", "n_items"))
     return matrix
+
+
+def seen_by(learned: Learned, users: np.ndarray, user_items: Any = None) -> sp.csr_array:
+    """Items that users have seen, a row for each: those of `user_items`, as `recommend` takes it, else of the training.
+
+    Raises
+    ------
+    TypeError, ValueError, UnknownLabelError
+    """
+    if user_items is None:
+        return _seen_in_training(learned, users)
+    return _rows_of_users(learned, users, "user_items", as_ratings(user_items))
 
 
 def _seen_in_training(learned: Learned, users: np.ndarray) -> sp.csr_array:

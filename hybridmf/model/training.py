@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ from ..core.sparse import ValueSummary, transposed
 from ..data.store import StoreMatrix
 from ..plan.types import Plan
 from .learned import scale_of_values, summary_of
+from .prepared import PreparedRatings
+
+logger = logging.getLogger("hybridmf")
 
 
 @dataclass(frozen=True)
@@ -26,36 +30,62 @@ class TrainingData:
         The ratings in both orientations.
     values : ValueSummary or StoreMatrix
         Sums and ranges of the values.
+    seen : csr_array, shape (n_users, n_items), or None
+        The `pattern` of the entries, if they are prepared.
     """
 
     user_items: Any
     item_users: Any
     values: ValueSummary | StoreMatrix
+    seen: Any = None
 
     @classmethod
-    def on_host(cls, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> TrainingData:
-        """Both orientations in memory or in a store."""
-        item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
-        return cls.of(matrix, item_users, plan)
-
-    @classmethod
-    def of(cls, user_items: Any, item_users: Any, plan: Plan) -> TrainingData:
-        """Both orientations as given, csr_array or StoreMatrix."""
-        return cls(user_items, item_users, summary_of(user_items, plan.num_threads))
-
-    @classmethod
-    def on_device(cls, matrix: sp.csr_array, plan: Plan) -> TrainingData:
-        """Both orientations on the GPU of the plan; one is uploaded, the other is made there."""
+    def for_als(cls, matrix: sp.csr_array | StoreMatrix, plan: Plan, source: PreparedRatings | None) -> TrainingData:
+        """Both orientations for ALS, on the GPU if the plan has them there; its kernels are compiled meanwhile."""
+        if plan.gpu is None:
+            return cls.on_host(matrix, plan, source)
         from ..device.cuda import open_device
         from ..gpu.half import programs_of
+
+        devices = [open_device(name) for name in plan.devices or (plan.device,)]
+        for device in devices:
+            device.compile_ahead(programs_of(device, plan))
+        values = _values_of(matrix, plan, source)
+        if plan.ratings_on_device:
+            return cls._on_device(devices[0], matrix, plan, source, values)
+        return cls.on_host(matrix, plan, source, values)
+
+    @classmethod
+    def on_host(
+        cls,
+        matrix: sp.csr_array | StoreMatrix,
+        plan: Plan,
+        source: PreparedRatings | None = None,
+        values: ValueSummary | StoreMatrix | None = None,
+    ) -> TrainingData:
+        """Both orientations in memory or in a store; `values` if they are known."""
+        values = _values_of(matrix, plan, source) if values is None else values
+        if source is not None:
+            log_detour(source, plan)
+            return cls(matrix, source.item_users, values, source.seen)
+        item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
+        return cls(matrix, item_users, values)
+
+    @classmethod
+    def _on_device(
+        cls, device: Any, matrix: Any, plan: Plan, source: PreparedRatings | None, values: ValueSummary | StoreMatrix
+    ) -> TrainingData:
+        """Both orientations on the GPU of the plan; unless they are there, one is uploaded and the other made there."""
         from ..gpu.matrix import DeviceMatrix
 
-        device = open_device(plan.device)
-        device.compile_ahead(programs_of(device, plan))
-        values = summary_of(matrix, plan.num_threads)
+        seen, held = (None, None) if source is None else (source.seen, source.on_device(plan.device))
+        if held is not None:
+            return cls(held[0], held[1], values, seen)
+        if source is not None:
+            log_detour(source, plan)
         with device.active():
-            user_items = DeviceMatrix.of(device, matrix, values.ends)
-            return cls(user_items, user_items.transposed(device), values)
+            user_items = DeviceMatrix.of(device, matrix)
+            return cls(user_items, user_items.transposed(device), values, seen)
 
     @functools.cached_property
     def degrees(self) -> dict[Side, np.ndarray]:
@@ -84,3 +114,17 @@ class TrainingData:
     def scale(self, objective: Objective) -> float:
         """Scale that standardizes explicit ratings; see `hybridmf.core.objective.rating_scale`."""
         return scale_of_values(self.values, self.nnz, objective)
+
+
+def _values_of(matrix: Any, plan: Plan, source: PreparedRatings | None) -> ValueSummary | StoreMatrix:
+    return summary_of(matrix, plan.num_threads) if source is None else source.values
+
+
+def log_detour(source: PreparedRatings, plan: Plan) -> None:
+    """Log that a fit reads prepared ratings from the host, unless it runs there and they were prepared there."""
+    if source.device != "cpu" or plan.gpu is not None:
+        logger.info(
+            "the ratings are prepared on %s, and this fit on %s starts from the copy in the memory of the host",
+            source.device,
+            plan.device_name,
+        )

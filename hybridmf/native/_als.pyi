@@ -67,6 +67,15 @@ def cg_rows(
     n_steps: int,
     form_from: int,
 ) -> None: ...
+def nonnegative_rows(
+    out: NDArray[_Real],
+    systems: Systems,
+    rows: Rows,
+    order: NDArray[np.int64],
+    status: NDArray[np.int32],
+    workspace: NDArray[_Real],
+    bounded: int,
+) -> None: ...
 def subspace_rows(
     out: NDArray[_Real],
     systems: Systems,

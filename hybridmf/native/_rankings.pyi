@@ -7,6 +7,9 @@ PRECISION: int
 RECALL: int
 AVERAGE_PRECISION: int
 NDCG: int
+RECIPROCAL_RANK: int
+HIT_RATE: int
+NOVELTY: int
 
 def judge(
     recommended: NDArray[Any],
@@ -16,5 +19,8 @@ def judge(
     kinds: NDArray[np.int32],
     cuts: NDArray[np.int64],
     discounts: NDArray[np.float64],
+    information: NDArray[np.float64],
+    shown_cuts: NDArray[np.int64],
+    shown: NDArray[np.uint8],
     num_threads: int,
 ) -> NDArray[np.float64] | None: ...

@@ -8,7 +8,7 @@ import numpy as np
 
 from cython.parallel cimport prange
 from libc.math cimport NAN
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.stdlib cimport qsort
 
 from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
@@ -17,12 +17,18 @@ PRECISION = 0
 RECALL = 1
 AVERAGE_PRECISION = 2
 NDCG = 3
+RECIPROCAL_RANK = 4
+HIT_RATE = 5
+NOVELTY = 6
 
 cdef enum:
     _PRECISION = 0
     _RECALL = 1
     _AVERAGE_PRECISION = 2
     _NDCG = 3
+    _RECIPROCAL_RANK = 4
+    _HIT_RATE = 5
+    _NOVELTY = 6
     SHORT = 64       # lists up to which comparing all pairs of ids is faster than sorting them
     FEW_USERS = 512  # below this many users a second thread costs more than it brings
 
@@ -77,32 +83,6 @@ cdef double _gain_of(id_t item, const int32_t* indices, const float* data, Py_ss
     return data[low] if low < n and indices[low] == item else 0.0
 
 
-cdef double _metric(
-        int kind, Py_ssize_t cut,
-        const double* gains, Py_ssize_t n,             # IN   (n,) gain at each rank
-        const double* ideal, Py_ssize_t n_relevant,    # IN   (n_relevant,) gains of the relevant items, falling
-        const double* discounts) noexcept nogil:       # IN   (longest cut,) weight of each rank
-    cdef Py_ssize_t rank, hits = 0
-    cdef double total = 0.0, best = 0.0
-    cdef Py_ssize_t last = cut if cut < n else n
-    for rank in range(last):
-        if kind == _NDCG:
-            total += gains[rank] * discounts[rank]
-        elif gains[rank] > 0:
-            hits += 1
-            total += hits / <double> (rank + 1)
-    if kind == _PRECISION:
-        return hits / <double> cut
-    if kind == _RECALL:
-        return hits / <double> n_relevant
-    if kind == _AVERAGE_PRECISION:
-        return total / n_relevant
-    for rank in range(cut if cut < n_relevant else n_relevant):
-        best += ideal[rank] * discounts[rank]
-    # Rounding may lift a ranking that is not ideal above one that is.
-    return total / best if total < best else 1.0
-
-
 cdef struct Metrics:
     # what is asked for of each list
     Py_ssize_t n                # ids of a list
@@ -110,7 +90,52 @@ cdef struct Metrics:
     Py_ssize_t n_metrics
     const int32_t* kinds        # (n_metrics,)
     const int64_t* cuts         # (n_metrics,)
-    const double* discounts     # (longest cut,)
+    const double* discounts     # (longest cut,) weight of each rank
+    const double* information   # (n_items,) for NOVELTY
+    Py_ssize_t n_shown
+    const int64_t* shown_cuts   # (n_shown,)
+    uint8_t* shown              # OUT  (n_shown, n_items)
+
+
+cdef double _metric(
+        const Metrics* asked, Py_ssize_t which,
+        const id_t* ids,                               # IN   (asked.n,)
+        const double* gains,                           # IN   (asked.n,) gain at each rank
+        const double* ideal, Py_ssize_t n_relevant     # IN   (n_relevant,) gains of the relevant items, falling
+        ) noexcept nogil:
+    cdef int kind = asked.kinds[which]
+    cdef Py_ssize_t cut = asked.cuts[which], n = asked.n
+    cdef Py_ssize_t rank, hits = 0, shown = 0
+    cdef double total = 0.0, best = 0.0
+    cdef Py_ssize_t last = cut if cut < n else n
+    for rank in range(last):
+        if kind == _NDCG:
+            total += gains[rank] * asked.discounts[rank]
+        elif kind == _NOVELTY:
+            if ids[rank] >= 0:
+                shown += 1
+                total += asked.information[ids[rank]]
+        elif gains[rank] > 0:
+            hits += 1
+            total += hits / <double> (rank + 1)
+            if kind == _RECIPROCAL_RANK:
+                return total
+    if kind == _PRECISION:
+        return hits / <double> cut
+    if kind == _RECALL:
+        return hits / <double> n_relevant
+    if kind == _AVERAGE_PRECISION:
+        return total / n_relevant
+    if kind == _RECIPROCAL_RANK:
+        return 0.0
+    if kind == _HIT_RATE:
+        return 1.0 if hits else 0.0
+    if kind == _NOVELTY:
+        return total / shown if shown else NAN
+    for rank in range(cut if cut < n_relevant else n_relevant):
+        best += ideal[rank] * asked.discounts[rank]
+    # Rounding may lift a ranking that is not ideal above one that is.
+    return total / best if total < best else 1.0
 
 
 cdef struct Relevant:
@@ -143,14 +168,19 @@ cdef bint _judge(
         qsort(scratch.ideal, relevant.n, sizeof(double), _descending)
     for k in range(asked.n_metrics):
         out[k * stride] = NAN
-        if relevant.n:
-            out[k * stride] = _metric(asked.kinds[k], asked.cuts[k], scratch.gains, asked.n, scratch.ideal, relevant.n,
-                                      asked.discounts)
+        if relevant.n or asked.kinds[k] == _NOVELTY:
+            out[k * stride] = _metric(asked, k, ids, scratch.gains, scratch.ideal, relevant.n)
+    for k in range(asked.n_shown):
+        for rank in range(min(asked.shown_cuts[k], asked.n)):
+            # Threads may mark an item at the same time: all write the same byte, and most find it written.
+            if ids[rank] >= 0 and not asked.shown[k * asked.n_items + ids[rank]]:
+                asked.shown[k * asked.n_items + ids[rank]] = 1
     return True
 
 
 def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, Py_ssize_t n_items,
-          const int32_t[::1] kinds, const int64_t[::1] cuts, const double[::1] discounts, int num_threads):
+          const int32_t[::1] kinds, const int64_t[::1] cuts, const double[::1] discounts,
+          const double[::1] information, const int64_t[::1] shown_cuts, uint8_t[:, ::1] shown, int num_threads):
     """Metrics of each user's ranking.
 
     Parameters
@@ -163,17 +193,23 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, Py_
         Relevant items and their gains, all positive; indices ascend within rows.
     n_items : int
     kinds : int32 array, shape (n_metrics,)
-        PRECISION, RECALL, AVERAGE_PRECISION or NDCG.
+        PRECISION, RECALL, AVERAGE_PRECISION, NDCG, RECIPROCAL_RANK, HIT_RATE or NOVELTY.
     cuts : int64 array, shape (n_metrics,)
         Ranks that count, at least 1.
     discounts : float64 array, shape (max(n_columns, longest row),) or up to the longest cut
         Weights of the ranks.
+    information : float64 array, shape (n_items,), or empty without NOVELTY
+        Averaged by NOVELTY over the items of a list.
+    shown_cuts : int64 array, shape (n_shown,)
+    shown : uint8 array, shape (n_shown, n_items)
+        Row k gets a 1 at each item among the first ``shown_cuts[k]`` of some user; other elements stay.
     num_threads : int
 
     Returns
     -------
     float64 array, shape (n_metrics, n_users), or None
-        NaN for users without a relevant item. None if an id is out of range, or repeated for a user.
+        NaN for users without a relevant item, and NOVELTY of empty lists. None if an id is out of range, or repeated
+        for a user.
     """
     cdef const int64_t[::1] indptr = relevant[0]
     cdef const int32_t[::1] indices = relevant[1]
@@ -185,16 +221,22 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, Py_
     out = np.empty((kinds.shape[0], n_users))
     if n_users == 0:
         return out
+    cdef double[:, ::1] out_view = out if len(out) else np.empty((1, n_users))
     # an element more, so that there is an address where there are no columns or entries
-    cdef double[:, ::1] out_view = out
     cdef double[:, ::1] gains = np.empty((n, n_columns + 1))
     cdef double[:, ::1] ideal = np.empty((n, longest + 1))
     cdef int64_t[:, ::1] scratch = np.empty((n, n_columns + 1), dtype=np.int64)
     cdef const id_t* ids = &recommended[0, 0] if n_columns else NULL
     cdef const int32_t* items = &indices[0] if indices.shape[0] else NULL
     cdef const float* values = &data[0] if indices.shape[0] else NULL
+    cdef const int32_t* which = &kinds[0] if kinds.shape[0] else NULL
+    cdef const int64_t* ranks = &cuts[0] if cuts.shape[0] else NULL
     cdef const double* weights = &discounts[0] if discounts.shape[0] else NULL
-    cdef Metrics asked = Metrics(n_columns, n_items, kinds.shape[0], &kinds[0], &cuts[0], weights)
+    cdef const double* bits = &information[0] if information.shape[0] else NULL
+    cdef const int64_t* marked = &shown_cuts[0] if shown_cuts.shape[0] else NULL
+    cdef uint8_t* marks = &shown[0, 0] if shown.shape[0] and shown.shape[1] else NULL
+    cdef Metrics asked = Metrics(n_columns, n_items, kinds.shape[0], which, ranks, weights, bits, shown_cuts.shape[0],
+                                 marked, marks)
     for user in prange(n_users, nogil=True, schedule="dynamic", chunksize=256, num_threads=n):
         row = rows[user]
         thread = hmf_thread_id()

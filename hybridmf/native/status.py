@@ -52,7 +52,7 @@ def check_status(status: np.ndarray, side: Side, objective: Objective, names: np
     what = f"leading minor {minor}" if code > 0 else "negative curvature in a conjugate gradient step"
     raise NotPositiveDefiniteError(
         f"normal equations of {side} {row} are not positive definite ({what}){more}; "
-        f"increase regularization (now {objective.regularization:g})",
+        f"increase regularization (now {objective.regularization.of(side):g})",
         side=side,
         row=row,
         minor=minor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -22,10 +23,25 @@ from .cost import (
 from .half_sweep import BATCH_BYTES, fused_or_published
 from .machine import H200, CpuRates, Machine, rate_at, seconds_at, solve_flops, system_flops
 from .row_forms import dual_up_to, side_seconds, side_sizes
-from .types import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS, PRECISIONS, SOLVERS, CpuWork, Plan, Settings
+from .solver import frozen_text
+from .types import (
+    CPU_ASSEMBLIES,
+    GPU_ASSEMBLIES,
+    GPU_SOLVERS,
+    NONNEGATIVE,
+    PRECISIONS,
+    SOLVERS,
+    CpuWork,
+    Plan,
+    Settings,
+)
 
 TILE_ENTRY = 1.2e-8
 """Seconds of one core to put an entry into a BALS tile (bench/layouts.py)."""
+
+NONNEGATIVE_ROW = 3.0
+"""Time of a non-negative row after its sums, in Cholesky solutions: it takes 10 to 17 microseconds longer than one at
+f = 64 in float32 (3000 x 1500 synthetic ratings, one core, AVX2)."""
 
 REGIONS = 4.0
 """Parallel regions of an iteration on the CPU."""
@@ -48,10 +64,11 @@ class AlsMethod:
         solver = {
             "cg": f"cg, {plan.cg_steps} steps",
             "subspace": f"subspace, {plan.block_size} coordinates at a time",
+            NONNEGATIVE: "non-negative, by coordinate descent",
         }.get(plan.solver, f"{plan.solver}, assembly {plan.assembly_name}")
         if plan.tile_rows:
             solver += f" with tiles of {plan.tile_rows} x {plan.tile_cols}"
-        return solver + f"; reorder {plan.reorder}" + ("; balanced" if plan.balance else "")
+        return solver + f"; reorder {plan.reorder}" + ("; balanced" if plan.balance else "") + frozen_text(plan)
 
     # ----------------------------------------------------------------------------------------------- the plan
 
@@ -63,6 +80,13 @@ class AlsMethod:
         DeviceError, ValueError
             The requested device does not support the request.
         """
+        if base.frozen and base.balance:
+            raise ValueError(
+                f"balance=True changes the factors of both sides, and freeze={base.frozen!r} keeps those of one; use "
+                "balance=False"
+            )
+        if base.solver == NONNEGATIVE:
+            _check_nonnegative(base, settings)
         if base.streamed:
             if base.reorder not in ("auto", "none"):
                 raise ValueError(
@@ -81,27 +105,22 @@ class AlsMethod:
         self, plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None
     ) -> dispatch.Request:
         """Request of the fit for the dispatcher."""
-
-        def on_gpu(undecided: Plan) -> Plan:
-            assert spec is not None
-            return gpu_plan(undecided, settings, objective, spec)
-
         cpu_only = ""
-        if plan.solver not in GPU_SOLVERS:
+        if plan.solver == NONNEGATIVE:
+            cpu_only = "nonnegative=True is the CPU's"
+        elif plan.solver not in GPU_SOLVERS:
             cpu_only = f"solver={plan.solver!r} is the CPU's"
         elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
             cpu_only = f"assembly={plan.assembly!r} is the CPU's"
-        elif plan.row_form == "dual":
-            cpu_only = 'row_form="dual" is the CPU\'s'
         return dispatch.Request(
             plan,
             settings,
             spec,
-            on_cpu=lambda undecided: cpu_plan(undecided, settings, objective),
-            on_gpu=on_gpu,
+            on_cpu=functools.partial(cpu_plan, settings=settings, objective=objective),
+            on_gpu=functools.partial(_on_gpu, settings, objective, spec),
             cpu_only=cpu_only,
             gpu_only=plan.assembly_name not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
-            others=tuple(_other_ways(plan, spec)),
+            others=None if plan.solver == NONNEGATIVE else functools.partial(_other_ways, plan, spec),
         )
 
     # ----------------------------------------------------------------------------------------------- counts
@@ -152,6 +171,8 @@ class AlsMethod:
         else:
             entry = seconds_at(rates.assembly, system_flops, f) * rates.slower[plan.assembly]
             row = seconds_at(rates.solve, solve_flops, f)
+            if plan.solver == NONNEGATIVE:
+                row *= NONNEGATIVE_ROW
             if plan.dual_sides:
                 filled = rows / sum(side_sizes(plan, side)[0] for side in SIDES)
                 seconds = sum(side_seconds(plan, side, dual_up_to(plan, side), rates, filled) for side in SIDES)
@@ -181,7 +202,7 @@ class AlsMethod:
 
     def row_cost(self, plan: Plan) -> float:
         """From built-in constants, so that all ranks agree; 0 for approximate solvers, whose rows cost little."""
-        if plan.solver != "cholesky":
+        if plan.solver not in ("cholesky", NONNEGATIVE):
             return 0.0
         if plan.gpu is None:
             return plan.rank / 3
@@ -191,6 +212,28 @@ class AlsMethod:
 
 
 ALS = AlsMethod()
+
+
+def _check_nonnegative(plan: Plan, settings: Settings) -> None:
+    """Refuse what a fit of non-negative factors does not have."""
+    devices = settings.device if isinstance(settings.device, tuple) else (settings.device,)
+    if any(device not in ("cpu", "auto") for device in devices):
+        raise ValueError(
+            f'nonnegative=True runs on the CPU only, got device={settings.device!r}; use device="cpu" or "auto", or '
+            "CCD(nonnegative=True) for explicit ratings on a GPU"
+        )
+    if plan.balance:
+        raise ValueError("balance=True leads to negative factors; with nonnegative=True use balance=False")
+    if plan.assembly_name not in ("auto", "simd") or plan.precision != "float32":
+        raise ValueError(
+            f'nonnegative=True needs assembly="simd" and precision="float32", got assembly={plan.assembly_name!r} and '
+            f"precision={plan.precision!r}"
+        )
+
+
+def _on_gpu(settings: Settings, objective: Objective, spec: DeviceSpec | None, undecided: Plan) -> Plan:
+    assert spec is not None
+    return gpu_plan(undecided, settings, objective, spec)
 
 
 def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
@@ -205,9 +248,10 @@ def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
 
 
 def for_fold_in(plan: Plan) -> Plan:
-    """The plan for solving new rows exactly, in the given order."""
+    """The plan for solving new rows exactly, in the given order; nonnegative factors of a fit of such."""
     # few rows cannot share tiles; sparse_syrk supports any rank, dtype and weight
     without_tiles = "simd" if plan.gpu is None else "sparse_syrk"
+    solver = NONNEGATIVE if plan.solver == NONNEGATIVE else "cholesky"
     if plan.method != ALS:
         exact = plan.changed(method=ALS, solver="cholesky", assembly=without_tiles, precision="float32")
         slots = 0 if plan.gpu is None else max(1, BATCH_BYTES // slot_bytes(exact))
@@ -215,7 +259,7 @@ def for_fold_in(plan: Plan) -> Plan:
     assembly = without_tiles if plan.assembly == "bals" else plan.assembly
     segment = plan.segment if assembly == plan.assembly else gpu_segment(assembly)
     return plan.changed(
-        solver="cholesky",
+        solver=solver,
         assembly=assembly,
         variant=plan.variant if assembly == plan.assembly else "",
         reorder="none",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..core import system
-from ..core.objective import Objective
+from ..core.objective import SIDES, Objective
 from ..core.scratch import find_room
 from ..core.system import mib
 from ..device.cuda import DeviceSpec
@@ -17,6 +17,7 @@ from .half_sweep import BATCH_BYTES, PIECE_BYTES, SLAB_BUFFERS, Place, Problem, 
 from .memory import tile_pointers
 from .partitions import plan_host_ranks
 from .ranks import ScalePlan
+from .row_forms import changes_basis, check_row_form, dual_sides, side_sizes
 from .types import GPU_ASSEMBLIES, GPU_SOLVERS, Plan, Settings
 
 GPU_SEGMENT = 16384
@@ -24,6 +25,9 @@ GPU_SEGMENT = 16384
 
 HOST_BATCH_BYTES = 256 << 20
 """`BATCH_BYTES` for offloaded factors, where memory is better used for more rows, which save loads of factors."""
+
+ROWS_AT_ONCE = 1 << 18
+"""Rows in the dual form whose solutions change back from another basis together."""
 
 STREAM_SLAB = 16 << 20
 """Entries of a slab of streamed in-memory ratings: its copy takes 2.4 ms on a PCIe 5 bus. At each slab boundary some
@@ -62,7 +66,13 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     spec = plan.gpu
     whole = _with_batches(plan.changed(streamed="", slab=0), _gpu_fixed_bytes(plan), spec)
     if plan.streamed:
+        check_row_form(plan, objective)
         return _gpu_stored(plan, whole, spec)
+    dual = plan.changed(dual_sides=dual_sides(plan, objective))
+    dual = _with_batches(dual, _gpu_fixed_bytes(dual), spec)
+    if plan.row_form == "dual" or not dispatch.memory_lacks(dual):
+        check_row_form(dual, objective)
+        return dual
     if not dispatch.memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
         return whole
     streamed = _gpu_streamed(plan, spec)
@@ -99,8 +109,6 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
     """Choose kernels and record free memory; the location of the ratings is decided later."""
     if plan.solver not in GPU_SOLVERS:
         raise ValueError(f"solver={plan.solver!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_SOLVERS)}")
-    if plan.row_form == "dual":
-        raise ValueError('row_form="dual" runs on the CPU only; on a GPU use row_form="auto", which is primal there')
     limit = settings.gpu_memory_limit
     if limit is not None:
         spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
@@ -216,6 +224,11 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
         # old and new factors of the side being solved, so that an interrupted half sweep has no effect
         "factors": (m + n + max(m, n)) * width * itemsize,
     }
+    if plan.assembly == "fused":
+        sizes["operands"] = max(m, n) * fused.operand_bytes(plan.rank, plan.precision)
+    changing = [side_sizes(plan, side) for side in SIDES if changes_basis(plan, side)]
+    if changing:
+        sizes["basis"] = max(fixed + 2 * min(rows, ROWS_AT_ONCE) for rows, fixed in changing) * width * itemsize
     if not plan.tile_rows:
         sizes["ratings"] += sum(_most_slots(plan, rows) for rows in (m, n)) * PIECE_BYTES
     else:

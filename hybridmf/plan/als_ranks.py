@@ -24,6 +24,7 @@ from .als_gpu import (
 from .half_sweep import BATCH_BYTES, Place
 from .partitions import plan_host_ranks, plan_ranks, plan_streamed_ranks
 from .ranks import ScalePlan
+from .row_forms import check_row_form
 from .types import Plan, Settings
 
 
@@ -51,6 +52,7 @@ def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: Devic
             sizes["ratings"] += 2 * (ranks - 1) * plan.slab * (itemsize + 4)
         return plan.changed(bytes=sizes)
     plan = choices(plan, settings, objective, spec)
+    check_row_form(plan, objective)
     assert plan.gpu is not None
     free = plan.gpu.free_bytes
     scale = _spread(plan, free)

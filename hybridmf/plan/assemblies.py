@@ -98,9 +98,8 @@ def constants_of(config: Any, *omitted: str) -> dict[str, Any]:
 
 def tuned(make: Callable[..., Config], kernel: str, rank: int, itemsize: int, spec: DeviceSpec) -> Config | None:
     """The tuned configuration, if it fits in the device's shared memory."""
-    found = tables.best(make, kernel, spec, {"rank": rank, "itemsize": itemsize})
-    config: Any = found[0] if isinstance(found, tuple) else found
-    return found if config is None or config.shared_bytes <= spec.shared_bytes else None
+    found: Any = tables.best(make, kernel, spec, {"rank": rank, "itemsize": itemsize})
+    return found if found is not None and found.shared_bytes <= spec.shared_bytes else None
 
 
 def tile_size(rank: int, itemsize: int) -> int:
@@ -149,6 +148,8 @@ class BalsConfig:
         Entries of each row listed at a time.
     blocks_per_sm : int
         Blocks on a multiprocessor, which bounds the registers of a thread.
+    height : int
+        Height of a matrix tile, in multiples of `rows`; for `bals_tile_sizes`, not for the kernel.
 
     Raises
     ------
@@ -166,6 +167,7 @@ class BalsConfig:
     lanes: int = 8
     window: int = 16
     blocks_per_sm: int = 1
+    height: int = 1
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -186,9 +188,9 @@ class BalsConfig:
         ValueError
             As for `rule`.
         """
-        found = tuned(_bals_and_height, "bals", rank, itemsize, spec)
-        if found is not None and found[0].capacity >= tile_cols:
-            return found[0]
+        found = tuned(cls, "bals", rank, itemsize, spec)
+        if found is not None and found.capacity >= tile_cols:
+            return found
         return cls.rule(rank, itemsize, spec, tile_cols=tile_cols)
 
     @classmethod
@@ -255,7 +257,13 @@ class BalsConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        return {"ACCUMULATORS": "chip"} | constants_of(self)
+        return {"ACCUMULATORS": "chip"} | constants_of(self, "height")
+
+    @property
+    def matrix_tile(self) -> tuple[int, int]:
+        """Height and width of the largest matrix tiles that it processes in one stage."""
+        width = self.capacity
+        return self.height * self.rows, width // WARP * WARP if width >= WARP else width
 
 
 LOCAL_TILE = (256, 192)
@@ -275,13 +283,4 @@ def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec, *, local: bool =
     """
     if local:
         return LOCAL_TILE
-    found = tuned(_bals_and_height, "bals", rank, itemsize, spec)
-    config, height = found or (BalsConfig.rule(rank, itemsize, spec), 1)
-    width = config.capacity
-    return height * config.rows, width // WARP * WARP if width >= WARP else width
-
-
-def _bals_and_height(*, height: int, **fields: int) -> tuple[BalsConfig, int]:
-    """Parse an entry of a table: the configuration, and the height of a matrix tile in multiples of its rows."""
-    require(height >= 1, f"height must be at least 1, got {height}")
-    return BalsConfig(**fields), height
+    return BalsConfig.default(rank, itemsize, spec).matrix_tile

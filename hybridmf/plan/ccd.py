@@ -16,7 +16,7 @@ from ..native import _ccd
 from . import dispatch
 from .cost import gpu_idle, memory_floor
 from .machine import CpuRates, Machine
-from .solver import SWEEP_ORDER
+from .solver import SWEEP_ORDER, frozen_text
 from .types import CpuWork, Plan, Settings, instruction_set_notes
 
 logger = logging.getLogger("hybridmf")
@@ -143,14 +143,15 @@ class CcdMethod:
     def describe(self, plan: Plan) -> str:
         """Name and hyperparameters."""
         inner = f"{self.inner_iterations} inner iteration{'s' if self.inner_iterations > 1 else ''}"
-        return f"ccd++, {inner} of each rank-one update{', non-negative' if self.nonnegative else ''}"
+        sign = ", non-negative" if self.nonnegative else ""
+        return f"ccd++, {inner} of each rank-one update{sign}{frozen_text(plan)}"
 
 
 def non_finite(objective: Objective, side: Side, row: int, factor: int | None) -> NonFiniteError:
     """The error for a coordinate that overflowed; a bias where `factor` is None."""
-    what, penalty = f"factor {factor}", f"regularization (now {objective.regularization:g})"
+    what, penalty = f"factor {factor}", f"regularization (now {objective.regularization.of(side):g})"
     if factor is None:
-        what, penalty = "bias", f"bias_regularization (now {objective.bias_regularization:g})"
+        what, penalty = "bias", f"bias_regularization (now {objective.bias_regularization.of(side):g})"
     return NonFiniteError(
         f"{what} of {side} {row} became infinite or NaN; "
         f"scale the ratings down, increase {penalty}, or use dtype='float64'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import sys
@@ -93,8 +94,30 @@ def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:
 # ------------------------------------------------------------------------------------------------------- estimates
 
 
-def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate:
-    """Predict the cost of a plan in the current state of this process.
+@dataclass(frozen=True)
+class Process:
+    """GPUs that this process has started, and signatures of the plans whose kernels it has loaded."""
+
+    started: frozenset[str]
+    loaded: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Process:
+        """The current state."""
+        return cls(frozenset(_started), frozenset(_loaded))
+
+    def warmth(self, plan: Plan) -> _cost.Warmth:
+        """Set-up that is already done for a plan."""
+        if plan.gpu is None:
+            return _cost.Warmth()
+        signature = _signature(plan)
+        loaded = signature in self.loaded
+        compiled = loaded or (cache_dir() / "compiled" / signature).exists()
+        return _cost.Warmth(plan.device in self.started, compiled, loaded)
+
+
+def estimate(plan: Plan, iterations: int, machine: _machine.Machine, process: Process) -> Estimate:
+    """Predict the cost of a plan.
 
     Parameters
     ----------
@@ -103,8 +126,10 @@ def estimate(plan: Plan, iterations: int, machine: _machine.Machine) -> Estimate
     iterations : int
     machine : Machine
         The constants.
+    process : Process
+        State of this process.
     """
-    cost = _cost.cost_of(plan, machine, _warmth(plan))
+    cost = _cost.cost_of(plan, machine, process.warmth(plan))
     setup = sum(cost.setup.values())
     assembly, solver = plan.kernels.method.names(plan)
     total = setup + iterations * cost.iteration
@@ -119,7 +144,7 @@ Build = Callable[["Plan"], "Plan"]
 
 @dataclass(frozen=True)
 class Request:
-    """A fit to plan, and functions that plan it for either device.
+    """A fit to plan, and functions that plan it for either device; it can be pickled.
 
     Attributes
     ----------
@@ -133,10 +158,12 @@ class Request:
         Why only the CPU supports it; "" if a GPU may.
     gpu_only : bool
         Whether it requests a feature of GPUs only.
-    others : tuple of Plan
+    others : callable, optional
         Alternatives to estimate for comparison; incomplete like `base`.
     machine : Machine
         The constants for estimates.
+    process : Process
+        State of this process when the request was made.
     """
 
     base: Plan
@@ -146,16 +173,19 @@ class Request:
     on_gpu: Build
     cpu_only: str = ""
     gpu_only: bool = False
-    others: tuple[Plan, ...] = ()
+    others: Callable[[], Iterable[Plan]] | None = None
     machine: _machine.Machine = field(default_factory=_machine.machine)
+    process: Process = field(default_factory=Process.now)
 
     def estimate(self, plan: Plan) -> Estimate:
         """Estimate for the requested iterations."""
-        return estimate(plan, self.settings.iterations, self.machine)
+        return estimate(plan, self.settings.iterations, self.machine, self.process)
 
 
 def choose(request: Request) -> Plan:
-    """The plan for the requested device or, with "auto", for the one with the shortest predicted time; with estimates.
+    """The plan for the requested device or, with "auto", for the one with the shortest predicted time.
+
+    Only plans that it may return are priced; the alternatives are when `Plan.estimates` is read.
 
     Raises
     ------
@@ -186,10 +216,15 @@ def choose(request: Request) -> Plan:
 
 def _on_cpu(request: Request, why: str, on_gpu: Plan | None) -> Plan:
     """The CPU's plan, if a GPU was found but is not used."""
+    found = () if on_gpu is None else (replace(request.estimate(on_gpu), why_not=memory_lacks(on_gpu)),)
+    return _cpu_instead(request, request.on_cpu(request.base), why, *found)
+
+
+def _cpu_instead(request: Request, plan: Plan, why: str, *found: Estimate, own: Estimate | None = None) -> Plan:
+    """The CPU's plan with the reason why the GPU that was found is not used; estimates as for `_with_estimates`."""
     assert request.spec is not None
     logger.info("device='auto' chose the CPU: %s", why)
-    plan = request.on_cpu(request.base.changed(reason=f"{why} ({request.spec.name} was found)"))
-    return _with_estimates(plan, request, on_gpu)
+    return _with_estimates(plan.changed(reason=f"{why} ({request.spec.name} was found)"), request, *found, own=own)
 
 
 def _faster(request: Request, on_cpu: Plan, on_gpu: Plan) -> Plan:
@@ -201,8 +236,8 @@ def _faster(request: Request, on_cpu: Plan, on_gpu: Plan) -> Plan:
     count = f"{iterations} iteration{'s' if iterations > 1 else ''}"
     if gpu.total_seconds < cpu.total_seconds:
         on_gpu = on_gpu.changed(reason=f"there is a GPU: {count} in about {there}; {here}")
-        return _with_estimates(on_gpu, request, on_cpu)
-    return _on_cpu(request, f"{count} in about {here}; {there}", on_gpu)
+        return _with_estimates(on_gpu, request, cpu, own=gpu)
+    return _cpu_instead(request, on_cpu, f"{count} in about {here}; {there}", gpu, own=cpu)
 
 
 def memory_lacks(plan: Plan) -> str:
@@ -216,17 +251,21 @@ def memory_lacks(plan: Plan) -> str:
     )
 
 
-def _with_estimates(plan: Plan, request: Request, rejected: Plan | None = None) -> Plan:
-    """`plan` with its own estimate and those of the other device and of the alternatives."""
-    found = [replace(request.estimate(plan), chosen=True)]
-    if rejected is not None:
-        found.append(replace(request.estimate(rejected), why_not=memory_lacks(rejected)))
-    for other in request.others:
-        found.extend(_estimates_of(other, request))
+def _with_estimates(plan: Plan, request: Request, *rejected: Estimate, own: Estimate | None = None) -> Plan:
+    """`plan` with its `own` estimate and that of the other device, and the alternatives to estimate on request."""
+    found = (replace(own or request.estimate(plan), chosen=True), *rejected)
+    alternatives = None if request.others is None else functools.partial(with_alternatives, found, request)
+    return plan.changed(decisive=found, alternatives=alternatives)
+
+
+def with_alternatives(found: tuple[Estimate, ...], request: Request) -> tuple[Estimate, ...]:
+    """Estimates of a plan and of its alternatives, the plan's first."""
+    assert request.others is not None
+    others = (one for other in request.others() for one in _estimates_of(other, request))
     unique: dict[tuple[str, ...], Estimate] = {}
-    for one in found:
+    for one in (*found, *others):
         unique.setdefault((one.device, one.assembly, one.solver, one.precision), one)
-    return plan.changed(estimates=tuple(sorted(unique.values(), key=_rank)))
+    return tuple(sorted(unique.values(), key=_rank))
 
 
 def _rank(one: Estimate) -> tuple[bool, bool, bool, float]:
@@ -261,15 +300,6 @@ def _signature(plan: Plan) -> str:
     method = " ".join(plan.kernels.method.names(plan)).strip()
     parts = (__version__, plan.gpu.capability, plan.rank, plan.feedback, plan.dtype, plan.precision, method)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _warmth(plan: Plan) -> _cost.Warmth:
-    if plan.gpu is None:
-        return _cost.Warmth()
-    signature = _signature(plan)
-    loaded = signature in _loaded
-    compiled = loaded or (cache_dir() / "compiled" / signature).exists()
-    return _cost.Warmth(plan.device in _started, compiled, loaded)
 
 
 def remember(plan: Plan) -> None:

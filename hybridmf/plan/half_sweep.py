@@ -8,6 +8,7 @@ different row parts in parallel, and each group processes its row parts sequenti
 A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 counts ``f`` and ``f^2`` cells instead)
 
     n/p w i            a part of the fixed side; twice if the next part is loaded concurrently
+    n/p 16 ceil(f/16) 4    the part as float16 pairs, which the fused kernels multiply in float32
     m/q w i            solutions of the row part; twice if they are copied to the host concurrently, and once more for
                        the warm start of approximate solvers; or all new rows, if they stay on the GPUs
     nnz/(p q) (4 + i)  entries, times the number of buffers (a fit: SLAB_BUFFERS); or the GPU's share of the ratings in
@@ -131,6 +132,11 @@ class Problem:
     def row_bytes(self) -> int:
         """Of a row of factors."""
         return round_up(self.factors, 16 // self.itemsize) * self.itemsize
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of a row of the fixed side in the form that products read, beside its factors."""
+        return fused.operand_bytes(self.factors, self.precision) if self.kernels == "fused" else 0
 
     @property
     def entry_bytes(self) -> int:
@@ -324,6 +330,7 @@ def half_bytes(
     own_is_part = on_device and grid.groups == 1 and half.fixed_parts == 1
     return {
         "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.fixed_parts > 1 else 1),
+        "operands": share.fixed * problem.operand_bytes,
         "solutions": solved * (1 if on_device else 3 if problem.cg_steps else 2),
         "factors": share.own * width if on_device else 0,
         "ratings": share.entries * problem.entry_bytes,
@@ -348,7 +355,7 @@ def half_seconds(
         seconds["gram"] = rates.gram_seconds(fixed / gpus, rows / gpus, rank, itemsize) + rates.gram
     if factors == "device" and grid.groups > 1:
         crossing = table * (grid.groups - 1) / grid.groups
-        seconds["all-gather"] = half.fixed_parts * (crossing / (0.75 * links.all_gather) + links.collective)
+        seconds["all-gather"] = half.fixed_parts * (crossing / links.all_gather + links.collective)
     if grid.splits > 1:
         sums = rows / grid.groups * problem.system_bytes * half.fixed_parts
         crossing = sums * (grid.splits - 1) / grid.splits
@@ -359,13 +366,14 @@ def half_seconds(
         seconds["turns"] = again / links.copy_bytes + half.fixed_parts * half.waves * links.slab
     elif factors != "device":
         seconds["waves"] = half.waves * links.slab
-    load, loads = 0.0, half.waves if half.fixed_parts > 1 else 1  # each wave of rows loads the parts again
+    load, solved, loads = 0.0, 0.0, half.waves if half.fixed_parts > 1 else 1  # each wave of rows loads the parts again
     if factors != "device":
-        load += loads * half.fixed_parts * table + rows / gpus * width
+        load += loads * half.fixed_parts * table
+        solved = rows / gpus * width
     if ratings != "device":
         load += problem.nnz / gpus * problem.entry_bytes
     if load:
-        seconds["from host"] = load / links.pinned_bytes
+        seconds["from host"] = load / links.pinned_bytes + solved / links.fetch_bytes  # which go back
     read = problem.nnz * problem.entry_bytes if ratings == "disk" else 0.0
     if factors == "disk":  # shared by all GPUs
         read += gpus * loads * half.fixed_parts * table + rows * width

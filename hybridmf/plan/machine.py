@@ -348,8 +348,8 @@ class LinkRates:
 
     Attributes
     ----------
-    pinned_bytes : float
-        Bytes/s from page-locked memory to each GPU, with all GPUs active.
+    pinned_bytes, fetch_bytes : float
+        Bytes/s from page-locked memory to each GPU, and back, with all GPUs active.
     disk_bytes : float
         Bytes/s from files to all GPUs together.
     copy_bytes : float
@@ -357,7 +357,7 @@ class LinkRates:
     reduce_scatter : Curve
         Bytes/s sent by each GPU in a reduce-scatter, by number of GPUs; other numbers use the next lower entry.
     all_gather : float
-        Size of the whole array over the time of the collective.
+        Bytes/s received by each GPU in an all-gather.
     collective : float
         Latency of a collective in seconds, including its launch.
     rank : float
@@ -367,13 +367,14 @@ class LinkRates:
     """
 
     pinned_bytes: float = 5.5e10
+    fetch_bytes: float = 5.5e10
     # bench/results/out_of_core.jsonl: iterations on a store in the page cache take 97 to 147 ms for 1.58 GB
     disk_bytes: float = 1.3e10
     copy_bytes: float = 4.24e12
     # bench/results/scale.jsonl, task reduction: half sweeps less their sums and solves, on 2 and on 4 GPUs
     reduce_scatter: Curve = ((2, 3.7e11), (4, 1.35e11))
-    # NCCL on 4 GPUs, arrays of 1 GB
-    all_gather: float = 2.54e11
+    # NCCL on 4 GPUs, arrays of 1 GB: 2.54e11 bytes/s of the whole array, of which each GPU receives three quarters
+    all_gather: float = 1.905e11
     collective: float = 6.0e-5
     # bench/results/scale.jsonl: half sweeps on 2 GPUs less half of those on one, divided by two
     rank: float = 1.0e-4

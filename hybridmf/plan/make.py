@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hybridmf")
 
 
+@dataclass(frozen=True)
+class Held:
+    """Ratings that are on a GPU before the fit, in both orientations.
+
+    Attributes
+    ----------
+    device : str
+        "cuda:N"; empty for none.
+    size : int
+        Bytes of GPU memory.
+    """
+
+    device: str = ""
+    size: int = 0
+
+    def serves(self, plan: Plan) -> bool:
+        """Whether a fit by this plan reads them where they are."""
+        return plan.ratings_on_device and plan.device == self.device
+
+
+NOTHING = Held()
+
+
 def make_plan(
     objective: Objective,
     settings: Settings,
@@ -47,11 +70,12 @@ def make_plan(
     facts: DegreeFacts | None = None,
     slab: int | None = None,
     beside: str | os.PathLike[str] | None = None,
+    held: Held = NOTHING,
 ) -> Plan:
     """Plan a fit from its sizes and the known properties of the degrees.
 
     `slab`: entries of the largest slab of a store, None for ratings in memory. `beside`: folder of the store, the first
-    choice for files of factors that do not fit in memory.
+    choice for files of factors that do not fit in memory. `held`: memory of a GPU that counts as free.
 
     Raises
     ------
@@ -72,6 +96,8 @@ def make_plan(
         devices = settings.device if len(settings.device) > 1 else ()
     else:
         spec, reason = dispatch.find_gpu(settings.device)
+        if spec is not None and f"cuda:{spec.index}" == held.device:
+            spec = replace(spec, free_bytes=spec.free_bytes + held.size)
     plan = _undecided(objective, settings, shape, nnz).changed(
         reason=reason, devices=devices, facts=facts, scratch=scratch_folders(beside)
     )
@@ -93,7 +119,7 @@ def _short_on_cpu(
         plan = make_plan(objective, on_cpu, shape, nnz, facts)
     except (DeviceError, ValueError):
         return None
-    seconds = plan.estimates[0].total_seconds
+    seconds = plan.estimate.decisive[0].total_seconds
     if seconds > start:
         return None
     reason = f"in about {seconds_text(seconds)} done on the CPU, before a GPU is started ({seconds_text(start)})"
@@ -111,19 +137,25 @@ def _with_reduction(plan: Plan, reduction: str) -> Plan:
     return plan.changed(reduction=reduction)
 
 
-def plan_for(matrix: sp.csr_array | StoreMatrix, objective: Objective, settings: Settings) -> Plan:
-    """`make_plan` for given ratings; degrees are counted only if the plan depends on them."""
+def plan_for(
+    matrix: sp.csr_array | StoreMatrix, objective: Objective, settings: Settings, held: Held = NOTHING
+) -> Plan:
+    """`make_plan` for given ratings; degrees are counted only if the plan depends on them.
+
+    `held`: where the ratings are on a GPU already. That memory is the fit's if it reads them there.
+    """
     slab, store = getattr(matrix, "largest_slab", None), getattr(matrix, "store", None)
     beside = None if store is None else store.path.parent
 
     def plan(items: bool) -> Plan:
         facts = DegreeFacts.of(matrix, items=items)
-        return make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside)
+        return make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside, held)
 
     streams = (settings.method or ALS).streams
     # counting items needs a pass over the entries, so it is done only if the memory of the plan depends on it
     found = plan(items=slab is not None or not streams or settings.reduction != "auto")
-    return plan(items=True) if found.asks_for_degrees else found
+    found = plan(items=True) if found.asks_for_degrees else found
+    return found if not held.size or held.serves(found) else plan_for(matrix, objective, settings)
 
 
 def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
@@ -150,6 +182,7 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
         precision=settings.precision,
         instruction_set=_als.instruction_set(),
         balance=settings.balance,
+        frozen=settings.frozen,
         row_form=settings.row_form,
         batch_flops=BATCH_FLOPS * settings.num_threads,
     )

@@ -1,7 +1,7 @@
-"""Primal or dual form of the systems of ALS on the CPU: where the dual applies, and where it pays.
+"""Primal or dual form of the systems of ALS: where the dual applies, and where it pays.
 
 A row with fewer entries n than factors f costs ``n^2 f + n^3 / 3`` in the dual form in place of ``n f^2 + f^3 / 3``
-(docs/methods.md). For implicit feedback both sides change basis first, ``f^2`` a row.
+(docs/methods.md). For implicit feedback the fixed side and the solutions change basis, ``f^2`` a row.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ DUAL_SHARE = 0.5
 Time of the primal over the dual form of a row with 0.25 / 0.5 / 0.75 f entries, explicit, AVX2, one thread: 2.6 / 1.6 /
 0.6 at f = 32, 2.8 / 1.5 / 0.8 at 64, 3.5 / 1.3 / 0.9 at 128, 4.4 / 2.0 / 1.2 at 256."""
 
+GPU_SIZES = (2, 4, 8, 16, 32, 48, 64)
+"""Most entries of a row by the programs of cuda/dual_rows.cu; a row takes the smallest that holds its entries."""
 
-def obstacle(objective: Objective) -> str:
-    """Why the dual form does not apply to an objective; "" if it does."""
-    if objective.regularization == 0:
+GPU_DUAL_SHARE = 0.5
+"""`DUAL_SHARE` on a GPU."""
+
+
+def obstacle(objective: Objective, side: Side) -> str:
+    """Why the dual form does not apply to a side; "" if it does."""
+    if objective.regularization.of(side) == 0:
         return "regularization=0 leaves no ridge to divide by"
-    if objective.biases and objective.bias_regularization == 0:
+    if objective.biases and objective.bias_regularization.of(side) == 0:
         return "bias_regularization=0 leaves biases without a ridge to divide by"
-    if objective.is_implicit and objective.scaling:
+    if objective.is_implicit and objective.scaling.of(side):
         return 'regularization_scaling other than "none" gives each row of an implicit model another ridge'
     if objective.is_implicit and objective.unobserved_weight > 1:
         return "unobserved_weight > 1 exceeds confidences of entries, and the roots of their differences are not real"
@@ -36,30 +42,42 @@ def obstacle(objective: Objective) -> str:
 
 
 def check_row_form(plan: Plan, objective: Objective) -> None:
-    """Raise if a plan for the CPU cannot use the requested ``row_form="dual"``."""
+    """Raise if a plan cannot use the requested ``row_form="dual"``."""
     if plan.row_form != "dual":
         return
-    reason = obstacle(objective)
-    if plan.solver != "cholesky":
-        reason = f'it is a form of solver="cholesky", and this is solver={plan.solver!r}'
-    elif plan.assembly not in ("auto", "simd"):
-        reason = f'it needs assembly="simd", and this is assembly={plan.assembly_name!r}'
+    reason = next(filter(None, (obstacle(objective, side) for side in SIDES)), "") or _kernel_obstacle(plan)
     if reason:
         raise ValueError(f'row_form="dual" does not apply: {reason}; use row_form="auto" or "primal"')
 
 
+def _kernel_obstacle(plan: Plan) -> str:
+    """Why the dual form does not apply to the kernels of a plan; "" if it does."""
+    if plan.solver != "cholesky":
+        return f'it is a form of solver="cholesky", and this is solver={plan.solver!r}'
+    if plan.gpu is None:
+        if plan.assembly not in ("auto", "simd"):
+            return f'it needs assembly="simd", and this is assembly={plan.assembly_name!r}'
+    elif plan.assembly != "fused":
+        return f'on a GPU it needs assembly="fused", and this is assembly={plan.assembly_name!r}'
+    elif len(plan.devices) > 1 or plan.streamed or plan.offloaded:
+        return "it needs all ratings and factors in the memory of one GPU"
+    return ""
+
+
 def dual_sides(plan: Plan, objective: Objective) -> tuple[Side, ...]:
     """Sides whose short rows take the dual form; decided from sizes alone, so that fits, ranks and fold-in agree."""
-    if plan.row_form == "primal" or obstacle(objective):
+    if plan.row_form == "primal" or _kernel_obstacle(plan):
         return ()
-    return tuple(side for side in SIDES if plan.row_form == "dual" or _pays(plan, side))
+    able = (side for side in SIDES if not obstacle(objective, side))
+    return tuple(side for side in able if plan.row_form == "dual" or _pays(plan, side))
 
 
 def dual_up_to(plan: Plan, side: Side) -> int:
     """Entries of the longest row of a side that takes the dual form; 0 for none."""
-    if side not in plan.dual_sides or plan.assembly != "simd" or plan.solver != "cholesky":
+    if side not in plan.dual_sides or plan.assembly not in ("simd", "fused") or plan.solver != "cholesky":
         return 0
-    return plan.rank if plan.row_form == "dual" else _share(plan)
+    longest = plan.rank if plan.row_form == "dual" else _share(plan)
+    return longest if plan.gpu is None else min(longest, GPU_SIZES[-1])
 
 
 def changes_basis(plan: Plan, side: Side) -> bool:
@@ -108,7 +126,7 @@ def side_seconds(plan: Plan, side: Side, limit: int, rates: CpuRates, filled: fl
 
 def _pays(plan: Plan, side: Side) -> bool:
     """Whether short rows save more than the change of basis costs; by built-in constants, so that all ranks agree."""
-    if plan.feedback == "explicit":
+    if plan.feedback == "explicit" or plan.gpu is not None:
         return True
     exact, rates = plan.changed(assembly="simd"), CpuRates()
     return side_seconds(exact, side, _share(plan), rates) < side_seconds(exact, side, 0, rates)
@@ -116,4 +134,4 @@ def _pays(plan: Plan, side: Side) -> bool:
 
 def _share(plan: Plan) -> int:
     """Entries of the longest row that "auto" solves in the dual form."""
-    return int(DUAL_SHARE * plan.rank)
+    return int((DUAL_SHARE if plan.gpu is None else GPU_DUAL_SHARE) * plan.rank)

@@ -162,8 +162,8 @@ class SgdMethod:
                 f"{most:g}: divide ratings and regularization by {scale:.0e}"
             )
         for name, weight, unit in (
-            ("regularization", objective.regularization, scale),
-            ("bias_regularization", objective.bias_regularization if objective.biases else 0.0, 1.0),
+            ("regularization", objective.regularization.user, scale),
+            ("bias_regularization", objective.bias_regularization.user if objective.biases else 0.0, 1.0),
         ):
             if self.learning_rate * weight / unit >= 1:
                 over = f" / {unit:.4g} (the scale of the ratings)" if unit != 1 else ""
@@ -246,6 +246,11 @@ class SgdMethod:
         DeviceError, ValueError
             The requested device does not support the request.
         """
+        if base.frozen:
+            raise ValueError(
+                f"freeze={base.frozen!r} does not apply to SGD, which moves a user and an item by each rating; solve "
+                "one side by ExplicitALS or CCD, which minimize the same objective"
+            )
         base = base.changed(assembly="simd", reorder="none")
         if base.precision not in ("float32", "float16"):
             raise ValueError(f"precision must be 'float32' or 'float16' for SGD, got {base.precision!r}")
@@ -435,7 +440,7 @@ def terms_at(method: SgdMethod, objective: Objective, mean: float, epoch: int) -
       ``c gamma s / sqrt(c^2 + G)``.
     """
     rate, c = learning_rate_at(method, epoch), method.scale
-    ridges = objective.regularization, objective.bias_regularization
+    ridges = objective.regularization.user, objective.bias_regularization.user  # the same as of items
     if method.rate_schedule in GPU_RATE_SCHEDULES:
         return Terms(rate / c, ridges[0], mean, rate, ridges[1])
     head_only = method.rate_schedule == "rpcs" and epoch == 0

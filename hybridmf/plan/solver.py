@@ -12,6 +12,11 @@ SWEEP_ORDER: tuple[Side, Side] = ("item", "user")
 """Items first: the final user factors are then exact given the item factors, so fold-in reproduces them."""
 
 
+def frozen_text(plan: Plan) -> str:
+    """End of the description of a plan for which one side keeps its factors."""
+    return f"; {plan.frozen} factors are frozen" if plan.frozen else ""
+
+
 class Solver(Protocol):
     """One method on one device."""
 
@@ -50,9 +55,10 @@ class Alternating(Unconnected):
         raise NotImplementedError
 
     def sweep(self) -> Iterator[None]:
-        """Both half sweeps; yields after each, so that an interruption in the second one keeps the first."""
+        """The half sweeps of sides that are not frozen; yields after each, so that an interruption keeps the first."""
         if self.plan.balance:
             self.balance()  # before the items: the users' factors have to stay exact for the items' of the same sweep
         for side in SWEEP_ORDER:
-            self.update(side)
-            yield
+            if side != self.plan.frozen:
+                self.update(side)
+                yield

@@ -186,20 +186,34 @@ class Init:
         Whether drawn factors are signed.
     given : dict of side to Factors
         Factors that are not drawn; copies.
+    new : dict of side to int64 array
+        Rows of a given side that are drawn nevertheless.
     """
 
     signed: bool = False
     given: Mapping[Side, Factors] = field(default_factory=dict)
+    new: Mapping[Side, np.ndarray] = field(default_factory=dict)
 
-    def placed(self, state: State, degrees: Mapping[Side, np.ndarray], sides: Sequence[Side] = SIDES) -> State:
-        """The state with the given factors of `sides`; rows without entries are zero."""
+    def placed(
+        self,
+        state: State,
+        degrees: Mapping[Side, np.ndarray],
+        sides: Sequence[Side] = SIDES,
+        frozen: Side | None = None,
+    ) -> State:
+        """The state with the given factors of `sides`; rows without entries are zero, unless their side is frozen."""
         for side in sides:
             factors = self.given.get(side)
-            if factors is not None:
+            if factors is None:
+                continue
+            rows = self.new.get(side, np.empty(0, np.int64))
+            if len(rows):
+                factors.matrix[rows] = state.side(side).reordered(rows).matrix
+            if side != frozen:
                 empty = np.asarray(degrees[side]) == 0
                 for array in factors.arrays:
                     array[empty] = 0
-                state = state.with_side(side, factors)
+            state = state.with_side(side, factors)
         return state
 
 

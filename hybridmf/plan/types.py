@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -42,6 +43,9 @@ ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1], *VARIANTS)
 GPU_SOLVERS = ("cholesky", "cg")
 
 SOLVERS = ("cholesky", "cg", "subspace")
+
+NONNEGATIVE = "nonnegative"
+"""Solver of the plan in place of "cholesky" if factors have to be nonnegative: exact, too, by coordinate descent."""
 
 PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
 
@@ -146,6 +150,7 @@ class Settings:
     gpu_memory_limit: int | None
     iterations: int
     method: Method | None = None
+    frozen: Side | None = None
 
     @classmethod
     def check(
@@ -166,19 +171,29 @@ class Settings:
         balance: Any = False,
         row_form: Any = "auto",
         reduction: Any = "auto",
+        nonnegative: Any = False,
         method: Method | None = None,
+        frozen: Side | None = None,
     ) -> Settings:
-        """Validate each hyperparameter; the plan validates combinations. `method` is validated already."""
+        """Validate each hyperparameter; the plan validates combinations. `method` and `frozen` are valid already."""
+        solver = check_choice("solver", solver, SOLVERS)
+        if check_bool("nonnegative", nonnegative):
+            if solver != "cholesky":
+                raise ValueError(
+                    f'nonnegative=True has a solver of its own, for the exact minimum; use solver="cholesky" (the '
+                    f"default) in place of solver={solver!r}"
+                )
+            solver = NONNEGATIVE
         if isinstance(reorder, (bool, np.bool_)):
             reorder = "both" if reorder else "none"
         return cls(
             factors=check_int("factors", factors, 1, MAX_FACTORS),
-            solver=check_choice("solver", solver, SOLVERS),
+            solver=solver,
             cg_steps=check_int("cg_steps", cg_steps, 1, MAX_CG_STEPS),
             assembly=check_choice("assembly", assembly, ASSEMBLIES),
             reorder=check_choice("reorder", reorder, REORDERINGS),
             precision=check_choice("precision", precision, PRECISIONS),
-            dtype=check_choice("dtype", _dtype_name(dtype), DTYPES),
+            dtype=check_dtype(dtype),
             num_threads=check_threads(num_threads),
             device=check_device(device),
             block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
@@ -188,15 +203,21 @@ class Settings:
             gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
             iterations=check_int("iterations", iterations, 1),
             method=method,
+            frozen=frozen,
         )
 
 
-def _dtype_name(dtype: Any) -> Any:
-    """Name of a dtype; other objects are returned unchanged for `check_choice` (np.dtype(None) would be float64)."""
+def check_dtype(dtype: Any) -> str:
+    """Name of a dtype of factors and values, given as name, type or dtype (None, NumPy's float64, is refused).
+
+    Raises
+    ------
+    ValueError
+    """
     if isinstance(dtype, (type, np.dtype)):
         with suppress(TypeError):
-            return np.dtype(dtype).name
-    return dtype
+            dtype = np.dtype(dtype).name
+    return str(check_choice("dtype", dtype, DTYPES))
 
 
 @dataclass(frozen=True)
@@ -293,6 +314,7 @@ class Kernels:
     precision: str
     instruction_set: str
     balance: bool = False
+    frozen: Side | None = None
     row_form: str = "auto"
     dual_sides: tuple[Side, ...] = ()
     variant: str = ""
@@ -308,7 +330,13 @@ class Prediction:
     """Predicted memory and time; `Plan` describes the attributes."""
 
     bytes: dict[str, int] = field(default_factory=dict)
-    estimates: tuple[Estimate, ...] = field(default=(), compare=False, repr=False)
+    decisive: tuple[Estimate, ...] = field(default=(), compare=False, repr=False)
+    alternatives: Callable[[], tuple[Estimate, ...]] | None = field(default=None, compare=False, repr=False)
+
+    @functools.cached_property
+    def estimates(self) -> tuple[Estimate, ...]:
+        """Estimates of the plan and of its alternatives, which are priced here: no choice depends on them."""
+        return self.decisive if self.alternatives is None else self.alternatives()
 
     @property
     def total_bytes(self) -> int:
@@ -345,9 +373,10 @@ class Plan:
         `slab`, `resident`, `scale`, `scratch`.
     kernels : Kernels
         `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `variant`, `reorder`, `precision`, `balance`,
-        `row_form`, `dual_sides`, `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`, `batch_slots`.
+        `frozen`, `row_form`, `dual_sides`, `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`,
+        `batch_slots`.
     estimate : Prediction
-        `bytes`, `estimates`.
+        `bytes`, `estimates`; `decisive` are the estimates that the choice of the device depended on.
     notes : tuple of str
         Remarks about the choices.
     device, reason : str
@@ -360,6 +389,8 @@ class Plan:
         The choices made; never "auto".
     cg_steps, block_size, num_threads : int
     balance : bool
+    frozen : {"user", "item"} or None
+        Side that keeps its factors.
     row_form : {"auto", "primal", "dual"}
         Requested form of short rows.
     dual_sides : tuple of {"user", "item"}
@@ -438,6 +469,7 @@ class Plan:
     reorder = _Part(lambda plan: plan.kernels.reorder)
     precision = _Part(lambda plan: plan.kernels.precision)
     balance = _Part(lambda plan: plan.kernels.balance)
+    frozen = _Part(lambda plan: plan.kernels.frozen)
     row_form = _Part(lambda plan: plan.kernels.row_form)
     dual_sides = _Part(lambda plan: plan.kernels.dual_sides)
     instruction_set = _Part(lambda plan: plan.kernels.instruction_set)

@@ -52,12 +52,12 @@ class CpuWorker:
             np.matmul(factors.matrix, basis.astype(matrix.dtype), out=matrix)
         return Factors(matrix, factors.bias)
 
-    def penalty(self, objective: Objective, factors: Factors, degrees: np.ndarray) -> float:
+    def penalty(self, objective: Objective, side: Side, factors: Factors, degrees: np.ndarray) -> float:
         """`Objective.penalty` of own rows."""
-        return objective.penalty(factors.matrix, degrees, factors.bias)
+        return objective.penalty(side, factors.matrix, degrees, factors.bias)
 
     def whole(
-        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
+        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray
     ) -> als.HalfSweep | als.StreamedHalf:
         """Half sweep of one device over its rows; slabs are read again in each half sweep."""
         half: als.HalfSweep | als.StreamedHalf

@@ -18,10 +18,8 @@ from ..core.system import ceil_div, round_up
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..device.cuda import Array, CudaDevice, Device, open_device
 from ..gpu.als import HalfSweeps
-from ..gpu.assembly import RowKernels
 from ..gpu.factors import DeviceFactors, GpuFactors, weighted_gram
-from ..gpu.fused import FusedKernels
-from ..gpu.half import HalfSweep, range_of_roots, row_segments, segment_losses
+from ..gpu.half import HalfSweep, row_segments, segment_losses
 from ..gpu.rows import add_pieces
 from ..gpu.stream import Pipeline, StreamedHalf, Transfers
 from ..plan.fused import BLOCK
@@ -29,7 +27,7 @@ from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
 from .batches import Ranges, batch_entries
 from .group import open_rank
-from .su_als import Block, Owned, Then, degrees_of, ends_of
+from .su_als import Block, Owned, Then, degrees_of
 from .transport.communicator import Communicator
 
 MOST_SEGMENTS = 32
@@ -81,16 +79,16 @@ class GpuWorker:
         """Factors in another basis."""
         return factors.times(self.half_sweeps.copiers, basis)
 
-    def penalty(self, objective: Objective, factors: GpuFactors, degrees: np.ndarray) -> float:
+    def penalty(self, objective: Objective, side: Side, factors: GpuFactors, degrees: np.ndarray) -> float:
         """`Objective.penalty` of own rows."""
-        return factors.penalty(self.device, objective, degrees)
+        return factors.penalty(self.device, objective, side, degrees)
 
     def whole(
-        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
+        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray
     ) -> HalfSweep | StreamedHalf:
         """The half sweep of one device."""
         assert not isinstance(block, ColumnSlabs)
-        return self.half_sweeps.make(side, block, objective, plan, names, ends)
+        return self.half_sweeps.make(side, block, objective, plan, names)
 
     def solve(
         self, half: HalfSweep | StreamedHalf, fixed: Any, mean: float, start: Any, then: Then | None
@@ -278,16 +276,16 @@ class PartialRows(HalfSweep):
             )
         # the rows summed here are not the rows solved here: batches identify them
         nothing = csr_of(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, block.dtype), block.shape[1])
-        super().__init__(device, side, nothing, objective, plan, names, range_of_roots(objective, ends_of(block)))
+        super().__init__(device, side, nothing, objective, plan, names)
         self._take(block)
-        self.scale = device.upload(objective.row_scale(degrees).astype(self.dtype))
+        self.scale = device.upload(objective.row_scale(side, degrees).astype(self.dtype))
         self.degrees, self.row_batches, self.n_entries = degrees, batches, int(block.nnz)
         self.offsets = np.concatenate(([0], np.cumsum(degrees_of(block))))
         cut = functools.partial(BatchPieces.make, device, longest=plan.segment, slots=plan.batch_slots)
         self._cuts = [cut(*self._places(batch)) for batch in range(len(batches))]
         self._to_solve = [self._filled(ranges) for ranges in solved]
         # of the current half sweep
-        self._table: Any = None
+        self._operand: Any = None
         self._entries_at_hand: Any = None
         self._under_way: Any = None  # systems, kernels
 
@@ -318,20 +316,15 @@ class PartialRows(HalfSweep):
 
     def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
         """Start a half sweep."""
-        self._table, self._entries_at_hand = fixed.table, self._entries(fixed, mean)
-        self._under_way = self._systems(start, gram), self.kernels_for(fixed)
-
-    def kernels_for(self, fixed: Any) -> RowKernels:
-        """See `HalfSweep`; a rank without entries has no sums to scale."""
-        if self.n_entries or self.plan.assembly != "fused":
-            return super().kernels_for(fixed)
-        return FusedKernels(self.device, self._config, "float32", self.plan.solver, self.epsilon, self.plan.cg_steps)
+        self._entries_at_hand = self._entries(fixed, mean)
+        kernels, self._operand = self.prepared(fixed)
+        self._under_way = self._systems(start, gram), kernels
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
         """Sums over this rank's entries of a batch; zeros for rows without any."""
         cut, (_, kernels) = self._cuts[batch], self._under_way
         sums = kernels.empty(cut.n_slots, whole=True)
-        kernels.assemble(sums, self._table, self._entries_at_hand, cut.segments)
+        kernels.assemble(sums, self._operand, self._entries_at_hand, cut.segments)
         return tuple(cut.add_up(self.device, each) for each in sums)
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
@@ -343,7 +336,7 @@ class PartialRows(HalfSweep):
 
     def close(self) -> None:
         """Release the state of this half sweep; there is no thread to stop."""
-        self._table = self._entries_at_hand = None
+        self._operand = self._entries_at_hand = None
 
     def result(self, then: Then | None = None) -> DeviceFactors:
         """Return the factors of the rows solved here."""

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Objective, Side, State, Terms, other_side
+from ..core.objective import SIDES, Factors, Objective, PerSide, Side, State, Terms, other_side
 from ..core.sparse import rows_of, transposed
 from ..core.validate import csr_arrays
 from ..cpu.als import aligned_zeros, objective_value
@@ -152,7 +152,7 @@ class CpuBackend:
     def __init__(self, blocks: list[GridBlock], objective: Objective, plan: Plan) -> None:
         assert isinstance(plan.method, SgdMethod)
         self.blocks, self.plan = blocks, plan
-        self.loss_alone = replace(objective, regularization=0.0, bias_regularization=0.0)
+        self.loss_alone = replace(objective, regularization=PerSide(0, 0), bias_regularization=PerSide(0, 0))
         self.objective = objective
         self.sums_width = sums_width(plan.method, plan.factors)
         self.sweeps = [_row_sweeps(block, plan) for block in blocks]
@@ -231,7 +231,7 @@ class CpuBackend:
 
     def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
         """See `Backend`."""
-        return self.objective.penalty(factors.matrix, degrees, factors.bias)
+        return self.objective.penalty(side, factors.matrix, degrees, factors.bias)
 
 
 def _row_sweeps(block: GridBlock, plan: Plan) -> RowSweeps | None:
@@ -352,7 +352,7 @@ class GpuBackend:
     def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
         """See `Backend`."""
         assert isinstance(factors, DeviceFactors)
-        return gpu_sgd.penalty(factors, self.objective, degrees)
+        return gpu_sgd.penalty(side, factors, self.objective, degrees)
 
 
 # ---------------------------------------------------------------------------------------------- one rank

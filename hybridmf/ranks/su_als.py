@@ -20,7 +20,7 @@ import scipy.sparse as sp
 
 from ..core.balance import balancing
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
-from ..data.slabs import ColumnSlabs, RangeSlabs, magnitudes, slab_bounds, slab_entries
+from ..data.slabs import ColumnSlabs, RangeSlabs, slab_bounds, slab_entries
 from ..errors import CommunicatorError, RatingsError
 from ..plan.grid import RankLayout
 from ..plan.half_sweep import SLAB_BUFFERS
@@ -104,13 +104,11 @@ class Worker(Protocol):
     def times(self, factors: Any, basis: np.ndarray) -> Any:
         """Factors in another basis."""
 
-    def penalty(self, objective: Objective, factors: Any, degrees: np.ndarray) -> float:
+    def penalty(self, objective: Objective, side: Side, factors: Any, degrees: np.ndarray) -> float:
         """Penalty of own rows in float64."""
 
-    def whole(
-        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray, ends: np.ndarray
-    ) -> Whole:
-        """See `Whole`. `ends`: smallest and largest absolute value on all ranks, empty without entries."""
+    def whole(self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray) -> Whole:
+        """See `Whole`."""
 
     def solve(self, half: Any, fixed: Any, mean: float, start: Any, then: Then | None) -> Any:
         """New factors of the rows of `whole`."""
@@ -229,10 +227,11 @@ class RankALS(Alternating):
             self.batches = {side: self._batches(side) for side in SIDES}
             if plan.scale is not None:
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
-            self._ends = self._all_ends(blocks["user"])
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
-            self.gathers_ahead = self._all_agree(worker.gathers_ahead and has_room_for_both(plan))
+            self.gathers_ahead = self._all_agree(
+                worker.gathers_ahead and has_room_for_both(plan) and plan.frozen is None
+            )
         self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, gathered factors)
 
     @property
@@ -346,17 +345,6 @@ class RankALS(Alternating):
             waves = batch_entries(self.batches[side], degrees)
         return int(waves.max(initial=0))
 
-    def _all_ends(self, block: Block) -> np.ndarray:
-        """Smallest and largest absolute value of the entries of all ranks; (0,) if there are none.
-
-        So values that depend on them, such as the scale of float16 parts, are those of a fit on one device.
-        """
-        own = np.asarray(ends_of(block), dtype=np.float64)
-        known = np.array([own if len(own) else (np.inf, -np.inf)])
-        everyone = self.communicator.allgatherv(known, [1] * self.layout.size)
-        ends = np.array([everyone[:, 0].min(), everyone[:, 1].max()])
-        return ends if ends[0] <= ends[1] else ends[:0]
-
     def _whole_degrees(self, side: Side, block: Block) -> np.ndarray:
         """Entries of each own row on all ranks, which weighted-lambda regularization needs (cuMF eq. 1)."""
         local = degrees_of(block)
@@ -370,7 +358,7 @@ class RankALS(Alternating):
         own = np.arange(*self.layout.own(side, self.rank), dtype=np.int64) if names is None else names[side]
         arguments = (side, block, self.objective, self.plan)
         if self.layout.grids[side].splits == 1:
-            return self.worker.whole(*arguments, own, self._ends)
+            return self.worker.whole(*arguments, own)
         batches, solved = self.batches[side], self._solved(side)
         degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
         if members is not None and reduction.everything_here is not None:
@@ -545,8 +533,8 @@ class RankALS(Alternating):
             return {side: self.worker.times(self.own[side], basis) for side, basis in zip(SIDES, bases, strict=True)}
 
     def _penalty_gram(self, side: Side) -> np.ndarray:
-        scale = self.objective.row_scale(self.degrees[side])
-        return self._sum(self.worker.exact_gram(self.own[side], scale, self.plan))
+        scale = self.objective.row_scale(side, self.degrees[side])
+        return self.objective.share(side) * self._sum(self.worker.exact_gram(self.own[side], scale, self.plan))
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
         total: np.ndarray = self.communicator.allreduce(array)
@@ -557,7 +545,7 @@ class RankALS(Alternating):
         with self.worker.active():
             total = self._losses()
             for side in SIDES:
-                total += self.worker.penalty(self.objective, self.own[side], self.degrees[side])
+                total += self.worker.penalty(self.objective, side, self.own[side], self.degrees[side])
             total = float(self._sum(np.array([total]))[0])
             if self.objective.is_implicit:
                 users, items = (self._sum(self.worker.exact_gram(self.own[side], None, self.plan)) for side in SIDES)
@@ -607,11 +595,6 @@ def degrees_of(block: Block) -> np.ndarray:
     """Entries of each row, int64."""
     degrees = np.diff(block.indptr) if isinstance(block, sp.csr_array) else block.degrees
     return degrees.astype(np.int64, copy=False)
-
-
-def ends_of(block: Block) -> np.ndarray:
-    """Smallest and largest absolute value; empty without entries."""
-    return magnitudes(block.data) if isinstance(block, sp.csr_array) else block.ends
 
 
 def has_room_for_both(plan: Plan) -> bool:

@@ -22,7 +22,7 @@ import scipy.sparse as sp
 from ..als import ExplicitALS, ImplicitALS
 from ..ccd import CCD
 from ..core.system import available_cores
-from ..device.cuda import CudaDevice, DeviceSpec, open_device
+from ..device.cuda import CudaDevice, DeviceSpec, device_count, open_device
 from ..model.base import FactorModel
 from ..model.stopwatch import BEFORE
 from ..plan import dispatch
@@ -30,6 +30,7 @@ from ..plan import machine as _machine
 from ..plan.cost import Warmth, cost_of
 from ..plan.machine import CpuRates, Curve, GpuRates, Machine, built_in
 from ..sgd import SGD
+from .links import measure_links
 from .preview import plan
 
 CPU_RANKS = (8, 16, 32, 64, 128)
@@ -156,7 +157,7 @@ def entry_and_row(times: tuple[float, float], problems: tuple[sp.csr_array, sp.c
 
 
 def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dict[str, Any]]:
-    """Measure this machine: its cores, and its first GPU if there is one.
+    """Measure this machine: its cores, its first GPU if there is one, and the links of all GPUs.
 
     Parameters
     ----------
@@ -178,7 +179,9 @@ def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dic
     if found is None:
         tell(f"no GPU is measured: {reason}")
         return machine, {}
-    return replace(machine, gpu=_measure_gpu(found, machine.cpu, tell), gpu_name=found.name), _gpu_identity(found)
+    rates = _measure_gpu(found, machine.cpu, tell)  # first, since it measures the start of the GPU
+    links = measure_links([f"cuda:{index}" for index in range(device_count())], machine.links, tell)
+    return replace(machine, gpu=rates, links=links, gpu_name=found.name), _gpu_identity(found)
 
 
 def calibrate_and_save(say: Say | None = None, *, gpu: bool = True) -> tuple[Machine, os.PathLike[str]]:

@@ -12,7 +12,7 @@ from ..core.validate import MAX_AXIS, check_int, check_nonempty
 from ..model.base import FactorModel
 from ..model.estimator import unfitted
 from ..plan.half_sweep import Problem
-from ..plan.make import make_plan, plan_for
+from ..plan.make import NOTHING, make_plan, plan_for
 from ..plan.partitions import plan_scale
 from ..plan.ranks import MAX_GPUS, ScalePlan
 from ..plan.types import Plan
@@ -94,7 +94,7 @@ def plan(
     >>> plan.n_users
     480189
     """
-    matrix = None
+    matrix, source = None, None
     model = ExplicitALS() if model is None else model
     if not isinstance(model, FactorModel):
         hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
@@ -102,7 +102,8 @@ def plan(
     if user_items is not None:
         if shape is not None or nnz is not None:
             raise ValueError("give either user_items or shape and nnz, not both")
-        matrix = model._check_matrix(user_items)
+        source = model._source(user_items)
+        matrix = model._check_matrix(user_items) if source is None else source.user_items
         check_nonempty(matrix, "user_items")
         shape, nnz = matrix.shape, matrix.nnz
     if shape is None or nnz is None:
@@ -114,7 +115,9 @@ def plan(
         if gpu_memory is not None or host_memory is not None:
             raise ValueError("gpu_memory and host_memory describe a machine to plan for; give gpus, their number, too")
         objective, settings = model._objective(), model._settings()
-        return make_plan(objective, settings, *sizes) if matrix is None else plan_for(matrix, objective, settings)
+        if matrix is None:
+            return make_plan(objective, settings, *sizes)
+        return plan_for(matrix, objective, settings, NOTHING if source is None else source.held)
     return _plan_machine(model, sizes, check_int("gpus", gpus, 1, MAX_GPUS), gpu_memory, host_memory)
 
 

@@ -184,7 +184,7 @@ class _Fit:
         self.iterations = check_int("iterations", model.iterations, 1)
         labels = (ratings.user_ids, ratings.item_ids)
         check_labels(labels)
-        self.init = model._init(ratings.shape)
+        self.init = model._init(ratings.shape, labels)
         held_out = check_validation(validation, labels, ratings.shape, self.objective, unknown)
         degrees = ratings.degrees(communicator)
         stopwatch.lap("check")
@@ -196,7 +196,7 @@ class _Fit:
         if not self.cut.nnz:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
         self.scale = self.cut.scale(communicator, self.objective)
-        self.objective = model._objective(self.scale)
+        self.objective = model._objective(self.scale).for_shape(ratings.shape)
         stopwatch.lap("convert")
         self.history: list[Record] = []
         self.writer: checkpoints.Writer | None = None

@@ -48,9 +48,14 @@ def test_a_fit_is_recorded_by_part_and_beside_rivals(bench, monkeypatch, tmp_pat
     monkeypatch.setattr(bench.rivals, "installed", lambda name: False)
     monkeypatch.setattr(bench, "CASES", (bench.Case("tiny", "implicit", 4, 2), bench.Case("other", "explicit", 4, 2)))
     monkeypatch.setattr(bench, "COLD", ("other",))
+    monkeypatch.setattr(bench, "SEARCHED", ("tiny",))
     for case in bench.CASES:
-        bench.run_case(case, ["cpu"], "quick", 1, with_rivals=True, with_cold=True)
+        bench.run_case(case, ["cpu"], "quick", 1, with_rivals=True, with_cold=True, with_search=True)
     lines = list(map(json.loads, (tmp_path / "fit.jsonl").read_text().splitlines()))
+    searches = [line for line in lines if "lambdas" in line["what"]]
+    assert [line["what"].split(", ")[-1] for line in searches] == ["each from the matrix", "prepared once"]
+    assert all(line["shape"] == "tiny" and line["seconds"] > 0 for line in searches)
+    lines = [line for line in lines if line not in searches]
     assert [line["shape"] for line in lines] == ["tiny", "other"]
     assert lines[0]["objective"] > 0 < lines[0]["evaluate_all"] and 0 < lines[0]["ndcg@10"] <= 1
     assert lines[1]["rmse"] > 0 and sum(lines[1]["parts"].values()) <= lines[1]["seconds"]

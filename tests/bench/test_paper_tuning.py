@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from hybridmf._version import __version__
 from hybridmf.gpu.tuning import plots as tune_plots
-from hybridmf.gpu.tuning import trials, tune
+from hybridmf.gpu.tuning import tune
 from hybridmf.gpu.tuning.trials import Sample
 from hybridmf.plan import tables
 from hybridmf.plan.tables import Entry
@@ -211,7 +211,7 @@ def test_what_was_measured_before_an_interruption_is_recorded(paper: Any, monkey
 def test_tiles_are_measured_and_checked(paper: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_papers(paper, monkeypatch)
     recorder = paper.Recorder("tuning")
-    sums = trials.AssemblySample(device, SAMPLE.user_items, 5, 4)
+    sums = paper.AssemblySample(device, SAMPLE.user_items, 5)
     assert paper.gates_gflops(device, sums) > 0
     lines = list(paper.measure_tiles(recorder, device, sums, "quick"))
     assert [(line["variant"], line["tile_rows"], line["tile_cols"]) for line in lines] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ import pandas as pd
 import pytest
 
 import hybridmf as hmf
+from hybridmf.cli.fit import HYPERPARAMETERS, MODELS
 from support.command_line import refuse, succeed
 
 
@@ -51,7 +53,7 @@ def test_fit_as_json(parts):
     assert all(f"{value:.4f}" in text for value in values)
     assert "metrics" not in json.loads(fit(parts, "--test-size", 0, "--json"))
     evaluated = json.loads(succeed("evaluate", parts / "m.safetensors", parts / "test.csv", "--json"))
-    assert set(evaluated) == {"model", "users", "cold_users", "metrics"}
+    assert set(evaluated) == {"model", "users", "cold_users", "metrics", "intervals"}
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -79,13 +81,28 @@ def test_fit_stops_early_and_saves_the_best(parts, share):
          {"unobserved_weight": 0.1, "cg_steps": 2}),
         (["--solver", "subspace", "--block-size", 2, "--regularization-scaling", "none"], hmf.ExplicitALS,
          {"block_size": 2, "regularization_scaling": "none"}),
+        (["--reorder", "both", "--row-form", "primal", "--reduction", "auto", "--gpu-memory-limit", "6GB"],
+         hmf.ImplicitALS, {"reorder": "both", "row_form": "primal", "reduction": "auto", "gpu_memory_limit": "6GB"}),
+        (["--method", "sgd", "--schedule", "blocks", "--no-deterministic", "--ordering", "user", "--order", "passes"],
+         hmf.SGD, {"deterministic": False, "ordering": "user", "order": "passes"}),
+        (["--regularization", "0.1,0.5", "--regularization-scaling", "count,0.5", "--bias-regularization", "1,2"],
+         hmf.ExplicitALS,
+         {"regularization": [0.1, 0.5], "regularization_scaling": ["count", 0.5], "bias_regularization": [1, 2]}),
+        (["--model", "implicit", "--regularization-scaling", "count", "--count-unobserved"], hmf.ImplicitALS,
+         {"count_unobserved": True}),
     ],
 )  # fmt: skip
 def test_every_estimator_and_its_parameters(parts, options, cls, parameters):
+    options = [*options, *(["--model", "implicit"] if cls is hmf.ImplicitALS else [])]
     fit(parts, *options)
     model = hmf.load(parts / "m.safetensors")
     assert type(model) is cls
     assert {name: getattr(model, name) for name in parameters} == parameters
+
+
+def test_every_parameter_has_an_option():
+    parameters = {name for cls in MODELS.values() for name in inspect.signature(cls).parameters}
+    assert parameters - set(HYPERPARAMETERS) == {"init", "random_state"}  # arrays; --seed
 
 
 @pytest.mark.parametrize(
@@ -93,7 +110,9 @@ def test_every_estimator_and_its_parameters(parts, options, cls, parameters):
     [
         (["--method", "sgd", "--solver", "cg"], "--solver is no parameter of SGD"),
         (["--method", "ccd", "--model", "implicit"], "--method ccd is for explicit ratings"),
-        (["--regularization-scaling", "much"], "--regularization-scaling must be none, count or a number"),
+        (["--regularization-scaling", "much"], "'much' is not none, count, a number"),
+        (["--regularization", "1,2,3"], "'1,2,3' has 3 values"),
+        (["--count-unobserved"], "--count-unobserved is no parameter of ExplicitALS"),
         (["--patience", 3], "--patience needs --validation"),
         (["--metric", "mae", "--validation", 0.1], "--metric needs --patience"),
         (["--validation", "nowhere.csv"], "is neither a number nor a file"),
@@ -136,11 +155,20 @@ def test_evaluate(parts):
     arguments += [part for name in metrics for part in ("--metric", name)]
     expected = hmf.evaluate(model, test, train=train, metrics=metrics, unknown="drop", relevance_threshold=4)
     output = succeed(*arguments, "--relevance-threshold", 4)
-    for value in expected.values():
-        assert f"{value:.4f}" in output
+    for name, value in expected.items():
+        assert f"{value:.4f} ({expected.interval(name).low:.4f} to {expected.interval(name).high:.4f})" in output
     assert f"{expected.n_users:,} users" in output
+    popular = hmf.metrics.PopularityRecommender().fit(train)
+    options = {"train": train, "metrics": metrics, "unknown": "drop", "relevance_threshold": 4}
+    gains = {name: expected.difference(hmf.evaluate(popular, test, **options), name) for name in metrics}
+    for gain in gains.values():
+        assert f"{gain.value:.4f} ({gain.low:.4f} to {gain.high:.4f})" in output
     report = json.loads(succeed(*arguments, "--relevance-threshold", 4, "--json"))
     assert report["metrics"] == pytest.approx(dict(expected)) and set(report["baseline"]) == set(metrics)
+    assert report["minus_baseline"] == {name: pytest.approx(list(gain[1:])) for name, gain in gains.items()}
+    assert report["intervals"]["auc"] == pytest.approx(list(expected.interval("auc")[1:]))
+    covered = json.loads(succeed(*arguments, "--metric", "coverage@5", "--json"))
+    assert "coverage@5" in covered["metrics"] and "coverage@5" not in covered["intervals"]
     assert "needs train=" in refuse("evaluate", parts / "m.safetensors", parts / "test.csv", "--metric", "auc")
     assert "metrics has 'best'" in refuse("evaluate", parts / "m.safetensors", parts / "test.csv", "--metric", "best")
 

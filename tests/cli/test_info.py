@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
+import pytest
 import scipy.io
 import scipy.sparse as sp
 
@@ -18,7 +22,7 @@ def test_info_of_the_installation(monkeypatch):
     assert shown["threads"] == str(known["threads"])
     assert known["gpu_reason"] in shown["GPU"]
     assert "GiB" in shown["memory free"]
-    other = known | {"gpu": "H200", "gpu_reason": "H200; fine", "memory_available": None, "blas": [], "cupy": "14.0"}
+    other = known | {"gpu": "H200; fine", "gpu_reason": "", "memory_available": None, "blas": [], "cupy": "14.0"}
     monkeypatch.setattr(cli.info, "config", lambda: dict(other))
     shown = facts(succeed("info"))
     assert (shown["GPU"], shown["memory free"], shown["blas"], shown["CuPy"]) == (
@@ -60,6 +64,34 @@ def test_info_of_ratings(tmp_path):
     assert "values" not in facts(succeed("info", tmp_path / "r.mtx"))
     hmf.Ratings(sp.csr_array((0, 3))).save(tmp_path / "r.npz")
     assert facts(succeed("info", tmp_path / "r.npz"))["ratings per user"] == "none"
+
+
+def test_info_as_json(folder, store, tmp_path):
+    known = json.loads(succeed("info", "--json"))
+    assert known == json.loads(json.dumps(hmf.config())) | {"memory_available": known["memory_available"]}
+    model = load_model(folder)
+    found = json.loads(succeed("info", folder / "model.safetensors", "--json"))
+    assert (found["model"], found["users"], found["items"]) == ("ExplicitALS", model.n_users, model.n_items)
+    assert found["ratings"] == model.plan_.nnz and found["seen_items"] is True
+    assert found["history"] == model.history_ and found["parameters"] == model.get_params()
+    assert found["user_labels"] == model.user_ids[:3].tolist()
+    ratings = hmf.Ratings.from_file(folder / "ratings.csv")
+    by_file = json.loads(succeed("info", folder / "ratings.csv", "--json"))
+    data, degrees = ratings.user_items.data, np.diff(ratings.user_items.indptr)
+    assert by_file["values"] == {"min": data.min(), "max": data.max(), "mean": pytest.approx(data.mean())}
+    assert by_file["ratings_per_user"]["median"] == np.median(degrees) and "'what'" in by_file.pop("columns")
+    by_store = json.loads(succeed("info", store, "--json"))
+    assert by_store.pop("slabs")["user"] >= 1 and by_store.pop("bytes") > 0
+    del by_file["values"]
+    assert by_store == by_file
+
+
+def test_info_of_some_rows(folder):
+    some = hmf.Ratings.from_file(folder / "ratings.csv", where={"stars": ["5"]})
+    shown = succeed("info", folder / "ratings.csv", "--where", "stars=5")
+    assert facts(shown)["ratings"] == f"{some.nnz:,}"
+    for place in ((), (folder / "model.safetensors",)):
+        assert "--where filters rows of a file of ratings" in refuse("info", *place, "--where", "stars=5")
 
 
 def test_info_refuses(tmp_path):

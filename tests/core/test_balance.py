@@ -89,7 +89,7 @@ def test_rows_count_as_the_penalty_counts_them():
         solver.update("item")
         solver.balance()
         grams = [
-            (state.matrix * model._objective().row_scale(degrees)[:, None]).T @ state.matrix
+            (state.matrix * model._objective().row_scale("user", degrees)[:, None]).T @ state.matrix
             for state, degrees in (
                 (solver.state.user, np.diff(matrix.indptr)),
                 (solver.state.item, np.bincount(matrix.indices, minlength=matrix.shape[1])),

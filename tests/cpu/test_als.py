@@ -169,8 +169,10 @@ def test_float32_error_is_near_plain_numpys(name):
             target = target - np.float32(mean) - fixed.bias[columns]
         weight = np.full(len(design), objective.unobserved_weight if objective.is_implicit else 0, np.float32)
         weight[columns] = confidence
-        ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling, np.float32)
-        ridge[16:] = objective.bias_regularization * len(columns) ** objective.scaling
+        ridge = np.full(
+            design.shape[1], objective.regularization.user * len(columns) ** objective.scaling.user, np.float32
+        )
+        ridge[16:] = objective.bias_regularization.user * len(columns) ** objective.scaling.user
         A = design.T @ (weight[:, None] * design) + np.diag(ridge)
         plain[row] = np.linalg.solve(A, design[columns].T @ (confidence * target).astype(np.float32))[:16]
     assert relative_error(solved.matrix, expected.matrix) < 8 * relative_error(plain, expected.matrix) + 1e-7
@@ -321,8 +323,8 @@ def test_gram_is_exact_and_the_same_for_any_thread_count():
     np.testing.assert_array_equal(one, three)
     np.testing.assert_allclose(one, exact, rtol=1e-13, atol=1e-11)
     np.testing.assert_array_equal(one, one.T)
-    assert WeightedGram(factors, OBJECTIVES["explicit"], 1).matrix.shape == (0, 0)
-    weighted = WeightedGram(factors, OBJECTIVES["implicit-heavy"], 1).matrix
+    assert WeightedGram("user", factors, OBJECTIVES["explicit"], 1).matrix.shape == (0, 0)
+    weighted = WeightedGram("user", factors, OBJECTIVES["implicit-heavy"], 1).matrix
     np.testing.assert_allclose(weighted, 3 * exact, rtol=1e-6, atol=1e-3)
 
 
@@ -524,7 +526,7 @@ def test_cg_reports_negative_curvature():
     objective = Objective("implicit", 0.0, alpha=0.0, unobserved_weight=2.0)
     plan = plan_for(objective, matrix.shape, matrix.nnz, rank=2, solver="cg")
     fixed = Factors(np.ones((3, 2), np.float32))
-    gram = WeightedGram(fixed.matrix, objective, 1)
+    gram = WeightedGram("user", fixed.matrix, objective, 1)
     gram.matrix = np.full((2, 2), -5.0)
     with pytest.raises(NotPositiveDefiniteError, match=r"user 0 .*negative curvature"):
         HalfSweep("user", matrix, objective, plan).solve(fixed, 0.0, gram=gram)

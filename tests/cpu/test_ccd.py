@@ -374,7 +374,7 @@ def test_no_constant_breaks_the_scale_of_the_ratings(name, dtype, power):
     """Ratings and lambda times 4^power, from a start times 2^power: no bit of a factor differs but for that power."""
     matrix = as_csr(planted(), dtype=dtype)
     objective, root = ALL_OBJECTIVES[name], 2.0**power
-    scaled = replace(objective, regularization=objective.regularization * root**2)
+    scaled = replace(objective, regularization=objective.regularization.user * root**2)
     one = solver_of(matrix, objective, 4, inner=2)
     other = solver_of(as_csr(matrix * np.dtype(dtype).type(root**2), dtype=dtype), scaled, 4, inner=2)
 

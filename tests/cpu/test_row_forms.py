@@ -201,7 +201,7 @@ def test_a_basis_that_does_not_exist_leaves_the_primal_form():
     objective = Objective("implicit", 1e-30, alpha=1.0)
     matrix = as_csr(rows_of([1, 3]), dtype=np.float64)
     fixed = Factors(np.repeat(random_factors(80, 4, np.float64).matrix, 2, axis=1))
-    assert WeightedGram(fixed.matrix, objective, 1).basis is None
+    assert WeightedGram("user", fixed.matrix, objective, 1).basis is None
     plan = plan_for(objective, matrix.shape, matrix.nnz, rank=8, dtype="float64", row_form="dual")
     with pytest.raises(NotPositiveDefiniteError, match=r"user 0 .*leading minor"):
         HalfSweep("user", matrix, objective, plan).solve(fixed, 0.0)

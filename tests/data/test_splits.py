@@ -66,6 +66,48 @@ def test_fast_and_slow_readers_keep_the_same_times(tmp_path, monkeypatch, label)
     )
 
 
+@pytest.mark.parametrize("user", ["{}", "u{}", '"{}"'], ids=["integers", "labels", "quoted"])
+@pytest.mark.parametrize("fast", [True, False])
+def test_times_are_read_with_the_entries(tmp_path, monkeypatch, user, fast):
+    rows = [f"{user.format(k)},{k % 7},{k % 5},{10**9 + 7 * k}" for k in range(1, 60)]
+    path = write(tmp_path, "user,item,rating,timestamp\n" + "\n".join(rows) + "\n")
+    monkeypatch.setattr(arrow_text, "SMALLEST", 1 if fast else 1 << 40)
+    read = []
+    for module, name in ((arrow_text, "_parse"), (text, "_parse_block"), (text, "_records")):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *given, name=name, original=original: read.append(name) or original(*given)
+        )
+    ratings = hmf.Ratings.from_file(path)
+    assert times(ratings)[("u8" if user == "u{}" else 8, 1)] == 10**9 + 56
+    if user == '"{}"':  # only the csv module takes quotes; the others stop at the first line
+        assert read.count("_records") == 1 and "_parse" not in read
+    else:
+        assert read == (["_parse"] if fast else ["_parse_block"] if user == "{}" else ["_records"])
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "float64", "datetime64[s]", "datetime64[ns]"])
+def test_times_keep_their_bits_in_any_order(dtype):
+    rng = np.random.default_rng(0)
+    pairs = rng.permutation(600)[:300]
+    given = (rng.integers(-(2**31), 2**31, 300) / (2.5 if dtype.startswith("float") else 1)).astype(dtype)
+    if dtype == "int64":
+        given[:] = rng.integers(-(2**63), 2**63 - 1, 300)
+    ratings = hmf.Ratings.from_coo(pairs // 20, pairs % 20, timestamps=given)
+    np.testing.assert_array_equal(ratings.timestamps, given[np.argsort(pairs)])
+    assert ratings.timestamps.dtype == {"int32": "int64", "float32": "float64"}.get(dtype, dtype)
+
+
+def test_one_odd_time_leaves_the_entries_to_the_fast_readers(tmp_path, monkeypatch):
+    rows = [f"{k},{k % 7},1,{'soon' if k == 55 else 10**9}" for k in range(60)]
+    path = write(tmp_path, "user,item,rating,timestamp\n" + "\n".join(rows) + "\n")
+    monkeypatch.setattr(arrow_text, "SMALLEST", 1)
+    with pytest.raises(RatingsError, match=says("column 3 (timestamp) is neither numbers nor dates")):
+        hmf.Ratings.from_file(path)
+    monkeypatch.setattr(text, "_read_records", None)
+    assert hmf.Ratings.from_file(path, timestamp=None).nnz == 60
+
+
 @pytest.mark.parametrize("form", ["{date}", "{date}T{clock}", "{date} {clock}.25", "{date}T{clock}Z", " {date}"])
 def test_fast_and_slow_readers_keep_the_same_dates(tmp_path, monkeypatch, form):
     rows = [f"{k},{k},1,{form.format(date=f'2024-02-{k + 1:02d}', clock=f'10:00:{k:02d}')}" for k in range(29)]

@@ -295,6 +295,24 @@ def test_memory_limit_of_a_model() -> None:
 # ------------------------------------------------------------------------------------------------ memory and copies
 
 
+def test_arrays_of_other_libraries_are_copied(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = machine()
+    device, given = open_device(), np.arange(6.0)
+
+    class Older:
+        __cuda_array_interface__ = given.__array_interface__
+
+    for array in (given, Older()):  # NumPy's arrays have DLPack
+        copied = device.adopt(array)
+        assert copied.tolist() == given.tolist() and not np.shares_memory(copied, given)
+    module.errors["from_dlpack"] = CUDARuntimeError("cudaErrorInvalidDevice")
+    with pytest.raises(DeviceError, match="failed"):
+        device.adopt(given)
+    monkeypatch.setenv(MEMORY_LIMIT, "40")
+    with pytest.raises(DeviceMemoryError, match="would pass"):
+        device.adopt(Older())
+
+
 def test_arrays_go_to_the_device_and_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copiers, "COPY_CHUNK", 64)
     monkeypatch.setattr(devices, "SMALL_COPY", 0)

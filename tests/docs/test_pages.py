@@ -4,7 +4,7 @@ A fenced ``python`` block is executed, page by page from top to bottom, in a fol
 line that says only "prints" is what the block above it prints; numbers may differ by one in the last digit shown
 (other processors and BLAS libraries round differently), and "..." stands for anything. A block directly under
 ``<!-- not run: reason -->`` is left alone. On the pages of COMMAND_PAGES the ``hybridmf`` lines of ``bash`` blocks run
-as well. data.md and evaluation.md are run by data/test_ratings.py and model/test_metrics.py.
+as well. data.md is run by data/test_ratings.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybridmf.cli import main
 from support.checkout import ROOT
 
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.exists()]
-RUN_ELSEWHERE = ("data.md", "evaluation.md")
+RUN_ELSEWHERE = ("data.md",)
 COMMAND_PAGES = ("quickstart.md",)
 LEFT_OUT = re.compile(r"<!-- not run: \S.* -->")
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")

@@ -17,11 +17,12 @@ from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
 from hybridmf.gpu import fused, launch
-from hybridmf.gpu.factors import DeviceFactors, gram_sum, to_device
+from hybridmf.gpu.factors import DeviceFactors, to_device
+from hybridmf.gpu.gram import gram_sum
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
-from hybridmf.plan.fused import table_width
+from hybridmf.plan.fused import FusedConfig, table_width
 from hybridmf.plan.start import initial_state
 from support.devices import limit_memory, on_a_gpu
 from support.half_sweeps import (
@@ -159,26 +160,17 @@ def test_rows_are_cut_into_segments_and_batches():
             assert len(batch.rows) == 1 or batch.slots[-1] <= slots
 
 
-@pytest.mark.parametrize("most", [100, 128, 400, 10**6])
-@pytest.mark.parametrize("rows", [0, 3, 4, 9, 250, 260])
-def test_a_gram_matrix_takes_no_second_table(device, monkeypatch, rows, most):
-    """CuPy copies an operand that is a stack of transposed matrices, one such matrix it does not."""
-    monkeypatch.setattr("hybridmf.gpu.factors.GRAM_ROWS", 4)
-    monkeypatch.setattr("hybridmf.gpu.factors.GRAM_BYTES", most)
-    stacks, matmul = [0], device.matmul
-
-    def watched(a, b):
-        if a.ndim > 2:
-            stacks.append(a.nbytes)
-        return matmul(a, b)
-
-    monkeypatch.setattr(device, "matmul", watched)
-    table = np.random.default_rng(2).standard_normal((rows, 8)).astype(np.float32)
-    found = gram_sum(device, device.upload(table))
-    if rows:
-        exact = table.T.astype(np.float64) @ table.astype(np.float64)
-        np.testing.assert_allclose(device.download(found), exact, rtol=1e-5, atol=1e-4)
-    assert max(stacks) <= most
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (3, 8), (50, 68), (700, 8), (300, 132)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gram_matrix(device, monkeypatch, rows, width, dtype):
+    """Several pieces and tiles, ends of both, and no more memory than allowed."""
+    monkeypatch.setattr("hybridmf.gpu.gram.SUMS_BYTES", 1 << 20)
+    table = np.random.default_rng(2).standard_normal((rows, width)).astype(dtype)
+    found = device.download(gram_sum(device, device.upload(table)))
+    exact = table.T.astype(np.float64) @ table.astype(np.float64)
+    np.testing.assert_allclose(found, exact, rtol=1e-5 if dtype == "float32" else 1e-13, atol=1e-4)
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, found.T)
 
 
 def test_negative_and_zero_feedback(device):
@@ -219,13 +211,15 @@ def test_float32_error_is_near_plain_numpys(device, name):
     assert errors.max() < 4 * plain.max()
 
 
-@pytest.mark.parametrize(("spread", "precision"), [(2.0, "float32"), (5.5, "float32_wide")])
-def test_weights_over_many_orders_of_magnitude(device, spread, precision):
-    """Play counts up to 350,000 beside 1, and factors from 1 to 0.001: float16 parts, then tf32 parts."""
+@pytest.mark.parametrize(
+    ("spread", "smallest", "precision"), [(2.0, -3, "float32"), (5.5, -3, "float32"), (5.5, -6, "float32_wide")]
+)
+def test_values_over_many_orders_of_magnitude(device, spread, smallest, precision):
+    """Play counts up to 350,000 beside 1, and factors from 1 to 0.001: float16 parts; to 0.000001: tf32 parts."""
     rng = np.random.default_rng(0)
     matrix = planted(90, 60, 0.3)
     matrix.data = np.ceil(10 ** rng.uniform(0, spread, matrix.nnz)).astype(np.float32)
-    fixed = random_factors(60, RANK, np.float32).matrix * 10 ** rng.uniform(-3, 0, (60, 1)).astype(np.float32)
+    fixed = random_factors(60, RANK, np.float32).matrix * 10 ** rng.uniform(smallest, 0, (60, 1)).astype(np.float32)
     problem = Problem(matrix, replace(OBJECTIVES["implicit"], alpha=1.0), fixed=Factors(fixed))
     half = problem.half(device)
     assert half.kernels_for(to_device(device, problem.fixed, half.width)).precision == precision
@@ -682,6 +676,27 @@ def test_the_compiler_knows_ahead_what_a_fit_launches(gpu, monkeypatch, kind, op
     monkeypatch.setattr(gpu, "compile_ahead", lambda programs: compile_ahead(ahead.extend(programs) or ahead))
     monkeypatch.setattr(gpu, "kernel", lambda *key: used.append(key) or kernel(*key))
     kind(iterations=1, device="cuda", random_state=0, **options).fit(SMALL)
-    slow = {*fused.KERNEL_CODES, "cholesky_sums", "row_range", "count_columns", "draw_rows"}
+    slow = {
+        *fused.KERNEL_CODES,
+        "cholesky_sums",
+        "row_range",
+        "count_columns",
+        "draw_rows",
+        "dual_rows",
+        "inverse_root",
+    }
+    slow |= {"gram", "split_table"}
     launched = {key for key in used if key[1] in slow}
     assert launched and launched <= set(ahead)
+
+
+def test_one_program_solves_sums_of_all_kinds(device):
+    config = FusedConfig.rule(64)
+    programs = {name: set() for name in fused.KERNEL_CODES}
+    for precision in ("float32", "float32_wide", "tf32"):
+        for implicit, offsets in ((True, False), (False, True)):
+            for program in fused.FusedKernels(device, config, precision).programs(implicit, offsets):
+                programs[program[1]].add(program)
+    assert {name: len(found) for name, found in programs.items()} == {
+        "solve_rows": 6, "assemble_segments": 6, "solve_partials": 1,
+    }  # fmt: skip

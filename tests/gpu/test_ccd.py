@@ -317,7 +317,7 @@ def test_objective_is_that_of_the_definition(device, biases):
 def test_no_constant_breaks_the_scale_of_the_ratings(device, objective):
     """Ratings and lambda times 2^20, from a start times 2^10: no bit of a factor differs but for that power."""
     matrix, root = uneven(), np.float32(2**10)
-    scaled = replace(objective, regularization=objective.regularization * float(root) ** 2)
+    scaled = replace(objective, regularization=objective.regularization.user * float(root) ** 2)
     start = start_of(matrix, 3, objective)
     one = swept(solver(device, matrix, start, objective, inner=2))
     more = as_csr(matrix * root**2, dtype="float32")

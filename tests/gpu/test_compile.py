@@ -11,39 +11,51 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from hybridmf.core.system import available_cores
 from hybridmf.device.cuda import DeviceSpec
-from hybridmf.gpu import bals, ccd, cholesky_any, draw, fused, losses, matrix, mo_als, rows, sgd, sparse_syrk, topk
-from hybridmf.gpu.launch import constant_texts, kernel_folder, source_text
+from hybridmf.gpu import (
+    bals,
+    ccd,
+    cholesky_any,
+    draw,
+    dual,
+    fused,
+    gram,
+    losses,
+    matrix,
+    mo_als,
+    rows,
+    sgd,
+    sparse_syrk,
+    topk,
+)
+from hybridmf.gpu.launch import constant_texts, kernel_folder
 from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.plan import fused as plan_fused
 from hybridmf.plan import tables
+from support.compiler import Program, Resources, compile_program, needs_nvrtc, resources_of
 from support.devices import SPECS
 
-nvrtc = pytest.importorskip(
-    "cuda.bindings.nvrtc", reason="no NVRTC to compile kernels with: pip install cuda-bindings nvidia-cuda-nvrtc"
-)
+needs_nvrtc()
 
 ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
 USUAL_RANKS = (16, 64, 100, 128)
 DEFAULT_PRECISION = fused.PRECISION_CODES["float32"]
 
-MODULES = (fused, sparse_syrk, mo_als, bals, cholesky_any, topk, losses, rows, matrix, draw, ccd, sgd)
+MODULES = (fused, gram, sparse_syrk, mo_als, bals, cholesky_any, topk, losses, rows, matrix, draw, dual, ccd, sgd)
 
 
 def excused_bytes(program: Program) -> float:
     """How much local memory a function of a program may use: none, but for three cases."""
     if "ACCUMULATORS=local" in program.constants:
         return float("inf")  # the paper maps the sums of a row to local memory; it is there to be measured against
-    if program.file == "fused_als.cu" and {"RANK=64", "RANK=100"} & set(program.constants):
+    if program.file == "fused_als.cu" and {"RANK=64", "RANK=100", "RANK=128"} & set(program.constants):
         return FEW_SCALARS
     if program.file == "cholesky_sums.cu" and program.architecture >= 100:
         return FEW_SCALARS  # 2 or 3 scalars; with fewer systems on a multiprocessor there would be none
@@ -55,38 +67,12 @@ FEW_SCALARS = 208
 products. What avoids them was 20 % slower at rank 100 (four warps a row instead of two), measured on an H200."""
 
 
-@dataclass(frozen=True)
-class Program:
-    """What NVRTC compiles at a time: all kernels of a file, for one set of constants and one architecture."""
-
-    file: str
-    constants: tuple[str, ...]
-    architecture: int
-
-    def __str__(self) -> str:
-        return f"sm_{self.architecture}-{self.file}-{','.join(self.constants)}"
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What ptxas reports of one function, in bytes."""
-
-    function: str
-    stack: int
-    spill_stores: int
-    spill_loads: int
-
-    @property
-    def local_bytes(self) -> int:
-        return self.stack + self.spill_stores + self.spill_loads
-
-
 # ------------------------------------------------------------------------------------------------- what is compiled
 
 
 def builds_of(module: Any, spec: DeviceSpec, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of a module's launchers on a device; ranks None stands for all it knows."""
-    if module in (rows, matrix, draw):
+    if module in (rows, matrix, draw, gram):
         return module.default_builds()
     chosen = {} if ranks is None else {"ranks": tuple(rank for rank in ranks if rank in module.COMPILED_RANKS)}
     return module.default_builds(**chosen) if module is losses else module.default_builds(spec, **chosen)
@@ -96,7 +82,7 @@ def builds_for(architecture: int, ranks: Sequence[int] | None) -> Iterator[tuple
     """Builds of all modules; the fused kernels only where the plan may choose them (tensor cores from sm_80 on)."""
     spec = SPECS[architecture]
     for module in MODULES:
-        if module is not fused or not plan_fused.supports(64, "float32", spec):
+        if module not in (fused, dual) or not plan_fused.supports(64, "float32", spec):
             yield from builds_of(module, spec, ranks)
 
 
@@ -128,10 +114,11 @@ def of_each_run(constants: dict[str, Any]) -> bool:
 
 def shipped_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Builds of what ships for the H200, for all kinds of entries."""
-    for entry in itertools.chain.from_iterable(table.entries for table in tables.shipped_tables(SPECS[90])):
+    entries = itertools.chain.from_iterable(table.entries for table in tables.shipped_tables(SPECS[90]))
+    for entry in (entry for entry in entries if entry.kernel in SPACES):
         space = SPACES[entry.kernel]
-        config = space.named(entry.facts, SPECS[90], **entry.config).config
-        yield from (*space.builds(entry.facts, config), *space.variants(entry.facts, config))
+        config = space.named(entry.facts, entry.config)
+        yield from itertools.chain(*space.programs(entry.facts, config, SPECS[90]))
 
 
 def programs() -> list[Program]:
@@ -148,37 +135,6 @@ def programs() -> list[Program]:
             builds += shipped_builds()
         chosen += [Program(file, constant_texts(constants), architecture) for file, _, constants in builds]
     return sorted(dict.fromkeys(chosen), key=lambda program: program.file != "fused_als.cu")
-
-
-# ------------------------------------------------------------------------------------------------------ the compiler
-
-
-def compile_program(program: Program) -> str:
-    """The log of a compilation; raises on errors. NVRTC works outside Python's lock, so threads compile in parallel."""
-    source = source_text(program.file).encode()
-    status, handle = nvrtc.nvrtcCreateProgram(source, program.file.encode(), 0, [], [])
-    assert not int(status), f"NVRTC: {status.name}"
-    try:
-        options = ["-std=c++17", f"--gpu-architecture=sm_{program.architecture}", "--ptxas-options=-v"]
-        options += [f"-D{constant}" for constant in program.constants]
-        (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
-        log = b" " * nvrtc.nvrtcGetProgramLogSize(handle)[1]
-        nvrtc.nvrtcGetProgramLog(handle, log)
-        text = log.decode().rstrip("\0 \n")
-        if int(status):
-            raise RuntimeError(f"{program} does not compile ({status.name}):\n{text}")
-        return text
-    finally:
-        nvrtc.nvrtcDestroyProgram(handle)
-
-
-def resources_of(log: str) -> list[Resources]:
-    """What the log of ``--ptxas-options=-v`` says of each function."""
-    pattern = (
-        r"Function properties for (\S+)\s+(?:ptxas\s+\S+\s+)?"
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    )
-    return [Resources(name, *map(int, numbers)) for name, *numbers in re.findall(pattern, log)]
 
 
 PROGRAMS = programs()
@@ -264,9 +220,8 @@ def test_every_kernel_is_in_a_build() -> None:
 
 
 def test_errors_of_the_compiler_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sys.modules[__name__], "source_text", lambda file: 'extern "C" __global__ void f() { no_such(); }'
-    )
+    source = 'extern "C" __global__ void f() { no_such(); }'
+    monkeypatch.setattr("support.compiler.source_text", lambda file: source)
     with pytest.raises(RuntimeError, match=r'(?s)sm_90-x.cu- does not compile .*identifier "no_such" is undefined'):
         compile_program(Program("x.cu", (), 90))
 
@@ -275,7 +230,7 @@ def test_local_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An array that is indexed at run time needs a stack frame."""
     body = "float a[64] = {}; for (int k = 0; k < 99; ++k) a[k * index & 63] += out[k]; out[0] = a[index & 63];"
     source = f'extern "C" __global__ void f(float* out, int index) {{ {body} }}'
-    monkeypatch.setattr(sys.modules[__name__], "source_text", lambda file: source)
+    monkeypatch.setattr("support.compiler.source_text", lambda file: source)
     (resources,) = resources_of(compile_program(Program("x.cu", (), 90)))
     assert resources.function == "f"
     assert resources.stack >= 256

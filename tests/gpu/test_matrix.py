@@ -66,14 +66,6 @@ def test_without_memory_for_counts_there_are_fewer_parts(device: Device, monkeyp
     assert refused
 
 
-def test_ends_of_values(device: Device) -> None:
-    matrix = as_csr(sp.csr_array([[-4.0, 0, 0.5]]))
-    np.testing.assert_array_equal(DeviceMatrix.of(device, matrix).ends, [0.5, 4])
-    known = DeviceMatrix.of(device, matrix, np.array([1.0, 2.0]))
-    np.testing.assert_array_equal(known.transposed(device).ends, [1, 2])
-    assert not len(DeviceMatrix.without_entries(device, np.zeros(1, np.int64), np.float32).ends)
-
-
 def test_arguments_are_checked(device: Device) -> None:
     matrix = DeviceMatrix.without_entries(device, np.array([0, 2]), np.float32)
     broken = DeviceMatrix((1, 3), matrix.indptr, matrix.starts, device.zeros(2, np.int64), matrix.data, matrix.dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -17,13 +15,35 @@ from hybridmf.als import ImplicitALS
 from hybridmf.core.sparse import as_ones, entry_rows, keep_entries, take_rows
 from hybridmf.core.validate import as_csr
 from hybridmf.errors import NonFiniteError, RatingsError
-from hybridmf.metrics import auc, evaluate, mae, map_at_k, mean_over_users, ndcg_at_k, precision_at_k, recall_at_k, rmse
+from hybridmf.metrics import (
+    auc,
+    coverage_at_k,
+    evaluate,
+    hit_rate_at_k,
+    mae,
+    map_at_k,
+    mean_over_users,
+    mrr_at_k,
+    ndcg_at_k,
+    novelty_at_k,
+    precision_at_k,
+    recall_at_k,
+    rmse,
+)
+from hybridmf.model.evaluation import as_evaluation
 from hybridmf.model.popularity import PopularityRecommender
-from support.checkout import ROOT
+from hybridmf.ratings import Ratings
 
 ir_measures = pytest.importorskip("ir_measures")  # a machine that runs the GPU tests alone may lack it
 
-RANKINGS = {"precision": precision_at_k, "recall": recall_at_k, "map": map_at_k, "ndcg": ndcg_at_k}
+RANKINGS = {
+    "precision": precision_at_k,
+    "recall": recall_at_k,
+    "map": map_at_k,
+    "ndcg": ndcg_at_k,
+    "mrr": mrr_at_k,
+    "hit_rate": hit_rate_at_k,
+}
 
 
 def random_case(rng, n_users=12, n_items=15, n_columns=8, largest_gain=4):
@@ -110,6 +130,8 @@ def test_rankings_equal_ir_measures(seed, k):
         "recall": ir_measures.R @ k,
         "map": ir_measures.AP @ k,
         "ndcg": ir_measures.nDCG @ k,
+        "mrr": ir_measures.RR @ k,
+        "hit_rate": ir_measures.Success @ k,
     }
     for name, function in RANKINGS.items():
         expected = by_ir_measures(recommended, binary, oracle[name])
@@ -250,6 +272,7 @@ def test_perfect_rankings(case, k):
     np.testing.assert_allclose(recall_at_k(perfect, relevant, k), np.minimum(k, counts) / counts)
     np.testing.assert_allclose(map_at_k(perfect, relevant, k), np.minimum(k, counts) / counts)
     np.testing.assert_allclose(precision_at_k(perfect, relevant, k), np.minimum(k, counts) / k)
+    np.testing.assert_allclose(mrr_at_k(perfect, relevant, k) / counts, 1 / counts)
 
 
 def test_perfect_ndcg_is_not_above_one_by_rounding():
@@ -263,6 +286,40 @@ def test_ndcg_of_a_user_has_the_same_bits_anywhere_in_the_batch():
     alone = [ndcg_at_k(recommended[[u]], relevant[[u]], 13, gains="value")[0] for u in range(101)]
     np.testing.assert_array_equal(values, alone)
     np.testing.assert_array_equal(ndcg_at_k(recommended[::-1], relevant[::-1], 13, gains="value"), values[::-1])
+
+
+@pytest.mark.parametrize("k", [1, 3, 8, 40])
+def test_novelty_and_coverage_by_plain_loops(k):
+    rng = np.random.default_rng(k)
+    recommended, train = random_case(rng, n_users=40, n_items=15)
+    train.data[:] = -1  # entries count, whatever their values
+    recommended[3] = -1
+    counts = np.bincount(train.indices, minlength=15)
+    assert counts.min() > 0
+    expected = [[-np.log2(counts[item] / 40) for item in row[:k] if item >= 0] for row in recommended]
+    values = novelty_at_k(recommended, train, k)
+    np.testing.assert_allclose(values, [np.mean(each) if each else np.nan for each in expected])
+    assert np.isnan(values[3])
+    shown = {item for row in recommended[:, :k] for item in row.tolist() if item >= 0}
+    assert coverage_at_k(recommended, 15, k) == pytest.approx(len(shown) / 15)
+
+
+def test_an_item_that_nobody_has_is_as_novel_as_that_of_one_user():
+    train = sp.csr_array(np.float32([[1, 1, 0], [1, 0, 0], [1, 0, 0], [1, 0, 0]]))
+    np.testing.assert_array_equal(novelty_at_k(np.tile([0, 1, 2], (4, 1)), train, 1), [0] * 4)
+    np.testing.assert_array_equal(novelty_at_k([[2], [1], [0], [-1]], train, 1), [2, 2, 0, np.nan])
+
+
+def test_coverage_by_many_users_and_bad_input():
+    recommended = np.random.default_rng(0).integers(0, 4000, (3000, 1))
+    assert coverage_at_k(recommended, 5000, 10) == len(np.unique(recommended)) / 5000
+    assert coverage_at_k(np.empty((0, 3), dtype=int), 5, 2) == 0
+    with pytest.raises(ValueError, match="expected 0 <= item < n_items=2"):
+        coverage_at_k([[0, 3]], 2, 2)
+    with pytest.raises(ValueError, match="n_items must satisfy"):
+        coverage_at_k([[0]], 0, 2)
+    with pytest.raises(ValueError, match="recommended has shape"):
+        novelty_at_k([[0]], np.eye(2), 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- AUC
@@ -547,7 +604,9 @@ def test_evaluate_takes_objects_with_user_items(model, train, held_out):
 
 @pytest.mark.parametrize("name", ["ndcg", "ndcg@0", "ndcg@-1", "ndcg@x", "hits@10", "rmse@10", "ndcg@10 ", "", 10])
 def test_evaluate_lists_the_known_metrics(model, held_out, name):
-    with pytest.raises(ValueError, match="known are rmse, mae, auc, ndcg@k, precision@k, recall@k, map@k") as caught:
+    with pytest.raises(
+        ValueError, match=r"known are rmse, mae, auc, ndcg@k, .*, hit_rate@k, novelty@k, coverage@k"
+    ) as caught:
         evaluate(model, held_out, metrics=("rmse", name))
     assert repr(name) in str(caught.value)
 
@@ -582,6 +641,183 @@ def test_evaluate_auc_without_factors(model, train, held_out):
     model.user_factors = None
     with pytest.raises(TypeError, match="FactorModel has none"):
         evaluate(model, held_out, train=train, metrics="auc")
+
+
+def test_evaluate_novelty_and_coverage(model, train, held_out):
+    users = np.flatnonzero(np.diff((held_out > 0).tocsr().indptr))
+    ids, _ = model.recommend(users, train[users], N=7)
+    names = ("coverage@7", "novelty@7", "coverage@1", "mrr@3", "hit_rate@2")
+    values = evaluate(model, held_out, train=train, metrics=names, block_users=3)
+    assert list(values) == list(names)
+    everybody = np.full((10, 7), -1)
+    everybody[users] = ids
+    assert values["coverage@7"] == coverage_at_k(ids, 12, 7) > values["coverage@1"] == coverage_at_k(ids, 12, 1)
+    assert values["novelty@7"] == pytest.approx(np.nanmean(novelty_at_k(everybody, train, 7)))
+    assert values["mrr@3"] == pytest.approx(np.nanmean(mrr_at_k(everybody, held_out, 3)))
+    assert evaluate(model, held_out, metrics="coverage@7").keys() == {"coverage@7"}
+    with pytest.raises(ValueError, match='metric "novelty@k" needs train='):
+        evaluate(model, held_out, metrics="novelty@7")
+    fitted = ImplicitALS(factors=2, iterations=1, device="cpu", random_state=0).fit(train)
+    by_model = evaluate(fitted, held_out, metrics="novelty@7")
+    assert by_model == evaluate(fitted, held_out, train=train, metrics="novelty@7")
+
+
+# -------------------------------------------------------------------------------------- values of users, intervals
+
+
+def test_values_of_each_user_average_to_the_metrics(model, train, held_out):
+    names = ("ndcg@5", "rmse", "mae", "auc", "coverage@5")
+    values = evaluate(model, held_out, train=train, metrics=names, users=[9, 5, 3, 2], relevance_threshold=4)
+    counts = np.diff(held_out.indptr)
+    np.testing.assert_array_equal(values.users, [3, 5, 9])  # user 2 has no entry
+    np.testing.assert_array_equal(values.n_entries, counts[[3, 5, 9]])
+    assert list(values.per_user) == ["ndcg@5", "rmse", "mae", "auc"]
+    for name in ("ndcg@5", "auc"):
+        alone = [evaluate(model, held_out, train=train, metrics=name, users=[u], relevance_threshold=4) for u in (3, 5)]
+        assert values.per_user[name][:2] == pytest.approx([each[name] for each in alone])
+        assert np.nanmean(values.per_user[name]) == pytest.approx(values[name])
+    for user, error, size in zip(values.users, values.per_user["rmse"], values.per_user["mae"], strict=True):
+        one = evaluate(model, held_out, metrics=("rmse", "mae"), users=[user])
+        assert (error, size) == pytest.approx((one["rmse"], one["mae"]))
+    weights = values.n_entries / values.n_entries.sum()
+    assert values["rmse"] == pytest.approx(np.sqrt(weights @ values.per_user["rmse"] ** 2))
+
+
+def with_values(values, name="ndcg@10", entries=None):
+    values = np.asarray(values, dtype=float)
+    entries = np.ones(len(values), dtype=np.int64) if entries is None else entries
+    return as_evaluation({}, users=np.arange(len(values)), n_entries=entries, per_user={name: values})
+
+
+def test_intervals_have_the_width_of_the_normal_approximation(monkeypatch):
+    draws = np.random.default_rng(0).normal(3, 2, 4000)
+    found = with_values([*draws, np.nan]).interval("ndcg@10")
+    assert found.value == pytest.approx(draws.mean())
+    error = draws.std() / np.sqrt(4000)
+    assert (found.high - found.low) / (2 * 1.96 * error) == pytest.approx(1, abs=0.1)
+    assert abs(found.high + found.low - 2 * found.value) < error
+    assert with_values(draws).interval("ndcg@10", 0.5).high < found.high
+    # in groups, where there are many users
+    monkeypatch.setattr("hybridmf.model.evaluation.GROUPS", 300)
+    grouped = with_values(draws).interval("ndcg@10")
+    assert grouped.value == pytest.approx(found.value)
+    assert (grouped.high - grouped.low) / (found.high - found.low) == pytest.approx(1, abs=0.15)
+    assert str(found) == f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
+
+
+def test_intervals_of_errors_weigh_users_by_their_entries():
+    rng = np.random.default_rng(0)
+    entries = rng.integers(1, 50, 500)
+    values = rng.random(500)
+    found = with_values(values, "rmse", entries).interval("rmse")
+    assert found.value == pytest.approx(np.sqrt((entries * values**2).sum() / entries.sum()))
+    assert found.low < found.value < found.high
+    again = with_values(values, "rmse", entries).interval("rmse")
+    assert found == again != with_values(values, "rmse", entries).interval("rmse", random_state=1)
+
+
+def test_a_paired_difference_sees_what_two_intervals_do_not():
+    rng = np.random.default_rng(0)
+    hard = rng.normal(0, 1, 800)  # what makes users easy or hard for every model
+    better, worse = (with_values(hard + shift + rng.normal(0, 0.05, 800)) for shift in (0.02, 0))
+    assert better.interval("ndcg@10").low < worse.interval("ndcg@10").high
+    difference = better.difference(worse, "ndcg@10")
+    assert 0 < difference.low < difference.value < difference.high
+    assert worse.difference(better, "ndcg@10").value == pytest.approx(-difference.value)
+
+
+def test_intervals_refuse_bad_input(model, train, held_out):
+    found = evaluate(model, held_out, train=train, metrics=("ndcg@5", "coverage@5"))
+    with pytest.raises(ValueError, match="'coverage@5' has no values for each user here; those that have: ndcg@5"):
+        found.interval("coverage@5")
+    with pytest.raises(ValueError, match="0 < level < 1"):
+        found.interval("ndcg@5", 1.0)
+    with pytest.raises(ValueError, match="n_resamples must satisfy"):
+        found.interval("ndcg@5", n_resamples=0)
+    with pytest.raises(ValueError, match="ndcg@10 is defined for 1 users; an interval needs at least two"):
+        with_values([1.0, np.nan]).interval("ndcg@10")
+    with pytest.raises(TypeError, match="other must be an Evaluation"):
+        found.difference({"ndcg@5": 0.1}, "ndcg@5")
+    fewer = evaluate(model, held_out, train=train, metrics="ndcg@5", users=[3, 4])
+    with pytest.raises(ValueError, match="other was evaluated on 2 users"):
+        found.difference(fewer, "ndcg@5")
+
+
+# ------------------------------------------------------------------------------------------------- models of others
+
+
+class Bare:
+    """Any object with `recommend`; its lists end with items that were to be left out, as implicit's do."""
+
+    def __init__(self, model, scores=True):
+        self.model, self.scores = model, scores
+
+    def recommend(self, users, user_items, N=10, filter_already_liked_items=True):
+        assert type(user_items) is sp.csr_matrix and filter_already_liked_items is True
+        ids, scores = self.model.recommend(users, user_items, N)
+        if not self.scores:
+            return ids
+        return np.where(ids < 0, 0, ids), np.where(ids < 0, np.finfo(np.float32).min, scores).astype(np.float32)
+
+
+@pytest.mark.parametrize("scores", [True, False])
+def test_evaluate_takes_any_object_that_recommends(model, train, held_out, scores):
+    names = ("ndcg@12", "coverage@12", "novelty@3")
+    expected = evaluate(model, held_out, train=train, metrics=names)
+    assert evaluate(Bare(model, scores), held_out, train=train, metrics=names) == expected
+    with pytest.raises(ValueError, match="Bare does not say which items its users have seen: pass train="):
+        evaluate(Bare(model), held_out)
+    with pytest.raises(TypeError, match="Bare has no predict"):
+        evaluate(Bare(model), held_out, train=train, metrics="rmse")
+
+
+def test_evaluate_takes_lists_of_items(model, train, held_out):
+    ids, _ = model.recommend(np.arange(10), train, N=6)
+    names = ("ndcg@3", "recall@6", "map@20")
+    expected = evaluate(model, held_out, train=train, metrics=names[:2])
+    for lists in (ids, ids.tolist()):
+        assert evaluate(lists, held_out, metrics=names[:2]) == expected
+    assert evaluate(ids, held_out, metrics=names)["map@20"] == mean_over_users(map_at_k(ids, held_out, 20))
+    with pytest.raises(
+        ValueError, match=r"model is an array of shape \(9, 6\); expected positions of items, \(n_users=10"
+    ):
+        evaluate(ids[:9], held_out)
+    with pytest.raises(TypeError, match="model is an array of dtype float64"):
+        evaluate(ids / 1, held_out)
+    with pytest.raises(ValueError, match='metric "novelty@k" needs train='):
+        evaluate(ids, held_out, metrics="novelty@3")
+    with pytest.raises(TypeError, match="an array has no predict"):
+        evaluate(ids, held_out, metrics="rmse")
+    with pytest.raises(TypeError, match="and item_factors; an array has none"):
+        evaluate(ids, held_out, train=train, metrics="auc")
+
+
+def test_other_models_have_the_labels_of_train(model, train, held_out):
+    """Positions of a model without labels are those of `train`; `test` may come in any order."""
+    users, items = np.array([f"u{k}" for k in range(10)]), np.array([f"i{k}" for k in range(12)])
+    turned = np.arange(10)[::-1]
+    test = Ratings(held_out[turned][:, ::-1], users[turned], items[::-1])
+    found = evaluate(Bare(model), test, train=Ratings(train, users, items))
+    expected = evaluate(model, held_out, train=train)
+    assert found == pytest.approx(expected)
+    ids, _ = model.recommend(np.arange(10), train, N=10)
+    assert evaluate(ids, test, train=Ratings(train, users, items)) == pytest.approx(expected)
+
+
+def test_evaluate_takes_models_of_implicit(train, held_out):
+    als = pytest.importorskip("implicit.cpu.als")
+    names = ("ndcg@10", "auc", "novelty@5")
+    peer = als.AlternatingLeastSquares(factors=3, iterations=2, random_state=0, num_threads=1)
+    with pytest.raises(ValueError, match="this AlternatingLeastSquares has no user_factors; fit it first"):
+        evaluate(peer, held_out, train=train)
+    peer.fit(sp.csr_matrix(train), show_progress=False)
+    ids, scores = peer.recommend(np.arange(10), sp.csr_matrix(train), N=10)
+    ids = np.where(scores > -1e38, ids, -1)
+    found = evaluate(peer, held_out, train=train, metrics=names)
+    assert found["ndcg@10"] == pytest.approx(np.nanmean(by_ir_measures(ids, held_out > 0, ir_measures.nDCG @ 10)))
+    assert found["auc"] == pytest.approx(np.nanmean(auc(peer.user_factors, peer.item_factors, held_out, train)))
+    with pytest.raises(ValueError, match="user_factors of AlternatingLeastSquares have 10 rows"):
+        evaluate(peer, held_out[:9], train=train[:9])
 
 
 # ---------------------------------------------------------------------------------------------- popularity baseline
@@ -720,14 +956,3 @@ def test_parts_of_a_matrix_equal_numpy_and_keep_narrow_indices(monkeypatch, wide
     assert ones.dtype == np.int8 and np.shares_memory(ones.indices, matrix.indices)
     assert take_rows(matrix, rows[:0]).shape == (0, 5) and take_rows(matrix, np.arange(6)) is matrix
     assert keep_entries(matrix, np.ones(matrix.nnz, dtype=bool)) is matrix
-
-
-# ---------------------------------------------------------------------------------------------------- documentation
-
-
-def test_the_example_in_the_documentation_runs(capsys):
-    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    (printed,) = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
-    exec(compile(example, "docs/evaluation.md", "exec"), {})
-    assert capsys.readouterr().out == printed

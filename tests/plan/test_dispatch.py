@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 from dataclasses import replace
 
@@ -114,7 +115,23 @@ def test_without_a_gpu_it_says_so_and_costs_nothing(monkeypatch):
 
 def test_estimates_do_not_tell_plans_apart():
     plan = plan_of(hmf.ExplicitALS(8, biases=False, device="cpu"), **SMALL)
-    assert plan == plan.changed(estimates=())
+    assert plan == plan.changed(decisive=(), alternatives=None) and plan.estimates
+
+
+def test_a_fit_prices_only_what_can_win(monkeypatch):
+    """The plan of each device; the alternatives when somebody reads them, as if this process had done nothing since."""
+    priced, cost_of = [], dispatch._cost.cost_of
+    monkeypatch.setattr(dispatch._cost, "cost_of", lambda *given: priced.append(given[0]) or cost_of(*given))
+    plan = plan_of(hmf.ImplicitALS(64), H200, **NETFLIX)
+    assert [one.device for one in priced] == ["cpu", "cuda:0"]
+    estimates = pickle.loads(pickle.dumps(plan)).estimates
+    assert len(estimates) > 10 and len(priced) > 20
+    dispatch.remember(plan)
+    assert plan.estimates == estimates
+    priced.clear()
+    assert len(plan.estimates) > 10 and not priced  # once
+    plan_of(hmf.ImplicitALS(64, device="cpu"), **NETFLIX)
+    assert [one.device for one in priced] == ["cpu"]
 
 
 def test_a_printed_plan_shows_the_estimates():

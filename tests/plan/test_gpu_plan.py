@@ -204,11 +204,10 @@ def test_auto_takes_a_gpu_for_large_work(plan_on: Callable[..., Plan]) -> None:
         ({"size": ((100, 50), 1000)}, "of them set-up (H200 was found)"),
         ({"solver": "subspace"}, "solver='subspace' is the CPU's (H200 was found)"),
         ({"assembly": "blas3"}, "assembly='blas3' is the CPU's (H200 was found)"),
-        ({"row_form": "dual", "regularization": 0.1}, 'row_form="dual" is the CPU\'s (H200 was found)'),
         ({"gpu_memory_limit": "5MB"}, "4.8 MiB are free (ratings"),
         ({"gpu_memory_limit": "1GB", "assembly": "bals"}, "953.7 MiB are free (ratings"),
     ],
-    ids=["small", "solver", "assembly", "row form", "memory", "memory for tiles"],
+    ids=["small", "solver", "assembly", "memory", "memory for tiles"],
 )
 def test_auto_takes_the_cpu_where_it_serves_better(
     plan_on: Callable[..., Plan], options: dict, reason: str, caplog: pytest.LogCaptureFixture

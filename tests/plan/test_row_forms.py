@@ -8,7 +8,7 @@ import pytest
 
 import hybridmf as hmf
 from hybridmf.plan.cost import cost_of
-from hybridmf.plan.row_forms import DUAL_SHARE, dual_up_to
+from hybridmf.plan.row_forms import DUAL_SHARE, GPU_DUAL_SHARE, GPU_SIZES, dual_up_to
 from support.cost_model import H200, built_in, plan_of
 
 SHOP = {"shape": (100_000, 60_000), "nnz": 800_000}
@@ -37,6 +37,11 @@ def test_a_basis_is_changed_where_that_pays() -> None:
     assert few_items.dual_sides == ("user",)
 
 
+def test_each_side_by_its_own_penalty() -> None:
+    assert plan(regularization_scaling=(0.5, "none")).dual_sides == ("item",)
+    assert plan(hmf.ExplicitALS, regularization=(0.1, 0)).dual_sides == ("user",)
+
+
 def test_the_prediction_knows_the_cheaper_rows() -> None:
     for model in (hmf.ImplicitALS, hmf.ExplicitALS):
         seconds = {form: cost_of(plan(model, row_form=form), built_in()).iteration for form in ("auto", "primal")}
@@ -50,8 +55,23 @@ def test_memory_counts_the_fixed_side_in_another_basis() -> None:
     assert "basis" not in plan(hmf.ExplicitALS).bytes
 
 
-def test_a_gpu_refuses_the_dual_form() -> None:
-    for device in ("cuda", ["cuda:0", "cuda:1"]):
-        with pytest.raises(ValueError, match=r'row_form="dual" runs on the CPU only.*row_form="auto"'):
-            plan_of(hmf.ImplicitALS(64, device=device, row_form="dual"), H200, **SHOP)
-        assert plan_of(hmf.ImplicitALS(64, device=device), H200, **SHOP).dual_sides == ()
+def test_a_gpu_has_the_dual_form_where_it_holds_everything() -> None:
+    auto = plan_of(hmf.ImplicitALS(64, device="cuda"), H200, **SHOP)
+    assert auto.dual_sides == ("user", "item")
+    assert dual_up_to(auto, "user") == int(GPU_DUAL_SHARE * 64)
+    dual = plan_of(hmf.ImplicitALS(100, device="cuda", row_form="dual"), H200, **SHOP)
+    assert dual_up_to(dual, "item") == GPU_SIZES[-1]
+    primal = plan_of(hmf.ImplicitALS(64, device="cuda", row_form="primal"), H200, **SHOP)
+    assert (primal.dual_sides, dual_up_to(primal, "user")) == ((), 0)
+    assert auto.bytes["basis"] > 0 and "basis" not in primal.bytes
+    for options in ({"solver": "cg"}, {"assembly": "sparse_syrk"}, {"dtype": "float64"}, {"regularization": 0.0}):
+        assert plan_of(hmf.ImplicitALS(64, device="cuda", **options), H200, **SHOP).dual_sides == ()
+        with pytest.raises(ValueError, match=r'row_form="dual" does not apply: .*row_form="auto"'):
+            plan_of(hmf.ImplicitALS(64, device="cuda", row_form="dual", **options), H200, **SHOP)
+
+
+def test_several_gpus_are_primal() -> None:
+    devices = ["cuda:0", "cuda:1"]
+    assert plan_of(hmf.ImplicitALS(64, device=devices), H200, **SHOP).dual_sides == ()
+    with pytest.raises(ValueError, match="in the memory of one GPU"):
+        plan_of(hmf.ImplicitALS(64, device=devices, row_form="dual"), H200, **SHOP)

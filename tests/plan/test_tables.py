@@ -17,7 +17,6 @@ from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, TilesConfig
 from hybridmf.gpu.sgd import BlockedConfig, HogwildConfig
 from hybridmf.gpu.sparse_syrk import SyrkConfig
 from hybridmf.gpu.topk import GroupMaxConfig
-from hybridmf.gpu.tuning import spaces
 from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan import tables
@@ -225,25 +224,23 @@ def test_every_kernel_takes_its_table() -> None:
         factors = 100 if kernel == "cholesky_any" else 64
         facts = space.facts(factors, 4)[0]
         chosen[kernel] = facts, space.candidates(facts, H200)[3]
-    entries = [Entry(kernel, facts, one.values, 1.0, 2.0, 4) for kernel, (facts, one) in chosen.items()]
+    entries = [Entry(kernel, facts, SPACES[kernel].values(one), 1.0, 2.0, 4) for kernel, (facts, one) in chosen.items()]
     tables.store(table(entries), tables.user_file(H200))
     found = {
         "fused": FusedConfig.default(64, H200),
         "sparse_syrk": SyrkConfig.default(64, 4, H200),
         "bals": BalsConfig.default(64, 4, H200),
-        "cholesky_tiles": TilesConfig.default(64, H200),
         "cholesky_any": CholeskyConfig.default(100, 4, H200),
         "cg_any": CgConfig.default(64, 4, H200),
         "msgd": BlockedConfig.default(64, 4, H200),
-        "batch_hogwild": HogwildConfig.default(H200, 64, 2, False),
         "top_k": GroupMaxConfig.default(64, H200),
     }
-    assert found == {kernel: one.config for kernel, (_, one) in chosen.items() if kernel != "ccd"}
+    assert found == {kernel: one for kernel, (_, one) in chosen.items() if kernel != "ccd"}
     staged = CcdConfig.choose(1000, 1000, 10**6, 2, np.float32, H200)
-    assert StagedConfig(staged.threads, staged.segment) == chosen["ccd"][1].config
-    assert plan_assemblies.bals_tile_sizes(64, 4, H200) == spaces.bals_tile(chosen["bals"][1])
+    assert StagedConfig(staged.threads, staged.segment) == chosen["ccd"][1]
+    assert plan_assemblies.bals_tile_sizes(64, 4, H200) == chosen["bals"][1].matrix_tile
     for kernel, (facts, one) in chosen.items():  # and what the tuner makes of an entry
-        assert SPACES[kernel].named(facts, H200, **one.values) == one
+        assert SPACES[kernel].named(facts, SPACES[kernel].values(one)) == one
     wide = found["bals"].capacity + 1  # does not hold such tiles: the rule
     assert BalsConfig.default(64, 4, H200, tile_cols=wide) == BalsConfig.rule(64, 4, H200, tile_cols=wide)
 
@@ -257,12 +254,16 @@ def test_what_ships_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
         assert path.name == gpu.file_name
         spec = replace(H200, **vars(gpu))
         for one in shipped.entries:
+            assert one.ms <= one.rule_ms
+            assert tables.tuned(one.kernel, spec, one.facts) == (one.config, True)
+            if one.kernel == "batch_hogwild":  # has no space: "auto" never chooses this schedule
+                default = HogwildConfig.default(spec, *one.facts.values())
+                assert vars(default) | one.config == vars(default)
+                continue
             space = SPACES[one.kernel]
             numbers = [one.facts[name] for name in ("rank", "ld", "padded") if name in one.facts]
             assert one.facts in space.facts(*(numbers or [64]), 4) + space.facts(*(numbers or [64]), 8)
-            assert one.ms <= one.rule_ms
-            assert tables.tuned(one.kernel, spec, one.facts) == (one.config, True)
-            assert space.named(one.facts, spec, **one.config).values == one.config
+            assert space.values(space.named(one.facts, one.config)) == one.config
 
 
 def test_neighbours_of_what_ships_run_the_program_that_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,5 +309,5 @@ def test_impossible_configurations_say_why(config: Any, changes: dict[str, int],
 
 
 def test_heights_of_tiles_are_checked() -> None:
-    with pytest.raises(ValueError, match="height must be at least 1"):
-        plan_assemblies._bals_and_height(height=0)
+    with pytest.raises(ValueError, match="height must be an integer >= 1"):
+        BalsConfig(4, 4, tile=4, rows=4, part_tiles=1, capacity=20, height=0)

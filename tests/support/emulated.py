@@ -198,6 +198,9 @@ class EmulatedDevice:
         target[...] = array
         return target
 
+    def adopt(self, array: Any) -> np.ndarray:
+        return self.upload(array.memory)  # of a support.gpu_arrays.GpuArray
+
     def download(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
 

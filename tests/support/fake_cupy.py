@@ -166,6 +166,14 @@ class FakeCupy(types.ModuleType):
         self.fail("zeros")
         return np.zeros(shape, dtype=dtype).view(Array)
 
+    def from_dlpack(self, array: Any) -> Any:
+        self.fail("from_dlpack")
+        return np.asarray(array).view(Array)
+
+    def asarray(self, array: Any) -> Any:
+        interface = SimpleNamespace(__array_interface__=array.__cuda_array_interface__)
+        return np.asarray(interface).view(Array)
+
     def ascontiguousarray(self, array: Any) -> Any:
         return np.ascontiguousarray(array).view(Array)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 
 import hybridmf as hmf
@@ -64,8 +66,8 @@ def dense_system(matrix, row: int, fixed: Factors, mean: float, objective: Objec
         target = target - mean - fixed.bias[columns]
     weight = np.full(len(design), objective.unobserved_weight if objective.is_implicit else 0.0)
     weight[columns] = confidence
-    ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling)
-    ridge[rank:] = objective.bias_regularization * len(columns) ** objective.scaling
+    ridge = np.full(design.shape[1], objective.regularization.user * len(columns) ** objective.scaling.user)
+    ridge[rank:] = objective.bias_regularization.user * len(columns) ** objective.scaling.user
     return design.T @ (weight[:, None] * design) + np.diag(ridge), design[columns].T @ (confidence * target)
 
 
@@ -85,13 +87,18 @@ SMALL = planted(24, 16, 0.4)
 """What whole fits here are of; user 12 and item 5 have no entries."""
 
 
+SETTINGS = tuple(inspect.signature(Settings.check).parameters)
+
+
 def plan_on(device, objective: Objective, matrix, rank: int, dtype="float32", **changes):
     """Plan of a half sweep: choices a user has, and sizes (segment, batch_slots, tile_rows, tile_cols) to replace."""
     base = plan_for(objective, matrix.shape, matrix.nnz, rank=rank, dtype=dtype)
-    wanted = {"assembly": "auto"} | {name: changes.pop(name) for name in Settings.__annotations__ if name in changes}
-    given = {name: getattr(base, name, None) for name in Settings.__annotations__}
+    wanted = {"assembly": "auto"} | {name: changes.pop(name) for name in SETTINGS if name in changes}
+    given = {name: getattr(base, name) for name in SETTINGS if hasattr(base, name)}
     settings = Settings.check(**(given | {"device": "cuda", "iterations": 1, "factors": rank} | wanted))
-    chosen = {name: getattr(settings, name) for name in ("assembly", "precision", "solver", "cg_steps", "reorder")}
+    chosen = {
+        name: getattr(settings, name) for name in ("assembly", "precision", "solver", "cg_steps", "reorder", "row_form")
+    }
     return gpu_plan(base.changed(**chosen), settings, objective, device.spec).changed(**changes)
 
 
@@ -138,8 +145,8 @@ class Problem:
         if not len(columns):
             return np.zeros(design.shape[1], real)
         observed, ground = design[columns], real(objective.unobserved_weight if objective.is_implicit else 0)
-        ridge = np.full(design.shape[1], objective.regularization * len(columns) ** objective.scaling, real)
-        ridge[self.rank :] = objective.bias_regularization * len(columns) ** objective.scaling
+        ridge = np.full(design.shape[1], objective.regularization.user * len(columns) ** objective.scaling.user, real)
+        ridge[self.rank :] = objective.bias_regularization.user * len(columns) ** objective.scaling.user
         A = ground * (design.T @ design) + observed.T @ ((confidence - ground)[:, None] * observed) + np.diag(ridge)
         return np.linalg.solve(A, observed.T @ (confidence * target))
 

@@ -18,7 +18,7 @@ from hybridmf.errors import DeviceError
 from hybridmf.plan import dispatch
 from hybridmf.plan import machine as _machine
 from hybridmf.plan.cost import Warmth, cost_of
-from hybridmf.plan.machine import CpuRates, GpuRates, Machine, rate_at
+from hybridmf.plan.machine import CpuRates, GpuRates, LinkRates, Machine, rate_at
 from hybridmf.tools import calibrate as _calibrate
 from support.cost_model import H200, LOADED
 from support.ratings import planted
@@ -104,6 +104,10 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
     fake = SimpleNamespace(upload=lambda array: array, synchronize=lambda: None)
     monkeypatch.setattr(_calibrate, "open_device", lambda name: fake)
     monkeypatch.setattr(_calibrate, "_gpu_identity", lambda found: {"name": found.name, "driver": 1})
+    monkeypatch.setattr(_calibrate, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        _calibrate, "measure_links", lambda names, links, say: replace(links, pinned_bytes=1e9 * len(names))
+    )
     return machine
 
 
@@ -122,6 +126,7 @@ def test_calibration_finds_the_constants_of_a_simulated_machine(simulated):
         assert getattr(machine.cpu, name) == pytest.approx(getattr(TRUE_CPU, name), rel=0.1), name
     # rows take part of the time that the curve is made of
     assert machine.cpu.sgd_row == pytest.approx(TRUE_CPU.sgd_row, rel=0.15)
+    assert machine.links == replace(LinkRates(), pinned_bytes=2e9)
     found, true = machine.gpu, TRUE_GPU
     np.testing.assert_allclose(found.assembly, true.assembly, rtol=0.05)
     np.testing.assert_allclose(found.solve[:5], true.solve[:5], rtol=0.05)
@@ -202,6 +207,7 @@ def test_the_command_measures_keeps_and_shows(simulated, monkeypatch):
         "gpu solve",
         "gpu sgd",
         "msgd",
+        "link pinned_bytes     2e+09",
         f"kept in {_machine.calibration_file()}",
     ):
         assert part in result.output
@@ -235,6 +241,8 @@ def test_calibration_on_a_gpu(monkeypatch):
     assert 0 < machine.gpu.load < max(machine.gpu.compile.values())
     assert machine.cpu.draw > 1e-10 and 1e-4 < machine.cpu.fit < 1.0
     assert 1e8 < machine.gpu.upload_bytes < 1e12
+    assert all(1e8 < rate < 1e14 for rate in (machine.links.pinned_bytes, machine.links.fetch_bytes))
+    assert machine.links.copy_bytes > machine.links.pinned_bytes
 
 
 @pytest.mark.gpu

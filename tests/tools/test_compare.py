@@ -18,6 +18,13 @@ from support.ratings import planted
 SMALL = planted(60, 40, 0.3)
 
 
+@pytest.fixture(autouse=True)
+def small_product(monkeypatch):
+    """How fast the machine multiplies matrices does not matter here; the emulated device multiplies on the CPU."""
+    for name in ("CPU_PRODUCT", "GPU_PRODUCT"):
+        monkeypatch.setattr(importlib.import_module("hybridmf.compare"), name, 128)
+
+
 def als(**options):
     return hmf.ExplicitALS(**{"factors": 3, "iterations": 3, "random_state": 0, "biases": False} | options)
 
@@ -44,9 +51,7 @@ def test_each_method_runs_as_a_fit_of_its_own():
         assert sum(run.seconds) == pytest.approx(run.phases["solve"] + run.phases["compile"])
 
 
-def test_devices_start_from_the_same_factors_and_agree(backend, monkeypatch):
-    # how fast it is does not matter here, and the emulated device multiplies on the CPU
-    monkeypatch.setattr(importlib.import_module("hybridmf.compare"), "GPU_PRODUCT", 256)
+def test_devices_start_from_the_same_factors_and_agree(backend):
     result = compare(SMALL, als(), devices=["cpu", backend], test_size=0)
     assert result.agree
     if backend == "cuda":
@@ -154,6 +159,38 @@ def test_the_report_says_what_the_tables_mean_and_who_is_ahead():
     assert "held-out" not in str(compare(SMALL, als(), devices=["cpu"], test_size=0))
 
 
+@pytest.mark.parametrize("feedback", ["explicit", "implicit"])
+def test_the_baseline_is_a_row_of_the_report(feedback):
+    ratings = datasets.synthetic("ml-1m", feedback=feedback, scale=0.05)
+    models = {"als": default_models(feedback, 4, 3)["als"], "nothing": default_models(feedback, 4, 1)["als"]}
+    models["nothing"].set_params(regularization=1e6)
+    result = compare(ratings, models, devices=["cpu"])
+    metric = {"explicit": "rmse", "implicit": "ndcg@10"}[feedback]
+    train, test = hmf.split(ratings, test_size=0.1, random_state=0)
+    popular = hmf.evaluate(hmf.metrics.PopularityRecommender().fit(train), test, train=train, metrics=metric)
+    assert result.baseline.score == popular[metric] and result.baseline.interval == popular.interval(metric)
+    fitted = models["als"].set_params(device="cpu").fit(train)
+    found = hmf.evaluate(fitted, test, train=train, metrics=metric)
+    good, bad = result.runs
+    assert good.interval == found.interval(metric) and good.difference == found.difference(popular, metric)
+    assert not bad.beats_the_baseline
+    text = str(result)
+    assert f"{good.difference.value:+.4f} ({good.difference.low:+.4f} to {good.difference.high:+.4f})" in text
+    name = {"explicit": "mean rating of each item", "implicit": "most popular items"}[feedback]
+    assert f"\n{name}  " in text and f"No better than the {name}: " in text
+    content = json.loads(result.to_json())
+    low = f"{metric}_low"
+    assert content["baseline"]["name"] == name and content["baseline"][low] == popular.interval(metric).low
+    assert content["runs"][0][low] == good.interval.low
+    assert content["runs"][0]["minus_baseline"] == good.difference.value
+
+
+def test_one_held_out_user_has_no_interval():
+    result = compare(SMALL, als(), devices=["cpu"], test_size=0.9 / SMALL.nnz)
+    assert result.baseline.interval is None and result.runs[0].difference is None
+    assert "mean rating of each item" in str(result)
+
+
 def test_the_report_of_rankings(monkeypatch):
     result = compare("ml-1m", feedback="implicit", devices=["cpu"], scale=0.02, iterations=2)
     best = max(run.scores[-1] for run in result.runs)
@@ -187,10 +224,13 @@ def test_plot(tmp_path):
     result = compare(SMALL, [als(), als(solver="cg")], devices=["cpu"])
     figure = result.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
-    bars, curves = figure.axes
-    assert len(bars.patches) == len(curves.lines) == 2
-    assert curves.get_ylabel() == "held-out RMSE"
-    unscored = compare(SMALL, als(), devices=["cpu"], test_size=0).plot()
+    bars, scores, curves = figure.axes
+    assert len(bars.patches) == 2 and len(curves.lines) == 3  # with the baseline
+    assert len(scores.patches) == 3 and curves.get_ylabel() == "held-out RMSE"
+    unscored = compare(SMALL, als(), devices=["cpu"], test_size=0)
+    assert unscored.baseline is None
+    unscored = unscored.plot()
+    assert [ax.get_xlabel() for ax in unscored.axes] == ["seconds per iteration", "seconds, set-up included"]
     assert unscored.axes[1].get_ylabel() == "objective"
 
 
@@ -246,6 +286,9 @@ def test_command_on_a_file(tmp_path):
     assert result.exit_code == 0, result.output
     assert [each["method"] for each in json.loads(report.read_text())["runs"]] == ["als", "ccd"]
     assert "s / iteration" in result.stdout
+    some = ("--method", "als", "--device", "cpu", "--iterations", 1, "--where", "user=1,2,3", "--quiet")
+    liked = hmf.Ratings.from_file(tmp_path / "ratings.csv", where={"user": ["1", "2", "3"]})
+    assert f"{hmf.split(liked, 0.1, random_state=0)[0].nnz:,} training" in run(tmp_path / "ratings.csv", *some).stdout
 
 
 def test_command_on_shapes_and_the_demo():
@@ -269,6 +312,7 @@ def test_command_fails_where_devices_disagree(monkeypatch):
         (["demo", "--method", "svd"], "--method svd is unknown for explicit feedback; known: als, als-cg"),
         (["demo", "--device", "tpu"], "device must be"),
         (["demo", "--json", "missing/report.json"], "does not exist"),
+        (["demo", "--where", "stars=5"], "demo is drawn from a seed"),
         (["ml-1m", "--scale", 2], "scale must be at most 1"),
         (["demo", "--iterations", 0], "iterations"),
     ],

@@ -1,12 +1,13 @@
-"""The configurations of each kernel to time, the most promising first.
+"""The tunable kernels: for each, its parameters with their values, and the constraints of a configuration.
 
-Three kinds of constraints, as in Gates et al. (section VIII):
+`SPACES` is the table. It has the kernels that "auto" chooses, and the published spaces of Gates et al. and BALS. There
+are three kinds of constraints, as in Gates et al. (section VIII):
 
 correctness  limits of the kernels; the configuration classes raise ValueError
 hardware     threads and shared memory of a block, registers, `occupancy`. The number of registers is known after
              compilation: `tune` drops configurations that spill more than the rule's
 soft         `LEAST_THREADS` on a multiprocessor (Gates: 512; sums in registers make up for fewer), `LEAST_REUSE`
-             multiply-adds per element read from shared memory (Gates: 0.5), no tile twice as wide as needed
+             multiply-adds per element read from shared memory (Gates: 0.5), `LEAST_USEFUL` work
 
 The choice of the rule always comes first. The others are grouped in families by the shape of tiles, and the most
 promising member of each family comes before the second of any: a search that runs out of time has timed all shapes.
@@ -16,36 +17,47 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ...core.system import ceil_div
-from ...device.cuda import DeviceSpec
-from ...plan import assemblies as plan_assemblies
-from ...plan import ccd_gpu
+from ...core.system import ceil_div, round_up
+from ...device.cuda import Device, DeviceSpec
 from ...plan import fused as plan_fused
 from ...plan import sgd as plan_sgd
-from ...plan.assemblies import REGISTERS, RESERVED, WARP, BalsConfig
+from ...plan.assemblies import OTHER_REGISTERS, REGISTERS, RESERVED, WARP, BalsConfig, lower_tiles
+from ...plan.ccd_gpu import CcdConfig, StagedConfig
 from ...plan.fused import FusedConfig
-from .. import cholesky_any, fused, sgd, topk
-from ..cholesky_any import CgConfig, CholeskyConfig, TilesConfig
-from ..sgd import BlockedConfig, HogwildConfig
+from .. import cholesky_any, fused, topk
+from ..cholesky_any import CgConfig, CholeskyConfig
+from ..sgd import BlockedConfig
 from ..sparse_syrk import SyrkConfig
 from ..topk import GroupMaxConfig
+from . import trials
+from .trials import Facts, Sample, Trial
 
-Facts = dict[str, Any]
-Build = tuple[str, str, dict[str, Any]]
+Build: TypeAlias = "tuple[str, str, dict[str, Any]]"
 """(file, kernel, constants)"""
+
+Values: TypeAlias = "Iterable[Any] | Callable[[Facts, DeviceSpec], Iterable[Any]]"
+"""Values of a parameter; a function if they depend on the facts and on the parameters before it."""
 
 LEAST_THREADS = 256
 LEAST_REUSE = 0.5
+LEAST_USEFUL = 0.25
 BUSY_THREADS = 512
 """Threads per multiprocessor beyond which more are not expected to help: the minimum of Gates' search."""
 
 RESIDENT = {(7, 5): (1024, 16), (8, 6): (1536, 16), (8, 7): (1536, 16), (8, 9): (1536, 24)}
 """Threads and blocks of a multiprocessor, by compute capability (CUDA C++ Programming Guide, compute capabilities)."""
+
+MOST_REGISTERS = 255
+"""Registers of a thread."""
+
+ENTRY_KINDS = ((False, False), (True, False), (False, True))
+"""(implicit, offsets): those that are timed, and the others."""
 
 
 def resident_limits(spec: DeviceSpec) -> tuple[int, int]:
@@ -55,112 +67,135 @@ def resident_limits(spec: DeviceSpec) -> tuple[int, int]:
     return RESIDENT.get(spec.capability, (2048, 32))
 
 
-def occupancy(threads: int, shared_bytes: int, blocks_per_sm: int, spec: DeviceSpec) -> int:
-    """Resident blocks per multiprocessor, if registers allow `blocks_per_sm`; 0 if none fits."""
+def occupancy(threads: int, shared_bytes: int, registers: int, spec: DeviceSpec) -> int:
+    """Resident blocks per multiprocessor; 0 if none fits."""
     most_threads, most_blocks = resident_limits(spec)
-    if threads > 1024 or shared_bytes > spec.shared_bytes:
+    registers = round_up(max(registers, 1), 8)
+    if threads > 1024 or shared_bytes > spec.shared_bytes or registers > MOST_REGISTERS + 1:
         return 0
     by_memory = (spec.shared_bytes + RESERVED) // (shared_bytes + RESERVED)
-    return min(blocks_per_sm, most_blocks, most_threads // threads, by_memory)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration and properties that rank it.
-
-    Attributes
-    ----------
-    config : dataclass
-    values : dict
-        Its values in a tuned table.
-    threads : int
-        Threads on a multiprocessor.
-    reuse : float
-        Multiply-adds per element read from shared memory.
-    useful : float
-        Share of the multiply-adds that are needed.
-    loads : float
-        Number of times that a factor row is copied to shared memory.
-    family : tuple
-        The shape of its tiles.
-    """
-
-    config: Any
-    values: dict[str, Any]
-    threads: int
-    reuse: float = 1.0
-    useful: float = 1.0
-    family: tuple[Any, ...] = ()
-    loads: float = 1.0
-
-    @property
-    def promise(self) -> float:
-        """Priority: higher values are timed first. Not a prediction of speed."""
-        busy = min(1.0, self.threads / BUSY_THREADS)
-        return self.useful * busy * self.reuse / (1.0 + self.reuse) / self.loads**0.25
+    by_registers = REGISTERS // (round_up(threads, WARP) * registers)
+    return min(most_blocks, most_threads // threads, by_memory, by_registers)
 
 
 @dataclass(frozen=True)
 class Space:
-    """The search space of a kernel.
+    """A tunable kernel.
 
     Attributes
     ----------
-    kernel : str
-        Its name in tuned tables and on the command line.
     facts : callable
         Maps ``(factors, itemsize)`` to the facts that a choice depends on; empty if the kernel does not apply.
+    config : class
+        Takes the facts named in `given` and the parameters; raises ValueError if the kernel does not support them.
     rule : callable
-        Maps ``(facts, spec)`` to the choice without a table; ValueError if the device cannot run it.
-    enumerate : callable
-        Maps ``(facts, spec)`` to all others; the caller drops those that a class refuses.
-    named : callable
-        Maps ``(facts, spec, **values)`` of a tuned table to a candidate; ValueError or TypeError for invalid values.
+        Maps ``(facts, spec)`` to the configuration without a table; ValueError if the device cannot run it.
+    parameters : dict of str to Values
     builds : callable
-        Maps ``(facts, config)`` to the programs that a trial runs.
-    variants : callable
-        Maps ``(facts, config)`` to programs for other kinds of entries; a winner must not spill there either.
+        Maps ``(facts, config, spec, implicit, offsets)`` to the programs for a kind of entries.
+    trial : callable
+        Maps ``(device, sample, facts)`` to the work to check and to time.
+    blocks : tuple of float
+        Values of ``blocks_per_sm``, as shares of the largest number that registers and shared memory allow.
+    registers, shared : callable
+        Map ``(facts, config)`` to the least registers of a thread, and to the shared memory of a block.
+    work : callable
+        Maps a configuration to multiply-adds per element read from shared memory, and their useful share.
+    family : tuple of str
+        Parameters that make a family.
     weight : float
         Share of the time budget: higher for kernels with long compilations or tiles to build.
     block : int
         Ranks with equal numbers of blocks of this size may share a table entry.
+    least_threads : int
+        On a multiprocessor.
     """
 
-    kernel: str
     facts: Callable[[int, int], list[Facts]]
-    rule: Callable[[Facts, DeviceSpec], Candidate]
-    enumerate: Callable[[Facts, DeviceSpec], Iterator[Candidate]]
-    named: Callable[..., Candidate]
-    builds: Callable[[Facts, Any], list[Build]]
-    variants: Callable[[Facts, Any], list[Build]] = field(default=lambda facts, config: [])
+    config: Callable[..., Any]
+    rule: Callable[[Facts, DeviceSpec], Any]
+    parameters: dict[str, Values]
+    builds: Callable[..., list[Build]]
+    trial: Callable[[Device, Sample, Facts], Trial]
+    given: tuple[str, ...] = ("rank", "itemsize")
+    blocks: tuple[float, ...] = ()
+    registers: Callable[[Facts, Any], int] = lambda facts, config: 0
+    shared: Callable[[Facts, Any], int] = lambda facts, config: config.shared_bytes
+    work: Callable[[Any], tuple[float, float]] = lambda config: (1.0, 1.0)
+    family: tuple[str, ...] = ()
     weight: float = 1.0
     block: int = 8
+    least_threads: int = LEAST_THREADS
 
-    def candidates(self, facts: Facts, spec: DeviceSpec) -> list[Candidate]:
-        """Candidates to time: the rule's, then the most promising of each family, then the second of each ...
+    def programs(self, facts: Facts, config: Any, spec: DeviceSpec) -> tuple[list[Build], list[Build]]:
+        """Programs that a trial runs, and those for other kinds of entries, in which a winner must not spill either."""
+        timed, *others = (self.builds(facts, config, spec, *kind) for kind in ENTRY_KINDS)
+        return timed, [build for kind in others for build in kind if build not in timed]
+
+    def candidates(self, facts: Facts, spec: DeviceSpec) -> list[Any]:
+        """Configurations to time: the rule's, then the most promising of each family, then the second of each ...
 
         Raises
         ------
         ValueError
             The device cannot run even the rule's choice.
         """
-        first = self.rule(facts, spec)
-        others = {tuple(sorted(one.values.items())): one for one in self.enumerate(facts, spec) if _is_worth_it(one)}
-        others.pop(tuple(sorted(first.values.items())), None)
-        return [first, *_interleaved(others.values())]
+        ruled = self.rule(facts, spec)
+        if self.shared(facts, ruled) > spec.shared_bytes:
+            raise ValueError(f"{ruled} needs {self.shared(facts, ruled)} bytes of shared memory")
+        families: dict[tuple[Any, ...], list[Any]] = {}
+        promises = {config: self.promise(facts, config, spec) for config in self._configurations(facts, spec)}
+        for config in sorted(promises, key=lambda one: -promises[one]):  # a stable sort: the order is deterministic
+            if promises[config] > 0 and config != ruled:
+                families.setdefault(tuple(getattr(config, name) for name in self.family), []).append(config)
+        turns = itertools.zip_longest(*families.values())  # families ordered by their best member
+        return [ruled, *(one for turn in turns for one in turn if one is not None)]
 
+    def promise(self, facts: Facts, config: Any, spec: DeviceSpec) -> float:
+        """Priority of a configuration, not a prediction of its speed; 0 if it violates a soft constraint."""
+        blocks = self._resident(facts, config, spec)
+        threads = config.threads * min(blocks, getattr(config, "blocks_per_sm", blocks))
+        reuse, useful = self.work(config)
+        if threads < self.least_threads or reuse < LEAST_REUSE or useful <= LEAST_USEFUL:
+            return 0.0
+        return useful * min(1.0, max(threads, 1) / BUSY_THREADS) * reuse / (1.0 + reuse)
 
-def _is_worth_it(candidate: Candidate) -> bool:
-    """The soft constraints."""
-    return candidate.threads >= LEAST_THREADS and candidate.reuse >= LEAST_REUSE and candidate.useful > 0.25
+    def named(self, facts: Facts, values: dict[str, Any]) -> Any:
+        """The configuration of a table entry; ValueError or TypeError for invalid values."""
+        return self.config(**{name: facts[name] for name in self.given}, **values)
 
+    def values(self, config: Any) -> dict[str, Any]:
+        """Values of a configuration in a table entry."""
+        return {name: value for name, value in vars(config).items() if name not in self.given}
 
-def _interleaved(candidates: Iterable[Candidate]) -> list[Candidate]:
-    families: dict[tuple[Any, ...], list[Candidate]] = {}
-    for one in sorted(candidates, key=lambda one: -one.promise):  # a stable sort: the order is deterministic
-        families.setdefault(one.family, []).append(one)
-    turns = itertools.zip_longest(*families.values())  # families ordered by their best member
-    return [one for turn in turns for one in turn if one is not None]
+    def _configurations(self, facts: Facts, spec: DeviceSpec) -> Iterator[Any]:
+        """Configurations that satisfy the constraints of correctness and of the hardware."""
+        points: list[dict[str, Any]] = [{}]
+        for name, values in self.parameters.items():
+            points = [
+                point | {name: value}
+                for point in points
+                for value in (values(facts | point, spec) if callable(values) else values)
+            ]
+        for point in points:
+            config = _legal(self.named, facts, point | ({"blocks_per_sm": 1} if self.blocks else {}))
+            if config is not None:
+                yield from self._fitting(facts, config, spec)
+
+    def _fitting(self, facts: Facts, config: Any, spec: DeviceSpec) -> Iterator[Any]:
+        """The configuration with each number of blocks per multiprocessor; nothing if it does not fit."""
+        most = self._resident(facts, config, spec)
+        if not self.blocks:
+            if most >= getattr(config, "blocks_per_sm", 1):
+                yield config
+            return
+        while most and _legal(replace, config, blocks_per_sm=most) is None:
+            most -= 1  # the class counts registers more closely
+        for count in sorted({max(1, int(share * most)) for share in self.blocks} if most else (), reverse=True):
+            yield replace(config, blocks_per_sm=count)
+
+    def _resident(self, facts: Facts, config: Any, spec: DeviceSpec) -> int:
+        return occupancy(config.threads, self.shared(facts, config), self.registers(facts, config), spec)
 
 
 def _legal(make: Callable[..., Any], *arguments: Any, **fields: Any) -> Any:
@@ -171,138 +206,17 @@ def _legal(make: Callable[..., Any], *arguments: Any, **fields: Any) -> Any:
         return None
 
 
-def _values(config: Any, *facts: str) -> dict[str, Any]:
-    return {name: value for name, value in vars(config).items() if name not in facts}
+# ---------------------------------------------------------------------------------------------------- the kernels
 
 
-def _block_counts(make: Callable[[int], Any], spec: DeviceSpec) -> Iterator[Any]:
-    """The configuration with the most blocks per multiprocessor, and with three quarters of them.
-
-    Fewer blocks leave more registers to a thread.
-    """
-    most = 0
-    for blocks in range(1, resident_limits(spec)[1] + 1):
-        config = _legal(make, blocks)
-        if config is None or occupancy(config.threads, config.shared_bytes, blocks, spec) < blocks:
-            break
-        most = blocks
-    for blocks in sorted({most, max(1, 3 * most // 4)} if most else set(), reverse=True):
-        yield make(blocks)
+def _useful(rank: int, tile: int, tiles: int, busy: float = 1.0) -> float:
+    """Share of the sums of `tiles` square tiles that are needed; a whole tile on the diagonal counts as needed."""
+    return min(1.0, busy * rank * (rank + 1) / (tiles * tile * tile))
 
 
-def _resident(config: Any, spec: DeviceSpec) -> int:
-    return config.threads * occupancy(config.threads, config.shared_bytes, config.blocks_per_sm, spec)
-
-
-def _lower_share(rank: int, tile: int, tiles: int) -> float:
-    """Share of the elements of `tiles` square tiles that are in the lower triangle."""
-    return rank * (rank + 1) / 2 / (tiles * tile * tile)
-
-
-# ---------------------------------------------------------------------------------------------------- sparse-syrk
-
-
-def _syrk(config: SyrkConfig, spec: DeviceSpec) -> Candidate:
-    tx, ty = config.nb // config.dx, config.nb // config.dy
-    useful = min(1.0, 2 * _lower_share(config.rank, config.nb, config.tiles))  # whole tiles are summed
-    family, values = (config.nb, config.dx, config.dy), _values(config, "rank", "itemsize")
-    loads = max(1.0, ceil_div(config.rank, config.nb) ** 2 * config.nb / config.rank)
-    return Candidate(config, values, _resident(config, spec), tx * ty / (tx + ty), useful, family, loads)
-
-
-def _enumerate_syrk(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    """Gates' (nb, kb, dx, dy), and our parameters: groups, stages, entries at a time, blocks per multiprocessor."""
-    rank, itemsize = facts["rank"], facts["itemsize"]
-    widths = [nb for nb in (8, 16, 24, 32, 48, 64, 80, 96, 128) if nb < 2 * max(rank, 8)]
-    per_thread = (2, 4, 5, 6, 8, 10, 12)
-    for nb, tx, ty in itertools.product(widths, per_thread, per_thread):
-        if nb % tx or nb % ty or tx > 2 * ty or ty > 2 * tx:
-            continue
-        for dz, kb, stages, unroll in itertools.product((1, 2, 4, 8), (8, 16, 24, 32), (2, 3), (1, 2, 4)):
-
-            def make(blocks: int, shape: Any = (nb, kb, nb // tx, nb // ty, dz, stages, unroll)) -> Any:
-                return SyrkConfig(*(rank, itemsize, *shape, blocks))
-
-            for config in _block_counts(make, spec):
-                yield _syrk(config, spec)
-
-
-def _syrk_facts(factors: int, itemsize: int) -> list[Facts]:
+def _systems_facts(factors: int, itemsize: int) -> list[Facts]:
     return [{"rank": factors, "itemsize": itemsize}] if factors <= cholesky_any.MAX_RANK else []
 
-
-def _entry_constants(itemsize: int, implicit: bool = False, offsets: bool = False) -> dict[str, Any]:
-    return {"REAL": np.dtype(f"f{itemsize}"), "IMPLICIT": implicit, "HAS_OFFSETS": offsets}
-
-
-def _assembly_builds(kernel: str) -> Callable[[Facts, Any], list[Build]]:
-    def builds(facts: Facts, config: Any) -> list[Build]:
-        return [(f"{kernel}.cu", kernel, config.constants | _entry_constants(facts["itemsize"]))]
-
-    return builds
-
-
-def _assembly_variants(kernel: str) -> Callable[[Facts, Any], list[Build]]:
-    def builds(facts: Facts, config: Any) -> list[Build]:
-        kinds = ((True, False), (False, True))
-        entries = (_entry_constants(facts["itemsize"], *kind) for kind in kinds)
-        return [(f"{kernel}.cu", kernel, config.constants | each) for each in entries]
-
-    return builds
-
-
-# ---------------------------------------------------------------------------------------------------- BALS
-
-
-def _bals(config: BalsConfig, height: int, spec: DeviceSpec) -> Candidate:
-    idle = config.rows * config.part_tiles / config.threads
-    useful = min(1.0, 2 * idle * _lower_share(config.rank, config.tile, config.tiles))
-    values = _values(config, "rank", "itemsize") | {"height": height}
-    family = (config.tile, config.rows, config.part_tiles, config.buffers, height)
-    return Candidate(config, values, _resident(config, spec), config.tile / 2, useful, family)
-
-
-def _enumerate_bals(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    """Rows of a block, staged factor rows (the width of a matrix tile), and its height in blocks: BALS 4.3."""
-    rank, itemsize = facts["rank"], facts["itemsize"]
-    for tile, blocks, buffers in itertools.product((4, 8), (1, 2, 3), (1, 2)):
-        tiles = plan_assemblies.lower_tiles(rank, tile)
-        for parts, rows, lanes in itertools.product((1, 2, 4), (1, 2, 4, 6, 8, 12, 16, 24, 32), (8, 16, 32)):
-            part_tiles = ceil_div(tiles, parts)
-            least = _legal(
-                BalsConfig, rank, itemsize, tile, rows, part_tiles, 1, buffers, lanes, max(16, lanes), blocks
-            )
-            if least is None:
-                continue
-            left = (spec.shared_bytes + RESERVED) // blocks - RESERVED - least.shared_bytes
-            most = min(1024, 1 + left // (buffers * least.row_bytes)) if left > 0 else 0
-            for capacity in (most, most // 2):
-                if capacity >= 32:
-                    for height in (1, 4):
-                        yield _bals(replace(least, capacity=capacity), height, spec)
-
-
-def bals_tile(candidate: Candidate) -> tuple[int, int]:
-    """(tile_rows, tile_cols) of a candidate for BALS, as `bals_tile_sizes` gives them to a plan."""
-    config, height = candidate.config, candidate.values["height"]
-    width = config.capacity
-    return height * config.rows, width // WARP * WARP if width >= WARP else width
-
-
-# ---------------------------------------------------------------------------------------------------- fused
-
-
-def _fused(config: FusedConfig, solver: str, spec: DeviceSpec) -> Candidate:
-    shared = config.shared_bytes(solver)
-    threads = config.threads * occupancy(config.threads, shared, config.blocks_per_sm, spec)
-    # a warp multiplies 16 x 16 blocks: its square patch of blocks determines the reuse
-    blocks = config.rank16 // plan_fused.BLOCK
-    reuse = blocks / config.warps**0.5
-    return Candidate(config, _values(config, "rank"), threads, reuse, 1.0, (config.warps, config.teams))
-
-
-FUSED_REGISTERS = 72
-"""Registers beside accumulators: with them some configuration of every rank compiles without spilling."""
 
 FUSED_KINDS = (("float32", "cholesky"), ("float32", "cg"), ("bf16", "cholesky"))
 
@@ -313,344 +227,177 @@ def _fused_facts(factors: int, itemsize: int) -> list[Facts]:
     return [{"rank": factors, "precision": precision, "solver": solver} for precision, solver in FUSED_KINDS]
 
 
-def _fused_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
+def _fused_rule(facts: Facts, spec: DeviceSpec) -> FusedConfig:
     why_not = plan_fused.supports(facts["rank"], "float32", spec)
     if why_not:
         raise ValueError(why_not)
-    return _fused(FusedConfig.rule(facts["rank"]), facts["solver"], spec)
+    return FusedConfig.rule(facts["rank"])
 
 
-def _enumerate_fused(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    rank, solver = facts["rank"], facts["solver"]
-    blocks = ceil_div(rank, plan_fused.BLOCK)
-    for warps, teams, stages, resident in itertools.product((1, 2, 4), (1, 2, 4, 8), (2, 3, 4, 5, 6), range(1, 13)):
-        config = _legal(FusedConfig, rank, warps, teams, stages, resident)
-        if config is None:
-            continue
-        # accumulators of a thread: 16 x 16 blocks of the lower triangle over the lanes of a team
-        sums = blocks * (blocks + 1) // 2 * plan_fused.BLOCK**2 // (WARP * warps)
-        available = min(255, REGISTERS // (config.threads * resident) // 8 * 8)
-        fits = occupancy(config.threads, config.shared_bytes(solver), resident, spec) == resident
-        if sums + FUSED_REGISTERS <= available and fits:
-            yield _fused(config, solver, spec)
+def _fused_registers(facts: Facts, config: FusedConfig) -> int:
+    """The lower triangle of 16 x 16 blocks over the lanes of a team, and 72 others: every rank has a configuration."""
+    blocks = config.rank16 // plan_fused.BLOCK
+    return blocks * (blocks + 1) // 2 * plan_fused.BLOCK**2 // (WARP * config.warps) + 72
 
 
-def _fused_builds(facts: Facts, config: FusedConfig) -> list[Build]:
-    return _fused_programs(facts, config, False, False)
+def _fused_builds(facts: Facts, config: FusedConfig, spec: DeviceSpec, implicit: bool, offsets: bool) -> list[Build]:
+    return fused.builds(config, facts["precision"], facts["solver"], implicit, offsets)
 
 
-def _fused_programs(facts: Facts, config: FusedConfig, implicit: bool, offsets: bool) -> list[Build]:
-    constants = fused.build_constants(config, facts["precision"], facts["solver"], implicit, offsets)
-    kernels = ["assemble_segments"]
-    if not config.solved_by_sums(facts["solver"]):
-        kernels += ["solve_partials"]
-    if not config.solved_apart:
-        kernels += ["solve_rows"]
-    return [("fused_als.cu", kernel, constants) for kernel in kernels]
+def _assembly_builds(
+    kernel: str, facts: Facts, config: SyrkConfig | BalsConfig, spec: DeviceSpec, implicit: bool, offsets: bool
+) -> list[Build]:
+    entries = {"REAL": np.dtype(f"f{facts['itemsize']}"), "IMPLICIT": implicit, "HAS_OFFSETS": offsets}
+    return [(f"{kernel}.cu", kernel, config.constants | entries)]
 
 
-def _fused_variants(facts: Facts, config: FusedConfig) -> list[Build]:
-    return _fused_programs(facts, config, True, False) + _fused_programs(facts, config, False, True)
+def _sums_along(facts: Facts) -> list[int]:
+    """Sums of a thread along a tile of sparse-syrk."""
+    return [t for t in (2, 4, 5, 6, 8, 10, 12) if facts["nb"] % t == 0]
 
 
-# ---------------------------------------------------------------------------------------------------- solvers
+def _syrk_rows(facts: Facts, spec: DeviceSpec) -> list[int]:
+    tx = facts["nb"] // facts["dx"]
+    return [facts["nb"] // ty for ty in _sums_along(facts) if tx <= 2 * ty and ty <= 2 * tx]
 
 
-def _cholesky_any_facts(factors: int, itemsize: int) -> list[Facts]:
-    """Facts for which cholesky.cu does not apply."""
-    served = itemsize == 4 and factors <= 64
-    return [] if served or factors > cholesky_any.MAX_RANK else [{"rank": factors, "itemsize": itemsize}]
+def _syrk_registers(facts: Facts, config: SyrkConfig) -> int:
+    tx, ty = config.nb // config.dx, config.nb // config.dy
+    return (tx * ty + tx + ty) * config.itemsize // 4 + OTHER_REGISTERS
 
 
-def _cholesky(config: CholeskyConfig, spec: DeviceSpec) -> Candidate:
-    family = (config.systems > 0, config.row_threads, config.tile_rows, config.tile_columns, config.resident)
-    reuse = 1.0
-    if not config.systems:
-        reuse = config.tile_rows * config.tile_columns / (config.tile_rows + config.tile_columns)
-    return Candidate(config, _values(config, "rank", "itemsize"), _resident(config, spec), reuse, 1.0, family)
+def _syrk_work(config: SyrkConfig) -> tuple[float, float]:
+    tx, ty = config.nb // config.dx, config.nb // config.dy
+    loads = max(1.0, ceil_div(config.rank, config.nb) ** 2 * config.nb / config.rank)  # of a factor row
+    return tx * ty / (tx + ty), _useful(config.rank, config.nb, config.tiles) / loads**0.25
 
 
-def _enumerate_cholesky(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    rank, itemsize = facts["rank"], facts["itemsize"]
-    for systems, blocks in itertools.product((2, 4, 8), (2, 3, 4, 6, 8)) if rank <= WARP else ():
-        config = _legal(CholeskyConfig, rank, itemsize, systems, blocks_per_sm=blocks)
-        if config is not None and occupancy(config.threads, config.shared_bytes, blocks, spec) == blocks:
-            yield _cholesky(config, spec)
-    for row_threads, columns, resident in itertools.product((8, 16, 32), (4, 8), (True, False)):
-        heights = (ceil_div(rank, row_threads),) if resident else (4, 8, 16)
-        for height in heights:
-            if height * columns * itemsize > 768:
-                continue  # more accumulators than registers
-
-            def make(blocks: int, shape: Any = (0, row_threads, height, columns, resident)) -> CholeskyConfig:
-                config = CholeskyConfig(*(rank, itemsize, *shape, blocks))
-                registers = REGISTERS // (config.threads * blocks)
-                if config.tile_rows * config.tile_columns * itemsize // 4 + 40 > min(255, registers):
-                    raise ValueError("not enough registers")
-                return config
-
-            for config in _block_counts(make, spec):
-                yield _cholesky(config, spec)
+def _bals_capacities(facts: Facts, spec: DeviceSpec) -> list[int]:
+    """Factor rows of a stage: as many as shared memory holds, and half of them."""
+    least = _legal(BalsConfig, capacity=1, **facts)
+    if least is None:
+        return []
+    left = (spec.shared_bytes + RESERVED) // least.blocks_per_sm - RESERVED - least.shared_bytes
+    most = min(1024, 1 + left // (least.buffers * least.row_bytes)) if left > 0 else 0
+    return [capacity for capacity in (most, most // 2) if capacity >= 32]
 
 
-def _cholesky_builds(facts: Facts, config: CholeskyConfig) -> list[Build]:
-    return [("cholesky_any.cu", config.kernel, config.constants)]
+def _bals_work(config: BalsConfig) -> tuple[float, float]:
+    busy = config.rows * config.part_tiles / config.threads
+    return config.tile / 2, _useful(config.rank, config.tile, config.tiles, busy)
 
 
-def _tiles(config: TilesConfig, spec: DeviceSpec) -> Candidate:
-    resident = 32 * config.teams * occupancy(32 * config.teams, config.shared_bytes, config.blocks_per_sm, spec)
-    return Candidate(config, _values(config, "rank"), resident, 1.0, 1.0, (config.teams,))
+def _cholesky_rows(facts: Facts, spec: DeviceSpec) -> tuple[int, ...]:
+    if facts["systems"]:
+        return (4,)
+    return (ceil_div(facts["rank"], facts["row_threads"]),) if facts["resident"] else (4, 8, 16)
 
 
-def _tiles_facts(factors: int, itemsize: int) -> list[Facts]:
-    return [{"rank": factors}] if factors <= 64 and itemsize == 4 else []
+def _cholesky_registers(facts: Facts, config: CholeskyConfig) -> int:
+    return 64 if config.systems else config.tile_rows * config.tile_columns * config.itemsize // 4 + 40
 
 
-def _tiles_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
-    if not TilesConfig.serves(facts["rank"], "float32", spec):
-        raise ValueError(f"compute capability {spec.capability[0]}.{spec.capability[1]} is below 8.0")
-    return _tiles(TilesConfig.rule(facts["rank"]), spec)
-
-
-def _enumerate_tiles(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    blocks16 = ceil_div(facts["rank"], 16)
-    for teams, blocks in itertools.product((1, 2, 4, 8), range(1, 33)):
-        config = TilesConfig(facts["rank"], teams, blocks)
-        sums = blocks16 * (blocks16 + 1) // 2 * 256 // WARP
-        available = min(255, REGISTERS // (32 * teams * blocks) // 8 * 8)
-        if sums + 40 <= available and occupancy(32 * teams, config.shared_bytes, blocks, spec) == blocks:
-            yield _tiles(config, spec)
-
-
-def _cg(config: CgConfig, spec: DeviceSpec) -> Candidate:
-    family = (config.warps, config.resident)
-    return Candidate(config, _values(config, "rank", "itemsize"), _resident(config, spec), 1.0, 1.0, family)
-
-
-def _enumerate_cg(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    rank, itemsize = facts["rank"], facts["itemsize"]
-    for warps, resident in itertools.product((1, 2, 4, 8), (True, False)):
-        for registers in (64, 96, 128, 255):
-            fewest = REGISTERS // (warps * WARP * registers)
-
-            def make(blocks: int, fewest: int = fewest, shape: Any = (warps, resident)) -> CgConfig:
-                if blocks > fewest:
-                    raise ValueError("not enough registers")
-                return CgConfig(*(rank, itemsize, *shape, blocks))
-
-            for config in _block_counts(make, spec):
-                yield _cg(config, spec)
-
-
-# ---------------------------------------------------------------------------------------------------- SGD
-
-
-def _blocked(config: BlockedConfig, spec: DeviceSpec) -> Candidate:
-    threads = 32 * (config.helpers + 1)
-    blocks = occupancy(threads, config.shared_bytes, resident_limits(spec)[1], spec)
-    # a block is one long row, of which there are few: occupancy is irrelevant
-    resident = max(LEAST_THREADS, threads * blocks)
-    return Candidate(config, _values(config, "ld", "itemsize"), resident, config.chunk / 4, 1.0, (config.chunk,))
-
-
-def _msgd_facts(factors: int, itemsize: int) -> list[Facts]:
-    return [{"ld": plan_sgd.stored_width(factors, f"f{itemsize}"), "itemsize": itemsize}]
-
-
-def _msgd_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
-    config = BlockedConfig.rule(facts["ld"], facts["itemsize"], spec)
-    if config.shared_bytes > spec.shared_bytes:
-        raise ValueError(f"rows of {config.ld} numbers need {config.shared_bytes} bytes of shared memory")
-    return _blocked(config, spec)
-
-
-def _enumerate_msgd(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    for chunk, helpers, more in itertools.product((8, 16), (3, 5, 7), (0, 4)):
-        config = BlockedConfig(facts["ld"], facts["itemsize"], chunk, helpers, 2 * helpers + more)
-        if config.shared_bytes <= spec.shared_bytes:
-            yield _blocked(config, spec)
-
-
-def _msgd_builds(facts: Facts, config: BlockedConfig) -> list[Build]:
-    return _msgd_programs(facts, config, False)
-
-
-def _msgd_programs(facts: Facts, config: BlockedConfig, biases: bool) -> list[Build]:
-    constants = {"REAL": np.dtype(f"f{facts['itemsize']}"), "HAS_BIASES": biases} | config.constants
+def _msgd_builds(facts: Facts, config: BlockedConfig, spec: DeviceSpec, implicit: bool, offsets: bool) -> list[Build]:
+    constants = {"REAL": np.dtype(f"f{facts['itemsize']}"), "HAS_BIASES": offsets} | config.constants
     return [("msgd.cu", kernel, constants) for kernel in ("blocked", "centralized")]
 
 
-def _hogwild_facts(factors: int, itemsize: int) -> list[Facts]:
-    """Factors are stored in float16 or float32, never in float64."""
-    widths = ((plan_sgd.stored_width(factors, f"f{size}"), size) for size in (2, 4))
-    kinds = itertools.product(widths, (False, True))
-    return [{"ld": ld, "itemsize": size, "biases": b} for (ld, size), b in kinds] if itemsize == 4 else []
+def _ccd_builds(facts: Facts, config: StagedConfig, spec: DeviceSpec, implicit: bool, offsets: bool) -> list[Build]:
+    vectors = 1 if offsets else facts["vectors"]  # 1: biases, and further inner iterations
+    real = np.dtype(f"f{facts['itemsize']}")
+    tiles = CcdConfig.staged_as(config, 1, facts["vectors"], real, spec)
+    return [("ccd.cu", "rank_one", tiles.constants(vectors, real))]
 
 
-def _hogwild(config: HogwildConfig, spec: DeviceSpec) -> Candidate:
-    values = {name: getattr(config, name) for name in ("blocks_per_sm", "run", "batch")}
-    resident = sgd.THREADS * occupancy(sgd.THREADS, 0, config.blocks_per_sm, spec)
-    # long runs read rows less often from memory
-    return Candidate(config, values, max(LEAST_THREADS, resident), config.run / 8, 1.0, (config.run,))
-
-
-def _hogwild_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
-    return _hogwild(HogwildConfig.rule(spec, facts["ld"], facts["itemsize"], facts["biases"]), spec)
-
-
-def _enumerate_hogwild(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    """Runs and blocks; a worker takes 256 entries at a time, as in cuMF_SGD, or four times as many."""
-    most = HogwildConfig.blocks_for(facts["ld"], facts["itemsize"], False)
-    for run, blocks, entries in itertools.product((8, 16, 32), range(1, most + 4), (256, 1024)):
-        config = HogwildConfig.make(spec, facts["ld"], facts["itemsize"], blocks, run, entries // run)
-        yield _hogwild(config, spec)
-
-
-def _hogwild_builds(facts: Facts, config: HogwildConfig) -> list[Build]:
-    constants = config.constants(facts["ld"], facts["itemsize"] == 2, facts["biases"])
-    return [("batch_hogwild.cu", "batch_hogwild", constants)]
-
-
-# ---------------------------------------------------------------------------------------------------- CCD++, top-K
-
-
-def _ccd_facts(factors: int, itemsize: int) -> list[Facts]:
-    """The kernels do not depend on the rank; vectors: 2 in the items' pass, 3 in the users'."""
-    return [{"itemsize": itemsize, "vectors": vectors} for vectors in (2, 3)]
-
-
-def _ccd(config: ccd_gpu.StagedConfig, spec: DeviceSpec) -> Candidate:
-    return Candidate(config, dict(vars(config)), config.threads, 1.0, 1.0, (config.threads,))
-
-
-def _ccd_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
-    return _ccd(ccd_gpu.StagedConfig.rule(f"f{facts['itemsize']}"), spec)
-
-
-def _enumerate_ccd(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    for threads, segment in itertools.product((256, 512, 640, 768, 896, 1024), (2048, 1024, 4096)):
-        yield _ccd(ccd_gpu.StagedConfig(threads, segment), spec)
-
-
-def _ccd_builds(facts: Facts, config: ccd_gpu.StagedConfig) -> list[Build]:
-    # the size of a tile is that of the device; a trial compiles it again, its registers are the same
-    dtype, staged = (
-        np.dtype(f"f{facts['itemsize']}"),
-        ccd_gpu.CcdConfig(True, 4096, 1, config.segment, 1, config.threads),
-    )
-    return [("ccd.cu", "rank_one", staged.constants(facts["vectors"], dtype))]
-
-
-def _ccd_variants(facts: Facts, config: ccd_gpu.StagedConfig) -> list[Build]:
-    return _ccd_builds(facts | {"vectors": 1}, config)  # further inner iterations
-
-
-def _top_k_facts(factors: int, itemsize: int) -> list[Facts]:
+def _topk_facts(factors: int, itemsize: int) -> list[Facts]:
     """Products are float16 for every dtype of factors."""
-    padded = topk.round_up(factors, 16)
+    padded = round_up(factors, 16)
     return [{"padded": padded}] if padded <= topk.LARGEST_PADDED and itemsize == 4 else []
 
 
-def _top_k(config: GroupMaxConfig, spec: DeviceSpec) -> Candidate:
-    threads = WARP * topk.WARPS
-    resident = threads * occupancy(threads, config.shared_bytes, 8, spec)
-    reuse = config.users_per_warp / 16
-    return Candidate(config, _values(config, "padded"), resident, reuse, 1.0, (config.users_per_warp,))
-
-
-def _top_k_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
-    config = GroupMaxConfig.rule(facts["padded"])
-    if not config.fits(spec):
-        raise ValueError(f"rank {config.padded} needs {config.shared_bytes} bytes of shared memory")
-    return _top_k(config, spec)
-
-
-def _enumerate_top_k(facts: Facts, spec: DeviceSpec) -> Iterator[Candidate]:
-    for users, groups in itertools.product((16, 32, 64), (1, 2, 4, 8)):
-        config = GroupMaxConfig(facts["padded"], users, groups)
-        halves = users * facts["padded"] // 2 // WARP  # registers of a warp's users
-        if config.fits(spec) and halves <= 160:
-            yield _top_k(config, spec)
-
-
-def _rank_and_size(make: Callable[..., Any], describe: Callable[..., Candidate]) -> Callable[..., Candidate]:
-    def rule(facts: Facts, spec: DeviceSpec) -> Candidate:
-        return describe(make(facts["rank"], facts["itemsize"], spec), spec)
-
-    return rule
-
-
-def _named(make: Callable[..., Any], describe: Callable[..., Candidate], *given: str) -> Callable[..., Candidate]:
-    """`Space.named` of a class whose arguments are some facts and the values of an entry."""
-
-    def named(facts: Facts, spec: DeviceSpec, **values: Any) -> Candidate:
-        return describe(make(**{name: facts[name] for name in given}, **values), spec)
-
-    return named
-
-
-def _fused_named(facts: Facts, spec: DeviceSpec, **values: Any) -> Candidate:
-    return _fused(FusedConfig(facts["rank"], **values), facts["solver"], spec)
-
-
-def _bals_named(facts: Facts, spec: DeviceSpec, *, height: int, **values: Any) -> Candidate:
-    return _bals(BalsConfig(facts["rank"], facts["itemsize"], **values), height, spec)
-
-
-def _hogwild_named(facts: Facts, spec: DeviceSpec, **values: Any) -> Candidate:
-    return _hogwild(HogwildConfig.make(spec, facts["ld"], facts["itemsize"], **values), spec)
-
-
-def _bals_rule(facts: Facts, spec: DeviceSpec) -> Candidate:
-    return _bals(BalsConfig.rule(facts["rank"], facts["itemsize"], spec), 1, spec)
-
-
+# fmt: off
 SPACES = {
-    space.kernel: space
-    for space in (
-        Space(
-            "fused", _fused_facts, _fused_rule, _enumerate_fused, _fused_named, _fused_builds, _fused_variants,
-            weight=4.0, block=plan_fused.BLOCK,
-        ),
-        Space(
-            "sparse_syrk", _syrk_facts, _rank_and_size(SyrkConfig.rule, _syrk), _enumerate_syrk,
-            _named(SyrkConfig, _syrk, "rank", "itemsize"), _assembly_builds("sparse_syrk"),
-            _assembly_variants("sparse_syrk"), weight=2.0,
-        ),
-        Space(
-            "bals", _syrk_facts, _bals_rule, _enumerate_bals, _bals_named, _assembly_builds("bals"),
-            _assembly_variants("bals"), weight=4.0,
-        ),
-        Space(
-            "cholesky_tiles", _tiles_facts, _tiles_rule, _enumerate_tiles, _named(TilesConfig, _tiles, "rank"),
-            lambda facts, config: [("cholesky.cu", "cholesky_tiles", config.constants)], block=16,
-        ),
-        Space(
-            "cholesky_any", _cholesky_any_facts, _rank_and_size(CholeskyConfig.rule, _cholesky), _enumerate_cholesky,
-            _named(CholeskyConfig, _cholesky, "rank", "itemsize"), _cholesky_builds,
-        ),
-        Space(
-            "cg_any", _syrk_facts, _rank_and_size(CgConfig.rule, _cg), _enumerate_cg,
-            _named(CgConfig, _cg, "rank", "itemsize"),
-            lambda facts, config: [("cg_any.cu", "cg", config.constants)], weight=0.5,
-        ),
-        Space(
-            "msgd", _msgd_facts, _msgd_rule, _enumerate_msgd, _named(BlockedConfig, _blocked, "ld", "itemsize"),
-            _msgd_builds, lambda facts, config: _msgd_programs(facts, config, True), weight=0.5,
-        ),
-        Space(
-            "batch_hogwild", _hogwild_facts, _hogwild_rule, _enumerate_hogwild, _hogwild_named, _hogwild_builds,
-            weight=0.5,
-        ),
-        Space(
-            "ccd", _ccd_facts, _ccd_rule, _enumerate_ccd, _named(ccd_gpu.StagedConfig, _ccd), _ccd_builds,
-            _ccd_variants,
-            weight=3.0,
-        ),
-        Space(
-            "top_k", _top_k_facts, _top_k_rule, _enumerate_top_k, _named(GroupMaxConfig, _top_k, "padded"),
-            lambda facts, config: [("top_k.cu", "group_max", config.constants)], weight=0.5,
-        ),
-    )
-}  # fmt: skip
-"""By name of the kernel, in the order of tuning."""
+    "fused": Space(
+        _fused_facts, FusedConfig, _fused_rule, given=("rank",), weight=4.0, block=plan_fused.BLOCK,
+        parameters={"warps": (1, 2, 4), "teams": (1, 2, 4, 8), "stages": (2, 3, 4, 5, 6)},
+        blocks=(1.0, 0.8, 0.6, 0.4), registers=_fused_registers, family=("warps", "teams"),
+        shared=lambda facts, config: config.shared_bytes(facts["solver"]),
+        # a warp multiplies 16 x 16 blocks: its square patch of blocks determines the reuse
+        work=lambda config: (config.rank16 / plan_fused.BLOCK / config.warps**0.5, 1.0),
+        builds=_fused_builds, trial=partial(trials.als_trial, assembly="fused", timed="all"),
+    ),
+    "sparse_syrk": Space(  # Gates' (nb, kb, dx, dy), and ours: groups, stages, entries at a time
+        _systems_facts, SyrkConfig, lambda facts, spec: SyrkConfig.rule(**facts, spec=spec), weight=2.0,
+        parameters={
+            "nb": lambda at, spec: [nb for nb in (8, 16, 24, 32, 48, 64, 80, 96, 128) if nb < 2 * max(at["rank"], 8)],
+            "dx": lambda at, spec: [at["nb"] // tx for tx in _sums_along(at)],
+            "dy": _syrk_rows,
+            "dz": (1, 2, 4, 8), "kb": (8, 16, 24, 32), "stages": (2, 3), "unroll": (1, 2, 4),
+        },
+        blocks=(1.0, 0.75), registers=_syrk_registers, work=_syrk_work, family=("nb", "dx", "dy"),
+        builds=partial(_assembly_builds, "sparse_syrk"),
+        trial=partial(trials.als_trial, assembly="sparse_syrk", timed="sums"),
+    ),
+    "bals": Space(  # BALS 4.3: rows of a block, staged factor rows (the width of a matrix tile), and its height
+        _systems_facts, BalsConfig, lambda facts, spec: BalsConfig.rule(**facts, spec=spec), weight=4.0,
+        parameters={
+            "tile": (4, 8), "blocks_per_sm": (1, 2, 3), "buffers": (1, 2),
+            "part_tiles": lambda at, spec: {ceil_div(lower_tiles(at["rank"], at["tile"]), n) for n in (1, 2, 4)},
+            "rows": (1, 2, 4, 6, 8, 12, 16, 24, 32), "lanes": (8, 16, 32),
+            "window": lambda at, spec: (max(16, at["lanes"]),),
+            "capacity": _bals_capacities, "height": (1, 4),
+        },
+        work=_bals_work, family=("tile", "rows", "part_tiles", "buffers", "height"),
+        builds=partial(_assembly_builds, "bals"), trial=partial(trials.als_trial, assembly="bals", timed="sums"),
+    ),
+    "cholesky_any": Space(  # systems that cholesky.cu does not solve
+        lambda factors, itemsize: [] if factors <= 64 and itemsize == 4 else _systems_facts(factors, itemsize),
+        CholeskyConfig, lambda facts, spec: CholeskyConfig.rule(**facts, spec=spec),
+        parameters={
+            "systems": lambda at, spec: (0, 2, 4, 8) if at["rank"] <= WARP else (0,),
+            "row_threads": lambda at, spec: (16,) if at["systems"] else (8, 16, 32),
+            "tile_columns": lambda at, spec: (4,) if at["systems"] else (4, 8),
+            "resident": lambda at, spec: (True,) if at["systems"] else (True, False),
+            "tile_rows": _cholesky_rows,
+        },
+        blocks=(1.0, 0.75, 0.5), registers=_cholesky_registers,
+        family=("systems", "row_threads", "tile_rows", "tile_columns", "resident"),
+        builds=lambda facts, config, *_: [("cholesky_any.cu", config.kernel, config.constants)],
+        trial=partial(trials.als_trial, assembly="sparse_syrk", timed="solve"),
+    ),
+    "cg_any": Space(
+        _systems_facts, CgConfig, lambda facts, spec: CgConfig.rule(**facts, spec=spec), weight=0.5,
+        parameters={"warps": (1, 2, 4, 8), "resident": (True, False)}, family=("warps", "resident"),
+        blocks=(1.0, 0.75, 0.5, 0.25), registers=lambda facts, config: 64,
+        builds=lambda facts, config, *_: [("cg_any.cu", "cg", config.constants)],
+        trial=partial(trials.als_trial, assembly="sparse_syrk", timed="solve", solver="cg"),
+    ),
+    "msgd": Space(
+        lambda factors, size: [{"ld": plan_sgd.stored_width(factors, f"f{size}"), "itemsize": size}],
+        BlockedConfig, lambda facts, spec: BlockedConfig.rule(**facts, spec=spec), given=("ld", "itemsize"),
+        weight=0.5, least_threads=0,  # a block is one long row, of which there are few
+        parameters={
+            "chunk": (8, 16), "helpers": (3, 5, 7),
+            "slots": lambda at, spec: (2 * at["helpers"], 2 * at["helpers"] + 4),
+        },
+        work=lambda config: (config.chunk / 4, 1.0), family=("chunk",),
+        builds=_msgd_builds, trial=trials.msgd_trial,
+    ),
+    "ccd": Space(  # the kernels do not depend on the rank; vectors: 2 in the items' pass, 3 in the users'
+        lambda factors, itemsize: [{"itemsize": itemsize, "vectors": vectors} for vectors in (2, 3)],
+        StagedConfig, lambda facts, spec: StagedConfig.rule(f"f{facts['itemsize']}"), given=(), weight=3.0,
+        parameters={"threads": (256, 512, 640, 768, 896, 1024), "segment": (2048, 1024, 4096)}, family=("threads",),
+        shared=lambda facts, config: 0,  # tiles are as large as shared memory
+        builds=_ccd_builds, trial=trials.ccd_trial,
+    ),
+    "top_k": Space(
+        _topk_facts, GroupMaxConfig, lambda facts, spec: GroupMaxConfig.rule(facts["padded"]), given=("padded",),
+        parameters={"users_per_warp": (16, 32, 64), "tile_groups": (1, 2, 4, 8)}, family=("users_per_warp",),
+        registers=lambda facts, config: config.users_per_warp * config.padded // (2 * WARP) + 95,
+        shared=lambda facts, config: config.shared_bytes + RESERVED,
+        work=lambda config: (config.users_per_warp / 16, 1.0), weight=0.5,
+        builds=lambda facts, config, *_: [("top_k.cu", "group_max", config.constants)], trial=trials.topk_trial,
+    ),
+}
+"""By name of the kernel in tuned tables and on the command line, in the order of tuning."""
+# fmt: on

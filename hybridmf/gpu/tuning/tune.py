@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 import statistics
 import time
@@ -30,11 +29,9 @@ from ...core.validate import check_choice, check_int, check_real
 from ...device.cuda import CudaDevice, Device, Resources
 from ...errors import DeviceError, DeviceMemoryError
 from ...plan.tables import LEAST_MEASURED, Entry, Gpu, Table, known
-from ..launch import constant_texts, source_text
-from .spaces import SPACES, Build, Candidate, Facts, Space
-from .trials import MAKERS, Part, Sample, Trial
-
-logger = logging.getLogger("hybridmf")
+from ..launch import program
+from .spaces import SPACES, Build, Space
+from .trials import Facts, Part, Sample, Trial
 
 FACTORS = (32, 64, 100, 128)
 BUDGET = 300.0
@@ -94,21 +91,22 @@ class Measurement:
 
     Attributes
     ----------
-    candidate : Candidate
+    config : dataclass
+    values : dict
+        Its values in a tuned table.
     status : {"timed", "spills", "failed", "wrong"}
     reason : str
         Why it was not timed.
-    ms : dict of str to float
-        Milliseconds of each part of the trial, medians.
-    gflops : dict of str to float
-        Useful operations of each part per time.
+    ms, gflops : dict of str to float
+        Of each part of the trial: median milliseconds, and useful operations per time.
     error : float or None
         Error found by the check.
     resources : Resources or None
         Maximum over its kernels.
     """
 
-    candidate: Candidate
+    config: Any
+    values: dict[str, Any]
     status: str
     reason: str = ""
     ms: dict[str, float] = field(default_factory=dict)
@@ -123,6 +121,11 @@ class Measurement:
             return math.inf
         return math.exp(statistics.fmean(math.log(max(value, 1e-9)) for value in self.ms.values()))
 
+    def set_times(self, parts: dict[str, Part], times: dict[str, list[float]]) -> None:
+        """Set the medians of the times of each part."""
+        self.ms = {name: statistics.median(values) for name, values in times.items()}
+        self.gflops = {name: part.flops / max(self.ms[name], 1e-9) / 1e6 for name, part in parts.items()}
+
 
 @dataclass
 class Job:
@@ -130,7 +133,7 @@ class Job:
 
     Attributes
     ----------
-    space : Space
+    kernel : str
     factors : int
     facts : dict
     known : list of dict
@@ -145,7 +148,7 @@ class Job:
         Why there is no winner, or why the search ended early.
     """
 
-    space: Space
+    kernel: str
     factors: int
     facts: Facts
     known: list[dict[str, Any]] = field(default_factory=list)
@@ -156,9 +159,14 @@ class Job:
     reason: str = ""
 
     @property
+    def space(self) -> Space:
+        """Parameters and constraints of the kernel."""
+        return SPACES[self.kernel]
+
+    @property
     def name(self) -> str:
         """Name in messages."""
-        return f"{self.space.kernel}, {', '.join(f'{name} {value}' for name, value in self.facts.items())}"
+        return f"{self.kernel}, {', '.join(f'{name} {value}' for name, value in self.facts.items())}"
 
     @property
     def timed(self) -> list[Measurement]:
@@ -167,7 +175,7 @@ class Job:
 
     def is_known(self, one: Measurement) -> bool:
         """Whether a table has this configuration."""
-        return one.candidate.values in self.known
+        return one.values in self.known
 
     @property
     def rule_ms(self) -> float:
@@ -183,40 +191,35 @@ class Job:
         if self.winner is None or timed < LEAST_MEASURED:
             return None
         times = round(self.winner.score, 5), round(self.rule_ms, 5)
-        values = self.winner.candidate.values
-        return Entry(self.space.kernel, self.facts, values, *times, timed, rivals=tuple(self.known))
+        return Entry(self.kernel, self.facts, self.winner.values, *times, timed, rivals=tuple(self.known))
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """A record of each configuration, for plots."""
         for place, one in enumerate(self.measurements):
             resources = one.resources
             yield {
-                "bench": "tune", "kernel": self.space.kernel, "factors": self.factors, "facts": self.facts,
-                "config": one.candidate.values, "rule": place == 0, "known": self.is_known(one),
+                "bench": "tune", "kernel": self.kernel, "factors": self.factors, "facts": self.facts,
+                "config": one.values, "rule": place == 0, "known": self.is_known(one),
                 "winner": one is self.winner,
                 "status": one.status, "reason": one.reason, "ms": one.ms, "gflops": one.gflops, "error": one.error,
-                "threads": one.candidate.threads, "reuse": one.candidate.reuse,
                 "registers": None if resources is None else resources.registers,
                 "local_bytes": None if resources is None else resources.local_bytes,
             }  # fmt: skip
 
     def summary(self) -> str:
         """One line of text."""
-        winner = self.winner
+        winner, timed = self.winner, len(self.timed)
         if winner is None:
             return f"{self.name}: {self.reason}"
-        dropped = len(self.measurements) - len(self.timed)
-        counts = f"{len(self.timed)} of {self.candidates} timed" + (f", {dropped} dropped" if dropped else "")
-        counts = f"({counts}; {self.seconds:.0f} s)"
-        if len(self.timed) < LEAST_MEASURED:
-            return (
-                f"{self.name}: {winner.score:.3f} ms with nothing to compare it with, tables stay as they are {counts}"
-            )
+        dropped = f", {len(self.measurements) - timed} dropped" if timed < len(self.measurements) else ""
+        counts = f"({timed} of {self.candidates} timed{dropped}; {self.seconds:.0f} s)"
+        head = f"{self.name}: {winner.score:.3f} ms"
+        if timed < LEAST_MEASURED:
+            return f"{head} with nothing to compare it with, tables stay as they are {counts}"
         if winner is self.measurements[0] or self.is_known(winner):
-            whose = "the rule's" if winner is self.measurements[0] else "the table's"
-            return f"{self.name}: {winner.score:.3f} ms, {whose} choice stays {counts}"
-        best = ", ".join(f"{key} {value}" for key, value in winner.candidate.values.items())
-        return f"{self.name}: {winner.score:.3f} ms instead of {self.rule_ms:.3f} {counts}: {best}"
+            return f"{head}, {'the rule' if winner is self.measurements[0] else 'the table'}'s choice stays {counts}"
+        best = ", ".join(f"{key} {value}" for key, value in winner.values.items())
+        return f"{head} instead of {self.rule_ms:.3f} {counts}: {best}"
 
 
 def make_jobs(kernels: Sequence[str] | None, factors: Sequence[int], itemsize: int) -> list[Job]:
@@ -226,11 +229,11 @@ def make_jobs(kernels: Sequence[str] | None, factors: Sequence[int], itemsize: i
     before the next ones.
     """
     of_kernels: list[list[Job]] = []
-    for name in SPACES if kernels is None else dict.fromkeys(kernels):
-        kinds = itertools.zip_longest(*([(f, facts) for facts in SPACES[name].facts(f, itemsize)] for f in factors))
+    for kernel in SPACES if kernels is None else dict.fromkeys(kernels):
+        kinds = itertools.zip_longest(*([(f, facts) for facts in SPACES[kernel].facts(f, itemsize)] for f in factors))
         jobs: dict[tuple[Any, ...], Job] = {}
         for f, facts in (each for kind in kinds for each in kind if each is not None):
-            jobs.setdefault(tuple(sorted(facts.items())), Job(SPACES[name], f, facts))
+            jobs.setdefault(tuple(facts.items()), Job(kernel, f, facts))
         of_kernels.append(list(jobs.values()))
     return [job for turn in itertools.zip_longest(*of_kernels) for job in turn if job is not None]
 
@@ -285,8 +288,8 @@ def tune(
     itemsize = {"float32": 4, "float64": 8}[check_choice("dtype", dtype, ("float32", "float64"))]
     budget = check_real("budget", budget, 0.0, strict=True)
     most = None if most is None else check_int("most", most, 1)
-    jobs = make_jobs(kernels, factors, itemsize)
-    return _run_jobs(_Run(device, timer, most, table), jobs, budget, sample, num_threads or available_cores())
+    run = _Run(device, timer, most, table, budget, num_threads or available_cores())
+    return run.work_through(make_jobs(kernels, factors, itemsize), sample)
 
 
 def table_of(device: Device, jobs: Sequence[Job]) -> Table:
@@ -298,138 +301,117 @@ def table_of(device: Device, jobs: Sequence[Job]) -> Table:
 def stamp(device: Device) -> dict[str, Any]:
     """GPU and versions, for every record."""
     spec = device.spec
-    gpu: dict[str, Any] = {
-        "name": spec.name,
-        "capability": list(spec.capability),
-        "multiprocessors": spec.multiprocessors,
-    }
+    gpu = {"name": spec.name, "capability": list(spec.capability), "multiprocessors": spec.multiprocessors}
     if isinstance(device, CudaDevice):
         import cupy
 
         gpu |= {"cuda": cupy.cuda.runtime.runtimeGetVersion(), "cupy": cupy.__version__}
-    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    return {"gpu": gpu, "versions": {"hybridmf": __version__}, "date": today}
+    return {"gpu": gpu, "versions": {"hybridmf": __version__}, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
 
 
-@dataclass(frozen=True)
 class _Run:
-    """State shared by the jobs of a run; see `tune`."""
+    """A run of the tuner; see `tune`."""
 
-    device: Device
-    timer: Timer
-    most: int | None
-    table: Table | None
+    def __init__(
+        self, device: Device, timer: Timer, most: int | None, table: Table | None, budget: float, threads: int
+    ) -> None:
+        self.device, self.timer, self.most, self.table, self.budget = device, timer, most, table, budget
+        self.pool = ThreadPoolExecutor(threads)
+        self.end = math.inf
+        self.prepared: dict[str, tuple[dict[Future[Resources], Any], list[Any]]] = {}
 
+    def work_through(self, jobs: list[Job], sample: Sample | None) -> Iterator[Job]:
+        """Run the jobs within the budget."""
+        sample = sample or Sample.draw()
+        self.end = time.monotonic() + self.budget
+        try:
+            for place, job in enumerate(jobs):
+                self._work(job, jobs[place + 1 :], sample)
+                yield job
+        finally:
+            self.pool.shutdown(wait=True, cancel_futures=True)
 
-def _run_jobs(run: _Run, jobs: list[Job], budget: float, sample: Sample | None, threads: int) -> Iterator[Job]:
-    sample = sample or Sample.draw()
-    end = time.monotonic() + budget
-    pool = ThreadPoolExecutor(threads)
-    runners = [_Runner(run, job, pool) for job in jobs]
-    before: _Runner | None = None
-    try:
-        for place, runner in enumerate(runners):
-            _work_through(runner, runners[place + 1 :], sample, end, budget)
-            # its variants were compiled meanwhile
-            if before is not None:
-                yield before.settled()
-            before = runner
-        if before is not None:
-            yield before.settled()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    def _work(self, job: Job, later: Sequence[Job], sample: Sample) -> None:
+        """Run one job within its share of the remaining time."""
+        started = time.monotonic()
+        if started >= self.end:
+            job.reason = (
+                f"not tuned: the budget of {self.budget:g} s is spent; raise --budget, or restrict --kernel and "
+                "--factors"
+            )
+            return
+        weights = sum(each.space.weight for each in (job, *later))
+        deadline = started + (self.end - started) * job.space.weight / weights
+        try:
+            first, others = self._prepare(job)
+            for following in later[:1]:  # so that the next job does not wait for the compiler
+                with contextlib.suppress(ValueError):  # reported when it runs
+                    self._prepare(following)
+            self._search(job, first, others, sample, deadline)
+        except (DeviceMemoryError, ValueError) as error:
+            job.reason = f"not tuned: {' '.join(str(error).split())}"
+        job.seconds = time.monotonic() - started
 
-
-def _work_through(runner: _Runner, later: Sequence[_Runner], sample: Sample, end: float, budget: float) -> None:
-    """Run one job within its share of the remaining time."""
-    job, started = runner.job, time.monotonic()
-    if started >= end:
-        job.reason = (
-            f"not tuned: the budget of {budget:g} s is spent; raise --budget, or restrict --kernel and --factors"
-        )
-        return
-    weights = sum(each.job.space.weight for each in (runner, *later))
-    runner.end, runner.deadline = end, started + (end - started) * job.space.weight / weights
-    try:
-        runner.prepare()
-        for following in later[:1]:  # before this job's variants, so that the next job does not wait for them
-            with contextlib.suppress(ValueError):  # reported when it runs
-                following.prepare()
-        runner.run(sample)
-    except (DeviceMemoryError, ValueError) as error:
-        job.reason = f"not tuned: {' '.join(str(error).split())}"
-    job.seconds = time.monotonic() - started
-
-
-class _Runner:
-    """Runs one job until its deadline."""
-
-    def __init__(self, run: _Run, job: Job, pool: ThreadPoolExecutor) -> None:
-        self.device, self.timer, self.most, self.table = run.device, run.timer, run.most, run.table
-        self.job, self.pool = job, pool
-        self.deadline = self.end = math.inf
-        self.allowed_bytes = 0
-        self.best = math.inf
-        self.first: dict[Future[Resources], Candidate] = {}
-        self.others: list[Candidate] = []
-        self.contenders: list[Measurement] = []
-        self.variants: list[list[Future[Resources]]] = []
-
-    def prepare(self) -> None:
-        """Compile the rule's configuration and those of tables, unless already started.
+    def _prepare(self, job: Job) -> tuple[dict[Future[Resources], Any], list[Any]]:
+        """Compilations of the rule's configuration and of those of tables, and all other candidates.
 
         Raises
         ------
         ValueError
             The device cannot run even the rule's configuration.
         """
-        if self.first:
-            return
-        job, spec = self.job, self.device.spec
-        rule, *others = job.space.candidates(job.facts, spec)
-        job.known = known(job.space.kernel, spec, job.facts, job.space.block, beside=self.table)
-        first = [rule]
-        for values in job.known:
-            with contextlib.suppress(TypeError, ValueError):  # fits ignore it, too
-                one = job.space.named(job.facts, spec, **values)
-                first += [one] if one.values not in [each.values for each in first] else []
-        tried = [one.values for one in first]
-        self.others = [one for one in others if one.values not in tried]
-        job.candidates = len(first) + len(self.others)
-        self.first = {self._submit(one): one for one in first}
+        if job.name not in self.prepared:
+            spec = self.device.spec
+            rule, *others = job.space.candidates(job.facts, spec)
+            job.known = known(job.kernel, spec, job.facts, job.space.block, beside=self.table)
+            first = {rule: None}
+            for values in job.known:
+                with contextlib.suppress(TypeError, ValueError):  # fits ignore it, too
+                    first[job.space.named(job.facts, values)] = None
+            others = [one for one in others if one not in first]
+            job.candidates = len(first) + len(others)
+            self.prepared[job.name] = {self._compiling(job, one): one for one in first}, others
+        return self.prepared[job.name]
 
-    def run(self, sample: Sample) -> None:
-        """Compile, check and time all configurations; then run the finals."""
-        most = None if self.most is None else max(0, self.most - len(self.first))
-        compiling = {self._submit(one): one for one in self.others[:most]}
-        (rule, candidate), *tables = self.first.items()
+    def _compiling(self, job: Job, config: Any, *, variants: bool = False) -> Future[Resources]:
+        """Compile the programs of a trial, or those for other kinds of entries."""
+        timed, others = job.space.programs(job.facts, config, self.device.spec)
+        return self.pool.submit(self._compile, others if variants else timed)
+
+    def _compile(self, builds: Sequence[Build]) -> Resources:
+        """Compile programs; return the maximum of their resources."""
+        found = [self.device.resources(*program(file, kernel, **constants)) for file, kernel, constants in builds]
+        return Resources(
+            max((one.registers for one in found), default=0), max((one.local_bytes for one in found), default=0)
+        )
+
+    def _search(
+        self, job: Job, first: dict[Future[Resources], Any], others: list[Any], sample: Sample, deadline: float
+    ) -> None:
+        """Check and time configurations until the deadline, then choose the winner."""
+        most = None if self.most is None else max(0, self.most - len(first))
+        compiling = first | {self._compiling(job, one): one for one in others[:most]}
         try:
             with self.device.active():
-                trial = MAKERS[self.job.space.kernel](self.device, sample, self.job.facts)
-                self._measure_rule(trial, rule, candidate)
-                for future, candidate in tables:
-                    self._measure(trial, future, candidate)
-                for future in self._completed(list(compiling)):
-                    self._measure(trial, future, compiling[future])
-                self._finals(trial)
+                trial = job.space.trial(self.device, sample, job.facts)
+                try:
+                    allowed = next(iter(first)).result().local_bytes
+                except DeviceError as error:
+                    raise ValueError(f"the rule's configuration does not compile: {error}") from error
+                for future in itertools.chain(first, self._completed(list(compiling)[len(first) :], deadline)):
+                    config = compiling[future]
+                    one = Measurement(config, job.space.values(config), "failed")
+                    self._measure(job, trial, one, future, allowed)
+                    job.measurements.append(one)
+                self._finals(job, trial, allowed)
         finally:
             for future in compiling:
                 future.cancel()
 
-    def _submit(self, candidate: Candidate) -> Future[Resources]:
-        return self.pool.submit(self._compile, self.job.space.builds(self.job.facts, candidate.config))
-
-    def _compile(self, builds: Sequence[Build]) -> Resources:
-        """Compile all kernels of some programs; return the maximum of their resources."""
-        found = []
-        for file, kernel, constants in builds:
-            found.append(self.device.resources(source_text(file), kernel, constant_texts(constants)))
-        return Resources(max(one.registers for one in found), max(one.local_bytes for one in found))
-
-    def _completed(self, waiting: list[Future[Resources]]) -> Iterator[Future[Resources]]:
+    def _completed(self, waiting: list[Future[Resources]], deadline: float) -> Iterator[Future[Resources]]:
         """Compilations as they end, the most promising first: a few in any case, more until the deadline."""
         for count in itertools.count():
-            limit = self.end if count < FEWEST else self.deadline
+            limit = self.end if count < FEWEST else deadline
             done = wait(waiting, max(0.0, limit - time.monotonic()), FIRST_COMPLETED).done if waiting else set()
             if not done or time.monotonic() > limit:
                 return
@@ -437,76 +419,53 @@ class _Runner:
             waiting.remove(first)
             yield first
 
-    def _measure_rule(self, trial: Trial, future: Future[Resources], candidate: Candidate) -> None:
-        """Measure the rule's configuration; others may spill as much as it does."""
+    def _measure(self, job: Job, trial: Trial, one: Measurement, future: Future[Resources], allowed: int) -> None:
+        """Check and time one configuration, which may spill `allowed` bytes; record the reason of a failure."""
         try:
-            self.allowed_bytes = future.result().local_bytes
+            one.resources = future.result()
         except DeviceError as error:
-            raise ValueError(f"the rule's configuration does not compile: {error}") from error
-        self._measure(trial, future, candidate)
-
-    def _measure(self, trial: Trial, future: Future[Resources], candidate: Candidate) -> None:
-        """Check and time one configuration; record the reason of a failure."""
-        try:
-            resources = future.result()
-        except DeviceError as error:
-            self._record(Measurement(candidate, "failed", _short(error)))
+            one.reason = _short(error)
             return
-        if resources.local_bytes > self.allowed_bytes:
-            reason = f"{resources.local_bytes} bytes of local memory a thread, the rule's has {self.allowed_bytes}"
-            self._record(Measurement(candidate, "spills", reason, resources=resources))
+        if one.resources.local_bytes > allowed:
+            one.status = "spills"
+            one.reason = f"{one.resources.local_bytes} bytes of local memory a thread, the rule's has {allowed}"
             return
         try:
-            found = trial.error(candidate)
-            if not found <= trial.tolerance:
-                reason = f"error {found:.2e} beyond {trial.tolerance:.0e}"
-                self._record(Measurement(candidate, "wrong", reason, error=found, resources=resources))
+            one.error = trial.error(one.config)
+            if not one.error <= trial.tolerance:
+                one.status, one.reason = "wrong", f"error {one.error:.2e} beyond {trial.tolerance:.0e}"
                 return
-            one = Measurement(candidate, "timed", error=found, resources=resources)
-            self._time(trial, one)
+            self._time(one, trial.parts(one.config), min((each.score for each in job.timed), default=math.inf))
+            one.status = "timed"
         except (DeviceError, ValueError, TypeError) as problem:
-            self._record(Measurement(candidate, "failed", _short(problem), resources=resources))
-            self._require_device(problem)
-            return
-        self._record(one)
-        self.best = min(self.best, one.score)
+            one.reason = _short(problem)
+            self._require_device(job, problem)
 
-    def _time(self, trial: Trial, one: Measurement) -> None:
-        parts = trial.parts(one.candidate)
+    def _time(self, one: Measurement, parts: dict[str, Part], best: float) -> None:
         times = {name: self.timer(self.device, part, 1) for name, part in parts.items()}
-        one.ms = {name: values[0] for name, values in times.items()}
-        if one.score < HOPELESS * self.best:
-            for name, part in parts.items():
-                times[name] = self.timer(self.device, part, REPEATS)
-        self._set(one, parts, times)
+        one.set_times(parts, times)
+        if one.score < HOPELESS * best:
+            one.set_times(parts, {name: self.timer(self.device, part, REPEATS) for name, part in parts.items()})
 
-    def _set(self, one: Measurement, parts: dict[str, Part], times: dict[str, list[float]]) -> None:
-        one.ms = {name: statistics.median(values) for name, values in times.items()}
-        one.gflops = {name: part.flops / max(one.ms[name], 1e-9) / 1e6 for name, part in parts.items()}
-
-    def _record(self, measurement: Measurement) -> None:
-        self.job.measurements.append(measurement)
-
-    def _require_device(self, problem: Exception) -> None:
+    def _require_device(self, job: Job, problem: Exception) -> None:
         """Raise if an error left the device unusable: later results would be meaningless."""
         try:
             self.device.synchronize()
         except DeviceError as error:
             raise DeviceError(
-                f"{self.device.spec.name} stopped working after {self.job.name} ({_short(problem)}): start "
+                f"{self.device.spec.name} stopped working after {job.name} ({_short(problem)}): start "
                 f"again; kernels that were tuned before are kept. {error}"
             ) from error
 
-    def _finals(self, trial: Trial) -> None:
-        """Time the best, the rule's and the tables' in turn, so that drift affects all alike.
+    def _finals(self, job: Job, trial: Trial, allowed: int) -> None:
+        """Time the best, the rule's and the tables' in turn, so that drift affects all alike; choose the winner.
 
-        Also compiles possible winners for other kinds of entries.
+        The winner is the fastest whose programs for other kinds of entries spill no more than the rule's.
         """
-        job = self.job
-        if not job.timed:
-            job.reason = f"nothing could be timed: {job.measurements[0].reason}"
-            return
         rule = job.measurements[0]
+        if not job.timed:
+            job.reason = f"nothing could be timed: {rule.reason}"
+            return
         best, *others = job.timed
         kept = (one for k, one in enumerate(others, 1) if k < FINALISTS or one is rule or job.is_known(one))
         finalists = [best, *kept]
@@ -515,49 +474,31 @@ class _Runner:
         limit = rule.score * (1 - GAIN) if rule.status == "timed" else math.inf
         better = [one for one in finalists if one is not rule and one.score <= limit]
         better.sort(key=lambda one: one.score * (1 - GAIN if job.is_known(one) else 1))
-        self.contenders = [*better, rule]
-        if better:
-            self.variants = [self._submit_variants(one.candidate) for one in self.contenders]
-
-    def _submit_variants(self, candidate: Candidate) -> list[Future[Resources]]:
-        builds = self.job.space.variants(self.job.facts, candidate.config)
-        return [self.pool.submit(self._compile, [build]) for build in builds]
-
-    def settled(self) -> Job:
-        """Return the job with its winner: the fastest whose variants for other kinds of entries also pass."""
-        job = self.job
-        if not self.contenders:
-            return job
-        *better, rule = self.contenders
-        for one, variants in zip(better, self.variants, strict=False):
-            one.status, one.reason = self._check_variants(variants)
-            if one.status == "timed":
+        contenders = [*better, rule] if better else []
+        compiling = [self._compiling(job, one.config, variants=True) for one in contenders]
+        for one, future in zip(better, compiling, strict=False):
+            try:
+                found, spilled = future.result().local_bytes, compiling[-1].result().local_bytes
+            except DeviceError as error:
+                one.status, one.reason = "failed", f"for other kinds of entries: {_short(error)}"
+                continue
+            if found <= max(spilled, allowed):
                 job.winner = one
-                return job
+                return
+            one.status, one.reason = "spills", f"{found} bytes of local memory a thread for other kinds of entries"
         if rule.status == "timed":
             job.winner = rule
         else:
             job.reason = f"none that could be timed is sound; the rule's: {rule.reason}"
-        return job
-
-    def _check_variants(self, variants: list[Future[Resources]]) -> tuple[str, str]:
-        try:
-            found = max((future.result().local_bytes for future in variants), default=0)
-        except DeviceError as error:
-            return "failed", f"for other kinds of entries: {_short(error)}"
-        allowed = max((future.result().local_bytes for future in self.variants[-1]), default=0)
-        if found > max(allowed, self.allowed_bytes):
-            return "spills", f"{found} bytes of local memory a thread for other kinds of entries"
-        return "timed", ""
 
     def _time_in_turn(self, trial: Trial, finalists: list[Measurement]) -> None:
-        parts = [trial.parts(one.candidate) for one in finalists]
+        parts = [trial.parts(one.config) for one in finalists]
         times: list[dict[str, list[float]]] = [{name: [] for name in each} for each in parts]
         for _, (place, each) in itertools.product(range(FINAL_ROUNDS), list(enumerate(parts))):
             for name, part in each.items():
                 times[place][name] += self.timer(self.device, part, 1)
         for one, each, values in zip(finalists, parts, times, strict=True):
-            self._set(one, each, values)
+            one.set_times(each, values)
 
 
 def _short(error: BaseException) -> str:

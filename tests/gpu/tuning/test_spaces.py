@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.device.cuda import DeviceSpec
-from hybridmf.gpu.launch import constant_texts, source_text
-from hybridmf.gpu.tuning import spaces, trials
+from hybridmf.gpu.fused import FusedKernels
+from hybridmf.gpu.launch import constant_texts, program
+from hybridmf.gpu.tuning import spaces
 from hybridmf.gpu.tuning.spaces import SPACES
-from support import emulated
+from hybridmf.plan.ccd_gpu import StagedConfig
+from hybridmf.plan.fused import FusedConfig
+from support import compiler, emulated
 from support.tuning import GIB, H200, SAMPLE
 
 pytestmark = pytest.mark.usefixtures("no_tables")
@@ -37,47 +41,43 @@ def test_candidates_satisfy_the_limits_of_the_hardware(
     space = SPACES[kernel]
     for facts in space.facts(factors, itemsize):
         try:
-            rule = space.rule(facts, spec)
+            first, *others = space.candidates(facts, spec)
         except ValueError:  # the device cannot run this kernel at all
             continue
-        first, *others = space.candidates(facts, spec)
-        assert first == rule
-        keys = [tuple(one.values.items()) for one in (first, *others)]
-        assert len(set(keys)) == len(keys)
+        assert first == space.rule(facts, spec)
+        assert len({first, *others}) == 1 + len(others)
         threads, _ = spaces.resident_limits(spec)
         for one in others:
-            shared = getattr(one.config, "shared_bytes", 0)
-            shared = shared("cholesky") if callable(shared) else shared
-            assert shared <= spec.shared_bytes
-            assert getattr(one.config, "threads", 32) <= 1024
-            assert spaces.LEAST_THREADS <= one.threads <= threads
-            assert one.reuse >= spaces.LEAST_REUSE
+            assert space.shared(facts, one) <= spec.shared_bytes
+            resident = space._resident(facts, one, spec)
+            assert one.threads <= 1024 and getattr(one, "blocks_per_sm", 1) <= resident
+            assert space.least_threads <= one.threads * resident <= threads
+            reuse, useful = space.work(one)
+            assert reuse >= spaces.LEAST_REUSE and useful > spaces.LEAST_USEFUL
 
 
 def test_every_shape_comes_before_any_second_of_its_kind() -> None:
-    _, *others = SPACES["sparse_syrk"].candidates({"rank": 64, "itemsize": 4}, H200)
-    families = [one.family for one in others]
+    space, facts = SPACES["sparse_syrk"], {"rank": 64, "itemsize": 4}
+    _, *others = space.candidates(facts, H200)
+    families = [(one.nb, one.dx, one.dy) for one in others]
     first_repeat = next(place for place, family in enumerate(families) if family in families[:place])
     assert set(families[:first_repeat]) == set(families)
-    assert [one.promise for one in others[:first_repeat]] == sorted(
-        (one.promise for one in others[:first_repeat]), reverse=True
-    )
+    promises = [space.promise(facts, one, H200) for one in others[:first_repeat]]
+    assert promises == sorted(promises, reverse=True) and promises[-1] > 0
 
 
 def test_correctness_constraints_of_the_paper() -> None:
     """Gates VIII: nb divisible by dx and dy; kb by what shares it; whole warps."""
     for one in SPACES["sparse_syrk"].candidates({"rank": 100, "itemsize": 4}, H200):
-        v = one.values
-        assert v["nb"] % v["dx"] == v["nb"] % v["dy"] == v["kb"] % v["dz"] == 0
-        assert v["dx"] * v["dy"] * v["dz"] % 32 == 0
+        assert one.nb % one.dx == one.nb % one.dy == one.kb % one.dz == 0
+        assert one.dx * one.dy * one.dz % 32 == 0
 
 
 def test_known_good_candidates_are_among_them() -> None:
-    """What was faster in trials: long runs with blocks that leave registers, and more threads for two vectors."""
-    hogwild = SPACES["batch_hogwild"].candidates({"ld": 64, "itemsize": 2, "biases": False}, H200)
-    assert {"blocks_per_sm": 4, "run": 32, "batch": 32} in [one.values for one in hogwild]
-    staged = SPACES["ccd"].candidates({"itemsize": 4, "vectors": 2}, H200)
-    assert {"threads": 1024, "segment": 2048} in [one.values for one in staged]
+    """What was faster in trials: a fifth block on a multiprocessor, and more threads for two vectors."""
+    facts = {"rank": 32, "precision": "bf16", "solver": "cholesky"}
+    assert FusedConfig(32, 1, 4, 3, 5) in SPACES["fused"].candidates(facts, H200)
+    assert StagedConfig(1024, 2048) in SPACES["ccd"].candidates({"itemsize": 4, "vectors": 2}, H200)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,6 @@ def test_kernels_that_do_not_serve_have_no_facts(kernel: str, factors: int, item
     ("kernel", "facts", "message"),
     [
         ("fused", {"rank": 8, "precision": "float32", "solver": "cg"}, "below 8.0"),
-        ("cholesky_tiles", {"rank": 8}, "below 8.0"),
         ("msgd", {"ld": 8192, "itemsize": 8}, "shared memory"),
         ("top_k", {"padded": 512}, "shared memory"),
     ],
@@ -101,28 +100,50 @@ def test_devices_that_cannot_run_a_kernel(kernel: str, facts: dict[str, Any], me
         SPACES[kernel].candidates(facts, T4)
 
 
+def test_what_is_tuned() -> None:
+    """The kernels that "auto" chooses, Gates' sparse-syrk and BALS; facts of no others."""
+    assert list(SPACES) == ["fused", "sparse_syrk", "bals", "cholesky_any", "cg_any", "msgd", "ccd", "top_k"]
+
+
+@pytest.mark.parametrize("kernel", SPACES)
+def test_parameters_are_those_of_the_configuration(kernel: str) -> None:
+    """No field of a configuration is left out, and none is named twice."""
+    space = SPACES[kernel]
+    names = [*space.given, *space.parameters, *(["blocks_per_sm"] if space.blocks else [])]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(space.config))
+
+
 @pytest.mark.parametrize("kernel", [kernel for kernel in SPACES if kernel != "fused"])  # which takes long
 def test_candidates_compile(kernel: str) -> None:
-    compile_tests = pytest.importorskip("test_gpu_compile")
     facts = SPACES[kernel].facts(100 if kernel == "cholesky_any" else 48, 4)[0]
     candidates = SPACES[kernel].candidates(facts, H200)
     one = candidates[len(candidates) // 2]
-    for file, name, constants in SPACES[kernel].builds(facts, one.config)[:1]:
-        log = compile_tests.compile_program(compile_tests.Program(file, constant_texts(constants), 90))
-        assert name in {each.function for each in compile_tests.resources_of(log)}
+    for file, name, constants in SPACES[kernel].programs(facts, one, H200)[0][:1]:
+        log = compiler.compile_program(compiler.Program(file, constant_texts(constants), 90))
+        assert name in {each.function for each in compiler.resources_of(log)}
 
 
-def test_builds_are_what_is_launched(no_tables: Path) -> None:
+@pytest.mark.parametrize("kernel", ["sparse_syrk", "bals", "cg_any", "ccd"])
+def test_builds_are_what_is_launched(kernel: str, no_tables: Path) -> None:
     """A program that a trial compiles once more, alone, would be compiled in the timed part."""
     if emulated.compiler() is None:
         pytest.skip("no C++ compiler to run kernels on the CPU with")
     device = Recording()
-    space = SPACES["sparse_syrk"]
+    space = SPACES[kernel]
     facts = space.facts(5, 4)[0]
     one = space.candidates(facts, device.spec)[0]
-    trials.MAKERS["sparse_syrk"](device, SAMPLE, facts).error(one)
-    built = {(source_text(file), name, constant_texts(c)) for file, name, c in space.builds(facts, one.config)}
-    assert set(device.asked) == built
+    space.trial(device, SAMPLE, facts).error(one)
+    built = {program(file, name, **constants) for file, name, constants in space.programs(facts, one, device.spec)[0]}
+    assert {asked for asked in device.asked if asked[1] in {name for _, name, _ in built}} == built
+
+
+def test_programs_of_the_fused_kernels_are_those_of_a_fit() -> None:
+    for rank in (32, 100, 128):
+        facts = {"rank": rank, "precision": "float32", "solver": "cholesky"}
+        one = SPACES["fused"].candidates(facts, H200)[1]
+        built = SPACES["fused"].programs(facts, one, H200)[0]
+        kernels = FusedKernels(emulated.EmulatedDevice(), one)
+        assert [program(file, name, **constants) for file, name, constants in built] == kernels.programs(False, False)
 
 
 class Recording(emulated.EmulatedDevice):

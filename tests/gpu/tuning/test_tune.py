@@ -12,8 +12,8 @@ import pytest
 
 from hybridmf.device.cuda import Resources
 from hybridmf.errors import DeviceError, DeviceMemoryError
-from hybridmf.gpu.tuning import spaces, trials, tune
-from hybridmf.gpu.tuning.spaces import SPACES, Candidate
+from hybridmf.gpu.tuning import spaces, tune
+from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.gpu.tuning.trials import Part
 from hybridmf.gpu.tuning.tune import Measurement, make_jobs, table_of
 from hybridmf.plan import tables
@@ -53,17 +53,22 @@ class ActedTrial:
     def __init__(self, wrong: tuple[int, ...] = (), raises: tuple[int, ...] = (), device: Acted | None = None) -> None:
         self.wrong, self.raises, self.device = wrong, raises, device
 
-    def parts(self, candidate: Candidate) -> dict[str, Part]:
-        run = replace(Part(lambda: None), flops=float(candidate.values["kb"]))
+    def parts(self, config: Any) -> dict[str, Part]:
+        run = Part(lambda: None, flops=float(config.kb))
         return {"user": run, "item": run}
 
-    def error(self, candidate: Candidate) -> float:
-        kb = candidate.values["kb"]
+    def error(self, config: Any) -> float:
+        kb = config.kb
         if kb in self.raises:
             if self.device is not None:
                 self.device.dead = self.device.dies
             raise DeviceError("launch failed")
         return math.nan if kb in self.wrong else 1e-7
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, kernel: str, trial: Any) -> None:
+    """Replace the trial of a kernel."""
+    monkeypatch.setitem(SPACES, kernel, replace(SPACES[kernel], trial=trial))
 
 
 KBS = (32, 4, 8, 16)
@@ -76,9 +81,9 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(device: Acted, ms: dict[int, float], *, most: int | None = None, **trial: Any) -> Any:
         rule = SPACES["sparse_syrk"].rule(FACTS, H200)
-        others = [replace(rule, config=replace(rule.config, kb=kb), values=rule.values | {"kb": kb}) for kb in KBS]
+        others = [replace(rule, kb=kb) for kb in KBS]
         monkeypatch.setattr(spaces.Space, "candidates", lambda self, facts, spec: others)
-        monkeypatch.setitem(trials.MAKERS, "sparse_syrk", lambda *_: ActedTrial(device=device, **trial))
+        tried(monkeypatch, "sparse_syrk", lambda *_: ActedTrial(device=device, **trial))
 
         def timer(_: Any, part: Part, repeats: int) -> list[float]:
             return [ms[int(part.flops)]] * repeats
@@ -91,13 +96,13 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def statuses(job: Any) -> dict[int, str]:
-    return {one.candidate.values["kb"]: one.status for one in job.measurements}
+    return {one.values["kb"]: one.status for one in job.measurements}
 
 
 def test_the_fastest_wins(acted: Any) -> None:
     job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1})
-    assert job.winner.candidate.values["kb"] == 8
-    assert job.entry == Entry("sparse_syrk", FACTS, job.winner.candidate.values, 1.0, 2.0, 4)
+    assert job.winner.values["kb"] == 8
+    assert job.entry == Entry("sparse_syrk", FACTS, job.winner.values, 1.0, 2.0, 4)
     assert "1.000 ms instead of 2.000" in job.summary()
     (line,) = [line for line in job.lines() if line["winner"]]
     assert line["config"]["kb"] == 8 and not line["rule"] and line["gflops"]["user"] == pytest.approx(8 / 1.0 / 1e6)
@@ -123,18 +128,18 @@ def test_what_spills_fails_or_is_wrong_is_recorded_and_not_chosen(acted: Any) ->
 
 def test_what_the_rule_spills_others_may_too(acted: Any) -> None:
     job = acted(Acted(spills={32: 44, 8: 44, 4: 48}), {32: 2.0, 4: 0.1, 8: 1.0, 16: 1.5})
-    assert statuses(job)[4] == "spills" and job.winner.candidate.values["kb"] == 8
+    assert statuses(job)[4] == "spills" and job.winner.values["kb"] == 8
 
 
 def test_a_winner_must_not_spill_for_other_entries(acted: Any) -> None:
     job = acted(Acted(spills={-8: 16}), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1})
-    assert job.winner.candidate.values["kb"] == 16
+    assert job.winner.values["kb"] == 16
     assert statuses(job)[8] == "spills"
 
 
 def test_a_failed_launch_is_recorded(acted: Any) -> None:
     job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1}, raises=(8,))
-    assert statuses(job)[8] == "failed" and job.winner.candidate.values["kb"] == 16
+    assert statuses(job)[8] == "failed" and job.winner.values["kb"] == 16
 
 
 def test_a_device_that_does_not_recover_ends_it(acted: Any) -> None:
@@ -144,7 +149,7 @@ def test_a_device_that_does_not_recover_ends_it(acted: Any) -> None:
 
 def test_a_rule_that_fails_leaves_the_others(acted: Any) -> None:
     job = acted(Acted(), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1}, wrong=(32,))
-    assert job.winner.candidate.values["kb"] == 8
+    assert job.winner.values["kb"] == 8
     job = acted(Acted(), {32: 2.0}, wrong=KBS)
     assert job.winner is None and job.entry is None and "nothing could be timed" in job.summary()
     job = acted(Acted(broken=(32,)), {})
@@ -156,14 +161,14 @@ def test_memory_that_does_not_suffice_skips_a_job(acted: Any, monkeypatch: pytes
     def full(*_: Any) -> None:
         raise DeviceMemoryError("out of memory")
 
-    monkeypatch.setitem(trials.MAKERS, "bals", full)
+    tried(monkeypatch, "bals", full)
     (job,) = tune.tune(emulated.EmulatedDevice(), ["bals"], [4], sample=SAMPLE, most=1)
     assert job.reason == "not tuned: out of memory"
 
 
 def known_kb(kb: int) -> dict[str, int]:
     """An entry in the user's table for the emulated device; the configuration it has."""
-    config: dict[str, int] = SPACES["sparse_syrk"].rule(FACTS, H200).values | {"kb": kb}
+    config: dict[str, int] = SPACES["sparse_syrk"].values(SPACES["sparse_syrk"].rule(FACTS, H200)) | {"kb": kb}
     spec = emulated.EmulatedDevice().spec
     tables.store(table([entry(facts=FACTS, **config)], spec), tables.user_file(spec))
     return config
@@ -173,19 +178,19 @@ def test_what_tables_have_is_always_timed(acted: Any) -> None:
     known = known_kb(64)  # none of those that are enumerated
     job = acted(Acted(), {32: 2.0, 64: 1.2, 4: 1.5, 8: 1.0, 16: 1.1}, most=1)
     assert list(statuses(job)) == [32, 64] and job.candidates == 5
-    assert job.winner.candidate.values == known
+    assert job.winner.values == known
     assert "the table's choice stays" in job.summary()
     assert [line["known"] for line in job.lines()] == [False, True]
     job = acted(Acted(), {32: 2.0, 64: 1.2, 4: 1.5, 8: 1.0, 16: 1.1})
-    assert job.winner.candidate.values["kb"] == 8 and job.entry.rivals == (known,)
+    assert job.winner.values["kb"] == 8 and job.entry.rivals == (known,)
 
 
 def test_what_is_in_a_table_must_be_beaten_clearly(acted: Any) -> None:
     known_kb(8)
     job = acted(Acted(), {32: 2.0, 4: 0.995, 8: 1.0, 16: 1.1})
-    assert job.winner.candidate.values["kb"] == 8
+    assert job.winner.values["kb"] == 8
     job = acted(Acted(), {32: 2.0, 4: 0.98, 8: 1.0, 16: 1.1})
-    assert job.winner.candidate.values["kb"] == 4
+    assert job.winner.values["kb"] == 4
 
 
 def test_a_table_that_is_slow_by_now_is_in_the_finals_and_loses(acted: Any) -> None:
@@ -193,7 +198,7 @@ def test_a_table_that_is_slow_by_now_is_in_the_finals_and_loses(acted: Any) -> N
     job = acted(Acted(), {32: 1.0, 4: 1.5, 8: 1.2, 16: 9.0})
     assert job.winner is job.measurements[0] and statuses(job)[16] == "timed"
     job = acted(Acted(broken=(16,)), {32: 2.0, 4: 1.5, 8: 1.0})
-    assert statuses(job)[16] == "failed" and job.winner.candidate.values["kb"] == 8
+    assert statuses(job)[16] == "failed" and job.winner.values["kb"] == 8
 
 
 def test_entries_that_no_class_takes_are_passed_over(acted: Any) -> None:
@@ -228,7 +233,7 @@ def timetable(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(kernels: list[str], budget: float, ranks: Sequence[int] = (16, 32)) -> list[Any]:
         clock = Clock(monkeypatch)
         for kernel in kernels:
-            monkeypatch.setitem(trials.MAKERS, kernel, lambda *_: ActedTrial())
+            tried(monkeypatch, kernel, lambda *_: ActedTrial())
         monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": Part(lambda: None)})
         monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
         monkeypatch.setattr(Acted, "resources", lambda *_: Resources(64, 0))
@@ -250,7 +255,7 @@ def test_a_budget_is_shared_by_weight_and_what_is_left_passes_on(timetable: Any)
 
 def test_a_short_budget_gives_each_kernel_something(timetable: Any) -> None:
     jobs = timetable(["sparse_syrk", "bals", "msgd"], 120.0)
-    assert [(job.space.kernel, job.factors) for job in jobs] == [
+    assert [(job.kernel, job.factors) for job in jobs] == [
         (kernel, rank) for rank in (16, 32) for kernel in ("sparse_syrk", "bals", "msgd")
     ]
     assert all(len(job.timed) >= 1 + tune.FEWEST for job in jobs[:3])
@@ -273,7 +278,7 @@ def test_the_next_rule_is_compiled_ahead_of_other_configurations(monkeypatch: py
             return Resources(64, 0)
 
     for kernel in ("sparse_syrk", "bals"):
-        monkeypatch.setitem(trials.MAKERS, kernel, lambda *_: ActedTrial())
+        tried(monkeypatch, kernel, lambda *_: ActedTrial())
     monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": Part(lambda: None)})
     monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
     timer = Clock(monkeypatch).timer(1.0)
@@ -295,32 +300,30 @@ def test_the_slow_are_timed_once() -> None:
         counted.append(repeats)
         return [9.0] * repeats
 
-    run = tune._Run(Acted(), timer, None, None)
-    runner = tune._Runner(run, make_jobs(["sparse_syrk"], [64], 4)[0], None)  # type: ignore[arg-type]
-    runner.best = 1.0
-    one = Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), "timed")
-    runner._time(ActedTrial(), one)
+    run = tune._Run(Acted(), timer, None, None, 1.0, 1)
+    one = Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), {}, "timed")
+    run._time(one, ActedTrial().parts(one.config), 1.0)
     assert counted == [1, 1] and one.ms == {"user": 9.0, "item": 9.0}
 
 
 def test_scores_are_geometric_means() -> None:
     rule = SPACES["sparse_syrk"].rule(FACTS, H200)
-    assert Measurement(rule, "timed", ms={"user": 2.0, "item": 8.0}).score == pytest.approx(4.0)
-    assert Measurement(rule, "failed").score == math.inf
+    assert Measurement(rule, {}, "timed", ms={"user": 2.0, "item": 8.0}).score == pytest.approx(4.0)
+    assert Measurement(rule, {}, "failed").score == math.inf
 
 
 def test_jobs_are_made_once() -> None:
     assert [job.facts for job in make_jobs(["ccd"], [32, 64], 4)] == SPACES["ccd"].facts(32, 4)
     assert len(make_jobs(["top_k", "top_k"], [97, 112], 4)) == 1
-    kernels = {job.space.kernel for job in make_jobs(None, [32, 128], 4)}
-    assert kernels == set(SPACES) == set(trials.MAKERS)
+    kernels = {job.kernel for job in make_jobs(None, [32, 128], 4)}
+    assert kernels == set(SPACES)
 
 
 def test_kernels_take_turns_and_their_usual_kinds_come_first() -> None:
     jobs = make_jobs(["fused", "top_k"], [32, 64], 4)
-    names = [(job.space.kernel, job.factors) for job in jobs[:4]]
+    names = [(job.kernel, job.factors) for job in jobs[:4]]
     assert names == [("fused", 32), ("top_k", 32), ("fused", 64), ("top_k", 64)]
-    fused = [(job.facts["precision"], job.facts["solver"], job.factors) for job in jobs if job.space.kernel == "fused"]
+    fused = [(job.facts["precision"], job.facts["solver"], job.factors) for job in jobs if job.kernel == "fused"]
     assert fused == [(*kind, f) for kind in spaces.FUSED_KINDS for f in (32, 64)]
 
 

@@ -201,6 +201,14 @@ inline float from_16bit(unsigned bits, bool bf16) {
     return float(half);
 }
 
+// Of two pairs; the sum is rounded to float before it is rounded to float16.
+inline unsigned fma_float16(unsigned a, unsigned b, unsigned c) {
+    const auto one = [](unsigned x, unsigned y, unsigned z) {
+        return to_float16(from_16bit(x & 0xffffu, false) * from_16bit(y & 0xffffu, false) + from_16bit(z & 0xffffu, false));
+    };
+    return one(a, b, c) | one(a >> 16, b >> 16, c >> 16) << 16;
+}
+
 void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 

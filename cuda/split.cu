@@ -1,0 +1,31 @@
+// split.cu - a table of factors as two float16 parts, scale * value = high + low to 22 bits
+// grid  : blocks of THREADS threads    shapes: parts (n_rows, RANK16 + RANK16) float16: high parts of a row, then low ones,
+//         zeros from LD on  table (n_rows, LD)  scale: a power of two that brings the largest value near 2^14
+// traffic: 8 bytes an element
+// Done once a half sweep, so that no row is converted each time that it is gathered. A part of a value 2^18 times smaller
+// than the largest is still a normal number.
+#include "fragments.cuh"
+
+#ifndef RANK16
+#define RANK16 64
+#endif
+#ifndef LD
+#define LD RANK16
+#endif
+
+constexpr int PAIRS = RANK16 / 2;
+
+extern "C" __global__ void split_table(unsigned* __restrict__ parts, const float* __restrict__ table, int64 n_rows, float scale) {
+    for (int64 k = blockIdx.x * int64(blockDim.x) + threadIdx.x; k < n_rows * PAIRS; k += int64(gridDim.x) * blockDim.x) {
+        const int64 row = k / PAIRS;
+        const int pair = int(k % PAIRS);
+        float2 value = make_float2(0, 0);
+        if (2 * pair < LD) value = *reinterpret_cast<const float2*>(table + row * LD + 2 * pair);
+        value.x *= scale;
+        value.y *= scale;
+        const unsigned high = pack_float16(value.x, value.y);
+        const float2 rounded = unpack_float16(high);
+        parts[row * 2 * PAIRS + pair] = high;
+        parts[row * 2 * PAIRS + PAIRS + pair] = pack_float16(value.x - rounded.x, value.y - rounded.y);
+    }
+}

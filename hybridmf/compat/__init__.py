@@ -1,0 +1,1 @@
+"""Classes with the names and the meaning of other libraries', for a port that changes an import line."""

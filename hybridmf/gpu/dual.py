@@ -1,0 +1,219 @@
+"""Launches of cuda/dual_rows.cu and cuda/basis.cu: rows with few entries, solved in the dual form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..core.objective import Objective, Side
+from ..core.system import ceil_div, round_up
+from ..device.cuda import Array, Device, DeviceSpec
+from ..plan.als_gpu import ROWS_AT_ONCE
+from ..plan.fused import BLOCK, table_width
+from ..plan.row_forms import GPU_SIZES
+from .assembly import Systems
+from .launch import DeviceEntries, check, check_not_host, get_kernel, program
+
+TEAMS = 4
+"""Warps of a block, each with a row of its own."""
+
+BLOCKS_PER_SM = {16: 5, 32: 3, 48: 2, 64: 2}
+"""Blocks on a multiprocessor by the order of the systems: registers decide."""
+
+BASIS_THREADS = 1024
+
+
+def dual_constants(size: int, rank: int, implicit: bool, offsets: bool, biased: bool) -> dict[str, Any]:
+    """Compile-time constants of cuda/dual_rows.cu for rows with at most `size` entries."""
+    order = max(size, BLOCK)
+    return {
+        "RANK": order, "PACK": order // size, "FACTORS": rank, "LD": table_width(rank, np.float32),
+        "WARPS": 1, "TEAMS": TEAMS, "BLOCKS_PER_SM": BLOCKS_PER_SM[order],
+        "IMPLICIT": implicit, "HAS_OFFSETS": offsets, "BIASED": biased,
+    }  # fmt: skip
+
+
+def dual_shared_bytes(order: int) -> int:
+    """Shared memory of a block of cuda/dual_rows.cu: for each team a packed factor, two vectors, and the entries."""
+    blocks = order // BLOCK
+    packed = BLOCK * (blocks * (order + 8) - BLOCK * (blocks * (blocks - 1) // 2))
+    return 4 * TEAMS * (packed + 2 * order + 16 + 2 * order)
+
+
+def basis_constants(rank: int) -> dict[str, Any]:
+    """Compile-time constants of cuda/basis.cu."""
+    return {"RANK": rank, "LD": table_width(rank, np.float32)}
+
+
+def inverse_root(device: Device, gram: Array, ridge: Array, epsilon: float) -> tuple[Array, Array]:
+    """Launch inverse_root: ``L^-1`` with ``gram + diag(ridge) = L L^T``, and the failing leading minor or 0.
+
+    Parameters
+    ----------
+    device : Device
+    gram : float32 array, shape (rank16, rank16)
+    ridge : float32 array, shape (rank,)
+    epsilon : float
+        Pivots at or below this part of their diagonal element count as rounding errors.
+
+    Returns
+    -------
+    inverse : float32 array, shape (width, width)
+        Zeros beyond the rank.
+    failed : int32 array, shape (1,)
+    """
+    rank = len(ridge)
+    width = table_width(rank, np.float32)
+    check("gram", gram, np.float32, (round_up(rank, BLOCK),) * 2)
+    check("ridge", ridge, np.float32, (rank,))
+    check_not_host(device, gram=gram, ridge=ridge)
+    inverse, failed = device.empty((width, width), np.float32), device.empty(1, np.int32)
+    kernel = get_kernel(device, "basis.cu", "inverse_root", **basis_constants(rank))
+    kernel((1,), (BASIS_THREADS,), (inverse, failed, gram, ridge, np.float64(epsilon)), 0)
+    return inverse, failed
+
+
+@dataclass(frozen=True)
+class DualRows:
+    """Rows of a side that are solved in the dual form.
+
+    Attributes
+    ----------
+    device : Device
+    objective : Objective
+    side : {"user", "item"}
+    rank : int
+    parts : list of (int, int32 array)
+        Sizes of systems, and the rows with at most as many entries, longest first.
+    """
+
+    device: Device
+    objective: Objective
+    side: Side
+    rank: int
+    parts: list[tuple[int, Array]]
+
+    @classmethod
+    def of(
+        cls, device: Device, objective: Objective, side: Side, rank: int, rows: np.ndarray, degrees: np.ndarray
+    ) -> DualRows:
+        """The rows `rows`, longest first, whose numbers of entries are `degrees`."""
+        ends = [int(np.count_nonzero(degrees > size)) for size in (0, *GPU_SIZES)]
+        parts = [
+            (size, device.upload(rows[first:last].astype(np.int32)))
+            for size, first, last in zip(GPU_SIZES, ends[1:], ends, strict=False)
+            if first < last
+        ]
+        return cls(device, objective, side, rank, parts[::-1])
+
+    def solve(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, epsilon: float) -> None:
+        """Solve all rows.
+
+        Parameters
+        ----------
+        systems : Systems
+        table : float32 array, shape (n_fixed, width)
+        entries : DeviceEntries
+        indptr : int64 array, shape (n_rows + 1,)
+        epsilon : float
+            Pivots at or below this part of their diagonal element count as rounding errors.
+        """
+        if not self.parts:
+            return
+        if not entries.implicit:
+            failed = self.device.zeros(1, np.int32)  # of a basis, which explicit feedback does not need
+            for size, rows in self.parts:
+                self._launch(size, systems.solutions, systems, table, entries, indptr, rows, failed, epsilon)
+            return
+        assert systems.gram is not None
+        inverse, failed = inverse_root(self.device, systems.gram, systems.ridge, epsilon)
+        there = self.device.matmul(table, inverse.T)
+        for size, rows in self.parts:
+            for start in range(0, len(rows), ROWS_AT_ONCE):
+                some = rows[start : start + ROWS_AT_ONCE]
+                solutions = self.device.empty((len(some), table.shape[1]), np.float32)
+                self._launch(size, solutions, systems, there, entries, indptr, some, failed, epsilon)
+                systems.solutions[some] = self.device.matmul(solutions, inverse)
+
+    def _launch(
+        self,
+        size: int,
+        solutions: Array,
+        systems: Systems,
+        table: Array,
+        entries: DeviceEntries,
+        indptr: Array,
+        rows: Array,
+        failed: Array,
+        epsilon: float,
+    ) -> None:
+        """Launch dual_rows for rows with at most `size` entries; `solutions` are those of all rows, or of `rows`."""
+        device, objective, n = self.device, self.objective, len(systems.scale)
+        width = table_width(self.rank, np.float32)
+        check("table", table, np.float32, (None, width))
+        check("solutions", solutions, np.float32, (len(rows) if entries.implicit else n, width))
+        check("status", systems.status, np.int32, (n,))
+        check("scale", systems.scale, np.float32, (n,))
+        check("indices", entries.indices, np.int32, (None,))
+        check("ratings", entries.ratings, np.float32, (len(entries.indices),))
+        check("indptr", indptr, np.int64, (n + 1,))
+        check("rows", rows, np.int32, (None,))
+        check_not_host(
+            device, table=table, solutions=solutions, status=systems.status, scale=systems.scale,
+            indices=entries.indices, ratings=entries.ratings, indptr=indptr, rows=rows, failed=failed,
+        )  # fmt: skip
+        if entries.offsets is not None:
+            check("offsets", entries.offsets, np.float32, (len(table),))
+            check_not_host(device, offsets=entries.offsets)
+        offsets, biased = entries.offsets is not None, objective.biases
+        constants = dual_constants(size, self.rank, entries.implicit, offsets, biased)
+        order, pack = max(size, BLOCK), max(BLOCK // size, 1)
+        regularization = objective.regularization.of(self.side)
+        ratio = regularization / objective.bias_regularization.of(self.side) if biased else 1.0
+        get_kernel(device, "dual_rows.cu", "dual_rows", **constants)(
+            (min(ceil_div(len(rows), TEAMS * pack), device.spec.multiprocessors * BLOCKS_PER_SM[order]),),
+            (32 * TEAMS,),
+            (
+                solutions,
+                systems.status,
+                table,
+                *entries.arrays,
+                indptr,
+                rows,
+                systems.scale,
+                failed,
+                np.int32(len(rows)),
+                *entries.scalars,
+                np.float32(regularization),
+                np.float32(ratio),
+                np.float32(epsilon),
+            ),
+            dual_shared_bytes(order),
+        )
+
+
+def programs(rank: int, longest: int, implicit: bool, offsets: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Source, kernel and constants of the programs for rows with up to `longest` entries, the slowest first."""
+    for size in reversed(GPU_SIZES):
+        if size < max(longest, 1) * 2 and longest:
+            yield program("dual_rows.cu", "dual_rows", **dual_constants(size, rank, implicit, offsets, offsets))
+    if implicit:
+        yield program("basis.cu", "inverse_root", **basis_constants(rank))
+
+
+COMPILED_RANKS = (32, 64, 100, 128)
+
+
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """``(file, kernel, constants)`` of the builds for usual ranks, the same for all devices."""
+    for rank in ranks:
+        for size in GPU_SIZES:
+            for implicit, biased in ((False, False), (False, True), (True, False)):
+                if size <= rank:
+                    yield "dual_rows.cu", "dual_rows", dual_constants(size, rank, implicit, biased, biased)
+        yield "basis.cu", "inverse_root", basis_constants(rank)

@@ -1,0 +1,183 @@
+"""What `hybridmf.evaluate` returns: metrics, their values for each user, and bootstrap intervals over users."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.validate import check_int, check_real
+
+GROUPS = 10_000
+"""Users up to which each is resampled by itself. More are put into this many groups at random, whose sums are
+resampled: the spread of the result is the same, and its cost does not grow with the users."""
+
+RESAMPLES = 1_000
+
+BATCH = 50
+"""Resamples at a time, each an index for every group."""
+
+
+class Interval(NamedTuple):
+    """A mean over users, or a difference of two, with the bounds of its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} ({self.low:.4f} to {self.high:.4f})"
+
+
+class Evaluation(dict[str, float]):
+    """Metrics by name, as returned by `evaluate`: a dict with what is behind the values.
+
+    Attributes
+    ----------
+    n_users : int
+        Evaluated users: those with a relevant test item; if only rmse and mae are requested, those with a test entry.
+    n_cold_users : int or None
+        Evaluated users without training entries; None if neither the model nor `train` determines them.
+    n_dropped : int
+        Test entries dropped by ``unknown="drop"``.
+    users : int64 array, shape (n,)
+        Positions of the users with a test entry, ascending.
+    n_entries : int64 array, shape (n,)
+        Test entries of each of them.
+    per_user : dict of str to float64 array, shape (n,)
+        Value of each metric for each of `users`, NaN where it is not defined; rmse and mae are those of the user's
+        entries. ``coverage@k`` is a property of all lists together and has none.
+    """
+
+    n_users: int = 0
+    n_cold_users: int | None = None
+    n_dropped: int = 0
+    users: np.ndarray
+    n_entries: np.ndarray
+    per_user: dict[str, np.ndarray]
+
+    def interval(
+        self, metric: str, level: float = 0.95, *, n_resamples: int = RESAMPLES, random_state: int = 0
+    ) -> Interval:
+        """Confidence interval of a metric, by the percentile bootstrap over users (Efron and Tibshirani 1993).
+
+        Parameters
+        ----------
+        metric : str
+            One of `per_user`.
+        level : float
+            Between 0 and 1.
+        n_resamples, random_state : int
+
+        Returns
+        -------
+        Interval
+
+        Raises
+        ------
+        TypeError, ValueError
+            A metric without values for each user, fewer than two users, or a `level` out of range.
+        """
+        values, weights = self._values(metric)
+        return _bootstrap(metric, [values], weights, level, n_resamples, random_state)
+
+    def difference(
+        self,
+        other: Mapping[str, float],
+        metric: str,
+        level: float = 0.95,
+        *,
+        n_resamples: int = RESAMPLES,
+        random_state: int = 0,
+    ) -> Interval:
+        """A metric minus that of another model, with its confidence interval by the paired bootstrap.
+
+        Each resample draws users, and takes the values of both evaluations for them, so what makes a user easy or hard
+        for both cancels out. If the interval does not contain 0, the models differ at this level.
+
+        Parameters
+        ----------
+        other : Evaluation
+            Of another model on the same test entries and users.
+        metric, level, n_resamples, random_state
+            As for `interval`.
+
+        Returns
+        -------
+        Interval
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `interval`; also if `other` is not of the same users and test entries.
+        """
+        if not isinstance(other, Evaluation):
+            raise TypeError(f"other must be an Evaluation, as evaluate returns it, got {type(other).__name__}")
+        ours, weights = self._values(metric)
+        theirs, _ = other._values(metric)
+        if not np.array_equal(self.users, other.users) or not np.array_equal(self.n_entries, other.n_entries):
+            raise ValueError(
+                f"other was evaluated on {len(other.users)} users and {other.n_entries.sum()} test entries, this on "
+                f"{len(self.users)} and {self.n_entries.sum()}; a paired difference needs the same ones"
+            )
+        return _bootstrap(metric, [ours, theirs], weights, level, n_resamples, random_state)
+
+    def _values(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
+        """Terms of each user and their weights, whose weighted mean gives the metric."""
+        if metric not in self.per_user:
+            known = ", ".join(self.per_user) or "none"
+            raise ValueError(f"metric {metric!r} has no values for each user here; those that have: {known}")
+        values = self.per_user[metric]
+        if metric in ("rmse", "mae"):
+            return (values**2 if metric == "rmse" else values), self.n_entries.astype(np.float64)
+        return values, np.ones(len(values))
+
+
+def _bootstrap(
+    metric: str, terms: list[np.ndarray], weights: np.ndarray, level: float, n_resamples: int, random_state: int
+) -> Interval:
+    """Interval of the weighted mean of ``terms[0]``, or of its difference to that of ``terms[1]``."""
+    level = check_real("level", level, 0.0, strict=True)
+    if level >= 1:
+        raise ValueError(f"level must satisfy 0 < level < 1, got {level:g}")
+    n_resamples = check_int("n_resamples", n_resamples, 1)
+    defined = ~np.any(np.isnan(terms), axis=0)
+    if np.count_nonzero(defined) < 2:
+        raise ValueError(f"{metric} is defined for {np.count_nonzero(defined)} users; an interval needs at least two")
+    generator = np.random.default_rng(check_int("random_state", random_state, 0))
+    sums = _grouped(np.stack([*(weights * each for each in terms), weights])[:, defined], generator)
+    finish = np.sqrt if metric == "rmse" else np.asarray
+
+    def statistic(totals: np.ndarray) -> np.ndarray:
+        means = finish(totals[:-1] / totals[-1])
+        return means[0] if len(means) == 1 else means[0] - means[1]
+
+    found = [
+        statistic(_resampled(sums, min(BATCH, n_resamples - done), generator)) for done in range(0, n_resamples, BATCH)
+    ]
+    low, high = np.quantile(np.concatenate(found), [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(statistic(sums.sum(axis=1))), float(low), float(high))
+
+
+def _grouped(rows: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Columns, summed up in `GROUPS` random groups of equal size where there are more of them."""
+    n = rows.shape[1]
+    if n <= GROUPS:
+        return rows
+    starts = np.linspace(0, n, GROUPS, endpoint=False).astype(np.int64)
+    return np.add.reduceat(rows[:, generator.permutation(n)], starts, axis=1)
+
+
+def _resampled(sums: np.ndarray, n_resamples: int, generator: np.random.Generator) -> np.ndarray:
+    """Sums over as many columns as there are, drawn with replacement: shape (len(sums), n_resamples)."""
+    n = sums.shape[1]
+    drawn = generator.integers(0, n, (n_resamples, n))
+    return np.stack([row[drawn].sum(axis=1) for row in sums])
+
+
+def as_evaluation(values: Mapping[str, float], **attributes: Any) -> Evaluation:
+    """An `Evaluation` with its attributes."""
+    found = Evaluation(values)
+    vars(found).update(attributes)
+    return found

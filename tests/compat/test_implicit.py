@@ -1,0 +1,244 @@
+"""`hybridmf.compat.implicit` beside `implicit`: one import line, the same factors, recommendations and files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import hybridmf.compat.implicit as ported
+from hybridmf.compat.implicit import als as ours
+from hybridmf.compat.implicit.nearest_neighbours import bm25_weight, tfidf_weight
+from hybridmf.errors import RatingsError
+from support.ratings import planted
+
+implicit = pytest.importorskip("implicit")
+pytestmark = pytest.mark.filterwarnings("ignore:OpenBLAS is configured")
+
+PLAYS = sp.csr_matrix(planted(120, 80, 0.15))
+PLAYS.data = np.ceil(PLAYS.data).astype(np.float32)
+OPTIONS = {"factors": 8, "regularization": 0.05, "iterations": 5, "random_state": 3, "num_threads": 1}
+
+
+def pair(plays=PLAYS, **options):
+    """`implicit`'s model and ours, fitted with the same arguments on the CPU."""
+    options = OPTIONS | options
+    models = implicit.cpu.als.AlternatingLeastSquares(**options), ours.AlternatingLeastSquares(**options, use_gpu=False)
+    for model in models:
+        model.fit(plays, show_progress=False)
+    return models
+
+
+@pytest.fixture(scope="module")
+def same_factors():
+    """Both with the very same factors, so that what they serve can be compared to the last digit."""
+    theirs, model = pair(alpha=2.0)
+    model.user_factors, model.item_factors = theirs.user_factors, theirs.item_factors
+    return theirs, model
+
+
+@pytest.mark.parametrize("use_cg", [True, False])
+@pytest.mark.parametrize("alpha", [1.0, 0.3, 40.0])
+def test_factors_are_those_of_implicit(use_cg, alpha):
+    theirs, model = pair(use_cg=use_cg, alpha=alpha)
+    for name in ("user_factors", "item_factors"):
+        a, b = getattr(theirs, name), getattr(model, name)
+        assert b.dtype == a.dtype and b.shape == a.shape
+        np.testing.assert_allclose(b, a, atol=5e-3 * np.abs(a).max())  # theirs are float32 throughout
+
+
+def test_dislikes_empty_rows_and_double_precision():
+    plays = PLAYS.copy()
+    plays.data[::7] *= -1
+    plays = sp.csr_matrix(sp.vstack([plays, sp.csr_matrix((2, 80), dtype=np.float32)]))
+    theirs, model = pair(plays, use_cg=False, dtype=np.float64)
+    assert model.user_factors.dtype == np.float64 and not model.user_factors[120:].any()
+    np.testing.assert_allclose(model.item_factors, theirs.item_factors, atol=2e-3 * np.abs(theirs.item_factors).max())
+
+
+def quickstart(library, plays):
+    """The code of implicit's README, with its factors made smaller and a seed."""
+    # initialize a model
+    model = library.als.AlternatingLeastSquares(factors=20, random_state=1)
+    # train the model on a sparse matrix of user/item/confidence weights
+    model.fit(plays)
+    # recommend items for a user
+    recommendations = model.recommend(7, plays[7])
+    # find related items
+    related = model.similar_items(11)
+    return recommendations, related
+
+
+def test_the_quickstart_gives_the_same_with_both():
+    for theirs, found in zip(quickstart(implicit, PLAYS), quickstart(ported, PLAYS), strict=True):
+        np.testing.assert_array_equal(found[0], theirs[0])
+        np.testing.assert_allclose(found[1], theirs[1], rtol=0.01, atol=0.005)
+
+
+def test_the_tutorial_gives_the_same_with_both():
+    """implicit's tutorial: BM25 weights, recommendations for a batch, similar items."""
+    found = []
+    for library in (implicit, ported):
+        artist_user = library.nearest_neighbours.bm25_weight(PLAYS.T, K1=100, B=0.8)
+        user_plays = artist_user.T.tocsr()
+        model = library.als.AlternatingLeastSquares(factors=8, regularization=0.05, alpha=2.0, random_state=1)
+        model.fit(user_plays, show_progress=False)
+        found.append(model.recommend(np.arange(20), user_plays[np.arange(20)], N=5))
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=0.01)
+    assert np.mean(found[0][0] == found[1][0]) > 0.9  # ties within rounding may swap
+
+
+def test_weights_are_those_of_implicit():
+    for weight, theirs in (
+        (bm25_weight, implicit.nearest_neighbours.bm25_weight),
+        (tfidf_weight, implicit.nearest_neighbours.tfidf_weight),
+    ):
+        np.testing.assert_allclose(weight(PLAYS).toarray(), theirs(PLAYS).toarray(), rtol=1e-5, atol=1e-6)
+    assert PLAYS.data.min() == 1  # as before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"N": 3, "filter_already_liked_items": False},
+        {"filter_items": [3, 5, 8]},
+        {"items": [40, 7, 12, 33, 2]},
+        {"recalculate_user": True},
+        {"N": 80},
+    ],
+    ids=lambda options: "".join(options) or "usual",
+)
+@pytest.mark.parametrize("users", [5, np.array([0, 7, 33])])
+def test_recommendations_are_those_of_implicit(same_factors, options, users):
+    theirs, model = same_factors
+    rows = PLAYS[users]
+    ids, scores = model.recommend(users, rows, **options)
+    their_ids, their_scores = theirs.recommend(users, rows, **options)
+    assert ids.shape == their_ids.shape
+    left = their_scores > -1e38
+    np.testing.assert_array_equal(ids[left], their_ids[left])
+    np.testing.assert_allclose(scores[left], their_scores[left], rtol=2e-3, atol=1e-5)
+    # the rest are the items that were to be left out, in any order
+    np.testing.assert_array_equal(scores[~left], their_scores[~left])
+    np.testing.assert_array_equal(np.sort(ids, axis=-1), np.sort(their_ids, axis=-1))
+
+
+def test_no_list_is_longer_than_the_items(same_factors):
+    theirs, model = same_factors
+    assert theirs.recommend(5, PLAYS[5], N=200)[0][80:].tolist() == [0] * 120  # item 0, again and again
+    assert model.recommend(5, PLAYS[5], N=200)[0].shape == (80,)
+
+
+@pytest.mark.parametrize("ids", [4, np.array([0, 9])])
+def test_neighbours_are_those_of_implicit(same_factors, ids):
+    theirs, model = same_factors
+    for found, expected in (
+        (model.similar_items(ids, N=6), theirs.similar_items(ids, N=6)),
+        (model.similar_users(ids, N=6), theirs.similar_users(ids, N=6)),
+        (model.similar_items(ids, N=4, filter_items=[3, 1]), theirs.similar_items(ids, N=4, filter_items=[3, 1])),
+        (model.similar_users(ids, users=[1, 5, 9]), theirs.similar_users(ids, N=3, users=[1, 5, 9])),
+    ):
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_allclose(found[1], expected[1], rtol=1e-4)
+    rows = PLAYS.T.tocsr()[ids]
+    ids_of, cosines = model.similar_items(ids, 5, recalculate_item=True, item_users=rows)
+    expected = theirs.similar_items(ids, 5, recalculate_item=True, item_users=rows)
+    np.testing.assert_array_equal(ids_of, expected[0])
+    np.testing.assert_allclose(cosines, expected[1], rtol=1e-3)
+
+
+def test_recalculated_factors_and_updates_are_those_of_implicit(same_factors):
+    theirs, model = same_factors
+    rows = sp.csr_matrix(PLAYS[:4]) * 0.1  # confidences below the smallest of the fit
+    for user, given in ((0, rows[0]), ([0, 1, 2, 3], rows)):
+        np.testing.assert_allclose(
+            model.recalculate_user(user, given), theirs.recalculate_user(user, given), rtol=5e-3, atol=2e-4
+        )
+    theirs, model = pair(use_cg=False)
+    for each in (theirs, model):
+        each.partial_fit_users([1, 122], PLAYS[[5, 6]])
+        each.partial_fit_items([80], sp.csr_matrix(PLAYS.T.tocsr()[[3]].toarray() @ np.eye(120, 123, dtype=np.float32)))
+    assert model.user_factors.shape == (123, 8) and not model.user_factors[121].any()
+    np.testing.assert_allclose(model.user_factors, theirs.user_factors, rtol=0.02, atol=5e-3)
+    np.testing.assert_allclose(model.item_factors, theirs.item_factors, rtol=0.02, atol=5e-3)
+    np.testing.assert_array_equal(model.similar_items(80, 3)[0], theirs.similar_items(80, 3)[0])
+
+
+def test_explanations_are_those_of_implicit(same_factors):
+    theirs, model = same_factors
+    expected, pairs, _ = theirs.explain(7, PLAYS, 11)
+    score, found, weights = model.explain(7, PLAYS, 11)
+    assert score == pytest.approx(expected, rel=1e-3)
+    assert [item for item, _ in found] == [item for item, _ in pairs]
+    assert [value for _, value in found] == pytest.approx([value for _, value in pairs], rel=2e-3, abs=1e-5)
+    assert model.explain(7, PLAYS, 11, weights, N=2)[1] == found[:2]
+
+
+def test_files_are_those_of_implicit(same_factors, tmp_path):
+    theirs, model = same_factors
+    model.save(tmp_path / "ours.npz")
+    theirs.save(str(tmp_path / "theirs"))
+    there = implicit.cpu.als.AlternatingLeastSquares.load(str(tmp_path / "ours.npz"))
+    for name in (tmp_path / "ours.npz", str(tmp_path / "theirs")):
+        here = ours.AlternatingLeastSquares.load(name)
+        assert (here.alpha, here.factors, here.dtype, here.regularization) == (2.0, 8, np.float32, 0.05)
+        np.testing.assert_array_equal(here.recommend(3, PLAYS[3])[0], model.recommend(3, PLAYS[3])[0])
+        np.testing.assert_allclose(here.recalculate_user(3, PLAYS[3]), model.recalculate_user(3, PLAYS[3]), rtol=1e-4)
+    np.testing.assert_array_equal(there.item_factors, model.item_factors)
+
+
+def test_callbacks_losses_and_continued_fits():
+    losses = {}
+    for library in (implicit.cpu.als, ours):
+        model = library.AlternatingLeastSquares(**OPTIONS, calculate_training_loss=True)
+        losses[library] = []
+        model.fit(PLAYS, show_progress=False, callback=lambda *given, to=losses[library]: to.append(given))
+        model.fit(PLAYS, show_progress=False, callback=lambda *given, to=losses[library]: to.append(given))
+    theirs, found = losses.values()
+    assert [each[0] for each in found] == [each[0] for each in theirs] == [0, 1, 2, 3, 4] * 2
+    assert [each[2] for each in found] == pytest.approx([each[2] for each in theirs], rel=1e-3)
+    assert found[5][2] < found[4][2]  # goes on from the factors that it has
+    silent = []
+    ours.AlternatingLeastSquares(**OPTIONS).fit(
+        PLAYS, show_progress=False, callback=lambda *given: silent.append(given)
+    )
+    assert silent[0][2] is None
+
+
+def test_every_backend_gives_the_same(backend):
+    options = OPTIONS | {"use_cg": False, "iterations": 2}
+    model = ours.AlternatingLeastSquares(**options, use_gpu=backend == "cuda")
+    model.fit(PLAYS, show_progress=False)
+    expected = ours.AlternatingLeastSquares(**options, use_gpu=False)
+    expected.fit(PLAYS, show_progress=False)
+    largest = np.abs(expected.user_factors).max()
+    np.testing.assert_allclose(model.user_factors, expected.user_factors, atol=1e-3 * largest)
+    users = np.arange(6)
+    scores, their_scores = (each.recommend(users, PLAYS[users], 4)[1] for each in (model, expected))
+    np.testing.assert_allclose(scores, their_scores, atol=2e-3)
+    folded, theirs = (each.recalculate_user(users, PLAYS[users]) for each in (model, expected))
+    np.testing.assert_allclose(folded, theirs, atol=2e-3 * largest)
+
+
+def test_mistakes():
+    model = ours.AlternatingLeastSquares(**OPTIONS)
+    with pytest.raises(ValueError, match="has no factors; call fit"):
+        model.recommend(0, PLAYS[0])
+    zero = PLAYS.copy()
+    zero.data[3] = 0
+    with pytest.raises(RatingsError, match=r"user_items has 1 entries with a confidence of 0.*eliminate_zeros"):
+        model.fit(zero)
+    model.fit(PLAYS, show_progress=False)
+    with pytest.raises(ValueError, match="user_items needs to be a CSR sparse matrix"):
+        model.recommend(0, None)
+    with pytest.raises(ValueError, match="user_items must contain 1 row for each of the 1 ids, got 120 rows"):
+        model.recommend(0, PLAYS)
+    with pytest.raises(ValueError, match="item_users must contain 1 row for each of the 1 ids, got None"):
+        model.similar_items(0, recalculate_item=True)
+    with pytest.raises(IndexError, match="ids must be between 0 and 119, got 120"):
+        model.recommend(120, PLAYS[0])
+    with pytest.raises(IndexError, match="ids must be between 0 and 79, got -1"):
+        model.recommend(0, PLAYS[0], items=[-1])
+    with pytest.raises(ValueError, match="Can't set both items and filter_items"):
+        model.recommend(0, PLAYS[0], items=[1], filter_items=[2])

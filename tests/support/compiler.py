@@ -1,0 +1,72 @@
+"""NVRTC, which compiles kernels without a GPU, and what it reports of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from hybridmf.gpu.launch import source_text
+
+
+def needs_nvrtc() -> Any:
+    """Cuda's bindings of NVRTC; skips the test or the module without them."""
+    return pytest.importorskip(
+        "cuda.bindings.nvrtc", reason="no NVRTC to compile kernels with: pip install cuda-bindings nvidia-cuda-nvrtc"
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """What NVRTC compiles at a time: all kernels of a file, for one set of constants and one architecture."""
+
+    file: str
+    constants: tuple[str, ...]
+    architecture: int
+
+    def __str__(self) -> str:
+        return f"sm_{self.architecture}-{self.file}-{','.join(self.constants)}"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports of one function, in bytes."""
+
+    function: str
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+    @property
+    def local_bytes(self) -> int:
+        return self.stack + self.spill_stores + self.spill_loads
+
+
+def compile_program(program: Program) -> str:
+    """The log of a compilation; raises on errors. NVRTC works outside Python's lock, so threads compile in parallel."""
+    nvrtc, source = needs_nvrtc(), source_text(program.file).encode()
+    status, handle = nvrtc.nvrtcCreateProgram(source, program.file.encode(), 0, [], [])
+    assert not int(status), f"NVRTC: {status.name}"
+    try:
+        options = ["-std=c++17", f"--gpu-architecture=sm_{program.architecture}", "--ptxas-options=-v"]
+        options += [f"-D{constant}" for constant in program.constants]
+        (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
+        log = b" " * nvrtc.nvrtcGetProgramLogSize(handle)[1]
+        nvrtc.nvrtcGetProgramLog(handle, log)
+        text = log.decode().rstrip("\0 \n")
+        if int(status):
+            raise RuntimeError(f"{program} does not compile ({status.name}):\n{text}")
+        return text
+    finally:
+        nvrtc.nvrtcDestroyProgram(handle)
+
+
+def resources_of(log: str) -> list[Resources]:
+    """What the log of ``--ptxas-options=-v`` says of each function."""
+    pattern = (
+        r"Function properties for (\S+)\s+(?:ptxas\s+\S+\s+)?"
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    )
+    return [Resources(name, *map(int, numbers)) for name, *numbers in re.findall(pattern, log)]

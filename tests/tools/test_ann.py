@@ -1,0 +1,138 @@
+"""Vectors for other libraries: DLPack, `export_items`, and indexes of faiss and usearch."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import hybridmf as hmf
+from hybridmf import ann
+from support.ratings import planted
+
+PLAYS = planted(300, 200, 0.1)
+
+
+@pytest.fixture(scope="module", params=["implicit", "explicit"])
+def model(request):
+    """With labels; item 3 has no entries, user 5 none either."""
+    plays = PLAYS.tolil()
+    plays[:, 3] = 0
+    plays[5] = 0
+    plays = sp.csr_array(plays)
+    ratings = hmf.Ratings(plays, np.array([f"u{k}" for k in range(300)]), np.array([f"i{k}" for k in range(200)]))
+    cls = hmf.ImplicitALS if request.param == "implicit" else hmf.ExplicitALS
+    return cls(factors=8, iterations=4, random_state=0, device="cpu").fit(ratings)
+
+
+def test_factors_leave_through_dlpack_without_a_copy(model):
+    for factors in (model.user_factors, model.item_factors, model.item_factors_):
+        shared = np.from_dlpack(factors)
+        assert np.shares_memory(shared, factors) and shared.dtype == np.float32
+        np.testing.assert_array_equal(shared, factors)
+    assert np.shares_memory(model.item_factors, model.item_factors_)  # float32 models hold no other copy
+
+
+def test_factors_of_a_file_leave_through_dlpack(model, tmp_path):
+    model.save(tmp_path / "m.safetensors")
+    loaded = hmf.load(tmp_path / "m.safetensors")
+    shared = np.from_dlpack(loaded.item_factors)
+    assert np.shares_memory(shared, loaded.item_factors_)
+    np.testing.assert_array_equal(shared, model.item_factors)
+
+
+def test_factors_come_in_through_dlpack(model):
+    class Tensor:
+        """What another library's array offers."""
+
+        def __init__(self, array):
+            self._array = array
+
+        def __dlpack__(self, **options):
+            return self._array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self._array.__dlpack_device__()
+
+    users, items = (np.from_dlpack(Tensor(each)) for each in (model.user_factors, model.item_factors))
+    again = hmf.ImplicitALS(factors=8, iterations=1, init=(users, items), device="cpu").fit(PLAYS)
+    same = hmf.ImplicitALS(factors=8, iterations=1, init=(model.user_factors, None), device="cpu").fit(PLAYS)
+    np.testing.assert_array_equal(again.item_factors, same.item_factors)
+
+
+def test_products_of_exported_vectors_are_the_scores(model):
+    vectors, ids = model.export_items()
+    assert vectors.dtype == np.float32 and vectors.flags.c_contiguous
+    warm = np.flatnonzero(~model.cold_items_)
+    assert 3 not in warm and ids.tolist() == [f"i{k}" for k in warm]
+    np.testing.assert_array_equal(model.export_items(labels=False)[1], warm)
+    queries = model.export_users()
+    assert queries.shape == (300, vectors.shape[1])
+    np.testing.assert_array_equal(model.export_users([7, 9]), queries[[7, 9]])
+    np.testing.assert_array_equal(model.export_users(7), queries[7])
+    found, scores = model.recommend("u7", N=5, labels=True)
+    by_label = dict(zip(ids.tolist(), (vectors @ queries[7]).tolist(), strict=True))
+    assert [by_label[label] for label in found] == pytest.approx(scores.tolist(), rel=1e-5)
+    with pytest.raises(ValueError, match="userid has 300"):
+        model.export_users(300)
+
+
+def exact_search(model):
+    """A search that misses nothing, and finds less than it is asked for."""
+    vectors, _ = model.export_items(labels=False)
+
+    def search(queries, k):
+        products = queries @ vectors.T
+        places = np.argsort(-products, axis=1, kind="stable")[:, :k]
+        found = np.take_along_axis(products, places, axis=1)
+        return np.where(np.arange(k) < 150, places, -1), found
+
+    return search
+
+
+def test_an_index_leaves_out_what_users_have_seen(model):
+    index = ann.AnnIndex(model, exact_search(model))
+    users = np.array([0, 5, 7, 299])
+    ids, scores = index.recommend(users, N=6)
+    expected, their_scores = model.recommend(users, N=6, cold_users="mask")
+    warm = users != 5
+    np.testing.assert_array_equal(ids[warm], expected[warm])
+    np.testing.assert_allclose(scores[warm], their_scores[warm], rtol=1e-5)
+    if model.user_bias_ is None:
+        assert (ids[~warm] == -1).all() and np.isneginf(scores[~warm]).all()
+    np.testing.assert_array_equal(index.recommend(7, N=6)[0], expected[2])
+    everything, _ = index.recommend(users, N=6, filter_already_liked_items=False)
+    np.testing.assert_array_equal(
+        everything[warm], model.recommend(users, N=6, filter_already_liked_items=False)[0][warm]
+    )
+    rows = sp.csr_array(np.tile(np.arange(200) < 100, (4, 1)).astype(np.float32))
+    assert index.recommend(users, rows, N=6)[0].max() >= 100 > 0
+    assert index.recommend([7], rows[:1], N=6)[0].min() >= 100
+    assert (index.recommend(7, N=180)[0] >= 0).sum() <= 150
+    assert index.recall(np.arange(300)) == 1.0
+
+
+def test_recall_counts_what_is_missed(model):
+    search = exact_search(model)
+    half = ann.AnnIndex(model, lambda queries, k: tuple(part[:, ::2] for part in search(queries, 2 * k)))
+    assert 0.3 < half.recall(np.arange(300)) < 0.8
+
+
+@pytest.mark.parametrize(("library", "make"), [("faiss", ann.faiss_index), ("usearch", ann.usearch_index)])
+def test_indexes_of_other_libraries_find_nearly_all(model, library, make, monkeypatch):
+    pytest.importorskip(library)
+    index = make(model, num_threads=1)
+    assert index.recall(np.arange(300)) > 0.95
+    ids, scores = index.recommend(7, N=5)
+    expected, their_scores = model.recommend(7, N=5)
+    assert len(np.intersect1d(ids, expected)) >= 4
+    np.testing.assert_allclose(scores[0], their_scores[0], rtol=1e-4)
+    assert index.index is not None
+    with pytest.raises(ValueError, match="neighbors must satisfy"):
+        make(model, neighbors=1)
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setitem(sys.modules, f"{library}.index", None)
+    with pytest.raises(ImportError, match=r'pip install "hybridmf\[ann\]"'):
+        make(model)
